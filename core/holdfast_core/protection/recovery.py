@@ -172,7 +172,8 @@ def recovery_line(membership: Membership, inventories: Mapping[int, Inventory]) 
         missing = [rank for rank in world.ranks if (rank, generation) not in holdings.snapshots]
         lost = [rank for rank in missing if not rebuildable(membership, holdings, rank, generation)]
         if not lost:
-            how = f"ranks {missing} from parity" if missing else "all ranks in local memory"
+            own = "local" if membership.is_present(generation) else "daemons'"
+            how = f"ranks {missing} from parity" if missing else f"all ranks in {own} memory"
             return Line(generation=generation, reason=f"generation {generation}: {how}")
         rejected.append(f"{generation} lacks ranks {lost}")
     why = "; ".join(rejected) if rejected else "no daemon holds a snapshot"

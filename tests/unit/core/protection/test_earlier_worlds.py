@@ -1,0 +1,195 @@
+"""Lines that an earlier world captured: who rebuilds what, and whether there is a line at all."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+
+from holdfast_core.protection import recovery
+from holdfast_core.protection.codes import BlockId, code_of
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.manifests import Inventory, ParityEntry, SnapshotEntry
+from holdfast_core.snapshots.membership import Member, Membership, Redundancy
+
+LINE = Generation(1, 40)
+LANES = 2
+
+
+def first_world(*groups: tuple[int, ...], redundancy: Redundancy) -> Membership:
+    return Membership(
+        job="default.a",
+        epoch=1,
+        members=tuple(_place(index) for index in sorted(m for group in groups for m in group)),
+        nproc_per_node=LANES,
+        groups=groups,
+        redundancy=redundancy,
+    )
+
+
+def _place(index: int) -> Member:
+    return Member(index=index, node=f"n{index}", memory_id="m", peer_address="", bulk_address="")
+
+
+def with_members(before: Membership, indices: Collection[int]) -> Membership:
+    """The next epoch of `before`, with these members in one parity group."""
+    epoch = before.epoch + 1
+    return replace(
+        before,
+        epoch=epoch,
+        since=epoch,
+        past=(*before.past, before.world),
+        members=tuple(_place(index) for index in sorted(indices)),
+        groups=(tuple(sorted(indices)),),
+    )
+
+
+def held(membership: Membership, generation: Generation) -> dict[int, Inventory]:
+    """Inventories of all members after `generation` was protected in their world."""
+    found = {}
+    for member in membership.world.members:
+        group = membership.group_of(member)
+        code = code_of(membership, group)
+        assert code is not None
+        found[member] = Inventory(
+            snapshots=tuple(_entry(rank, generation) for rank in membership.ranks_of(member)),
+            parities=tuple(
+                ParityEntry(
+                    lane=membership.parity_lane(lane, row),
+                    generation=generation,
+                    group=group,
+                    sources=tuple(
+                        (rank, _entry(rank, generation).manifest_digest)
+                        for position in code.sources_of(BlockId(group.index(member), row))
+                        for rank in [membership.rank_at(group[position], lane)]
+                    ),
+                )
+                for lane in range(LANES)
+                for row in range(code.rows)
+            ),
+        )
+    return found
+
+
+def _entry(rank: int, generation: Generation) -> SnapshotEntry:
+    digest = 1000 * generation.step + rank
+    return SnapshotEntry(
+        rank=rank, generation=generation, manifest_digest=digest, payload_bytes=100
+    )
+
+
+def _only(inventories: dict[int, Inventory], members: Collection[int]) -> dict[int, Inventory]:
+    return {member: inventories.get(member, Inventory()) for member in members}
+
+
+@pytest.mark.parametrize("redundancy", [Redundancy.RAIM5, Redundancy.RAIM6, Redundancy.REPLICATION])
+@pytest.mark.parametrize("groups", [((0, 1, 2, 3),), ((0, 2, 4), (1, 3, 5))])
+def test_those_who_are_left_have_the_line_if_each_group_could_bear_its_losses(
+    redundancy: Redundancy, groups: tuple[tuple[int, ...], ...]
+) -> None:
+    before = first_world(*groups, redundancy=redundancy)
+    inventories = held(before, LINE)
+    bearable = 2 if redundancy is Redundancy.RAIM6 else 1
+    everyone = before.world.members
+    for count in range(1, len(everyone) - 1):
+        for lost in combinations(everyone, count):
+            left = [member for member in everyone if member not in lost]
+            now = with_members(before, left)
+            line = recovery.recovery_line(now, _only(inventories, left))
+            worst = max(len(set(group).intersection(lost)) for group in groups)
+            assert (line.generation == LINE) == (worst <= bearable), (lost, line.reason)
+
+
+def test_ranks_of_lost_members_are_dealt_to_their_own_group() -> None:
+    before = first_world((0, 1, 2, 3, 4), (5, 6, 7), redundancy=Redundancy.RAIM6)
+    now = with_members(before, [0, 2, 4, 5, 6])
+    heirs = {rank: recovery.heir(now, rank, LINE) for rank in before.world.ranks}
+    assert {rank: heirs[rank] for rank in (2, 3, 6, 7)} == {2: 0, 3: 2, 6: 4, 7: 0}
+    assert {rank: heirs[rank] for rank in (14, 15)} == {14: 5, 15: 6}
+    stay = [rank for rank in before.world.ranks if now.has(now.member_of(rank))]
+    assert all(heirs[rank] == now.member_of(rank) for rank in stay)
+
+
+def test_nobody_rebuilds_for_a_group_that_is_gone() -> None:
+    before = first_world((0, 1), (2, 3), redundancy=Redundancy.RAIM5)
+    now = with_members(before, [2, 3])
+    assert recovery.heir(now, 0, LINE) is None
+    line = recovery.recovery_line(now, _only(held(before, LINE), [2, 3]))
+    assert line.generation is None
+    assert "lacks ranks [0, 1, 2, 3]" in line.reason
+
+
+def test_what_an_heir_holds_counts_after_the_next_change() -> None:
+    before = first_world((0, 1, 2, 3), redundancy=Redundancy.RAIM5)
+    inventories = held(before, LINE)
+    smaller = with_members(before, [0, 1, 3])
+    rebuilt = {
+        member: replace(
+            inventories[member],
+            snapshots=(
+                *inventories[member].snapshots,
+                *(
+                    _entry(rank, LINE)
+                    for rank in smaller.ranks_of(2)
+                    if recovery.heir(smaller, rank, LINE) == member
+                ),
+            ),
+        )
+        for member in (0, 1, 3)
+    }
+    assert recovery.is_complete(smaller, recovery.Holdings.of(smaller, rebuilt), LINE)
+    grown = with_members(smaller, [0, 1, 2, 3])
+    line = recovery.recovery_line(grown, _only(rebuilt, [0, 1, 2, 3]))
+    assert line.generation == LINE
+    assert line.reason == "generation 1.40: all ranks in daemons' memory"
+
+
+@pytest.mark.parametrize(
+    ("redundancy", "survives"), [(Redundancy.RAIM5, False), (Redundancy.RAIM6, True)]
+)
+def test_until_the_new_world_is_protected_the_old_one_bears_no_more_than_it_did(
+    redundancy: Redundancy, survives: bool
+) -> None:
+    before = first_world((0, 1, 2, 3, 4), redundancy=redundancy)
+    inventories = held(before, LINE)
+    smaller = with_members(before, [0, 1, 3, 4])
+    for lost in (0, 1, 3, 4):
+        left = [member for member in (0, 1, 3, 4) if member != lost]
+        line = recovery.recovery_line(with_members(smaller, left), _only(inventories, left))
+        assert (line.generation == LINE) == survives, lost
+
+
+def test_a_snapshot_of_the_present_world_counts_only_where_it_was_captured() -> None:
+    now = first_world((0, 1, 2), redundancy=Redundancy.RAIM5)
+    inventories = held(now, LINE)
+    elsewhere = {
+        0: inventories[0],
+        1: replace(
+            inventories[1], snapshots=(*inventories[1].snapshots, *inventories[2].snapshots)
+        ),
+        2: Inventory(),
+    }
+    holdings = recovery.Holdings.of(now, elsewhere)
+    assert not recovery.is_complete(now, holdings, LINE)
+
+
+def test_parity_counts_for_the_group_of_its_own_world() -> None:
+    before = first_world((0, 1, 2, 3), redundancy=Redundancy.RAIM5)
+    now = with_members(before, [0, 1, 3])
+    holdings = recovery.Holdings.of(now, _only(held(before, LINE), [0, 1, 3]))
+    assert recovery.rebuildable(now, holdings, 4, LINE)
+    # The same numbers in the present world's epoch would be of another group.
+    renamed = Generation(now.epoch, LINE.step)
+    holdings = recovery.Holdings.of(now, _only(held(before, renamed), [0, 1, 3]))
+    assert holdings.parities == {}
+    assert not recovery.rebuildable(now, holdings, 0, renamed)
+
+
+def test_a_generation_of_a_forgotten_world_is_no_line() -> None:
+    before = first_world((0, 1, 2, 3), redundancy=Redundancy.RAIM5)
+    now = replace(with_members(before, [0, 1, 3]), past=())
+    line = recovery.recovery_line(now, _only(held(before, LINE), [0, 1, 3]))
+    assert line.generation is None
+    assert "1.40 is of a world that is no longer known" in line.reason
