@@ -27,7 +27,7 @@ from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.manifests import Inventory, ParityEntry, SnapshotEntry
 from holdfast_core.snapshots.membership import Member, Membership, Redundancy, Tier
 from holdfast_core.snapshots.reports import Directive, MemberReport
-from holdfast_core.snapshots.worlds import World
+from holdfast_core.snapshots.worlds import MemberWorld
 from holdfast_protos import peer_pb2, persisting, values_pb2
 from holdfast_protos.loading import failed_loads_from_proto, failed_loads_to_proto
 
@@ -225,8 +225,8 @@ def membership_from_proto(message: values_pb2.Membership) -> Membership:
         raise ProtocolError(f"membership of job {message.job!r} is malformed: {error}") from error
 
 
-def _past_world(message: values_pb2.PastWorld, nproc_per_node: int) -> World:
-    return World(
+def _past_world(message: values_pb2.PastWorld, nproc_per_node: int) -> MemberWorld:
+    return MemberWorld(
         since=message.since,
         members=tuple(message.members),
         nproc_per_node=nproc_per_node,

@@ -96,7 +96,7 @@ Global___ParityGroup: _TypeAlias = ParityGroup  # noqa: Y015
 
 @_typing.final
 class PastWorld(_message.Message):
-    """Members that trained together earlier (holdfast_core.snapshots.worlds.World)."""
+    """Members that trained together earlier (holdfast_core.snapshots.worlds.MemberWorld)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

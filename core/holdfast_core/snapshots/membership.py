@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.snapshots.generations import Generation
-from holdfast_core.snapshots.worlds import World
+from holdfast_core.snapshots.worlds import MemberWorld
 
 PAST_WORLDS_MAX = 8
 """Maximum number of past worlds that a membership names: as many changes in a row, without a
@@ -85,7 +85,7 @@ class Membership:
     members: tuple[Member, ...]
     nproc_per_node: int
     groups: tuple[tuple[int, ...], ...]
-    """Parity groups of the present world; see `World.groups`."""
+    """Parity groups of the present world; see `MemberWorld.groups`."""
     redundancy: Redundancy = Redundancy.RAIM5
     replicas: int = 1
     """Number of group members that keep a copy of a rank's whole payload; only with Replication."""
@@ -104,16 +104,16 @@ class Membership:
 
     since: int = 0
     """First epoch of the present world. Epochs that only restart or move members go on with it."""
-    past: tuple[World, ...] = ()
+    past: tuple[MemberWorld, ...] = ()
     """Worlds before the present one, oldest first: their generations can still be the recovery
     line. At most `PAST_WORLDS_MAX`."""
-    world: World = field(init=False, repr=False, compare=False)
+    world: MemberWorld = field(init=False, repr=False, compare=False)
     """The present world."""
 
     def __post_init__(self) -> None:
         indices = tuple(member.index for member in self.members)
         try:
-            world = World(
+            world = MemberWorld(
                 since=self.since,
                 members=indices,
                 nproc_per_node=self.nproc_per_node,
@@ -149,10 +149,10 @@ class Membership:
 
     @property
     def ranks(self) -> Iterator[int]:
-        """All ranks, ascending; see `World`."""
+        """All ranks, ascending; see `MemberWorld`."""
         return self.world.ranks
 
-    def world_of(self, generation: Generation) -> World | None:
+    def world_of(self, generation: Generation) -> MemberWorld | None:
         """The world that captured `generation`; None when it is no longer known."""
         if generation.epoch >= self.since:
             return self.world

@@ -13,7 +13,7 @@ from holdfast_core.errors import InvalidJobError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class World:
+class MemberWorld:
     """Members that train together in consecutive epochs.
 
     A member's ranks are numbered by its index, so they keep their numbers when other members

@@ -12,7 +12,7 @@ from holdfast_core.errors import NoRecoveryLineError
 from holdfast_core.protection import recovery
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.membership import Redundancy
-from holdfast_core.snapshots.worlds import World
+from holdfast_core.snapshots.worlds import MemberWorld
 from holdfast_core.states import RestorePhase, RestoreSource
 from holdfast_daemon.engine import loading, rebuilding
 from holdfast_daemon.engine.epoch import Epoch
@@ -141,7 +141,7 @@ def restore_state(memory: JobMemory, epoch: Epoch, rank: int) -> RestoreState:
 
 
 def _of_earlier_world(
-    memory: JobMemory, epoch: Epoch, rank: int, line: Line, world: World
+    memory: JobMemory, epoch: Epoch, rank: int, line: Line, world: MemberWorld
 ) -> RestoreState:
     """Progress of a restore of what another world captured: this rank reads the snapshots of its
     lane that lie on this node, once those that are missing have been rebuilt."""

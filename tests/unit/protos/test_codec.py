@@ -31,7 +31,7 @@ from holdfast_core.snapshots.membership import (
 )
 from holdfast_core.snapshots.reports import Directive, MemberReport
 from holdfast_core.snapshots.stored import FailedLoad, PersistOrder, RankFile, StoredUnit
-from holdfast_core.snapshots.worlds import World
+from holdfast_core.snapshots.worlds import MemberWorld
 from holdfast_protos import codec, peer_pb2, values_pb2
 from holdfast_protos.losses import (
     LAYERS_MAX,
@@ -195,7 +195,9 @@ def memberships(draw: st.DrawFn) -> Membership:
         epoch=epoch,
         since=since,
         past=tuple(
-            World(since=begun, members=tuple(indices), nproc_per_node=nproc_per_node, groups=groups)
+            MemberWorld(
+                since=begun, members=tuple(indices), nproc_per_node=nproc_per_node, groups=groups
+            )
             for begun in past
         ),
         revision=draw(U64),

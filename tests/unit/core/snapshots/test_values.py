@@ -10,7 +10,7 @@ from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.manifests import Inventory
 from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_core.snapshots.reports import MemberReport
-from holdfast_core.snapshots.worlds import World
+from holdfast_core.snapshots.worlds import MemberWorld
 
 
 def place(index: int) -> Member:
@@ -60,7 +60,9 @@ def test_ranks_keep_their_numbers_where_members_are_missing() -> None:
 
 
 def test_a_generation_belongs_to_the_world_of_its_epoch() -> None:
-    first = World(since=0, members=(1, 4, 5, 6, 7), nproc_per_node=2, groups=((1, 4, 5, 6, 7),))
+    first = MemberWorld(
+        since=0, members=(1, 4, 5, 6, 7), nproc_per_node=2, groups=((1, 4, 5, 6, 7),)
+    )
     changed = replace(MEMBERSHIP, epoch=9, since=8, past=(first, replace(first, since=5)))
     assert changed.world_of(Generation(4, 90)) == first
     assert changed.world_of(Generation(7, 1)) == replace(first, since=5)
