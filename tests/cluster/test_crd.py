@@ -49,8 +49,16 @@ VALID = {
     "the longest name": changed({"metadata.name": "n" * 52}),
     "another controller": changed({"spec.managedBy": "example.com/controller"}),
     "features that this version does not support": changed(
-        {"spec.snapshot.policy.type": "Sparse", "spec.minNodes": 3}
-        | {"spec.persistence": {"uri": "s3://bucket/run1"}}
+        {"spec.snapshot.policy.type": "Sparse"} | {"spec.persistence": {"uri": "s3://bucket/run1"}}
+    ),
+    "fewer nodes": changed(
+        {"spec.minNodes": 2, "spec.parallelism.ep": 1, "spec.failurePolicy.joinWaitSeconds": 0}
+        | {"spec.failurePolicy.rules.0": {"when": "NodeLost", "action": "Shrink"}}
+    ),
+    "fewer nodes with as many replicas as they can keep": changed(
+        {"spec.minNodes": 3, "spec.parallelism.ep": 1}
+        | {"spec.redundancy": {"type": "Replication", "replication": {"replicas": 2}}}
+        | {"spec.scheduling": {"gang": "KueuePodGroup", "queue": "team-a"}}
     ),
     "more of a pod": changed(
         {"spec.trainer.template.spec.nodeSelector": {"gpu": "h200"}}

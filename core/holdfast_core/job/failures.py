@@ -93,8 +93,9 @@ class FailureRule(Document, frozen=True, kw_only=True):
             description="what to do about it",
             extra={
                 "more": "RestartInPlace: the same nodes begin a new epoch. ReplaceNode: a spare "
-                "or another node replaces the lost one. Shrink: train on with fewer nodes (not "
-                "in this version). Fail: the job fails."
+                "or another node replaces the lost one. Shrink: the same, but where no node is "
+                "ready, the job goes on with fewer at once; with when: NoReplacement, once "
+                "`afterSeconds` have passed; requires minNodes below nodes. Fail: the job fails."
             },
         ),
     ]
@@ -182,6 +183,21 @@ class FailurePolicy(Document, frozen=True, kw_only=True):
             },
         ),
     ] = REFORM_S
+    join_wait_seconds: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=YEAR_S,
+            description="seconds to wait for more nodes before the job grows",
+            examples=[120],
+            extra={
+                "more": "Only with minNodes below nodes. Counted from the last change of the "
+                "members, and from when a free node was first seen, so that several nodes join in "
+                "one epoch; nodes for all missing members end the second wait. Then the job grows "
+                "as soon as a generation is protected."
+            },
+        ),
+    ] = 120.0
     detection: Detection = Detection()
     rules: Annotated[
         tuple[FailureRule, ...],

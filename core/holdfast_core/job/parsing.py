@@ -133,25 +133,6 @@ def check_supported(job: MoETrainingJob) -> None:
         wrong, fix = NOT_SUPPORTED
         path = "spec.snapshot.policy.type"
         problems.append(Problem(path=path, value=policy, wrong=wrong, fix=fix))
-    if spec.min_nodes is not None and spec.min_nodes < spec.nodes:
-        problems.append(
-            Problem(
-                path="spec.minNodes",
-                value=spec.min_nodes,
-                wrong="this version cannot train on fewer nodes than spec.nodes",
-                fix=f"remove the field or give {spec.nodes}",
-            )
-        )
-    for i, rule in enumerate(spec.failure_policy.rules):
-        if rule.action is FailureAction.SHRINK:
-            problems.append(
-                Problem(
-                    path=f"spec.failurePolicy.rules[{i}].action",
-                    value=rule.action,
-                    wrong="this version cannot train on fewer nodes than spec.nodes",
-                    fix="use Fail, or add spares to the job",
-                )
-            )
     refuse(f"job {job.key} uses features that this version does not support", problems)
 
 

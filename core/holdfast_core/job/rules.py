@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.documents import MISSING, Problem
-from holdfast_core.job.failures import FailureRule, On
+from holdfast_core.job.failures import FailureAction, FailureRule, On
 from holdfast_core.job.intervals import AUTO, StepInterval
 from holdfast_core.job.persistence import persistence_problems
 from holdfast_core.job.schema import MANAGER, Gang, Scheduling, Spec
@@ -19,6 +19,7 @@ from holdfast_core.job.snapshots import (
     BANDWIDTH_BYTES_S_MIN,
     POLICY_FIELDS,
     PolicySpec,
+    PolicyType,
     RedundancySpec,
 )
 from holdfast_core.protection.intervals import STEPS_MAX
@@ -45,6 +46,7 @@ def spec_problems(spec: Spec) -> Iterator[Problem]:
     yield from _recompute_problems(spec)
     yield from _redundancy_problems(spec)
     yield from _limit_problems(spec)
+    yield from _fewer_nodes_problems(spec)
     yield from _name_problems(spec)
     yield from _scheduling_problems(spec.scheduling)
     yield from persistence_problems(spec.persistence, spec.restore, spec.snapshot.policy)
@@ -237,6 +239,70 @@ def _limit_problems(spec: Spec) -> Iterator[Problem]:
                     wrong="leaves no memory for snapshots",
                     fix="give more, or remove the field to use the daemon's budget",
                 )
+
+
+def _fewer_nodes_problems(spec: Spec) -> Iterator[Problem]:
+    """Problems of a job that may go on with fewer nodes, and of `Shrink` in one that may not."""
+    if not spec.may_shrink:
+        for i, rule in enumerate(spec.failure_policy.rules):
+            if rule.action is FailureAction.SHRINK:
+                yield Problem(
+                    path=f"spec.failurePolicy.rules[{i}].action",
+                    value=rule.action,
+                    wrong=f"spec.minNodes allows no fewer than spec.nodes = {spec.nodes} nodes",
+                    fix="give a smaller minNodes, or use another action",
+                )
+        return
+    yield from _fewer_ranks_problems(spec)
+    policy, gang = spec.snapshot.policy.type, spec.scheduling.gang
+    if policy is not PolicyType.FULL:
+        yield Problem(
+            path="spec.snapshot.policy.type",
+            value=policy,
+            wrong="this version goes on with fewer nodes only from snapshots of every unit",
+            fix=f"use Full, or minNodes = {spec.nodes}",
+        )
+    if gang in (Gang.VOLCANO, Gang.COSCHEDULING):
+        yield Problem(
+            path="spec.scheduling.gang",
+            value=gang,
+            wrong=f"schedules no pod while the job has fewer than {spec.nodes}",
+            fix=f"use None or KueuePodGroup, or minNodes = {spec.nodes}",
+        )
+
+
+def _fewer_ranks_problems(spec: Spec) -> Iterator[Problem]:
+    """Problems of the sizes from `minNodes` to `nodes`: parallelism and redundancy."""
+    nodes, nproc, p = spec.nodes, spec.nproc_per_node, spec.parallelism
+    consistent = p.dp * p.tp * p.pp == nodes * nproc and p.dp % p.ep == 0
+    copy = p.tp * p.pp * p.ep
+    if consistent and nproc % copy:
+        # What divides the ranks of all nodes, but not those of one, cannot divide those of all but
+        # one: that size is always the first that does not fit.
+        yield Problem(
+            path="spec.minNodes",
+            value=spec.least_nodes,
+            wrong=f"tp·pp·ep = {copy} does not divide the {(nodes - 1) * nproc} ranks of "
+            f"{nodes - 1} nodes",
+            fix=f"use degrees whose product divides nprocPerNode = {nproc}, or minNodes = {nodes}",
+        )
+    redundancy = spec.redundancy
+    if redundancy.type is Redundancy.NONE:
+        yield Problem(
+            path="spec.minNodes",
+            value=spec.least_nodes,
+            wrong="redundancy.type None loses the state of a lost node, without which the others "
+            "cannot go on",
+            fix=f"use RAIM5, RAIM6 or Replication, or minNodes = {nodes}",
+        )
+    elif spec.least_nodes <= redundancy.losses < nodes:
+        needed = redundancy.losses + 1
+        yield Problem(
+            path="spec.minNodes",
+            value=spec.least_nodes,
+            wrong=f"redundancy.type {redundancy.type.value} needs at least {needed} nodes",
+            fix=f"use a number from {needed} to {nodes}",
+        )
 
 
 def _name_problems(spec: Spec) -> Iterator[Problem]:

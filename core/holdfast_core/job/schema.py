@@ -67,7 +67,14 @@ class Metadata(Document, frozen=True, kw_only=True):
 class Parallelism(Document, frozen=True, kw_only=True):
     """How the training world is divided: dp·tp·pp = nodes·nprocPerNode."""
 
-    dp: Annotated[_Degree, Meta(description="the degree of data parallelism", examples=[4])]
+    dp: Annotated[
+        _Degree,
+        Meta(
+            description="the degree of data parallelism",
+            examples=[4],
+            extra={"more": "That of all nodes: with fewer, it is smaller in proportion."},
+        ),
+    ]
     tp: Annotated[_Degree, Meta(description="the degree of tensor parallelism", examples=[1])] = 1
     pp: Annotated[_Degree, Meta(description="the degree of pipeline parallelism", examples=[1])] = 1
     ep: Annotated[
@@ -165,10 +172,11 @@ class Spec(Document, frozen=True, kw_only=True):
             _NodeCount,
             Meta(
                 description="the smallest number of nodes to train on",
-                examples=[4],
+                examples=[3],
                 extra={
-                    "more": "Without it, `nodes`, which is the only value that this version "
-                    "supports."
+                    "more": "When a node is lost and no spare is ready, the job goes on with the "
+                    "others, down to this number, and grows again when nodes are ready. Without "
+                    "it, `nodes`: the job waits for another node."
                 },
             ),
         ]
@@ -241,6 +249,16 @@ class Spec(Document, frozen=True, kw_only=True):
         ),
     ] = MANAGER
     trainer: Trainer
+
+    @property
+    def least_nodes(self) -> int:
+        """The smallest number of nodes to train on; `nodes` where the document gives none."""
+        return self.nodes if self.min_nodes is None else self.min_nodes
+
+    @property
+    def may_shrink(self) -> bool:
+        """Whether the job may go on with fewer nodes than it begins with."""
+        return self.least_nodes < self.nodes
 
 
 class MoETrainingJob(Document, frozen=True, kw_only=True):

@@ -185,6 +185,65 @@ _WORLD = (
         field=".redundancy.type",
     ),
 )
+_FEWER = "!has(self.minNodes) || self.minNodes >= self.nodes"
+_COPY = "self.parallelism.tp * self.parallelism.pp * self.parallelism.ep"
+_LOSSES = (
+    "(self.redundancy.type == 'RAIM6' ? 2 : self.redundancy.type == 'Replication' && "
+    "has(self.redundancy.replication) ? self.redundancy.replication.replicas : 1)"
+)
+_FEWER_NODES = (
+    CelRule(
+        rule=f"{_FEWER} || self.parallelism.dp * self.parallelism.tp * self.parallelism.pp != "
+        "self.nodes * self.nprocPerNode || self.parallelism.dp % self.parallelism.ep != 0 || "
+        f"self.nprocPerNode % ({_COPY}) == 0",
+        says="tp·pp·ep = %d does not divide the %d ranks of %d nodes; use degrees whose product "
+        "divides nprocPerNode = %d, or minNodes = %d",
+        values=(
+            _COPY,
+            "(self.nodes - 1) * self.nprocPerNode",
+            "self.nodes - 1",
+            "self.nprocPerNode",
+            "self.nodes",
+        ),
+        field=".minNodes",
+    ),
+    CelRule(
+        rule=f"{_FEWER} || self.redundancy.type != 'None'",
+        says="redundancy.type None loses the state of a lost node, without which the others cannot "
+        "go on; use RAIM5, RAIM6 or Replication, or minNodes = %d",
+        values=("self.nodes",),
+        field=".minNodes",
+    ),
+    CelRule(
+        rule=f"{_FEWER} || self.redundancy.type == 'None' || self.minNodes > {_LOSSES} || "
+        f"self.nodes <= {_LOSSES}",
+        says="redundancy.type %s needs at least %d nodes; use a number from %d to %d",
+        values=("self.redundancy.type", f"{_LOSSES} + 1", f"{_LOSSES} + 1", "self.nodes"),
+        field=".minNodes",
+    ),
+    CelRule(
+        rule=f"{_FEWER} || self.snapshot.policy.type == 'Full'",
+        says="this version goes on with fewer nodes only from snapshots of every unit; use Full, "
+        "or minNodes = %d",
+        values=("self.nodes",),
+        field=".snapshot.policy.type",
+    ),
+    CelRule(
+        rule=f"{_FEWER} || !(self.scheduling.gang in ['Volcano', 'Coscheduling'])",
+        says="schedules no pod while the job has fewer than %d; use None or KueuePodGroup, or "
+        "minNodes = %d",
+        values=("self.nodes", "self.nodes"),
+        field=".scheduling.gang",
+    ),
+    CelRule(
+        rule="has(self.minNodes) && self.minNodes < self.nodes || "
+        "!self.failurePolicy.rules.exists(r, r.action == 'Shrink')",
+        says="spec.minNodes allows no fewer than spec.nodes = %d nodes; give a smaller minNodes, "
+        "or use another action",
+        values=("self.nodes",),
+        field=".failurePolicy.rules",
+    ),
+)
 _MEMORY = (
     CelRule(
         rule=f"type(self) == int ? self >= 0 : self.matches('^[0-9]+([.][0-9]+)?{_UNITS}$')",
@@ -283,6 +342,7 @@ RULES: dict[str, tuple[CelRule, ...]] = {
     "": _NAME,
     "spec": (
         *_WORLD,
+        *_FEWER_NODES,
         *(rule for field in POLICY_FIELDS.values() for rule in _recompute(field)),
         *_PERSISTED_EXPERTS,
         *(_fixed(f) for f in ("nodes", "nprocPerNode", "parallelism", "redundancy", "trainer")),

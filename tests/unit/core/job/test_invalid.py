@@ -157,7 +157,7 @@ CASES = [
     (
         put("spec.minNodes", 0),
         "spec.minNodes = 0: expected int >= 1; give the smallest number of "
-        "nodes to train on, for example 4",
+        "nodes to train on, for example 3",
     ),
     (
         put("spec.nprocPerNode", 0),

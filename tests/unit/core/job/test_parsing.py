@@ -63,9 +63,9 @@ FULL = document(
     nodes=16,
     minNodes=12,
     nprocPerNode=8,
-    parallelism={"dp": 16, "tp": 2, "pp": 4, "ep": 8},
+    parallelism={"dp": 32, "tp": 2, "pp": 2, "ep": 2},
     model={"numExperts": 64, "numMoELayers": 32},
-    snapshot={"policy": {"type": "Sparse"}, "interval": {"steps": 2}, "memoryPerNode": "200Gi"},
+    snapshot={"policy": {"type": "Full"}, "interval": {"steps": 2}, "memoryPerNode": "200Gi"},
     redundancy={
         "type": "RAIM5",
         "raim5": {"groupSize": 4, "spreadTopologyKey": "topology.kubernetes.io/rack"},
@@ -79,6 +79,7 @@ FULL = document(
         "maxRestarts": 20,
         "restartWindowSeconds": 3600,
         "spares": 2,
+        "joinWaitSeconds": 0,
         "detection": {"heartbeatSeconds": 1, "missedHeartbeats": 5, "hangSeconds": 600},
         "rules": [
             {"when": "ExitCode", "values": [42], "action": "RestartInPlace"},
@@ -100,11 +101,13 @@ def test_a_small_job_gets_sensible_defaults() -> None:
     job = parse_job(document())
     spec = job.spec
     assert (spec.suspend, spec.min_nodes, spec.nproc_per_node, spec.model) == (False, None, 1, None)
+    assert (spec.least_nodes, spec.may_shrink) == (4, False)
     assert spec.snapshot.policy.type is PolicyType.FULL
     assert spec.snapshot.interval.steps == 1
     assert spec.redundancy.type is Redundancy.RAIM5
     assert spec.persistence is None
     assert (spec.failure_policy.max_restarts, spec.failure_policy.spares) == (20, 0)
+    assert spec.failure_policy.join_wait_seconds == 120.0
     assert spec.failure_policy.rules == DEFAULT_RULES
     detection = spec.failure_policy.detection
     assert (detection.heartbeat_seconds, detection.missed_heartbeats) == (1.0, 5)
@@ -130,7 +133,7 @@ def test_accessors_return_what_the_rest_of_holdfast_needs() -> None:
 
 def test_every_field_of_the_schema_can_be_given() -> None:
     job = parse_job(FULL)
-    assert job.topology() == Topology(dp=16, tp=2, pp=4, ep=8)
+    assert job.topology() == Topology(dp=32, tp=2, pp=2, ep=2)
     assert job.memory_per_node_bytes == 200 * 1024**3
     assert job.spread_topology_key == "topology.kubernetes.io/rack"
     assert job.group_size == 4
@@ -138,6 +141,8 @@ def test_every_field_of_the_schema_can_be_given() -> None:
     assert job.spec.model.num_moe_layers == 32
     assert job.spec.persistence is not None
     assert job.spec.persistence.uri == "s3://bucket/run1"
+    assert (job.spec.least_nodes, job.spec.may_shrink) == (12, True)
+    assert job.spec.failure_policy.join_wait_seconds == 0.0
     shrink = job.spec.failure_policy.rules[3]
     assert (shrink.on, shrink.after_seconds, shrink.action) == (
         On.NO_REPLACEMENT,
@@ -195,18 +200,18 @@ def test_small_jobs_have_small_groups_and_jobs_without_redundancy_none() -> None
     assert one.world_size == 1
 
 
-def test_what_is_not_supported_yet_is_refused_all_at_once() -> None:
+def test_what_is_not_supported_yet_is_refused() -> None:
     with pytest.raises(InvalidJobError) as caught:
-        check_supported(parse_job(FULL))
+        check_supported(parse_job(document(snapshot={"policy": {"type": "Sparse"}})))
     assert str(caught.value).splitlines() == [
-        "job default.tiny uses features that this version does not support, 3 problems:",
+        "job default.tiny uses features that this version does not support, 1 problem:",
         '  spec.snapshot.policy.type = "Sparse": this version captures whole units: all of them, '
         "or some experts and everything else; use Full, PartialExperts or Selective",
-        "  spec.minNodes = 12: this version cannot train on fewer nodes than spec.nodes; remove "
-        "the field or give 16",
-        '  spec.failurePolicy.rules[3].action = "Shrink": this version cannot train on fewer '
-        "nodes than spec.nodes; use Fail, or add spares to the job",
     ]
+
+
+def test_a_job_may_go_on_with_fewer_nodes() -> None:
+    check_supported(parse_job(FULL))
 
 
 def test_sparse_snapshots_are_not_supported_yet() -> None:

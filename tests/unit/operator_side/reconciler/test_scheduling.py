@@ -9,7 +9,7 @@ from holdfast_operator.reconciler.conditions import phase, refused, unsupported
 from holdfast_operator.reconciler.evidence import UNSCHEDULABLE_S
 from holdfast_operator.reconciler.views import AgentState, AgentView
 
-UNSUPPORTED = {"minNodes": 2}
+UNSUPPORTED = {"snapshot": {"policy": {"type": "Sparse"}}}
 
 
 def test_a_job_that_asks_for_what_is_not_supported_shows_it_and_is_left_alone() -> None:
@@ -18,7 +18,7 @@ def test_a_job_that_asks_for_what_is_not_supported_shows_it_and_is_left_alone() 
     assert world.actions == [] and world.events == []
     status, reason, message = world.condition("Scheduled")
     assert (status, reason) == (False, "Unsupported")
-    assert "spec.minNodes" in message
+    assert "spec.snapshot.policy.type" in message
     assert world.phase() == "Waiting" and not world.condition("Failed")[0]
     world.job = make_job()
     world.settle(1.0)
