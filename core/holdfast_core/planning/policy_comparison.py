@@ -162,7 +162,7 @@ def compare_policies(
     PartialExperts appears with each K that Dynamic-K would go through (PEC §3.1): the first one,
     doubled as long as experts are left out. Selective captures as many experts as its budgets hold
     (MoEtion §4.2): the network's budget counts only with redundancy, because a snapshot here is
-    protected as a whole.
+    protected as a whole. A job that may go on with fewer nodes has no choice but Full.
 
     Args:
         groups: the job's parity groups; none without redundancy.
@@ -174,7 +174,9 @@ def compare_policies(
     if not table.experts:
         raise InvalidJobError("the model has no experts to leave out; every snapshot is full")
     world = _World(job, table, groups, assumed)
-    costs = (world.full(), *world.partial(), world.selective())
+    costs: tuple[PolicyCost, ...] = (world.full(),)
+    if not job.spec.may_shrink:  # which needs whole snapshots
+        costs += (*world.partial(), world.selective())
     limit = job.memory_per_node_bytes
     fitting = tuple(cost for cost in costs if limit is None or cost.memory_bytes <= limit)
     best = _best(fitting or costs)

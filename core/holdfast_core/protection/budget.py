@@ -112,6 +112,39 @@ def predict(
     )
 
 
+def inherited_ranks(group_members: int, lost: int, nproc_per_node: int) -> int:
+    """The most ranks of lost members whose snapshots one member rebuilds.
+
+    The members that are left of a parity group rebuild, between them, one snapshot of each rank of
+    the members that it has lost.
+
+    Args:
+        group_members: members of the group before the loss.
+        lost: members of the group that are lost, fewer than all.
+    """
+    return -(-lost * nproc_per_node // (group_members - lost))
+
+
+def while_world_changes(
+    before: NodeMemory, after: NodeMemory, *, inherited_bytes: int = 0
+) -> NodeMemory:
+    """The most that a member's node holds from the change of the world until a generation of the
+    new one is protected.
+
+    The old arenas hold the recovery line until then, while ranks write to the new ones, which are
+    larger where fewer ranks share the state. Parity blocks are the same for both, and grow.
+
+    Args:
+        before, after: its memory in the old world and in the new one.
+        inherited_bytes: the slots of snapshots that it rebuilds for members that are gone.
+    """
+    return NodeMemory(
+        member=after.member,
+        arena_bytes=before.arena_bytes + after.arena_bytes + inherited_bytes,
+        parity_bytes=max(before.parity_bytes, after.parity_bytes),
+    )
+
+
 def slots_within(
     choices: Sequence[int], room_bytes: int, *, slot_bytes: int, parity_bytes: int, ranks: int
 ) -> int:

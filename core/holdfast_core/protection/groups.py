@@ -1,8 +1,8 @@
 """Parity groups: which members protect each other, spread over failure domains.
 
 RAIM5 survives one lost member per group (REFT §4.3). Members of one failure domain are lost
-together, so they belong in different groups. Groups are formed once in a job's life, because the
-parity in memory was made for them.
+together, so they belong in different groups. Groups are formed once in the life of a world, because
+the parity in memory was made for them.
 """
 
 from __future__ import annotations
@@ -61,9 +61,7 @@ def form_groups(
             f"a parity group of {group_size} members is not possible in a job of {n}; "
             f"use a group size from {MIN_GROUP_SIZE} to {n}"
         )
-    count = -(-n // group_size)
-    while count > 1 and n // count < at_least:
-        count -= 1
+    count = _group_count(n, group_size, at_least)
     dealt: list[list[int]] = [[] for _ in range(count)]
     for turn, member in enumerate(_by_domain(domains)):
         dealt[turn % count].append(member)
@@ -78,6 +76,18 @@ def form_groups(
             f"domain has {largest} members"
         )
     return Grouping(groups=groups, domains_shared=shared, reason=reason)
+
+
+def smallest_group(members: int, group_size: int, *, at_least: int = MIN_GROUP_SIZE) -> int:
+    """Members of the smallest group that `form_groups` makes of `members`."""
+    return members // _group_count(members, group_size, at_least)
+
+
+def _group_count(members: int, group_size: int, at_least: int) -> int:
+    count = -(-members // group_size)
+    while count > 1 and members // count < at_least:
+        count -= 1
+    return count
 
 
 def _by_domain(domains: Mapping[int, str]) -> list[int]:

@@ -15,6 +15,12 @@ from rich.table import Table
 
 from holdfast_core.job.intervals import StepInterval
 from holdfast_core.job.parsing import MoETrainingJob
+from holdfast_core.planning.fewer_nodes import (
+    SlotBytesOf,
+    memory_of_sizes,
+    slot_bytes_of_model,
+    slot_bytes_of_state,
+)
 from holdfast_core.planning.model_sizes import ModelSizes
 from holdfast_core.planning.policy_comparison import Assumptions, Comparison, compare_policies
 from holdfast_core.planning.slots import SlotsCost, compare_slots, slots_chosen
@@ -35,6 +41,7 @@ from holdfast_core.protection.reliability import (
 from holdfast_core.quantities import format_bytes
 from holdfast_core.snapshots.layouts import PAGE_BYTES, round_up
 from holdfast_core.snapshots.membership import Redundancy
+from holdfast_operator.cli.fewer_nodes_view import fewer_nodes_view
 from holdfast_operator.cli.policy_view import comparison_view
 from holdfast_operator.cli.sources_view import sources_view
 
@@ -136,8 +143,9 @@ def plan_view(
     """
     spec = job.spec
     groups = _groups(job)
+    fewest = f" (at least {spec.least_nodes})" if spec.may_shrink else ""
     head = (
-        f"{job.key}: {spec.nodes} nodes of {spec.nproc_per_node} ranks and "
+        f"{job.key}: {spec.nodes} nodes{fewest} of {spec.nproc_per_node} ranks and "
         f"{spec.failure_policy.spares} spares; redundancy {spec.redundancy.type.value}"
     )
     if groups:
@@ -169,9 +177,24 @@ def plan_view(
         share_bytes = settings.bytes_per_rank * spec.nproc_per_node
         costs = _slots_costs(job, groups, settings)
         parts += [_slots(job, costs, share_bytes), WITHOUT_WEIGHTS_TEXT]
+    slot_bytes_of = _slot_bytes_of(job, settings, model)
+    if job.spec.may_shrink and slot_bytes_of is not None:
+        fewer = memory_of_sizes(job, slot_bytes_of)
+        parts += ["", fewer_nodes_view(fewer, job.memory_per_node_bytes)]
     parts.append("")
     parts.append(_odds(job, settings, with_interval=found is None))
     return Group(*parts)
+
+
+def _slot_bytes_of(
+    job: MoETrainingJob, settings: PlanSettings, model: PlannedModel | None
+) -> SlotBytesOf | None:
+    """Slots of each rank by number of nodes; None when no sizes are known."""
+    if model is not None:
+        return slot_bytes_of_model(job, model.sizes)
+    if settings.bytes_per_rank is not None:
+        return slot_bytes_of_state(job, settings.bytes_per_rank)
+    return None
 
 
 def _groups(job: MoETrainingJob) -> tuple[tuple[int, ...], ...]:

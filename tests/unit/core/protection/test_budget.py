@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from itertools import product
+from collections import Counter
+from itertools import combinations, product
 
 import pytest
 
@@ -9,13 +10,18 @@ from holdfast_core.protection.budget import (
     PARITY_SLOTS,
     NodeMemory,
     fits,
+    inherited_ranks,
     parity_block_bytes,
     predict,
     slots_within,
+    while_world_changes,
 )
 from holdfast_core.protection.codes import BlockId, code_for
+from holdfast_core.protection.recovery import heir
+from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import PAGE_BYTES
-from holdfast_core.snapshots.membership import Redundancy
+from holdfast_core.snapshots.membership import Member, Membership, Redundancy
+from holdfast_core.snapshots.worlds import World
 
 MIB = 1024**2
 
@@ -111,3 +117,36 @@ def test_what_surviving_more_losses_costs(
     slot = 12 * MIB
     nodes = predict([slot] * 5, [range(5)], 1, slots=3, redundancy=redundancy, replicas=replicas)
     assert {node.parity_bytes for node in nodes} == {round(2 * of_a_payload * slot)}
+
+
+@pytest.mark.parametrize("members", range(2, 7))
+@pytest.mark.parametrize("nproc", [1, 2, 3, 8])
+def test_a_member_inherits_as_many_ranks_as_it_is_dealt(members: int, nproc: int) -> None:
+    group = tuple(range(members))
+    before = World(since=0, members=group, nproc_per_node=nproc, groups=(group,))
+    for lost in range(1, members):
+        for gone in combinations(group, lost):
+            left = tuple(m for m in group if m not in gone)
+            membership = Membership(
+                job="job",
+                epoch=1,
+                since=1,
+                members=tuple(
+                    Member(index=m, node=f"n{m}", memory_id="", peer_address="", bulk_address="")
+                    for m in left
+                ),
+                nproc_per_node=nproc,
+                groups=(left,),
+                past=(before,),
+            )
+            ranks = [rank for member in gone for rank in before.ranks_of(member)]
+            heirs = Counter(heir(membership, rank, Generation(0, 5)) for rank in ranks)
+            assert max(heirs.values()) == inherited_ranks(members, lost, nproc)
+
+
+def test_a_node_holds_the_arenas_of_both_worlds_and_one_parity_while_its_world_changes() -> None:
+    old = NodeMemory(member=0, arena_bytes=30, parity_bytes=20)
+    new = NodeMemory(member=0, arena_bytes=40, parity_bytes=12)
+    found = while_world_changes(old, new, inherited_bytes=7)
+    assert found == NodeMemory(member=0, arena_bytes=77, parity_bytes=20)
+    assert while_world_changes(new, old).parity_bytes == 20

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast_core.errors import InvalidJobError
-from holdfast_core.protection.groups import Grouping, form_groups
+from holdfast_core.protection.groups import Grouping, form_groups, smallest_group
 
 LARGEST = 7
 
@@ -142,3 +142,11 @@ def test_no_group_is_smaller_than_its_redundancy_needs(
 ) -> None:
     found = form_groups(dict.fromkeys(range(n), ""), size, at_least=at_least)
     assert sorted(len(group) for group in found.groups) == sizes
+
+
+def test_the_smallest_group_is_known_without_forming_groups() -> None:
+    for n in range(2, 30):
+        for size in range(2, n + 1):
+            for at_least in range(2, size + 1):
+                groups = form_groups(dict.fromkeys(range(n), ""), size, at_least=at_least).groups
+                assert smallest_group(n, size, at_least=at_least) == min(map(len, groups))

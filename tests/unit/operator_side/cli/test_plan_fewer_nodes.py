@@ -1,0 +1,62 @@
+"""`holdfast plan` of a job that may go on with fewer nodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from plan_command import JOB, SIZES, printed
+
+FEWER = JOB.replace("nodes: 4\n", "nodes: 4\n  minNodes: 2\n").replace("ep: 8", "ep: 2")
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    path = tmp_path / "job.yaml"
+    path.write_text(FEWER)
+    return path
+
+
+def words(capsys: pytest.CaptureFixture[str], job: Path, *arguments: str) -> str:
+    return " ".join(printed(capsys, job, *arguments).split())
+
+
+def test_each_situation_has_a_row(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = words(capsys, job, "--bytes-per-rank", "6Gi")
+    assert "4 nodes (at least 2) of 2 ranks" in out
+    assert "with 4 nodes 3 36.00 GiB 8.00 GiB 44.00 GiB" in out
+    assert "with 2 nodes 3 72.00 GiB 48.00 GiB 120.00 GiB" in out
+    # 3 · 2 · 8 of three nodes, 3 · 2 · 12 of two, and 8 for a rank of the lost one
+    assert "while the world changes (peak) 3 128.00 GiB 48.00 GiB 176.00 GiB" in out
+    assert "warning" not in out
+
+
+def test_a_change_that_does_not_fit_is_a_warning_and_no_refusal(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.write_text(FEWER + "  snapshot: {memoryPerNode: 150Gi}\n")
+    out = words(capsys, job, "--bytes-per-rank", "6Gi")
+    assert "with 2 nodes 3 72.00 GiB 48.00 GiB 120.00 GiB fits" in out
+    assert "while the world changes (peak) 2 104.00 GiB 48.00 GiB 152.00 GiB does not fit" in out
+    assert "warning: to go on with 2 nodes, a node needs 152.00 GiB" in out
+    assert "memoryPerNode is 150.00 GiB" in out
+    job.write_text(FEWER + "  snapshot: {memoryPerNode: 152Gi}\n")
+    out = words(capsys, job, "--bytes-per-rank", "6Gi")
+    assert "(peak) 2 104.00 GiB 48.00 GiB 152.00 GiB fits" in out and "warning" not in out
+
+
+def test_only_whole_snapshots_are_compared_because_such_a_job_needs_them(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = words(capsys, job, *SIZES)
+    assert "recommended: Full" in out and "PartialExperts" not in out and "Selective" not in out
+    assert "while the world changes (peak)" in out
+
+
+def test_a_job_of_a_fixed_size_has_no_such_rows(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.write_text(JOB)
+    assert "fewer nodes" not in words(capsys, job, "--bytes-per-rank", "6Gi")
+    job.write_text(FEWER)
+    assert "fewer nodes" not in words(capsys, job)
