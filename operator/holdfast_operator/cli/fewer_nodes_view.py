@@ -45,7 +45,7 @@ def fewer_nodes_view(found: FewerNodesMemory, limit_bytes: int | None) -> Render
         warning = (
             f"warning: to go on with {found.least.nodes} nodes, a node needs "
             f"{format_bytes(peak_bytes)}, and spec.snapshot.memoryPerNode is "
-            f"{format_bytes(limit_bytes)}: daemons would refuse the sessions of the smaller world; "
+            f"{format_bytes(limit_bytes)}: the snapshots of the smaller world would be refused; "
             f"give more memory, or a larger spec.minNodes"
         )
         notes.append(Text(warning, style="bold red"))
