@@ -121,7 +121,9 @@ def _scheduled(
         without = _without_room(observed, state.membership)
         if without:
             return Condition(type=kind, status=False, reason="Unschedulable", message=without)
-    message = f"{job.spec.nodes} members on {listed(p.node for p in state.membership.members)}"
+    members, nodes = state.membership.members, job.spec.nodes
+    count = nodes if len(members) == nodes else f"{len(members)} of {nodes}"
+    message = f"{count} members on {listed(p.node for p in members)}"
     return Condition(type=kind, status=True, reason="NodesAssigned", message=message)
 
 
@@ -233,6 +235,12 @@ def _protected(job: MoETrainingJob, observed: Observed, state: ControlState) -> 
         message = "spec.redundancy.type is None: a lost node loses its snapshots"
         return Condition(type=kind, status=False, reason="NoRedundancy", message=message)
     generation = newest_protected(observed)
+    if generation is not None and membership is not None and not membership.is_present(generation):
+        message = (
+            f"generation {generation} is of the members before epoch {membership.since}; nothing "
+            f"newer is protected yet"
+        )
+        return Condition(type=kind, status=False, reason="NothingProtected", message=message)
     if generation is not None:
         losses = job.spec.redundancy.losses
         nodes = "one node" if losses == 1 else f"any {losses} nodes"

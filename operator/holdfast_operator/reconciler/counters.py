@@ -50,6 +50,8 @@ class Counters:
     renewed: frozenset[int] = frozenset()
     """Members that got memory without snapshots since everything was last protected. Until it is
     again, their parity groups cannot bear another loss."""
+    resized_at: float | None = None
+    """When members last left or joined the job; None while all of its first ones are there."""
     no_replacement_since: float | None = None
     noticed: frozenset[str] = frozenset()
     """Nodes with a notice of termination, for which a copy in durable storage was requested."""
@@ -122,6 +124,7 @@ def _on_clock(counters: Counters, ahead_s: float) -> Counters:
         counters,
         restarts=tuple(time + ahead_s for time in counters.restarts),
         active_since=at(counters.active_since),
+        resized_at=at(counters.resized_at),
         no_replacement_since=at(counters.no_replacement_since),
         ended_at=at(counters.ended_at),
     )

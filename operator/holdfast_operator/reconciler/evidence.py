@@ -79,6 +79,8 @@ class Cause:
     voluntary: bool = False
     """Whether the member works, or has nothing to lose: a recovery is worth it only if it finds a
     better node."""
+    stuck: bool = False
+    """Whether training waits for the member's agent, which finds no room on its node."""
     awaits_code: bool = False
     """Whether the agent may still report the rank's exit code."""
 
@@ -276,7 +278,7 @@ def _reasons_to_move(
         yield Cause(on=On.DISRUPTION, text=text, member=member.index, voluntary=True)
     elif agent is not None and is_unschedulable(agent) and now - since >= UNSCHEDULABLE_S:
         text = f"there is no room for member {member.index} on node {member.node} ({agent.why})"
-        yield Cause(on=On.DISRUPTION, text=text, member=member.index, voluntary=True)
+        yield Cause(on=On.DISRUPTION, text=text, member=member.index, voluntary=True, stuck=True)
 
 
 def is_unschedulable(agent: AgentView) -> bool:

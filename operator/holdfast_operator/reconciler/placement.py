@@ -5,13 +5,21 @@ Pure. Ties break by name, so that a restarted control loop decides the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.job.persistence import tier_of
 from holdfast_core.protection.groups import form_groups
-from holdfast_core.snapshots.membership import Member, Membership, Redundancy
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.membership import (
+    PAST_WORLDS_MAX,
+    Member,
+    Membership,
+    Redundancy,
+)
+from holdfast_core.snapshots.worlds import World
 from holdfast_operator.reconciler.views import NodeView
 
 BYTES_MAX = 1 << 60
@@ -39,27 +47,79 @@ def form(job: MoETrainingJob, nodes: Iterable[NodeView], epoch: int) -> Membersh
     """
     chosen = sorted(nodes, key=lambda node: node.name)[: job.spec.nodes]
     members = tuple(member_at(index, node) for index, node in enumerate(chosen))
-    redundancy = job.spec.redundancy.type
-    groups: tuple[tuple[int, ...], ...] = tuple((member.index,) for member in members)
-    if redundancy is not Redundancy.NONE:
-        groups = form_groups(
-            {member.index: member.domain for member in members},
-            job.group_size,
-            at_least=job.spec.redundancy.losses + 1,
-        ).groups
     return Membership(
         job=job.key,
         epoch=epoch,
         members=members,
         nproc_per_node=job.spec.nproc_per_node,
-        groups=groups,
-        redundancy=redundancy,
+        groups=_parity_groups(job, members),
+        redundancy=job.spec.redundancy.type,
         replicas=max(job.spec.redundancy.losses, 1),
         memory_bytes=min(job.memory_per_node_bytes or 0, BYTES_MAX),
         slots=slots if isinstance(slots := job.spec.snapshot.slots, int) else 0,
         protection_bytes_s=min(job.spec.redundancy.bandwidth_bytes_s, BYTES_MAX),
         tier=tier_of(job.spec.persistence, job.spec.restore),
     )
+
+
+def _parity_groups(job: MoETrainingJob, members: Sequence[Member]) -> tuple[tuple[int, ...], ...]:
+    """Parity groups over the domains of `members`; each member alone without redundancy."""
+    if job.spec.redundancy.type is Redundancy.NONE:
+        return tuple((member.index,) for member in members)
+    return form_groups(
+        {member.index: member.domain for member in members},
+        min(job.group_size, len(members)),
+        at_least=job.spec.redundancy.losses + 1,
+    ).groups
+
+
+def following(
+    job: MoETrainingJob,
+    membership: Membership,
+    members: tuple[Member, ...],
+    *,
+    epoch: int,
+    saved: Generation | None,
+) -> Membership:
+    """The membership of the next epoch. When members left or joined it begins another world, with
+    parity groups of its own.
+
+    Args:
+        saved: newest generation that was safe.
+
+    Raises:
+        InvalidJobError: when parity groups of `members` cannot be formed.
+    """
+    like = replace(membership, epoch=epoch, revision=0, restarting=frozenset())
+    if [member.index for member in members] == list(membership.world.members):
+        return replace(like, members=members)
+    return replace(
+        like,
+        members=members,
+        groups=_parity_groups(job, members),
+        since=epoch,
+        past=past_worlds(membership, saved)[-PAST_WORLDS_MAX:],
+    )
+
+
+def past_worlds(membership: Membership, saved: Generation | None) -> tuple[World, ...]:
+    """Worlds whose generations may still be restored once the present one is over, oldest first.
+    Memory keeps nothing older than what was `saved`; durable storage does."""
+    worlds = (*membership.past, membership.world)
+    oldest = None if saved is None or membership.tier else membership.world_of(saved)
+    return worlds if oldest is None else tuple(w for w in worlds if w.since >= oldest.since)
+
+
+def choose_joiners(membership: Membership, nodes: Iterable[NodeView], count: int) -> list[NodeView]:
+    """Choose up to `count` nodes for members that join: from the failure domains with the fewest
+    members, then the first by name. Parity groups are formed anew, so that no group binds them."""
+    used = Counter(member.domain or member.node for member in membership.members)
+    left, chosen = {node.name: node for node in nodes}, list[NodeView]()
+    while left and len(chosen) < count:
+        best = min(left.values(), key=lambda node: (used[node.domain or node.name], node.name))
+        used[best.domain or best.name] += 1
+        chosen.append(left.pop(best.name))
+    return chosen
 
 
 def choose_spare(

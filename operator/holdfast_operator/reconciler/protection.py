@@ -2,7 +2,9 @@
 
 A parity group bears the loss of as many members as its redundancy allows. While that many are away,
 or their new memory is not filled yet, another loss would cost the generation that the job could go
-back to. During that time no member may be given up whose memory may still be there.
+back to. During that time no member may be given up whose memory may still be there. What was
+protected before members left or joined is protected by the parity groups of that time, which those
+that left have weakened.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from functools import cached_property
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.protection.codes import code_of
 from holdfast_core.snapshots.membership import Member, Membership
+from holdfast_core.snapshots.worlds import World
 from holdfast_operator.reconciler.lookups import is_reachable, node_of
 from holdfast_operator.reconciler.views import ControlState, JobView, Observed
 
@@ -32,7 +35,7 @@ class ParityGroups:
 
     def bear_loss_of(self, member: int) -> bool:
         """Whether losing the memory of `member` would lose nothing."""
-        if self._state.saved is None:
+        if self._state.saved is None or member not in self._group_of:
             return True
         group = self._group_of[member]
         code = code_of(self._membership, group)
@@ -46,18 +49,26 @@ class ParityGroups:
     @property
     def weak(self) -> frozenset[int]:
         """Members whose memory is away or not filled."""
-        return frozenset(self._weak)
+        return frozenset(self._weak.intersection(self._membership.world.members))
+
+    @cached_property
+    def _world(self) -> World:
+        """World whose parity protects what could be lost."""
+        saved = self._state.saved
+        world = self._membership.world_of(saved) if saved is not None else None
+        return world or self._membership.world
 
     @cached_property
     def _group_of(self) -> dict[int, tuple[int, ...]]:
-        return {member: group for group in self._membership.groups for member in group}
+        return {member: group for group in self._world.groups for member in group}
 
     @cached_property
     def _weak(self) -> set[int]:
         """Members whose memory is away or not filled. Computed on demand: most looks do not need
         it."""
         views = self._observed.views(self._membership)
-        return {
+        left = set(self._world.members).difference(self._membership.world.members)
+        return left | {
             member.index
             for member, view in zip(self._membership.members, views, strict=True)
             if member.index in self._state.renewed

@@ -8,17 +8,18 @@ Each rule is given the look and the state that the rule before returned. It retu
 actions, events, and perhaps a text on what is waited for, which ends the look (`steps`). The rules
 keep to this:
 
-1. A recovery publishes a new epoch, one more than every epoch ever seen. So do the first placement
-   and the end of a suspension, and nothing else but what rule 5 names. A change of addresses alone
-   raises the revision. An epoch that is known but not confirmed by all its daemons is published
-   again unchanged.
+1. A recovery publishes a new epoch, one more than every epoch ever seen. So do the first
+   placement, the end of a suspension and members that join, and nothing else but what rule 5 names.
+   A change of addresses alone raises the revision. An epoch that is known but not confirmed by all
+   its daemons is published again unchanged.
 2. While a member's daemon is silent, but not long enough to be lost, nothing is begun: an epoch
    needs all its daemons, and other failures are handled together with the loss. A node that may
    still live gets more time while its parity group could not bear its loss (`protection`).
 3. After a lost rank, a failed agent or a hang, the same members begin a new epoch where they are.
-   When a node is lost, a spare takes its place; without one the job waits, then fails. A member
-   that the cluster evicts, or finds no room for, moves to a spare while its parity group can
-   rebuild it (`replacing`).
+   When a node is lost, a spare takes its place. A member that the cluster evicts, or finds no room
+   for, moves to a spare while its parity group can rebuild it (`replacing`). Where no spare is left
+   the job goes on without these members, down to `minNodes` (`shrinking`), and they join again when
+   there are nodes (`growing`); below `minNodes` it waits, then fails.
 4. Failure rules: the first that matches a cause gives its action (`failure_rules`). A lost node
    cannot be restarted in place, so it is replaced unless its rule is Fail. After an epoch that
    failed before it ran, the next one does not begin at once. A job that fails alike before its
@@ -48,6 +49,7 @@ from holdfast_operator.reconciler import conditions as judge
 from holdfast_operator.reconciler.counters import Outcome
 from holdfast_operator.reconciler.deadlines import delete_when_due, fail_when_overdue, note_activity
 from holdfast_operator.reconciler.evidence import is_left_over
+from holdfast_operator.reconciler.growing import grow, strength_condition
 from holdfast_operator.reconciler.lookups import (
     agent_at,
     is_reachable,
@@ -109,6 +111,7 @@ def reconcile(
 
 def _conditions(look: Look, state: ControlState, waiting: str) -> tuple[Condition, ...]:
     found = judge.conditions(look.job, look.observed, state, look.now, waiting, look.locations)
+    found += strength_condition(look, state)
     return (*found, *storage_conditions(look.observed, state, look.storage_refusal()))
 
 
@@ -234,11 +237,14 @@ def _note_progress(look: Look, state: ControlState, membership: Membership) -> S
     start = line.generation.step if line is not None and line.generation is not None else 0
     if look.job.spec.redundancy.type is Redundancy.NONE:
         saved = judge.newest_complete(look.observed, membership)
+        if saved is not None and not membership.is_present(saved):
+            saved = None  # members that have left may have held it, or not
     else:
         saved = judge.newest_protected(look.observed)
     newer = saved is not None and (state.saved is None or saved > state.saved)
     fresh = line is not None and state.started_from is None
-    whole = any(view.protected is not None for view in known)
+    protected = [view.protected for view in known if view.protected is not None]
+    whole = any(membership.is_present(generation) for generation in protected)
     return Step(
         replace(
             state,
@@ -247,6 +253,7 @@ def _note_progress(look: Look, state: ControlState, membership: Membership) -> S
             shape=state.shape or Shape.of(look.job),
             started_from=start if fresh else state.started_from,
             saved=saved if newer else state.saved,
+            saved_at=look.now if newer else state.saved_at,
         )
     )
 
@@ -263,7 +270,9 @@ def _note_resumption(look: Look, state: ControlState, membership: Membership) ->
         return Step(state)
     if not judge.training_runs(look.observed, membership):
         return Step(state)
-    resumed = replace(state, resumed_epoch=membership.epoch, ran=True, unfit=frozenset())
+    whole = len(membership.members) == look.job.spec.nodes
+    unfit = frozenset[str]() if whole else state.unfit  # or members would leave and join for ever
+    resumed = replace(state, resumed_epoch=membership.epoch, ran=True, unfit=unfit)
     line = _line_of(look, membership)
     start = line.generation if line is not None else None
     return Step(resumed).post(EventReason.RUNNING, _resumption(look, membership, start))
@@ -366,6 +375,7 @@ _RULES = (
     _fail_without_line,
     pass_stored_epochs,
     recover,
+    grow,
     _tend,
 )
 """Rules for a job whose members have nodes, in order."""

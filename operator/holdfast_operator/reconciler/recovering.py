@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from holdfast_core.job.parsing import FailureAction as RuleAction
-from holdfast_core.job.parsing import FailureRule, On
+from holdfast_core.job.parsing import FailureRule
 from holdfast_core.snapshots.membership import Membership
 from holdfast_operator.reconciler.counters import Outcome
 from holdfast_operator.reconciler.evidence import (
@@ -22,6 +22,12 @@ from holdfast_operator.reconciler.evidence import (
 from holdfast_operator.reconciler.failure_rules import distinguishes_exit_codes, rule_for
 from holdfast_operator.reconciler.lookups import agent_at
 from holdfast_operator.reconciler.replacing import Moves, replacements
+from holdfast_operator.reconciler.shrinking import (
+    leave_out,
+    patience_s,
+    shrinks_after_s,
+    strength,
+)
 from holdfast_operator.reconciler.staying import others_stay, partial_restart
 from holdfast_operator.reconciler.steps import Look, Step, end, fold, publish_next, stop
 from holdfast_operator.reconciler.text import listed
@@ -34,9 +40,6 @@ from holdfast_operator.reconciler.views import (
     FenceNode,
     StartAgent,
 )
-
-NO_REPLACEMENT_S = 300.0
-"""How long a job waits for a node to replace a lost one when no rule sets the time."""
 
 FORMING_S, FORMING_S_MAX = 1.0, 5.0
 """Least age at which an epoch is given up in which training was never seen running, and the maximum
@@ -71,6 +74,7 @@ def recover(look: Look, state: ControlState, membership: Membership) -> Step:
     causes = principal(evidence.causes)
     rules = [rule_for(look.job, cause) for cause in causes]
     moves = replacements(look, state, membership, causes, rules, evidence.groups)
+    moves = leave_out(look, state, membership, moves, rules)
     causes, rules = _worthwhile(causes, rules, moves)
     if not causes:
         return Step(replace(state, no_replacement_since=None, codes_awaited_since=None))
@@ -98,9 +102,8 @@ def _await_codes(look: Look, state: ControlState, case: _Case) -> Step:
 def _fail_by_rule(look: Look, state: ControlState, case: _Case) -> Step:
     """Fail the job if a failure rule says so."""
     for cause, rule in zip(case.causes, case.rules, strict=True):
-        if rule.action in (RuleAction.FAIL, RuleAction.SHRINK):
-            what = "is not supported yet" if rule.action is RuleAction.SHRINK else "applies"
-            rule_text = f"failure rule on {rule.on.value}: {rule.action.value} {what}"
+        if rule.action is RuleAction.FAIL:
+            rule_text = f"failure rule on {rule.on.value}: Fail applies"
             reason = with_last_lines(f"{cause.text}; {rule_text}", cause.last_lines)
             return end(look, state, Outcome.FAILED, reason, "FailureRule")
     return Step(state)
@@ -123,10 +126,14 @@ def _await_nodes(look: Look, state: ControlState, case: _Case) -> Step:
     """Wait for nodes that members can move to."""
     moves = case.moves
     if moves.unplaced:
-        return await_replacement(look, state, case.text, moves.unplaced)
-    if moves.held and not moves.to and all(cause.member in moves.held for cause in case.causes):
+        return await_replacement(look, state, case.membership, case.text, moves.unplaced)
+    if (
+        moves.held
+        and not moves.away(case.membership)
+        and all(cause.member in moves.held for cause in case.causes)
+    ):
         why = "their parity groups are incomplete"
-        return await_replacement(look, state, case.text, moves.held, why)
+        return await_replacement(look, state, case.membership, case.text, moves.held, why)
     return Step(state)
 
 
@@ -175,8 +182,9 @@ def _response(look: Look, begun: ControlState, case: _Case) -> str:
     """Text on what happens to the members in the epoch that has begun."""
     takes = case.moves.in_words(case.membership)
     restarting = begun.membership.restarting if begun.membership is not None else frozenset()
-    if others_stay(look.observed, case.membership, restarting):
-        return partial_restart(restarting.difference(case.moves.away(case.membership)), takes)
+    if others_stay(look.observed, case.membership, restarting | case.moves.leaving):
+        in_place = restarting.difference(case.moves.away(case.membership))
+        return partial_restart(in_place, takes, all_stay=not restarting)
     return takes or "restart in place"
 
 
@@ -212,7 +220,7 @@ def _worthwhile(
     kept = [
         (cause, rule)
         for cause, rule in zip(causes, rules, strict=True)
-        if not cause.voluntary or cause.member in moves.to
+        if not cause.voluntary or cause.member in moves.to or cause.member in moves.leaving
     ]
     return tuple(cause for cause, _ in kept), [rule for _, rule in kept]
 
@@ -220,26 +228,35 @@ def _worthwhile(
 def await_replacement(
     look: Look,
     state: ControlState,
+    membership: Membership,
     text: str,
     unplaced: list[int],
     why: str = "no spare is left",
 ) -> Step:
-    """Wait until members can get a node; fail when that takes too long."""
+    """Wait until members can get a node, or the job may go on without them (`shrinking`); fail when
+    that takes too long."""
     step, since = Step(state), state.no_replacement_since
     if since is None:
         since = look.now
         step = Step(replace(state, no_replacement_since=since))
         step = step.post(EventReason.NO_REPLACEMENT, f"{text}; {why}", warning=True)
-    rules = look.job.spec.failure_policy.rules
-    rule = next((r for r in rules if r.on is On.NO_REPLACEMENT), None)
-    patience_s = NO_REPLACEMENT_S if rule is None else rule.after_seconds or 0.0
-    left_s = since + patience_s - look.now
-    if left_s > 0:
-        who = listed(unplaced)
+    waited_s, left = look.now - since, strength(look.job, membership)
+    who, remaining = listed(unplaced), left.active - len(unplaced)
+    if remaining >= left.least and waited_s < shrinks_after_s(look.job):
+        left_s = shrinks_after_s(look.job) - waited_s
+        return step.wait(
+            f"members [{who}] have no node and {why}; in {left_s:.0f} s {remaining} of "
+            f"{left.active} members go on without them"
+        )
+    if waited_s < patience_s(look.job):
+        left_s = patience_s(look.job) - waited_s
         return step.wait(f"members [{who}] have no node and {why}; {left_s:.0f} s to failure")
-    shrink = rule is not None and rule.action is RuleAction.SHRINK
-    note = "; Shrink is not supported yet" if shrink else ""
-    reason = f"{text}; no replacement within {patience_s:g} s{note}; add spares"
+    short = (
+        f"{remaining} members are left, and spec.minNodes is {left.least}; "
+        if left.least < left.desired
+        else ""
+    )
+    reason = f"{text}; no replacement within {patience_s(look.job):g} s; {short}add spares"
     return step.then(end(look, step.state, Outcome.FAILED, reason, "NoReplacement"))
 
 
@@ -274,7 +291,7 @@ def begin_epoch(
     ended = [a for a in agents if away.get(a.member) != a.node and _ends(a)]
     step = step.then(stop(look, step.state, ended))
     failed = {cause.member for cause in causes if cause.member is not None}
-    step = step.then(publish_next(look, step.state, membership, moves.to, failed))
+    step = step.then(publish_next(look, step.state, membership, moves.to, failed, moves.leaving))
     step = step.then(stop(look, step.state, leaving))
     assert step.state.membership is not None
     return step.then(start_missing(look, step.state, step.state.membership))

@@ -164,7 +164,9 @@ def stand_of(
     hold = ""
     if not job.spec.suspend and state.resumed_epoch != membership.epoch:
         hold = "training does not run"
-    elif job.spec.redundancy.type is not Redundancy.NONE and protected is None:
+    elif job.spec.redundancy.type is not Redundancy.NONE and (
+        protected is None or not membership.is_present(protected)
+    ):
         hold = "it is not protected"
     return JobStand(
         key=job.key,

@@ -20,6 +20,10 @@ from holdfast_operator.reconciler.steps import Look
 from holdfast_operator.reconciler.text import listed
 from holdfast_operator.reconciler.views import ControlState, NodeView
 
+_REPLACING = (RuleAction.REPLACE_NODE, RuleAction.SHRINK)
+"""Actions for which a member leaves its node. One without a spare that can go on where it is does
+so."""
+
 
 @dataclass(slots=True)
 class Moves:
@@ -31,21 +35,37 @@ class Moves:
     """Members that cannot go on where they are, and for which there is no node."""
     held: list[int] = field(default_factory=list)
     """Members that cannot go on where they are, but whose memory must not be left behind yet."""
+    stuck: list[int] = field(default_factory=list)
+    """Members whose agents find no room where they are, and for which there is no other node."""
+    warned: list[int] = field(default_factory=list)
+    """Members whose nodes will be taken away, and for which there is no other node."""
+    leaving: frozenset[int] = frozenset()
+    """Members that the next epoch goes on without."""
 
     def away(self, membership: Membership) -> dict[int, str]:
         """Member → the node that it leaves."""
         return {
             member.index: member.node
             for member in membership.members
-            if member.index in self.to and self.to[member.index].name != member.node
+            if member.index in self.leaving
+            or (member.index in self.to and self.to[member.index].name != member.node)
         }
 
     def in_words(self, membership: Membership) -> str:
-        """Text on which node takes over which member; empty when nothing moves."""
-        away = self.away(membership)
+        """Text on which node takes over which member, and how many go on; empty when no member
+        leaves its node."""
+        away = self.away(membership).keys() - self.leaving
         if len(away) == 1:
-            return f"spare {self.to[next(iter(away))].name} takes over"
-        return listed(f"{self.to[member].name} takes over member {member}" for member in away)
+            takes = f"spare {self.to[next(iter(away))].name} takes over"
+        else:
+            takes = listed(
+                f"{self.to[member].name} takes over member {member}" for member in sorted(away)
+            )
+        if not self.leaving:
+            return takes
+        count = len(membership.members)
+        goes_on = f"{count - len(self.leaving)} of {count} members go on"
+        return f"{takes}, {goes_on}" if takes else goes_on
 
 
 class _Mover:
@@ -88,9 +108,15 @@ class _Mover:
         if spare is not None:
             self.moves.to[member] = self.spares.pop(spare.name)
             self.settled[member] = member_at(member, spare)
-            self.groups.give_up(member)
         elif cause.node_lost or cause.evicted:
             self.moves.unplaced.append(member)
+        elif cause.stuck:
+            self.moves.stuck.append(member)
+        elif cause.voluntary:
+            self.moves.warned.append(member)
+        else:
+            return
+        self.groups.give_up(member)
 
 
 def replacements(
@@ -108,7 +134,7 @@ def replacements(
     for cause, rule in ordered:
         member = cause.member
         must = cause.node_lost or cause.evicted
-        if member is None or member in done or not (must or rule.action is RuleAction.REPLACE_NODE):
+        if member is None or member in done or not (must or rule.action in _REPLACING):
             continue
         done.add(member)
         mover.move(member, cause)

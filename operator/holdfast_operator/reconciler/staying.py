@@ -39,13 +39,16 @@ def others_stay(observed: Observed, membership: Membership, restarting: Collecti
     )
 
 
-def partial_restart(restarting: Collection[int], takes: str) -> str:
+def partial_restart(restarting: Collection[int], takes: str, *, all_stay: bool) -> str:
     """Text on the members that restart while the workers of all others stay.
 
     Args:
         restarting: members that restart where they are.
-        takes: text on the nodes that take over other members; empty when none moves.
+        all_stay: whether no member restarts, here or elsewhere: others have left.
+        takes: text on the nodes that take over other members, and on how many go on when some
+            leave; empty when none moves or leaves.
     """
     found = sorted(restarting)
     who = f"members {listed(found)} restart" if len(found) != 1 else f"member {found[0]} restarts"
-    return ", ".join([*filter(None, [takes, who if found else ""]), "the others' workers stay"])
+    stay = "their workers stay" if all_stay else "the others' workers stay"
+    return ", ".join([*filter(None, [takes, who if found else ""]), stay])

@@ -24,7 +24,7 @@ from holdfast_operator.reconciler.lookups import (
     node_of,
     silent_s,
 )
-from holdfast_operator.reconciler.placement import member_at
+from holdfast_operator.reconciler.placement import following, member_at
 from holdfast_operator.reconciler.views import (
     Action,
     AgentState,
@@ -220,27 +220,33 @@ def publish_next(
     membership: Membership,
     moved: dict[int, NodeView],
     failed: Collection[int],
+    leaving: Collection[int] = (),
 ) -> Step:
-    """Publish the next epoch, with `moved` members on new nodes and all others where their daemons
-    report that they are now. Workers of `moved` and `failed` members are not kept."""
-    nodes = {
+    """Publish the next epoch: without the members that are `leaving`, with `moved` members on new
+    nodes, those that join among them, and all others where their daemons report that they are now.
+    Workers of `moved` and `failed` members are not kept."""
+    nodes = moved | {
         member.index: moved.get(member.index) or node_of(look.observed, member)
         for member in membership.members
+        if member.index not in leaving
     }
-    renewed = {
-        member.index
-        for member in membership.members
-        if nodes[member.index].memory_id != member.memory_id
-    }
-    following = replace(
-        membership,
-        epoch=state.epoch + 1,
-        revision=0,
-        members=tuple(member_at(index, node) for index, node in sorted(nodes.items())),
+    memory = {member.index: member.memory_id for member in membership.members}
+    renewed = {index for index, node in nodes.items() if node.memory_id != memory.get(index)}
+    members = tuple(member_at(index, node) for index, node in sorted(nodes.items()))
+    epoch = state.epoch + 1
+    after = following(look.job, membership, members, epoch=epoch, saved=state.saved)
+    after = replace(
+        after,
         tier=_tier(look, state, membership),
-        restarting=frozenset(moved).union(failed),
+        restarting=frozenset(moved).union(failed).difference(leaving),
     )
-    return publish(look, replace(state, renewed=state.renewed | renewed), following)
+    resized = after.since != membership.since
+    begun = replace(
+        state,
+        renewed=(state.renewed | renewed) & nodes.keys(),
+        resized_at=look.now if resized else state.resized_at,
+    )
+    return publish(look, begun, after)
 
 
 def _tier(look: Look, state: ControlState, membership: Membership) -> Tier | None:

@@ -22,6 +22,7 @@ from holdfast_operator.reconciler.recovering import (
 )
 from holdfast_operator.reconciler.replacing import replacements
 from holdfast_operator.reconciler.shape import Shape
+from holdfast_operator.reconciler.shrinking import leave_out
 from holdfast_operator.reconciler.steps import Look, Step, fold, stop
 from holdfast_operator.reconciler.text import listed
 from holdfast_operator.reconciler.views import (
@@ -63,8 +64,9 @@ def _begin_again(look: Look, state: ControlState, membership: Membership) -> Ste
     homeless = tuple(cause for cause in evidence.causes if cause.node_lost or cause.evicted)
     rules = [rule_for(look.job, cause) for cause in homeless]
     moves = replacements(look, state, membership, homeless, rules, evidence.groups)
+    moves = leave_out(look, state, membership, moves, rules)
     if moves.unplaced:
-        return await_replacement(look, state, in_words(homeless), moves.unplaced)
+        return await_replacement(look, state, membership, in_words(homeless), moves.unplaced)
     step = begin_epoch(look, state, membership, moves, homeless)
     begun = replace(step.state, suspended=False, fruitless=state.fruitless)
     takes = moves.in_words(membership)
@@ -77,8 +79,12 @@ def _begin_again(look: Look, state: ControlState, membership: Membership) -> Ste
 
 def _is_reshaped(look: Look, state: ControlState, membership: Membership) -> bool:
     spec, known = look.job.spec, state.shape
-    size = (len(membership.members), membership.nproc_per_node)
-    return size != (spec.nodes, spec.nproc_per_node) or known not in (None, Shape.of(look.job))
+    if known is not None or membership.nproc_per_node != spec.nproc_per_node:
+        return known != Shape.of(look.job)
+    if not membership.since:
+        return len(membership.members) != spec.nodes
+    few = len(membership.members) < spec.least_nodes
+    return few or membership.members[-1].index >= spec.nodes
 
 
 def _forget_snapshots(look: Look, state: ControlState, membership: Membership) -> Step:
@@ -96,6 +102,7 @@ def _forget_snapshots(look: Look, state: ControlState, membership: Membership) -
         shape=None,
         saved=None,
         losses=None,
+        resized_at=None,
         renewed=frozenset(),
         silent=frozenset(),
         started_from=None,

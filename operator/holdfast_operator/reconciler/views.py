@@ -280,6 +280,7 @@ class ConditionType(StrEnum):
     TOKEN_LOSS = "TokenLossWithinLimit"
     COMPLETE = "Complete"
     FAILED = "Failed"
+    FULL_STRENGTH = "FullStrength"
     STORAGE_REACHABLE = "StorageReachable"
     PERSISTED = "Persisted"
     INSECURE = "Insecure"
@@ -315,6 +316,7 @@ class EventReason(StrEnum):
     READDRESSED = "Readdressed"
     RECOVERING = "Recovering"
     NO_REPLACEMENT = "NoReplacement"
+    JOINED = "Joined"
     LAST_LINES = "LastLines"
     TOKEN_LOSS_LIMIT_PASSED = "TokenLossLimitPassed"
     COPY_REQUESTED = "CopyRequested"
@@ -360,10 +362,14 @@ class ControlState(Counters):
     last stopped."""
     fruitless: int = 0
     """Epochs in a row that ended before training was seen running in them."""
+    saved_at: float = NEVER
+    """When a newer generation was last seen to be safe, in this epoch."""
+    joinable_since: float | None = None
+    """When a node was first seen on which a missing member could join; None while there is none."""
     codes_awaited_since: float | None = None
     """When a rank was first seen lost whose exit code the failure rules depend on."""
     unfit: frozenset[str] = frozenset()
-    """Nodes on which an agent could not be scheduled since training last ran."""
+    """Nodes on which an agent could not be scheduled since all members last trained."""
     silent: frozenset[str] = frozenset()
     """Members' nodes whose silence was reported by an event."""
     carried: frozenset[int] = frozenset()

@@ -181,7 +181,7 @@ def test_conditions_keep_their_order() -> None:
     world = lossy()
     found = conditions(world.job, world.observed(), world.state, world.now, "")
     absent = {
-        *(ConditionType.STORAGE_REACHABLE, ConditionType.PERSISTED),
+        *(ConditionType.FULL_STRENGTH, ConditionType.STORAGE_REACHABLE, ConditionType.PERSISTED),
         *(ConditionType.INSECURE, ConditionType.DAEMONS_OUTDATED),
     }
     assert [c.type for c in found] == [t for t in ConditionType if t not in absent]

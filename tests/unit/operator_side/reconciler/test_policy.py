@@ -45,15 +45,6 @@ def test_a_node_that_returns_while_the_job_waits_for_a_replacement_is_taken_back
     assert world.state.no_replacement_since is None
 
 
-def test_a_rule_that_was_changed_to_shrink_is_refused_with_the_reason_when_it_is_met() -> None:
-    rules = [{"when": "NoReplacement", "action": "Shrink", "afterSeconds": 1}, ANY]
-    world = running(make_job(spares=0))
-    world.job = make_job(spares=0, rules=rules, spec={"minNodes": 3})
-    world.kill_node("n1")
-    world.settle(8.0)
-    assert "Shrink is not supported yet" in world.state.outcome_reason
-
-
 def test_the_first_rule_that_matches_decides() -> None:
     rules = [
         {"when": "ExitCode", "values": [3], "action": "Fail"},

@@ -1,0 +1,140 @@
+"""Let missing members join a job that went on without them. Pure.
+
+Growing costs a recovery of all members, so the job waits for `joinWaitSeconds`, in which more nodes
+may come, and then for the next generation that is protected, so that as little as possible is
+trained twice. It does not wait for that longer than another `joinWaitSeconds`, unless it would
+train more than twice that time again: then protection is behind, or rare, and growing would cost
+more than it brings. Nothing has failed, so nothing is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from holdfast_core.job.parsing import MoETrainingJob
+from holdfast_core.snapshots.membership import PAST_WORLDS_MAX, Membership
+from holdfast_operator.reconciler.conditions import training_runs
+from holdfast_operator.reconciler.placement import choose_joiners, past_worlds
+from holdfast_operator.reconciler.recovering import begin_epoch
+from holdfast_operator.reconciler.replacing import Moves
+from holdfast_operator.reconciler.shrinking import just_saved, strength
+from holdfast_operator.reconciler.steps import Look, Step
+from holdfast_operator.reconciler.text import listed
+from holdfast_operator.reconciler.views import (
+    AgentState,
+    Condition,
+    ConditionType,
+    ControlState,
+    EventReason,
+    NodeView,
+)
+
+UNFIT_WAITS = 10.0
+"""How many `joinWaitSeconds` a node is left alone that had no room for a member."""
+
+
+def grow(look: Look, state: ControlState, membership: Membership) -> Step:
+    """Begin the next epoch with more members, once nodes have been there for long enough."""
+    absent = absent_members(look.job, membership)
+    if not absent:
+        return Step(replace(state, joinable_since=None, resized_at=None))
+    if state.resized_at is None:  # by a control loop that was forgotten
+        state = replace(state, resized_at=look.now)
+    nodes = _joiners(look, state, membership, len(absent))
+    if not nodes:
+        return Step(replace(state, joinable_since=None))
+    if state.joinable_since is None:
+        state = replace(state, joinable_since=look.now)
+    if not _is_time(look, state, membership, whole=len(nodes) == len(absent)):
+        return Step(state)
+    joining = dict(zip(absent, nodes, strict=False))
+    step = begin_epoch(look, state, membership, Moves(to=joining), ())
+    step = replace(step, state=replace(step.state, joinable_since=None))
+    who = listed(f"{node.name} joins as member {index}" for index, node in joining.items())
+    count = len(membership.members) + len(joining)
+    return step.post(
+        EventReason.JOINED,
+        f"{who}; {count} of {look.job.spec.nodes} members in epoch {step.state.epoch}",
+    ).wait()
+
+
+def strength_condition(look: Look, state: ControlState) -> tuple[Condition, ...]:
+    """Whether all members are there, and what becomes of those that are not; none for a job that
+    does not go on without members."""
+    kind, membership, job = ConditionType.FULL_STRENGTH, state.membership, look.job
+    if membership is None or state.outcome is not None or not job.spec.may_shrink:
+        return ()
+    has = strength(job, membership)
+    absent = absent_members(job, membership)
+    if not absent:
+        message = f"all {has.desired} members are there; the job goes on with {has.least} or more"
+        return (Condition(type=kind, status=True, reason="AllMembers", message=message),)
+    message = (
+        f"{has.active} of {has.desired} members since epoch {membership.since}, and at least "
+        f"{has.least} are needed: members [{listed(absent)}] are missing; "
+        f"{_prospect(look, state, membership, absent)}"
+    )
+    return (Condition(type=kind, status=False, reason="MembersMissing", message=message),)
+
+
+def _prospect(
+    look: Look, state: ControlState, membership: Membership, absent: Sequence[int]
+) -> str:
+    """Text on when members join."""
+    if look.job.spec.suspend:
+        return "they may join some time after the job is resumed"
+    names = [node.name for node in _joiners(look, state, membership, len(absent))]
+    if not names:
+        return "no node is free for them: repair a node, or add one"
+    wait_s = look.job.spec.failure_policy.join_wait_seconds
+    return (
+        f"{listed(names)} can take members, which join after failurePolicy.joinWaitSeconds = "
+        f"{wait_s:g} s, when a generation has just been protected"
+    )
+
+
+def absent_members(job: MoETrainingJob, membership: Membership) -> list[int]:
+    """Members that the job lacks, ascending."""
+    return [index for index in range(job.spec.nodes) if not membership.has(index)]
+
+
+def _joiners(look: Look, state: ControlState, membership: Membership, count: int) -> list[NodeView]:
+    homes = {member.node for member in membership.members}
+    wait_s = look.job.spec.failure_policy.join_wait_seconds
+    since = look.now if state.resized_at is None else state.resized_at
+    tries_again = look.now - since >= UNFIT_WAITS * wait_s
+    free = [
+        node
+        for node in look.candidates(state)
+        if node.name not in homes
+        and not node.disruption
+        and (tries_again or node.name not in state.unfit)
+    ]
+    return choose_joiners(membership, free, count)
+
+
+def _is_time(look: Look, state: ControlState, membership: Membership, *, whole: bool) -> bool:
+    """Whether members should join now. `whole`: they are all that are missing."""
+    assert state.resized_at is not None and state.joinable_since is not None
+    wait_s = look.job.spec.failure_policy.join_wait_seconds
+    due = state.resized_at + wait_s
+    if not whole:
+        due = max(due, state.joinable_since + wait_s)
+    if look.now < due or not _trains(look, state, membership):
+        return False
+    if len(past_worlds(membership, state.saved)) > PAST_WORLDS_MAX:
+        return False  # the world of what is saved would be forgotten
+    if just_saved(look, state, membership):
+        return True
+    lost_s = look.now - max(state.saved_at, state.began_at)
+    return look.now >= due + wait_s and lost_s <= 2.0 * wait_s
+
+
+def _trains(look: Look, state: ControlState, membership: Membership) -> bool:
+    """Whether all members train, and none has ended."""
+    return (
+        state.resumed_epoch == membership.epoch
+        and training_runs(look.observed, membership)
+        and all(agent.state is not AgentState.EXITED for agent in look.observed.agents)
+    )
