@@ -1,0 +1,215 @@
+"""Missing members join again, on virtual time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from virtual_world import World, make_job, running
+
+from holdfast_core.job.parsing import MoETrainingJob
+from holdfast_core.snapshots.generations import Generation
+from holdfast_operator.reconciler.views import StartAgent
+
+WAIT_S = 120.0
+
+
+def job(nodes: int = 4, **more: Any) -> MoETrainingJob:
+    return make_job(nodes, spares=0, spec={"minNodes": nodes - 2}, **more)
+
+
+def shrunk(*lost: str) -> World:
+    """A job of four, or of five if two are `lost`, that trains in epoch 2 without these nodes, and
+    has protected step 20; none of them is back yet."""
+    world = running(job(5, redundancy="RAIM6") if len(lost) == 2 else job())
+    nodes = len(world.membership.members)
+    for name in lost:
+        world.kill_daemon(name)
+    world.agents = {key: agent for key, agent in world.agents.items() if key[1] not in lost}
+    world.settle(6.0)
+    assert len(world.membership.members) == nodes - len(lost)
+    world.train(20)
+    world.settle(2.0)
+    world.actions.clear()
+    return world
+
+
+def train_on(world: World, seconds: float) -> None:
+    """Let a generation be protected in each second."""
+    until = world.now + seconds
+    while world.now < until:
+        world.train(world.step + 1)
+        world.settle(1.0)
+
+
+def indices(world: World) -> list[int]:
+    return [member.index for member in world.membership.members]
+
+
+def test_a_node_that_comes_back_joins_after_the_wait() -> None:
+    world = shrunk("n2")
+    world.revive_daemon("n2", new_memory=True)
+    train_on(world, WAIT_S - 20.0)
+    assert (world.membership.epoch, indices(world)) == (2, [0, 1, 3])
+    train_on(world, 30.0)
+    membership = world.membership
+    assert (membership.epoch, membership.since, indices(world)) == (3, 3, [0, 1, 2, 3])
+    assert membership.groups == ((0, 1, 2, 3),) and membership.restarting == {2}
+    assert [past.members for past in membership.past] == [(0, 1, 3)]
+    assert world.messages("Joined") == ["n2 joins as member 2; 4 of 4 members in epoch 3"]
+    assert world.actions[1:] == [StartAgent(member=2, node="n2")]
+    assert (world.state.recoveries, world.state.counted) == (1, 1)
+    assert world.phase() == "Running"
+
+
+def test_members_join_when_a_generation_has_just_been_protected() -> None:
+    world = shrunk("n2")
+    world.revive_daemon("n2", new_memory=True)
+    train_on(world, WAIT_S - 20.0)
+    world.settle(40.0)
+    assert world.membership.epoch == 2
+    world.train(500)
+    world.look()
+    assert world.membership.epoch == 3 and world.state.saved == Generation(2, 500)
+
+
+def test_members_do_not_wait_for_that_for_longer_than_as_long_again() -> None:
+    world = shrunk("n2")
+    world.revive_daemon("n2", new_memory=True)
+    world.settle(2 * WAIT_S - 20.0)
+    assert world.membership.epoch == 2
+    world.settle(30.0)
+    assert world.membership.epoch == 3
+
+
+def test_members_do_not_join_at_the_cost_of_many_steps() -> None:
+    world = shrunk("n2")
+    world.settle(3 * WAIT_S)
+    world.revive_daemon("n2", new_memory=True)
+    world.settle(10 * WAIT_S)
+    assert world.membership.epoch == 2
+    world.train(500)
+    world.look()
+    assert world.membership.epoch == 3
+
+
+def test_nodes_for_all_missing_members_join_without_a_second_wait() -> None:
+    world = shrunk("n2")
+    train_on(world, WAIT_S + 10.0)
+    world.revive_daemon("n2", new_memory=True)
+    train_on(world, 2.0)
+    assert indices(world) == [0, 1, 2, 3]
+
+
+def test_a_first_node_of_several_waits_for_more() -> None:
+    world = shrunk("n1", "n2")
+    train_on(world, WAIT_S + 10.0)
+    world.revive_daemon("n2", new_memory=True)
+    train_on(world, WAIT_S - 10.0)
+    assert indices(world) == [0, 3, 4]
+    train_on(world, 20.0)
+    assert indices(world) == [0, 1, 3, 4]
+    assert world.nodes_of_members() == ["n0", "n2", "n3", "n4"]
+    world.revive_daemon("n1", new_memory=True)
+    train_on(world, WAIT_S + 10.0)
+    assert world.nodes_of_members() == ["n0", "n2", "n1", "n3", "n4"]
+
+
+def test_a_second_node_ends_the_wait_for_it() -> None:
+    world = shrunk("n1", "n2")
+    train_on(world, WAIT_S + 10.0)
+    world.revive_daemon("n2", new_memory=True)
+    train_on(world, 10.0)
+    assert indices(world) == [0, 3, 4]
+    world.revive_daemon("n1", new_memory=True)
+    train_on(world, 2.0)
+    assert (world.membership.epoch, indices(world)) == (3, [0, 1, 2, 3, 4])
+
+
+@pytest.mark.parametrize("why", ["cordoned", "notice", "suspended"])
+def test_nodes_that_do_not_stay_take_no_member(why: str) -> None:
+    world = shrunk("n2")
+    world.revive_daemon("n2", new_memory=True)
+    if why == "cordoned":
+        world.cordoned.add("n2")
+    elif why == "notice":
+        world.notices["n2"] = "spot"
+    else:
+        world.job = job(suspend=True)
+    for _ in range(20):
+        world.train(world.step + 1)
+        world.settle(WAIT_S / 10)
+    assert world.membership.epoch == 2
+
+
+def test_a_job_that_is_ending_does_not_grow() -> None:
+    world = shrunk("n2")
+    world.exit_agent(0, 0)
+    world.revive_daemon("n2", new_memory=True)
+    train_on(world, 2 * WAIT_S)
+    assert world.membership.epoch == 2
+
+
+def test_a_node_without_room_is_left_alone_for_a_while() -> None:
+    world = running(job())
+    world.exit_agent(1, 42)
+    world.full.add("n1")
+    world.settle(40.0)
+    assert indices(world) == [0, 2, 3]
+    train_on(world, 5 * WAIT_S)
+    assert world.membership.epoch == 3
+    world.full.clear()
+    train_on(world, 6 * WAIT_S)
+    assert (world.membership.epoch, indices(world)) == (4, [0, 1, 2, 3])
+    assert world.state.unfit == frozenset()
+
+
+def test_a_joined_node_that_is_lost_again_leaves_again() -> None:
+    world = shrunk("n2")
+    world.revive_daemon("n2", new_memory=True)
+    train_on(world, WAIT_S + 5.0)
+    assert world.membership.epoch == 3
+    world.kill_node("n2")
+    world.settle(6.0)
+    membership = world.membership
+    assert (membership.epoch, indices(world)) == (4, [0, 1, 3])
+    assert membership.world_of(world.state.saved or Generation(9, 9)) is not None
+
+
+def test_a_control_loop_that_starts_again_keeps_the_time_of_the_last_change() -> None:
+    world = shrunk("n2")
+    world.revive_daemon("n2", new_memory=True)
+    train_on(world, WAIT_S - 20.0)
+    world.restart()
+    world.look()
+    train_on(world, 25.0)
+    assert world.membership.epoch == 3
+
+
+def test_a_control_loop_that_forgot_everything_waits_anew() -> None:
+    world = shrunk("n2")
+    world.revive_daemon("n2", new_memory=True)
+    train_on(world, WAIT_S - 20.0)
+    world.forget()
+    world.look()
+    train_on(world, WAIT_S - 20.0)
+    assert world.membership.epoch == 2
+    train_on(world, 30.0)
+    assert world.membership.epoch == 3
+
+
+def test_a_job_of_all_its_members_remembers_no_change() -> None:
+    world = shrunk("n2")
+    world.revive_daemon("n2", new_memory=True)
+    train_on(world, WAIT_S + 20.0)
+    assert world.state.resized_at is None and world.state.joinable_since is None
+
+
+def test_the_condition_tells_which_node_joins() -> None:
+    world = shrunk("n2")
+    world.revive_daemon("n2", new_memory=True)
+    world.settle(1.0)
+    assert world.condition("FullStrength")[2].endswith(
+        "members [2] are missing; n2 can take members, which join after "
+        "failurePolicy.joinWaitSeconds = 120 s, when a generation has just been protected"
+    )
