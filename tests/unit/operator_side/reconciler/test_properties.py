@@ -6,10 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_world import World, make_job
 
+from holdfast_core.snapshots.worlds import World as Members
 from holdfast_operator.reconciler.evidence import PATIENCE_S
 from holdfast_operator.reconciler.views import AgentState, PublishMembership
 
 MAX_RESTARTS = 6
+LEAST, JOIN_WAIT_S = 2, 3.0
 NO_REPLACEMENT_S = 20.0
 SETTLED_S = PATIENCE_S + NO_REPLACEMENT_S + 10.0
 """After this long without a fault, everything that is waited for has come or was given up."""
@@ -40,11 +42,11 @@ schedules = st.lists(st.tuples(faults, st.sampled_from([0.0, 0.5, 2.0, 7.0])), m
 
 
 def harm(world: World, kind: str, which: int) -> None:
-    name = f"n{which}"
+    name = f"n{min(which, len(world.daemons) - 1)}"
     match kind:
-        case "lose_rank":
+        case "lose_rank" if world.membership.has(which):
             world.lose_rank(which)
-        case "exit_rank":
+        case "exit_rank" if world.membership.has(which):
             world.exit_rank(which, 137)
         case "exit_agent" | "vanish" | "evict" | "drain":
             harm_agent(world, kind, which)
@@ -69,6 +71,8 @@ def harm(world: World, kind: str, which: int) -> None:
 
 
 def harm_agent(world: World, kind: str, member: int) -> None:
+    if not world.membership.has(member):
+        return
     node = world.membership.member(member).node
     if (member, node) not in world.agents or node in world.gone:
         return
@@ -93,7 +97,16 @@ def pass_time(world: World, seconds: float, *, step_s: float) -> None:
 
 
 def run(schedule: list[tuple[tuple[str, int], float]]) -> World:
-    world = World(make_job(spares=2, maxRestarts=MAX_RESTARTS, rules=RULES))
+    return disturbed(World(make_job(spares=2, maxRestarts=MAX_RESTARTS, rules=RULES)), schedule)
+
+
+def run_elastic(schedule: list[tuple[tuple[str, int], float]]) -> World:
+    """Without spares, so that the members change often."""
+    job = make_job(spares=0, spec={"minNodes": LEAST}, joinWaitSeconds=JOIN_WAIT_S, rules=RULES)
+    return disturbed(World(job), schedule)
+
+
+def disturbed(world: World, schedule: list[tuple[tuple[str, int], float]]) -> World:
     world.settle(1.0)
     for (kind, which), pause_s in schedule:
         if world.state.outcome is None and world.state.membership is not None:
@@ -156,3 +169,48 @@ def test_a_control_loop_that_forgets_in_the_end_keeps_the_membership(
     world.settle(20.0, step_s=1.0)
     assert world.membership == before and world.agents == agents
     assert not any(isinstance(action, PublishMembership) for action in world.actions)
+
+
+@settings(max_examples=60)
+@given(schedules)
+def test_worlds_follow_each_other_and_none_that_is_needed_is_forgotten(
+    schedule: list[tuple[tuple[str, int], float]],
+) -> None:
+    world = run_elastic(schedule)
+    order = [(membership.epoch, membership.revision) for membership in world.published]
+    assert order == sorted(set(order))
+    worlds: dict[int, Members] = {}
+    for membership in world.published:
+        nodes = [member.node for member in membership.members]
+        assert len(set(nodes)) == len(nodes)
+        assert LEAST <= len(nodes) <= 4 and set(membership.world.members) <= set(range(4))
+        present = worlds.setdefault(membership.since, membership.world)
+        assert membership.world == present and membership.restarting <= set(present.members)
+        assert all(past == worlds[past.since] for past in membership.past)
+    saved = world.state.saved
+    if saved is not None and world.state.membership is not None:
+        assert (
+            world.membership.world_of(saved)
+            == worlds[max(since for since in worlds if since <= saved.epoch)]
+        )
+
+
+@settings(max_examples=60)
+@given(schedules)
+def test_a_job_that_may_shrink_runs_on_what_is_left_or_shows_why_not(
+    schedule: list[tuple[tuple[str, int], float]],
+) -> None:
+    world = run_elastic(schedule)
+    if world.state.outcome is not None:
+        assert world.state.outcome_reason and world.agents == {}
+        return
+    for member in world.membership.members:
+        daemon = world.daemons[member.node]
+        assert daemon.alive and daemon.memory_id == member.memory_id
+        assert world.agents[member.index, member.node].state is AgentState.RUNNING
+    assert len(world.agents) == len(world.membership.members)
+    document, membership = world.stored(), world.membership
+    world.forget()
+    world.settle(20.0, step_s=1.0)
+    if "resized_at" not in document:  # else members may have joined
+        assert world.membership == membership
