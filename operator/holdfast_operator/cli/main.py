@@ -50,6 +50,7 @@ _INJECT_EPILOG = """
   holdfast inject stop-rank 3          it hangs; noticed after detection.hangSeconds
   holdfast inject kill-daemon n1       training goes on; the daemon adopts its memory
   holdfast inject kill-node n2         a spare takes over, its memory rebuilt from parity
+  holdfast inject start-node n2        it is back, with empty memory: a spare, or a member again
   holdfast inject notice n2            it will be lost: a copy goes to storage, a spare takes over
   holdfast inject corrupt 0            flip a byte of rank 0's newest snapshot
   holdfast inject corrupt 0 --parity   flip a byte of a parity block on rank 0's node
@@ -208,6 +209,7 @@ def _add_inject(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     for name, text in (
         ("kill-daemon", "SIGKILL a node's daemon; its memory stays"),
         ("kill-node", "lose a node with all its processes and memory"),
+        ("start-node", "bring a lost node back, with empty memory"),
         ("notice", "announce that a node will be lost, as a cloud would"),
     ):
         kind = kinds.add_parser(name, help=text, description=text)

@@ -205,6 +205,8 @@ def inject(options: argparse.Namespace) -> int:
             text = injections.kill_daemon(directory, options.node)
         case "kill-node":
             text = injections.kill_node(directory, options.node)
+        case "start-node":
+            text = injections.start_node(directory, options.node)
         case "notice":
             text = injections.notice(directory, options.node)
         case "corrupt":

@@ -40,10 +40,19 @@ def progress_line(status: Status) -> str:
         f"epoch {status.epoch}",
         f"protected {status.protected or '-'}",
         f"restarts {status.restarts}",
+        *_strength(status),
     ]
     if status.phase is not Phase.RUNNING and not status.ended:
         parts.append(status.reason)
     return "  ".join(parts)
+
+
+def _strength(status: Status) -> list[str]:
+    """How many members there are, if they may become fewer."""
+    found = status.strength
+    if found is None or found.least == found.desired:
+        return []
+    return [f"members {found.active}/{found.desired} (at least {found.least})"]
 
 
 def event_line(event: TimedEvent) -> str:
@@ -67,6 +76,7 @@ def status_view(status: Status, *, stale: str = "") -> RenderableType:
         f"  epoch {status.epoch}  step {status.step}  complete {status.complete or '-'}"
         f"  protected {status.protected or '-'}  restarts {status.restarts}"
         f"  recovery {status.recovery_mode or '-'}",
+        *(f"  {text}" for text in _strength(status)),
     )
     parts: list[RenderableType] = [head]
     if status.security == "insecure":

@@ -331,8 +331,12 @@ class LocalCluster:
         return self._injected(faults.kill_daemon(self.directory, node))
 
     async def kill_node(self, node: str) -> str:
-        """Lose a node for good: all its processes and its memory."""
+        """Lose a node: all its processes and its memory."""
         return self._injected(await asyncio.to_thread(faults.kill_node, self.directory, node))
+
+    async def start_node(self, node: str) -> str:
+        """Bring a lost node back, with empty memory."""
+        return self._injected(faults.start_node(self.directory, node))
 
     async def corrupt(self, rank: int, *, parity: bool = False) -> str:
         """Flip a byte of a rank's newest snapshot, or of a parity block on its node."""

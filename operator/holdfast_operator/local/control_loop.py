@@ -84,6 +84,7 @@ class ControlLoop:
 
     def look(self) -> bool:
         """Look once; returns whether that led to actions and the job has not ended."""
+        self._supervisor.keep_daemons()
         observed = self._observe()
         decision = reconcile(self._job, observed, self._state, time.monotonic())
         # The next control loop must not repeat the events of this one.
@@ -134,6 +135,7 @@ class ControlLoop:
         self.status = status_of(
             observed,
             decision,
+            self._job,
             self._supervisor.run,
             directory=self._directory,
             time=wall,

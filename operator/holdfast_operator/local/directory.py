@@ -219,6 +219,11 @@ class RunDirectory:
     def mark_dead(self, node: str) -> None:
         (self.path / "dead" / node).touch()
 
+    def mark_back(self, node: str) -> None:
+        """Undo `mark_dead`, and any notice: they were of the machine that was lost."""
+        for name in ("notices", "dead"):
+            (self.path / name / node).unlink(missing_ok=True)
+
     def is_dead(self, node: str) -> bool:
         return (self.path / "dead" / node).exists()
 

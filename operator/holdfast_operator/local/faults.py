@@ -57,7 +57,7 @@ def kill_daemon(directory: RunDirectory, node: str) -> str:
 
 
 def kill_node(directory: RunDirectory, node: str) -> str:
-    """Lose a node: all its processes and its memory, for good.
+    """Lose a node: all its processes and its memory.
 
     Raises:
         InvalidJobError: when there is no such node, or it is lost already.
@@ -67,6 +67,19 @@ def kill_node(directory: RunDirectory, node: str) -> str:
     count = kill_marked(directory.mark(node))
     shutil.rmtree(root, ignore_errors=True)
     return f"lost node {node}: {count} processes killed, memory {root} removed"
+
+
+def start_node(directory: RunDirectory, node: str) -> str:
+    """Bring a lost node back, as a new machine of the same name: its memory is empty.
+
+    Raises:
+        InvalidJobError: when there is no such node, or it is not lost.
+    """
+    _recorded(directory, node)
+    if not directory.is_dead(node):
+        raise InvalidJobError(f"node {node} is not lost, so it cannot come back")
+    directory.mark_back(node)
+    return f"node {node} is back with empty memory; its daemon starts"
 
 
 def notice(directory: RunDirectory, node: str) -> str:
@@ -126,12 +139,17 @@ def _corrupt_parity(files: Path, node: NodeStatus) -> str:
 
 
 def _living(directory: RunDirectory, node: str) -> NodeRecord:
+    record = _recorded(directory, node)
+    if directory.is_dead(node):
+        raise InvalidJobError(f"node {node} is lost already")
+    return record
+
+
+def _recorded(directory: RunDirectory, node: str) -> NodeRecord:
     record = directory.read_record()
     if record is None or node not in record.nodes:
         names = ", ".join(record.nodes) if record is not None else "none"
         raise InvalidJobError(f"no node {node!r} in {directory.path}; there are: {names}")
-    if directory.is_dead(node):
-        raise InvalidJobError(f"node {node} is lost already")
     return record.nodes[node]
 
 

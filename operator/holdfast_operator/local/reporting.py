@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import Membership
 from holdfast_operator.local.directory import NodeRecord, RunDirectory, RunRecord
@@ -25,6 +26,7 @@ from holdfast_operator.reconciler.conditions import (
 from holdfast_operator.reconciler.counters import Outcome
 from holdfast_operator.reconciler.lookups import agent_at, node_of
 from holdfast_operator.reconciler.recoveries import Recovery
+from holdfast_operator.reconciler.shrinking import strength
 from holdfast_operator.reconciler.staying import recovery_mode
 from holdfast_operator.reconciler.views import (
     AgentState,
@@ -40,6 +42,7 @@ from holdfast_operator.reconciler.views import (
 def status_of(
     observed: Observed,
     decision: Decision,
+    job: MoETrainingJob,
     run: RunRecord,
     *,
     directory: RunDirectory,
@@ -71,6 +74,7 @@ def status_of(
         complete=_text(complete),
         protected=_text(newest_protected(observed)),
         restarts=state.recoveries,
+        strength=strength(job, membership),
         recovery_mode=recovery_mode(observed, membership),
         failure=state.failure,
         token_loss=state.losses,

@@ -18,6 +18,7 @@ from holdfast_core.job.status import Phase, RecoveryMode
 from holdfast_core.states import RestoreSource
 from holdfast_operator.reconciler.last_failure import TrainerFailure
 from holdfast_operator.reconciler.recoveries import Recovery
+from holdfast_operator.reconciler.shrinking import Strength
 from holdfast_operator.reconciler.views import Condition
 
 FINISHED = "FINISHED"
@@ -121,6 +122,8 @@ class Status:
     protected: str
     restarts: int
     """Number of recoveries so far."""
+    strength: Strength | None = None
+    """Members that the job has, wants and needs."""
     recovery_mode: RecoveryMode | None = None
     """What a recovery does to workers that have not failed; None while it is not known."""
     failure: TrainerFailure | None = None

@@ -68,6 +68,7 @@ class Supervisor:
         self._last_lines: dict[tuple[int, str], str] = {}
         self._waiting: dict[tuple[int, str], str] = {}
         self._daemon_changed_at: dict[str, float] = {}
+        self._kept: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
 
@@ -80,12 +81,20 @@ class Supervisor:
             if self.is_dead(node.name):
                 node.daemon, node.agents = None, {}
                 continue
-            self._background(self._keep_daemon(node))
             for member, agent in node.agents.items():
                 self._background(self._watch_agent(node, member, agent))
                 if agent.stopping:
                     self._background(self._end_agent(node, member, agent))
+        self.keep_daemons()
         self._directory.write_record(self.run)
+
+    def keep_daemons(self) -> None:
+        """Begin to keep a daemon on each living node where none is kept yet: the run has just
+        begun, or the node was lost and is back."""
+        for node in self.run.nodes.values():
+            if node.name not in self._kept and not self._stopping and not self.is_dead(node.name):
+                self._kept.add(node.name)
+                self._background(self._keep_daemon(node))
 
     def _kill_unrecorded(self) -> None:
         """Kill what is not recorded: a control loop may have died between starting a process and
@@ -100,7 +109,7 @@ class Supervisor:
                         kill_marked(self._directory.mark(node.name, "agent", member, attempt))
 
     def is_dead(self, node: str) -> bool:
-        """Whether the node was lost for good."""
+        """Whether the node was lost, and is not back."""
         return self._directory.is_dead(node)
 
     def daemon_changed_at(self, node: str) -> float:
@@ -126,6 +135,9 @@ class Supervisor:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, BACKOFF_S_MAX)
         node.daemon = None
+        if not self._stopping:
+            node.agents = {}  # they were lost with the node
+        self._kept.discard(node.name)
         self._on_change()
 
     def _start_daemon(self, node: NodeRecord) -> None:

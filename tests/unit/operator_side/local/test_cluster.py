@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_agent import FULL
@@ -25,6 +26,7 @@ from holdfast_operator.local.cluster import held_bytes
 from holdfast_operator.local.directory import RunDirectory
 from holdfast_operator.local.processes import kill_marked, marked
 from holdfast_operator.reconciler.counters import Outcome
+from holdfast_operator.reconciler.shrinking import Strength
 from holdfast_operator.reconciler.views import ConditionType
 
 HERE = Path(__file__).parents[1] / "helpers"
@@ -44,7 +46,12 @@ def run_directory() -> Iterator[Path]:
 
 
 def tiny_job(
-    steps: int = ENDLESS, *, nodes: int = 2, spares: int = 1, **spec: object
+    steps: int = ENDLESS,
+    *,
+    nodes: int = 2,
+    spares: int = 1,
+    policy: dict[str, Any] | None = None,
+    **spec: object,
 ) -> MoETrainingJob:
     job = make_job(
         nodes,
@@ -52,6 +59,7 @@ def tiny_job(
         spares=spares,
         detection={"heartbeatSeconds": 0.5, "missedHeartbeats": 4, "hangSeconds": 600},
         spec=spec,
+        **(policy or {}),
     )
     job.container["command"] = ["train", str(steps)]
     return job
@@ -120,6 +128,28 @@ def test_a_rank_a_daemon_and_a_node_can_be_lost(run_directory: Path) -> None:
             assert last.epoch == 3 and last.source == "local"
             with pytest.raises(InvalidJobError, match="node n1 is lost already"):
                 await cluster.kill_node("n1")
+
+    asyncio.run(scenario())
+
+
+def test_a_job_goes_on_without_a_node_and_with_it_when_it_is_back(run_directory: Path) -> None:
+    async def scenario() -> None:
+        job = tiny_job(nodes=3, spares=0, policy={"joinWaitSeconds": 1}, minNodes=2)
+        async with LocalCluster(job, settings(run_directory)) as cluster:
+            await cluster.wait_for(runs_in(1), timeout_s=WAIT_S)
+            await cluster.kill_node("n1")
+            status = await cluster.wait_for(runs_in(2), timeout_s=WAIT_S)
+            assert [member.index for member in status.members] == [0, 2]
+            assert {member.agent for member in status.members} == {"running"}
+            assert "members 2/3 (at least 2)" in progress_line(status)
+            await asyncio.to_thread(
+                main, ["inject", "start-node", "n1", "--dir", str(run_directory)]
+            )
+            status = await cluster.wait_for(runs_in(3), timeout_s=WAIT_S)
+            assert [member.node for member in status.members] == ["n0", "n1", "n2"]
+            assert (status.restarts, status.strength) == (1, Strength(active=3, desired=3, least=2))
+            with pytest.raises(InvalidJobError, match="is not lost"):
+                await cluster.start_node("n1")
 
     asyncio.run(scenario())
 

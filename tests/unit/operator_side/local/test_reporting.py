@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from virtual_world import World, running
+from virtual_world import World, make_job, running
 
 from holdfast_operator.local.directory import RunDirectory, RunRecord
 from holdfast_operator.local.reporting import status_of
@@ -16,6 +16,7 @@ def shown(observed: Observed, decision: Decision) -> Status:
     return status_of(
         observed,
         decision,
+        make_job(),
         RunRecord(job="default.job", control_host="h"),
         directory=RunDirectory(Path("/run"), "default.job"),
         time=0.0,
