@@ -19,7 +19,7 @@ from holdfast_core.snapshots.membership import (
     Membership,
     Redundancy,
 )
-from holdfast_core.snapshots.worlds import World
+from holdfast_core.snapshots.worlds import MemberWorld
 from holdfast_operator.reconciler.views import NodeView
 
 BYTES_MAX = 1 << 60
@@ -102,7 +102,7 @@ def following(
     )
 
 
-def past_worlds(membership: Membership, saved: Generation | None) -> tuple[World, ...]:
+def past_worlds(membership: Membership, saved: Generation | None) -> tuple[MemberWorld, ...]:
     """Worlds whose generations may still be restored once the present one is over, oldest first.
     Memory keeps nothing older than what was `saved`; durable storage does."""
     worlds = (*membership.past, membership.world)

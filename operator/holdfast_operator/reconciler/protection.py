@@ -14,7 +14,7 @@ from functools import cached_property
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.protection.codes import code_of
 from holdfast_core.snapshots.membership import Member, Membership
-from holdfast_core.snapshots.worlds import World
+from holdfast_core.snapshots.worlds import MemberWorld
 from holdfast_operator.reconciler.lookups import is_reachable, node_of
 from holdfast_operator.reconciler.views import ControlState, JobView, Observed
 
@@ -52,7 +52,7 @@ class ParityGroups:
         return frozenset(self._weak.intersection(self._membership.world.members))
 
     @cached_property
-    def _world(self) -> World:
+    def _world(self) -> MemberWorld:
         """World whose parity protects what could be lost."""
         saved = self._state.saved
         world = self._membership.world_of(saved) if saved is not None else None

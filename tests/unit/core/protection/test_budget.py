@@ -21,7 +21,7 @@ from holdfast_core.protection.recovery import heir
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import PAGE_BYTES
 from holdfast_core.snapshots.membership import Member, Membership, Redundancy
-from holdfast_core.snapshots.worlds import World
+from holdfast_core.snapshots.worlds import MemberWorld
 
 MIB = 1024**2
 
@@ -123,7 +123,7 @@ def test_what_surviving_more_losses_costs(
 @pytest.mark.parametrize("nproc", [1, 2, 3, 8])
 def test_a_member_inherits_as_many_ranks_as_it_is_dealt(members: int, nproc: int) -> None:
     group = tuple(range(members))
-    before = World(since=0, members=group, nproc_per_node=nproc, groups=(group,))
+    before = MemberWorld(since=0, members=group, nproc_per_node=nproc, groups=(group,))
     for lost in range(1, members):
         for gone in combinations(group, lost):
             left = tuple(m for m in group if m not in gone)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_world import World, make_job
 
-from holdfast_core.snapshots.worlds import World as Members
+from holdfast_core.snapshots.worlds import MemberWorld as Members
 from holdfast_operator.reconciler.evidence import PATIENCE_S
 from holdfast_operator.reconciler.views import AgentState, PublishMembership
 

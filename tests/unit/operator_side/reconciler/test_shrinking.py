@@ -8,7 +8,7 @@ import pytest
 from virtual_world import World, make_job, running
 
 from holdfast_core.snapshots.generations import Generation, Line
-from holdfast_core.snapshots.worlds import World as Members
+from holdfast_core.snapshots.worlds import MemberWorld as Members
 from holdfast_operator.reconciler.counters import Outcome
 from holdfast_operator.reconciler.evidence import PATIENCE_S, UNSCHEDULABLE_S
 from holdfast_operator.reconciler.views import FenceNode, StartAgent
