@@ -45,6 +45,14 @@ def newest_protected(observed: Observed) -> Generation | None:
     return max((v.protected for v in views if v and v.protected), default=None)
 
 
+def has_all_who_captured(membership: Membership, generation: Generation) -> bool:
+    """Whether all members that captured `generation` are there, and so its parity."""
+    if membership.is_present(generation):
+        return True
+    world = membership.world_of(generation)
+    return world is not None and set(world.members) <= set(membership.world.members)
+
+
 def newest_complete(observed: Observed, membership: Membership) -> Generation | None:
     """The newest generation such that every member's daemon holds it or a newer one; None while one
     of them has reported none."""
@@ -235,7 +243,11 @@ def _protected(job: MoETrainingJob, observed: Observed, state: ControlState) -> 
         message = "spec.redundancy.type is None: a lost node loses its snapshots"
         return Condition(type=kind, status=False, reason="NoRedundancy", message=message)
     generation = newest_protected(observed)
-    if generation is not None and membership is not None and not membership.is_present(generation):
+    if (
+        generation is not None
+        and membership is not None
+        and not has_all_who_captured(membership, generation)
+    ):
         message = (
             f"generation {generation} is of the members before epoch {membership.since}; nothing "
             f"newer is protected yet"

@@ -9,7 +9,7 @@ more than it brings. Nothing has failed, so nothing is counted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from holdfast_core.job.parsing import MoETrainingJob
@@ -41,22 +41,50 @@ def grow(look: Look, state: ControlState, membership: Membership) -> Step:
         return Step(replace(state, joinable_since=None, resized_at=None))
     if state.resized_at is None:  # by a control loop that was forgotten
         state = replace(state, resized_at=look.now)
-    nodes = _joiners(look, state, membership, len(absent))
-    if not nodes:
+    joining = joiners(look, state, membership)
+    if not joining:
         return Step(replace(state, joinable_since=None))
     if state.joinable_since is None:
         state = replace(state, joinable_since=look.now)
-    if not _is_time(look, state, membership, whole=len(nodes) == len(absent)):
+    if not _is_time(look, state, membership, whole=len(joining) == len(absent)):
         return Step(state)
-    joining = dict(zip(absent, nodes, strict=False))
     step = begin_epoch(look, state, membership, Moves(to=joining), ())
     step = replace(step, state=replace(step.state, joinable_since=None))
-    who = listed(f"{node.name} joins as member {index}" for index, node in joining.items())
     count = len(membership.members) + len(joining)
     return step.post(
         EventReason.JOINED,
-        f"{who}; {count} of {look.job.spec.nodes} members in epoch {step.state.epoch}",
+        f"{joins_in_words(joining)}; {count} of {look.job.spec.nodes} members in epoch "
+        f"{step.state.epoch}",
     ).wait()
+
+
+def joiners(
+    look: Look, state: ControlState, membership: Membership, taken: Collection[str] = ()
+) -> dict[int, NodeView]:
+    """Member that is missing → the node on which it could join, the lowest members first.
+
+    Args:
+        taken: nodes that get other members.
+    """
+    homes = {member.node for member in membership.members}.union(taken)
+    wait_s = look.job.spec.failure_policy.join_wait_seconds
+    since = look.now if state.resized_at is None else state.resized_at
+    tries_again = look.now - since >= UNFIT_WAITS * wait_s
+    free = [
+        node
+        for node in look.candidates(state)
+        if node.name not in homes
+        and not node.disruption
+        and (tries_again or node.name not in state.unfit)
+    ]
+    absent = absent_members(look.job, membership)
+    chosen = choose_joiners(membership, free, len(absent))
+    return dict(zip(absent, chosen, strict=False))
+
+
+def joins_in_words(joining: Mapping[int, NodeView]) -> str:
+    """Text on which node joins as which member; empty when none does."""
+    return listed(f"{node.name} joins as member {index}" for index, node in joining.items())
 
 
 def strength_condition(look: Look, state: ControlState) -> tuple[Condition, ...]:
@@ -73,18 +101,16 @@ def strength_condition(look: Look, state: ControlState) -> tuple[Condition, ...]
     message = (
         f"{has.active} of {has.desired} members since epoch {membership.since}, and at least "
         f"{has.least} are needed: members [{listed(absent)}] are missing; "
-        f"{_prospect(look, state, membership, absent)}"
+        f"{_prospect(look, state, membership)}"
     )
     return (Condition(type=kind, status=False, reason="MembersMissing", message=message),)
 
 
-def _prospect(
-    look: Look, state: ControlState, membership: Membership, absent: Sequence[int]
-) -> str:
+def _prospect(look: Look, state: ControlState, membership: Membership) -> str:
     """Text on when members join."""
     if look.job.spec.suspend:
-        return "they may join some time after the job is resumed"
-    names = [node.name for node in _joiners(look, state, membership, len(absent))]
+        return "they join when the job is resumed, on nodes that are free then"
+    names = [node.name for node in joiners(look, state, membership).values()]
     if not names:
         return "no node is free for them: repair a node, or add one"
     wait_s = look.job.spec.failure_policy.join_wait_seconds
@@ -97,21 +123,6 @@ def _prospect(
 def absent_members(job: MoETrainingJob, membership: Membership) -> list[int]:
     """Members that the job lacks, ascending."""
     return [index for index in range(job.spec.nodes) if not membership.has(index)]
-
-
-def _joiners(look: Look, state: ControlState, membership: Membership, count: int) -> list[NodeView]:
-    homes = {member.node for member in membership.members}
-    wait_s = look.job.spec.failure_policy.join_wait_seconds
-    since = look.now if state.resized_at is None else state.resized_at
-    tries_again = look.now - since >= UNFIT_WAITS * wait_s
-    free = [
-        node
-        for node in look.candidates(state)
-        if node.name not in homes
-        and not node.disruption
-        and (tries_again or node.name not in state.unfit)
-    ]
-    return choose_joiners(membership, free, count)
 
 
 def _is_time(look: Look, state: ControlState, membership: Membership, *, whole: bool) -> bool:

@@ -1,9 +1,10 @@
 """Copies to durable storage from nodes that will be taken away soon. Pure.
 
-A notice leaves a minute or two. In that time a spare takes over the member, if there is one
-(`recovering`), and parity can bear a loss that comes alone. But notices often come to many nodes
-together, for one reason, and then neither is enough: so the newest protected generation is copied
-at once, whatever else is done. Each notice leads to one request: daemons keep trying by themselves.
+A notice leaves a minute or two. In that time a spare takes over the member if there is one, or the
+job goes on without it (`recovering`), and parity can bear a loss that comes alone. But notices
+often come to many nodes together, for one reason, and then none of this is enough: so the newest
+protected generation is copied at once, whatever else is done. Each notice leads to one request:
+daemons keep trying by themselves.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import Redundancy
-from holdfast_operator.reconciler.conditions import newest_protected
+from holdfast_operator.reconciler.conditions import has_all_who_captured, newest_protected
 from holdfast_operator.reconciler.protection import ParityGroups
 from holdfast_operator.reconciler.text import listed
 from holdfast_operator.reconciler.views import Condition, ConditionType, ControlState, Observed
@@ -165,7 +165,7 @@ def stand_of(
     if not job.spec.suspend and state.resumed_epoch != membership.epoch:
         hold = "training does not run"
     elif job.spec.redundancy.type is not Redundancy.NONE and (
-        protected is None or not membership.is_present(protected)
+        protected is None or not has_all_who_captured(membership, protected)
     ):
         hold = "it is not protected"
     return JobStand(

@@ -14,6 +14,7 @@ from holdfast_core.snapshots.membership import Membership
 from holdfast_operator.reconciler.deadlines import fail_when_overdue
 from holdfast_operator.reconciler.evidence import gather
 from holdfast_operator.reconciler.failure_rules import rule_for
+from holdfast_operator.reconciler.growing import joiners, joins_in_words
 from holdfast_operator.reconciler.recovering import (
     await_replacement,
     begin_epoch,
@@ -67,10 +68,13 @@ def _begin_again(look: Look, state: ControlState, membership: Membership) -> Ste
     moves = leave_out(look, state, membership, moves, rules)
     if moves.unplaced:
         return await_replacement(look, state, membership, in_words(homeless), moves.unplaced)
+    taken = [node.name for node in moves.to.values()]
+    joining = joiners(look, state, membership, taken)
+    moves.to.update(joining)
     step = begin_epoch(look, state, membership, moves, homeless)
     begun = replace(step.state, suspended=False, fruitless=state.fruitless)
-    takes = moves.in_words(membership)
-    how = f"; {takes}" if takes else ""
+    changes = [moves.in_words(membership), joins_in_words(joining)]
+    how = "".join(f"; {text}" for text in changes if text)
     step = replace(step, state=begun)
     return step.post(
         EventReason.RESUMED, f"no longer suspended{how}; epoch {begun.epoch} begins"

@@ -9,7 +9,8 @@ from virtual_world import World, make_job, running
 
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.snapshots.generations import Generation
-from holdfast_operator.reconciler.views import StartAgent
+from holdfast_operator.reconciler.placement import choose_joiners, form
+from holdfast_operator.reconciler.views import NodeView, StartAgent
 
 WAIT_S = 120.0
 
@@ -213,3 +214,38 @@ def test_the_condition_tells_which_node_joins() -> None:
         "members [2] are missing; n2 can take members, which join after "
         "failurePolicy.joinWaitSeconds = 120 s, when a generation has just been protected"
     )
+
+
+def test_a_job_that_is_resumed_takes_the_nodes_that_are_there() -> None:
+    world = shrunk("n2")
+    world.job = make_job(spares=0, spec={"minNodes": 2}, suspend=True)
+    world.settle(1.0)
+    world.revive_daemon("n2")
+    world.settle(1.0)
+    world.job = job()
+    world.settle(3.0)
+    assert (world.membership.epoch, indices(world)) == (3, [0, 1, 2, 3])
+    assert world.messages("Resumed") == [
+        "no longer suspended; n2 joins as member 2; epoch 3 begins"
+    ]
+
+
+def test_what_all_members_of_a_smaller_world_protected_is_protected_after_they_became_more() -> (
+    None
+):
+    world = shrunk("n2")
+    world.revive_daemon("n2", new_memory=True)
+    train_on(world, WAIT_S + 1.0)
+    assert world.membership.epoch == 3
+    assert world.condition("Protected")[:2] == (True, "ParityInPlace")
+
+
+def test_joining_nodes_are_spread_over_failure_domains() -> None:
+    def node(name: str, domain: str) -> NodeView:
+        return NodeView(name=name, memory_id=name, domain=domain)
+
+    membership = form(make_job(3), [node(f"n{i}", "ab"[i % 2]) for i in range(3)], 1)
+    free = [node("n3", "a"), node("n4", "b"), node("n5", "c"), node("n6", "c")]
+    chosen = choose_joiners(membership, free, 3)
+    assert [each.name for each in chosen] == ["n5", "n4", "n6"]
+    assert len(choose_joiners(membership, free, 9)) == 4
