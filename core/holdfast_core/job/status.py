@@ -231,8 +231,8 @@ class JobStatus(_Part, frozen=True, kw_only=True):
                     "title": "Suspended, Scheduled, Running, Recovering, Protected, Degraded, "
                     "StorageReachable and Persisted (with durable storage), TokenLossWithinLimit "
                     "(where snapshots leave experts out), Insecure (where identity is off), "
-                    "DaemonsOutdated (until the daemons of its nodes are renewed), Complete and "
-                    "Failed."
+                    "DaemonsOutdated (until the daemons of its nodes are renewed), FullStrength "
+                    "(where minNodes is below nodes), Complete and Failed."
                 },
                 extra_json_schema={
                     "x-kubernetes-list-type": "map",
