@@ -89,12 +89,13 @@ def joins_in_words(joining: Mapping[int, NodeView]) -> str:
 
 def strength_condition(look: Look, state: ControlState) -> tuple[Condition, ...]:
     """Whether all members are there, and what becomes of those that are not; none for a job that
-    does not go on without members."""
+    has all of them and does not go on without."""
     kind, membership, job = ConditionType.FULL_STRENGTH, state.membership, look.job
-    if membership is None or state.outcome is not None or not job.spec.may_shrink:
+    if membership is None or state.outcome is not None:
         return ()
-    has = strength(job, membership)
-    absent = absent_members(job, membership)
+    has, absent = strength(job, membership), absent_members(job, membership)
+    if not absent and not job.spec.may_shrink:
+        return ()
     if not absent:
         message = f"all {has.desired} members are there; the job goes on with {has.least} or more"
         return (Condition(type=kind, status=True, reason="AllMembers", message=message),)

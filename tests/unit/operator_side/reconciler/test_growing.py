@@ -249,3 +249,16 @@ def test_joining_nodes_are_spread_over_failure_domains() -> None:
     chosen = choose_joiners(membership, free, 3)
     assert [each.name for each in chosen] == ["n5", "n4", "n6"]
     assert len(choose_joiners(membership, free, 9)) == 4
+
+
+def test_a_job_that_may_no_longer_shrink_still_grows() -> None:
+    world = shrunk("n2")
+    world.job = make_job(spares=0)
+    world.settle(1.0)
+    assert (
+        "3 of 4 members since epoch 2, and at least 4 are needed"
+        in world.condition("FullStrength")[2]
+    )
+    world.revive_daemon("n2", new_memory=True)
+    train_on(world, WAIT_S + 5.0)
+    assert indices(world) == [0, 1, 2, 3]
