@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from virtual_world import World, make_job, running
+from virtual_world import MemberWorld, make_job, running
 
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.worlds import MemberWorld as Members
@@ -17,12 +17,12 @@ LOST_S = 6.0
 ANY = {"when": "Any", "action": "RestartInPlace"}
 
 
-def elastic(least: int = 2, *, nodes: int = 4, spares: int = 0, **more: Any) -> World:
+def elastic(least: int = 2, *, nodes: int = 4, spares: int = 0, **more: Any) -> MemberWorld:
     """A job of `nodes` members that trains in epoch 1 and may go on with `least`."""
     return running(make_job(nodes, spares=spares, spec={"minNodes": least}, **more))
 
 
-def indices(world: World) -> list[int]:
+def indices(world: MemberWorld) -> list[int]:
     return [member.index for member in world.membership.members]
 
 
@@ -92,7 +92,7 @@ def test_below_the_minimum_the_job_waits_for_a_node_and_then_fails(least: int) -
 
 
 def test_one_node_brings_a_job_back_to_its_minimum() -> None:
-    world = World(make_job(spares=1, spec={"minNodes": 3}))
+    world = MemberWorld(make_job(spares=1, spec={"minNodes": 3}))
     world.kill_daemon("n4")
     world.settle(15.0)
     world.train(10)
@@ -240,7 +240,7 @@ def test_a_member_without_room_leaves_once_training_has_run() -> None:
 
 
 def test_a_job_that_never_ran_waits_for_room() -> None:
-    world = World(make_job(spares=0, spec={"minNodes": 2}))
+    world = MemberWorld(make_job(spares=0, spec={"minNodes": 2}))
     world.full.add("n1")
     world.settle(UNSCHEDULABLE_S + 5.0)
     assert indices(world) == [0, 1, 2, 3]
