@@ -55,7 +55,9 @@ def _parity_failed(effect: BuildParity | VerifyParity, error: HoldfastError) -> 
     lane, slot, generation, why = effect.lane, effect.slot, effect.generation, str(error)
     if isinstance(effect, VerifyParity):
         return ParityVerified(lane=lane, slot=slot, generation=generation, ok=False, detail=why)
-    suspect = error.rank if isinstance(error, SourceCorruptError) else None
+    suspect = None
+    if isinstance(error, SourceCorruptError):
+        suspect = next(s.rank for s in effect.sources if s.position == error.position)
     return ParityBuilt(
         lane=lane, slot=slot, generation=generation, entry=None, error=why, suspect=suspect
     )

@@ -167,21 +167,21 @@ class JobHost:
         if self.engine.agent_waits(after_epoch):
             self.carry_out([])
 
-    def follows(self, rank: int, pid: int) -> int:
+    def follows(self, rank: int, pid: int, size: int = 0) -> int:
         """Note that the worker of `rank` follows its worlds, and end the stream that it replaces.
         Returns and raises as `JobEngine.follows` does."""
-        number = self.engine.follows(rank, pid)
+        number = self.engine.follows(rank, pid, size)
         self.carry_out([])
         return number
 
-    def worker_exited(self, epoch: int, rank: int, exit_code: int, written: str) -> None:
+    def worker_exited(self, epoch: int, world_rank: int, exit_code: int, written: str) -> None:
         """Note that a worker failed, and report it to the control loop.
 
         Raises:
             InvalidJobError: the rank is not on this node.
         """
         # Agents cut the text and take secrets out before they send it; not all clients do.
-        self.engine.worker_exited(epoch, rank, exit_code, last_lines(written))
+        self.engine.worker_exited(epoch, world_rank, exit_code, last_lines(written))
         self.carry_out([])
 
     def drop(self) -> None:

@@ -234,15 +234,17 @@ class EffectWorker:
             sources=tuple(sorted((s.rank, s.manifest_digest) for s in effect.sources)),
         )
         # The manifests first: a peer that learns of the block may need them next.
-        for manifest, layout in described.values():
-            self._storage.keep(manifest, layout)
+        for source in effect.sources:
+            self._storage.keep(source.rank, *described[source.position])
         scope.check()
         record = ParityRecord(
             entry=entry,
             nbytes=nbytes,
             piece_bytes=common_piece_bytes(manifests),
             digests=digests,
-            payload_bytes=tuple(sorted((m.rank, m.payload_bytes) for m in manifests.values())),
+            payload_bytes=tuple(
+                sorted((s.rank, manifests[s.position].payload_bytes) for s in effect.sources)
+            ),
         )
         self._storage.seal_parity(effect.slot, record)
         return ParityBuilt(

@@ -751,11 +751,15 @@ class FollowRequest(_message.Message):
     JOB_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     job: _builtins.str
     rank: _builtins.int
+    """in the world in which the worker was started; later only its lane counts"""
     pid: _builtins.int
     """shown in messages"""
+    size: _builtins.int
+    """ranks of the only worlds that it can stay for; 0: it can in any"""
     def __init__(
         self,
         *,
@@ -763,10 +767,11 @@ class FollowRequest(_message.Message):
         job: _builtins.str = ...,
         rank: _builtins.int = ...,
         pid: _builtins.int = ...,
+        size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "pid", b"pid", "protocol_version", b"protocol_version", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "pid", b"pid", "protocol_version", b"protocol_version", "rank", b"rank", "size", b"size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

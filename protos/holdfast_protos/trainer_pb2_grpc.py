@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class TrainerStub:
-    """Missing associated documentation comment in .proto file."""
+    """Ranks in requests are world ranks, as torch counts them in the present world.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -112,7 +113,8 @@ class TrainerStub:
 
 
 class TrainerServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Ranks in requests are world ranks, as torch counts them in the present world.
+    """
 
     def Hello(self, request, context):
         """Returns the epoch that this worker belongs to. A worker names the store of its training world,
@@ -312,7 +314,8 @@ def add_TrainerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Trainer:
-    """Missing associated documentation comment in .proto file."""
+    """Ranks in requests are world ranks, as torch counts them in the present world.
+    """
 
     @staticmethod
     def Hello(request,

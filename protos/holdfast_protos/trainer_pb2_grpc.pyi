@@ -36,6 +36,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class TrainerStub:
+    """Ranks in requests are world ranks, as torch counts them in the present world."""
+
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
@@ -83,6 +85,8 @@ class TrainerStub:
 
 @_typing.type_check_only
 class TrainerAsyncStub(TrainerStub):
+    """Ranks in requests are world ranks, as torch counts them in the present world."""
+
     def __init__(self, channel: _aio.Channel) -> None: ...
     Hello: _aio.UnaryUnaryMultiCallable[_trainer_pb2.HelloRequest, _trainer_pb2.HelloReply]  # type: ignore[assignment]
     """Returns the epoch that this worker belongs to. A worker names the store of its training world,
@@ -126,6 +130,8 @@ class TrainerAsyncStub(TrainerStub):
     """Returns the whole state of this daemon as JSON, for `holdfast status` and for people."""
 
 class TrainerServicer(metaclass=_abc_1.ABCMeta):
+    """Ranks in requests are world ranks, as torch counts them in the present world."""
+
     @_abc_1.abstractmethod
     def Hello(
         self,

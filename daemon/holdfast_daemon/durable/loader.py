@@ -130,7 +130,7 @@ class Loader:
         scope.check()
         self._set_read(effect.rank, 0)
         sets = self._sets(effect.tier.uri)
-        stored = sets.open_rank(effect.generation, effect.rank, self._memory(effect))
+        stored = sets.open_rank(effect.generation, effect.world_rank, self._memory(effect))
         return ManifestFetched(
             rank=effect.rank,
             generation=effect.generation,
@@ -147,7 +147,7 @@ class Loader:
         arena = self._storage.arena(effect.rank, manifest.layout_id)
         piece_map = PieceMap(slot=effect.slot, places=effect.places)
         sets = self._sets(effect.tier.uri)
-        stored = sets.open_rank(generation, effect.rank, self._memory(effect))
+        stored = sets.open_rank(generation, manifest.rank, self._memory(effect))
         if stored.manifest != effect.encoded:
             raise CorruptError(
                 f"the copy of rank {effect.rank}, generation {generation}, changed while it was "

@@ -140,7 +140,7 @@ class Persister:
             plan = store.plan_rank(effect.layout, manifest, effect.tier.experts, effect.base)
             file = store.write_rank(
                 manifest.generation,
-                rank,
+                manifest.rank,
                 layout=effect.layout,
                 manifest=effect.encoded,
                 read=read,

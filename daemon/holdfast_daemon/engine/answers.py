@@ -265,6 +265,7 @@ def world_state(memory: JobMemory, after_epoch: int) -> WorldState | None:
         return None
     position, store_address = epoch.membership.position(epoch.me), epoch.directive.rendezvous
     records = [memory.rank(rank) for rank in epoch.ranks]
+    size = epoch.membership.world_size
     return WorldState(
         epoch=epoch.number,
         node_rank=position,
@@ -272,6 +273,6 @@ def world_state(memory: JobMemory, after_epoch: int) -> WorldState | None:
         store_address=store_address,
         serves_store=position == 0 and not store_address,
         keep=epoch.me not in epoch.membership.restarting
-        and all(record.follower is not None for record in records),
+        and all(r.follower is not None and r.follower.fits(size) for r in records),
         arrived=all(record.arrived_in == epoch.number for record in records),
     )

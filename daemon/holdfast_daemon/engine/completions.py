@@ -180,8 +180,8 @@ def _take_manifest(memory: JobMemory, event: ManifestFetched, job: RebuildJob) -
     if job.stored:
         job.digest = manifest_digest(event.manifest)
         of = (manifest.job, manifest.rank, manifest.generation)
-        if of != (memory.job, event.rank, event.generation):
-            raise HoldfastError(f"its manifest is of rank {of[1]} of job {of[0]}, {of[2]}")
+        if of != (memory.job, _world_rank(memory, event.rank), event.generation):
+            raise HoldfastError(f"its manifest is of world rank {of[1]} of job {of[0]}, {of[2]}")
     if manifest_digest(event.manifest) != job.digest or manifest.layout_id != arena_id:
         raise HoldfastError(f"the manifest is not that of rank {event.rank}")
     job.manifest, job.encoded, job.layout_id = manifest, event.manifest, arena_id
@@ -191,6 +191,12 @@ def _take_manifest(memory: JobMemory, event: ManifestFetched, job: RebuildJob) -
         present = memory.current.membership.is_present(event.generation)
         allocate = upkeep.allocate if present else upkeep.allocate_for_line
         allocate(memory, memory.current, arena)
+
+
+def _world_rank(memory: JobMemory, rank: int) -> int | None:
+    """World rank of one of this node's ranks; None when it no longer lives here."""
+    epoch = memory.current
+    return epoch.membership.world.world_rank(rank) if epoch and rank in epoch.ranks else None
 
 
 def _rebuilt(memory: JobMemory, event: Rebuilt, at: Times) -> None:

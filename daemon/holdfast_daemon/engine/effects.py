@@ -261,6 +261,8 @@ class OpenStored:
 
     tier: Tier
     rank: int
+    world_rank: int
+    """Number of its file in the set."""
     generation: Generation
     held: tuple[HeldSlot, ...] = ()
     """Snapshots in memory: experts that they hold in the right version are not read from
@@ -332,7 +334,7 @@ class CommitSet:
     number: int
     generation: Generation
     files: tuple[RankFile, ...]
-    """Files of all ranks, in rank order."""
+    """Files of all ranks, by world rank."""
     tier: Tier
 
 

@@ -111,7 +111,7 @@ class JobEngine:
         """
         memory = self.memory
         for rank, encoded, slots, sealed, claimed in arenas:
-            arena = self._arena(rank, encoded)
+            arena = _arena(rank, encoded)
             arena.allocated(slots)
             memory.arenas[(rank, arena.layout_id)] = arena
             for slot in arena.slots if claimed else ():
@@ -291,7 +291,13 @@ class JobEngine:
         current = self._epoch_with(rank)
         plain = decode_layout(layout)
         largest = max(largest_slot_bytes, plain.slot_bytes)
-        arena = self._arena(rank, encode_layout(replace(plain, largest_slot_bytes=largest)))
+        arena = _arena(rank, encode_layout(replace(plain, largest_slot_bytes=largest)))
+        world = current.membership.world
+        if (plain.rank, plain.world_size) != (world.world_rank(rank), world.size):
+            raise InvalidJobError(
+                f"world rank {world.world_rank(rank)} of {world.size} opens a session with the "
+                f"layout of rank {plain.rank} of {plain.world_size}"
+            )
         record = memory.rank(rank)
         holder = record.session
         if holder is not None and holder.claimed:
@@ -432,7 +438,7 @@ class JobEngine:
         target.places = target.places[: piece_count(payload_bytes, layout.piece_bytes)]
         manifest = Manifest(
             job=memory.job,
-            rank=session.rank,
+            rank=layout.rank,
             world_size=layout.world_size,
             generation=generation,
             layout_id=arena.layout_id,
@@ -514,8 +520,11 @@ class JobEngine:
         record.pace = pace or SavePace()
         record.loss = loss
 
-    def follows(self, rank: int, pid: int) -> int:
+    def follows(self, rank: int, pid: int, size: int = 0) -> int:
         """Record that the worker of `rank` follows its worlds from now on, until `unfollows`.
+
+        Args:
+            size: number of ranks of the only worlds that it can stay for; 0: it can in any.
 
         Returns:
             The number of its stream, which replaces any earlier one of the rank.
@@ -525,7 +534,7 @@ class JobEngine:
         """
         self._epoch_with(rank)
         self._followers_made += 1
-        self.memory.rank(rank).follower = Follower(self._followers_made, pid)
+        self.memory.rank(rank).follower = Follower(self._followers_made, pid, size)
         return self._followers_made
 
     def unfollows(self, rank: int, number: int) -> None:
@@ -546,16 +555,13 @@ class JobEngine:
         self.memory.agent_waiting = True
         return True
 
-    def worker_exited(self, epoch: int, rank: int, exit_code: int, last_lines: str = "") -> None:
+    def worker_exited(
+        self, epoch: int, world_rank: int, exit_code: int, last_lines: str = ""
+    ) -> None:
         """Record that a worker of `epoch` failed, and the end of its stderr. Failures in an ended
-        epoch are ignored: workers are killed then.
-
-        Raises:
-            InvalidJobError: the rank does not live here.
-        """
+        epoch are ignored: workers are killed then. Raises as `rank_in_world` does."""
         if epoch == self.memory.epoch:
-            self._epoch_with(rank)
-            record = self.memory.rank(rank)
+            record = self.memory.rank(self.rank_in_world(world_rank))
             record.exited, record.last_lines = (epoch, exit_code), last_lines
 
     def publish_store(self, epoch: int, address: str, now: float) -> list[Effect]:
@@ -694,6 +700,43 @@ class JobEngine:
         why = self.memory.rank(session.rank).seal_error or "the slot was freed"
         raise SnapshotSkippedError(f"step {step} was not sealed: {why}")
 
+    def rank_in_world(self, world_rank: int, epoch: int | None = None) -> int:
+        """The rank of this node that torch numbers `world_rank` in the present world. Trainers know
+        no other number.
+
+        Args:
+            epoch: epoch in which the worker acts; None where it does not say.
+
+        Raises:
+            StaleEpochError: `epoch` has ended, or the rank had this number in an earlier world.
+            UnreachableError: this node takes part in no epoch, or not yet in `epoch`.
+            InvalidJobError: the rank does not live here.
+        """
+        memory = self.memory
+        if epoch is not None:
+            self._check_epoch(epoch, f"world rank {world_rank}")
+        rank = self.rank_of_lane(world_rank)
+        membership = self._epoch_with(rank).membership
+        world, first = membership.world, membership.world.world_rank(self.ranks.start)
+        if world.world_rank(rank) == world_rank:
+            return rank
+        here = f"hosts ranks {first}..{first + world.nproc_per_node - 1} of {memory.job}"
+        if world.since > 0:
+            raise StaleEpochError(
+                f"a worker of an earlier world calls itself rank {world_rank}: since epoch "
+                f"{world.since} there are {world.size} ranks, and node {memory.node} {here}"
+            )
+        raise InvalidJobError(f"rank {world_rank} is not on node {memory.node}, which {here}")
+
+    def rank_of_lane(self, world_rank: int) -> int:
+        """The rank of this node with the lane of `world_rank`, which may count in an earlier world.
+
+        Raises:
+            UnreachableError: this node takes part in no epoch.
+        """
+        epoch = self._present()
+        return epoch.ranks[epoch.membership.lane_of(world_rank)]
+
     def restore_state(self, rank: int, epoch: int) -> RestoreState:
         """Where `rank` starts in this epoch, or how far the decision has come.
 
@@ -746,12 +789,7 @@ class JobEngine:
             UnreachableError: this node takes part in no epoch.
             InvalidJobError: the rank does not live here.
         """
-        memory, epoch = self.memory, self.memory.current
-        if epoch is None:
-            raise UnreachableError(
-                f"node {memory.node} is not a member of {memory.job} yet; it waits for its "
-                f"membership from the control loop"
-            )
+        memory, epoch = self.memory, self._present()
         mine = epoch.ranks
         if rank not in mine:
             raise InvalidJobError(
@@ -759,6 +797,16 @@ class JobEngine:
                 f"{mine.start}..{mine.stop - 1} of {memory.job}"
             )
         return epoch
+
+    def _present(self) -> Epoch:
+        """The current epoch; UnreachableError when this node takes part in none."""
+        memory = self.memory
+        if memory.current is None:
+            raise UnreachableError(
+                f"node {memory.node} is not a member of {memory.job} yet; it waits for its "
+                f"membership from the control loop"
+            )
+        return memory.current
 
     def _session(self, session_id: str) -> TrainerSession:
         session = self.memory.sessions.get(session_id)
@@ -788,11 +836,8 @@ class JobEngine:
                 memory.note(JobEvent.FENCED, detail=f"a peer is in epoch {epoch}")
         return epoch > memory.epoch
 
-    def _arena(self, rank: int, encoded: bytes) -> ArenaView:
-        layout = decode_layout(encoded)
-        encoded = encode_layout(layout)  # one encoding, whatever the sender's
-        if layout.rank != rank:
-            raise InvalidJobError(
-                f"rank {rank} opens a session with the layout of rank {layout.rank}"
-            )
-        return ArenaView(rank=rank, layout_id=layout_id(encoded), layout=layout, encoded=encoded)
+
+def _arena(rank: int, encoded: bytes) -> ArenaView:
+    layout = decode_layout(encoded)
+    encoded = encode_layout(layout)  # one encoding, whatever the sender's
+    return ArenaView(rank=rank, layout_id=layout_id(encoded), layout=layout, encoded=encoded)

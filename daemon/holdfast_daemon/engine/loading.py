@@ -169,12 +169,23 @@ def start(memory: JobMemory, epoch: Epoch, rank: int, generation: Generation) ->
     assert tier is not None
     held = tuple(
         HeldSlot(slot=slot.index, manifest=slot.manifest, digest=slot.digest, places=slot.places)
-        for _, slot in memory.slots()
-        if tier.experts and slot.manifest is not None and _is_source(slot, rank, generation)
+        for arena, slot in memory.slots()
+        if tier.experts
+        and arena.rank == rank
+        and slot.manifest is not None
+        and _is_source(slot, generation)
     )
     memory.rebuilds[rank] = RebuildJob(generation=generation, digest=0, stored=True, held=held)
     memory.note(JobEvent.LOAD_STARTED, rank=rank, generation=generation)
-    memory.out.append(OpenStored(tier=tier, rank=rank, generation=generation, held=held))
+    memory.out.append(
+        OpenStored(
+            tier=tier,
+            rank=rank,
+            world_rank=epoch.membership.world.world_rank(rank),
+            generation=generation,
+            held=held,
+        )
+    )
 
 
 def sources(memory: JobMemory, epoch: Epoch, generation: Generation) -> list[Slot]:
@@ -189,7 +200,7 @@ def sources(memory: JobMemory, epoch: Epoch, generation: Generation) -> list[Slo
     for arena, slot in memory.slots():
         job = memory.rebuilds.get(arena.rank)
         other = job is not None and job.manifest is not None and job.layout_id != arena.layout_id
-        if other or not _is_source(slot, arena.rank, generation):
+        if other or not _is_source(slot, generation):
             continue
         if not any(s is not slot and _is_for_load(s, generation) for s in arena.slots):
             continue
@@ -199,10 +210,9 @@ def sources(memory: JobMemory, epoch: Epoch, generation: Generation) -> list[Slo
     return list(found.values())
 
 
-def _is_source(slot: Slot, rank: int, generation: Generation) -> bool:
-    manifest = slot.manifest
+def _is_source(slot: Slot, generation: Generation) -> bool:
     sealed = slot.state is SlotState.SEALED and slot.verified
-    return sealed and manifest is not None and manifest.rank == rank and _age(slot) > generation
+    return sealed and slot.manifest is not None and _age(slot) > generation
 
 
 def _is_for_load(slot: Slot, generation: Generation) -> bool:

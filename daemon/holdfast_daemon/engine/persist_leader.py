@@ -111,7 +111,8 @@ def _candidate(
     memory: JobMemory, membership: Membership, directive: Directive
 ) -> tuple[Generation, bool] | None:
     """The newest generation to persist, and whether its redundancy is lost; None when storage has
-    it, or when there is none. Generations that a member may have freed are left out."""
+    it, or when there is none. Generations that a member may have freed are left out, and those of
+    another world: files of a set are numbered by world rank."""
     assert directive.line is not None
     holdings = memory.holdings(membership)
     kept = [
@@ -170,7 +171,10 @@ def _continue_order(
         persist.gathered |= {file.rank: file for file in report.persisted}
     if len(persist.gathered) > before:
         persist.moved_at = now
-    missing = [rank for rank in range(membership.world_size) if rank not in persist.gathered]
+    numbers = range(membership.world_size)
+    missing = [
+        membership.world.rank_of(number) for number in numbers if number not in persist.gathered
+    ]
     failure = _failure_of(membership, answers, missing)
     if not missing and not persist.committing:
         persist.committing = True
@@ -179,7 +183,7 @@ def _continue_order(
                 epoch=memory.epoch,
                 number=order.number,
                 generation=order.generation,
-                files=tuple(persist.gathered[rank] for rank in range(membership.world_size)),
+                files=tuple(persist.gathered[number] for number in numbers),
                 tier=tier,
             )
         )

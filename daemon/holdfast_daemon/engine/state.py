@@ -66,6 +66,12 @@ class Follower:
     number: int
     """Number of the stream on this daemon: a newer one replaces it."""
     pid: int
+    size: int = 0
+    """Number of ranks of the only worlds that it can stay for; 0: it can in any."""
+
+    def fits(self, size: int) -> bool:
+        """Whether the worker can stay for a world of `size` ranks."""
+        return self.size in (0, size)
 
 
 @dataclass(slots=True)

@@ -60,8 +60,12 @@ class ArenaPart:
 class Arena:
     """One rank's region of shared memory, made for one layout."""
 
-    def __init__(self, directory: Path, encoded_layout: bytes, layout: Layout, slots: int) -> None:
+    def __init__(
+        self, directory: Path, rank: int, encoded_layout: bytes, layout: Layout, slots: int
+    ) -> None:
         self.directory = directory
+        self.rank = rank
+        """Its rank; `layout.rank` is the world rank, which may be another."""
         self.path = directory / ARENA_FILE
         """The file whose descriptor is passed to the trainer."""
         self.encoded_layout = encoded_layout
@@ -71,10 +75,6 @@ class Arena:
         self.layout_id = layout_id(encoded_layout)
         self.sealed: dict[int, SealedSlot] = {}
         self._file: SharedFile | None = None
-
-    @property
-    def rank(self) -> int:
-        return self.layout.rank
 
     @property
     def nbytes(self) -> int:
@@ -154,10 +154,8 @@ class ArenaFiles:
         """Make a fresh arena of so many slots; OSError when there is no memory: then nothing is
         left behind."""
         layout = decode_layout(encoded_layout)
-        if layout.rank != rank:
-            raise CorruptError(f"the layout for rank {rank} is of rank {layout.rank}")
         name = f"{rank}-{layout_id(encoded_layout)}"
-        arena = Arena(self._directory / name, encoded_layout, layout, slots)
+        arena = Arena(self._directory / name, rank, encoded_layout, layout, slots)
         try:
             self._files.mkdir(arena.directory)
             self._files.allocate(arena.path, 0, arena.nbytes)
@@ -247,9 +245,10 @@ def _read_arena(directory: Path) -> Arena:
     except FileNotFoundError as error:
         raise StorageError("its allocation or removal was interrupted") from error
     layout = decode_layout(encoded)
-    arena = Arena(directory, encoded, layout, _slots_of(directory))
-    if directory.name != f"{arena.rank}-{arena.layout_id}":
+    rank, _, named = directory.name.partition("-")
+    if not rank.isdecimal() or named != layout_id(encoded):
         raise CorruptError("its layout is not the one that it is named after")
+    arena = Arena(directory, int(rank), encoded, layout, _slots_of(directory))
     found = arena.path.stat().st_size
     if found != arena.nbytes:
         raise CorruptError(
@@ -287,10 +286,11 @@ def _check_fits(job: str, arena: Arena, slot: int, sealed: SealedSlot) -> None:
             f"{len(sealed.places)} places; pieces of the layout have {arena.layout.piece_bytes} "
             f"bytes"
         )
-    if (manifest.job, manifest.rank, manifest.layout_id) != (job, arena.rank, arena.layout_id):
+    rank = arena.layout.rank
+    if (manifest.job, manifest.rank, manifest.layout_id) != (job, rank, arena.layout_id):
         raise CorruptError(
-            f"the manifest is of job {manifest.job} rank {manifest.rank} layout "
-            f"{manifest.layout_id}, not of job {job} rank {arena.rank} layout {arena.layout_id}"
+            f"the manifest is of job {manifest.job} world rank {manifest.rank} layout "
+            f"{manifest.layout_id}, not of job {job} world rank {rank} layout {arena.layout_id}"
         )
     if manifest.payload_bytes > arena.layout.slot_bytes:
         raise CorruptError(

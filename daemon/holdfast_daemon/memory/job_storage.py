@@ -327,10 +327,10 @@ class JobStorage:
                 return self._kept.get(rank, generation)
         return sealed.encoded, arena.encoded_layout
 
-    def keep(self, manifest: bytes, layout: bytes) -> None:
+    def keep(self, rank: int, manifest: bytes, layout: bytes) -> None:
         """Keep another member's manifest and layout, so that the member can get them back."""
         with self._lock, storage_errors(f"storing a peer's manifest for job {self.job}"):
-            self._kept.keep(manifest, layout)
+            self._kept.keep(rank, manifest, layout)
 
     def forget(self, keep: Set[Generation]) -> None:
         """Delete kept manifests of generations that are not in `keep`."""

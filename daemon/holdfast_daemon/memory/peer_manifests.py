@@ -27,8 +27,8 @@ class PeerManifests:
         self._directory = directory
         self._files = files
 
-    def keep(self, manifest: bytes, layout: bytes) -> None:
-        """Keep an encoded manifest and its layout.
+    def keep(self, rank: int, manifest: bytes, layout: bytes) -> None:
+        """Keep the encoded manifest and layout of a snapshot of `rank`.
 
         Raises:
             CorruptError: the manifest does not match its own checksum, or is not of this layout:
@@ -44,7 +44,7 @@ class PeerManifests:
         layout_path = self._layout_path(decoded.layout_id)
         if not layout_path.exists():
             replace(self._files, layout_path, layout)
-        replace(self._files, self._manifest_path(decoded.rank, decoded.generation), manifest)
+        replace(self._files, self._manifest_path(rank, decoded.generation), manifest)
 
     def get(self, rank: int, generation: Generation) -> tuple[bytes, bytes] | None:
         """(manifest, layout) as given to `keep`, or None when they are not here or not whole."""

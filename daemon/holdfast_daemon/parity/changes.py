@@ -77,8 +77,8 @@ def _read_piece(held: Held, at: int, buffer: memoryview) -> int:
     bad = first_bad_piece(piece, manifest.digests, manifest.piece_bytes, first_piece=first)
     if bad is not None:
         raise CorruptError(
-            f"piece {bad} of rank {manifest.rank} generation {manifest.generation} does not match "
-            f"its manifest"
+            f"piece {bad} of world rank {manifest.rank} generation {manifest.generation} does not "
+            f"match its manifest"
         )
     return nbytes
 

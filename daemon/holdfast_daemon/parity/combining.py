@@ -47,10 +47,10 @@ _Result = TypeVar("_Result")
 class SourceCorruptError(CorruptError):
     """A source's bytes do not match its manifest, even when they are fetched again."""
 
-    def __init__(self, message: str, *, rank: int) -> None:
+    def __init__(self, message: str, *, position: int) -> None:
         super().__init__(message)
-        self.rank = rank
-        """Rank whose snapshot is damaged."""
+        self.position = position
+        """Group position of the member whose snapshot is damaged."""
 
 
 class ParityCorruptError(CorruptError):
@@ -294,9 +294,9 @@ class _Segment:
                 return
             if bad == tried:
                 raise SourceCorruptError(
-                    f"piece {bad} of rank {manifest.rank} generation {manifest.generation} does "
-                    f"not match its manifest, even when fetched again",
-                    rank=manifest.rank,
+                    f"piece {bad} of world rank {manifest.rank} generation {manifest.generation} "
+                    f"does not match its manifest, even when fetched again",
+                    position=item.position,
                 )
             tried = bad
             offset = (bad - first) * piece_bytes

@@ -102,7 +102,8 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         codec.check_version(request.protocol_version, f"the SDK of rank {request.rank}")
         host = self._placed(request.job)
         request_limits.check_address(request.store_address)
-        membership = host.engine.hello(request.rank, request.store_address)
+        rank = host.engine.rank_in_world(request.rank)
+        membership = host.engine.hello(rank, request.store_address)
         return trainer_pb2.HelloReply(
             protocol_version=codec.PROTOCOL_VERSION,
             epoch=membership.epoch,
@@ -118,13 +119,14 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             host = self._placed(request.job)
             sent = ""
             while True:
-                state = host.engine.restore_state(request.rank, request.epoch)
+                rank = host.engine.rank_in_world(request.rank, request.epoch)
+                state = host.engine.restore_state(rank, request.epoch)
                 if state.ready:
                     yield self._decision(host, request.rank, state)
                     return
                 loader = host.worker.loader
                 loads = state.phase is RestorePhase.LOAD and loader is not None
-                done = loader.read_bytes(request.rank) if loader and loads else state.done
+                done = loader.read_bytes(rank) if loader and loads else state.done
                 shown = f"{state.phase} {done} {state.detail}"
                 if shown != sent:
                     sent = shown
@@ -173,7 +175,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     async def Open(self, request: trainer_pb2.OpenRequest, context: Any) -> Any:
         host = self._placed(request.job)
         session, effects = host.writer.open(
-            rank=request.rank,
+            rank=host.engine.rank_in_world(request.rank, request.epoch),
             epoch=request.epoch,
             layout=request.layout,
             largest_slot_bytes=request.largest_slot_bytes,
@@ -351,7 +353,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             codec.check_version(request.protocol_version, f"the SDK of rank {request.rank}")
             if self._host_of(request.job) is not None or not self._ended(request.job):
                 host = self._placed(request.job)
-                async for world in self._followed_worlds(host, request.rank, request.pid):
+                async for world in self._followed_worlds(host, request):
                     yield world
             if self._ended(request.job):
                 yield trainer_pb2.World(finished=True)
@@ -359,10 +361,11 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             await self.refuse(request, context, error)
 
     async def _followed_worlds(
-        self, host: JobHost, rank: int, pid: int
+        self, host: JobHost, request: trainer_pb2.FollowRequest
     ) -> AsyncIterator[trainer_pb2.World]:
-        """The worlds of `rank`, until its job is dropped here. Raises as `followed_world` does."""
-        number = host.follows(rank, pid)
+        """The worlds of a rank, until its job is dropped here. Raises as `followed_world` does."""
+        rank = host.engine.rank_of_lane(request.rank)  # the stream outlives the world of its number
+        number = host.follows(rank, request.pid, request.size)
         sent: tuple[int, str] | None = None
         try:
             while not host.dropped:

@@ -40,8 +40,8 @@ def manifest_in(encoded: bytes) -> Manifest | None:
 class DiskArena(Arena):
     """An arena whose file is a string of bytes."""
 
-    def __init__(self, encoded: bytes, slots: int) -> None:
-        super().__init__(Path("virtual"), encoded, layouts.decode_layout(encoded), slots)
+    def __init__(self, rank: int, encoded: bytes, slots: int) -> None:
+        super().__init__(Path("virtual"), rank, encoded, layouts.decode_layout(encoded), slots)
         self._bytes = memoryview(bytearray(self.nbytes))
         self.reading: dict[int, tuple[PieceMap, int]] = {}
         """By slot, a payload that a living daemon is writing to storage: its place and length."""
@@ -151,7 +151,7 @@ class Disk:
         assert parity_bytes <= BLOCK_BYTES, "larger parity blocks than the simulation has"
         key = (rank, layouts.layout_id(layout))
         if key not in self.arenas:
-            self.arenas[key] = DiskArena(layout, slots[0])
+            self.arenas[key] = DiskArena(rank, layout, slots[0])
         for lane, slot in product(parity_lanes, range(PARITY_SLOTS)):
             self.blocks.setdefault((lane, slot), memoryview(b""))
         return self.arenas[key]
@@ -236,10 +236,10 @@ class Disk:
             return self.peers.get((rank, generation))
         return sealed.encoded, arena.encoded_layout
 
-    def keep(self, manifest: bytes, layout: bytes) -> None:
+    def keep(self, rank: int, manifest: bytes, layout: bytes) -> None:
         self._check_room()
         decoded = layouts.decode_manifest(manifest)
-        self.peers[decoded.rank, decoded.generation] = (manifest, layout)
+        self.peers[rank, decoded.generation] = (manifest, layout)
 
     def forget(self, keep: Set[Generation]) -> None:
         for key in [key for key in self.peers if key[1] not in keep]:

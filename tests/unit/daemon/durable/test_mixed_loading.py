@@ -68,7 +68,7 @@ class Bench:
 
     def load(self, *held: HeldSlot) -> tuple[Manifest, bytes, Rebuilt]:
         opened = self.loader.open(
-            OpenStored(tier=self.tier, rank=0, generation=LINE, held=held), SCOPE
+            OpenStored(tier=self.tier, rank=0, world_rank=0, generation=LINE, held=held), SCOPE
         )
         manifest = decode_manifest(opened.manifest)
         rebuilt = self.loader.load(

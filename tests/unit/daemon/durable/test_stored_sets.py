@@ -94,7 +94,9 @@ class Bench:
     def load(self, generation: Generation = GENERATION) -> bytes:
         """Through all three effects; the payload that is sealed then."""
         scope = EpochScope(membership=None)
-        opened = self.loader.open(OpenStored(tier=self.tier, rank=0, generation=generation), scope)
+        opened = self.loader.open(
+            OpenStored(tier=self.tier, rank=0, world_rank=0, generation=generation), scope
+        )
         self.storage.allocate(0, opened.layout)
         from_file = TierSets(self.tier.uri, JOB).open_rank(generation, 0).content
         effect = LoadStored(

@@ -141,7 +141,7 @@ def test_manifests_are_described_from_own_and_from_kept(root: Path) -> None:
     with opened(root) as (job, _, _):
         job.allocate(0, LAYOUT)
         seal(job, 0, step=7)
-        job.keep(other, layout_of(1))
+        job.keep(1, other, layout_of(1))
         own = job.describe(0, Generation(1, 7))
         assert own == (encode_manifest(manifest_of(bytes([7]) * 5000, 7)), LAYOUT)
         assert job.describe(1, Generation(1, 7)) == (other, layout_of(1))

@@ -107,7 +107,7 @@ def _allocate(job: JobStorage) -> None:
 
 
 def _keep(job: JobStorage) -> None:
-    job.keep(encode_manifest(manifest_of(b"x", 7, rank=1)), layout_of(1))
+    job.keep(1, encode_manifest(manifest_of(b"x", 7, rank=1)), layout_of(1))
 
 
 OPERATIONS: dict[str, Callable[[JobStorage], None]] = {
@@ -134,7 +134,7 @@ def prepare(root: Path) -> None:
         job.allocate(0, layout_of(0, PIECE))
         seal(job, 0, step=1)
         job.seal_parity(0, record_of(1))
-        job.keep(encode_manifest(manifest_of(b"x", 1, rank=1)), layout_of(1))
+        job.keep(1, encode_manifest(manifest_of(b"x", 1, rank=1)), layout_of(1))
 
 
 def state(root: Path) -> object:

@@ -228,7 +228,7 @@ def test_a_damaged_source_is_named_by_its_rank() -> None:
         members.flips = {(position, Kind.SNAPSHOT, byte): 1000 for byte in range(0, 640, PIECE)}
         with pytest.raises(SourceCorruptError, match="even when fetched again") as caught:
             build_all(members)
-        assert caught.value.rank == position
+        assert caught.value.position == position
         assert caught.value.code == "corrupt"
 
 
@@ -246,7 +246,7 @@ def test_a_damaged_source_is_named_in_a_rebuild_too() -> None:
             sources=members.sources(0),
             fetch=members,
         )
-    assert caught.value.rank == 2
+    assert caught.value.position == 2
 
 
 def test_a_damaged_parity_block_is_noticed_by_what_comes_out() -> None:

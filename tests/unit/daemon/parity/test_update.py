@@ -102,7 +102,7 @@ def test_a_damaged_piece_is_not_sent() -> None:
     ]
     parts = _changes(held, 0, 4 * PIECE, PIECE)
     assert next(parts)[:PIECE] == bytes(PIECE)
-    with pytest.raises(CorruptError, match=r"piece 1 of rank 0 generation 1\.2"):
+    with pytest.raises(CorruptError, match=r"piece 1 of world rank 0 generation 1\.2"):
         next(parts)
 
 
