@@ -28,6 +28,10 @@ class RecoverableSampler(Sampler[int]):
     the position instead; a loader with workers prefetches, so iteration would count samples that
     training has not seen yet.
 
+    A position is one of all ranks together, so it can be restored in a world of another size: what
+    is left of the epoch is then split over the ranks of that world. A process that stays for such a
+    world calls `split` after the restore.
+
     At the end of an epoch (an exhausted iterator, or `advance` to its end) the next `iter` begins
     the following epoch.
 
@@ -56,23 +60,14 @@ class RecoverableSampler(Sampler[int]):
         drop_last: bool = False,
         counting: bool = False,
     ) -> None:
-        if not 0 <= rank < replicas:
-            raise InvalidJobError(f"rank={rank} is not one of replicas={replicas}")
         self._total = len(data)
-        self._rank = rank
-        self._replicas = replicas
         self._seed = seed
         self._shuffle = shuffle
         self._drop_last = drop_last
         self._counting = counting
-        self._length = self._total // replicas if drop_last else -(-self._total // replicas)
-        if not self._length:
-            raise InvalidJobError(
-                f"{self._total} samples over {replicas} ranks leave a rank without any; use fewer "
-                f"ranks or drop_last=False"
-            )
-        self._epoch = 0
-        self._position = 0
+        self._epoch = self._begin = self._position = 0
+        self.split(rank=rank, replicas=replicas)
+        self._split_over = replicas
 
     @property
     def epoch(self) -> int:
@@ -81,14 +76,35 @@ class RecoverableSampler(Sampler[int]):
 
     @property
     def position(self) -> int:
-        """Number of this epoch's samples that this rank has consumed."""
+        """Number of this epoch's samples that this rank has consumed, since the epoch was last
+        split."""
         return self._position
+
+    def split(self, *, rank: int, replicas: int) -> None:
+        """Split what is left of the epoch over `replicas` data-parallel ranks, as soon as the next
+        sample is asked for; this rank is `rank`.
+
+        Raises:
+            InvalidJobError: when `rank` is not one of `replicas`, or a rank would get nothing.
+        """
+        if not 0 <= rank < replicas:
+            raise InvalidJobError(f"rank={rank} is not one of replicas={replicas}")
+        if self._total < replicas and (self._drop_last or not self._total):
+            raise InvalidJobError(
+                f"{self._total} samples over {replicas} ranks leave a rank without any; use fewer "
+                f"ranks or drop_last=False"
+            )
+        self._rank, self._replicas = rank, replicas
 
     def __len__(self) -> int:
         """Number of this rank's samples that are left in the epoch."""
-        return self._length - self._position
+        self._apply_split()
+        left = self._total - self._begin
+        share = left // self._replicas if self._drop_last else -(-left // self._replicas)
+        return share - self._position
 
     def __iter__(self) -> Iterator[int]:
+        self._apply_split()
         indices = self._indices(self._epoch)[self._position :]
         for index in indices:
             if self._counting:
@@ -108,19 +124,24 @@ class RecoverableSampler(Sampler[int]):
                 f"by what the epoch's batches held"
             )
         self._position += samples
-        if self._position == self._length:
-            self._epoch, self._position = self._epoch + 1, 0
+        self._begin_next_if_over()
 
     def state_dict(self) -> dict[str, Any]:
         """Position of training, and the values that the order depends on."""
-        return {"epoch": self._epoch, "position": self._position, "order": self._order()}
+        return {
+            "epoch": self._epoch,
+            "begin": self._begin,
+            "position": self._position,
+            "replicas": self._split_over,
+            "order": self._order(),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to the position of `state_dict()`.
+        """Go to the position of `state_dict()` of any rank, in a world of any size.
 
         Raises:
-            LayoutMismatchError: when the size of the data set, its split over ranks, the seed or
-                the shuffle differ, so that the position would mean other samples.
+            LayoutMismatchError: when the size of the data set, the seed or the shuffle differ, so
+                that the position would mean other samples.
         """
         saved, here = state_dict["order"], self._order()
         differ = [name for name in here if saved.get(name) != here[name]]
@@ -131,13 +152,24 @@ class RecoverableSampler(Sampler[int]):
                     for name in differ
                 )
             )
-        self._epoch, self._position = state_dict["epoch"], state_dict["position"]
+        self._epoch, self._begin = state_dict["epoch"], state_dict["begin"]
+        self._position, self._split_over = state_dict["position"], state_dict["replicas"]
+
+    def _apply_split(self) -> None:
+        """Count from here on in shares of the present number of ranks."""
+        if self._split_over != self._replicas:
+            self._begin, self._position = self._begin + self._position * self._split_over, 0
+            self._split_over = self._replicas
+            self._begin_next_if_over()
+
+    def _begin_next_if_over(self) -> None:
+        """Begin the next epoch if nothing is left of this one."""
+        if not len(self):
+            self._epoch, self._begin, self._position = self._epoch + 1, 0, 0
 
     def _order(self) -> dict[str, Any]:
         return {
             "samples": self._total,
-            "rank": self._rank,
-            "replicas": self._replicas,
             "seed": self._seed,
             "shuffle": self._shuffle,
             "drop_last": self._drop_last,
@@ -150,8 +182,8 @@ class RecoverableSampler(Sampler[int]):
             order = torch.randperm(self._total, generator=generator)
         else:
             order = torch.arange(self._total)
-        wanted = self._length * self._replicas
+        wanted = self._begin + (self._position + len(self)) * self._replicas
         if wanted > self._total:
             order = order.repeat(-(-wanted // self._total))
-        indices: list[int] = order[self._rank : wanted : self._replicas].tolist()
+        indices: list[int] = order[self._begin + self._rank : wanted : self._replicas].tolist()
         return indices

@@ -57,6 +57,38 @@ def test_a_restored_sampler_goes_on_exactly_where_training_was(stop: int, batch:
     assert consume(after, 9) == undisturbed[stop:]
 
 
+@given(
+    st.integers(6, 60),
+    st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4)), min_size=2, max_size=6),
+    st.booleans(),
+)
+def test_a_world_of_another_size_goes_on_with_what_is_left_of_the_epoch(
+    samples: int, worlds: list[tuple[int, int]], drop_last: bool
+) -> None:
+    def make(rank: int, replicas: int) -> RecoverableSampler:
+        data = range(samples)
+        return RecoverableSampler(data, rank=rank, replicas=replicas, drop_last=drop_last)
+
+    order = list(RecoverableSampler(range(samples)))
+    seen: list[int] = []
+    stayed, saved = make(0, worlds[0][0]), make(0, worlds[0][0]).state_dict()
+    for replicas, steps in worlds:
+        ranks = [make(rank, replicas) for rank in range(replicas)]
+        stayed.split(rank=0, replicas=replicas)
+        for sampler in (*ranks, stayed):
+            sampler.load_state_dict(saved)
+        for _ in range(steps):
+            drawn = [next(iter(sampler)) for sampler in ranks]
+            assert next(iter(stayed)) == drawn[0]
+            seen += drawn if not ranks[0].epoch else []
+            for sampler in (*ranks, stayed):
+                sampler.advance(1)
+        assert len({(one.epoch, len(one)) for one in (*ranks, stayed)}) == 1
+        saved = ranks[-1].state_dict()
+    assert seen[:samples] == order[: len(seen)]
+    assert len(seen) < samples + 5
+
+
 def test_epochs_are_shuffled_differently() -> None:
     sampler = RecoverableSampler(range(50), seed=3, counting=True)
     first, second = list(sampler), list(sampler)
