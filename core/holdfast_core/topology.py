@@ -9,7 +9,7 @@ really hold equal bytes is checked elsewhere, at the first snapshot.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast_core.errors import InvalidJobError
 
@@ -92,6 +92,21 @@ class Topology:
                 f"ranks, but the training world has {world_size}; change the topology or the "
                 f"number of processes until both are equal"
             )
+
+    def resized(self, world_size: int) -> Topology:
+        """This topology for another number of ranks: dp follows from it, ep, tp and pp stay.
+
+        Raises:
+            InvalidJobError: when tp · pp does not divide `world_size`, or ep the dp that follows.
+        """
+        dp, left = divmod(world_size, self.tp * self.pp)
+        if left or not dp or dp % self.ep:
+            raise InvalidJobError(
+                f"topology {self} does not fit a training world of {world_size} ranks: of those, "
+                f"tp·pp·ep = {self.tp}·{self.pp}·{self.ep} must be a divisor; choose degrees that "
+                f"fit every number of ranks from minNodes to nodes"
+            )
+        return replace(self, dp=dp)
 
     def coordinates(self, rank: int) -> Coordinates:
         """Position of `rank` in each dimension of parallelism.

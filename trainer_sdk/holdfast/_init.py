@@ -62,6 +62,7 @@ def init(
             staged.
         stateful: other objects that a restore must bring back (scheduler, sampler, …), by name.
         topology: which ranks hold the same state; without it all ranks are data-parallel replicas.
+            In a later world of another size, dp follows from it, and tp, pp and ep stay.
         units: (name, tensor) → its `UnitKey`, or None to follow the conventions: experts are the
             numbered children of a module called `experts`, or slices of stacked weights
             `[experts, …]`; gates are called `gate` or `router`; layers are numbered.
@@ -95,6 +96,7 @@ def init(
         world=world,
         environment=environment,
     )
+    maker.check_topology()
     if world is None:
         return maker.session()
     if daemon is not None:
@@ -122,13 +124,23 @@ class _Maker:
     world: World | None
     environment: Environment
 
+    @property
+    def protects(self) -> bool:
+        """Whether there is a daemon."""
+        return self.daemon is not None or self.socket is not None
+
+    def check_topology(self) -> None:
+        """Check that the topology is that of the world in which this process begins."""
+        if self.protects and self.topology is not None:
+            self.topology.check_world(_world(self.environment, self.rank)[1])
+
     def session(self) -> Session:
         """Make a session of the present world. Collective."""
-        if self.daemon is None and self.socket is None:
+        if not self.protects:
             return UnprotectedSession()
         rank, world_size = _world(self.environment, self.rank)
-        topology = self.topology if self.topology is not None else Topology(dp=world_size)
-        topology.check_world(world_size)
+        given = self.topology
+        topology = Topology(dp=world_size) if given is None else given.resized(world_size)
         live = LiveState(
             self.model, self.optimizers, topology, rank, units=self.units, private=self.private
         )

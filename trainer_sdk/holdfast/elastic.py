@@ -23,7 +23,9 @@ __all__ = ["World", "WorldGroup", "init"]
 TIMEOUT_S = 600.0
 
 
-def init(backend: str, *, stay: bool = True, timeout_s: float = TIMEOUT_S) -> World:
+def init(
+    backend: str, *, stay: bool = True, any_size: bool = False, timeout_s: float = TIMEOUT_S
+) -> World:
     """Form the process groups of this worker's world. Every rank calls it, once, instead of
     `torch.distributed.init_process_group`; collectives then work as usual.
 
@@ -33,6 +35,9 @@ def init(backend: str, *, stay: bool = True, timeout_s: float = TIMEOUT_S) -> Wo
     Args:
         backend: "gloo" or "nccl".
         stay: False for a process that ends with its world, as without a daemon.
+        any_size: True for a script that works on in a world of any size: it reads `world.rank` and
+            `world.size` anew after each restore (`step.resumed`). Other processes end when the
+            number of ranks changes, and new ones start.
         timeout_s: seconds that one collective may take.
 
     Raises:
@@ -43,11 +48,16 @@ def init(backend: str, *, stay: bool = True, timeout_s: float = TIMEOUT_S) -> Wo
     following = None
     if stay and environment.socket is not None:
         following = Following(
-            environment.socket, environment.job, environment.rank, environment.token_file
+            environment.socket,
+            environment.job,
+            environment.rank,
+            environment.token_file,
+            size=0 if any_size else environment.world_size,
         )
     world = World(
         backend,
         following,
+        any_size=any_size,
         store_address=environment.store_address,
         local_rank=environment.local_rank,
         nproc=environment.local_world_size,

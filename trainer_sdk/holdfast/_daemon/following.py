@@ -46,13 +46,20 @@ class Following:
     Args:
         socket: the daemon's Unix socket.
         job: the job's key.
-        rank: this worker's rank.
+        rank: rank with which this worker was started.
         token_file: file with the token that the daemon requires, or None.
+        size: number of ranks of the only worlds that this worker can stay for; 0: it can in any.
     """
 
-    def __init__(self, socket: Path, job: str, rank: int, token_file: Path | None) -> None:
+    def __init__(
+        self, socket: Path, job: str, rank: int, token_file: Path | None, size: int = 0
+    ) -> None:
         self._request = trainer_pb2.FollowRequest(
-            protocol_version=codec.PROTOCOL_VERSION, job=job, rank=rank, pid=os.getpid()
+            protocol_version=codec.PROTOCOL_VERSION,
+            job=job,
+            rank=rank,
+            pid=os.getpid(),
+            size=size,
         )
         self._calls = JobCalls(socket, token_file)
         self._changed = threading.Condition()
@@ -91,8 +98,9 @@ class Following:
                 raise self._problem
             return self._newest if ready() else None
 
-    def arrive(self, store_address: str) -> None:
-        """Report that this worker has left its old world and is at the store of the new one.
+    def arrive(self, rank: int, store_address: str) -> None:
+        """Report that this worker has left its old world and is at the store of the new one, in
+        which it has `rank`.
 
         Raises:
             HoldfastError: the daemon does not answer, or that world has ended.
@@ -100,7 +108,7 @@ class Following:
         request = trainer_pb2.HelloRequest(
             protocol_version=codec.PROTOCOL_VERSION,
             job=self._request.job,
-            rank=self._request.rank,
+            rank=rank,
             store_address=store_address,
         )
         self._calls.ask(self._calls.stub.Hello, request, _HELLO_S)

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -31,6 +31,9 @@ from holdfast_core.errors import (
 _log = logging.getLogger("holdfast")
 _WAIT_S = 20.0
 """Time for which one wait for the daemon's news lasts."""
+Parts = Sequence[Sequence[int]]
+Partition = Parts | Callable[[int], Parts]
+"""Lists of ranks, or function that gives them for the number of ranks of a world."""
 
 
 class WorldGroup:
@@ -39,9 +42,9 @@ class WorldGroup:
     Pass `group.now` to a collective each time, and keep no reference to it.
     """
 
-    def __init__(self, world: World, partition: Sequence[Sequence[int]]) -> None:
+    def __init__(self, world: World, partition: Partition) -> None:
         self._world = world
-        self._partition = tuple(tuple(part) for part in partition)
+        self._partition = partition
         self._now: dist.ProcessGroup | None = None
 
     @property
@@ -59,6 +62,17 @@ class WorldGroup:
         """Wait for `work` of a collective; see `World.wait`."""
         self._world.wait(work)
 
+    def _parts(self, size: int) -> Parts:
+        """The partition of a world of `size` ranks; InvalidJobError when it does not fit."""
+        partition = self._partition
+        parts = partition(size) if callable(partition) else partition
+        if sorted(rank for part in parts for rank in part) != list(range(size)):
+            raise InvalidJobError(
+                f"partition {[list(part) for part in parts]} must hold each of the {size} ranks "
+                f"once"
+            )
+        return parts
+
 
 class World:
     """Training world of this process. Made by `holdfast.elastic.init`.
@@ -66,6 +80,7 @@ class World:
     Args:
         backend: torch's backend for training's collectives.
         following: the daemon's news; None where this process ends with its world.
+        any_size: whether this process stays for worlds of another size too.
         store_address: `host:port` of the store of torchrun's environment; empty without torchrun.
         local_rank: number of this process among its node's.
         nproc: processes of each node.
@@ -78,13 +93,14 @@ class World:
         backend: str,
         following: Following | None,
         *,
+        any_size: bool = False,
         store_address: str,
         local_rank: int,
         nproc: int,
         timeout_s: float,
         reform_s: float,
     ) -> None:
-        self._backend, self._following = backend, following
+        self._backend, self._following, self._any_size = backend, following, any_size
         self._local_rank, self._nproc = local_rank, nproc
         self._timeout_s, self._reform_s = timeout_s, reform_s
         self._groups: list[WorldGroup] = []
@@ -98,7 +114,7 @@ class World:
 
     @property
     def rank(self) -> int:
-        """Rank of this process in the present world."""
+        """Rank of this process in the present world; another one may give it another."""
         return self._rank
 
     @property
@@ -131,30 +147,33 @@ class World:
         """Whether this world has ended: its collectives fail, and its saves are refused."""
         return self._left or (self._following is not None and self._following.epoch > self._epoch)
 
-    def group(self, partition: Sequence[Sequence[int]]) -> WorldGroup:
+    def group(self, partition: Partition) -> WorldGroup:
         """Form process groups of parts of the world, now and in each later world.
 
         All ranks call it with equal arguments, before `holdfast.init`: in later worlds these groups
         come first.
 
         Args:
-            partition: lists of ranks; each rank of the world is in exactly one of them.
+            partition: lists of ranks; each rank of the world is in exactly one of them. With
+                `any_size`, a function that returns them for a number of ranks.
 
         Returns:
             The group that this rank is in.
 
         Raises:
-            InvalidJobError: when a rank is missing, or in several parts; after `holdfast.init`.
+            InvalidJobError: when a rank is missing, or in several parts; when lists are given with
+                `any_size`; after `holdfast.init`.
         """
         if self._has_session:
             raise InvalidJobError(
                 "world.group after holdfast.init: processes that stay would form groups in another "
                 "order than new ones; form all groups before holdfast.init"
             )
-        if sorted(rank for part in partition for rank in part) != list(range(self._size)):
+        if self._any_size and not callable(partition):
             raise InvalidJobError(
-                f"partition {[list(part) for part in partition]} must hold each of the "
-                f"{self._size} ranks once"
+                f"partition {[list(part) for part in partition]} is for {self._size} ranks only, "
+                f"and this process is to stay for any number (any_size=True): give a function of "
+                f"the number of ranks"
             )
         made = WorldGroup(self, partition)
         self._split(made)
@@ -257,6 +276,15 @@ class World:
                 return meeting
             else:
                 # Another process takes this one's place; its launcher is about to end this one.
+                size = meeting.nodes * self._nproc
+                _log.warning(
+                    "epoch %d: a new process takes the place of this one%s",
+                    meeting.epoch,
+                    ""
+                    if self._any_size or size == self._size
+                    else f": there are {size} ranks now, and it stays for {self._size} only "
+                    "(any_size)",
+                )
                 following.wait_newer(meeting.epoch, _WAIT_S)
 
     def _form(self, following: Following, meeting: Meeting) -> None:
@@ -265,7 +293,7 @@ class World:
         self._rank = meeting.node_rank * self._nproc + self._local_rank
         self._size = meeting.nodes * self._nproc
         # From here on, the launcher waits for others only: this process is free of the old world.
-        following.arrive(meeting.store_address)
+        following.arrive(self._rank, meeting.store_address)
         self._point = groups.MeetingPoint(
             meeting.store_address, meeting.epoch, self._size, lambda: self.ended
         )
@@ -279,9 +307,10 @@ class World:
         self._log_formed(began_s)
 
     def _split(self, group: WorldGroup) -> None:
+        parts = group._parts(self._size)
         if self._point is not None:
             self._point.meet()
-        group._now = groups.split(group._partition, self._rank, self._timeout_s)
+        group._now = groups.split(parts, self._rank, self._timeout_s)
 
     def _form_alone(self) -> None:
         """Form the groups that torchrun's environment names, or those of one process."""

@@ -6,8 +6,8 @@ from TORCHELASTIC_RESTART_COUNT and its store from MASTER_ADDR and MASTER_PORT. 
 be replaced are killed at once: their state is with the daemon, and a hung worker would make all
 others wait. Workers that follow their worlds stay through epochs, and torchrun sees nothing of it:
 what it has recorded of the epoch in which they started holds for their environment and log folders
-only. And an agent whose workers have finished resumes work when another node is lost before all
-have finished.
+only; their ranks and the number of nodes may have changed since. And an agent whose workers have
+finished resumes work when another node is lost before all have finished.
 """
 
 from __future__ import annotations
@@ -132,7 +132,10 @@ class HoldfastAgent(LocalElasticAgent):
         result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed() and result.failures:
             # torchrun stopped those that failed later, because of the first.
-            rank, first = min(result.failures.items(), key=lambda item: item[1].timestamp)
+            first = min(result.failures.values(), key=lambda failure: failure.timestamp)
+            # torchrun's own number is of the world in which the worker was started.
+            lanes = worker_group.spec.local_world_size
+            rank = self._membership.node_rank * lanes + first.local_rank
             lines = self._last_lines(first.local_rank)
             self._membership.worker_exited(rank, first.exitcode, lines)
         return result

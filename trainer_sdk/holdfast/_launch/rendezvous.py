@@ -5,9 +5,10 @@ for the world of the next epoch, one of them serves the store, all start their w
 workers run, a thread keeps asking whether a newer epoch has begun. If so, one of two things
 happens, and the daemon and the agent say which:
 
-- All workers run, and all follow their worlds (`World.keep`): they are kept. They form their groups
-  anew by themselves; the thread enters the store of the new epoch, serves it if it has to, and goes
-  on watching. Workers that do not arrive in time are killed, which is an ordinary failure.
+- All workers run, and all follow their worlds (`World.keep`): they are kept. They form their
+  groups anew by themselves, with other ranks where the number of nodes has changed; the thread
+  enters the store of the new epoch, serves it if it has to, and goes on watching. Workers that do
+  not arrive in time are killed, which is an ordinary failure.
 - Otherwise the thread kills them at once, because a worker in a hung collective, or a stopped one,
   does not react to SIGTERM and would hold all others up. torchrun then starts new ones.
 
@@ -207,6 +208,11 @@ class HoldfastRendezvous(RendezvousHandler):
     def epoch(self) -> int:
         """Epoch of the last world; 0 before the first."""
         return self._joined.epoch
+
+    @property
+    def node_rank(self) -> int:
+        """Number of this node in the last world: its position among those present."""
+        return self._joined.node_rank
 
     @property
     def nodes(self) -> int:
@@ -430,10 +436,9 @@ class HoldfastRendezvous(RendezvousHandler):
         return False
 
     def _keeps_workers(self, world: AnnouncedWorld) -> bool:
-        """Whether the workers can go on in `world`: their ranks depend on the shape of it."""
-        joined = self._joined
-        same_shape = (world.node_rank, world.nodes) == (joined.node_rank, joined.nodes)
-        return world.keep and not world.finished and same_shape and self.can_keep()
+        """Whether the workers can go on in `world`. Whether its number of ranks suits them is part
+        of `keep`: they have told the daemon."""
+        return world.keep and not world.finished and self.can_keep()
 
     def _move(self, mine: object, world: AnnouncedWorld, entered: JoinedWorld) -> bool:
         """Join the world of `entered` with the workers of the last one; return whether they still
