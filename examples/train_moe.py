@@ -7,6 +7,10 @@ all-to-all; everything else is replicated, and its gradients are averaged.
 The state after step k depends only on the seed, the number of ranks and k, so a run that was killed
 and restored ends with the same bytes as an undisturbed one.
 
+Each rank takes `--batch` sequences in a step, so a world with fewer ranks trains on fewer of them.
+A job that may shrink (`minNodes`) names `--ep`, which then stays: ranks that share the experts must
+be all there. With `--ep 1` each rank has all experts.
+
 Shape suffixes: B sequences, S bytes in each, N = B·S tokens of a rank, D model width, H heads of
 width d, V = 256 byte values, E experts of a layer, L experts on this rank, R ranks that share the
 experts (E = R·L), K = 2 experts per token, C tokens that one rank may send to one expert.
@@ -196,11 +200,10 @@ class MasterAdamW(torch.optim.Optimizer):
 
 
 class Passages(Dataset[Tensor]):
-    """The Python sources of the standard library, cut into a multiple of `multiple` passages of
-    `length` bytes, so that every rank has only full batches. `held_out` passages, evenly spread,
-    are left out."""
+    """The Python sources of the standard library, cut into passages of `length` bytes. `held_out`
+    of them, evenly spread, are left out."""
 
-    def __init__(self, length: int, multiple: int, held_out: int = 0) -> None:
+    def __init__(self, length: int, held_out: int = 0) -> None:
         files, left_out = [], {"site-packages", "test"}
         for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
             folders[:] = set(folders) - left_out  # the rest is never entered
@@ -211,8 +214,7 @@ class Passages(Dataset[Tensor]):
         is_held_out_P = torch.zeros(count, dtype=torch.bool)
         is_held_out_P[torch.linspace(0, count - 1, held_out, dtype=torch.double).long()] = True
         self.held_out_PT = text_PT[is_held_out_P]
-        text_PT = text_PT[~is_held_out_P] if held_out else text_PT
-        self.text_PT = text_PT[: len(text_PT) // multiple * multiple]
+        self.text_PT = text_PT[~is_held_out_P] if held_out else text_PT
 
     def __len__(self) -> int:
         return len(self.text_PT)
@@ -223,7 +225,7 @@ class Passages(Dataset[Tensor]):
 
 @torch.no_grad()
 def average_gradients(
-    world: elastic.World, model: ByteLM, loss: Tensor, replicas: Group, copies: int
+    world: elastic.World, model: ByteLM, loss: Tensor, replicas: Group, ep: int
 ) -> float:
     """Average gradients over the ranks that hold the same weights; return the mean loss. Experts
     already have the gradients of every token that was sent to them."""
@@ -237,7 +239,7 @@ def average_gradients(
         grad.copy_(mean.view_as(grad))
     for grad in (grad for name, grad in grads.items() if ".experts." in name):
         total = grad.float()
-        if copies > 1:
+        if world.size > ep:
             replicas.wait(dist.all_reduce(total, group=replicas.now, async_op=True))
         grad.copy_(total / world.size)
     return float(mean_loss)
@@ -273,7 +275,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dim", type=int, default=128, help=f"a multiple of {HEAD_WIDTH}")
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--experts", type=int, default=16, help="experts of a layer, on all ranks")
-    parser.add_argument("--ep", type=int, help="ranks that share the experts; default: all")
+    parser.add_argument("--ep", type=int, help="ranks that share the experts; default: all ranks")
     parser.add_argument("--batch", type=int, default=2, help="sequences per rank and step")
     parser.add_argument("--seq", type=int, default=128, help="bytes per sequence")
     parser.add_argument("--seed", type=int, default=1)
@@ -299,32 +301,37 @@ def main(argv: list[str] | None = None) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
-    world = elastic.init("nccl" if on_gpu else "gloo", stay=args.stay)
-    rank, size = world.rank, world.size
-    ep = args.ep or size
-    sharing = world.group([list(range(first, first + ep)) for first in range(0, size, ep)])
-    replicas = world.group([list(range(first, size, ep)) for first in range(ep)])
+    backend = "nccl" if on_gpu else "gloo"
+    world = elastic.init(backend, stay=args.stay, any_size=args.ep is not None)
+    ep = args.ep or world.size
+    sharing = world.group(lambda size: [range(at, at + ep) for at in range(0, size, ep)])
+    replicas = world.group(lambda size: [range(at, size, ep) for at in range(ep)])
 
     torch.manual_seed(args.seed)  # the same dense weights everywhere
     model = ByteLM(args, ep, sharing)
-    torch.manual_seed(args.seed + 1 + rank % ep)  # other experts on each rank that shares them
+    torch.manual_seed(
+        args.seed + 1 + world.rank % ep
+    )  # other experts on each rank that shares them
     for name, p in model.named_parameters():
         if ".experts." in name:
             nn.init.normal_(p, std=p.shape[1] ** -0.5)
     model.to(device, torch.bfloat16)
     optimizer = MasterAdamW(model.parameters(), lr=1e-3)
-    data = Passages(args.seq + 1, args.batch * size, args.held_out)
-    sampler = holdfast.RecoverableSampler(data, rank=rank, replicas=size, seed=args.seed)
+    data = Passages(args.seq + 1, args.held_out)
+    sampler = holdfast.RecoverableSampler(
+        data, rank=world.rank, replicas=world.size, seed=args.seed
+    )
     loader = DataLoader(data, args.batch, sampler=sampler)
 
-    topology, stateful = holdfast.Topology(dp=size, ep=ep), {"sampler": sampler}
+    topology, stateful = holdfast.Topology(dp=world.size, ep=ep), {"sampler": sampler}
     session = holdfast.init(
         model=model, optimizer=optimizer, stateful=stateful, topology=topology, world=world
     )
     moes = [module for module in model.modules() if isinstance(module, MoE)]
     for step in session.steps(args.steps):
         with step:
-            if step.resumed:
+            if step.resumed:  # perhaps in a world of another size
+                sampler.split(rank=world.rank, replicas=world.size)
                 batches = itertools.chain.from_iterable(itertools.repeat(loader))
             bytes_BT = next(batches)
             for layer, moe in enumerate(moes):
@@ -333,20 +340,20 @@ def main(argv: list[str] | None = None) -> None:
             loss, balance = model(bytes_BT.to(device))
             optimizer.zero_grad()
             (loss + BALANCE_WEIGHT * balance).backward()
-            mean_loss = average_gradients(world, model, loss, replicas, size // ep)
+            mean_loss = average_gradients(world, model, loss, replicas, ep)
             optimizer.step()
-            sampler.advance(args.batch)
+            sampler.advance(len(bytes_BT))
             for layer, moe in enumerate(moes):
-                session.count_tokens(layer, moe.routed_E, CHOICES * args.batch * args.seq)
+                session.count_tokens(layer, moe.routed_E, CHOICES * len(bytes_BT) * args.seq)
             line = {"step": step, "loss": mean_loss, "time": time.time(), "epoch": session.epoch}
             line["lost"] = session.counters.loss.lost
             line["boosted"] = sum(factor > 1 for moe in moes for factor in moe.factors)
             if args.held_out and step > 0.9 * args.steps and step % 5 == 0:
                 line["held_out"] = held_out_loss(model, moes, data.held_out_PT, args.batch)
-            if rank == 0:
+            if world.rank == 0:
                 report(args, **line)
     sha256 = state_sha256(model, optimizer)
-    if rank == 0 and args.hash_file:
+    if world.rank == 0 and args.hash_file:
         args.hash_file.write_text(sha256 + "\n")
     session.close()
     world.close()
