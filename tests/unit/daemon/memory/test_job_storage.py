@@ -136,6 +136,20 @@ def test_bytes_are_located_only_while_they_are_sealed(root: Path) -> None:
             job.locate_parity(0, generation, 0, 1)
 
 
+def test_an_arena_is_its_ranks_whatever_the_world_rank_in_its_layout(root: Path) -> None:
+    layout, manifest = layout_of(1), manifest_of(b"x", 7, rank=1)
+    encoded, other = encode_manifest(manifest), encode_manifest(manifest_of(b"x", 7, rank=2))
+    with opened(root) as (job, _, _):
+        arena = job.allocate(5, layout)
+        job.seal(5, arena.layout_id, 0, SealedSlot(manifest=manifest, encoded=encoded))
+        job.keep(6, other, layout_of(2))
+    with opened(root) as (job, adopted, _):
+        assert [found.rank for found in adopted.arenas] == [5]
+        assert job.describe(5, Generation(1, 7)) == (encoded, layout)
+        assert job.describe(6, Generation(1, 7)) == (other, layout_of(2))
+        assert job.describe(1, Generation(1, 7)) is job.describe(2, Generation(1, 7)) is None
+
+
 def test_manifests_are_described_from_own_and_from_kept(root: Path) -> None:
     other = encode_manifest(manifest_of(b"x", 7, rank=1))
     with opened(root) as (job, _, _):

@@ -209,6 +209,23 @@ def test_workers_run_until_one_of_them_has_died_or_returned(
     assert not here.agent.workers_run()
 
 
+def test_a_kept_worker_fails_with_its_rank_in_the_present_world(
+    worlds: Worlds, node: Callable[..., Node]
+) -> None:
+    here = node(PlayedDaemon(worlds, 1, 2))
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    worlds.stores |= {1: f"127.0.0.1:{store.port}", 2: f"127.0.0.1:{store.port}"}
+    worlds.begin(1)
+    (pid,) = here.agent.start()
+    here.daemon.keeps.add(2)
+    here.daemon.rank, here.daemon.nodes = 3, 4
+    worlds.begin(2)
+    worlds.wait(lambda: here.rendezvous.epoch == 2)
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: here.agent.state() is WorkerState.FAILED)
+    assert here.daemon.exits == [(2, 3, 137)]
+
+
 def test_nodes_that_kept_and_that_replaced_their_workers_finish_together(
     worlds: Worlds, node: Callable[..., Node]
 ) -> None:

@@ -71,6 +71,50 @@ def test_the_nodes_meet_in_the_next_store_with_the_workers_that_they_have(worlds
             assert not handler.wait_ended(0.0)
 
 
+def test_nodes_keep_their_workers_while_their_number_changes(worlds: Worlds) -> None:
+    daemons = [PlayedDaemon(worlds, rank, 3) for rank in range(3)]
+    with (
+        rendezvous(daemons[0]) as (first, _),
+        rendezvous(daemons[1]) as (lost, _),
+        rendezvous(daemons[2]) as (last, _),
+    ):
+        worlds.begin(1)
+        for handler in (first, lost, last):
+            handler.next_rendezvous()
+        workers = [Workers(first), Workers(last)]
+        for epoch, places in ((2, {0: 0, 2: 1}), (3, {0: 0, 1: 1, 2: 2})):
+            for node, place in places.items():
+                daemons[node].rank, daemons[node].nodes = place, len(places)
+                daemons[node].keeps.add(epoch)
+            if epoch == 2:
+                lost.shutdown()
+            worlds.begin(epoch)
+            moved(worlds, epoch, first, last)
+            assert (last.node_rank, last.nodes) == (places[2], len(places))
+            assert first.nodes == len(places)
+            first.store.set("key", f"value {epoch}")
+            assert last.store.get("key") == f"value {epoch}".encode()
+        assert not any(worker.killed.is_set() for worker in workers)
+
+
+def test_the_store_moves_to_the_first_node_that_is_left(worlds: Worlds) -> None:
+    daemons = [PlayedDaemon(worlds, rank, 3) for rank in range(3)]
+    with rendezvous(daemons[1]) as (second, _), rendezvous(daemons[2]) as (third, _):
+        with rendezvous(daemons[0]) as (first, _):
+            worlds.begin(1)
+            for handler in (first, second, third):
+                handler.next_rendezvous()
+            workers = [Workers(second), Workers(third)]
+        for place, daemon in enumerate(daemons[1:]):
+            daemon.rank, daemon.nodes = place, 2
+            daemon.keeps.add(2)
+        worlds.begin(2)
+        moved(worlds, 2, second, third)
+        assert second.serves_store and not third.serves_store
+        assert (third.node_rank, third.nodes) == (1, 2)
+        assert not any(worker.killed.is_set() for worker in workers)
+
+
 def test_workers_that_a_daemon_or_an_agent_cannot_keep_are_killed(worlds: Worlds) -> None:
     daemon = PlayedDaemon(worlds)
     with rendezvous(daemon) as (handler, killed):
@@ -83,14 +127,6 @@ def test_workers_that_a_daemon_or_an_agent_cannot_keep_are_killed(worlds: Worlds
         handler.next_rendezvous()
         worlds.begin(3)
         assert workers.killed.wait(TIMEOUT_S)
-        workers = Workers(handler)
-        handler.next_rendezvous()
-        daemon.keeps.add(4)
-        daemon.nodes = 2  # their ranks would no longer be right
-        worlds.begin(4)
-        assert workers.killed.wait(TIMEOUT_S)
-        assert handler.epoch == 3
-        assert daemon.asked.count((3, False)) == 0
 
 
 @pytest.mark.parametrize("replied", [False, True], ids=["before it is known", "once it is known"])

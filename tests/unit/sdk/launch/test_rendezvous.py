@@ -39,6 +39,26 @@ def test_the_nodes_of_an_epoch_meet_in_the_store_that_the_first_one_serves() -> 
         assert first.use_agent_store
 
 
+def test_nodes_that_start_anew_are_counted_as_they_are_present() -> None:
+    worlds = Worlds()
+    daemons = [PlayedDaemon(worlds, rank, 3) for rank in range(3)]
+    with (
+        rendezvous(daemons[0]) as (first, _),
+        rendezvous(daemons[1]) as (second, _),
+        rendezvous(daemons[2]) as (third, ended),
+    ):
+        worlds.begin(1)
+        sizes = [handler.next_rendezvous().world_size for handler in (first, second, third)]
+        daemons[0].nodes = 2
+        daemons[2].rank, daemons[2].nodes = 1, 2
+        worlds.begin(2)
+        assert ended.wait(TIMEOUT_S)
+        first.next_rendezvous()
+        info = third.next_rendezvous()
+        assert sizes == [3, 3, 3]
+        assert (info.rank, info.world_size) == (third.node_rank, third.nodes) == (1, 2)
+
+
 def test_the_store_is_served_where_the_other_nodes_reach_this_process() -> None:
     worlds = Worlds()
     handler = HoldfastRendezvous(PlayedDaemon(worlds), "default.moe", "127.0.0.2")

@@ -1,0 +1,188 @@
+"""A world that a member has left: torch counts its ranks without a gap, everyone else with one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from member_engines import engine_of, membership_of
+
+from holdfast_core.errors import InvalidJobError, StaleEpochError, UnreachableError
+from holdfast_core.snapshots.generations import Generation, Line
+from holdfast_core.snapshots.layouts import Layout, encode_layout
+from holdfast_core.snapshots.manifests import Inventory
+from holdfast_core.snapshots.membership import Tier
+from holdfast_core.snapshots.reports import Directive, MemberReport
+from holdfast_core.snapshots.stored import PersistOrder, RankFile
+from holdfast_daemon.engine import EngineSettings, JobEngine, loading, persist_leader
+from holdfast_daemon.engine.effects import ArenaReady, CommitSet, OpenStored, Seal
+from holdfast_daemon.engine.epoch import Epoch
+
+WHOLE = replace(membership_of((0, 1, 2, 3), epoch=3), nproc_per_node=2)
+MEMBERS = tuple(member for member in WHOLE.members if member.index != 2)
+SHRUNK = replace(WHOLE, epoch=4, since=4, members=MEMBERS, groups=((0, 1, 3),), past=(WHOLE.world,))
+"""Members 0, 1 and 3: the last one has ranks 6 and 7, which torch numbers 4 and 5."""
+
+
+def layout_of(world_rank: int, size: int) -> bytes:
+    return encode_layout(
+        Layout(
+            rank=world_rank,
+            world_size=size,
+            topology="raw",
+            entries=(),
+            extras_offset=0,
+            extras_capacity=64,
+        )
+    )
+
+
+@pytest.fixture
+def engine() -> JobEngine:
+    return engine_of(SHRUNK, 3)
+
+
+def test_a_rank_behind_a_gap_is_named_by_its_world_rank(engine: JobEngine) -> None:
+    assert [engine.rank_in_world(number, 4) for number in (4, 5)] == [6, 7]
+    assert [engine_of(SHRUNK, 1).rank_in_world(number) for number in (2, 3)] == [2, 3]
+
+
+@pytest.mark.parametrize("number", [2, 6, 7])
+def test_a_worker_of_an_earlier_world_is_told_so(engine: JobEngine, number: int) -> None:
+    why = f"an earlier world calls itself rank {number}: since epoch 4 there are 6 ranks"
+    with pytest.raises(StaleEpochError, match=f"{why}, and node n3 hosts ranks 4..5 of job"):
+        engine.rank_in_world(number)
+    with pytest.raises(StaleEpochError, match="epoch 3; the current epoch is 4"):
+        engine.rank_in_world(number, 3)
+    with pytest.raises(UnreachableError, match="still in epoch 4"):
+        engine.rank_in_world(number, 5)
+
+
+def test_in_the_first_world_a_wrong_rank_is_on_another_node() -> None:
+    with pytest.raises(InvalidJobError, match=r"rank 4 is not on node n3, which hosts ranks 6\.\."):
+        engine_of(WHOLE, 3).rank_in_world(4)
+
+
+def test_a_stream_of_worlds_belongs_to_a_lane_whatever_the_number_was(engine: JobEngine) -> None:
+    assert [engine.rank_of_lane(number) for number in (4, 5, 6, 7)] == [6, 7, 6, 7]
+    with pytest.raises(UnreachableError, match="not a member of job yet"):
+        JobEngine(
+            job="job", node="n9", memory_id="m", incarnation=1, settings=EngineSettings()
+        ).rank_of_lane(0)
+
+
+def test_workers_stay_only_for_worlds_of_a_size_that_suits_them(engine: JobEngine) -> None:
+    def keeps(*sizes: int) -> bool:
+        for rank, size in zip((6, 7), sizes, strict=True):
+            engine.follows(rank, 100, size)
+        world = engine.world_state(0)
+        assert world is not None and (world.node_rank, world.nodes) == (2, 3)
+        return world.keep
+
+    assert keeps(0, 0) and keeps(6, 6) and keeps(0, 6)
+    assert not keeps(0, 8)
+    assert not keeps(8, 8)
+
+
+def test_the_exit_of_a_worker_is_recorded_for_its_rank(engine: JobEngine) -> None:
+    engine.worker_exited(3, 7, 9)  # of the world that has ended
+    engine.worker_exited(4, 5, 3, "why")
+    exits = {rank.rank: rank.exit_code for rank in engine.overview().ranks}
+    assert exits == {6: 0, 7: 3}
+
+
+ONE_LANE = replace(
+    SHRUNK,
+    nproc_per_node=1,
+    past=(),
+    tier=Tier(uri="file:///tier", every_steps=1),
+)
+GENERATION = Generation(4, 7)
+
+
+def in_epoch(engine: JobEngine, directive: Directive) -> Epoch:
+    engine.memory.direct(directive)
+    assert engine.memory.current is not None
+    return engine.memory.current
+
+
+def test_a_snapshot_carries_the_world_rank_and_lies_in_the_arena_of_the_rank() -> None:
+    engine = engine_of(ONE_LANE, 3)
+    in_epoch(engine, Directive(job="job", epoch=4, line=Line(generation=None, reason="fresh")))
+    with pytest.raises(InvalidJobError, match=r"world rank 2 of 3 opens .* layout of rank 3 of 4"):
+        engine.open(rank=3, epoch=4, layout=layout_of(3, 4), largest_slot_bytes=0, pid=1, now=0.0)
+    session, _ = engine.open(
+        rank=3, epoch=4, layout=layout_of(2, 3), largest_slot_bytes=0, pid=1, now=0.0
+    )
+    ((rank, identity),) = engine.memory.arenas
+    assert rank == 3
+    engine.on_completion(ArenaReady(rank=3, layout_id=identity, slots=3), 0.0)
+    engine.claimed(session, 0.0)
+    granted, _ = engine.grant(session, epoch=4, step=7, now=0.0)
+    effects = engine.commit(
+        session,
+        epoch=4,
+        step=7,
+        slot=granted.slot,
+        payload_bytes=4,
+        extras_bytes=4,
+        digests=bytes(8),
+        nan_units=(),
+        now=0.0,
+    )
+    (seal,) = (effect for effect in effects if isinstance(effect, Seal))
+    assert (seal.rank, seal.manifest.rank, seal.manifest.world_size) == (3, 2, 3)
+
+
+def test_a_rank_behind_a_gap_loads_the_file_of_its_world_rank() -> None:
+    engine = engine_of(ONE_LANE, 3)
+    epoch = in_epoch(engine, Directive(job="job", epoch=4, load=GENERATION))
+    loading.start(engine.memory, epoch, 3, GENERATION)
+    opened = engine.memory.out[-1]
+    assert isinstance(opened, OpenStored)
+    assert (opened.rank, opened.world_rank) == (3, 2)
+
+
+def file_of(world_rank: int) -> RankFile:
+    return RankFile(
+        rank=world_rank,
+        file="",
+        bytes=10,
+        header_bytes=2,
+        header_xxh3=0,
+        payload_bytes=8,
+        layout_id="l",
+        manifest_digest=0,
+    )
+
+
+def test_a_set_has_a_file_of_each_world_rank_and_lacks_those_of_ranks() -> None:
+    engine = engine_of(ONE_LANE, 0)
+    order = PersistOrder(number=1, ended=False, generation=GENERATION)
+    line = Line(generation=None, reason="fresh")
+    epoch = in_epoch(engine, Directive(job="job", epoch=4, line=line, persist=order))
+
+    def reported(member: int, *files: int, failure: str = "") -> None:
+        engine.memory.reports[member] = MemberReport(
+            job="job",
+            epoch=4,
+            member=member,
+            incarnation=1,
+            sequence=1,
+            verified=True,
+            inventory=Inventory(),
+            persist=order,
+            persisted=tuple(map(file_of, files)),
+            persist_failure=failure,
+        )
+
+    reported(0, 0)
+    reported(1, 1)
+    persist_leader.lead(engine.memory, epoch, 1.0)
+    reported(3, failure="no room")
+    persist_leader.lead(engine.memory, epoch, 2.0)
+    assert engine.memory.persist.last_failure == f"generation {GENERATION}: member 3: no room"
+    reported(3, 2)
+    persist_leader.lead(engine.memory, epoch, 3.0)
+    (commit,) = (effect for effect in engine.memory.out if isinstance(effect, CommitSet))
+    assert [file.rank for file in commit.files] == [0, 1, 2]
