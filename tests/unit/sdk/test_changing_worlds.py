@@ -1,0 +1,204 @@
+"""Processes that stay while the number of ranks changes, in worlds that the test begins."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent import futures
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported by torch
+
+from holdfast import elastic
+from holdfast._elastic.world import World
+from holdfast_core.errors import InvalidJobError
+from holdfast_protos import codec, trainer_pb2, trainer_pb2_grpc
+
+TIMEOUT_S = 60.0
+WORLDS = {1: (0, 1, 2), 2: (0, 2), 3: (0, 1, 2), 4: (1, 2)}
+"""Members of one rank each, by epoch. Member 1 returns as another process."""
+PROCESSES = [(0, 1), (1, 1), (2, 1), (1, 3)]
+"""(member, epoch in which it starts) of each process."""
+
+
+class Members(trainer_pb2_grpc.TrainerServicer):
+    """Daemons of all members at one socket: a rank of `FollowRequest` is a member here."""
+
+    def __init__(self, socket: Path) -> None:
+        self._changed = threading.Condition()
+        self._epoch = 0
+        self._stores: list[TCPStore] = []
+        self.greeted: dict[int, list[int]] = {}
+        """Epoch → world ranks that have arrived."""
+        self._server = grpc.server(futures.ThreadPoolExecutor(max_workers=16))
+        trainer_pb2_grpc.add_TrainerServicer_to_server(self, self._server)
+        self._server.add_insecure_port(f"unix:{socket}")
+        self._server.start()
+
+    def begin(self) -> TCPStore:
+        """Begin the next epoch; return its store."""
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        with self._changed:
+            self._stores.append(store)
+            self._epoch += 1
+            self._changed.notify_all()
+        return store
+
+    def stop(self) -> None:
+        with self._changed:
+            self._epoch = -1
+            self._changed.notify_all()
+        self._server.stop(0).wait()
+
+    def Follow(self, request: trainer_pb2.FollowRequest, context: Any) -> Iterator[Any]:
+        sent = 0
+        while sent >= 0:
+            with self._changed:
+                self._changed.wait_for(lambda: self._epoch != sent)  # noqa: B023
+                sent = self._epoch
+            members = WORLDS.get(sent, ())
+            if request.rank in members:
+                yield trainer_pb2.World(
+                    ready=True,
+                    epoch=sent,
+                    node_rank=members.index(request.rank),
+                    nodes=len(members),
+                    store_address=f"127.0.0.1:{self._stores[sent - 1].port}",
+                    keep=request.size in (0, len(members)),
+                )
+
+    def Hello(self, request: trainer_pb2.HelloRequest, context: Any) -> trainer_pb2.HelloReply:
+        with self._changed:
+            self.greeted.setdefault(self._epoch, []).append(request.rank)
+        return trainer_pb2.HelloReply(protocol_version=codec.PROTOCOL_VERSION)
+
+
+def halves(size: int) -> Sequence[Sequence[int]]:
+    return [range(size // 2), range(size // 2, size)]
+
+
+def train(process: int, socket: str, port: str) -> None:
+    """One process in the worlds of its member: in each, all ranks add up their members."""
+    member, first = PROCESSES[process]
+    os.environ.update(HOLDFAST_SOCKET=socket, HOLDFAST_JOB="job", RANK=str(member))
+    clock = TCPStore("127.0.0.1", int(port), timeout=timedelta(seconds=TIMEOUT_S))
+    clock.get(f"began-{first}")
+    world = elastic.init("gloo", any_size=True)
+    groups = [world.group(lambda size: [range(size)]), world.group(halves)]
+    while True:
+        members = WORLDS[world.epoch]
+        place = members.index(member)
+        assert (world.rank, world.size) == (place, len(members))
+        assert (dist.get_rank(), dist.get_world_size()) == (place, len(members))
+        mine = next(part for part in halves(len(members)) if place in part)
+        for group, part in zip(groups, (range(len(members)), mine), strict=True):
+            total = torch.tensor([1 << member])
+            group.wait(dist.all_reduce(total, group=group.now, async_op=True))
+            assert int(total) == sum(1 << members[rank] for rank in part)
+        exchange = world.exchange(TIMEOUT_S)
+        assert exchange.gather(bytes([member])) == [bytes([each]) for each in members]
+        clock.add(f"done-{world.epoch}", 1)
+        epoch = world.epoch
+        if epoch == max(WORLDS) or member not in WORLDS[epoch + 1]:
+            clock.get(f"began-{epoch + 1}")
+            break
+        assert world._following is not None
+        assert world._following.wait_newer(epoch, TIMEOUT_S)
+        world.leave()
+        world.join()
+    world.close()
+
+
+@pytest.fixture
+def members(tmp_path: Path) -> Iterator[Members]:
+    daemons = Members(tmp_path / "socket")
+    yield daemons
+    daemons.stop()
+
+
+@pytest.mark.timeout(180)
+def test_ranks_and_groups_follow_the_number_of_members(members: Members, tmp_path: Path) -> None:
+    clock = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    clock.set_timeout(timedelta(seconds=TIMEOUT_S))
+    stores = []
+
+    def begin_all() -> None:
+        for epoch, present in WORLDS.items():
+            stores.append(members.begin())
+            clock.set(f"began-{epoch}", "")
+            while clock.add(f"done-{epoch}", 0) < len(present) and not over.wait(0.01):
+                pass
+        clock.set(f"began-{max(WORLDS) + 1}", "")
+
+    over = threading.Event()
+    beginning = threading.Thread(target=begin_all)
+    beginning.start()
+    try:
+        run_ranks(train, (str(tmp_path / "socket"), str(clock.port)), len(PROCESSES))
+    finally:
+        over.set()
+        beginning.join()
+    assert {epoch: sorted(ranks) for epoch, ranks in members.greeted.items()} == {
+        epoch: list(range(len(present))) for epoch, present in WORLDS.items()
+    }
+
+
+def test_a_script_that_names_ranks_stays_only_for_worlds_of_its_size(
+    members: Members, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    variables = {"SOCKET": str(tmp_path / "socket"), "JOB": "job"}
+    for name, value in variables.items():
+        monkeypatch.setenv(f"HOLDFAST_{name}", value)
+    monkeypatch.setattr(f"{__name__}.WORLDS", {1: (0,), 2: (0,), 3: (0, 1), 4: (0,)})
+    monkeypatch.setenv("RANK", "0")
+    store = [members.begin()]
+    world = elastic.init("gloo")
+    alone = world.group([[0]])
+    store.append(members.begin())
+    world.leave()
+    world.join()
+    assert (world.epoch, world.size) == (2, 1) and alone.now.size() == 1
+    store.append(members.begin())
+    assert world._following is not None and world._following.wait_newer(2, TIMEOUT_S)
+    world.leave()
+    ended = threading.Thread(target=world.join, daemon=True)
+    with caplog.at_level(logging.WARNING, logger="holdfast"):
+        ended.start()
+        while "there are 2 ranks now, and it stays for 1 only" not in caplog.text:
+            assert ended.is_alive()
+    assert world.epoch == 2
+    store.append(members.begin())
+    ended.join(TIMEOUT_S)
+    assert (world.epoch, world.size) == (4, 1)
+    world.close()
+
+
+def test_lists_of_ranks_are_refused_where_the_number_of_ranks_may_change() -> None:
+    world = World(
+        "gloo",
+        None,
+        any_size=True,
+        store_address="",
+        local_rank=0,
+        nproc=1,
+        timeout_s=30.0,
+        reform_s=30.0,
+    )
+    world.join()
+    try:
+        with pytest.raises(InvalidJobError, match="give a function of the number of ranks"):
+            world.group([[0]])
+        with pytest.raises(InvalidJobError, match="must hold each of the 1 ranks once"):
+            world.group(lambda size: [range(size + 1)])
+        assert world.group(lambda size: [range(size)]).now.size() == 1
+    finally:
+        world.close()
