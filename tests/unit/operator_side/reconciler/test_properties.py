@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from virtual_world import MemberWorld, make_job
+from virtual_world import World, make_job
 
-from holdfast_core.snapshots.worlds import MemberWorld as Members
+from holdfast_core.snapshots.worlds import MemberWorld
 from holdfast_operator.reconciler.evidence import PATIENCE_S
 from holdfast_operator.reconciler.views import AgentState, PublishMembership
 
@@ -41,7 +41,7 @@ faults = st.one_of(
 schedules = st.lists(st.tuples(faults, st.sampled_from([0.0, 0.5, 2.0, 7.0])), max_size=12)
 
 
-def harm(world: MemberWorld, kind: str, which: int) -> None:
+def harm(world: World, kind: str, which: int) -> None:
     name = f"n{min(which, len(world.daemons) - 1)}"
     match kind:
         case "lose_rank" if world.membership.has(which):
@@ -70,7 +70,7 @@ def harm(world: MemberWorld, kind: str, which: int) -> None:
             world.train(world.step + which)
 
 
-def harm_agent(world: MemberWorld, kind: str, member: int) -> None:
+def harm_agent(world: World, kind: str, member: int) -> None:
     if not world.membership.has(member):
         return
     node = world.membership.member(member).node
@@ -88,7 +88,7 @@ def harm_agent(world: MemberWorld, kind: str, member: int) -> None:
             world.evict(member)
 
 
-def pass_time(world: MemberWorld, seconds: float, *, step_s: float) -> None:
+def pass_time(world: World, seconds: float, *, step_s: float) -> None:
     until = world.now + seconds
     while world.now < until:
         world.look()
@@ -96,17 +96,17 @@ def pass_time(world: MemberWorld, seconds: float, *, step_s: float) -> None:
         world.now += step_s
 
 
-def run(schedule: list[tuple[tuple[str, int], float]]) -> MemberWorld:
-    return disturbed(MemberWorld(make_job(spares=2, maxRestarts=MAX_RESTARTS, rules=RULES)), schedule)
+def run(schedule: list[tuple[tuple[str, int], float]]) -> World:
+    return disturbed(World(make_job(spares=2, maxRestarts=MAX_RESTARTS, rules=RULES)), schedule)
 
 
-def run_elastic(schedule: list[tuple[tuple[str, int], float]]) -> MemberWorld:
+def run_elastic(schedule: list[tuple[tuple[str, int], float]]) -> World:
     """Without spares, so that the members change often."""
     job = make_job(spares=0, spec={"minNodes": LEAST}, joinWaitSeconds=JOIN_WAIT_S, rules=RULES)
-    return disturbed(MemberWorld(job), schedule)
+    return disturbed(World(job), schedule)
 
 
-def disturbed(world: MemberWorld, schedule: list[tuple[tuple[str, int], float]]) -> MemberWorld:
+def disturbed(world: World, schedule: list[tuple[tuple[str, int], float]]) -> World:
     world.settle(1.0)
     for (kind, which), pause_s in schedule:
         if world.state.outcome is None and world.state.membership is not None:
@@ -179,7 +179,7 @@ def test_worlds_follow_each_other_and_none_that_is_needed_is_forgotten(
     world = run_elastic(schedule)
     order = [(membership.epoch, membership.revision) for membership in world.published]
     assert order == sorted(set(order))
-    worlds: dict[int, Members] = {}
+    worlds: dict[int, MemberWorld] = {}
     for membership in world.published:
         nodes = [member.node for member in membership.members]
         assert len(set(nodes)) == len(nodes)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from virtual_world import MemberWorld, make_job, running
+from virtual_world import World, make_job, running
 
 from holdfast_core.snapshots.generations import Generation, Line
-from holdfast_core.snapshots.worlds import MemberWorld as Members
+from holdfast_core.snapshots.worlds import MemberWorld
 from holdfast_operator.reconciler.counters import Outcome
 from holdfast_operator.reconciler.evidence import PATIENCE_S, UNSCHEDULABLE_S
 from holdfast_operator.reconciler.views import FenceNode, StartAgent
@@ -17,12 +17,12 @@ LOST_S = 6.0
 ANY = {"when": "Any", "action": "RestartInPlace"}
 
 
-def elastic(least: int = 2, *, nodes: int = 4, spares: int = 0, **more: Any) -> MemberWorld:
+def elastic(least: int = 2, *, nodes: int = 4, spares: int = 0, **more: Any) -> World:
     """A job of `nodes` members that trains in epoch 1 and may go on with `least`."""
     return running(make_job(nodes, spares=spares, spec={"minNodes": least}, **more))
 
 
-def indices(world: MemberWorld) -> list[int]:
+def indices(world: World) -> list[int]:
     return [member.index for member in world.membership.members]
 
 
@@ -34,7 +34,7 @@ def test_without_a_spare_the_members_that_are_left_go_on_at_once() -> None:
     assert (membership.epoch, membership.since, indices(world)) == (2, 2, [0, 1, 3])
     assert membership.groups == ((0, 1, 3),) and membership.restarting == frozenset()
     assert membership.past == (
-        Members(since=0, members=(0, 1, 2, 3), nproc_per_node=1, groups=((0, 1, 2, 3),)),
+        MemberWorld(since=0, members=(0, 1, 2, 3), nproc_per_node=1, groups=((0, 1, 2, 3),)),
     )
     assert world.messages("Recovering") == [
         "member 2 lost with node n2 (no heartbeat for 5.0 s); 3 of 4 members go on in epoch 2"
@@ -92,7 +92,7 @@ def test_below_the_minimum_the_job_waits_for_a_node_and_then_fails(least: int) -
 
 
 def test_one_node_brings_a_job_back_to_its_minimum() -> None:
-    world = MemberWorld(make_job(spares=1, spec={"minNodes": 3}))
+    world = World(make_job(spares=1, spec={"minNodes": 3}))
     world.kill_daemon("n4")
     world.settle(15.0)
     world.train(10)
@@ -240,7 +240,7 @@ def test_a_member_without_room_leaves_once_training_has_run() -> None:
 
 
 def test_a_job_that_never_ran_waits_for_room() -> None:
-    world = MemberWorld(make_job(spares=0, spec={"minNodes": 2}))
+    world = World(make_job(spares=0, spec={"minNodes": 2}))
     world.full.add("n1")
     world.settle(UNSCHEDULABLE_S + 5.0)
     assert indices(world) == [0, 1, 2, 3]
