@@ -49,6 +49,21 @@ class Exchange(Protocol):
     ) -> Iterator[tuple[tuple[int, ...], Broadcast]]:
         """Yield a broadcast for each of `groups` that this rank is in, one after the other."""
 
+    def deal(
+        self,
+        given: torch.Tensor,
+        given_bytes: Sequence[int],
+        taken: torch.Tensor,
+        taken_bytes: Sequence[int],
+    ) -> None:
+        """Send each rank its part of `given`, and fill `taken` with the parts from each. Raises
+        UnreachableError when a rank does not take part.
+
+        Args:
+            given, taken: uint8 in host memory; parts lie in the order of ranks.
+            given_bytes, taken_bytes: length of each rank's part.
+        """
+
 
 class Alone:
     """Exchange for a world of one rank, or of ranks without a process group."""
@@ -66,6 +81,16 @@ class Alone:
     ) -> Iterator[tuple[tuple[int, ...], Broadcast]]:
         del groups, device
         return iter(())
+
+    def deal(
+        self,
+        given: torch.Tensor,
+        given_bytes: Sequence[int],
+        taken: torch.Tensor,
+        taken_bytes: Sequence[int],
+    ) -> None:
+        del given_bytes, taken_bytes
+        taken.copy_(given)
 
 
 class GlooExchange:
@@ -149,6 +174,24 @@ class GlooExchange:
 
             yield ranks, broadcast
             dist.destroy_process_group(group)
+
+    def deal(
+        self,
+        given: torch.Tensor,
+        given_bytes: Sequence[int],
+        taken: torch.Tensor,
+        taken_bytes: Sequence[int],
+    ) -> None:
+        with _translated():
+            work = dist.all_to_all_single(
+                taken,
+                given,
+                list(taken_bytes),
+                list(given_bytes),
+                group=self._here(),
+                async_op=True,
+            )
+            wait(work, self._ended)
 
 
 def _new_group(

@@ -152,8 +152,10 @@ class RecoverableSampler(Sampler[int]):
                     for name in differ
                 )
             )
-        self._epoch, self._begin = state_dict["epoch"], state_dict["begin"]
-        self._position, self._split_over = state_dict["position"], state_dict["replicas"]
+        self._epoch, self._begin = state_dict["epoch"], state_dict.get("begin", 0)
+        self._position = state_dict["position"]
+        # In states from before it could change, the number of ranks is part of the order.
+        self._split_over = state_dict.get("replicas", saved.get("replicas", self._replicas))
 
     def _apply_split(self) -> None:
         """Count from here on in shares of the present number of ranks."""

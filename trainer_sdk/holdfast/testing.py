@@ -14,7 +14,7 @@ import fcntl
 import os
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from holdfast._daemon.client import (
     Commit,
     DaemonEvent,
     Grant,
+    HeldSnapshot,
     Hello,
     OnProgress,
     Opened,
@@ -97,6 +98,10 @@ class FakeDaemon:
         protects: whether a committed snapshot is announced as protected at once.
         line: the generation to restore; by default the newest that was committed when the first
             trainer of the epoch restored or opened its session.
+        captured_by: number of ranks of an earlier world, with daemons over the same directory, that
+            captured what the epoch starts from; 0 where this rank captured it.
+        reads: ranks of that world whose snapshots this rank reads for all ranks. Those of all ranks
+            of the new world together must be all of the old one.
     """
 
     def __init__(
@@ -108,6 +113,8 @@ class FakeDaemon:
         epoch: int = 1,
         protects: bool = True,
         line: Generation | None = None,
+        captured_by: int = 0,
+        reads: Sequence[int] = (),
     ) -> None:
         self.directory = Path(directory)
         self.rank = rank
@@ -115,6 +122,8 @@ class FakeDaemon:
         self.epoch = epoch
         self.protects = protects
         self.line = line
+        self.captured_by = captured_by
+        self.reads = tuple(reads)
         self.reachable = True
         self.calls: list[str] = []
         """Names of the methods that were called, in order."""
@@ -164,9 +173,12 @@ class FakeDaemon:
             self._events.put(event)
 
     def sealed(self) -> dict[Generation, FakeSnapshot]:
-        """Snapshots that could be restored."""
+        """Snapshots of this rank that could be restored."""
+        return self._sealed(self.rank)
+
+    def _sealed(self, rank: int) -> dict[Generation, FakeSnapshot]:
         found = {}
-        for path in sorted(self.directory.glob(f"{self.rank}-*/slot-*.manifest")):
+        for path in sorted(self.directory.glob(f"{rank}-*/slot-*.manifest")):
             encoded, places = split_places(path.read_bytes())
             manifest = decode_manifest(encoded)
             slot = int(path.stem.removeprefix("slot-"))
@@ -214,22 +226,20 @@ class FakeDaemon:
                     line=Line(generation=None, reason="no daemon holds a snapshot")
                 )
             self._protected = generation
-            held = self.sealed()[generation]
-        layout = decode_layout((held.home / "layout.json").read_bytes())
+            ranks = self.reads if self.captured_by else (self.rank,)
+            held = [self._sealed(rank)[generation] for rank in ranks]
         return RestoreDecision(
             line=Line(generation=generation, reason=f"generation {generation} in local memory"),
-            manifest=held.manifest,
-            layout=layout,
-            slot=held.piece_map.slot,
             source=RestoreSource.LOCAL,
-            token=f"read {held.home}",
-            arena_bytes=layout.arena_bytes(SLOTS_MAX),
-            places=held.piece_map.places,
+            captured_by=self.captured_by,
+            snapshots=tuple(map(_readable, held)),
         )
 
     def _line(self) -> Generation | None:
         """Generation from which the epoch starts; decided once, as real daemons do."""
-        decided = self._lines.setdefault(self.epoch, max(self.sealed(), default=None))
+        ranks = range(self.captured_by) if self.captured_by else (self.rank,)
+        complete = set.intersection(*({*self._sealed(rank)} for rank in ranks))
+        decided = self._lines.setdefault(self.epoch, max(complete, default=None))
         return self.line if self.line is not None else decided
 
     def open(self, epoch: int, layout: bytes, largest_slot_bytes: int, timeout_s: float) -> Opened:
@@ -406,3 +416,15 @@ class FakeDaemon:
     def _check_epoch(self, epoch: int) -> None:
         if epoch != self.epoch:
             raise StaleEpochError(f"epoch {epoch} has ended; the current epoch is {self.epoch}")
+
+
+def _readable(held: FakeSnapshot) -> HeldSnapshot:
+    layout = decode_layout((held.home / "layout.json").read_bytes())
+    return HeldSnapshot(
+        manifest=held.manifest,
+        layout=layout,
+        slot=held.piece_map.slot,
+        token=f"read {held.home}",
+        arena_bytes=layout.arena_bytes(SLOTS_MAX),
+        places=held.piece_map.places,
+    )

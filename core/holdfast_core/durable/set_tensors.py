@@ -25,7 +25,7 @@ from itertools import product
 from holdfast_core.errors import InvalidJobError, LayoutMismatchError
 from holdfast_core.experts.recompute import state_entries
 from holdfast_core.snapshots.layouts import Entry, Layout, TensorRole
-from holdfast_core.snapshots.units import UnitKey
+from holdfast_core.snapshots.units import UnitKey, UnitKind
 from holdfast_core.topology import Coordinates, Topology
 
 OPTIMIZER_PREFIX = "optim."
@@ -82,6 +82,8 @@ class SetTensor:
     boxes: tuple[Box, ...]
     param_group: int
     """See `Entry.param_group`."""
+    expert: bool
+    """Whether it belongs to an expert, so that only some ranks hold it."""
 
     @property
     def own(self) -> bool:
@@ -271,6 +273,7 @@ def _tensor(name: str, parts: Sequence[_Placed]) -> SetTensor:
         shape=shape,
         boxes=tuple(made),
         param_group=first.entry.param_group,
+        expert=UnitKey.parse(first.entry.unit).kind is UnitKind.EXPERT,
     )
 
 

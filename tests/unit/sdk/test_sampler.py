@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -130,3 +132,78 @@ def test_wrong_use_is_refused() -> None:
     other = RecoverableSampler(range(5), seed=1)
     with pytest.raises(LayoutMismatchError, match="samples is 5, in the snapshot 4; sampler seed"):
         other.load_state_dict(sampler.state_dict())
+
+
+@given(
+    st.integers(8, 60),
+    st.lists(st.tuples(st.integers(1, 6), st.integers(0, 12)), min_size=1, max_size=6),
+    st.integers(1, 6),
+    st.booleans(),
+)
+def test_each_sample_of_an_epoch_is_consumed_once_by_any_history_of_worlds(
+    samples: int, history: list[tuple[int, int]], last: int, drop_last: bool
+) -> None:
+    """`history`: (ranks, samples that each consumes) of worlds one after the other."""
+    epochs: dict[int, list[int]] = {}
+    sizes: dict[int, int] = {}
+    state: dict[str, Any] = {}
+
+    def run(ranks: int, count: int | None) -> None:
+        """Consume `count` samples on each rank, or all that is left of the epoch."""
+        nonlocal state
+        world = [
+            RecoverableSampler(range(samples), rank=r, replicas=ranks, seed=5, drop_last=drop_last)
+            for r in range(ranks)
+        ]
+        for rank, sampler in enumerate(world):
+            if state:
+                sampler.load_state_dict({**state, "other": rank})
+        while count is None or count:
+            batch = min(len(world[0]), 3 if count is None else count)
+            epoch, indices = world[0].epoch, [list(sampler)[:batch] for sampler in world]
+            sizes[epoch] = ranks
+            epochs.setdefault(epoch, []).extend(
+                i for each in zip(*indices, strict=True) for i in each
+            )
+            for sampler in world:
+                sampler.advance(batch)
+            count = None if count is None else count - batch
+            if count is None and world[0].epoch > epoch:
+                break
+        assert len({(s.epoch, s.position, len(s)) for s in world}) == 1
+        state = world[-1].state_dict()
+
+    for ranks, count in history:
+        run(ranks, count)
+    run(last, None)
+    for epoch, ranks in sizes.items():
+        seen = epochs[epoch]
+        if drop_last:  # also by a world that finds fewer samples left than it has ranks
+            assert len(seen) == len(set(seen))
+            assert len(seen) > samples - max(each for each, _ in [*history, (last, 0)])
+        else:
+            assert sorted(seen[:samples]) == list(range(samples))
+            assert len(seen) < samples + ranks
+
+
+def test_a_state_from_before_ranks_could_change_is_loaded() -> None:
+    old = {
+        "epoch": 2,
+        "position": 3,
+        "order": {
+            "samples": 20,
+            "rank": 1,
+            "replicas": 2,
+            "seed": 0,
+            "shuffle": True,
+            "drop_last": False,
+        },
+    }
+    same, more = (RecoverableSampler(range(20), rank=1, replicas=n) for n in (2, 4))
+    same.load_state_dict(old)
+    more.load_state_dict(old)
+    assert (same.epoch, same.position, len(same)) == (2, 3, 7)
+    assert (len(more), more.epoch, more.position) == (4, 2, 0)
+    again = RecoverableSampler(range(20), rank=1, replicas=4)
+    again.load_state_dict(more.state_dict())
+    assert list(again) == list(more)

@@ -8,6 +8,7 @@ the pieces that are carried over from the snapshot before.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -80,6 +81,11 @@ class Placed:
             self.arena[start + low : start + high]
             for start, low, high in self._parts(offset, nbytes)
         )
+
+    def read_into(self, address: int, offset: int, nbytes: int) -> None:
+        """Copy bytes out of any pieces to `address`, which has room for them."""
+        for start, low, high in self._parts(offset, nbytes):
+            ctypes.memmove(address + low - offset, self.address + start + low, high - low)
 
     def write(self, offset: int, data: bytes) -> None:
         """Write bytes into any pieces."""

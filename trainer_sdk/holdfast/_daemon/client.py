@@ -45,18 +45,31 @@ class Hello:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RestoreDecision:
-    """Generation from which this rank starts, and its snapshot."""
+class HeldSnapshot:
+    """A snapshot that this rank may read in the memory of its node."""
 
-    line: Line
-    manifest: Manifest | None = None
-    layout: Layout | None = None
-    slot: int = 0
-    source: RestoreSource = RestoreSource.NONE
-    token: str = ""
-    arena_bytes: int = 0
+    manifest: Manifest
+    layout: Layout
+    slot: int
+    token: str
+    """Entitles to read the arena."""
+    arena_bytes: int
     places: bytes = b""
     """Slot of each piece; see `holdfast_core.snapshots.pieces`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RestoreDecision:
+    """Generation from which this rank starts, and the snapshots that it reads."""
+
+    line: Line
+    source: RestoreSource = RestoreSource.NONE
+    captured_by: int = 0
+    """Number of ranks of the world that captured the line, where that is another world; 0 for the
+    present one."""
+    snapshots: tuple[HeldSnapshot, ...] = ()
+    """This rank's own one; empty for a fresh start. Of another world those that this rank reads for
+    all ranks: any number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -385,12 +398,20 @@ def _decision(message: trainer_pb2.RestoreDecision) -> RestoreDecision:
     line = codec.line_from_proto(message.line)
     if line.generation is None:
         return RestoreDecision(line=line)
+    held = message.snapshots if message.captured_by else (message,)
     return RestoreDecision(
         line=line,
+        source=RestoreSource.of(message.source),
+        captured_by=message.captured_by,
+        snapshots=tuple(map(_held, held)),
+    )
+
+
+def _held(message: trainer_pb2.RestoreDecision | trainer_pb2.HeldSnapshot) -> HeldSnapshot:
+    return HeldSnapshot(
         manifest=decode_manifest(message.manifest),
         layout=decode_layout(message.layout),
         slot=message.slot,
-        source=RestoreSource.of(message.source),
         token=message.token,
         arena_bytes=message.arena_bytes,
         places=message.places,

@@ -18,15 +18,15 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from holdfast._dcp.reader import HoldfastReader
+from holdfast._restoring.assembling import local_name
 from holdfast._restoring.fit import Wanted, make_room
 from holdfast._state.capture import LiveState
 from holdfast._state.collect import devices_of
 from holdfast._state.conventions import UnitNamer
 from holdfast._state.dtensors import is_dtensor
 from holdfast_core.durable.set_tensors import Reading, SetTensor
-from holdfast_core.errors import InvalidJobError, LayoutMismatchError
+from holdfast_core.errors import InvalidJobError
 from holdfast_core.snapshots.generations import Generation
-from holdfast_core.snapshots.layouts import TensorRole
 from holdfast_core.topology import Topology
 
 
@@ -85,7 +85,7 @@ def load_into(
     )
     local: dict[str, SetTensor] = {}
     for tensor in reader.source.tensors.values():
-        name = _local_name(live, tensor)
+        name = local_name(live, tensor)
         if name is not None:
             local[name] = tensor
     wanted = {
@@ -100,29 +100,6 @@ def load_into(
         load(state, storage_reader=reader)
         _put_values(live, reader)
     return reader
-
-
-def _local_name(live: LiveState, tensor: SetTensor) -> str | None:
-    """Find this rank's name for a tensor of the set; None when it does not hold the tensor."""
-    if tensor.own:
-        if tensor.parameter in live.anchors:
-            raise LayoutMismatchError(
-                f"{tensor.name} belongs to one rank and has no counterpart in another parallelism; "
-                f"restore with the parallelism of the set, or load with dcp.load"
-            )
-        return None
-    if not tensor.key:
-        if tensor.role is TensorRole.BUFFER:
-            known = any(name == tensor.name for name, _ in live.model.named_buffers())
-            return f"{tensor.name}(buffer)" if known else None
-        return tensor.name if tensor.name in live.anchors else None
-    shown = tensor.name.split(".", 2)[2].removesuffix(f".{tensor.key}")
-    index = shown.removeprefix(tensor.parameter)
-    foreign = f"{tensor.parameter}/master{index}"
-    if foreign in live.anchors:
-        return foreign if tensor.key == "master" else f"{foreign}:{tensor.key}"
-    anchor = live.anchors.get(shown)
-    return f"{shown}:{tensor.key}" if anchor is not None and anchor.optimizer >= 0 else None
 
 
 def _put_values(live: LiveState, reader: HoldfastReader) -> None:

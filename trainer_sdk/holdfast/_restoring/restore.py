@@ -3,6 +3,10 @@
 All ranks agree three times, so that every rank restores the same generation or every rank raises:
 once each has found its snapshot, once its own bytes are verified and copied, and at the end. A rank
 that fails takes part in the next agreement before it raises.
+
+Where another world captured the line, the bytes of each rank come from several snapshots, and the
+agreements are the same; see `other_world`. There everything is verified before the first agreement,
+so that a corrupt snapshot leaves the live state as it was.
 """
 
 from __future__ import annotations
@@ -15,10 +19,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from holdfast._copying.arena import MappedArena
 from holdfast._copying.collector import without_collector
-from holdfast._copying.engine import BadPieceError, CopyEngine, plan_copy
-from holdfast._copying.placed import Placed
+from holdfast._copying.engine import CopyEngine, plan_copy
 from holdfast._copying.strided import fill_strided
 from holdfast._daemon.client import DaemonClient, Hello, RestoreDecision
 from holdfast._exchange import Exchange
@@ -32,12 +34,21 @@ from holdfast._restoring.fit import (
     own_offers,
     wanted_by,
 )
+from holdfast._restoring.other_world import (
+    OtherWorld,
+    SnapshotOffer,
+    WorldPlan,
+    open_world,
+    plan_world,
+)
+from holdfast._restoring.passing import Span, pass_on
+from holdfast._restoring.reading import ReadSnapshot, read_snapshot
 from holdfast._restoring.scatter import scatter
 from holdfast._settings import Settings
 from holdfast._state.capture import LiveState, TensorSource
 from holdfast._state.casts import Pair, fill
 from holdfast._state.collect import Stateful, devices_of, put_back, put_back_groups
-from holdfast._state.extras import decode_extras, split_extras
+from holdfast._state.extras import decode_extras
 from holdfast_core.errors import (
     CorruptError,
     HoldfastError,
@@ -49,8 +60,7 @@ from holdfast_core.errors import (
 )
 from holdfast_core.experts.recompute import state_entries
 from holdfast_core.snapshots.generations import Generation
-from holdfast_core.snapshots.layouts import Layout, first_bad_piece
-from holdfast_core.snapshots.manifests import Manifest
+from holdfast_core.snapshots.layouts import Layout
 from holdfast_core.states import RestorePhase, RestoreProgress, RestoreSource
 from holdfast_core.topology import Topology
 
@@ -76,6 +86,12 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     """Layer → tokens of this rank, times the experts that each was sent to."""
     replenishes: bool = False
     """Whether this rank has lost tokens to make up for."""
+    captured_by: int = 0
+    """See `RestoreDecision.captured_by`."""
+    snapshots: tuple[SnapshotOffer, ...] = ()
+    """Snapshots of another world that this rank reads."""
+    needs: tuple[Span, ...] = ()
+    """What this rank needs of them all."""
 
 
 _STANDING = msgspec.json.Decoder(Standing)
@@ -100,13 +116,12 @@ class Restored:
 class _Found:
     """Snapshot that this rank is to restore."""
 
-    manifest: Manifest
-    layout: Layout
-    arena: MappedArena
-    placed: Placed
+    snapshot: ReadSnapshot
     extras: dict[str, Any]
     source: RestoreSource
-    experts: PartialState
+
+    def close_later(self) -> None:
+        self.snapshot.arena.close_later()
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +155,7 @@ class Restore:
             return self._run()
 
     def _run(self) -> Restored:
-        found: _Found | None = None
+        found: _Found | OtherWorld | None = None
         epoch = 0
         offers: tuple[Offer, ...] = ()
         error: HoldfastError | None = None
@@ -148,15 +163,17 @@ class Restore:
             hello = self._hello()
             epoch = hello.epoch
             found = self._find(epoch)
-            if found is not None and self.exchange.together:
-                offers = own_offers(found.layout, self.live, self.topology, self.rank)
+            if isinstance(found, _Found) and self.exchange.together:
+                offers = own_offers(found.snapshot.layout, self.live, self.topology, self.rank)
         except HoldfastError as raised:
             error = raised
         try:
+            if isinstance(found, OtherWorld):
+                return self._from_world(epoch, found, error)
             return self._together(epoch, found, offers, error)
         finally:
             if found is not None:
-                found.arena.close_later()
+                found.close_later()
 
     def _together(
         self,
@@ -165,12 +182,12 @@ class Restore:
         offers: tuple[Offer, ...],
         error: HoldfastError | None,
     ) -> Restored:
-        generation = "" if found is None else str(found.manifest.generation)
+        generation = "" if found is None else str(found.snapshot.manifest.generation)
         state, versions = START, dict[str, str]()
         if found is not None:
-            manifest = found.manifest
-            state = found.experts.with_versions((*manifest.experts, *manifest.older))
-            versions = state.own_versions(found.layout, manifest.experts)
+            manifest = found.snapshot.manifest
+            state = found.snapshot.experts.with_versions((*manifest.experts, *manifest.older))
+            versions = state.own_versions(found.snapshot.layout, manifest.experts)
         own = Standing(generation=generation, offers=offers, versions=versions)
         standings = self._agree(error, own)
         known = versions_of(standings)  # raises on every rank or on none
@@ -190,9 +207,9 @@ class Restore:
         standings = self._agree(error, own)
         assert copied is not None
         scatter(self.exchange, all_offers, copied.sources, self.rank)
-        _, error = _attempt(lambda: self._finish(chosen, copied))
+        _, error = _attempt(lambda: self._finish(chosen.extras, copied))
         self._agree(error, Standing(generation=generation))
-        line = found.manifest.generation
+        line = found.snapshot.manifest.generation
         losses, seen = [one.lost for one in standings], [one.assigned for one in standings]
         state = self.policy.recovered(state, losses, seen, epoch=epoch, line=line)
         step = line.step
@@ -202,10 +219,33 @@ class Restore:
             step=step,
             source=found.source,
             generation=line,
-            layout=found.layout,
+            layout=found.snapshot.layout,
             experts=state,
             replenishing=self.policy.leaves_out and any(one.replenishes for one in standings),
         )
+
+    def _from_world(self, epoch: int, world: OtherWorld, error: HoldfastError | None) -> Restored:
+        """Restore what another world captured. No snapshot of this rank's own remains for later
+        saves to build on."""
+        own = Standing(generation=str(world.generation), captured_by=world.ranks)
+        offers, me = world.offers(), self.rank if self.exchange.together else 0
+        standings = self._agree(error, msgspec.structs.replace(own, snapshots=offers))
+        all_offers = [standing.snapshots for standing in standings]
+
+        def plan_it() -> WorldPlan:
+            return plan_world(world, all_offers, self.live, self.topology, self.rank)
+
+        plan, error = _attempt(plan_it)
+        needs = plan.spans() if plan is not None else ()
+        standings = self._agree(error, msgspec.structs.replace(own, needs=needs))
+        assert plan is not None
+        wanted = [standing.needs for standing in standings]
+        pass_on(self.exchange, wanted, plan.readers, world.placed(), plan.filling(), me)
+        _, error = _attempt(lambda: self._finish(plan.extras, _Copied(plan.sources, ())))
+        self._agree(error, own)
+        step = world.generation.step
+        _log.info("epoch %d starts after step %d of %d ranks", epoch, step, world.ranks)
+        return Restored(epoch=epoch, step=step, source=world.source)
 
     # --- what to restore --------------------------------------------------------------------------
 
@@ -229,8 +269,38 @@ class Restore:
             )
         return hello
 
-    def _find(self, epoch: int) -> _Found | None:
-        """Get this rank's snapshot of the recovery line; None for a fresh start.
+    def _find(self, epoch: int) -> _Found | OtherWorld | None:
+        """Get this rank's snapshot of the recovery line, or those of another world that it reads;
+        None for a fresh start."""
+        decision = self._decide(epoch)
+        _log.info("recovery line: %s", decision.line.reason)
+        timeout_s = self.settings.rpc_timeout_s
+        if decision.line.generation is None:
+            return None
+        if decision.captured_by:
+            return open_world(decision, self.client, self.engine, timeout_s)
+        (held,) = decision.snapshots
+        manifest, layout = held.manifest, held.layout
+        if manifest.generation != decision.line.generation or manifest.rank != self.rank:
+            raise CorruptError(
+                f"the daemon offers generation {manifest.generation} of rank {manifest.rank} to "
+                f"rank {self.rank} for the line {decision.line.generation}"
+            )
+        if layout.topology != str(self.topology):
+            raise LayoutMismatchError(
+                f"the snapshot was taken with topology {layout.topology}, this session has "
+                f"{self.topology}; restore with the same parallelism, or load a stored copy with "
+                f"torch.distributed.checkpoint"
+            )
+        snapshot = read_snapshot(self.client, held, timeout_s)
+        try:
+            return _Found(snapshot, decode_extras(snapshot.extras), decision.source)
+        except HoldfastError:
+            snapshot.arena.close()
+            raise
+
+    def _decide(self, epoch: int) -> RestoreDecision:
+        """Wait for the daemon's decision.
 
         There is no deadline while the daemon reports that it waits for storage: giving up would
         only use up restarts of the job.
@@ -246,8 +316,7 @@ class Restore:
         while True:
             try:
                 left_s = max(deadline - time.monotonic(), 0.1)
-                decision = self.client.restore(epoch, left_s, follow)
-                break
+                return self.client.restore(epoch, left_s, follow)
             except UnreachableError as error:  # the daemon restarts
                 if phase.waits_for_storage:
                     deadline = time.monotonic() + self.settings.restore_timeout_s
@@ -256,95 +325,32 @@ class Restore:
                     raise
                 _log.info("asking the daemon again where to start: %s", error)
                 time.sleep(_RETRY_S)
-        _log.info("recovery line: %s", decision.line.reason)
-        manifest, layout = decision.manifest, decision.layout
-        if decision.line.generation is None or manifest is None or layout is None:
-            return None
-        if manifest.generation != decision.line.generation or manifest.rank != self.rank:
-            raise CorruptError(
-                f"the daemon offers generation {manifest.generation} of rank {manifest.rank} to "
-                f"rank {self.rank} for the line {decision.line.generation}"
-            )
-        if layout.topology != str(self.topology):
-            raise LayoutMismatchError(
-                f"the snapshot was taken with topology {layout.topology}, this session has "
-                f"{self.topology}; restore with the same parallelism, or load a stored copy with "
-                f"torch.distributed.checkpoint"
-            )
-        return self._read(decision, manifest, layout)
-
-    def _read(self, decision: RestoreDecision, manifest: Manifest, layout: Layout) -> _Found:
-        end = manifest.extras_offset + manifest.extras_bytes
-        if end != manifest.payload_bytes or end > layout.slot_bytes:
-            raise CorruptError(f"the manifest of rank {self.rank} does not fit its layout")
-        arena = self.client.reader(
-            decision.token, decision.arena_bytes, self.settings.rpc_timeout_s
-        )
-        try:
-            placed = Placed(
-                arena=arena.view(0, arena.nbytes),
-                address=arena.address,
-                layout=layout,
-                slot=decision.slot,
-                places=decision.places,
-            )
-            first = manifest.extras_offset // manifest.piece_bytes
-            low = first * manifest.piece_bytes
-            tail = memoryview(placed.read(low, end - low))
-            bad = first_bad_piece(tail, manifest.digests, manifest.piece_bytes, first_piece=first)
-            if bad is not None:
-                raise self._corrupt(layout, manifest, bad)
-            raw, of_experts = split_extras(bytes(tail[manifest.extras_offset - low :]))
-            extras = decode_extras(raw)
-            state = PartialState.decode(of_experts)
-        except HoldfastError:
-            arena.close()
-            raise
-        return _Found(manifest, layout, arena, placed, extras, decision.source, state)
 
     # --- bytes ------------------------------------------------------------------------------------
 
     def _copy_own(self, found: _Found, all_offers: Sequence[tuple[Offer, ...]]) -> _Copied:
         """Make room, verify this rank's payload and copy it out."""
-        wanted = wanted_by(self.rank, found.layout, all_offers)
+        snapshot = found.snapshot
+        wanted = wanted_by(self.rank, snapshot.layout, all_offers)
         check_cover(wanted)
         put_back_groups(self.live, found.extras)
         sources = make_room(self.live, wanted, devices_of(found.extras))
         casts = cast_pairs(wanted, sources)
         ranges = [
             (entry.offset, entry.start, _part(sources[entry.tensor], entry.start, entry.nbytes))
-            for entry in state_entries(found.layout)
+            for entry in state_entries(snapshot.layout)
         ]
-        manifest = found.manifest
-        plan = plan_copy(ranges, (), manifest.piece_bytes)
-        try:
-            self.engine.restore(plan, found.placed, manifest.payload_bytes, manifest.digests)
-        except BadPieceError as error:
-            raise self._corrupt(found.layout, manifest, error.piece) from error
+        plan = plan_copy(ranges, (), snapshot.manifest.piece_bytes)
+        snapshot.restore(self.engine, plan)
         return _Copied(sources, casts)
 
-    def _finish(self, found: _Found, copied: _Copied) -> None:
+    def _finish(self, extras: Mapping[str, Any], copied: _Copied) -> None:
         for pair in copied.casts:
             fill(pair)
         for source in copied.sources.values():
             if source.staging is not None:
                 fill_strided(source.tensor, source.staging)
-        put_back(self.live, self.stateful, found.extras)
-
-    def _corrupt(self, layout: Layout, manifest: Manifest, piece: int) -> CorruptError:
-        low = piece * manifest.piece_bytes
-        high = low + manifest.piece_bytes
-        units = dict.fromkeys(
-            entry.unit
-            for entry in layout.entries
-            if entry.offset < high and entry.offset + entry.nbytes > low
-        )
-        if high > manifest.extras_offset:
-            units["extras"] = None
-        return CorruptError(
-            f"rank {self.rank}, generation {manifest.generation}: piece {piece} does not match its "
-            f"checksum; it holds {', '.join(units)}"
-        )
+        put_back(self.live, self.stateful, extras)
 
     # --- agreement --------------------------------------------------------------------------------
 
@@ -368,6 +374,12 @@ class Restore:
         if len({one.generation for one in standings}) > 1:
             lines = {r: one.generation or "a fresh start" for r, one in enumerate(standings)}
             raise NoRecoveryLineError(f"ranks received different recovery lines: {lines}")
+        if len({one.captured_by for one in standings}) > 1:
+            worlds = {r: one.captured_by for r, one in enumerate(standings)}
+            raise NoRecoveryLineError(
+                f"daemons differ about the number of ranks that captured the line: {worlds}; 0 is "
+                f"the present world"
+            )
         return standings
 
 

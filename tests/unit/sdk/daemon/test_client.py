@@ -3,13 +3,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from holdfast._daemon.client import Commit, DaemonEvent, GrpcClient, Stage, TrainerReport
+from holdfast._daemon.client import (
+    Commit,
+    DaemonEvent,
+    GrpcClient,
+    HeldSnapshot,
+    Stage,
+    TrainerReport,
+)
 from holdfast._experts.loss import Loss
 from holdfast_core.errors import (
     HoldfastError,
@@ -70,6 +78,7 @@ class Trainer(trainer_pb2_grpc.TrainerServicer):
         self.sessions: list[str] = []
         """What the headers of each call name as its session."""
         self.fresh = False
+        self.captured_by = 0
         self.ended = threading.Event()
 
     def _enter(self, request: Any, context: grpc.ServicerContext) -> None:
@@ -90,9 +99,11 @@ class Trainer(trainer_pb2_grpc.TrainerServicer):
         decision = trainer_pb2.RestoreDecision(line=trainer_pb2.RestoreDecision().line)
         if not self.fresh:
             decision.line.generation.epoch, decision.line.generation.step = 1, 9
-            decision.manifest = encode_manifest(MANIFEST)
-            decision.layout = encode_layout(LAYOUT)
-            decision.slot, decision.token, decision.source = 2, "t", "parity"
+            decision.source, decision.captured_by = "parity", self.captured_by
+            held: list[Any] = [decision.snapshots.add() for _ in range(2 * bool(self.captured_by))]
+            for slot, each in enumerate(held or [decision], start=2):
+                each.manifest, each.layout = encode_manifest(MANIFEST), encode_layout(LAYOUT)
+                each.slot, each.token, each.arena_bytes, each.places = slot, "t", 7, b"\1"
         yield trainer_pb2.RestoreProgress(phase="ready", decision=decision)
 
     def Open(self, request: Any, context: Any) -> trainer_pb2.OpenReply:
@@ -235,10 +246,16 @@ def test_a_restore_tells_its_progress_and_ends_in_a_decision(
     assert [(each.phase, str(each)) for each in progress] == [
         (RestorePhase.REBUILD, "rebuild 1/2 rank 3")
     ]
-    assert (decision.manifest, decision.layout) == (MANIFEST, LAYOUT)
-    assert (decision.slot, decision.token, decision.source) == (2, "t", "parity")
+    held = HeldSnapshot(
+        manifest=MANIFEST, layout=LAYOUT, slot=2, token="t", arena_bytes=7, places=b"\1"
+    )
+    assert (decision.captured_by, decision.snapshots, decision.source) == (0, (held,), "parity")
+    service.captured_by = 5
+    decision = client.restore(2, WAIT_S, progress.append)
+    assert (decision.captured_by, decision.source) == (5, "parity")
+    assert decision.snapshots == (held, replace(held, slot=3))
     service.fresh = True
-    assert client.restore(2, WAIT_S, progress.append).manifest is None
+    assert client.restore(2, WAIT_S, progress.append).snapshots == ()
 
 
 def test_events_arrive_until_the_session_ends(client: GrpcClient) -> None:

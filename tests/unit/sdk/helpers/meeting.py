@@ -25,6 +25,12 @@ class Meeting:
         self.done = [0] * ranks
         self._changed = threading.Condition()
         self._given: dict[int, dict[int, Any]] = {}
+        self._within: dict[tuple[int, ...], Meeting] = {}
+
+    def within(self, group: tuple[int, ...]) -> Meeting:
+        """Meeting point of some of the ranks."""
+        with self._changed:
+            return self._within.setdefault(group, Meeting(len(group)))
 
     def gather(self, rank: int, data: _T) -> list[_T]:
         """The data of all ranks at this rank's next meeting, by rank."""
@@ -77,3 +83,52 @@ class Seat:
         self, groups: Sequence[tuple[int, ...]], device: torch.device
     ) -> Iterator[tuple[tuple[int, ...], Broadcast]]:
         raise AssertionError("there is no broadcast here")
+
+    def deal(
+        self,
+        given: torch.Tensor,
+        given_bytes: Sequence[int],
+        taken: torch.Tensor,
+        taken_bytes: Sequence[int],
+    ) -> None:
+        raise AssertionError("no bytes of tensors are sent here")
+
+
+class TransferSeat(Seat):
+    """An exchange that passes tensors on too, and counts the bytes that arrive."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        super().__init__(meeting, rank)
+        self.arrived = 0
+
+    def subgroups(
+        self, groups: Sequence[tuple[int, ...]], device: torch.device
+    ) -> Iterator[tuple[tuple[int, ...], Broadcast]]:
+        for group in groups:
+            if self.rank in group:
+                meeting = self.meeting.within(group)
+
+                def broadcast(
+                    buffer: torch.Tensor,
+                    source: int,
+                    group: tuple[int, ...] = group,
+                    meeting: Meeting = meeting,
+                ) -> None:
+                    given = meeting.gather(group.index(self.rank), buffer.clone())
+                    if self.rank != source:
+                        buffer.copy_(given[group.index(source)])
+                        self.arrived += buffer.numel()
+
+                yield group, broadcast
+
+    def deal(
+        self,
+        given: torch.Tensor,
+        given_bytes: Sequence[int],
+        taken: torch.Tensor,
+        taken_bytes: Sequence[int],
+    ) -> None:
+        parts = self.meeting.gather(self.rank, given.clone().split(list(given_bytes)))
+        for part, of_rank in zip(taken.split(list(taken_bytes)), parts, strict=True):
+            part.copy_(of_rank[self.rank])
+        self.arrived += taken.numel()

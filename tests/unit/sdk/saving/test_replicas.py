@@ -50,6 +50,15 @@ class PreparedExchange:
     ) -> Iterator[tuple[tuple[int, ...], Broadcast]]:
         raise AssertionError("no broadcast is expected")
 
+    def deal(
+        self,
+        given: torch.Tensor,
+        given_bytes: Sequence[int],
+        taken: torch.Tensor,
+        taken_bytes: Sequence[int],
+    ) -> None:
+        raise AssertionError("no bytes of tensors are expected")
+
 
 def statement(**digests: int) -> ReplicaStatement:
     by_gate = {str(GATE): digest for digest in digests.values()}

@@ -1,0 +1,174 @@
+"""A job goes on with the nodes that are left, and with more again, with the right bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import changing_trainer
+import pytest
+from changing_trainer import History, Line
+
+from holdfast_core.job.parsing import parse_job
+from holdfast_operator.local import LocalCluster, LocalSettings, Status
+
+WAIT_S = 60.0
+ENDLESS = 10**6
+
+
+def make_job(directory: Path, *, stay: bool, **spec: Any) -> Any:
+    command = [sys.executable, changing_trainer.__file__, "--steps", str(ENDLESS)]
+    command += ["--directory", str(directory), *(["--stay"] if stay else [])]
+    policy = {
+        "spares": 0,
+        "maxRestarts": 1000,
+        "joinWaitSeconds": 0,
+        "detection": {"heartbeatSeconds": 0.5, "missedHeartbeats": 4, "hangSeconds": 5},
+    }
+    return parse_job(
+        {
+            "apiVersion": "holdfast.dev/v1alpha1",
+            "kind": "MoETrainingJob",
+            "metadata": {"name": "changing"},
+            "spec": {
+                "nodes": 4,
+                "minNodes": 2,
+                "nprocPerNode": 1,
+                "parallelism": {"dp": 4},
+                "snapshot": {"memoryPerNode": "32Mi"},
+                "redundancy": {"type": "RAIM5"},
+                "failurePolicy": policy,
+                "trainer": {
+                    "template": {"spec": {"containers": [{"name": "trainer", "command": command}]}}
+                },
+                **spec,
+            },
+        }
+    )
+
+
+class Run:
+    """A job in a cluster, and what its processes have logged."""
+
+    def __init__(self, directory: Path, *, stay: bool, **spec: Any) -> None:
+        self.directory = directory
+        self.cluster = LocalCluster(
+            make_job(directory, stay=stay, **spec), LocalSettings(directory=directory / "run")
+        )
+
+    def lines(self) -> dict[int, list[Line]]:
+        """Steps that each process has run, by process id."""
+        found = {}
+        for path in self.directory.glob("log-*"):
+            whole = path.read_text().split("\n")[:-1]
+            found[int(path.name.removeprefix("log-"))] = [Line(**json.loads(one)) for one in whole]
+        return found
+
+    async def wait_size(self, size: int, after_epoch: int, what: str) -> Status:
+        """Wait until `size` ranks train in an epoch newer than `after_epoch`, and a generation of
+        it is protected."""
+
+        def holds(status: Status) -> bool:
+            return (
+                len(status.members) == size
+                and status.epoch > after_epoch
+                and status.protected.startswith(f"{status.epoch}.")
+            )
+
+        return await self.cluster.wait_for(holds, timeout_s=WAIT_S, what=what)
+
+    def check(self) -> list[int]:
+        """Check every step of every epoch against a replay in one process; return the sizes of the
+        worlds, in order."""
+        steps: dict[int, dict[int, dict[int, Line]]] = defaultdict(lambda: defaultdict(dict))
+        for lines in self.lines().values():
+            for line in lines:
+                assert line.rank not in steps[line.epoch][line.step], line
+                steps[line.epoch][line.step][line.rank] = line
+        replay, kept, sizes = History(), dict[int, dict[int, Line]](), list[int]()
+        for epoch in sorted(steps):
+            whole = {
+                step: by_rank
+                for step, by_rank in sorted(steps[epoch].items())
+                if len(by_rank) == next(iter(by_rank.values())).size
+            }
+            for step, by_rank in whole.items():
+                size = len(by_rank)
+                assert sorted(by_rank) == list(range(size))
+                batches = [by_rank[rank].samples for rank in range(size)]
+                state = replay.run(step, batches)
+                assert {line.hash for line in by_rank.values()} == {state}, (epoch, step)
+                kept = {n: one for n, one in kept.items() if n < step} | {step: by_rank}
+                sizes += [] if sizes and sizes[-1] == size else [size]
+        assert list(kept) == list(range(1, len(kept) + 1))
+        used = [n for by_rank in kept.values() for line in by_rank.values() for n in line.samples]
+        assert len(used) == len(set(used)), "a sample was used twice"
+        order = self._order()[: len(used)]
+        assert set(used) == set(order), "a sample was left out"
+        return sizes
+
+    @staticmethod
+    def _order() -> list[int]:
+        """Samples in the order of the data set's first pass."""
+        alone = changing_trainer.sampler_of(0, 1)
+        return list(alone)
+
+    def report(self) -> str:
+        """Last lines of all logs."""
+        logs = sorted((self.directory / "run" / "logs").glob("*"))
+        return "\n".join(f"--- {path.name}\n{path.read_text()[-6000:]}" for path in logs)
+
+
+@asynccontextmanager
+async def running(*, stay: bool, **spec: Any) -> AsyncIterator[Run]:
+    """A run whose four ranks train."""
+    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
+        run = Run(Path(path), stay=stay, **spec)
+        try:
+            async with run.cluster:
+                await run.wait_size(4, 0, "the first steps")
+                yield run
+        finally:
+            print(run.report())
+
+
+async def lose(run: Run, *members: int, left: int) -> Status:
+    """Kill the nodes of `members` at once, and wait until those that are left train."""
+    status = run.cluster.status
+    nodes = [one.node for one in status.members if one.index in members]
+    assert len(nodes) == len(members)
+    for node in nodes:
+        await run.cluster.kill_node(node)
+    return await run.wait_size(left, status.epoch, f"{left} members after the loss of {members}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("stay", [False, True], ids=["restart", "stay"])
+def test_a_job_goes_from_four_nodes_to_three_to_two_and_back(stay: bool) -> None:
+    async def change() -> Run:
+        async with running(stay=stay) as run:
+            await lose(run, 1, left=3)
+            smaller = await lose(run, 0, left=2)
+            assert [one.index for one in smaller.members] == [2, 3]
+            gone = [one.name for one in smaller.nodes if not one.connected]
+            for node in gone:
+                await run.cluster.start_node(node)
+            await run.wait_size(4, smaller.epoch, "four members again")
+            sizes = await asyncio.to_thread(run.check)
+            assert [size for size in sizes if size != 3][-1] == 4
+            assert sizes[:3] == [4, 3, 2]
+            if stay:
+                # Members 2 and 3 have trained in all worlds, in the processes they began with.
+                through = [lines for lines in run.lines().values() if lines[0].epoch == 1]
+                assert sum({line.size for line in lines} >= {4, 2} for lines in through) == 2
+            return run
+
+    asyncio.run(change())

@@ -1,0 +1,233 @@
+"""Place of a live tensor's bytes in the snapshots of ranks that hold other parts of the state.
+
+`holdfast_core.durable.set_tensors` assembles the tensors of the model from the layouts of all
+ranks. This module finds the live tensors among them by name, and the ranges of payloads that each
+of them consists of. It moves no bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from holdfast._restoring.fit import Wanted
+from holdfast._state.capture import LiveState, TensorSource
+from holdfast._state.dtensors import global_box, local_of
+from holdfast_core.durable.set_tensors import (
+    Box,
+    Reading,
+    SetTensor,
+    parts_of,
+    runs_of,
+    set_tensors,
+)
+from holdfast_core.errors import LayoutMismatchError
+from holdfast_core.snapshots.layouts import Entry, Layout, TensorRole
+from holdfast_core.snapshots.units import UnitKind
+from holdfast_core.topology import Topology
+
+_MASTER_BYTES = 4
+
+
+class PayloadRange(NamedTuple):
+    """Bytes of a payload, and their place in a live tensor."""
+
+    offset: int
+    """First byte in the payload."""
+    nbytes: int
+    """Bytes of the payload."""
+    tensor: str
+    """Name of the live tensor."""
+    start: int
+    """First byte in the live tensor."""
+    widened: int
+    """See `TensorPart.widened`."""
+
+
+class LocalTensor(NamedTuple):
+    """A live tensor as a box of a tensor of the model."""
+
+    whole: SetTensor
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def assembled(
+    layouts: Mapping[int, Layout], old: Topology, *, tp: int, pp: int
+) -> dict[str, SetTensor]:
+    """Assemble the tensors that ranks with these indices hold, by name; experts one by one.
+
+    Plain tensors come from ranks with the same indices, so that nothing needs to be known of how
+    they are cut; those that carry their own placement come from the whole pipeline stage.
+
+    Args:
+        old: topology of the ranks that captured `layouts`.
+
+    Raises:
+        LayoutMismatchError: see `set_tensors`.
+    """
+    # To `set_tensors` these ranks are data-parallel: nothing else is left to tell apart.
+    flat = str(Topology(dp=old.world_size))
+    found = {}
+    for rank, layout in layouts.items():
+        at = old.coordinates(rank)
+        if at.pp == pp:
+            whole = at.tp == tp
+            found[rank] = replace(
+                layout,
+                topology=flat,
+                entries=_placed_anywhere(layout.entries, plain=whole),
+                casts=_placed_anywhere(layout.casts, plain=whole),
+            )
+    return set_tensors(found, Reading(by_expert=True))
+
+
+def _placed_anywhere(entries: Sequence[Entry], *, plain: bool) -> tuple[Entry, ...]:
+    """Entries whose place in the whole tensor is known; with `plain`, all."""
+    return tuple(entry for entry in entries if plain or entry.global_shape)
+
+
+def local_name(live: LiveState, tensor: SetTensor) -> str | None:
+    """Find this rank's name for a tensor of the set; None when it does not hold the tensor."""
+    if tensor.own:
+        if tensor.parameter in live.anchors:
+            raise LayoutMismatchError(
+                f"{tensor.name} belongs to one rank and has no counterpart in another parallelism; "
+                f"restore with the parallelism of the set, or load with dcp.load"
+            )
+        return None
+    if not tensor.key:
+        if tensor.role is TensorRole.BUFFER:
+            known = any(name == tensor.name for name, _ in live.model.named_buffers())
+            return f"{tensor.name}(buffer)" if known else None
+        return tensor.name if tensor.name in live.anchors else None
+    shown = tensor.name.split(".", 2)[2].removesuffix(f".{tensor.key}")
+    index = shown.removeprefix(tensor.parameter)
+    foreign = f"{tensor.parameter}/master{index}"
+    if foreign in live.anchors:
+        return foreign if tensor.key == "master" else f"{foreign}:{tensor.key}"
+    anchor = live.anchors.get(shown)
+    return f"{shown}:{tensor.key}" if anchor is not None and anchor.optimizer >= 0 else None
+
+
+def local_tensors(live: LiveState, tensors: Mapping[str, SetTensor]) -> dict[str, LocalTensor]:
+    """Find the tensors that this rank holds or, of an optimizer's state, is to hold; by live name.
+
+    Raises:
+        LayoutMismatchError: when the model lacks one that every rank should hold, or one belongs to
+            one rank alone.
+    """
+    sources = {source.name: source for source in live.sources()}
+    found = {}
+    for tensor in tensors.values():
+        name = local_name(live, tensor)
+        if name is not None:
+            offsets, shape = _box_of(live, sources.get(name), name, tensor)
+            found[name] = LocalTensor(tensor, offsets, shape)
+        elif not tensor.expert:
+            raise LayoutMismatchError(
+                f"the snapshot has {tensor.name}, which the model and its optimizers do not"
+            )
+    return found
+
+
+def _box_of(
+    live: LiveState, source: TensorSource | None, name: str, tensor: SetTensor
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Pair (offsets, shape) of the local tensor in the whole. Where they do not fit together, it is
+    all of the whole, and `make_room` refuses the live tensor with both shapes."""
+    everything = (0,) * len(tensor.shape), tensor.shape
+    if source is None:
+        anchor = live.anchors[name.partition(":")[0]]
+        shape, offsets = global_box(anchor.parameter) or ((), ())
+        lengths = tuple(local_of(anchor.parameter).shape)
+        if anchor.index is not None:
+            shape, offsets, lengths = shape[1:], offsets[1:], lengths[1:]
+        return (offsets, lengths) if shape and shape == tensor.shape else everything
+    lengths, whole = tuple(source.tensor.shape), source.whole
+    if whole.global_shape and whole.global_shape == tensor.shape:
+        return whole.global_offsets, lengths
+    first = source.unit.expert
+    stacked = source.role is TensorRole.BUFFER and source.unit.kind is UnitKind.EXPERT
+    if stacked and first is not None and lengths and lengths[1:] == tensor.shape[1:]:
+        # A buffer of stacked experts is one tensor, with a row for each expert of this rank.
+        fits = lengths != tensor.shape and first + lengths[0] <= tensor.shape[0]
+        return ((first, *everything[0][1:]), lengths) if fits else everything
+    return everything
+
+
+def wanted_of(found: Mapping[str, LocalTensor]) -> dict[str, Wanted]:
+    """Describe local tensors as `make_room` takes them."""
+    return {
+        name: Wanted(tensor=name, dtype=one.whole.dtype, shape=one.shape, ranges=[])
+        for name, one in found.items()
+    }
+
+
+def payload_ranges(
+    found: Mapping[str, LocalTensor], layouts: Mapping[int, Layout]
+) -> dict[int, tuple[PayloadRange, ...]]:
+    """Find all bytes of the local tensors in the ranks' payloads: by rank, in order of offset.
+
+    Raises:
+        LayoutMismatchError: when a range is not among the tensors of its payload.
+    """
+    ranges: dict[int, list[PayloadRange]] = {}
+    for name, local in found.items():
+        for rank, one in _ranges_of(name, local):
+            end, misplaced = one.offset + one.nbytes, one.widened > 1 and one.offset % _MASTER_BYTES
+            if end > layouts[rank].extras_offset or misplaced:
+                raise LayoutMismatchError(
+                    f"layout of rank {rank}: {name} is at bytes {one.offset} to {end}, and the "
+                    f"tensors end at {layouts[rank].extras_offset}"
+                )
+            ranges.setdefault(rank, []).append(one)
+    return {rank: tuple(sorted(of_rank)) for rank, of_rank in ranges.items()}
+
+
+def _ranges_of(name: str, local: LocalTensor) -> Iterator[tuple[int, PayloadRange]]:
+    """Pairs (rank, range) of a local tensor's bytes."""
+    here, item = Box(local.offsets, local.shape, ()), local.whole.item_bytes
+    for box in local.whole.boxes:
+        low = [max(pair) for pair in zip(here.offsets, box.offsets, strict=True)]
+        ends = (
+            min(a + n, b + m)
+            for a, n, b, m in zip(here.offsets, here.shape, box.offsets, box.shape, strict=True)
+        )
+        lengths = [end - first for end, first in zip(ends, low, strict=True)]
+        if any(length <= 0 for length in lengths):
+            continue
+        inner = [
+            runs_of(
+                one, [at - first for at, first in zip(low, one.offsets, strict=True)], lengths, item
+            )
+            for one in (box, here)
+        ]
+        for at, start, nbytes in _together(*inner):
+            for part in parts_of(box, at, nbytes):
+                yield (
+                    part.rank,
+                    PayloadRange(
+                        offset=part.offset,
+                        nbytes=part.nbytes * part.widened,
+                        tensor=name,
+                        start=start + part.start - at,
+                        widened=part.widened,
+                    ),
+                )
+
+
+def _together(
+    runs: Iterator[tuple[int, int]], others: Iterator[tuple[int, int]]
+) -> Iterator[tuple[int, int, int]]:
+    """Triples (first byte of the one, of the other, bytes) of the same bytes, cut as both are."""
+    start = left = 0
+    for first, nbytes in runs:
+        at, end = first, first + nbytes
+        while at < end:
+            if not left:
+                start, left = next(others)
+            length = min(end - at, left)
+            yield at, start, length
+            at, start, left = at + length, start + length, left - length

@@ -1,0 +1,261 @@
+"""Restore from a generation that another world captured: one with other ranks, or in another order.
+
+No snapshot of that world belongs to a rank of this one. All of them together are the state, and
+each can be read by some rank. So every rank learns all layouts, finds out which bytes of which
+snapshots make up its own tensors, and receives them from the ranks that read them (`passing`).
+
+Extras are not tensors and cannot be divided. A rank takes those of the first snapshot that it
+reads, which is its own old one if it was in that world; a rank that reads none takes those of an
+old rank of its place, counted modulo their number. Buffers differ between replicas; all ranks get
+those of the lowest old rank that had them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from holdfast._copying.engine import CopyEngine, plan_copy
+from holdfast._copying.placed import Placed
+from holdfast._daemon.client import DaemonClient, RestoreDecision
+from holdfast._experts.partial_state import START
+from holdfast._restoring.assembling import (
+    PayloadRange,
+    assembled,
+    local_tensors,
+    payload_ranges,
+    wanted_of,
+)
+from holdfast._restoring.fit import make_room
+from holdfast._restoring.passing import Filling, Span, spans_of
+from holdfast._restoring.reading import ReadSnapshot, read_snapshot
+from holdfast._state.capture import LiveState, TensorSource
+from holdfast._state.collect import devices_of, put_back_groups
+from holdfast._state.extras import decode_extras
+from holdfast_core.errors import (
+    CorruptError,
+    HoldfastError,
+    LayoutMismatchError,
+    NoRecoveryLineError,
+)
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.layouts import (
+    Layout,
+    decode_layout,
+    encode_layout,
+    encode_manifest,
+    manifest_digest,
+)
+from holdfast_core.states import RestoreSource
+from holdfast_core.topology import Topology
+
+
+class SnapshotOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot that one rank can read for all."""
+
+    rank: int
+    """Rank of the old world that captured it."""
+    manifest: int
+    """Digest of its manifest."""
+    layout: bytes
+    extras: bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OtherWorld:
+    """The world that captured the line, and the snapshots of it that this rank reads."""
+
+    ranks: int
+    """Number of its ranks."""
+    generation: Generation
+    source: RestoreSource
+    snapshots: tuple[ReadSnapshot, ...]
+
+    def offers(self) -> tuple[SnapshotOffer, ...]:
+        """What the other ranks need to know of this rank's snapshots."""
+        return tuple(
+            SnapshotOffer(
+                rank=one.manifest.rank,
+                manifest=manifest_digest(encode_manifest(one.manifest)),
+                layout=encode_layout(one.layout),
+                extras=one.extras,
+            )
+            for one in self.snapshots
+        )
+
+    def placed(self) -> dict[int, Placed]:
+        """Bytes of this rank's snapshots, by the rank that captured them."""
+        return {one.manifest.rank: one.placed for one in self.snapshots}
+
+    def close_later(self) -> None:
+        for one in self.snapshots:
+            one.arena.close_later()
+
+
+def open_world(
+    decision: RestoreDecision, client: DaemonClient, engine: CopyEngine, timeout_s: float
+) -> OtherWorld:
+    """Open the snapshots that this rank reads, and verify every byte of them.
+
+    Raises:
+        CorruptError: when a snapshot is not one of the line, or a piece does not match.
+        LayoutMismatchError: when its policy left experts out.
+    """
+    generation = decision.line.generation
+    assert generation is not None
+    snapshots: list[ReadSnapshot] = []
+    world = OtherWorld(
+        ranks=decision.captured_by, generation=generation, source=decision.source, snapshots=()
+    )
+    try:
+        for held in decision.snapshots:
+            snapshots.append(read_snapshot(client, held, timeout_s))
+            _check(snapshots[-1], world)
+            snapshots[-1].restore(engine, plan_copy((), (), held.layout.piece_bytes))
+    except HoldfastError:
+        for one in snapshots:
+            one.arena.close()
+        raise
+    return replace(world, snapshots=tuple(snapshots))
+
+
+def _check(snapshot: ReadSnapshot, world: OtherWorld) -> None:
+    manifest, layout = snapshot.manifest, snapshot.layout
+    of = (manifest.generation, manifest.world_size, layout.world_size, layout.rank)
+    if of != (world.generation, world.ranks, world.ranks, manifest.rank) or (
+        manifest.rank >= world.ranks
+    ):
+        raise CorruptError(
+            f"the daemon offers generation {manifest.generation} of rank {manifest.rank} of "
+            f"{manifest.world_size} (by its layout {layout.rank} of {layout.world_size}) for the "
+            f"line {world.generation} of {world.ranks} ranks"
+        )
+    grid = (manifest.extras_offset, manifest.piece_bytes)
+    if grid != (layout.extras_offset, layout.piece_bytes):
+        raise CorruptError(f"the manifest of rank {manifest.rank} does not fit its layout")
+    if snapshot.experts != START:
+        raise LayoutMismatchError(
+            f"generation {manifest.generation} was captured by {world.ranks} ranks under a policy "
+            f"that leaves experts out; only snapshots of policy Full can be restored by other "
+            f"ranks: start with the ranks that captured it"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorldPlan:
+    """This rank's part in the restore."""
+
+    sources: Mapping[str, TensorSource]
+    """Live tensors by name."""
+    ranges: Mapping[int, tuple[PayloadRange, ...]]
+    """All bytes of them, by the rank that captured them."""
+    extras: Mapping[str, Any]
+    readers: Mapping[int, int]
+    """Rank that captured a snapshot → the present rank that reads it for all."""
+
+    def spans(self) -> tuple[Span, ...]:
+        """What this rank needs of each payload."""
+        return spans_of(self.ranges)
+
+    def filling(self) -> Filling:
+        return Filling(self.ranges, self.sources)
+
+
+def plan_world(
+    world: OtherWorld,
+    all_offers: Sequence[tuple[SnapshotOffer, ...]],
+    live: LiveState,
+    topology: Topology,
+    rank: int,
+) -> WorldPlan:
+    """Make room in the live state, and find all bytes that it needs.
+
+    Args:
+        all_offers: offers of each rank of this world.
+
+    Raises:
+        NoRecoveryLineError: when no rank can read some snapshot.
+        CorruptError: when two ranks offer different snapshots of one rank.
+        LayoutMismatchError: when the snapshots do not make up the live state.
+    """
+    readers, offers = _readers(world, all_offers)
+    layouts = {old: decode_layout(offer.layout) for old, offer in offers.items()}
+    was = _topology_of(layouts, world.ranks, topology)
+    at = topology.coordinates(rank)
+    alike = [was.rank_at(dp=dp, tp=at.tp, pp=at.pp) for dp in range(was.dp)]
+    read = [one.manifest.rank for one in world.snapshots if one.manifest.rank in alike]
+    chosen = read[0] if read else alike[at.dp % was.dp]
+    extras = {old: decode_extras(offers[old].extras) for old in alike}
+    put_back_groups(live, extras[chosen])
+    tensors = assembled(layouts, was, tp=at.tp, pp=at.pp)
+    found = local_tensors(live, tensors)
+    own = _with_all_values(extras[chosen], extras.values(), live)
+    sources = make_room(live, wanted_of(found), devices_of(own))
+    return WorldPlan(
+        sources=sources, ranges=payload_ranges(found, layouts), extras=own, readers=readers
+    )
+
+
+def _readers(
+    world: OtherWorld, all_offers: Sequence[tuple[SnapshotOffer, ...]]
+) -> tuple[dict[int, int], dict[int, SnapshotOffer]]:
+    """Find for each snapshot the lowest rank that can read it, and its offer."""
+    readers: dict[int, int] = {}
+    offers: dict[int, SnapshotOffer] = {}
+    for reader, of_reader in enumerate(all_offers):
+        for offer in of_reader:
+            known = offers.setdefault(offer.rank, offer)
+            if known.manifest != offer.manifest:
+                raise CorruptError(
+                    f"ranks {readers[offer.rank]} and {reader} offer different snapshots of rank "
+                    f"{offer.rank} of {world.ranks} in generation {world.generation}"
+                )
+            readers.setdefault(offer.rank, reader)
+    missing = sorted(set(range(world.ranks)) - readers.keys())
+    if missing:
+        raise NoRecoveryLineError(
+            f"no rank can read the snapshots of ranks {missing} of the {world.ranks} that captured "
+            f"generation {world.generation}"
+        )
+    return readers, offers
+
+
+def _topology_of(layouts: Mapping[int, Layout], ranks: int, topology: Topology) -> Topology:
+    """Topology of the old world. Raises LayoutMismatchError when this world cannot take over its
+    state."""
+    texts = sorted({layout.topology for layout in layouts.values()})
+    was = Topology.parse(texts[0])
+    if len(texts) > 1 or was.world_size != ranks:
+        raise LayoutMismatchError(
+            f"{ranks} ranks captured the generation with topologies {', '.join(texts)}"
+        )
+    if (was.tp, was.pp) != (topology.tp, topology.pp):
+        raise LayoutMismatchError(
+            f"the generation was captured with topology {was}, this session has {topology}; when "
+            f"ranks leave or join, only dp and ep may change: restore with tp={was.tp} and "
+            f"pp={was.pp}, or load a stored copy with torch.distributed.checkpoint"
+        )
+    return was
+
+
+def _with_all_values(
+    chosen: Mapping[str, Any], everything: Iterable[Mapping[str, Any]], live: LiveState
+) -> dict[str, Any]:
+    """Complete `chosen` extras by what others hold of this rank's parameters: plain values of
+    optimizer states, and their devices. Values of parameters that this rank lacks are left out: it
+    may have other experts than the rank that saved them."""
+    others = [chosen, *everything]
+    optimizers = []
+    for index, state in enumerate(chosen["optimizers"]):
+        scalars: dict[str, Any] = {}
+        devices: dict[str, str] = {}
+        for one in (extras["optimizers"][index] for extras in others):
+            for name, values in one["scalars"].items():
+                if name in live.anchors:
+                    scalars.setdefault(name, values)
+            devices = {**one["devices"], **devices}
+        optimizers.append({**state, "scalars": scalars, "devices": devices})
+    return {**chosen, "optimizers": optimizers}

@@ -1,0 +1,237 @@
+"""Transfer of the snapshots of another world, from the ranks that read them to those that need
+them.
+
+What travels are ranges of payloads, whatever tensors they hold: each rank has stated the ranges
+that it needs, so all ranks derive the same transfers in the same order. A range that several other
+ranks need is broadcast among them, on their device; one that a single other rank needs goes to it
+alone, through host memory. All of it passes through buffers of bounded size.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from holdfast._copying.placed import Placed
+from holdfast._exchange import Exchange
+from holdfast._restoring.assembling import PayloadRange
+from holdfast._restoring.scatter import BUFFER_BYTES, agreed_room
+from holdfast._state.capture import TensorSource
+from holdfast_core.snapshots.layouts import TENSOR_ALIGNMENT
+
+Span = tuple[int, int, int]
+"""Triple (rank that captured the payload, first byte, end)."""
+
+_DEALT_BYTES_MIN = 64 * 1024
+
+
+def spans_of(ranges: Mapping[int, Sequence[PayloadRange]]) -> tuple[Span, ...]:
+    """Cover `ranges` with as few spans as possible: gaps between tensors are included."""
+    spans: list[Span] = []
+    for rank in sorted(ranges):
+        low, end = 0, -TENSOR_ALIGNMENT
+        for one in ranges[rank]:
+            if one.offset - end >= TENSOR_ALIGNMENT:
+                spans.append((rank, low, end))
+                low = one.offset
+            end = max(end, one.offset + one.nbytes)
+        spans.append((rank, low, end))
+    return tuple(span for span in spans if span[1] < span[2])
+
+
+class Filling:
+    """Live tensors that are filled from payloads.
+
+    Args:
+        ranges: by rank, in order of offset.
+        sources: live tensors by name.
+    """
+
+    def __init__(
+        self,
+        ranges: Mapping[int, Sequence[PayloadRange]],
+        sources: Mapping[str, TensorSource],
+    ) -> None:
+        self._ranges, self._sources = ranges, sources
+        self._offsets = {rank: [one.offset for one in of] for rank, of in ranges.items()}
+        self._longest = {rank: max(one.nbytes for one in of) for rank, of in ranges.items()}
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensors, or of some of them."""
+        devices = (source.tensor.device for source in self._sources.values())
+        return next((one for one in devices if one.type != "cpu"), torch.device("cpu"))
+
+    def fill(self, spans: Sequence[Span], data: torch.Tensor) -> None:
+        """Copy the bytes of `spans`, one after the other in `data`, to the tensors they belong
+        to."""
+        at = 0
+        for rank, low, end in spans:
+            self._fill(rank, low, data[at : at + end - low])
+            at += end - low
+
+    def _fill(self, rank: int, low: int, data: torch.Tensor) -> None:
+        end = low + data.numel()
+        first = bisect_left(self._offsets[rank], low - self._longest[rank])
+        for index in range(first, bisect_left(self._offsets[rank], end)):
+            one = self._ranges[rank][index]
+            begin, stop = max(one.offset, low), min(one.offset + one.nbytes, end)
+            if begin >= stop:
+                continue
+            source, part = self._sources[one.tensor], data[begin - low : stop - low]
+            start = one.start + (begin - one.offset) // one.widened
+            into = source.flat()[start : start + (stop - begin) // one.widened]
+            if one.widened == 1:
+                into.copy_(part)
+            else:  # rounded as it was; copied first, because floats must be aligned
+                into.view(source.tensor.dtype).copy_(part.clone().view(torch.float32))
+
+
+def pass_on(
+    exchange: Exchange,
+    wanted: Sequence[Sequence[Span]],
+    readers: Mapping[int, int],
+    held: Mapping[int, Placed],
+    filling: Filling,
+    rank: int,
+) -> None:
+    """Fill this rank's tensors from all payloads. Collective.
+
+    Cost: each rank receives every byte that it needs and does not read itself once, and sends every
+    byte that it reads once for a single rank that needs it, and in one broadcast for several. It
+    takes two buffers of `BUFFER_BYTES`.
+
+    Args:
+        wanted: spans that each rank needs, without overlaps.
+        readers: rank that captured a payload → the present rank that reads it.
+        held: payloads that this rank reads, verified.
+
+    Raises:
+        UnreachableError: when a rank does not take part.
+    """
+    host = torch.empty(BUFFER_BYTES, dtype=torch.uint8)
+    for batch in packed([span for span in wanted[rank] if readers[span[0]] == rank], BUFFER_BYTES):
+        filling.fill(batch, _load(batch, held, host))
+    routes = _routes(wanted, readers)
+    _broadcast(exchange, routes, held, filling, host, rank)
+    _deal(exchange, routes, held, filling, rank, len(wanted))
+
+
+_Route = tuple[int, tuple[int, ...]]
+"""Pair (reader, other ranks that need the bytes)."""
+
+
+def _routes(
+    wanted: Sequence[Sequence[Span]], readers: Mapping[int, int]
+) -> dict[_Route, list[Span]]:
+    """Divide the payloads by who needs which bytes of them."""
+    edges: dict[int, list[tuple[int, int]]] = {}
+    for rank, spans in enumerate(wanted):
+        for old, low, end in spans:
+            if readers[old] != rank:
+                edges.setdefault(old, []).extend([(low, rank), (end, rank)])
+    routes: dict[_Route, list[Span]] = {}
+    for old in sorted(edges):
+        needing: set[int] = set()
+        before = 0
+        for at, rank in sorted(edges[old]):
+            if needing and at > before:
+                route = readers[old], tuple(sorted(needing))
+                routes.setdefault(route, []).append((old, before, at))
+            before = at
+            needing ^= {rank}  # each edge begins or ends what the rank needs
+    return dict(sorted(routes.items()))
+
+
+def _broadcast(
+    exchange: Exchange,
+    routes: Mapping[_Route, Sequence[Span]],
+    held: Mapping[int, Placed],
+    filling: Filling,
+    host: torch.Tensor,
+    rank: int,
+) -> None:
+    """Pass on what several ranks need."""
+    shared = {route: spans for route, spans in routes.items() if len(route[1]) > 1}
+    if not shared:
+        return
+    groups: dict[tuple[int, ...], list[tuple[int, Sequence[Span]]]] = {}
+    for (reader, others), spans in shared.items():
+        groups.setdefault(tuple(sorted((reader, *others))), []).append((reader, spans))
+    most = max(_bytes_of(spans) for spans in shared.values())
+    room = agreed_room(exchange, min(BUFFER_BYTES, most), filling.device)
+    for group, broadcast in exchange.subgroups(sorted(groups), room.device):
+        for reader, spans in groups[group]:
+            for batch in packed(spans, BUFFER_BYTES):
+                buffer = room[: _bytes_of(batch)]
+                if reader == rank:
+                    buffer.copy_(_load(batch, held, host))
+                broadcast(buffer, reader)
+                if reader != rank:
+                    filling.fill(batch, buffer)
+
+
+def _deal(
+    exchange: Exchange,
+    routes: Mapping[_Route, Sequence[Span]],
+    held: Mapping[int, Placed],
+    filling: Filling,
+    rank: int,
+    ranks: int,
+) -> None:
+    """Pass on what only one other rank needs, to all such ranks at once."""
+    limit = max(BUFFER_BYTES // ranks // TENSOR_ALIGNMENT * TENSOR_ALIGNMENT, _DEALT_BYTES_MIN)
+    pairs = {
+        (reader, others[0]): list(packed(spans, limit))
+        for (reader, others), spans in routes.items()
+        if len(others) == 1
+    }
+    none: Sequence[Span] = ()
+    for turn in range(max(map(len, pairs.values()), default=0)):
+        now = {pair: batches[turn] for pair, batches in pairs.items() if turn < len(batches)}
+        given = [now.get((rank, other), none) for other in range(ranks)]
+        taken = [now.get((other, rank), none) for other in range(ranks)]
+        given_bytes, taken_bytes = [list(map(_bytes_of, each)) for each in (given, taken)]
+        sent = torch.empty(sum(given_bytes), dtype=torch.uint8)
+        for batch, part in zip(given, sent.split(given_bytes), strict=True):
+            _load(batch, held, part)
+        received = torch.empty(sum(taken_bytes), dtype=torch.uint8)
+        exchange.deal(sent, given_bytes, received, taken_bytes)
+        for batch, part in zip(taken, received.split(taken_bytes), strict=True):
+            filling.fill(batch, part)
+
+
+def _load(batch: Sequence[Span], held: Mapping[int, Placed], into: torch.Tensor) -> torch.Tensor:
+    """Read a batch into the beginning of `into`, in host memory; return that part."""
+    at = 0
+    for old, low, end in batch:
+        held[old].read_into(into.data_ptr() + at, low, end - low)
+        at += end - low
+    return into[:at]
+
+
+def _bytes_of(spans: Sequence[Span]) -> int:
+    return sum(end - low for _, low, end in spans)
+
+
+def packed(spans: Sequence[Span], limit: int) -> Iterator[list[Span]]:
+    """Yield batches of spans to send together, each of at most `limit` bytes. A span is cut only
+    where an element of any tensor may begin."""
+    pending: list[Span] = []
+    room = limit
+    for rank, low, end in spans:
+        at = low
+        while at < end:
+            stop = min(end, at + room)
+            if stop < end:
+                stop -= stop % TENSOR_ALIGNMENT
+            if stop > at:
+                pending.append((rank, at, stop))
+                at, room = stop, room - (stop - at)
+            if at < end or not room:
+                yield pending
+                pending, room = [], limit
+    if pending:
+        yield pending

@@ -1,0 +1,95 @@
+"""A snapshot in the memory of this rank's node, opened to be read.
+
+The extras are verified when it is opened; the rest is verified when it is restored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast._copying.arena import MappedArena
+from holdfast._copying.engine import BadPieceError, CopyEngine, CopyPlan
+from holdfast._copying.placed import Placed
+from holdfast._daemon.client import DaemonClient, HeldSnapshot
+from holdfast._experts.partial_state import PartialState
+from holdfast._state.extras import split_extras
+from holdfast_core.errors import CorruptError, HoldfastError
+from holdfast_core.snapshots.layouts import Layout, first_bad_piece
+from holdfast_core.snapshots.manifests import Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSnapshot:
+    """An opened snapshot; `arena` must be closed."""
+
+    manifest: Manifest
+    layout: Layout
+    arena: MappedArena
+    placed: Placed
+    extras: bytes
+    """Encoded extras."""
+    experts: PartialState
+    """State of the policy that captured it."""
+
+    def restore(self, engine: CopyEngine, plan: CopyPlan) -> None:
+        """Copy what `plan` lists into live tensors, and verify the whole payload.
+
+        Raises:
+            CorruptError: when a piece does not match; the message names its units. Tensors are then
+                partly written.
+        """
+        manifest = self.manifest
+        try:
+            engine.restore(plan, self.placed, manifest.payload_bytes, manifest.digests)
+        except BadPieceError as error:
+            raise _corrupt(self.layout, manifest, error.piece) from error
+
+
+def read_snapshot(client: DaemonClient, held: HeldSnapshot, timeout_s: float) -> ReadSnapshot:
+    """Open a snapshot and verify its extras.
+
+    Raises:
+        CorruptError: when the snapshot does not fit its layout or its arena, or a piece of the
+            extras does not match.
+    """
+    manifest, layout = held.manifest, held.layout
+    end = manifest.extras_offset + manifest.extras_bytes
+    if end != manifest.payload_bytes or end > layout.slot_bytes:
+        raise CorruptError(f"the manifest of rank {manifest.rank} does not fit its layout")
+    arena = client.reader(held.token, held.arena_bytes, timeout_s)
+    try:
+        placed = Placed(
+            arena=arena.view(0, arena.nbytes),
+            address=arena.address,
+            layout=layout,
+            slot=held.slot,
+            places=held.places,
+        )
+        first = manifest.extras_offset // manifest.piece_bytes
+        low = first * manifest.piece_bytes
+        tail = memoryview(placed.read(low, end - low))
+        bad = first_bad_piece(tail, manifest.digests, manifest.piece_bytes, first_piece=first)
+        if bad is not None:
+            raise _corrupt(layout, manifest, bad)
+        extras, of_experts = split_extras(bytes(tail[manifest.extras_offset - low :]))
+        experts = PartialState.decode(of_experts)
+    except HoldfastError:
+        arena.close()
+        raise
+    return ReadSnapshot(manifest, layout, arena, placed, extras, experts)
+
+
+def _corrupt(layout: Layout, manifest: Manifest, piece: int) -> CorruptError:
+    low = piece * manifest.piece_bytes
+    high = low + manifest.piece_bytes
+    units = dict.fromkeys(
+        entry.unit
+        for entry in layout.entries
+        if entry.offset < high and entry.offset + entry.nbytes > low
+    )
+    if high > manifest.extras_offset:
+        units["extras"] = None
+    return CorruptError(
+        f"rank {manifest.rank}, generation {manifest.generation}: piece {piece} does not match its "
+        f"checksum; it holds {', '.join(units)}"
+    )
