@@ -138,8 +138,8 @@ class _Host:
     def agent_waits(self, after_epoch: int) -> None:
         self.engine.agent_waits(after_epoch)
 
-    def follows(self, rank: int, pid: int) -> int:
-        return self.engine.follows(rank, pid)
+    def follows(self, rank: int, pid: int, size: int) -> int:
+        return self.engine.follows(rank, pid, size)
 
     def worker_exited(self, epoch: int, rank: int, exit_code: int, last_lines: str) -> None:
         self.engine.worker_exited(epoch, rank, exit_code, last_lines)

@@ -120,7 +120,7 @@ def train(process: int, socket: str, port: str) -> None:
 
 @pytest.fixture
 def members(tmp_path: Path) -> Iterator[Members]:
-    daemons = Members(tmp_path / "socket")
+    daemons = Members(tmp_path / "socket")  # type: ignore[abstract]  # it serves two calls
     yield daemons
     daemons.stop()
 
