@@ -91,7 +91,7 @@ def kept_manifest(data: bytes) -> None:
     kept = PeerManifests(home, RealFiles())
     try:
         with suppress(HoldfastError):
-            kept.keep(sign(data), encode_layout(LAYOUT))
+            kept.keep(0, sign(data), encode_layout(LAYOUT))
         kept.forget(frozenset())
         left = [path for path in below.rglob("*") if path.is_file()]
         assert not left, f"a kept manifest left {left}"
