@@ -57,7 +57,7 @@ class RestoreState:
     """Number of ranks of the world that captured the line, if that is an earlier one; else 0. Then
     there is no slot of this rank's own."""
     read_for_all: tuple[tuple[ArenaView, Slot], ...] = ()
-    """Snapshots of that world which this rank reads for all ranks."""
+    """Snapshots of that world which this rank reads for all ranks, its own first."""
 
     @property
     def ready(self) -> bool:
@@ -176,7 +176,7 @@ def _of_earlier_world(
         line=line,
         source=RestoreSource.PARITY if RestoreSource.PARITY in sources else RestoreSource.LOCAL,
         captured_by=world.size,
-        read_for_all=tuple(sorted(here, key=lambda held: held[0].rank)),
+        read_for_all=tuple(sorted(here, key=lambda held: (held[0].rank != rank, held[0].rank))),
     )
 
 
