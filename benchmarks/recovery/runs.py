@@ -136,7 +136,9 @@ async def _disturb(cluster: LocalCluster, rank: int, kind: Kind, at_step: int) -
     """Kill a rank or its node, once all ranks have completed `at_step` and a snapshot of this epoch
     is protected."""
     status = await cluster.wait_for(
-        lambda status: _completed(status, at_step), timeout_s=WITHIN_S, what=f"step {at_step}"
+        lambda status: _completed(status, at_step) and _has_standby(status),
+        timeout_s=WITHIN_S,
+        what=f"step {at_step}",
     )
     member = status.member_of(rank)
     assert member is not None
@@ -146,6 +148,11 @@ async def _disturb(cluster: LocalCluster, rank: int, kind: Kind, at_step: int) -
     else:
         await cluster.kill_node(member.node)
     return Fault(kind=kind, rank=rank, at=at, epoch=status.epoch)
+
+
+def _has_standby(status: Status) -> bool:
+    """Whether an agent waits on the spare, or there is no spare any more."""
+    return all(node.standby == "ready" for node in status.nodes if node.role == "spare")
 
 
 def _completed(status: Status, step: int) -> bool:

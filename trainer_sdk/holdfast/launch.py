@@ -34,7 +34,7 @@ from torch.distributed.elastic.rendezvous.api import (
 from holdfast._environment import read_secrets, read_token_file, set_for_workers
 from holdfast._launch.agent import RESTARTS_MAX, EpochEndedError, HoldfastAgent
 from holdfast._launch.rendezvous import GrpcDaemon, HoldfastRendezvous
-from holdfast._launch.script import run_script
+from holdfast._launch.script import do_nothing, run_script
 from holdfast._launch.stderr import StderrLogs, WorkerStderr
 from holdfast_core.errors import AccessDeniedError
 from holdfast_core.job.failures import REFORM_S
@@ -87,6 +87,8 @@ class LaunchSettings:
     through."""
     wait_file: Path | None = None
     """File that gives the reason while the workers cannot be started."""
+    ready_file: Path | None = None
+    """File that is made once workers could be started at once, before the world is asked for."""
     grace_s: float = GRACE_S
     """Time that workers get between SIGTERM and SIGKILL."""
     reform_s: float = REFORM_S
@@ -121,7 +123,21 @@ def launch(settings: LaunchSettings) -> int:
         # Started now, so that it imports while this process waits for the world.
         multiprocessing.set_forkserver_preload(PRELOAD)
         forkserver.ensure_running()
+    if settings.ready_file is not None:
+        _record_readiness(settings.ready_file, forked=script is not None)
     return _run_agent(settings, script)
+
+
+def _record_readiness(file: Path, *, forked: bool) -> None:
+    """Make `file`, once the process that workers are forked from has imported all it should."""
+    if forked:
+        probe = multiprocessing.get_context("forkserver").Process(target=do_nothing)
+        probe.start()
+        probe.join()
+    try:
+        file.touch()
+    except OSError as error:
+        log.warning("%s cannot be written: %s", file, error)
 
 
 def _run_agent(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
@@ -223,6 +239,7 @@ def _parse(argv: Sequence[str] | None) -> tuple[LaunchSettings, Path | None]:
     add("--member-node", metavar="NAME", help="name of this node, for messages")
     add("--exit-file", type=Path, metavar="FILE", help="write the exit code here at the end")
     add("--wait-file", type=Path, metavar="FILE", help="write here why workers cannot start yet")
+    add("--ready-file", type=Path, metavar="FILE", help="make this when workers could start")
     add(
         "--log-dir",
         type=Path,
@@ -264,6 +281,7 @@ def _parse(argv: Sequence[str] | None) -> tuple[LaunchSettings, Path | None]:
         fresh=args.fresh,
         log_dir=args.log_dir,
         wait_file=args.wait_file,
+        ready_file=args.ready_file,
         grace_s=args.grace_s,
         reform_s=args.reform_s,
     )

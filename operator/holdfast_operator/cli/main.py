@@ -166,6 +166,13 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser.add_argument("job", type=Path, metavar="JOB.yaml", help="a MoETrainingJob")
     _add_directory(parser)
     parser.add_argument("--redis", default="", metavar="URL", help="catalogue for the daemons")
+    parser.add_argument(
+        "--standby",
+        type=_count_or_zero,
+        default=1,
+        metavar="N",
+        help="spares on which a launcher waits, with torch imported (default: %(default)s)",
+    )
     _add_insecure(parser)
     parser.set_defaults(handler=_run)
 
@@ -403,6 +410,10 @@ def _count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def _count_or_zero(text: str) -> int:
+    return 0 if text == "0" else _count(text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -52,6 +52,7 @@ def run(options: argparse.Namespace) -> int:
         directory=options.dir,
         redis_url=options.redis,
         insecure=options.insecure or is_insecure(given()),
+        standbys=options.standby,
     )
     return asyncio.run(_run(job, settings))
 

@@ -12,7 +12,13 @@ from rich.text import Text
 from holdfast_core.job.status import Phase
 from holdfast_core.quantities import GIB, format_rate
 from holdfast_core.states import RankHealth
-from holdfast_operator.local.status import FINISHED, LocalMemberStatus, Status, TimedEvent
+from holdfast_operator.local.status import (
+    FINISHED,
+    LocalMemberStatus,
+    NodeStatus,
+    Status,
+    TimedEvent,
+)
 from holdfast_operator.reconciler.losses import loss_text
 from holdfast_operator.reconciler.views import Condition
 
@@ -94,6 +100,7 @@ def status_view(status: Status, *, stale: str = "") -> RenderableType:
         parts.append(Text(loss_text(status.token_loss)))
     parts.append(_members(status))
     parts.append(_nodes(status))
+    parts.extend(_standby(node) for node in status.nodes if node.standby)
     parts.append(conditions_view(status.conditions))
     parts.extend(event_text(event) for event in status.events[-EVENTS_SHOWN:])
     return Group(*parts)
@@ -164,6 +171,10 @@ def _nodes(status: Status) -> Table:
             format_rate(member.protection_bytes_s) if member else "-",
         )
     return table
+
+
+def _standby(node: NodeStatus) -> Text:
+    return Text(f"standby {node.standby} on {node.name}", style="dim")
 
 
 def conditions_view(conditions: Sequence[Condition]) -> Table:

@@ -73,6 +73,9 @@ class LocalSettings:
     """URL of the daemons' catalogue; when empty, they keep it in their own memory."""
     insecure: bool = False
     """Whether daemons and the control loop do without certificates, and trainers without tokens."""
+    standbys: int = 1
+    """Number of spares on which an agent waits, so that a lost node is replaced sooner; 0 for
+    none."""
     commands: Commands = field(default_factory=Commands)
     """Command lines of the run's processes."""
 
@@ -178,7 +181,12 @@ class LocalCluster:
         moved = await self._listen(run.control_host, run.control_port)
         run.control_port = moved or run.control_port
         self._control = ControlLoop(
-            self.job, self.directory, self._server, self._supervisor, self._journal
+            self.job,
+            self.directory,
+            self._server,
+            self._supervisor,
+            self._journal,
+            self._settings.standbys,
         )
         if adopted:
             self._control.remember()

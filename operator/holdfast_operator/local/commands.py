@@ -64,10 +64,11 @@ class Commands:
         job: MoETrainingJob,
         node: NodeRecord,
         *,
-        member: int,
         attempt: int,
+        standby: bool = False,
     ) -> Command:
-        """Command of the agent of `member` on `node`, which runs the job's trainer."""
+        """Command of an agent on `node`, which runs the job's trainer once a member lives there. A
+        standby agent reports when it could start it."""
         socket = str(directory.socket(node.name))
         workplace = Path(run.working_directory, str(job.container.get("workingDir", "")))
         arguments = [
@@ -78,8 +79,9 @@ class Commands:
             *("--nodes", str(job.spec.nodes)),
             *("--nproc", str(job.spec.nproc_per_node)),
             *("--member-node", node.name),
-            *("--exit-file", str(directory.exit_file(member, attempt))),
-            *("--wait-file", str(directory.wait_file(member, attempt))),
+            *("--exit-file", str(directory.exit_file(node.name, attempt))),
+            *("--wait-file", str(directory.wait_file(node.name, attempt))),
+            *(("--ready-file", str(directory.ready_file(node.name, attempt))) if standby else ()),
             *job.launcher_options,
             "--",
             *job.command,
@@ -90,6 +92,6 @@ class Commands:
             "HOLDFAST_SOCKET": socket,
             "HOLDFAST_TOKEN_FILE": str(directory.token_file),
             **job.variables,
-            MARK: directory.mark(node.name, "agent", member, attempt),
+            MARK: directory.mark(node.name, "agent", attempt),
         }
         return Command(arguments=tuple(arguments), environment=environment)

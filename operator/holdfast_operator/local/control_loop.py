@@ -35,7 +35,9 @@ from holdfast_operator.reconciler.views import (
     PersistNow,
     PublishMembership,
     StartAgent,
+    StartStandby,
     StopAgent,
+    StopStandby,
     Succeed,
 )
 
@@ -63,7 +65,7 @@ class Journal:
 
 
 class ControlLoop:
-    """The control loop of one job."""
+    """The control loop of one job, with an agent waiting on `standbys` of its spares."""
 
     def __init__(
         self,
@@ -72,8 +74,9 @@ class ControlLoop:
         server: ControlServer,
         supervisor: Supervisor,
         journal: Journal,
+        standbys: int,
     ) -> None:
-        self._job, self._directory = job, directory
+        self._job, self._directory, self._standbys = job, directory, standbys
         self._server, self._supervisor = server, supervisor
         self._journal = journal
         self._state = ControlState()
@@ -86,7 +89,9 @@ class ControlLoop:
         """Look once; returns whether that led to actions and the job has not ended."""
         self._supervisor.keep_daemons()
         observed = self._observe()
-        decision = reconcile(self._job, observed, self._state, time.monotonic())
+        decision = reconcile(
+            self._job, observed, self._state, time.monotonic(), standbys=self._standbys
+        )
         # The next control loop must not repeat the events of this one.
         forced = decision.state.epoch != self._state.epoch or bool(decision.events)
         self._state = decision.state
@@ -109,7 +114,11 @@ class ControlLoop:
             elif self._supervisor.daemon_changed_at(name) > node.heartbeat_at:
                 node = replace(node, returning=True)
             nodes[name] = replace(node, disruption=self._directory.notice(name))
-        return Observed(nodes=nodes, agents=self._supervisor.agents())
+        return Observed(
+            nodes=nodes,
+            agents=self._supervisor.agents(),
+            standbys=self._supervisor.standbys(),
+        )
 
     def _carry_out(self, action: Action) -> None:
         match action:
@@ -119,6 +128,10 @@ class ControlLoop:
                 self._supervisor.start_agent(member, node)
             case StopAgent(member=member, node=node):
                 self._supervisor.stop_agent(member, node)
+            case StartStandby(node=node):
+                self._supervisor.start_standby(node)
+            case StopStandby(node=node):
+                self._supervisor.stop_standby(node)
             case FenceNode(node=node):
                 self._supervisor.fence(node)
             case DropJob():

@@ -8,7 +8,8 @@
 <run>/notices/<node>    the node will be lost soon; holds the reason
 <run>/exits/<agent>     exit code that the agent's launcher wrote
 <run>/exits/<agent>.waits  why the launcher cannot start its workers yet
-<run>/logs/             one file for each daemon and member
+<run>/exits/<agent>.ready  the launcher can start its workers at once
+<run>/logs/             one file for each daemon, member and standby agent
 <run>/tls/              a CA for this run, and what it certified for daemons and the control loop
 <run>/tokens/<job>      token that trainers of the job show to daemons
 <memory>/<node>/        the node's "tmpfs": its daemon's directory
@@ -49,7 +50,7 @@ class DaemonRecord(msgspec.Struct, kw_only=True):
 
 
 class AgentRecord(msgspec.Struct, kw_only=True):
-    """The process of a member's agent."""
+    """The process of an agent: a member's, or one that waits for a member."""
 
     process: ProcessId
     attempt: int
@@ -64,7 +65,14 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     root: str
     daemon: DaemonRecord | None = None
     agents: dict[int, AgentRecord] = {}
+    standby: AgentRecord | None = None
     attempts: int = 0
+
+    @property
+    def all_agents(self) -> list[AgentRecord]:
+        """The agents of members, then the standby agent."""
+        standby = [] if self.standby is None else [self.standby]
+        return [*self.agents.values(), *standby]
 
 
 class RunRecord(msgspec.Struct, kw_only=True):
@@ -121,11 +129,14 @@ class RunDirectory:
     def log(self, name: str) -> Path:
         return self.path / "logs" / f"{name}.log"
 
-    def exit_file(self, member: int, attempt: int) -> Path:
-        return self.path / "exits" / f"{member}-{attempt}"
+    def exit_file(self, node: str, attempt: int) -> Path:
+        return self.path / "exits" / f"{node}-{attempt}"
 
-    def wait_file(self, member: int, attempt: int) -> Path:
-        return self.path / "exits" / f"{member}-{attempt}.waits"
+    def wait_file(self, node: str, attempt: int) -> Path:
+        return self.path / "exits" / f"{node}-{attempt}.waits"
+
+    def ready_file(self, node: str, attempt: int) -> Path:
+        return self.path / "exits" / f"{node}-{attempt}.ready"
 
     @property
     def tls(self) -> Path:

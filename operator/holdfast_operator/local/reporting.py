@@ -36,6 +36,7 @@ from holdfast_operator.reconciler.views import (
     NodeView,
     Observed,
     RankView,
+    StandbyView,
 )
 
 
@@ -144,6 +145,7 @@ def _node(
     view = observed.nodes.get(record.name) or NodeView(name=record.name)
     member = membership.member_on(record.name) if membership is not None else None
     role = "lost" if view.gone else "spare" if member is None else f"member {member}"
+    standby = next((each for each in observed.standbys if each.node == record.name), None)
     return NodeStatus(
         name=record.name,
         role=role,
@@ -156,7 +158,14 @@ def _node(
         incarnation=view.incarnation,
         memory_used_bytes=view.memory_used_bytes,
         memory_budget_bytes=view.memory_budget_bytes,
+        standby="" if standby is None else _standby(standby),
     )
+
+
+def _standby(standby: StandbyView) -> str:
+    if standby.state is not AgentState.RUNNING:
+        return ""
+    return "ready" if standby.ready else "starting"
 
 
 def _text(generation: Generation | None) -> str:

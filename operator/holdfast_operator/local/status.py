@@ -84,6 +84,9 @@ class NodeStatus:
     incarnation: int
     memory_used_bytes: int
     memory_budget_bytes: int
+    standby: str = ""
+    """`ready` if an agent waits here that could start workers at once, `starting` if it is on its
+    way; empty without one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

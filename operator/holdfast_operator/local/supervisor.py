@@ -8,6 +8,7 @@ agent is not.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import shutil
 import signal
 import time
@@ -35,13 +36,17 @@ from holdfast_operator.local.processes import (
     spawn,
     wait_exit,
 )
-from holdfast_operator.reconciler.views import AgentState, AgentView, EventReason
+from holdfast_operator.reconciler.views import AgentState, AgentView, EventReason, StandbyView
 
 BACKOFF_S_MIN, BACKOFF_S_MAX = 0.1, 10.0
 STEADY_S = 30.0
 """Seconds of life after which the next restart of a daemon has the shortest pause again."""
 GRACE_S = 8.0
 """Seconds between SIGTERM and SIGKILL: longer than the launcher gives its workers."""
+
+
+_AgentKey = tuple[str, int]
+"""Node and attempt of an agent."""
 
 
 class Supervisor:
@@ -64,9 +69,9 @@ class Supervisor:
     ) -> None:
         self._directory, self.run, self._job, self._commands = directory, run, job, commands
         self._on_change, self._post = on_change, post
-        self._exits: dict[tuple[int, str], int] = {}
-        self._last_lines: dict[tuple[int, str], str] = {}
-        self._waiting: dict[tuple[int, str], str] = {}
+        self._exits: dict[_AgentKey, int] = {}
+        self._last_lines: dict[_AgentKey, str] = {}
+        self._waiting: dict[_AgentKey, str] = {}
         self._daemon_changed_at: dict[str, float] = {}
         self._kept: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -79,12 +84,12 @@ class Supervisor:
         self._kill_unrecorded()
         for node in self.run.nodes.values():
             if self.is_dead(node.name):
-                node.daemon, node.agents = None, {}
+                node.daemon, node.agents, node.standby = None, {}, None
                 continue
-            for member, agent in node.agents.items():
-                self._background(self._watch_agent(node, member, agent))
+            for agent in node.all_agents:
+                self._background(self._watch_agent(node, agent))
                 if agent.stopping:
-                    self._background(self._end_agent(node, member, agent))
+                    self._background(self._end_agent(agent))
         self.keep_daemons()
         self._directory.write_record(self.run)
 
@@ -102,11 +107,10 @@ class Supervisor:
         for node in self.run.nodes.values():
             if node.daemon is None or not is_alive(node.daemon.process):
                 kill_marked(self._directory.mark(node.name, "daemon"))
-            known = {(member, agent.attempt) for member, agent in node.agents.items()}
-            for member in range(self._job.spec.nodes):
-                for attempt in range(1, node.attempts + 2):
-                    if (member, attempt) not in known:
-                        kill_marked(self._directory.mark(node.name, "agent", member, attempt))
+            known = {agent.attempt for agent in node.all_agents}
+            for attempt in range(1, node.attempts + 2):
+                if attempt not in known:
+                    kill_marked(self._directory.mark(node.name, "agent", attempt))
 
     def is_dead(self, node: str) -> bool:
         """Whether the node was lost, and is not back."""
@@ -175,121 +179,186 @@ class Supervisor:
         )
 
     def _agent_view(self, node: str, member: int, agent: AgentRecord) -> AgentView:
-        code = self._exits.get((member, node))
-        if agent.stopping:
-            state = AgentState.STOPPING
-        elif code is not None:
-            state = AgentState.EXITED
-        else:
-            state = AgentState.RUNNING
-        exit_code = code if state is AgentState.EXITED else None
-        if exit_code is not None and exit_code < 0:
-            exit_code = 128 - exit_code  # as a shell and a kubelet report it
-        lines = self._last_lines.get((member, node), "") if exit_code else ""
+        state, code = self._state_of(node, agent)
+        ended = (node, agent.attempt) in self._exits
         return AgentView(
             member=member,
             node=node,
             state=state,
-            exit_code=exit_code,
-            message=self._why_waiting(node, member, agent) if code is None else "",
-            last_lines=lines,
+            exit_code=code,
+            message="" if ended else self._why_waiting(node, member, agent),
+            last_lines=self._last_lines.get((node, agent.attempt), "") if code else "",
         )
+
+    def standbys(self) -> tuple[StandbyView, ...]:
+        """All standby agents on living nodes."""
+        return tuple(
+            self._standby_view(node.name, node.standby)
+            for node in self.run.nodes.values()
+            if node.standby is not None and not self.is_dead(node.name)
+        )
+
+    def _standby_view(self, node: str, agent: AgentRecord) -> StandbyView:
+        state, code = self._state_of(node, agent)
+        ready = self._directory.ready_file(node, agent.attempt).exists()
+        return StandbyView(node=node, state=state, ready=ready, exit_code=code)
+
+    def _state_of(self, node: str, agent: AgentRecord) -> tuple[AgentState, int | None]:
+        """State of an agent, and the exit code of one that has ended by itself."""
+        if agent.stopping:
+            return AgentState.STOPPING, None
+        code = self._exits.get((node, agent.attempt))
+        if code is None:
+            return AgentState.RUNNING, None
+        # as a shell and a kubelet report it
+        return AgentState.EXITED, 128 - code if code < 0 else code
 
     def _why_waiting(self, node: str, member: int, agent: AgentRecord) -> str:
         """Reason why the launcher cannot start its workers yet; an event reports a new one."""
         try:
-            why = self._directory.wait_file(member, agent.attempt).read_text().strip()
+            why = self._directory.wait_file(node, agent.attempt).read_text().strip()
         except (OSError, UnicodeDecodeError):
             why = ""
-        before = self._waiting.pop((member, node), "")
+        before = self._waiting.pop((node, agent.attempt), "")
         if why:
-            self._waiting[(member, node)] = why
+            self._waiting[(node, agent.attempt)] = why
             if not before:
                 self._post("WorkersWait", f"those of member {member} on {node}: {why}", True)
         return why
 
     def start_agent(self, member: int, name: str) -> None:
-        """Start the member's agent on a node, unless it is there or the node is lost."""
+        """Start the member's agent on a node, unless it is there or the node is lost. A standby
+        agent that waits there becomes the member's."""
         node = self.run.nodes[name]
         if self._stopping or member in node.agents or self.is_dead(name):
             return
+        standby = node.standby
+        if standby is not None and self._state_of(name, standby)[0] is AgentState.RUNNING:
+            node.agents[member], node.standby = standby, None
+            self._hand_over_log(name, member)
+            self._directory.write_record(self.run)
+            return
+        agent = self._spawn_agent(node, f"member-{member}")
+        if agent is not None:
+            node.agents[member] = agent
+            self._watch(node, agent)
+
+    def start_standby(self, name: str) -> None:
+        """Start a standby agent on a node, unless it is there or the node is lost."""
+        node = self.run.nodes[name]
+        if self._stopping or node.standby is not None or self.is_dead(name):
+            return
+        agent = self._spawn_agent(node, f"standby-{name}", standby=True)
+        if agent is not None:
+            node.standby = agent
+            self._watch(node, agent)
+
+    def _spawn_agent(
+        self, node: NodeRecord, log: str, *, standby: bool = False
+    ) -> AgentRecord | None:
+        """Start a launcher; an event reports one that cannot be started."""
         node.attempts += 1
         command = self._commands.agent(
-            self._directory, self.run, self._job, node, member=member, attempt=node.attempts
+            self._directory, self.run, self._job, node, attempt=node.attempts, standby=standby
         )
         try:
-            log = self._directory.log(f"member-{member}")
-            process = spawn(command.arguments, command.environment, log)
+            process = spawn(command.arguments, command.environment, self._directory.log(log))
         except HoldfastError as error:
             self._post("AgentNotStarted", str(error), True)
-            return
-        agent = AgentRecord(process=process, attempt=node.attempts)
-        self._exits.pop((member, name), None)
-        node.agents[member] = agent
-        self._directory.write_record(self.run)
-        self._background(self._watch_agent(node, member, agent))
+            return None
+        return AgentRecord(process=process, attempt=node.attempts)
+
+    def _hand_over_log(self, node: str, member: int) -> None:
+        """Make the log of a standby agent the member's; the one that the member had gets a number.
+        The process goes on writing to its file."""
+        log = self._directory.log(f"member-{member}")
+        earlier = (
+            self._directory.log(f"member-{member}.{number}") for number in itertools.count(1)
+        )
+        with suppress(OSError):
+            log.rename(next(path for path in earlier if not path.exists()))
+        with suppress(OSError):
+            self._directory.log(f"standby-{node}").rename(log)
 
     def stop_agent(self, member: int, name: str) -> None:
         """Stop the member's agent on a node, and forget it."""
         node = self.run.nodes[name]
         agent = node.agents.get(member)
-        if agent is None:
-            return
-        if (member, name) in self._exits:
-            self._forget_agent(node, member, agent)
+        if agent is not None:
+            self._stop(node, agent)
+
+    def stop_standby(self, name: str) -> None:
+        """Stop the standby agent on a node, and forget it."""
+        node = self.run.nodes[name]
+        if node.standby is not None:
+            self._stop(node, node.standby)
+
+    def _stop(self, node: NodeRecord, agent: AgentRecord) -> None:
+        if (node.name, agent.attempt) in self._exits:
+            self._forget(node, agent)
         elif not agent.stopping:
             agent.stopping = True
-            self._background(self._end_agent(node, member, agent))
+            self._background(self._end_agent(agent))
         self._directory.write_record(self.run)
 
     def fence(self, name: str) -> None:
         """Kill all agents on a node; its daemon, if it lives, is fenced by its epoch."""
-        node = self.run.nodes[name]
-        for agent in node.agents.values():
+        for agent in self.run.nodes[name].all_agents:
             send(agent.process, signal.SIGKILL)
         self._background(asyncio.to_thread(kill_marked, self._directory.mark(name, "agent")))
 
-    async def _watch_agent(self, node: NodeRecord, member: int, agent: AgentRecord) -> None:
+    def _watch(self, node: NodeRecord, agent: AgentRecord) -> None:
+        """Record a new agent, and watch it."""
+        self._directory.write_record(self.run)
+        self._background(self._watch_agent(node, agent))
+
+    async def _watch_agent(self, node: NodeRecord, agent: AgentRecord) -> None:
         code = await wait_exit(agent.process)
         if code is None:
-            code = await self._written_exit_code(member, agent)
-        if node.agents.get(member) is agent:
+            code = await self._written_exit_code(node, agent)
+        if any(each is agent for each in node.all_agents):
             if agent.stopping or self._stopping:
-                self._forget_agent(node, member, agent)
+                self._forget(node, agent)
                 self._directory.write_record(self.run)
             else:
-                log = self._directory.log(f"member-{member}")
-                found = last_lines(end_of(log), secrets_among(self._job.env))
-                self._last_lines[(member, node.name)] = found
-                self._exits[(member, node.name)] = code
-                self._report_exit(node, member, code)
+                self._exits[(node.name, agent.attempt)] = code
+                self._note_exit(node, agent, code)
             self._on_change()
         # An agent that was killed leaves workers behind.
-        mark = self._directory.mark(node.name, "agent", member, agent.attempt)
+        mark = self._directory.mark(node.name, "agent", agent.attempt)
         await asyncio.to_thread(kill_marked, mark)
 
-    def _report_exit(self, node: NodeRecord, member: int, code: int) -> None:
+    def _note_exit(self, node: NodeRecord, agent: AgentRecord, code: int) -> None:
+        """Keep the last lines of a member's agent, and report its failure."""
+        member = next((m for m, each in node.agents.items() if each is agent), None)
+        if member is None:
+            return
+        log = self._directory.log(f"member-{member}")
+        found = last_lines(end_of(log), secrets_among(self._job.env))
+        self._last_lines[(node.name, agent.attempt)] = found
         if code != 0 and not self.is_dead(node.name):
-            log = self._directory.log(f"member-{member}")
             self._post("AgentExited", f"the agent of member {member} {_how(code)} ({log})", True)
 
-    async def _written_exit_code(self, member: int, agent: AgentRecord) -> int:
+    async def _written_exit_code(self, node: NodeRecord, agent: AgentRecord) -> int:
         """Exit code that the launcher wrote, for a process that is not this process's child."""
         try:
-            return int(self._directory.exit_file(member, agent.attempt).read_text())
+            return int(self._directory.exit_file(node.name, agent.attempt).read_text())
         except (OSError, ValueError):
             return KILLED
 
-    async def _end_agent(self, node: NodeRecord, member: int, agent: AgentRecord) -> None:
+    async def _end_agent(self, agent: AgentRecord) -> None:
         await self._end_process(agent.process)
         self._on_change()
 
-    def _forget_agent(self, node: NodeRecord, member: int, agent: AgentRecord) -> None:
-        node.agents.pop(member, None)
-        self._exits.pop((member, node.name), None)
-        self._waiting.pop((member, node.name), None)
-        for file in (self._directory.exit_file, self._directory.wait_file):
-            file(member, agent.attempt).unlink(missing_ok=True)
+    def _forget(self, node: NodeRecord, agent: AgentRecord) -> None:
+        node.agents = {member: each for member, each in node.agents.items() if each is not agent}
+        if node.standby is agent:
+            node.standby = None
+        for kept in (self._exits, self._last_lines, self._waiting):
+            kept.pop((node.name, agent.attempt), None)
+        files = self._directory
+        for file in (files.exit_file, files.wait_file, files.ready_file):
+            file(node.name, agent.attempt).unlink(missing_ok=True)
 
     # --- the end ------------------------------------------------------------------------------
 
@@ -297,7 +366,7 @@ class Supervisor:
         """End everything that was started, agents first, and free the nodes' memory."""
         self._stopping = True
         nodes = list(self.run.nodes.values())
-        agents = [agent.process for node in nodes for agent in node.agents.values()]
+        agents = [agent.process for node in nodes for agent in node.all_agents]
         await asyncio.gather(*(self._end_process(process) for process in agents))
         daemons = [node.daemon.process for node in nodes if node.daemon is not None]
         await asyncio.gather(*(self._end_process(process) for process in daemons))

@@ -31,7 +31,8 @@ keep to this:
    followed by one that does (`stored_copies`).
 6. For each notice that a member's node will be taken away, a copy in durable storage is requested,
    whatever else is done about it (`notices`).
-7. A job that has ended, well or not, frees its memory in the daemons, and is deleted when its time
+7. On some spares an agent waits, and becomes that of the member that moves there (`standby`).
+8. A job that has ended, well or not, frees its memory in the daemons, and is deleted when its time
    is over (`deadlines`).
 """
 
@@ -61,6 +62,7 @@ from holdfast_operator.reconciler.notices import ask_for_copy
 from holdfast_operator.reconciler.placement import form, refreshed
 from holdfast_operator.reconciler.recovering import recover, start_missing
 from holdfast_operator.reconciler.shape import Shape
+from holdfast_operator.reconciler.standby import keep_standbys
 from holdfast_operator.reconciler.steps import Look, Step, end, fold, publish, stop
 from holdfast_operator.reconciler.stored_copies import (
     note_copies,
@@ -93,13 +95,15 @@ def reconcile(
     state: ControlState,
     now: float,
     locations: Locations = None,
+    standbys: int = 0,
 ) -> Decision:
     """Decide what to do now, and the state to pass in the next time. `locations`: where the job may
-    persist to."""
-    look = Look(job=job, observed=observed, now=now, locations=locations)
+    persist to. `standbys`: number of spares on which an agent shall wait."""
+    look = Look(job=job, observed=observed, now=now, locations=locations, standbys=standbys)
     step = _follow_rules(look, look.begin(state))
     waiting = step.waiting or ""
     step = step.then(ask_for_copy(look, step.state, state.membership))
+    step = step.then(keep_standbys(look, step.state))
     return Decision(
         state=step.state,
         actions=step.actions,

@@ -57,6 +57,8 @@ class Look:
     now: float
     locations: Locations = None
     """Where the job may persist to."""
+    standbys: int = 0
+    """Number of spares on which an agent shall wait."""
 
     def begin(self, state: ControlState) -> ControlState:
         """State that the first rule is given."""

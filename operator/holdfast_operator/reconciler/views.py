@@ -157,12 +157,24 @@ class AgentView:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StandbyView:
+    """Agent that waits on a spare and belongs to no member, until one moves there."""
+
+    node: str
+    state: AgentState
+    ready: bool = False
+    """Whether it could start workers at once."""
+    exit_code: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Observed:
     """Everything that is known now. A missing node was not seen yet. All agents are there: an
     adapter that has not listed them yet must not look."""
 
     nodes: Mapping[str, NodeView]
     agents: tuple[AgentView, ...] = ()
+    standbys: tuple[StandbyView, ...] = ()
     _by_home: dict[tuple[int, str], AgentView] = field(init=False, repr=False, compare=False)
     _views: dict[int, tuple[Membership, tuple[JobView | None, ...]]] = field(
         init=False, repr=False, compare=False, default_factory=dict
@@ -202,7 +214,8 @@ class PublishMembership:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartAgent:
-    """Start the member's agent on the node; there is none there."""
+    """Start the member's agent on the node; there is none there. A standby agent that waits on the
+    node becomes the member's instead."""
 
     member: int
     node: str
@@ -214,6 +227,20 @@ class StopAgent:
     or not at all."""
 
     member: int
+    node: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartStandby:
+    """Start a standby agent on the node; there is none there."""
+
+    node: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StopStandby:
+    """Stop the standby agent on the node and forget it, unless it has become a member's."""
+
     node: str
 
 
@@ -258,6 +285,8 @@ Action = (
     PublishMembership
     | StartAgent
     | StopAgent
+    | StartStandby
+    | StopStandby
     | FenceNode
     | DropJob
     | PersistNow
@@ -311,6 +340,7 @@ class EventReason(StrEnum):
     SCHEDULED = "Scheduled"
     RUNNING = "Running"
     DAEMON_EXITED = "DaemonExited"
+    STANDBY_EXITED = "StandbyExited"
     DAEMON_SILENT = "DaemonSilent"
     DAEMON_BACK = "DaemonBack"
     READDRESSED = "Readdressed"
@@ -381,6 +411,8 @@ class ControlState(Counters):
     """Step that the current epoch started from, once known."""
     unprotected: frozenset[str] = frozenset()
     """Reasons for which `unprotected` has emitted events."""
+    standby_exits: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    """Node → how often its standby agent has ended of late, and when it last did."""
 
     @classmethod
     def remembering(cls, counters: Counters) -> ControlState:

@@ -63,6 +63,10 @@ def run_script(stderr_paths: tuple[str, ...], *command: str) -> None:
         sys.stderr.flush()
 
 
+def do_nothing() -> None:
+    """Body of a process that only shows that the fork server answers."""
+
+
 def _of_script(traceback: TracebackType | None) -> TracebackType | None:
     """Strip the frames that started the script."""
     ours = (__file__, runpy.__file__, f"<frozen {runpy.__name__}>")

@@ -94,11 +94,14 @@ def main() -> int:
     names = ("--socket", "--job", "--nodes", "--nproc", "--member-node", "--exit-file")
     for name in (*names, "--wait-file"):
         parser.add_argument(name, required=True)
+    parser.add_argument("--ready-file")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     root = Path(options.socket).parent
     wait_for_room(Path(options.exit_file).parents[1] / FULL, Path(options.wait_file))
+    if options.ready_file is not None:
+        Path(options.ready_file).touch()
     code = agent_main(root, options.member_node, int(options.nproc), int(options.command[-1]))
     Path(options.exit_file).write_text(str(code))
     return code

@@ -33,8 +33,11 @@ from holdfast_operator.reconciler.views import (
     Observed,
     PublishMembership,
     RankView,
+    StandbyView,
     StartAgent,
+    StartStandby,
     StopAgent,
+    StopStandby,
 )
 
 STEP_S = 0.25
@@ -112,6 +115,9 @@ class World:
         """Whether the protected generation of an earlier epoch is protected again at once in a new
         one."""
         self.agents: dict[tuple[int, str], AgentView] = {}
+        self.standbys: dict[str, StandbyView] = {}
+        """Node → the standby agent on it."""
+        self.standbys_wanted = 0
         self.state = ControlState()
         self.decision = Decision(state=self.state)
         self.step, self.idle_s = 0, 0.0
@@ -136,7 +142,14 @@ class World:
     def look(self) -> Decision:
         """Run one round of the control loop, and carry out its actions at once."""
         self.beat()
-        decision = reconcile(self.job, self.observed(), self.state, self.now, self.locations)
+        decision = reconcile(
+            self.job,
+            self.observed(),
+            self.state,
+            self.now,
+            self.locations,
+            standbys=self.standbys_wanted,
+        )
         self.state, self.decision = decision.state, decision
         self.events.extend(decision.events)
         self.actions.extend(decision.actions)
@@ -168,6 +181,7 @@ class World:
         return Observed(
             nodes={name: self.node_view(name) for name in self.daemons},
             agents=tuple(agent for _, agent in sorted(self.agents.items())),
+            standbys=tuple(standby for _, standby in sorted(self.standbys.items())),
         )
 
     def node_view(self, name: str) -> NodeView:
@@ -245,6 +259,9 @@ class World:
                     self.deliver(name, membership)
             case StartAgent(member=member, node=node):
                 assert (member, node) not in self.agents, f"{action} although there is one"
+                standby = self.standbys.get(node)
+                if standby is not None and standby.state is AgentState.RUNNING:
+                    del self.standbys[node]
                 full = node in self.full
                 self.agents[member, node] = AgentView(
                     member=member,
@@ -259,6 +276,12 @@ class World:
                 if self.lingering:
                     stopping = replace(agent, state=AgentState.STOPPING, exit_code=None)
                     self.agents[member, node] = stopping
+            case StartStandby(node=node):
+                assert node not in self.standbys, f"{action} although there is one"
+                self.standbys[node] = StandbyView(node=node, state=AgentState.RUNNING)
+            case StopStandby(node=node):
+                assert node in self.standbys, f"{action} although there is none"
+                del self.standbys[node]
             case FenceNode(node=node):
                 self.fenced.append(node)
             case DropJob():
@@ -341,6 +364,11 @@ class World:
         self.kill_daemon(name)
         self.gone.add(name)
         self.agents = {key: agent for key, agent in self.agents.items() if key[1] != name}
+        self.standbys.pop(name, None)
+
+    def exit_standby(self, name: str, code: int = 1) -> None:
+        ended = replace(self.standbys[name], state=AgentState.EXITED, exit_code=code)
+        self.standbys[name] = ended
 
     def exit_agent(self, member: int, code: int) -> None:
         key = (member, self.membership.member(member).node)

@@ -154,6 +154,109 @@ def test_a_job_goes_on_without_a_node_and_with_it_when_it_is_back(run_directory:
     asyncio.run(scenario())
 
 
+def standby_of(cluster: LocalCluster, node: str) -> int:
+    """Pid of the standby agent on the node; 0 without one."""
+    record = cluster.directory.read_record()
+    assert record is not None
+    standby = record.nodes[node].standby
+    return 0 if standby is None else standby.process.pid
+
+
+def has_standby(node: str) -> Callable[[Status], bool]:
+    return lambda status: any(n.name == node and n.standby == "ready" for n in status.nodes)
+
+
+async def wait_for_another_standby(cluster: LocalCluster, node: str, before: int) -> int:
+    await cluster.wait_for(
+        lambda status: has_standby(node)(status) and standby_of(cluster, node) != before,
+        timeout_s=WAIT_S,
+    )
+    return standby_of(cluster, node)
+
+
+def test_the_agent_that_waits_on_a_spare_becomes_that_of_a_lost_member(
+    run_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def scenario() -> None:
+        async with LocalCluster(tiny_job(spares=2), settings(run_directory)) as cluster:
+            await cluster.wait_for(has_standby("n2"), timeout_s=WAIT_S)
+            pid = standby_of(cluster, "n2")
+            assert pid and not standby_of(cluster, "n3")
+            await cluster.wait_for(
+                lambda _: has_standby("n2")(read_status(cluster.directory.status_file)),
+                timeout_s=WAIT_S,
+            )
+            assert main(["status", "--dir", str(run_directory), "--once"]) == 0
+            shown = capsys.readouterr().out
+            assert "standby ready on n2" in shown and "on n3\n" not in shown
+
+            await cluster.kill_node("n1")
+            await cluster.wait_for(runs_in(2), timeout_s=WAIT_S)
+            record = cluster.directory.read_record()
+            assert record is not None
+            assert {m: a.process.pid for m, a in record.nodes["n2"].agents.items()} == {1: pid}
+            logs = {path.name for path in (run_directory / "logs").iterdir()}
+            assert {"member-1.log", "member-1.1.log"} <= logs and "standby-n2.log" not in logs
+            await cluster.wait_for(has_standby("n3"), timeout_s=WAIT_S)
+
+            os.kill(pid, signal.SIGKILL)  # it is watched like any member's agent
+            status = await cluster.wait_for(runs_in(3), timeout_s=WAIT_S)
+            assert [member.node for member in status.members] == ["n0", "n2"]
+            assert "the agent of member 1" in status.recoveries[-1].cause
+
+    asyncio.run(scenario())
+
+
+def test_a_standby_agent_that_dies_is_started_again_and_costs_the_job_nothing(
+    run_directory: Path,
+) -> None:
+    async def scenario() -> None:
+        async with LocalCluster(tiny_job(), settings(run_directory)) as cluster:
+            await cluster.wait_for(has_standby("n2"), timeout_s=WAIT_S)
+            first = standby_of(cluster, "n2")
+            os.kill(first, signal.SIGKILL)
+            second = await wait_for_another_standby(cluster, "n2", first)
+            posted = [e.message for e in cluster.events if e.reason == "StandbyExited"]
+            assert posted == [
+                "the standby agent on n2 was killed by SIGKILL (code 137); starting it again in 1 s"
+            ]
+            assert (cluster.status.epoch, cluster.status.restarts) == (1, 0)
+            await cluster.kill_daemon("n2")
+            await cluster.wait_for(
+                lambda s: s.nodes[2].connected and s.nodes[2].incarnation == 2, timeout_s=WAIT_S
+            )
+            assert standby_of(cluster, "n2") == second
+            await cluster.kill_node("n0")
+            await cluster.wait_for(runs_in(2), timeout_s=WAIT_S)
+            record = cluster.directory.read_record()
+            assert record is not None and record.nodes["n2"].agents[0].process.pid == second
+
+    asyncio.run(scenario())
+
+
+def test_a_control_loop_takes_over_standby_agents_and_stops_those_it_does_not_want(
+    run_directory: Path,
+) -> None:
+    async def scenario() -> None:
+        first = LocalCluster(tiny_job(), settings(run_directory))
+        await first.start()
+        await first.wait_for(has_standby("n2"), timeout_s=WAIT_S)
+        pid = standby_of(first, "n2")
+        await first.detach()
+        second = LocalCluster(tiny_job(), settings(run_directory))
+        await second.start()
+        await second.wait_for(has_standby("n2"), timeout_s=WAIT_S)
+        assert standby_of(second, "n2") == pid
+        await second.detach()
+        without = replace(settings(run_directory), standbys=0)
+        async with LocalCluster(tiny_job(), without) as third:
+            await third.wait_for(lambda _: not standby_of(third, "n2"), timeout_s=WAIT_S)
+            assert marked(third.directory.mark("n2", "agent")) == []
+            await third.wait_for(runs_in(1), timeout_s=WAIT_S)
+
+    asyncio.run(scenario())
+
+
 def test_workers_that_wait_for_room_are_reported_and_shown(run_directory: Path) -> None:
     full = run_directory / FULL
 
@@ -291,7 +394,7 @@ def test_an_unseen_exit_is_read_from_its_file(run_directory: Path) -> None:
         await first.detach()
         agent = record.nodes["n1"].agents[1]
         os.kill(agent.process.pid, signal.SIGTERM)
-        exit_code = first.directory.exit_file(1, agent.attempt)
+        exit_code = first.directory.exit_file("n1", agent.attempt)
         os.waitpid(agent.process.pid, 0)
         exit_code.write_text("143")
         async with LocalCluster(tiny_job(), settings(run_directory)) as second:

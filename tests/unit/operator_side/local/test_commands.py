@@ -21,7 +21,7 @@ def test_the_launcher_is_told_of_a_time_that_is_not_its_default(
     directory = RunDirectory(tmp_path, job.key)
     node = NodeRecord(name="n0", host="127.0.0.1", root=str(tmp_path))
     run = RunRecord(job=job.key, control_host="127.0.0.1")
-    made = Commands().agent(directory, run, job, node, member=0, attempt=1).arguments
+    made = Commands().agent(directory, run, job, node, attempt=1).arguments
     launcher = list(made[: made.index("--")])
     waits = launcher.index("--wait-file")
     assert launcher[waits + 2 :] == options
