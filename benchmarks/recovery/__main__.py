@@ -2,7 +2,8 @@
 
 The example trains on four virtual nodes and a spare. A rank is killed, then a node with its memory,
 in runs with --stay and without, alternating. From the kill to the next completed step each phase is
-timed. In every run the processes that should have stayed must have, and the others not, and the
+timed. The node is killed once an agent waits on the spare, as in a job that has trained for a
+while. In every run the processes that should have stayed must have, and the others not, and the
 final state must have the bytes of an undisturbed run; a run that fails a check gives no figures.
 Writes build/bench/recovery.json and recovery.png; the exit code is 1 when a check failed or a
 target was missed. Ctrl-C ends it with the figures of the runs so far.
@@ -31,9 +32,9 @@ from benchmarks.targets import TARGETS
 from holdfast_core.errors import HoldfastError
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = 100
-STEPS_MIN = 40
-"""Least number of steps: fewer may be over before the control loop has seen a protected one."""
+STEPS = 400
+STEPS_MIN = 200
+"""Least number of steps: fewer may be over before an agent waits on the spare."""
 
 
 def main(argv: list[str] | None = None) -> int:

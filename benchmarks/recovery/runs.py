@@ -133,10 +133,10 @@ async def _carry_out(plan: Plan) -> Run:
 
 
 async def _disturb(cluster: LocalCluster, rank: int, kind: Kind, at_step: int) -> Fault:
-    """Kill a rank or its node, once all ranks have completed `at_step` and a snapshot of this epoch
-    is protected."""
+    """Kill a rank or its node, once all ranks have completed `at_step`, a snapshot of this epoch is
+    protected and, before a node is killed, an agent is ready on the spare."""
     status = await cluster.wait_for(
-        lambda status: _completed(status, at_step) and _has_standby(status),
+        lambda status: _completed(status, at_step) and (kind is Kind.RANK or _has_standby(status)),
         timeout_s=WITHIN_S,
         what=f"step {at_step}",
     )

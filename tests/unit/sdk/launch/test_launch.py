@@ -212,6 +212,23 @@ def test_workers_that_follow_their_worlds_stay_until_one_dies_or_does_not_arrive
         agent.end()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_agent_that_waits_for_its_first_world_shows_when_it_could_start_workers(
+    daemon: Any, tmp_path: Path
+) -> None:
+    ready = tmp_path / "ready"
+    agent = Agent(tmp_path, options=("--ready-file", str(ready)))
+    try:
+        daemon.wait(ready.exists)
+        assert agent.process.poll() is None
+        daemon.begin(4)
+        assert [worker["epoch"] for worker in agent.workers(START_S)] == ["4", "4"]
+        assert agent.process.wait(RESTART_S) == 0
+    finally:
+        agent.end()
+
+
 def test_a_time_to_arrive_that_no_worker_can_meet_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
