@@ -317,7 +317,8 @@ class Supervisor:
         if code is None:
             code = await self._written_exit_code(node, agent)
         if any(each is agent for each in node.all_agents):
-            if agent.stopping or self._stopping:
+            waited = agent is node.standby
+            if agent.stopping or self._stopping or (waited and self.is_dead(node.name)):
                 self._forget(node, agent)
                 self._directory.write_record(self.run)
             else:

@@ -16,6 +16,8 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from holdfast_core.snapshots.membership import Membership
+from holdfast_operator.reconciler.evidence import RETURN_S
+from holdfast_operator.reconciler.lookups import detection_s, silent_s
 from holdfast_operator.reconciler.placement import choose_spare
 from holdfast_operator.reconciler.steps import Look, Step
 from holdfast_operator.reconciler.text import exit_in_words
@@ -102,13 +104,13 @@ def _wanted(look: Look, state: ControlState) -> list[str]:
 
 def _spares(look: Look, state: ControlState, membership: Membership) -> list[NodeView]:
     """Nodes that a member could move to. One with a standby agent remains a spare while its daemon
-    is away, until that has lasted as long as for a lost node."""
+    is away, for as long as a member would wait for it."""
     homes = {member.node for member in membership.members}
     reachable = {node.name for node in look.candidates(state)}
     silent = {
         standby.node
         for standby in look.observed.standbys
-        if not look.is_lost(standby.node, state) and look.observed.nodes[standby.node].schedulable
+        if _may_return(look, state, look.observed.nodes[standby.node])
     }
     return [
         node
@@ -118,6 +120,11 @@ def _spares(look: Look, state: ControlState, membership: Membership) -> list[Nod
         and name not in state.unfit
         and not node.disruption
     ]
+
+
+def _may_return(look: Look, state: ControlState, node: NodeView) -> bool:
+    patience_s = detection_s(look.job) + (RETURN_S if node.returning else 0.0)
+    return node.schedulable and not node.gone and silent_s(node, state, look.now) < patience_s
 
 
 def _taken_first(membership: Membership, spares: list[NodeView], count: int) -> list[str]:

@@ -120,6 +120,16 @@ def test_one_whose_daemon_restarts_goes_on_and_one_on_a_lost_node_is_stopped() -
     assert world.actions == [StopStandby(node="n4"), StartStandby(node="n5")]
 
 
+def test_one_whose_daemon_is_seen_starting_gets_more_time() -> None:
+    world = with_standbys()
+    world.returning.add("n4")
+    world.kill_daemon("n4")
+    world.settle(30.0)
+    assert world.actions == []
+    world.settle(6.0)
+    assert world.actions == [StopStandby(node="n4"), StartStandby(node="n5")]
+
+
 @pytest.mark.parametrize("what", ["notices", "cordoned"])
 def test_one_on_a_node_that_takes_no_member_is_stopped(what: str) -> None:
     world = with_standbys()
