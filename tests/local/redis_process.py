@@ -8,6 +8,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from ports import reserve_port
+
 STARTED_WITHIN_S = 10.0
 PASSWORD = "hunter2"
 
@@ -19,9 +21,7 @@ class RedisServer:
         self._binary = binary
         self._directory = directory
         self._process: subprocess.Popen[bytes] | None = None
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
+        self.port = reserve_port()
 
     @property
     def url(self) -> str:

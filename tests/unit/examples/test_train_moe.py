@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from ports import reserve_port
 from ranks import run_ranks
 
 import holdfast
@@ -161,9 +161,7 @@ def work(rank: int, port: int, arguments: list[str]) -> None:
 
 
 def train(arguments: list[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    run_ranks(work, (port, arguments), RANKS)
+    run_ranks(work, (reserve_port(), arguments), RANKS)
 
 
 @pytest.mark.slow

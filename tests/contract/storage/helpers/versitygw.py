@@ -15,6 +15,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from ports import reserve_port
+
 VERSION = "v1.8.0"
 MODULE = "github.com/versity/versitygw/cmd/versitygw"
 ACCESS = "tester"
@@ -73,9 +75,7 @@ class S3Server:
         self._root = directory / "buckets"
         (self._root / BUCKET).mkdir(parents=True)
         (directory / "users").mkdir()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
+        self.port = reserve_port()
         self._process = subprocess.Popen(
             [
                 *(build(), "--access", ACCESS, "--secret", SECRET, "--quiet"),
