@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 
 
@@ -15,3 +16,10 @@ def chain_of(error: BaseException) -> Iterator[BaseException]:
             seen.append(one)
             yield one
             left += [other for other in (one.__cause__, one.__context__) if other is not None]
+
+
+def drop_frames(error: BaseException) -> None:
+    """Clear what the frames of `error`, and of what it was made from, refer to: process groups,
+    whose sockets would stay open."""
+    for one in chain_of(error):
+        traceback.clear_frames(one.__traceback__)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Protocol
 
-from holdfast._causes import chain_of
+from holdfast._causes import drop_frames
 
 
 class SavingSession(Protocol):
@@ -91,10 +90,7 @@ class TrainStep(int):
             return False
         if not isinstance(error, Exception) or not self._runner.survives(error):
             return False
-        # Frames hold references to process groups, whose sockets would stay open. So do those of
-        # the errors that the script has turned into this one.
-        for one in chain_of(error):
-            traceback.clear_frames(one.__traceback__)
+        drop_frames(error)
         self._completed = False
         return True
 

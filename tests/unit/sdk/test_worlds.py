@@ -5,12 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from holdfast._elastic.session import ElasticSession
 from holdfast._elastic.world import World
-from holdfast_core.errors import InvalidJobError
+from holdfast._nodaemon import UnprotectedSession
+from holdfast_core.errors import InvalidJobError, StaleEpochError
 
 
 @pytest.fixture
@@ -50,3 +55,78 @@ def test_groups_that_their_abort_has_destroyed_can_be_left(
 def test_a_process_that_ends_when_it_has_left_its_groups_ends_well() -> None:
     script = "import holdfast; w = holdfast.elastic.init('gloo'); w.group([[0]]); w.close()"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60.0)
+
+
+def reduce_in(group: Any) -> None:
+    dist.all_reduce(torch.ones(1), group=group, async_op=True).wait()
+
+
+def test_a_group_that_was_kept_is_of_no_use_in_a_later_world(world: World) -> None:
+    kept, everyone = world.group([[0]]).now, dist.group.WORLD
+    reduce_in(kept)
+    world.leave()
+    with pytest.raises(StaleEpochError, match=r"pass `group\.now` to each collective"):
+        reduce_in(kept)
+    world.join()
+    for stale in (kept, everyone):
+        with pytest.raises(RuntimeError, match="Pair is not connected"):
+            reduce_in(stale)
+    reduce_in(None)
+
+
+class FailedWork:
+    """Work of a collective that a lost rank has ended."""
+
+    def wait(self, *timeout: object) -> None:
+        raise RuntimeError("gloo: connection closed by peer")
+
+    def is_completed(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def session(world: World) -> ElasticSession:
+    return ElasticSession(world, UnprotectedSession, (), 30.0)
+
+
+def test_a_step_is_not_complete_when_the_script_has_caught_a_failed_collective(
+    world: World, session: ElasticSession
+) -> None:
+    steps = session.steps(3)
+    with next(steps):
+        pass
+    cut = next(steps)
+    with pytest.raises(RuntimeError, match="closed by peer"), cut, suppress(RuntimeError):
+        world.wait(FailedWork())  # type: ignore[arg-type]
+
+
+def test_nothing_else_saves_beside_the_steps(session: ElasticSession) -> None:
+    assert not isinstance(session.save(1).error, InvalidJobError)
+    for step in session.steps(2):
+        with step:
+            error = session.save(1).error
+            assert isinstance(error, InvalidJobError)
+            assert "session.steps saves after each step" in str(error)
+
+
+FORKING = """
+import os, holdfast, torch
+from holdfast._elastic.session import ElasticSession
+from holdfast._nodaemon import UnprotectedSession
+world = holdfast.elastic.init("gloo")
+group = world.group([[0]])
+session = ElasticSession(world, UnprotectedSession, (), 30.0)
+for step in session.steps(2):
+    child = 0
+    try:
+        with step:
+            child = os.fork()
+        assert child
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    except Exception as error:
+        os._exit(7 if "forked process" in str(error) and not child else 8)
+"""
+
+
+def test_a_forked_process_does_not_complete_steps_of_its_parent() -> None:
+    subprocess.run([sys.executable, "-c", FORKING], check=True, timeout=100.0)

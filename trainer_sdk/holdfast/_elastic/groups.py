@@ -8,10 +8,11 @@ pending. So groups are dropped on a thread of their own.
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed import (  # type: ignore[attr-defined]  # re-exported by torch
     PrefixStore,
+    Store,
     TCPStore,
 )
 
@@ -106,18 +108,61 @@ def split(partition: Sequence[Sequence[int]], rank: int, timeout_s: float) -> di
     return found
 
 
-def leave() -> None:
+def leave(given: Iterable[Any] = ()) -> None:
     """Destroy all process groups. Their sockets close as soon as nothing else refers to them,
-    which wakes the ranks that wait for this one."""
+    which wakes the ranks that wait for this one.
+
+    Args:
+        given: groups that the script was given, and may have kept. No thread uses them now.
+    """
     if not dist.is_initialized():
         return
     held: list[Any] = [*c10d._world.pg_map]
+    for group in (dist.group.WORLD, *given):
+        _retire(group)
     wake()
     if dist.is_initialized():  # an abort destroys them as well
         dist.destroy_process_group()
     dropping = threading.Thread(target=held.clear, name="holdfast-leave", daemon=True)
     dropping.start()
     atexit.register(dropping.join, DROP_S)  # a group that is half destroyed aborts the process
+
+
+class _NoStore(Store):
+    """Store of a group in which no rank ever finds another one."""
+
+    def set(self, key: str, value: Any) -> None:
+        del key, value
+
+    def wait(self, *keys: Any) -> None:
+        del keys
+        raise StaleEpochError(
+            "this process group belongs to a world that has ended: pass `group.now` to each "
+            "collective, and keep no reference to it"
+        )
+
+
+_no_store = _NoStore()
+
+
+def _retire(group: Any) -> None:
+    """Make collectives of `group` fail from now on, for those who have kept a reference to it.
+
+    The ranks that are left could still reach each other in it, and what one of them began before
+    the end of the world would answer what another one calls after it.
+    """
+    for device in group._device_types:
+        if isinstance(group._get_backend(device), dist.ProcessGroupGloo):
+            group._register_backend(device, dist.ProcessGroup.BackendType.CUSTOM, _nowhere())
+
+
+@functools.cache
+def _nowhere() -> dist.ProcessGroupGloo:
+    """Make the backend of a group that is no more: its first collective looks for the others."""
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=True)]
+    options._timeout = timedelta(milliseconds=1)
+    return dist.ProcessGroupGloo(_no_store, 0, 2, options)
 
 
 def wake() -> None:

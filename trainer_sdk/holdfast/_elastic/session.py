@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from holdfast._causes import drop_frames
 from holdfast._daemon.handles import SaveHandle
 from holdfast._elastic.world import World
 from holdfast._exchange import Exchange
@@ -63,6 +64,8 @@ class ElasticSession(Session):
         self._world, self._make = world, make
         self._optimizers, self._timeout_s = tuple(optimizers), exchange_timeout_s
         self._cause: Exception | None = None
+        self._saves = False
+        """Whether the loop of `steps` saves."""
         self._session: Session
         self._exchange: Exchange
         self._begin()
@@ -75,6 +78,7 @@ class ElasticSession(Session):
     # --- the loop ---------------------------------------------------------------------------------
 
     def steps(self, total: int) -> Iterator[TrainStep]:
+        self._saves = True
         return steps_of(self, total)
 
     def begin_steps(self) -> int:
@@ -87,7 +91,19 @@ class ElasticSession(Session):
         return self.go_back()
 
     def complete(self, step: int) -> bool:
-        """Save the state after `step`, unless its world has ended; see `Runner`."""
+        """Save the state after `step`, unless its world has ended; see `Runner`.
+
+        Raises:
+            InvalidJobError: in a process that was forked from this one.
+            Exception: the failure of a collective that the script has caught: what it computed is
+                not the state after `step`.
+        """
+        self._world.check_process()
+        failure = self._world.failure
+        if failure is not None:
+            if not self.survives(failure):
+                raise failure
+            drop_frames(failure)
         if self._world.ended:
             return False
         self._session.save(step)
@@ -162,7 +178,11 @@ class ElasticSession(Session):
         return self._session.restore()
 
     def save(self, step: int) -> SaveHandle:
-        return self._session.save(step)
+        if not self._saves:
+            return self._session.save(step)
+        handle = SaveHandle(0)
+        handle._fail(InvalidJobError("session.steps saves after each step: call no save beside it"))
+        return handle
 
     def count_tokens(
         self, layer: int, counts: Sequence[int] | torch.Tensor, assignments: int | None = None

@@ -54,6 +54,7 @@ class WorldGroup:
         Raises:
             UnreachableError: this process has left its groups.
         """
+        self._world.check_process()
         if self._now is None:
             raise UnreachableError("the training world has ended; its groups are formed again")
         return self._now
@@ -111,6 +112,8 @@ class World:
         self._left = True
         self._has_session = False
         self._process = os.getpid()
+        self.failure: Exception | None = None
+        """Failure of the newest collective of this world that was waited for in vain."""
 
     @property
     def rank(self) -> int:
@@ -190,12 +193,17 @@ class World:
             UnreachableError: the world has ended.
             RuntimeError: the collective failed.
         """
+        self.check_process()
         if work is None:  # this rank is not in the collective's group
             return
-        if "nccl" not in self._backend:
-            wait(work, lambda: self.ended)
-        else:
-            work.wait()
+        try:
+            if "nccl" not in self._backend:
+                wait(work, lambda: self.ended)
+            else:
+                work.wait()
+        except Exception as error:
+            self.failure = error
+            raise
 
     def close(self) -> None:
         """Leave the groups for good. From now on, a failure elsewhere ends this process."""
@@ -218,6 +226,12 @@ class World:
         self._exchanges.append(made)
         return made
 
+    def check_process(self) -> None:
+        """Raise InvalidJobError in a process that was forked from this world's: it has its parent's
+        sockets, and no thread that serves them."""
+        if self._process != os.getpid():
+            raise InvalidJobError("a forked process cannot use its parent's world")
+
     def join(self, cause: Exception | None = None) -> None:
         """Form the groups of the newest world, as soon as there is one.
 
@@ -227,8 +241,8 @@ class World:
         Raises:
             HoldfastError: the daemon refuses this process.
         """
-        if self._process != os.getpid():
-            raise InvalidJobError("a forked process cannot use its parent's world")
+        self.check_process()
+        self.failure = None
         if self._following is None:
             self._form_alone()
             return
@@ -246,18 +260,21 @@ class World:
     def leave(self) -> None:
         """Leave all groups, which wakes the ranks that wait for this one."""
         self._left = True
+        given = [group._now for group in self._groups if group._now is not None]
         for group in self._groups:
             group._now = None
         for exchange in self._exchanges:
             exchange.leave()
         self._exchanges.clear()
         self._point = None
-        groups.leave()
+        groups.leave(given)
 
     def survives(self, error: Exception) -> bool:
         """Whether `error` follows from the end of this world, so that this process goes on in the
         next one. If so, collectives of other threads end soon."""
-        if self._following is None or not (self.ended or groups.is_of_group(error)):
+        if self._following is None or self._process != os.getpid():
+            return False
+        if not (self.ended or groups.is_of_group(error)):
             return False
         self._left = True
         return True

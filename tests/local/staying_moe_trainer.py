@@ -1,0 +1,187 @@
+"""A trainer with experts whose processes stay; it may misuse what it is given.
+
+Each rank appends a line for each step to `log-<rank>`: digests of everything that is not an expert,
+and of each expert, after the step; on the first step after a restore also those that it found, and
+the steps of which the policy has the experts. Faults are as in `staying_trainer`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from staying_trainer import PACE_S, Faults
+from torch import nn
+
+import holdfast
+from holdfast.elastic import World, WorldGroup
+
+EXPERTS, WIDTH, TOKENS = 4, 8, 12
+
+
+class Layer(nn.Module):
+    """A gate, and experts of which each token uses the best one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, EXPERTS)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
+        self.counts = [0] * EXPERTS
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        scores = self.gate(tokens).softmax(-1)
+        best = scores.argmax(-1)
+        self.counts = torch.bincount(best, minlength=EXPERTS).tolist()
+        outputs = torch.stack([expert(tokens) for expert in self.experts], 1)
+        chosen = outputs[torch.arange(len(tokens)), best]
+        output: torch.Tensor = tokens + chosen * scores.gather(1, best[:, None])
+        return output
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList([Layer()])
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.head(self.layers[0](tokens))
+        return output
+
+
+def digest(parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> str:
+    found = hashlib.sha256()
+    for parameter in parameters:
+        state = optimizer.state[parameter]
+        for tensor in (parameter.detach(), *(state[name] for name in sorted(state))):
+            found.update(tensor.numpy().tobytes())
+    return found.hexdigest()[:12]
+
+
+def digests(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Digests of the state: of the experts, and of the rest."""
+    layer: Any = model.layers[0]
+    dense = [*layer.gate.parameters(), *model.head.parameters()]
+    return {
+        "dense": digest(dense, optimizer),
+        "experts": [digest(expert.parameters(), optimizer) for expert in layer.experts],
+    }
+
+
+def versions(session: Any) -> list[int]:
+    """For each expert, the step at which it was captured, as the policy recorded it; empty where
+    snapshots have everything."""
+    ledger = getattr(session._session._saver._policy, "_ledger", None)
+    if ledger is None:
+        return []
+    return [held[-1].generation.step for _, held in sorted(ledger.versions.items())]
+
+
+class Misuse:
+    """Things that a script must not do, each chosen by its name."""
+
+    def __init__(self, kind: str, world: World, everyone: WorldGroup, session: Any) -> None:
+        self._kind, self._world, self._session = kind, world, session
+        self._group = everyone.now
+        self._everyone = everyone
+        if kind == "saves-elsewhere":
+            threading.Thread(target=self._save_on_and_on, daemon=True).start()
+        self.step = 0
+        self.refused: set[str] = set()
+
+    def _save_on_and_on(self) -> None:
+        while True:
+            error = self._session.save(self.step).error
+            self.refused.add(f"{type(error).__name__}: {error}")
+            time.sleep(PACE_S / 10)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group to reduce gradients in."""
+        return self._group if self._kind == "keeps-group" else self._everyone.now
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Do the work of a step."""
+        while True:
+            try:
+                work()
+                return
+            except Exception:
+                if self._kind not in ("swallows", "never-gives-up"):
+                    raise
+                if self._kind == "swallows":
+                    return
+
+    def after(self, model: Model) -> None:
+        """Do what comes between two steps."""
+        if self._kind == "changes-outside":
+            with torch.no_grad():
+                model.head.weight.mul_(1.5)
+        if self._kind == "forks" and os.fork() == 0:
+            time.sleep(4.0)  # holds every socket of its parent, which may be dead by then
+            os._exit(0)
+        if self._kind == "child-trains" and self.step == 8 and os.fork() == 0:
+            return  # goes on with the loop, in its parent's place
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--misuse", default="")
+    parser.add_argument("--misuser", type=int, default=-1, help="the only rank that does; -1: all")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    faults = Faults(args.directory, rank)
+    world = holdfast.elastic.init("gloo")
+    everyone = world.group([list(range(world.size))])
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    session = holdfast.init(model=model, optimizer=optimizer, world=world)
+    kind = args.misuse if args.misuser in (-1, rank) else ""
+    misuse = Misuse(kind, world, everyone, session)
+    layer: Any = model.layers[0]
+
+    def work(step: int) -> None:
+        tokens = torch.randn(TOKENS, WIDTH + 1, generator=torch.Generator().manual_seed(step))
+        mine = tokens[rank :: world.size]
+        optimizer.zero_grad()
+        (model(mine[:, :-1]).squeeze(1) - mine[:, -1]).square().mean().backward()
+        faults.at("before-group")
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(2**12).round_().div_(2**12)
+            everyone.wait(dist.all_reduce(parameter.grad, group=misuse.group, async_op=True))
+            parameter.grad.div_(world.size)
+        faults.at("before-optimizer")
+        optimizer.step()
+        session.count_tokens(0, layer.counts)
+
+    with (args.directory / f"log-{rank}").open("a", buffering=1) as log:
+        for step in session.steps(10**6):
+            misuse.step = step
+            with step:
+                line: dict[str, Any] = {"step": int(step), "epoch": world.epoch}
+                line["pid"] = os.getpid()
+                if step.resumed and step > 1:
+                    line["found"] = {**digests(model, optimizer), "versions": versions(session)}
+                time.sleep(PACE_S)
+                misuse.run(lambda step=int(step): work(step))  # type: ignore[misc]
+                line.update(digests(model, optimizer), refused=sorted(misuse.refused))
+                log.write(json.dumps(line) + "\n")
+            faults.at("after-save")
+            misuse.after(model)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""Processes stay with every policy and redundancy, with storage, beside others, and whatever their
+script does."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import staying_moe_trainer
+
+from holdfast_core.job.parsing import parse_job
+from holdfast_operator.local import LocalCluster, LocalSettings, Status
+
+WAIT_S = 150.0
+RANKS = 3
+REFORM_S = 8
+
+
+def make_job(directory: Path, misuse: tuple[str, ...], spec: dict[str, Any]) -> Any:
+    script = [sys.executable, staying_moe_trainer.__file__, "--directory", str(directory)]
+    container = {"name": "trainer", "command": [*script, *misuse]}
+    spec = {"redundancy": {"type": "RAIM5"}, "snapshot": {}, **spec}
+    ranks, spares = spec.get("nodes", RANKS), spec.pop("spares", 0)
+    return parse_job(
+        {
+            "apiVersion": "holdfast.dev/v1alpha1",
+            "kind": "MoETrainingJob",
+            "metadata": {"name": "together"},
+            "spec": {
+                "nodes": ranks,
+                "nprocPerNode": 1,
+                "parallelism": {"dp": ranks},
+                **spec,
+                "snapshot": {"memoryPerNode": "16Mi", **spec["snapshot"]},
+                "failurePolicy": {
+                    "spares": spares,
+                    "maxRestarts": 1000,
+                    "reformSeconds": REFORM_S,
+                    "detection": {
+                        "heartbeatSeconds": 0.5,
+                        "missedHeartbeats": 4,
+                        "hangSeconds": 3,
+                    },
+                },
+                "trainer": {"template": {"spec": {"containers": [container]}}},
+            },
+        }
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A step that a rank has run."""
+
+    step: int
+    epoch: int
+    pid: int
+    dense: str
+    experts: list[str]
+    found: dict[str, Any] = field(default_factory=dict)
+    refused: list[str] = field(default_factory=list)
+
+
+class Run:
+    """A job in a cluster, and what its ranks have logged."""
+
+    def __init__(self, directory: Path, *misuse: str, **spec: Any) -> None:
+        self.directory = directory
+        self.job = make_job(directory, misuse, spec)
+        self.ranks = self.job.spec.nodes
+        self.settings = LocalSettings(directory=directory / "run")
+        self.cluster = LocalCluster(self.job, self.settings)
+
+    def fail(self, rank: int, point: str, what: str = "SIGKILL") -> None:
+        """Have the rank suffer a fault at its next arrival at a point."""
+        written = self.directory / f"fault-{rank}.tmp"
+        written.write_text(f"{point} {what}")
+        written.replace(self.directory / f"fault-{rank}")
+
+    def lines(self, rank: int) -> list[Line]:
+        try:
+            text = (self.directory / f"log-{rank}").read_text()
+        except FileNotFoundError:
+            return []
+        return [Line(**json.loads(line)) for line in text.split("\n")[:-1]]
+
+    def pids(self) -> list[int]:
+        return [self.lines(rank)[-1].pid for rank in range(self.ranks)]
+
+    def changed(self, before: list[int]) -> list[int]:
+        """Ranks whose process is another one than before."""
+        return [rank for rank, pid in enumerate(self.pids()) if pid != before[rank]]
+
+    def works(self, after_epoch: int) -> Callable[[Status], bool]:
+        """Whether all ranks run steps in one epoch that is newer, and all of it is protected."""
+
+        def holds(status: Status) -> bool:
+            last = [self.lines(rank)[-1:] for rank in range(self.ranks)]
+            return (
+                status.epoch > after_epoch
+                and all(one and one[0].epoch == status.epoch for one in last)
+                and not [p for p in self.directory.glob("fault-*") if p.suffix != ".tmp"]
+                and status.protected.startswith(f"{status.epoch}.")
+                and all(one[0].step > 12 for one in last)
+            )
+
+        return holds
+
+    async def wait_works(self, after_epoch: int, what: str) -> Status:
+        return await self.cluster.wait_for(self.works(after_epoch), timeout_s=WAIT_S, what=what)
+
+    async def recover(self, what: str, *faults: tuple[int, str, str]) -> list[int]:
+        """Have ranks suffer faults; return the ranks whose processes are new afterwards."""
+        before, epoch = self.pids(), self.cluster.status.epoch
+        for rank, point, signal in faults:
+            self.fail(rank, point, signal)
+        await self.wait_works(epoch, f"recovery from {what}")
+        return self.changed(before)
+
+    def check(self) -> int:
+        """Check that each restore found, in every rank alike, the dense state of the line and each
+        expert as it was when some rank last captured it; and that all ranks then trained alike.
+        Return the number of experts that were older than the line."""
+        older, restored, trained = 0, dict[int, Any](), dict[tuple[int, int], Any]()
+        histories = [self.lines(rank) for rank in range(self.ranks)]
+        known = dict[tuple[int, int], set[int]]()
+        for line in itertools.chain.from_iterable(histories):
+            for expert, version in enumerate(line.found.get("versions", ())):
+                known.setdefault((line.epoch, expert), set()).add(version)
+        for rank, lines in enumerate(histories):
+            final: dict[int, Line] = {}
+            for line in lines:
+                if line.found:
+                    base = line.step - 1
+                    final = {step: one for step, one in final.items() if step <= base}
+                    assert line.found["dense"] == final[base].dense, (rank, line)
+                    for expert, found in enumerate(line.found["experts"]):
+                        version = max(n for n, one in final.items() if one.experts[expert] == found)
+                        assert version in known.get((line.epoch, expert), {base}), (rank, line)
+                        older += version < base
+                    state = (base, line.found["dense"], line.found["experts"])
+                    assert restored.setdefault(line.epoch, state) == state, (rank, line)
+                final[line.step] = line
+                after = (line.dense, line.experts)
+                assert trained.setdefault((line.epoch, line.step), after) == after, (rank, line)
+        return older
+
+    def report(self) -> str:
+        logs = sorted((self.directory / "run" / "logs").glob("*"))
+        return "\n".join(f"--- {path.name}\n{path.read_text()[-5000:]}" for path in logs)
+
+
+@contextmanager
+def started(*misuse: str, **spec: Any) -> Iterator[tuple[Run, asyncio.Runner]]:
+    """A run whose ranks work, until the end of the block."""
+    with (
+        tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path,
+        asyncio.Runner() as runner,
+    ):
+        run = Run(Path(path), *misuse, **spec)
+        runner.run(run.cluster.start())
+        try:
+            runner.run(run.wait_works(0, "the first steps"))
+            yield run, runner
+        finally:
+            runner.run(run.cluster.stop())
+            print(run.report())
+
+
+PARTIAL = {"type": "PartialExperts", "partialExperts": {"expertsPerLayer": 1}}
+SELECTIVE = {"type": "Selective", "selective": {"experts": 1}}
+RECOMPUTED = {
+    "type": "PartialExperts",
+    "partialExperts": {"expertsPerLayer": 2, "selection": "LoadAware", "recompute": True},
+}
+REPLICATION = {"type": "Replication", "replication": {"replicas": 1}}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("policy", "redundancy"),
+    [
+        (PARTIAL, {"type": "RAIM5"}),
+        pytest.param(SELECTIVE, {"type": "RAIM5"}, marks=pytest.mark.exhaustive),
+        pytest.param(SELECTIVE, {"type": "RAIM6"}, marks=pytest.mark.exhaustive),
+        pytest.param(PARTIAL, REPLICATION, marks=pytest.mark.exhaustive),
+        pytest.param(RECOMPUTED, REPLICATION, marks=pytest.mark.exhaustive),
+    ],
+    ids=lambda one: one["type"],
+)
+def test_experts_return_to_their_versions_in_every_process(policy: Any, redundancy: Any) -> None:
+    with started(snapshot={"policy": policy}, redundancy=redundancy) as (run, runner):
+        for point in ("before-group", "before-optimizer", "after-save"):
+            assert runner.run(run.recover(point, (1, point, "SIGKILL"))) == [1]
+        assert run.check() > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("kind", "misuser", "anew"),
+    [
+        ("swallows", -1, {1}),
+        pytest.param("keeps-group", -1, {0, 1, 2}, marks=pytest.mark.exhaustive),
+        pytest.param("never-gives-up", 0, {0, 1}, marks=pytest.mark.exhaustive),
+        pytest.param("forks", 0, {1}, marks=pytest.mark.exhaustive),
+        pytest.param("child-trains", 0, {1}, marks=pytest.mark.exhaustive),
+        pytest.param("saves-elsewhere", 0, {1}, marks=pytest.mark.exhaustive),
+        pytest.param("changes-outside", -1, {1}, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_script_that_misuses_its_world_is_started_anew_or_goes_on_with_right_bytes(
+    kind: str, misuser: int, anew: set[int]
+) -> None:
+    with started("--misuse", kind, "--misuser", str(misuser)) as (run, runner):
+        changed = runner.run(run.recover(kind, (1, "before-group", "SIGKILL")))
+        assert set(changed) >= anew
+        run.check()
+        refused = {text for line in run.lines(0) for text in line.refused}
+        assert all("session.steps saves after each step" in text for text in refused)
+        assert bool(refused) == (kind == "saves-elsewhere")
