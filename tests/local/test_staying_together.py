@@ -19,6 +19,7 @@ import staying_moe_trainer
 
 from holdfast_core.job.parsing import parse_job
 from holdfast_operator.local import LocalCluster, LocalSettings, Status
+from holdfast_operator.reconciler.counters import Outcome
 
 WAIT_S = 150.0
 RANKS = 3
@@ -77,6 +78,7 @@ class Run:
         self.directory = directory
         self.job = make_job(directory, misuse, spec)
         self.ranks = self.job.spec.nodes
+        self.protects = spec.get("redundancy") != {"type": "None"}
         self.settings = LocalSettings(directory=directory / "run")
         self.cluster = LocalCluster(self.job, self.settings)
 
@@ -101,7 +103,7 @@ class Run:
         return [rank for rank, pid in enumerate(self.pids()) if pid != before[rank]]
 
     def works(self, after_epoch: int) -> Callable[[Status], bool]:
-        """Whether all ranks run steps in one epoch that is newer, and all of it is protected."""
+        """Whether all ranks run steps in one epoch that is newer, and protect them."""
 
         def holds(status: Status) -> bool:
             last = [self.lines(rank)[-1:] for rank in range(self.ranks)]
@@ -109,7 +111,7 @@ class Run:
                 status.epoch > after_epoch
                 and all(one and one[0].epoch == status.epoch for one in last)
                 and not [p for p in self.directory.glob("fault-*") if p.suffix != ".tmp"]
-                and status.protected.startswith(f"{status.epoch}.")
+                and (not self.protects or status.protected.startswith(f"{status.epoch}."))
                 and all(one[0].step > 12 for one in last)
             )
 
@@ -229,3 +231,50 @@ def test_a_script_that_misuses_its_world_is_started_anew_or_goes_on_with_right_b
         refused = {text for line in run.lines(0) for text in line.refused}
         assert all("session.steps saves after each step" in text for text in refused)
         assert bool(refused) == (kind == "saves-elsewhere")
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(400)
+def test_without_redundancy_ranks_return_from_their_nodes_memory_and_a_lost_node_ends_the_job() -> (
+    None
+):
+    with started(redundancy={"type": "None"}, spares=1) as (run, runner):
+        assert runner.run(run.recover("a rank", (1, "before-group", "SIGKILL"))) == [1]
+        run.check()
+        runner.run(run.cluster.kill_node(run.cluster.status.members[1].node))
+        assert runner.run(run.cluster.finished(timeout_s=WAIT_S)) is Outcome.FAILED
+        assert "lacks ranks [1]); nothing was persisted" in run.cluster.status.reason
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(400)
+def test_storage_that_is_away_during_a_recovery_keeps_no_process_from_staying() -> None:
+    with tempfile.TemporaryDirectory(prefix="hf-tier-", dir="/tmp") as path:
+        tier = Path(path) / "tier"
+        tier.mkdir()
+        with started(persistence={"uri": str(tier), "interval": {"steps": 1}}) as (run, runner):
+            tier.rename(tier.with_name("away"))
+            tier.write_text("a file where storage should be")
+            assert runner.run(run.recover("a rank", (1, "before-group", "SIGKILL"))) == [1]
+            tier.unlink()
+            tier.with_name("away").rename(tier)
+            assert runner.run(run.recover("another", (2, "before-optimizer", "SIGKILL"))) == [2]
+            run.check()
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(400)
+def test_daemons_that_restart_around_a_recovery_leave_the_survivors_in_their_processes() -> None:
+    with started() as (run, runner):
+        nodes = [member.node for member in run.cluster.status.members]
+        runner.run(run.cluster.kill_daemon(nodes[0]))
+        epoch = run.cluster.status.epoch
+        run.fail(1, "before-group")
+        runner.run(run.wait_works(epoch, "recovery beside a daemon's restart"))
+        runner.run(run.cluster.kill_daemon(nodes[2]))
+        changed = runner.run(run.recover("another", (1, "after-save", "SIGKILL")))
+        assert 1 in changed
+        run.check()
