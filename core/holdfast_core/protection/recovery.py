@@ -46,6 +46,15 @@ class Holdings:
                     parities[member, block.lane, block.generation] = block
         return cls(snapshots, holders, parities)
 
+    def without(self, member: int) -> Holdings:
+        """What is left when `member` is lost."""
+        left = {key: holder for key, holder in self.holders.items() if holder != member}
+        return Holdings(
+            {key: self.snapshots[key] for key in left},
+            left,
+            {key: entry for key, entry in self.parities.items() if key[0] != member},
+        )
+
     def generations(self) -> list[Generation]:
         """All generations of which anything is held, newest first."""
         held = {generation for _, generation in self.snapshots}
@@ -215,6 +224,37 @@ def newest_survivable(
     )
 
 
+def most_survivable(
+    membership: Membership, holdings: Holdings, *, not_after: Generation
+) -> Generation | None:
+    """The newest generation, at most `not_after`, with which beside `not_after` itself the most
+    members may be lost, any one of them. Where `newest_survivable` knows none, that is the best:
+    what was lost of an earlier world's parity stays lost. None when no loss could be borne."""
+
+    def bearable(generation: Generation) -> set[int]:
+        return {
+            member.index
+            for member in membership.members
+            if _is_restorable(membership, holdings.without(member.index), generation)
+        }
+
+    line = bearable(not_after)
+    best, most = None, 0
+    for generation in holdings.generations():
+        if generation <= not_after and (found := len(line | bearable(generation))) > most:
+            best, most = generation, found
+    return best
+
+
+def _is_restorable(membership: Membership, holdings: Holdings, generation: Generation) -> bool:
+    world = membership.world_of(generation)
+    return world is not None and all(
+        (rank, generation) in holdings.snapshots
+        or rebuildable(membership, holdings, rank, generation)
+        for rank in world.ranks
+    )
+
+
 def _group_survives(
     membership: Membership, holdings: Holdings, group: tuple[int, ...], generation: Generation
 ) -> bool:
@@ -265,8 +305,10 @@ def dead_generations(
     """
     passed: dict[int, Generation] = {}
     pending: dict[Generation, set[int]] = {}
-    for inventory in inventories.values():
-        passed.update(inventory.passed)
+    for member, inventory in inventories.items():
+        # Of a rank that has another member now, its former node only remembers old saves.
+        mine = membership.ranks_of(member)
+        passed.update((rank, last) for rank, last in inventory.passed if rank in mine)
         for entry in inventory.snapshots:
             if entry.generation.epoch == membership.epoch:
                 pending.setdefault(entry.generation, set()).add(entry.rank)

@@ -45,7 +45,8 @@ def lead(
             line=line,
             protected=recovery.newest_protected(membership, holdings, not_after=until),
             # The line may lack parity where an older generation, degraded by now, has it.
-            retained=recovery.newest_survivable(membership, holdings, not_after=until),
+            retained=recovery.newest_survivable(membership, holdings, not_after=until)
+            or recovery.most_survivable(membership, holdings, not_after=until),
         )
     current = {
         generation

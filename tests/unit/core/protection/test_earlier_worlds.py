@@ -193,3 +193,24 @@ def test_a_generation_of_a_forgotten_world_is_no_line() -> None:
     line = recovery.recovery_line(now, _only(held(before, LINE), [0, 1, 3]))
     assert line.generation is None
     assert "1.40 is of a world that is no longer known" in line.reason
+
+
+def test_a_generation_that_bears_what_the_line_does_not_is_kept_beside_it() -> None:
+    before = first_world((0, 1), (2, 3), redundancy=Redundancy.RAIM5)
+    now = replace(with_members(before, [0, 1, 2, 3]), groups=before.groups)
+    line = Generation(now.epoch, LINE.step)
+    older, newer = held(before, LINE), held(now, line)
+    # Member 0 was rebuilt without its parity; the line has parity in the other group only.
+    inventories = {
+        member: Inventory(
+            snapshots=(*older[member].snapshots, *newer[member].snapshots),
+            parities=(older if member in (1, 2, 3) else newer)[member].parities,
+        )
+        for member in now.world.members
+    }
+    inventories[1] = replace(inventories[1], parities=(*older[1].parities, *newer[1].parities))
+    holdings = recovery.Holdings.of(now, inventories)
+    assert recovery.newest_survivable(now, holdings, not_after=line) is None
+    assert recovery.most_survivable(now, holdings, not_after=line) == LINE
+    alone = recovery.Holdings.of(now, newer)
+    assert recovery.most_survivable(now, alone, not_after=line) == line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -77,3 +78,14 @@ def test_parity_of_a_generation_that_a_rank_has_passed_is_dead_too() -> None:
     entry = ParityEntry(lane=0, generation=Generation(1, 6), group=(0, 1), sources=((1, 1),))
     found = {0: Inventory(parities=(entry,), passed=((0, Generation(1, 6)),)), 1: Inventory()}
     assert dead_generations(members, found) == (Generation(1, 6),)
+
+
+def test_a_node_that_remembers_the_saves_of_another_members_rank_decides_nothing() -> None:
+    members = membership(2)
+    found = {
+        1: Inventory(passed=((1, Generation(1, 2)),)),
+        0: inventory_of(0, ("held", "held", 2), epoch=1),
+    }
+    stale = replace(found[0], passed=(*found[0].passed, (1, Generation(1, 0))))
+    assert dead_generations(members, {**found, 0: stale}) == dead_generations(members, found)
+    assert dead_generations(members, found) == (Generation(1, 1), Generation(1, 2))
