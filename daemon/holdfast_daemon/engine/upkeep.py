@@ -12,6 +12,7 @@ from holdfast_core.protection import recovery
 from holdfast_core.protection.budget import SLOTS_AUTO, parity_block_bytes
 from holdfast_core.protection.codes import BlockId, code_of
 from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.layouts import SLOTS_MIN
 from holdfast_daemon.engine import loading
 from holdfast_daemon.engine.effects import (
     AllocateArena,
@@ -180,6 +181,18 @@ def slot_to_fill(memory: JobMemory, epoch: Epoch, arena: ArenaView) -> Slot | No
     return arena.free_slot()
 
 
+def drop_small_arenas(memory: JobMemory, epoch: Epoch) -> None:
+    """Remove arenas that were made for the line of another member's ranks, when this node comes
+    back as that member: its trainers need all slots. A node that leaves counts as lost with all
+    that it holds, so nobody relies on what is in them."""
+    in_use = {(session.rank, session.layout_id) for session in memory.sessions.values()}
+    for key, arena in list(memory.arenas.items()):
+        small = arena.ready and len(arena.slots) < SLOTS_MIN and arena.rank in epoch.ranks
+        if small and key not in in_use and arena.is_still:
+            memory.out.append(RemoveArena(rank=arena.rank, layout_id=arena.layout_id))
+            del memory.arenas[key]
+
+
 def _remove_idle_arenas(memory: JobMemory, mine: range) -> None:
     """Delete empty arenas of a layout that the rank no longer uses."""
     idle = [(key, arena) for key, arena in memory.arenas.items() if arena.ready and arena.idle]
@@ -246,14 +259,16 @@ def protect(memory: JobMemory, epoch: Epoch, now: float) -> None:
 def _make_room(
     memory: JobMemory, epoch: Epoch, slots: list[ParitySlot], wanted: Generation
 ) -> ParitySlot | None:
-    """Free a block that was not promised: of a generation younger than `wanted`, or of one that can
-    no longer be restored. None when there is none."""
+    """Free a block that was not promised: of a generation younger than `wanted`, of one that can no
+    longer be restored, or of one that an earlier world captured and nobody has to rebuild: its
+    parity will not be completed. None when there is none."""
     for parity in slots:
         held = parity.generation
         if held is None or held == epoch.retained:
             continue
         lane, _ = epoch.membership.lane_and_row(parity.lane)
-        if held > wanted or not _is_of_use(memory, epoch, lane, held):
+        unfinished = not epoch.membership.is_present(held) and _is_whole(memory, epoch, lane, held)
+        if held > wanted or not _is_of_use(memory, epoch, lane, held) or unfinished:
             free_parity(memory, parity)
             return parity
     return None
@@ -270,6 +285,13 @@ def _is_of_use(memory: JobMemory, epoch: Epoch, lane: int, generation: Generatio
         or recovery.rebuildable(membership, holdings, rank, generation)
         for rank in (membership.rank_at(member, lane) for member in group)
     )
+
+
+def _is_whole(memory: JobMemory, epoch: Epoch, lane: int, generation: Generation) -> bool:
+    """Whether the snapshots of the generation that the group captured in this lane are all held."""
+    membership, snapshots = epoch.membership, memory.holdings(epoch.membership).snapshots
+    group = recovery.group_of(membership, epoch.me, generation)
+    return all((membership.rank_at(member, lane), generation) in snapshots for member in group)
 
 
 def _oldest_unprotected(
@@ -354,7 +376,8 @@ def allocate(memory: JobMemory, epoch: Epoch, arena: ArenaView) -> None:
 
 
 def allocate_for_line(memory: JobMemory, epoch: Epoch, arena: ArenaView) -> None:
-    """Ask for an arena that has to hold nothing but the line, which an earlier world captured."""
+    """Ask for an arena that has to hold nothing but the line, which an earlier world captured, of a
+    rank that does not live here."""
     memory.arenas[(arena.rank, arena.layout_id)] = arena
     memory.out.append(
         AllocateArena(
