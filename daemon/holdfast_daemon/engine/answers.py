@@ -153,11 +153,13 @@ def _of_earlier_world(
         (arena, slot)
         for arena, slot in memory.slots()
         if slot.state is SlotState.SEALED
-        and slot.verified
         and slot.generation == generation
         and lane_of(arena.rank) == lane
     ]
-    missing = sorted(set(mine).difference(arena.rank for arena, _ in here))
+    # A daemon that has just started again may not know that nobody else holds what it holds.
+    unverified = {arena.rank for arena, slot in here if not slot.verified}
+    readable = {arena.rank for arena, _ in here} - unverified
+    missing = sorted(unverified.union(mine) - readable)
     for each in missing:
         if memory.sealed(each, generation) is None and _is_lost(memory, epoch, each, generation):
             raise _lost(epoch, each, generation)
@@ -165,8 +167,8 @@ def _of_earlier_world(
         return RestoreState(
             phase=RestorePhase.REBUILD,
             detail=f"generation {generation} of ranks {missing} from parity",
-            done=len(mine) - len(missing),
-            total=len(mine),
+            done=len(readable),
+            total=len(readable) + len(missing),
             line=line,
         )
     sources = {_source(epoch, slot) for _, slot in here}

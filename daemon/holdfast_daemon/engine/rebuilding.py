@@ -20,7 +20,11 @@ def rebuild(memory: JobMemory, epoch: Epoch, now: float) -> None:
     target = upkeep.anchor(epoch) or loading.wanted(epoch)
     if memory.fenced or target is None:
         return
-    for rank in ranks_to_hold(memory, epoch, target):
+    wanted = ranks_to_hold(memory, epoch, target)
+    for rank in set(memory.rebuilds).difference(wanted):
+        if not _is_rebuilding(memory, rank):  # somebody else turned out to hold it
+            del memory.rebuilds[rank]
+    for rank in wanted:
         job = memory.rebuilds.get(rank)
         left = job is not None and job.stored and not loading.may_load(epoch, target)
         other = job is not None and (job.generation != target or left)
