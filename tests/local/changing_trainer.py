@@ -156,7 +156,7 @@ def main() -> None:
                 sampler.advance(BATCH)
                 line = {
                     "step": int(step),
-                    "epoch": world.epoch,
+                    "epoch": session.epoch,
                     "rank": world.rank,
                     "size": world.size,
                     "samples": indices,

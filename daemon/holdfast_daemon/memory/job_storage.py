@@ -18,8 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-import msgspec
-
 from holdfast_core.errors import (
     CorruptError,
     HoldfastError,
@@ -32,14 +30,14 @@ from holdfast_core.snapshots.layouts import Layout, decode_layout, layout_id
 from holdfast_core.snapshots.membership import Membership
 from holdfast_core.snapshots.pieces import PieceMap
 from holdfast_daemon.memory.arenas import AdoptedArena, Arena, ArenaFiles, SealedSlot
-from holdfast_daemon.memory.files import replace, sign, storage_errors
+from holdfast_daemon.memory.files import replace, storage_errors
 from holdfast_daemon.memory.grants import LEFT_MAX
 from holdfast_daemon.memory.job_bytes import Held, OlderParity, find_older
 from holdfast_daemon.memory.node_storage import NodeStorage
 from holdfast_daemon.memory.parity_blocks import ParityBlocks, ParityRecord, encode_record
 from holdfast_daemon.memory.peer_manifests import PeerManifests
 from holdfast_daemon.memory.reserve import FULL
-from holdfast_daemon.memory.saved_epoch import EPOCH_FILE, SavedEpoch, decode_epoch
+from holdfast_daemon.memory.saved_epoch import EPOCH_FILE, SavedEpoch, decode_epoch, encode_epoch
 from holdfast_daemon.transport.protocol import Located
 
 
@@ -139,11 +137,10 @@ class JobStorage:
         self, membership: Membership, line: Line | None, retained: Generation | None = None
     ) -> None:
         saved = SavedEpoch(membership=membership, line=line, retained=retained)
-        body = msgspec.json.encode(saved, order="deterministic")
         self._quota_bytes = membership.memory_bytes
         with self._lock, storage_errors(f"saving epoch {membership.epoch} of job {self.job}"):
             self._files.mkdir(self.directory)
-            replace(self._node.essential, self.directory / EPOCH_FILE, sign(body))
+            replace(self._node.essential, self.directory / EPOCH_FILE, encode_epoch(saved))
 
     # --- arenas ----------------------------------------------------------------------------------
 

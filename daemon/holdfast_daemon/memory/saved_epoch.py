@@ -9,7 +9,7 @@ import msgspec
 from holdfast_core.errors import CorruptError, InvalidJobError
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.membership import Membership
-from holdfast_daemon.memory.files import signed_body
+from holdfast_daemon.memory.files import sign, signed_body
 
 EPOCH_FILE = "epoch.json"
 
@@ -24,6 +24,11 @@ class SavedEpoch:
 
 
 _SAVED_EPOCH = msgspec.json.Decoder(SavedEpoch)
+
+
+def encode_epoch(saved: SavedEpoch) -> bytes:
+    """Content of the file."""
+    return sign(msgspec.json.encode(saved, order="deterministic"))
 
 
 def decode_epoch(data: bytes) -> SavedEpoch:

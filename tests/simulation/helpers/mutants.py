@@ -33,6 +33,8 @@ class Mutant:
     """(file, text, text that replaces it)."""
     tier: bool = False
     """Whether all schedules have a durable tier, because the bug is in persisting."""
+    worlds: bool = False
+    """Whether members leave and come in all schedules, because the bug is in that."""
     enforced_by: str = ""
     """What else enforces the rule, so that the simulation cannot find the bug."""
 
@@ -114,16 +116,21 @@ MUTANTS = (
     ),
     Mutant(
         name="keep nothing beside the line when an epoch begins",
-        edits=tuple(
+        edits=(
             (
                 f"{ENGINE}/leader.py",
-                f"            {kept}(membership, holdings, not_after=until),\n",
+                "            protected=recovery.newest_protected"
+                "(membership, holdings, not_after=until),\n",
                 "",
-            )
-            for kept in (
-                "protected=recovery.newest_protected",
-                "retained=recovery.newest_survivable",
-            )
+            ),
+            (
+                f"{ENGINE}/leader.py",
+                "            retained=recovery.newest_survivable"
+                "(membership, holdings, not_after=until)\n"
+                "            or recovery.most_survivable"
+                "(membership, holdings, not_after=until),\n",
+                "",
+            ),
         ),
     ),
     Mutant(
@@ -316,6 +323,61 @@ MUTANTS = (
             ),
         ),
     ),
+    Mutant(
+        name="take every generation for one of the present world's ranks",
+        worlds=True,
+        edits=(
+            (
+                "core/holdfast_core/protection/recovery.py",
+                "        world = membership.world_of(generation)\n        if world is None:\n",
+                "        world = membership.world\n        if world is None:\n",
+            ),
+        ),
+    ),
+    Mutant(
+        name="free what the world before captured as soon as the next one begins",
+        worlds=True,
+        edits=(
+            (
+                f"{ENGINE}/upkeep.py",
+                "of_others = arena.rank not in mine and membership.is_present(slot.generation)",
+                "of_others = arena.rank not in mine",
+            ),
+        ),
+    ),
+    Mutant(
+        name="rebuild only the snapshots of ranks that live here",
+        worlds=True,
+        edits=(
+            (
+                f"{ENGINE}/rebuilding.py",
+                "if membership.is_present(generation) or world is None:",
+                "if True:",
+            ),
+        ),
+    ),
+    Mutant(
+        name="report only to the parity group of the present world",
+        worlds=True,
+        edits=(
+            (
+                f"{ENGINE}/convergence.py",
+                "if retained is None or not membership.is_present(retained):",
+                "if False:",
+            ),
+        ),
+    ),
+    Mutant(
+        name="let an arena for the line alone become that of a rank's trainer",
+        worlds=True,
+        edits=(
+            (
+                f"{ENGINE}/completions.py",
+                "allocate = upkeep.allocate if mine else upkeep.allocate_for_line",
+                "allocate = upkeep.allocate_for_line",
+            ),
+        ),
+    ),
 )
 
 
@@ -344,6 +406,7 @@ def survives(mutant: Mutant) -> str:
             (copy / file).write_text(text)
         command = ["-m", "simulation", "--steps", "8", "--count", str(SCHEDULES)]
         command += ["--tier"] if mutant.tier else []
+        command += ["--worlds"] if mutant.worlds else []
         try:
             result = subprocess.run(
                 [sys.executable, "-P", *command],

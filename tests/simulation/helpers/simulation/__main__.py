@@ -23,6 +23,7 @@ def run_schedules(
     redundancy: Redundancy = Redundancy.RAIM5,
     losses: int = 1,
     tier: bool | None = None,
+    worlds: bool | None = None,
     slots: int | None = None,
 ) -> Counter[str]:
     """Run `count` schedules; the summed counts of their events.
@@ -30,6 +31,7 @@ def run_schedules(
     Args:
         losses: number of members that a group may lose at once; see `Options`.
         tier: whether there is a durable tier; None for every eighth schedule.
+        worlds: whether members leave and come; None for every eighth schedule.
         slots: slots of each rank's arena; None for a number that each seed chooses.
 
     Raises:
@@ -46,6 +48,7 @@ def run_schedules(
                     redundancy=redundancy,
                     losses=losses,
                     tier=tier,
+                    worlds=worlds,
                     slots=slots,
                 )
             )
@@ -96,8 +99,14 @@ def main() -> int:
     parser.add_argument(
         "--tier", action="store_true", help="a durable tier in all of them (default: every eighth)"
     )
+    parser.add_argument(
+        "--worlds",
+        action="store_true",
+        help="members leave and come in all of them (default: in every eighth)",
+    )
     options = parser.parse_args()
     tier = True if options.tier else None
+    worlds = True if options.worlds else None
     if options.log:
         cluster = Cluster(
             Options(
@@ -107,6 +116,7 @@ def main() -> int:
                 redundancy=options.redundancy,
                 losses=options.losses,
                 tier=tier,
+                worlds=worlds,
                 slots=options.slots,
             )
         )
@@ -121,6 +131,7 @@ def main() -> int:
         redundancy=options.redundancy,
         losses=options.losses,
         tier=tier,
+        worlds=worlds,
         slots=options.slots,
     )
     print(f"{options.count} schedules, seeds {options.first}..{options.first + options.count - 1}")

@@ -13,7 +13,7 @@ from simulation.options import Options
 
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import PAST_WORLDS_MAX, Membership
-from holdfast_core.snapshots.worlds import World
+from holdfast_core.snapshots.worlds import MemberWorld
 
 
 class WorldChanges:
@@ -70,7 +70,7 @@ class WorldChanges:
         epoch: int,
         members: tuple[int, ...],
         protected: Generation | None,
-    ) -> tuple[World, tuple[World, ...]]:
+    ) -> tuple[MemberWorld, tuple[MemberWorld, ...]]:
         """The world of the epoch, and those before it.
 
         Args:
@@ -80,7 +80,7 @@ class WorldChanges:
         if before is not None and before.world.members == members:
             return before.world, before.past
         since = 0 if before is None else epoch
-        world = World(
+        world = MemberWorld(
             since=since, members=members, nproc_per_node=self._nproc, groups=self._groups(members)
         )
         if before is None:

@@ -13,7 +13,14 @@ from collections import Counter
 from dataclasses import replace
 
 from simulation.bucket import PERSISTING, Bucket
-from simulation.checking import expected_block, holds_everything
+from simulation.changing import WorldChanges
+from simulation.checking import (
+    Bearable,
+    check_memory,
+    expected_block,
+    holds_everything,
+    only_present,
+)
 from simulation.clock import Clock, Network
 from simulation.daemon import VirtualDaemon
 from simulation.disk import Disk
@@ -66,14 +73,19 @@ class Cluster(Faults):
         self.done = False
         self.protected: Generation | None = None
         """Newest generation that any leader has announced as protected."""
-        self.may_lose: dict[tuple[int, ...], int] = {}
+        self.bearable = Bearable(options.losses)
         self.counts: Counter[str] = Counter()
         self.log: list[str] = []
         self.bucket = Bucket(self, options.seed, is_used=options.persists)
         self._nodes = 0
         super().__init__(options, rng)
         drawn = rng.choice((PolicyType.FULL, *PolicyType))
-        self.policy = options.policy or drawn
+        self.policy = options.policy or (PolicyType.FULL if options.changes_worlds else drawn)
+        self.changes = WorldChanges(
+            options, members=self.members, nproc=self.nproc, group_size=self.group_size
+        )
+        self._newest_epoch = 0
+        """Newest epoch that was published: the control loop stores it first."""
         self.turns = rng.choice((2, 3, 5))
         self.slots = options.slots or rng.choice((SLOTS_MIN, SLOTS_MAX))
         self.captured: dict[tuple[int, Generation], bytes] = {}
@@ -172,9 +184,11 @@ class Cluster(Faults):
             self.membership = max((m for m in known if m), key=lambda m: m.epoch, default=None)
         if self.membership is None:
             nodes = [n for n in sorted(self.daemons) if n not in self.dead_nodes]
-            self._publish(nodes[: self.members])
+            begins_with = self.changes.members_at_first()
+            self._publish(dict(enumerate(nodes[:begins_with])))
             return
-        nodes = [place.node for place in self.membership.members]
+        places = {place.index: place.node for place in self.membership.members}
+        nodes = list(places.values())
         lost = [n for n in nodes if self._is_lost(n)]
         world_broken = self.training is None or any(
             not worker.alive for worker in self.training.workers.values()
@@ -182,7 +196,8 @@ class Cluster(Faults):
         outdated = any(
             self.daemons[n].engine.memory.loading.beyond >= self.membership.epoch for n in nodes
         )
-        if not lost and not outdated and not (world_broken and self._world_is_due()):
+        due = bool(lost) or outdated or (world_broken and self._world_is_due())
+        if not due and not self.changes.is_time_to_grow(self.membership):
             for node in nodes:
                 if self.daemons[node].engine.memory.epoch < self.membership.epoch:
                     self._send_membership(node)
@@ -195,11 +210,22 @@ class Cluster(Faults):
             and n not in self.network.cut
             and self.daemons[n].alive
         ]
-        for node in lost:
-            spare = spares.pop(0)
-            self.say(f"{node} replaced by {spare}")
-            nodes[nodes.index(node)] = spare
-        self._publish(nodes)
+        for index, node in list(places.items()):
+            if node not in lost:
+                continue
+            if self.changes.leaves(self.membership, len(places)):
+                self.say(f"{node} leaves, and member {index} with it")
+                self.counts["members_left"] += 1
+                del places[index]
+                continue
+            places[index] = spares.pop(0)
+            self.say(f"{node} replaced by {places[index]}")
+        for index in self.changes.newcomers(self.membership, places) if spares else ():
+            places[index] = spares.pop(self.changes.rng.randrange(len(spares)))
+            self.say(f"{places[index]} comes as member {index}")
+            self.counts["members_came"] += 1
+            self._boot_new_node()
+        self._publish(places)
 
     def _world_is_due(self) -> bool:
         """Whether to replace a broken world: it is replaced once, and the next one gets time to
@@ -223,16 +249,15 @@ class Cluster(Faults):
     def _is_silent(self, node: str) -> bool:
         return node in self.network.cut or self.daemons[node].paused
 
-    def _publish(self, nodes: list[str]) -> None:
-        groups = tuple(
-            tuple(range(i, min(i + self.group_size, self.members)))
-            for i in range(0, self.members, self.group_size)
-        )
-        if len(groups[-1]) == 1:
-            groups = (*groups[:-2], groups[-2] + groups[-1])
+    def _publish(self, places: dict[int, str]) -> None:
+        """Begin an epoch with these members: nodes by index."""
         memories = [daemon.engine.memory for daemon in self.daemons.values()]
         seen = max(max(memory.epoch_seen, memory.loading.beyond) for memory in memories)
-        epoch = max(seen, self.membership.epoch if self.membership else 0) + 1
+        self._newest_epoch = epoch = max(seen, self._newest_epoch) + 1
+        world, past = self.changes.worlds(
+            self.membership, epoch, tuple(sorted(places)), self.protected
+        )
+        self.counts["worlds"] += bool(self.membership) and world.since == epoch
         self.membership = Membership(
             job="job",
             epoch=epoch,
@@ -244,20 +269,22 @@ class Cluster(Faults):
                     peer_address=node,
                     bulk_address=node,
                 )
-                for i, node in enumerate(nodes)
+                for i, node in sorted(places.items())
             ),
             nproc_per_node=self.nproc,
-            groups=groups,
+            groups=world.groups,
+            since=world.since,
+            past=past,
             redundancy=self.options.redundancy,
             replicas=self.options.losses,
             tier=self.tier or self.bucket.tier,
             slots=self.slots,
         )
-        self.say(f"epoch {epoch} on {nodes}")
+        self.say(f"epoch {epoch} on {places}, in the world of {world.since}")
         for worker in self.workers:
             # Agents end the old world's workers soon, not at once: until then they may write.
             self.clock.after(self.clock.rng.uniform(0.0, 0.2), worker.kill)
-        self.training = TrainingWorld(self, epoch, self.membership.world_size)
+        self.training = TrainingWorld(self, self.membership)
         for place in self.membership.members:
             self._send_membership(place.node)
             for rank in self.membership.ranks_of(place.index):
@@ -294,7 +321,10 @@ class Cluster(Faults):
                 self.counts["protected"] += 1
                 if self.protected is None or note.generation > self.protected:
                     self.protected = note.generation
-                self.check_protected(note.generation)
+                directive = memory.directive
+                # What is protected beside a newer line may be about to be freed.
+                if directive and directive.retained in (None, note.generation):
+                    self.check_protected(note.generation)
         elif note.event == "committed" and note.generation is not None:
             self.committed(note.generation)
         elif note.event in ("line", "corrupt", "corrupt_parity", "rebuilt", "fenced", *PERSISTING):
@@ -308,14 +338,18 @@ class Cluster(Faults):
     def check_protected(self, generation: Generation) -> None:
         """Let each group lose members again whose disks hold all that the leader calls
         protected."""
-        assert self.membership is not None
-        holdings = recovery.Holdings.of(self.membership, self._inventories())
-        for group in self.membership.groups:
-            sound = holds_everything(self.membership, holdings, group, generation)
+        membership = self.membership
+        world = membership.world_of(generation) if membership else None
+        assert membership is not None and world is not None
+        if generation == self.protected:
+            self.bearable.protected_in(world)
+        holdings = recovery.Holdings.of(membership, self._inventories())
+        for group in world.groups:
+            sound = holds_everything(membership, holdings, group, generation)
             # A silent member may be replaced at any time: it counts as lost already.
-            silent = any(self._is_silent(self.membership.member(m).node) for m in group)
+            silent = sound and any(self._is_silent(membership.member(m).node) for m in group)
             if sound and not silent:
-                self.may_lose[group] = self.options.losses
+                self.bearable.refill(world, group)
 
     def check_disks(self) -> None:
         """Check the invariants on the members' disks, after any fault."""
@@ -331,7 +365,16 @@ class Cluster(Faults):
                 )
             for record, block in disk.whole_blocks():
                 self._check_block(place.node, record, block)
+            check_memory(self.membership, place.index, disk.arenas.values())
         self._check_line()
+
+    def has_memory_back(self) -> bool:
+        """Whether all members have given back what only earlier worlds needed."""
+        membership = self.membership
+        return membership is not None and all(
+            only_present(membership, place.index, self.disks[place.node].arenas.values())
+            for place in membership.members
+        )
 
     def _check_line(self) -> None:
         """Check invariant 2: after any allowed fault the disks still hold a line, no older than the
@@ -367,6 +410,8 @@ class Cluster(Faults):
     def resumed(self, epoch: int, line: Generation | None) -> None:
         """Record that all ranks of an epoch restored the same generation."""
         self.counts["resumed"] += 1
+        if line is not None and self.membership and self.membership.epoch == epoch:
+            self.counts["restored_of_another_world"] += not self.membership.is_present(line)
         self.say(f"epoch {epoch} resumes from {line}")
         assert self.protected is None or (line is not None and line >= self.protected), (
             f"resumed from {line} after {self.protected} was protected\n{self.describe()}"
@@ -386,7 +431,7 @@ class Cluster(Faults):
         self.end_faults()
         wanted = Generation(epoch, self.options.steps)
         protected = self.protected is not None and self.protected >= wanted
-        self.done = self.bucket.has_come_back(wanted) and protected
+        self.done = self.bucket.has_come_back(wanted) and protected and self.has_memory_back()
         if self.done:
             self.say(f"epoch {epoch} finished step {step}")
         return self.done

@@ -89,12 +89,12 @@ class VirtualDaemon:
         disk.remove_unreadable()
         for found in disk.arenas.values():
             found.reading.clear()  # the process that read is gone
-        membership, line, retained = disk.epoch or (None, None, None)
+        saved = disk.saved_epoch()
         self.carry_out(
             self.engine.adopt(
-                membership=membership,
-                line=line,
-                retained=retained,
+                membership=saved.membership if saved else None,
+                line=saved.line if saved else None,
+                retained=saved.retained if saved else None,
                 arenas=[
                     (
                         rank,

@@ -24,6 +24,7 @@ from holdfast_core.snapshots.pieces import PieceMap
 from holdfast_daemon.memory.arenas import Arena, SealedSlot
 from holdfast_daemon.memory.job_bytes import Held, OlderParity, find_older
 from holdfast_daemon.memory.parity_blocks import ParityRecord
+from holdfast_daemon.memory.saved_epoch import SavedEpoch, decode_epoch, encode_epoch
 
 BLOCK_BYTES = 4096
 
@@ -123,7 +124,8 @@ class Disk:
     incarnation: int = 0
     full: bool = False
     """Whether no more files can be created."""
-    epoch: tuple[Membership, Line | None, Generation | None] | None = None
+    epoch: bytes = b""
+    """Content of epoch.json; empty where there is none."""
     arenas: dict[tuple[int, str], DiskArena] = field(default_factory=dict)
     blocks: dict[tuple[int, int], memoryview] = field(default_factory=dict)
     """Parity blocks by (lane, slot); empty ones have given their memory back."""
@@ -136,7 +138,8 @@ class Disk:
     def save_epoch(
         self, membership: Membership, line: Line | None, retained: Generation | None = None
     ) -> None:
-        self.epoch = (membership, line, retained)
+        saved = SavedEpoch(membership=membership, line=line, retained=retained)
+        self.epoch = encode_epoch(saved)
 
     def allocate(
         self,
@@ -246,6 +249,10 @@ class Disk:
             del self.peers[key]
 
     # --- for the faults and the checks ------------------------------------------------------------
+
+    def saved_epoch(self) -> SavedEpoch | None:
+        """What a daemon that starts finds in epoch.json."""
+        return decode_epoch(self.epoch) if self.epoch else None
 
     def snapshots(self) -> Iterator[tuple[DiskArena, int, SealedSlot]]:
         """Everything sealed whose manifest can be read, whole or not."""

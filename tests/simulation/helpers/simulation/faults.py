@@ -15,6 +15,7 @@ from simulation.world import Trainer, World
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import Membership
 from holdfast_core.snapshots.pieces import PieceMap
+from holdfast_core.snapshots.worlds import MemberWorld
 from holdfast_daemon.memory.arenas import SealedSlot
 
 LURKING = ("end_before_parity", "end_while_writing")
@@ -37,6 +38,8 @@ class Faults(World):
 
     def __init__(self, options: Options, rng: random.Random) -> None:
         self._kinds = options.kinds
+        if options.changes_worlds and "kill_node" in self._kinds:
+            self._kinds += ("kill_node",) * len(self._kinds)  # worlds change where nodes are lost
         self._faults_left = options.faults
         self._strike_rate = rng.choice((0.0005, 0.002, 0.006))
         self._flip_rate = rng.choice((0.0, 0.0, 0.01))
@@ -48,6 +51,24 @@ class Faults(World):
         self._suspects: dict[str, float] = {}
         """Node that is silent → the time since which it is."""
         self._control_down_until = 0.0
+
+    # --- what may be lost -------------------------------------------------------------------------
+
+    def may_lose(self, member: int) -> int:
+        """Number of members of the member's groups that may be lost now; see `Bearable`."""
+        return self.bearable.of(member, *self._worlds())
+
+    def lose(self, member: int) -> None:
+        """Count the loss of `member`."""
+        self.bearable.lose(member, *self._worlds())
+
+    def _worlds(self) -> tuple[MemberWorld, MemberWorld]:
+        """The world that captured the newest protected generation, and the present one."""
+        membership = self.membership
+        assert membership is not None
+        guarding = membership.world_of(self.protected) if self.protected else membership.world
+        assert guarding is not None, f"the world of {self.protected} was forgotten"
+        return guarding, membership.world
 
     # --- faults -----------------------------------------------------------------------------------
 
@@ -95,8 +116,7 @@ class Faults(World):
             "pause_daemon",
             "cut_node",
         )
-        group = membership.group_of(member)
-        left = self.may_lose.get(group, 0)
+        left = self.may_lose(member)
         if loses_memory and left < 1:
             return
         if kind in ("pause_daemon", "cut_node") and self._suspects:
@@ -107,11 +127,11 @@ class Faults(World):
         self.counts[kind] += 1
         self.say(f"FAULT {kind} {node} (member {member}) {when}")
         if loses_memory:
-            self.may_lose[group] = left - 1
+            self.lose(member)
         self._striking = True
         getattr(self, f"_{kind}")(node)
         if kind == "kill_node" and left > 1:
-            self._kill_others(membership, group, left - 1)
+            self._kill_others(membership, membership.group_of(member), left - 1)
         self._striking = False
         self.check_disks()
 
@@ -156,10 +176,9 @@ class Faults(World):
         member = self.membership.member_on(node) if self.membership else None
         if self.membership is None or member is None or node in self.dead_nodes:
             return
-        group = self.membership.group_of(member)
-        if self.may_lose.get(group, 0) < 1:
+        if self.may_lose(member) < 1:
             return
-        self.may_lose[group] -= 1
+        self.lose(member)
         self.counts["lost_at_line"] += 1
         self.say(f"FAULT {node} (member {member}) is lost right after the line")
         self._kill_node(node)
@@ -176,16 +195,15 @@ class Faults(World):
         if self._lurking != "end_while_writing" or membership is None:
             return
         member = membership.member_on(trainer.node)
-        group = membership.group_of(member) if member is not None else ()
         mine = [
             held for held in self.disks[trainer.node].snapshots() if held[0].rank == trainer.rank
         ]
         newest = max(mine, key=lambda held: held[2].manifest.generation, default=None)
         if newest is None or newest[2].manifest.generation != self.protected:
             return  # it could not be rebuilt, or the next epoch does not begin from it
-        if self.may_lose.get(group, 0) < 1:
+        if member is None or self.may_lose(member) < 1:
             return
-        self.may_lose[group] -= 1
+        self.lose(member)
         self._flip(*newest)
         trainer.pause(rng.uniform(0.05, 0.2))
         self._end_epoch(f"while rank {trainer.rank} hangs and writes", spared=trainer)
@@ -224,12 +242,14 @@ class Faults(World):
 
     def _kill_others(self, membership: Membership, group: tuple[int, ...], left: int) -> None:
         """Kill up to `left` more nodes of the group at the same instant."""
-        nodes = [membership.member(member).node for member in group]
-        alive = [node for node in nodes if node not in self.dead_nodes]
-        for node in self.clock.rng.sample(alive, self.clock.rng.randint(0, left)):
+        alive = [m for m in group if membership.member(m).node not in self.dead_nodes]
+        for member in self.clock.rng.sample(alive, self.clock.rng.randint(0, left)):
+            if self.may_lose(member) < 1:
+                continue
+            node = membership.member(member).node
             self.counts["killed_at_once"] += 1
             self.say(f"FAULT kill_node {node} at the same instant")
-            self.may_lose[group] -= 1
+            self.lose(member)
             self._kill_node(node)
 
     def _kill_control(self, node: str) -> None:

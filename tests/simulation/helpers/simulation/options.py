@@ -38,6 +38,9 @@ class Options:
     """Policy that decides which pieces a save captures; None for one that the seed chooses."""
     tier: bool | None = None
     """Whether generations are persisted, too; None for every eighth seed."""
+    worlds: bool | None = None
+    """Whether members leave and come, so that one world follows another; None for every eighth
+    seed."""
     redundancy: Redundancy = Redundancy.RAIM5
     slots: int | None = None
     """Slots of each rank's arena; None for a number that the seed chooses."""
@@ -49,3 +52,9 @@ class Options:
     def persists(self) -> bool:
         """Whether there is a durable tier."""
         return self.seed % 8 == 0 if self.tier is None else self.tier
+
+    @property
+    def changes_worlds(self) -> bool:
+        """Whether the world changes. Then there is no durable tier, and snapshots are whole."""
+        wanted = self.seed % 8 == 4 if self.worlds is None else self.worlds
+        return wanted and not self.persists and self.policy in (None, PolicyType.FULL)

@@ -38,7 +38,9 @@ class StoredCluster(Cluster):
         """Boot the cluster; `earlier_run` is a set that an earlier job of this name left behind."""
         self.vault = Vault()
         self.tier = Tier(uri=URI, every_s=1e9)  # only `_store` writes sets
-        super().__init__(replace(options, tier=False))  # writing by daemons is not tested here
+        super().__init__(
+            replace(options, tier=False, worlds=False)
+        )  # writing by daemons is not tested here
         self._damaged = False
         if earlier_run is not None:
             self._leave_behind(earlier_run)
@@ -79,9 +81,9 @@ class StoredCluster(Cluster):
         size = self.members * self.nproc
         ranks = {}
         for rank in range(size):
-            data = content(rank, generation)
+            data = content(rank, size, generation)
             self.captured[rank, generation] = data
-            layout = layout_of(rank, size)
+            layout = layout_of(rank, size, rank)
             manifest = Manifest(
                 job="job",
                 rank=rank,
@@ -89,7 +91,7 @@ class StoredCluster(Cluster):
                 generation=generation,
                 layout_id=layout_id(layout),
                 payload_bytes=len(data),
-                extras_offset=tensor_bytes_of(rank),
+                extras_offset=tensor_bytes_of(rank, size),
                 extras_bytes=extras_bytes_of(rank, generation),
                 piece_bytes=decode_layout(layout).piece_bytes,
                 digests=piece_digests(data, PIECE_BYTES),
@@ -126,7 +128,7 @@ class StoredCluster(Cluster):
 
     def _lose(self, nodes: list[str]) -> None:
         """Lose nodes beyond what the redundancy covers."""
-        self.may_lose.clear()
+        self.bearable.clear()
         self.protected = None
         for lost in nodes:
             if lost not in self.dead_nodes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+from simulation.checking import check_all_is_read
 from simulation.world import Daemon, World
 
 from holdfast_core.errors import (
@@ -19,37 +20,41 @@ from holdfast_core.job.snapshots import PolicyType
 from holdfast_core.snapshots import layouts
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import Layout
+from holdfast_core.snapshots.membership import Membership
 from holdfast_core.snapshots.pieces import PieceMap, bit_map
 from holdfast_daemon.engine.answers import Granted
+from holdfast_daemon.engine.slots import ArenaView, Slot
 
 PIECE_BYTES = 16
 POLL_S = 0.02
 
 
-def tensor_bytes_of(rank: int) -> int:
-    """Bytes of a rank's tensors: ranks are of unequal size, and rank 0 has only extras."""
-    return (rank * 37) % 101
+def tensor_bytes_of(rank: int, world_size: int) -> int:
+    """Bytes of a rank's tensors: ranks are of unequal size, and rank 0 has only extras. Another
+    world divides the tensors in another way."""
+    return (rank * (37 + 8 * world_size)) % 101
 
 
 def extras_bytes_of(rank: int, generation: Generation) -> int:
     return 4 + (rank + generation.step) % 7
 
 
-def content(rank: int, generation: Generation) -> bytes:
+def content(rank: int, world_size: int, generation: Generation) -> bytes:
     """Payload that `rank` captures in `generation`. Timelines differ, so that mixing them shows."""
     seed = rank * 1_000_003 + generation.step * 1009 + generation.epoch
-    size = tensor_bytes_of(rank) + extras_bytes_of(rank, generation)
+    size = tensor_bytes_of(rank, world_size) + extras_bytes_of(rank, generation)
     return random.Random(seed).randbytes(size)
 
 
-def layout_of(rank: int, world_size: int) -> bytes:
+def layout_of(rank: int, world_size: int, world_rank: int) -> bytes:
+    """Layout of `rank`, which knows itself by its number in torch's world."""
     return layouts.encode_layout(
         Layout(
-            rank=rank,
+            rank=world_rank,
             world_size=world_size,
             topology="simulated",
             entries=(),
-            extras_offset=tensor_bytes_of(rank),
+            extras_offset=tensor_bytes_of(rank, world_size),
             extras_capacity=16,
             piece_bytes=PIECE_BYTES,
         )
@@ -59,10 +64,13 @@ def layout_of(rank: int, world_size: int) -> bytes:
 class TrainingWorld:
     """The workers of one epoch. They restore together, step together and die separately."""
 
-    def __init__(self, cluster: World, epoch: int, size: int) -> None:
-        self.cluster, self.epoch, self.size = cluster, epoch, size
+    def __init__(self, cluster: World, membership: Membership) -> None:
+        self.cluster, self.membership, self.epoch = cluster, membership, membership.epoch
+        self.size = membership.world_size
         self.workers: dict[int, Worker] = {}
         self.restored: dict[int, Generation | None] = {}
+        self.read: set[int] = set()
+        """Ranks of an earlier world whose snapshots the workers read for all."""
         self.step = 0
 
     def arrived(self, rank: int, line: Generation | None) -> None:
@@ -72,6 +80,7 @@ class TrainingWorld:
             return
         lines = set(self.restored.values())
         assert len(lines) == 1, f"ranks of epoch {self.epoch} restored {lines}"
+        check_all_is_read(self.membership, line, self.read)
         self.cluster.resumed(self.epoch, line)
         self.step = line.step if line else 0
         self._later()
@@ -171,19 +180,30 @@ class Worker:
             return False
         generation = state.line.generation
         if generation is not None:
-            assert state.slot is not None and state.slot.manifest is not None and state.arena
-            arena = daemon.disk.arenas[(self.rank, state.arena.layout_id)]
-            data = arena.read(state.slot.piece_map, state.slot.manifest.payload_bytes)
-            if layouts.piece_digests(data, PIECE_BYTES) != state.slot.manifest.digests:
-                self.world.cluster.restore_failed(self.rank)
-                self.kill()
-                return True
-            assert data == self.world.cluster.captured[self.rank, generation], (
-                f"rank {self.rank} restored wrong bytes for {generation}"
-            )
-        self._base = generation
+            mine = [(state.arena, state.slot)] if state.arena and state.slot else []
+            present = self.world.membership.is_present(generation)
+            assert len(mine) == present, f"rank {self.rank} has {len(mine)} slots of its own"
+            for held in (*mine, *state.read_for_all):
+                if not self._read(daemon, *held, generation):
+                    self.world.cluster.restore_failed(self.rank)
+                    self.kill()
+                    return True
+            self._base = generation if present else None
         self.world.arrived(self.rank, generation)
         self._poll(self._open)
+        return True
+
+    def _read(self, daemon: Daemon, arena: ArenaView, slot: Slot, generation: Generation) -> bool:
+        """Read a snapshot; return whether its pieces match their digests."""
+        assert slot.manifest is not None
+        held = daemon.disk.arenas[(arena.rank, arena.layout_id)]
+        data = held.read(slot.piece_map, slot.manifest.payload_bytes)
+        if layouts.piece_digests(data, PIECE_BYTES) != slot.manifest.digests:
+            return False
+        assert data == self.world.cluster.captured[arena.rank, generation], (
+            f"rank {self.rank} restored wrong bytes of rank {arena.rank} for {generation}"
+        )
+        self.world.read.add(arena.rank)
         return True
 
     def _open(self, daemon: Daemon) -> bool:
@@ -192,7 +212,11 @@ class Worker:
                 session, effects = daemon.engine.open(
                     rank=self.rank,
                     epoch=self.world.epoch,
-                    layout=layout_of(self.rank, self.world.size),
+                    layout=layout_of(
+                        self.rank,
+                        self.world.size,
+                        self.world.membership.world.world_rank(self.rank),
+                    ),
                     largest_slot_bytes=4096,
                     pid=1,
                     now=daemon.now,
@@ -259,7 +283,7 @@ class Worker:
     def _unchanged(self, step: int) -> frozenset[int]:
         """The pieces that this save does not capture: only whole pieces of tensors."""
         cluster = self.world.cluster
-        whole = range(tensor_bytes_of(self.rank) // PIECE_BYTES)
+        whole = range(tensor_bytes_of(self.rank, self.world.size) // PIECE_BYTES)
         match cluster.policy:
             case PolicyType.FULL:
                 return frozenset()
@@ -271,7 +295,7 @@ class Worker:
 
     def _captured(self, generation: Generation, carried: frozenset[int]) -> bytes:
         """The payload of a snapshot that carries over the pieces `carried`."""
-        data = bytearray(content(self.rank, generation))
+        data = bytearray(content(self.rank, self.world.size, generation))
         captured = self.world.cluster.captured
         if carried and self._base is not None:
             before = captured[self.rank, self._base]
@@ -314,7 +338,7 @@ class Worker:
                     step=generation.step,
                     slot=granted.slot,
                     payload_bytes=len(data),
-                    extras_bytes=len(data) - tensor_bytes_of(self.rank),
+                    extras_bytes=len(data) - tensor_bytes_of(self.rank, self.world.size),
                     digests=bytes(digests),
                     nan_units=(),
                     now=daemon.now,

@@ -57,6 +57,7 @@ class VirtualWorker(EffectWorker):
         self, world: World, daemon: Host, disk: Disk, *, bucket: Bucket, vault: Vault | None
     ) -> None:
         wire = Wire(world, daemon)
+        saved = disk.saved_epoch()
 
         def open_sets(uri: str, job: str) -> SetReader:
             if vault is not None:
@@ -73,7 +74,7 @@ class VirtualWorker(EffectWorker):
                 open_store=lambda uri: bucket.store(daemon),
                 executor=Starter(daemon),
             ),
-            membership=disk.epoch[0] if disk.epoch else None,
+            membership=saved.membership if saved else None,
             effort=Effort(threads=1, stride_bytes=SENT_BYTES),
             loader=Loader(disk, JOB, open_sets, stride_bytes=SENT_BYTES),
         )

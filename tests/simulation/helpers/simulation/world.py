@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from simulation.checking import Bearable
 from simulation.clock import Clock, Network
 from simulation.disk import Disk
 from simulation.fibers import Fiber
@@ -89,8 +90,8 @@ class World(Protocol):
     """Number of saves in which each piece is captured once, where pieces take turns."""
     captured: dict[tuple[int, Generation], bytes]
     """By rank and generation, the bytes that the rank captured, or would have."""
-    may_lose: dict[tuple[int, ...], int]
-    """Number of members that a parity group may lose now; 0 for a group that is not in here."""
+    bearable: Bearable
+    """What the job may lose now."""
     counts: Counter[str]
     fibers: list[Fiber[Completion]]
     """Transfers that have begun."""
