@@ -36,6 +36,10 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "holdfast_operator_jobs",
         "holdfast_operator_ranks_desired",
         "holdfast_operator_ranks_ready",
+        "holdfast_operator_members_desired",
+        "holdfast_operator_members_active",
+        "holdfast_operator_members_minimum",
+        "holdfast_operator_jobs_short",
         "holdfast_operator_jobs_ended_total",
     ),
     "Saves": (

@@ -180,6 +180,7 @@ def test_the_status_is_a_subresource_with_columns_and_a_scale(cluster: Cluster, 
     status = {
         "phase": "Running",
         "readyText": "8/8",
+        "strength": {"active": 3, "desired": 4, "minimum": 2},
         "step": 120,
         "protectedStep": 118,
         "restarts": 3,
@@ -197,13 +198,14 @@ def test_the_status_is_a_subresource_with_columns_and_a_scale(cluster: Cluster, 
         "NAME",
         "STATE",
         "READY",
+        "ACTIVE",
         "DESIRED",
         "STEP",
         "PROTECTED",
         "RESTARTS",
         "AGE",
     ]
-    assert row.split()[:-1] == [job, "Running", "8/8", "4", "120", "118", "3"]
+    assert row.split()[:-1] == [job, "Running", "8/8", "3", "4", "120", "118", "3"]
     path = f"/apis/holdfast.dev/v1alpha1/namespaces/{NAMESPACE}/moetrainingjobs/{job}/scale"
     scale = json.loads(cluster.kubectl("get", "--raw", path))
     assert (scale["spec"]["replicas"], scale["status"]["replicas"]) == (4, 4)

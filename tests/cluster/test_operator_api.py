@@ -153,9 +153,10 @@ def test_the_scale_and_the_columns_read_well(world: World) -> None:
     world.runs_in("columns", 1)
     words = world.kubectl("get", "moejob", "columns").splitlines()
     assert words[0].split() == [
-        *("NAME", "STATE", "READY", "DESIRED", "STEP", "PROTECTED", "RESTARTS", "AGE")
+        *("NAME", "STATE", "READY", "ACTIVE", "DESIRED"),
+        *("STEP", "PROTECTED", "RESTARTS", "AGE"),
     ]
-    assert words[1].split()[:4] == ["columns", "Running", "4/4", "4"]
+    assert words[1].split()[:5] == ["columns", "Running", "4/4", "4", "4"]
     raw = f"/apis/holdfast.dev/v1alpha1/namespaces/{NAMESPACE}/moetrainingjobs/columns/scale"
     scale = json.loads(world.cluster.kubectl("get", "--raw", raw))
     assert scale["status"]["selector"] == "holdfast.dev/job=columns"

@@ -78,6 +78,17 @@ class MemberStatus(_Part, frozen=True, kw_only=True):
     state: Annotated[str, Meta(description="the state of that pod's trainer")] | None = None
 
 
+class StrengthStatus(_Part, frozen=True, kw_only=True):
+    """The number of members that the job has, wants and needs."""
+
+    active: Annotated[int, Meta(description="the members of the present epoch")] | None = None
+    desired: Annotated[int, Meta(description="all members: spec.nodes")] | None = None
+    minimum: (
+        Annotated[int, Meta(description="the fewest that the job goes on with: spec.minNodes")]
+        | None
+    ) = None
+
+
 class RecoveryStatus(_Part, frozen=True, kw_only=True):
     """One recovery."""
 
@@ -243,6 +254,7 @@ class JobStatus(_Part, frozen=True, kw_only=True):
         | None
     ) = None
     last_failure: FailureStatus | None = None
+    strength: StrengthStatus | None = None
     members: (
         Annotated[
             tuple[MemberStatus, ...],

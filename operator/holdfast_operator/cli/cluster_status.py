@@ -27,6 +27,7 @@ from holdfast_operator.cli.show import (
     event_text,
     failure_text,
     make_table,
+    strength_texts,
 )
 from holdfast_operator.kube.resources import EVENTS, JOBS
 from holdfast_operator.kube.times import seconds_of
@@ -139,6 +140,7 @@ def job_view(job: Object, events: Sequence[Object]) -> RenderableType:
         f"  protected {found.get('protected', '-')}  ready {found.get('readyText', '-')}"
         f"  restarts {found.get('restarts', 0)}  slots {found.get('slots', '-')}"
         f"  recovery {found.get('recoveryMode', '-')}",
+        *(f"  {text}" for text in _strength(found)),
     )
     parts: list[RenderableType] = [head]
     if found.get("problem"):
@@ -153,6 +155,11 @@ def job_view(job: Object, events: Sequence[Object]) -> RenderableType:
     parts += [_members(found), _recoveries(found), conditions_view(_conditions(found))]
     parts += [event_text(event) for event in timed_events(events)[-EVENTS_SHOWN:]]
     return Group(*parts)
+
+
+def _strength(found: Object) -> list[str]:
+    has = found.get("strength") or {}
+    return strength_texts(*(has.get(name, 0) for name in ("active", "desired", "minimum")))
 
 
 def _members(found: Object) -> Table:

@@ -56,9 +56,12 @@ def progress_line(status: Status) -> str:
 def _strength(status: Status) -> list[str]:
     """How many members there are, if they may become fewer."""
     found = status.strength
-    if found is None or found.least == found.desired:
-        return []
-    return [f"members {found.active}/{found.desired} (at least {found.least})"]
+    return [] if found is None else strength_texts(found.active, found.desired, found.least)
+
+
+def strength_texts(active: int, desired: int, least: int) -> list[str]:
+    """The members that a job has, wants and needs, in words; empty when it needs all of them."""
+    return [f"members {active}/{desired} (at least {least})"] if least < desired else []
 
 
 def event_line(event: TimedEvent) -> str:

@@ -25,13 +25,20 @@ _LIMITS = {"ge": "minimum", "gt": "minimum", "le": "maximum"}
 _COLUMNS = (
     ("State", "string", ".status.phase", "What the job does"),
     ("Ready", "string", ".status.readyText", "Ranks at work, of all ranks"),
-    ("Desired", "integer", ".spec.nodes", "Nodes"),
+    ("Active", "integer", ".status.strength.active", "Members that train together"),
+    ("Desired", "integer", ".spec.nodes", "All members: nodes"),
     ("Step", "integer", ".status.step", "The newest completed step"),
     ("Protected", "integer", ".status.protectedStep", "The newest step that survives a lost node"),
     ("Restarts", "integer", ".status.restarts", "Recoveries that count towards maxRestarts"),
     ("Age", "date", ".metadata.creationTimestamp", "Since the job was created"),
 )
 _WIDE_COLUMNS = (
+    (
+        "Minimum",
+        "integer",
+        ".status.strength.minimum",
+        "The fewest members that the job goes on with",
+    ),
     ("Slots", "integer", ".status.slots", "Snapshots of each rank that its node has room for"),
     (
         "Recovery",

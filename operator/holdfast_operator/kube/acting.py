@@ -169,6 +169,8 @@ class Acting:
 
     def _note_losses(self, before: ControlState, decision: Decision, observed: Observed) -> None:
         fenced = {action.node for action in decision.actions if isinstance(action, FenceNode)}
+        after = decision.state.membership
         for member in before.membership.members if before.membership is not None else ():
-            if member.node in fenced:
+            stays = after is not None and after.has(member.index)
+            if member.node in fenced and stays:
                 self._starting.note_loss(member.index, node_of(observed, member).heartbeat_at)

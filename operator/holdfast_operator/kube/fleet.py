@@ -44,7 +44,8 @@ class Fleet:
     # --- what wakes jobs ----------------------------------------------------------------------
 
     def wake(self, keys: Iterable[str]) -> None:
-        """Wake the loops of these jobs; without keys, those of all jobs that are not running."""
+        """Wake the loops of these jobs; without keys, those of all jobs that are not running, or
+        lack members."""
         found = list(keys)
         for key in found:
             loop = self._loops.get(key)
@@ -52,7 +53,7 @@ class Fleet:
                 loop.wake()
         if not found:
             for loop in self._loops.values():
-                if loop.status.get("phase") != Phase.RUNNING:
+                if loop.status.get("phase") != Phase.RUNNING or _is_short(loop.status):
                     loop.wake()
 
     def see(self, kind: str | None, resource: Object) -> None:
@@ -147,6 +148,10 @@ class Fleet:
         going = [s for s in statuses if s.get("phase") not in ENDED]
         world.metrics.set("ranks_desired", sum(s.get("desired", 0) for s in going))
         world.metrics.set("ranks_ready", sum(s.get("ready", 0) for s in going))
+        for name in ("desired", "active", "minimum"):
+            count = sum((s.get("strength") or {}).get(name, 0) for s in going)
+            world.metrics.set(f"members_{name}", count)
+        world.metrics.set("jobs_short", sum(map(_is_short, going)))
         connected = sum(view.connected for view in world.server.nodes().values())
         world.metrics.set("daemons_connected", connected)
 
@@ -176,6 +181,13 @@ class Fleet:
             self._tasks[key].cancel()
         if not self._world.server.holders(key):
             self._world.server.forget(key)
+
+
+def _is_short(status: Object) -> bool:
+    """Whether the job trains without some of its members."""
+    found = status.get("strength") or {}
+    active: int = found.get("active", 0)
+    return status.get("phase") != Phase.SUSPENDED and 0 < active < found.get("desired", 0)
 
 
 def _key(resource: Object) -> str:

@@ -45,6 +45,10 @@ DEFINITIONS: tuple[Definition, ...] = (
     _gauge("jobs", "Jobs in each phase.", "phase"),
     _gauge("ranks_desired", "Ranks of all jobs that have not ended."),
     _gauge("ranks_ready", "Ranks at work."),
+    _gauge("members_desired", "Members that the jobs that have not ended want."),
+    _gauge("members_active", "Members that these jobs have."),
+    _gauge("members_minimum", "Members without which these jobs would not go on."),
+    _gauge("jobs_short", "Jobs that go on without some of their members."),
     _gauge("daemons_connected", "Daemons whose Control stream is open."),
     _gauge("daemons_outdated", "Daemons of an older version that the operator has yet to replace."),
     _histogram(

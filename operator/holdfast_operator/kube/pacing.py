@@ -17,6 +17,8 @@ ENDED_S = 60.0
 WAITING_S = 2.0
 """Pause of a job that waits for nodes, each of which wakes it when it comes."""
 BUSY_S = 0.5
+"""Pause of a job that is about to change: daemons are silent, an epoch is forming, or members may
+join as soon as a generation has been protected."""
 FAILED_S = 2.0
 """Pause after an action that the API server refused."""
 NOW_S = 0.05
@@ -50,7 +52,7 @@ def pause_s(
     if any(member.node in late for member in members):
         heartbeat_s = job.spec.failure_policy.detection.heartbeat_seconds
         return min(BUSY_S, heartbeat_s / 4)
-    if phase is Phase.RUNNING:
+    if phase is Phase.RUNNING and state.joinable_since is None:
         hang_s = job.spec.failure_policy.detection.hang_seconds
         return _until(_deadline(job, state), min(CALM_S, max(BUSY_S, hang_s / 8)), now)
     return _until(_deadline(job, state), WAITING_S if phase is Phase.WAITING else BUSY_S, now)

@@ -20,6 +20,7 @@ from holdfast_core.job.status import (
     Phase,
     ProtectionTrafficStatus,
     RecoveryStatus,
+    StrengthStatus,
     TokenLossStatus,
 )
 from holdfast_core.snapshots.generations import Generation
@@ -40,6 +41,7 @@ from holdfast_operator.reconciler.protection_traffic import (
     traffic_text,
 )
 from holdfast_operator.reconciler.recoveries import Recovery
+from holdfast_operator.reconciler.shrinking import Strength, strength
 from holdfast_operator.reconciler.staying import recovery_mode
 from holdfast_operator.reconciler.views import (
     Condition,
@@ -102,6 +104,7 @@ def status_of(
             selector=f"{JOB_LABEL}={job.metadata.name}",
             conditions=conditions_of(decision.conditions, generation, previous, clocks.text(now)),
             last_failure=None if state.failure is None else _failure(state.failure),
+            strength=_strength(strength(job, membership)),
             members=_members(observed, membership, pods),
             last_recoveries=tuple(_recovery(each) for each in recoveries[-RECOVERIES_SHOWN:]),
             token_loss=None if state.losses is None else _token_loss(state.losses),
@@ -209,6 +212,10 @@ def _at_work(observed: Observed, membership: Membership | None) -> tuple[int, in
     views = [view for view in observed.views(membership) if view is not None]
     at_work = [sum(rank.state.at_work for rank in view.ranks) for view in views]
     return sum(at_work), at_work.count(membership.nproc_per_node)
+
+
+def _strength(found: Strength) -> StrengthStatus:
+    return StrengthStatus(active=found.active, desired=found.desired, minimum=found.least)
 
 
 def _members(

@@ -4,6 +4,7 @@ in memory, with daemons and a kubelet that do as they are asked."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from copy import deepcopy
@@ -13,6 +14,7 @@ import aiohttp
 from fake_api import FakeApi
 from fake_server import FakeServer
 
+from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import Membership
 from holdfast_operator.control.server import ControlServer
 from holdfast_operator.kube.api import Api, ApiError, Object
@@ -91,6 +93,8 @@ class Daemon:
         self.memberships: dict[str, Membership] = {}
         self.at_work, self.lost = set[str](), set[str]()
         """Jobs whose ranks run here, and jobs whose rank was lost in the current epoch."""
+        self.protected: dict[str, Generation] = {}
+        """Job → its newest protected generation: the recovery line of the epochs after it."""
         self._beats: asyncio.Queue[control_pb2.Heartbeat] = asyncio.Queue()
         self.beat()
 
@@ -108,11 +112,19 @@ class Daemon:
             state.revision = membership.revision
             state.membership.CopyFrom(codec.membership_to_proto(membership))
             state.line.reason = "decided"
+            self._report_protection(state, membership)
             if job in self.at_work | self.lost:
                 lost = job in self.lost
                 word = "OFFLINE" if lost else "HEALTHY"
                 state.ranks.add(rank=self._rank(membership), state=word, step=1, lost=lost)
         self._beats.put_nowait(found)
+
+    def _report_protection(self, state: control_pb2.JobState, membership: Membership) -> None:
+        protected = self.protected.get(membership.job)
+        if protected is not None:
+            state.protected.CopyFrom(codec.generation_to_proto(protected))
+            if protected.epoch < membership.epoch:
+                state.line.generation.CopyFrom(state.protected)
 
     def _rank(self, membership: Membership) -> int:
         return next(m.index for m in membership.members if m.node == self.node)
@@ -139,8 +151,11 @@ class Daemon:
             self.beat()
 
     def _adopt(self, message: values_pb2.Membership) -> None:
-        self.memberships[message.job] = codec.membership_from_proto(message)
+        membership = codec.membership_from_proto(message)
+        self.memberships[message.job] = membership
         self.lost.discard(message.job)
+        if membership.member_on(self.node) is None:
+            self.at_work.discard(message.job)
 
 
 class SmallCluster:
@@ -148,6 +163,7 @@ class SmallCluster:
 
     def __init__(self, nodes: int, *, insecure: bool = False) -> None:
         self._count = nodes
+        self._node_versions = itertools.count(1)
         self.fleet, self.metrics = Fleet(), OperatorMetrics()
         self.api = NotedApi(self._written, self._gone)
         self.http = FakeServer(self.api)
@@ -231,12 +247,26 @@ class SmallCluster:
 
     def add_node(self, name: str) -> None:
         """Add a node, whose daemon connects."""
-        ready = [{"type": "Ready", "status": "True"}]
-        metadata = {"name": name, "resourceVersion": "1"}
-        status = {"conditions": ready, "allocatable": {"cpu": "4"}}
-        self.nodes.put({"metadata": metadata, "status": status})
+        self.cordon(name, on=False)
         daemon = self.daemons[name] = Daemon(name, self.server)
         self._tasks.append(asyncio.create_task(daemon.converse()))
+
+    def cordon(self, name: str, *, on: bool = True) -> None:
+        """Have the node take no more pods, or take them again."""
+        ready = [{"type": "Ready", "status": "True"}]
+        self.nodes.put(
+            {
+                "metadata": {"name": name, "resourceVersion": str(next(self._node_versions))},
+                "spec": {"unschedulable": on},
+                "status": {"conditions": ready, "allocatable": {"cpu": "4"}},
+            }
+        )
+
+    def protect(self, job: str, generation: Generation) -> None:
+        """Have all daemons report that a generation of the job is protected."""
+        for daemon in self.daemons.values():
+            daemon.protected[job] = generation
+            daemon.beat()
 
     def apply(self, resource: Object) -> None:
         """Create the job, or replace it and keep its status."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import cast
 
+import pytest
 from samples import make_job
 
 from holdfast_core.job.parsing import MoETrainingJob
+from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_operator.kube.acting import Acting
 from holdfast_operator.kube.api import ApiError
 from holdfast_operator.kube.metrics import OperatorMetrics
@@ -17,6 +20,8 @@ from holdfast_operator.reconciler.views import (
     ControlState,
     Decision,
     Event,
+    FenceNode,
+    NodeView,
     Observed,
     PersistNow,
     StartAgent,
@@ -89,3 +94,50 @@ def test_a_copy_is_asked_for_of_the_jobs_daemons() -> None:
 
     assert asyncio.run(scenario()) == []
     assert asked == [job.key]
+
+
+class WillingTrainers:
+    """Every pod is created at once."""
+
+    async def prepare(self, job: MoETrainingJob) -> None: ...
+
+    async def start(self, job: MoETrainingJob, member: int, node: str, attempt: int) -> None: ...
+
+    async def stop(self, pods: Iterable[object], *, force: bool = False) -> None: ...
+
+
+def members(*indices: int) -> Membership:
+    found = tuple(
+        Member(index=i, node=f"n{i}", memory_id="m", peer_address="a:1", bulk_address="a:2")
+        for i in indices
+    )
+    return Membership(job="moe", epoch=1, members=found, nproc_per_node=1, groups=(indices,))
+
+
+@pytest.mark.parametrize(("after", "replaced"), [((0, 1, 2), 1), ((0, 1), 0)])
+def test_a_pod_replaces_a_lost_one_only_where_its_member_did_not_leave(
+    after: tuple[int, ...], replaced: int
+) -> None:
+    """A member that joins hours later replaces nothing."""
+    metrics = OperatorMetrics()
+    world = SimpleNamespace(
+        clock=lambda: 9.0,
+        trainers=WillingTrainers(),
+        pods=SimpleNamespace(of=lambda key: []),
+        metrics=metrics,
+    )
+    seen = Observed(nodes={"n2": NodeView(name="n2", heartbeat_at=4.0)})
+    before = ControlState(membership=members(0, 1, 2))
+    lost = Decision(actions=(FenceNode(node="n2"),), state=ControlState(membership=members(*after)))
+    later = Decision(actions=(StartAgent(member=2, node="new"),), state=lost.state)
+
+    async def scenario() -> None:
+        hands = Acting(cast(LoopContext, world), {})
+        await hands.carry_out(make_job(), before, lost, [], seen, True)
+        await hands.carry_out(make_job(), lost.state, later, [], seen, True)
+        while hands.pending:
+            await asyncio.sleep(0)
+
+    asyncio.run(scenario())
+    count = metrics.registry.get_sample_value("holdfast_operator_replacement_seconds_count")
+    assert count == replaced

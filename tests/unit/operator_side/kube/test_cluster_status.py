@@ -48,6 +48,15 @@ def test_all_jobs_have_a_line_each() -> None:
     assert lines[2].split()[:2] == ["moe", "-"]
 
 
+def test_a_job_that_may_go_on_with_fewer_members_shows_how_many_it_has() -> None:
+    job = running_job()
+    job["status"] |= {"strength": {"active": 3, "desired": 4, "minimum": 3}}  # type: ignore[operator]
+    assert "members 3/4 (at least 3)" in text(job_view(job, []))
+    job["status"] |= {"strength": {"active": 4, "desired": 4, "minimum": 4}}  # type: ignore[operator]
+    assert "at least" not in text(job_view(job, []))
+    assert "at least" not in text(job_view(running_job(), []))
+
+
 def test_a_job_that_failed_shows_the_last_lines_as_they_are() -> None:
     job = running_job()
     lines = "Traceback:\n[/red] ValueError"  # no markup, whatever it looks like

@@ -9,7 +9,15 @@ from virtual_world import World, make_job
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_operator.control.server import ControlServer
 from holdfast_operator.kube.attention import Attention
-from holdfast_operator.kube.pacing import CALM_S, ENDED_S, FAILED_S, NOW_S, WAITING_S, pause_s
+from holdfast_operator.kube.pacing import (
+    BUSY_S,
+    CALM_S,
+    ENDED_S,
+    FAILED_S,
+    NOW_S,
+    WAITING_S,
+    pause_s,
+)
 from holdfast_operator.reconciler.counters import Outcome
 from holdfast_operator.reconciler.views import Decision, StartAgent
 
@@ -48,6 +56,14 @@ def test_a_job_without_nodes_waits_for_one_to_come() -> None:
     world = World(make_job(), nodes=1)
     world.look()
     assert pause(world) == WAITING_S
+
+
+def test_a_job_that_can_grow_is_watched_for_the_moment_when_little_is_lost() -> None:
+    world = at_work()
+    world.decision = replace(
+        world.decision, state=replace(world.state, joinable_since=world.now - 100.0)
+    )
+    assert pause(world) == BUSY_S
 
 
 def test_a_late_daemon_of_the_job_is_watched_closely() -> None:

@@ -82,6 +82,23 @@ def test_the_status_says_what_a_recovery_does_to_workers_once_that_is_known() ->
     msgspec.convert(status(world), JobStatus)
 
 
+def test_the_status_has_the_members_that_the_job_has_wants_and_needs() -> None:
+    waiting = World(virtual_job(), nodes=1)
+    waiting.look()
+    assert status(waiting)["strength"] == {"active": 0, "desired": 4, "minimum": 4}
+    world = World(virtual_job(spares=0, spec={"minNodes": 3}))
+    world.settle(3.0)
+    world.train(10)
+    world.settle(1.0)
+    world.kill_node("n2")
+    world.settle(6.0)
+    found = status(world, pods={(m, f"n{m}"): f"job-{m}-1" for m in range(4)})
+    assert found["strength"] == {"active": 3, "desired": 4, "minimum": 3}
+    assert [member["pod"] for member in found["members"]] == ["job-0-1", "job-1-1", "job-3-1"]
+    assert (found["readyText"], found["nodesReady"]) == ("3/4", 3)
+    msgspec.convert(found, JobStatus)
+
+
 def test_the_status_has_the_rate_at_which_protection_fetches() -> None:
     world = running()
     assert status(world)["protectionTraffic"]["nodeBytesPerSecond"] == 0
