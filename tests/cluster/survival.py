@@ -64,6 +64,10 @@ class Run:
     say: Callable[[str], None] = print
     stays: bool = False
     """Whether processes of ranks that are not lost stay."""
+    arguments: tuple[str, ...] = ()
+    """More for the trainer's command line."""
+    spec: dict[str, Any] = field(default_factory=dict)
+    """Fields of the job's spec that replace those of the example."""
     job: Job = field(init=False)
     injected: list[Injected] = field(default_factory=list)
     faults: list[FaultReport] = field(default_factory=list)
@@ -97,7 +101,9 @@ class Run:
                 *("--log-file", f"{_OUTPUT}/log.jsonl"),
                 *("--hash-file", f"{_OUTPUT}/sha256"),
                 *["--stay"][: self.stays],
+                *self.arguments,
             ),
+            **self.spec,
         )
         document["spec"]["failurePolicy"]["detection"] = DETECTION
         pod = document["spec"]["trainer"]["template"]["spec"]
@@ -109,19 +115,23 @@ class Run:
     def log(self) -> list[LoggedStep]:
         return read_log(self.folder / "log.jsonl")
 
+    def begin(self) -> None:
+        """Start the job, with nothing left of an earlier one of its name."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        self.folder.chmod(0o777)
+        with suppress(ClusterError):
+            self.job.delete()
+        self.job.apply()
+
     def carry_out(self, script: Sequence[Fault] = ()) -> str:
         """Run the job to its end, with the faults of `script`; the hash of its final state.
 
         Raises:
             ClusterError: when a fault was not survived, or the job did not end well.
         """
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True)
-        self.folder.chmod(0o777)
+        self.begin()
         job = self.job
-        with suppress(ClusterError):
-            job.delete()
-        job.apply()
         with self.lasting:
             for fault in script:
                 self._inject(job, fault)

@@ -1,0 +1,182 @@
+"""A real job goes on with three of its four nodes when one loses its power, and with four again
+when the node is back: pods and processes that are left stay, and training goes on from the line.
+
+There is no spare: the cluster's fifth node is cordoned. The job runs once; what it led to is looked
+at afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from cluster import Cluster
+from holdfast_system import NAMESPACE, Holdfast
+from survival import RECOVERY_S, RUN_S, Run
+
+from holdfast_operator.cli.demo_report import LoggedStep
+
+STEPS = 100_000
+"""More than any test waits for."""
+FIRST_STEPS = 20
+NODES, MINIMUM = 4, 3
+
+pytestmark = pytest.mark.timeout(1200)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Standing:
+    """The job at one moment."""
+
+    status: dict[str, Any]
+    row: dict[str, str]
+    """What `kubectl get moejob` shows, by column."""
+    strength: dict[str, Any]
+    """Its condition FullStrength."""
+    pods: dict[str, str]
+    """Name → uid."""
+    processes: dict[int, int]
+    """Member → pid of its rank."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Seen:
+    """The job before, with three members, and with four again."""
+
+    lost: int
+    """The member whose node lost its power."""
+    standings: list[Standing] = field(default_factory=list)
+    log: list[LoggedStep]
+    events: list[tuple[str, str]]
+    """(reason, message)."""
+
+
+@pytest.fixture(scope="module")
+def seen(cluster: Cluster, holdfast: Holdfast) -> Iterator[Seen]:
+    other = max(cluster.nodes)
+    cluster.kubectl("cordon", other)
+    run = Run(
+        cluster,
+        "fewer",
+        STEPS,
+        stays=True,
+        arguments=("--ep", "1"),
+        spec={
+            "nodes": NODES,
+            "minNodes": MINIMUM,
+            "parallelism": {"dp": NODES, "ep": 1},
+            "failurePolicy": {"spares": 0, "joinWaitSeconds": 5},
+        },
+    )
+    try:
+        yield _shrink_and_grow(run)
+        run.job.delete()
+    finally:
+        if run.broken and cluster.nodes[run.broken].first_process is None:
+            cluster.boot_node(run.broken)
+        cluster.kubectl("uncordon", other)
+
+
+def _shrink_and_grow(run: Run) -> Seen:
+    run.begin()
+    _wait(run, "the first steps", NODES, RUN_S)
+    before = _stand(run)
+    lost = _member_without_operator(run, before)
+    _, run.broken = run.job.member(lost)
+    run.cluster.kill_node(run.broken)
+    _wait(run, "the job to go on with three members", MINIMUM, RECOVERY_S)
+    shrunk = _stand(run)
+    run.cluster.boot_node(run.broken)
+    run.holdfast.wait_daemon(run.broken)
+    _wait(run, "the job to grow", NODES, RECOVERY_S)
+    return Seen(
+        lost=lost,
+        standings=[before, shrunk, _stand(run)],
+        log=run.log(),
+        events=[(event.reason, event.message) for event in run.job.events()],
+    )
+
+
+def _wait(run: Run, what: str, members: int, timeout_s: float) -> None:
+    """Wait until so many members train, and something that they captured is protected."""
+
+    def trains(status: dict[str, Any]) -> bool:
+        epoch, _, step = status.get("protected", "0.0").partition(".")
+        return (
+            status.get("phase") == "Running"
+            and status.get("strength", {}).get("active") == members
+            and int(epoch) == status.get("epoch")
+            and int(step) >= FIRST_STEPS
+        )
+
+    run.job.wait(what, trains, timeout_s)
+
+
+def _stand(run: Run) -> Standing:
+    job = run.job
+    status = job.status()
+    header, row = run.cluster.kubectl("get", "moejob", job.name, "-n", job.namespace).splitlines()
+    label = f"holdfast.dev/job={job.name}"
+    pods = run.cluster.get("pods", "-n", job.namespace, "-l", label)["items"]
+    return Standing(
+        status=status,
+        row=dict(zip(header.split(), row.split(), strict=True)),
+        strength=job.condition("FullStrength"),
+        pods={pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in pods},
+        processes={m["index"]: job.rank_process(m["index"]) for m in status["members"]},
+    )
+
+
+def _member_without_operator(run: Run, standing: Standing) -> int:
+    """A member between others, on a node that the leading operator is not on."""
+    leader = run.cluster.get("pod", run.holdfast.leader(), "-n", NAMESPACE)
+    inner = standing.status["members"][1:-1]
+    home = leader["spec"]["nodeName"]
+    return next(int(each["index"]) for each in inner if each["node"] != home)
+
+
+def test_the_status_says_how_many_members_there_are(seen: Seen) -> None:
+    for standing, active in zip(seen.standings, (NODES, MINIMUM, NODES), strict=True):
+        desired = {"active": active, "desired": NODES, "minimum": MINIMUM}
+        assert standing.status["strength"] == desired
+        assert (standing.row["ACTIVE"], standing.row["DESIRED"]) == (str(active), str(NODES))
+        assert standing.row["READY"] == f"{active}/{NODES}"
+        assert standing.strength["status"] == str(active == NODES)
+    _, shrunk, _ = seen.standings
+    assert f"members [{seen.lost}] are missing" in shrunk.strength["message"]
+
+
+def test_members_that_are_left_keep_their_pods_and_processes(seen: Seen) -> None:
+    before, shrunk, grown = seen.standings
+    assert shrunk.pods == {n: uid for n, uid in before.pods.items() if n != f"fewer-{seen.lost}-1"}
+    assert shrunk.processes == {m: pid for m, pid in before.processes.items() if m != seen.lost}
+    assert shrunk.pods.items() <= grown.pods.items()
+    assert shrunk.processes.items() <= grown.processes.items()
+    assert grown.pods.keys() - shrunk.pods.keys() == {f"fewer-{seen.lost}-2"}
+
+
+def test_only_the_loss_counts_as_a_recovery(seen: Seen) -> None:
+    grown = seen.standings[-1].status
+    assert (grown["recoveries"], grown["restarts"]) == (1, 1)
+    (loss,) = [message for reason, message in seen.events if reason == "Recovering"]
+    assert f"{MINIMUM} of {NODES} members go on" in loss
+    (joined,) = [message for reason, message in seen.events if reason == "Joined"]
+    assert f"joins as member {seen.lost}; {NODES} of {NODES} members" in joined
+
+
+def test_each_world_trains_on_from_what_was_protected(seen: Seen) -> None:
+    """No step is left out, none that was known to be protected is run again, and the loss goes on
+    from where it was."""
+    epochs = sorted({line.epoch for line in seen.log})
+    worlds = [[line for line in seen.log if line.epoch == epoch] for epoch in epochs]
+    assert len(worlds) == 3
+    for steps in worlds:
+        numbers = [line.step for line in steps]
+        assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    learned = seen.log[0].loss - worlds[0][-1].loss
+    assert learned > 0
+    for standing, old, new in zip(seen.standings, worlds, worlds[1:], strict=False):
+        assert standing.status["protectedStep"] < new[0].step <= old[-1].step + 1
+        assert abs(new[0].loss - old[-1].loss) < learned / 2
