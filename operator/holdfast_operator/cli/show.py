@@ -60,8 +60,10 @@ def _strength(status: Status) -> list[str]:
 
 
 def strength_texts(active: int, desired: int, least: int) -> list[str]:
-    """The members that a job has, wants and needs, in words; empty when it needs all of them."""
-    return [f"members {active}/{desired} (at least {least})"] if least < desired else []
+    """The members that a job has, wants and needs, in words; empty when it needs all of them and
+    has not begun without some."""
+    shown = least < desired or 0 < active < desired
+    return [f"members {active}/{desired} (at least {least})"] if shown else []
 
 
 def event_line(event: TimedEvent) -> str:
