@@ -96,15 +96,8 @@ def pass_time(world: World, seconds: float, *, step_s: float) -> None:
         world.now += step_s
 
 
-<<<<<<< HEAD
 def run(schedule: list[tuple[tuple[str, int], float]]) -> World:
     return disturbed(World(make_job(spares=2, maxRestarts=MAX_RESTARTS, rules=RULES)), schedule)
-=======
-def run(schedule: list[tuple[tuple[str, int], float]]) -> MemberWorld:
-    return disturbed(
-        MemberWorld(make_job(spares=2, maxRestarts=MAX_RESTARTS, rules=RULES)), schedule
-    )
->>>>>>> 91fd632 (Show how many members a job in a cluster has, wants and needs, and give each pod its place when members leave and join)
 
 
 def run_elastic(schedule: list[tuple[tuple[str, int], float]]) -> World:
