@@ -7,7 +7,7 @@ waits can still help it, but training that silently began anew would lose what t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from holdfast_core.snapshots.generations import Generation
@@ -69,13 +69,15 @@ def choose_copy(
     tier: Tier,
     *,
     epoch: int,
-    world_size: int,
+    world_size: Callable[[Generation], int | None],
     unusable: Mapping[Generation, str],
     current: Generation | None = None,
 ) -> CopyChoice:
     """The copy to load.
 
     Args:
+        world_size: the number of ranks of the world that captured a generation; None where that
+            world is not known.
         unusable: copies that some rank could not load, and why.
         current: the copy that is being loaded. It is kept while it can be used, so that a newer
             copy that reappears meanwhile does not undo what is already loaded.
@@ -101,8 +103,11 @@ def choose_copy(
     fits: list[Generation] = []
     for copy in wanted:
         why = unusable.get(copy.generation, "")
-        if copy.world_size != world_size:
-            why = f"has {copy.world_size} ranks and the job has {world_size}; {ELSEWHERE}"
+        size = world_size(copy.generation)
+        if size is None:
+            why = f"is of a world that the job no longer knows; {ELSEWHERE}"
+        elif copy.world_size != size:
+            why = f"has {copy.world_size} ranks and the job has {size}; {ELSEWHERE}"
         if why:
             refused.append((copy.generation, why))
         else:

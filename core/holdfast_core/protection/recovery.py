@@ -68,17 +68,16 @@ def group_of(membership: Membership, member: int, generation: Generation) -> tup
     return world.group_of(member) if world is not None and member in world.members else ()
 
 
-def heir(membership: Membership, rank: int, generation: Generation) -> int | None:
-    """The member that rebuilds the rank's snapshot of `generation`: the rank's own, or where that
+def heir(membership: Membership, rank: int, generation: Generation) -> int:
+    """The member that recovers the rank's snapshot of `generation`: the rank's own, or where that
     has left, one of its parity group in the world that captured it. The ranks that a group has lost
-    are dealt to those who are left. None when nobody of the group is."""
+    are dealt to those who are left of it, or to all members when nobody is: then only storage can
+    have the snapshot."""
     own = membership.member_of(rank)
     if membership.has(own):
         return own
     group = group_of(membership, own, generation)
-    left = [member for member in group if membership.has(member)]
-    if not left:
-        return None
+    left = [member for member in group if membership.has(member)] or membership.world.members
     gone = [member for member in group if not membership.has(member)]
     turn = gone.index(own) * membership.nproc_per_node + membership.lane_of(rank)
     return left[turn % len(left)]

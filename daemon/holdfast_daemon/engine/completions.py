@@ -180,7 +180,7 @@ def _take_manifest(memory: JobMemory, event: ManifestFetched, job: RebuildJob) -
     if job.stored:
         job.digest = manifest_digest(event.manifest)
         of = (manifest.job, manifest.rank, manifest.generation)
-        if of != (memory.job, _world_rank(memory, event.rank), event.generation):
+        if of != (memory.job, _world_rank(memory, event.rank, event.generation), event.generation):
             raise HoldfastError(f"its manifest is of world rank {of[1]} of job {of[0]}, {of[2]}")
     if manifest_digest(event.manifest) != job.digest or manifest.layout_id != arena_id:
         raise HoldfastError(f"the manifest is not that of rank {event.rank}")
@@ -194,10 +194,13 @@ def _take_manifest(memory: JobMemory, event: ManifestFetched, job: RebuildJob) -
         allocate(memory, memory.current, arena)
 
 
-def _world_rank(memory: JobMemory, rank: int) -> int | None:
-    """World rank of one of this node's ranks; None when it no longer lives here."""
-    epoch = memory.current
-    return epoch.membership.world.world_rank(rank) if epoch and rank in epoch.ranks else None
+def _world_rank(memory: JobMemory, rank: int, generation: Generation) -> int | None:
+    """World rank of `rank` in the world that captured `generation`; None where that is unknown."""
+    membership = memory.membership
+    world = membership.world_of(generation) if membership is not None else None
+    if world is None or world.member_of(rank) not in world.members:
+        return None
+    return world.world_rank(rank)
 
 
 def _rebuilt(memory: JobMemory, event: Rebuilt, at: Times) -> None:

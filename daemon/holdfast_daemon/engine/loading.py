@@ -63,7 +63,9 @@ def consult(
         state.found,
         tier,
         epoch=membership.epoch,
-        world_size=membership.world_size,
+        world_size=lambda generation: (
+            None if (world := membership.world_of(generation)) is None else world.size
+        ),
         unusable=_unusable(memory),
         current=load,
     )
@@ -165,8 +167,8 @@ def start(memory: JobMemory, epoch: Epoch, rank: int, generation: Generation) ->
     """Begin to load a rank's snapshot, unless it was recently found damaged."""
     if not may_load(epoch, generation) or is_failed(memory, rank, generation):
         return
-    tier = epoch.membership.tier
-    assert tier is not None
+    tier, world = epoch.membership.tier, epoch.membership.world_of(generation)
+    assert tier is not None and world is not None
     held = tuple(
         HeldSlot(slot=slot.index, manifest=slot.manifest, digest=slot.digest, places=slot.places)
         for arena, slot in memory.slots()
@@ -181,7 +183,7 @@ def start(memory: JobMemory, epoch: Epoch, rank: int, generation: Generation) ->
         OpenStored(
             tier=tier,
             rank=rank,
-            world_rank=epoch.membership.world.world_rank(rank),
+            world_rank=world.world_rank(rank),
             generation=generation,
             held=held,
         )

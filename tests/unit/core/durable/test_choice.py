@@ -21,7 +21,7 @@ def found(*generations: Generation, world_size: int = 4) -> Found:
 
 
 def choice(there: Found, tier: Tier = TIER, **more: object) -> CopyChoice:
-    given_ = {"epoch": 5, "world_size": 4, "unusable": {}, **more}
+    given_ = {"epoch": 5, "world_size": lambda _: 4, "unusable": {}, **more}
     return choose_copy(there, tier, **given_)  # type: ignore[arg-type]
 
 
@@ -106,6 +106,17 @@ def test_many_refusals_are_listed_in_one_line_of_bounded_length() -> None:
     chosen = choice(found(*bad), unusable=bad)
     assert "and 196 more" in chosen.reason
     assert len(chosen.reason) < 600
+
+
+def test_a_copy_has_the_size_of_the_world_that_captured_it() -> None:
+    sizes = {OLD: 4, NEW: 3}
+    assert choice(found(OLD, NEW, world_size=3), world_size=sizes.get).generation == NEW
+    chosen = choice(found(OLD, NEW), world_size=sizes.get)
+    assert chosen.generation == OLD
+    assert "skipped 3.1200 has 4 ranks and the job has 3" in chosen.reason
+    chosen = choice(found(OLD), world_size=lambda _: None)
+    assert chosen.generation is None
+    assert "3.900 is of a world that the job no longer knows" in chosen.reason
 
 
 @given(

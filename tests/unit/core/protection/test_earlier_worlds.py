@@ -112,10 +112,10 @@ def test_ranks_of_lost_members_are_dealt_to_their_own_group() -> None:
     assert all(heirs[rank] == now.member_of(rank) for rank in stay)
 
 
-def test_nobody_rebuilds_for_a_group_that_is_gone() -> None:
+def test_for_a_group_that_is_gone_all_share_what_only_storage_can_have() -> None:
     before = first_world((0, 1), (2, 3), redundancy=Redundancy.RAIM5)
     now = with_members(before, [2, 3])
-    assert recovery.heir(now, 0, LINE) is None
+    assert [recovery.heir(now, rank, LINE) for rank in range(4)] == [2, 3, 2, 3]
     line = recovery.recovery_line(now, _only(held(before, LINE), [2, 3]))
     assert line.generation is None
     assert "lacks ranks [0, 1, 2, 3]" in line.reason

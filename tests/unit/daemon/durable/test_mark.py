@@ -33,7 +33,7 @@ def choice(tier: Path, persisted: str = "") -> tuple[bool, str]:
     """(whether the job begins afresh, why)."""
     known = Tier(uri=str(tier), persisted=persisted)
     found = TierSets(str(tier), JOB).find()
-    chosen = choose_copy(found, known, epoch=9, world_size=1, unusable={})
+    chosen = choose_copy(found, known, epoch=9, world_size=lambda _: 1, unusable={})
     return chosen.fresh, chosen.reason
 
 
@@ -121,5 +121,5 @@ def test_sets_from_before_there_were_marks_are_as_good(tmp_path: Path) -> None:
 def test_a_chosen_copy_is_asked_for_first(tmp_path: Path) -> None:
     known = Tier(uri=str(tmp_path), persisted="3.1", restore_from="2.1")
     found = TierSets(str(tmp_path), JOB).find()
-    chosen = choose_copy(found, known, epoch=9, world_size=1, unusable={})
+    chosen = choose_copy(found, known, epoch=9, world_size=lambda _: 1, unusable={})
     assert not chosen.fresh and "restore.from asks for generation 2.1" in chosen.reason
