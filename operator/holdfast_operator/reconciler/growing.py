@@ -13,9 +13,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from holdfast_core.job.parsing import MoETrainingJob
-from holdfast_core.snapshots.membership import PAST_WORLDS_MAX, Membership
+from holdfast_core.snapshots.membership import Membership
 from holdfast_operator.reconciler.conditions import training_runs
-from holdfast_operator.reconciler.placement import choose_joiners, past_worlds
+from holdfast_operator.reconciler.placement import choose_joiners, would_forget
 from holdfast_operator.reconciler.recovering import begin_epoch
 from holdfast_operator.reconciler.replacing import Moves
 from holdfast_operator.reconciler.shrinking import just_saved, strength
@@ -135,7 +135,7 @@ def _is_time(look: Look, state: ControlState, membership: Membership, *, whole: 
         due = max(due, state.joinable_since + wait_s)
     if look.now < due or not _trains(look, state, membership):
         return False
-    if len(past_worlds(membership, state.saved)) > PAST_WORLDS_MAX:
+    if would_forget(membership, state.saved):
         return False  # the world of what is saved would be forgotten
     if just_saved(look, state, membership):
         return True

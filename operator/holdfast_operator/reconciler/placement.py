@@ -98,16 +98,23 @@ def following(
         members=members,
         groups=_parity_groups(job, members),
         since=epoch,
-        past=past_worlds(membership, saved)[-PAST_WORLDS_MAX:],
+        past=past_worlds(membership, saved),
     )
 
 
 def past_worlds(membership: Membership, saved: Generation | None) -> tuple[MemberWorld, ...]:
-    """Worlds whose generations may still be restored once the present one is over, oldest first.
-    Memory keeps nothing older than what was `saved`; durable storage does."""
-    worlds = (*membership.past, membership.world)
+    """Worlds whose generations may still be restored once the present one is over, oldest first;
+    the newest ones if they are too many. Memory keeps nothing older than what was `saved`; durable
+    storage does."""
+    worlds = (*membership.past, membership.world)[-PAST_WORLDS_MAX:]
     oldest = None if saved is None or membership.tier else membership.world_of(saved)
     return worlds if oldest is None else tuple(w for w in worlds if w.since >= oldest.since)
+
+
+def would_forget(membership: Membership, saved: Generation | None) -> bool:
+    """Whether another world would leave no room for the one that captured what was `saved`."""
+    world = None if saved is None else membership.world_of(saved)
+    return world is not None and world not in past_worlds(membership, saved)
 
 
 def choose_joiners(membership: Membership, nodes: Iterable[NodeView], count: int) -> list[NodeView]:

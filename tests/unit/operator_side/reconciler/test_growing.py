@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,13 @@ from virtual_world import World, make_job, running
 
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.snapshots.generations import Generation
-from holdfast_operator.reconciler.placement import choose_joiners, form
+from holdfast_core.snapshots.membership import PAST_WORLDS_MAX, Tier
+from holdfast_operator.reconciler.placement import (
+    choose_joiners,
+    following,
+    form,
+    would_forget,
+)
 from holdfast_operator.reconciler.views import NodeView, StartAgent
 
 WAIT_S = 120.0
@@ -262,3 +269,18 @@ def test_a_job_that_may_no_longer_shrink_still_grows() -> None:
     world.revive_daemon("n2", new_memory=True)
     train_on(world, WAIT_S + 5.0)
     assert indices(world) == [0, 1, 2, 3]
+
+
+def test_a_job_with_copies_in_storage_grows_however_often_its_world_has_changed() -> None:
+    nodes = [NodeView(name=f"n{i}", memory_id=f"n{i}") for i in range(4)]
+    elastic = make_job(4, spec={"minNodes": 2})
+    membership = replace(form(elastic, nodes, 1), tier=Tier(uri="s3://bucket"))
+    everyone = membership.members
+    for epoch in range(2, PAST_WORLDS_MAX + 4):
+        members = everyone[: 3 if epoch % 2 == 0 else 4]
+        membership = following(elastic, membership, members, epoch=epoch, saved=None)
+    assert len(membership.past) == PAST_WORLDS_MAX
+    assert not would_forget(membership, None)
+    assert not would_forget(membership, Generation(membership.epoch, 5))
+    assert not would_forget(membership, Generation(membership.past[1].since, 5))
+    assert would_forget(membership, Generation(membership.past[0].since, 5))
