@@ -262,8 +262,8 @@ def test_workers_that_wait_for_room_are_reported_and_shown(run_directory: Path) 
 
     async def scenario() -> None:
         async with LocalCluster(tiny_job(), settings(run_directory)) as cluster:
-            status = await cluster.wait_for(lambda s: "NoRoom" in s.reason, timeout_s=WAIT_S)
             agent_waits = "the agent of member 0 on n0 waits: NoRoom: the disk is full"
+            status = await cluster.wait_for(lambda s: agent_waits in s.reason, timeout_s=WAIT_S)
             assert status.reason == f"0 of 4 ranks are at work in epoch 1; {agent_waits}"
             assert agent_waits in progress_line(status)
             full.unlink()
