@@ -186,6 +186,7 @@ def drop_small_arenas(memory: JobMemory, epoch: Epoch) -> None:
     back as that member: its trainers need all slots. A node that leaves counts as lost with all
     that it holds, so nobody relies on what is in them."""
     in_use = {(session.rank, session.layout_id) for session in memory.sessions.values()}
+    in_use |= {(rank, job.layout_id) for rank, job in memory.rebuilds.items()}
     for key, arena in list(memory.arenas.items()):
         small = arena.ready and len(arena.slots) < SLOTS_MIN and arena.rank in epoch.ranks
         if small and key not in in_use and arena.is_still:
