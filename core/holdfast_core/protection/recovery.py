@@ -46,6 +46,21 @@ class Holdings:
                     parities[member, block.lane, block.generation] = block
         return cls(snapshots, holders, parities)
 
+    def of_group(
+        self, membership: Membership, group: tuple[int, ...], generation: Generation
+    ) -> Holdings:
+        """What is held for a parity group of the world that captured `generation`."""
+        ranks = [rank for member in group for rank in membership.ranks_of(member)]
+        keys = [(rank, generation) for rank in ranks if (rank, generation) in self.snapshots]
+        code = code_of(membership, group)
+        lanes = range(code.rows * membership.nproc_per_node if code is not None else 0)
+        blocks = [(owner, lane, generation) for owner in group for lane in lanes]
+        return Holdings(
+            {key: self.snapshots[key] for key in keys},
+            {key: self.holders[key] for key in keys},
+            {key: self.parities[key] for key in blocks if key in self.parities},
+        )
+
     def without(self, member: int) -> Holdings:
         """What is left when `member` is lost."""
         left = {key: holder for key, holder in self.holders.items() if holder != member}
@@ -54,6 +69,11 @@ class Holdings:
             left,
             {key: entry for key, entry in self.parities.items() if key[0] != member},
         )
+
+    @property
+    def members(self) -> set[int]:
+        """Members that hold any of it."""
+        return {*self.holders.values(), *(owner for owner, _, _ in self.parities)}
 
     def generations(self) -> list[Generation]:
         """All generations of which anything is held, newest first."""
@@ -229,28 +249,45 @@ def most_survivable(
     """The newest generation, at most `not_after`, with which beside `not_after` itself the most
     members may be lost, any one of them. Where `newest_survivable` knows none, that is the best:
     what was lost of an earlier world's parity stays lost. None when no loss could be borne."""
-
-    def bearable(generation: Generation) -> set[int]:
-        return {
-            member.index
-            for member in membership.members
-            if _is_restorable(membership, holdings.without(member.index), generation)
-        }
-
-    line = bearable(not_after)
+    line = _bearable(membership, holdings, not_after)
     best, most = None, 0
     for generation in holdings.generations():
-        if generation <= not_after and (found := len(line | bearable(generation))) > most:
+        if generation > not_after:
+            continue
+        found = len(line | _bearable(membership, holdings, generation))
+        if found > most:
             best, most = generation, found
     return best
 
 
-def _is_restorable(membership: Membership, holdings: Holdings, generation: Generation) -> bool:
+def _bearable(membership: Membership, holdings: Holdings, generation: Generation) -> set[int]:
+    """Members any one of which may be lost without losing `generation`."""
     world = membership.world_of(generation)
-    return world is not None and all(
+    if world is None:
+        return set()
+    found = {member.index for member in membership.members}
+    for group in world.groups:
+        # The ranks of a group depend on what is held for it, so nothing else has to be looked at.
+        of_group = holdings.of_group(membership, group, generation)
+        if not _is_restorable(membership, of_group, group, generation):
+            return set()
+        found -= {
+            member
+            for member in of_group.members
+            if not _is_restorable(membership, of_group.without(member), group, generation)
+        }
+    return found
+
+
+def _is_restorable(
+    membership: Membership, holdings: Holdings, group: tuple[int, ...], generation: Generation
+) -> bool:
+    """Whether the group's snapshots of `generation` are all held or can be rebuilt."""
+    return all(
         (rank, generation) in holdings.snapshots
         or rebuildable(membership, holdings, rank, generation)
-        for rank in world.ranks
+        for member in group
+        for rank in membership.ranks_of(member)
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 from itertools import combinations
+from random import Random
 
 import pytest
 
@@ -214,3 +215,47 @@ def test_a_generation_that_bears_what_the_line_does_not_is_kept_beside_it() -> N
     assert recovery.most_survivable(now, holdings, not_after=line) == LINE
     alone = recovery.Holdings.of(now, newer)
     assert recovery.most_survivable(now, alone, not_after=line) == line
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_of_all_that_is_held_it_is_what_bears_the_loss_of_most_members(seed: int) -> None:
+    chance = Random(seed)
+    before = first_world((0, 1, 2), (3, 4, 5), redundancy=Redundancy.RAIM5)
+    now = with_members(before, chance.choice([range(6), (0, 1, 3, 4), (0, 2, 3, 4, 5)]))
+    newest = Generation(now.epoch, 60)
+    captured = {generation: held(before, generation) for generation in (LINE, Generation(1, 50))}
+    captured[newest] = held(now, newest)
+    parts: dict[Generation, dict[int, Inventory]] = {}
+    for generation, inventories in captured.items():
+        given: dict[int, list[SnapshotEntry]] = {m: [] for m in now.world.members}
+        blocks: dict[int, tuple[ParityEntry, ...]] = dict.fromkeys(now.world.members, ())
+        for member, inventory in inventories.items():
+            for entry in inventory.snapshots:
+                elsewhere = member not in given or chance.random() < 0.1
+                given[chance.choice(now.world.members) if elsewhere else member].append(entry)
+            if member in blocks:
+                blocks[member] = tuple(b for b in inventory.parities if chance.random() < 0.9)
+        parts[generation] = {
+            m: Inventory(snapshots=tuple(given[m]), parities=blocks[m]) for m in given
+        }
+
+    def bearable(generation: Generation) -> set[int]:
+        part = parts[generation]
+        return {
+            lost
+            for lost in part
+            if recovery.recovery_line(now, part | {lost: Inventory()}).generation == generation
+        }
+
+    whole = {
+        m: Inventory(
+            snapshots=tuple(e for part in parts.values() for e in part[m].snapshots),
+            parities=tuple(b for part in parts.values() for b in part[m].parities),
+        )
+        for m in now.world.members
+    }
+    line = bearable(newest)
+    counts = {generation: len(line | bearable(generation)) for generation in parts}
+    best = max(parts, key=lambda generation: (counts[generation], generation))
+    found = recovery.most_survivable(now, recovery.Holdings.of(now, whole), not_after=newest)
+    assert found == (best if counts[best] else None)
