@@ -112,6 +112,9 @@ class Layout:
     casts: tuple[Entry, ...] = ()
     """Ranges of compute weights that have no bytes of their own in the slot, because they are the
     rounded copies of their masters."""
+    since: int = 0
+    """First epoch of the world that captures with it, set by the daemon when the session opens:
+    what an earlier world has left takes no slot of a later one."""
 
     @property
     def slot_bytes(self) -> int:
@@ -139,8 +142,9 @@ def piece_count(payload_bytes: int, piece_bytes: int) -> int:
 def encode_layout(layout: Layout) -> bytes:
     """Canonical bytes of `layout`; equal layouts have equal bytes."""
     found = {f.name: getattr(layout, f.name) for f in fields(layout)}
-    if not layout.casts:
-        del found["casts"]  # as for the defaults of `Entry`
+    for name in ("casts", "since"):
+        if not found[name]:
+            del found[name]  # as for the defaults of `Entry`
     return msgspec.json.encode(found)  # in the order of the fields
 
 

@@ -291,8 +291,9 @@ class JobEngine:
         current = self._epoch_with(rank)
         plain = decode_layout(layout)
         largest = max(largest_slot_bytes, plain.slot_bytes)
-        arena = _arena(rank, encode_layout(replace(plain, largest_slot_bytes=largest)))
         world = current.membership.world
+        plain = replace(plain, largest_slot_bytes=largest, since=world.since)
+        arena = _arena(rank, encode_layout(plain))
         if (plain.rank, plain.world_size) != (world.world_rank(rank), world.size):
             raise InvalidJobError(
                 f"world rank {world.world_rank(rank)} of {world.size} opens a session with the "

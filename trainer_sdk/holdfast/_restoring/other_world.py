@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -47,10 +48,14 @@ from holdfast_core.snapshots.layouts import (
     decode_layout,
     encode_layout,
     encode_manifest,
+    layout_id,
     manifest_digest,
 )
 from holdfast_core.states import RestoreSource
 from holdfast_core.topology import Topology
+
+_NAMED_MAX = 8
+"""Most ranks that an error names one by one."""
 
 
 class SnapshotOffer(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,8 +138,7 @@ def _check(snapshot: ReadSnapshot, world: OtherWorld) -> None:
             f"{manifest.world_size} (by its layout {layout.rank} of {layout.world_size}) for the "
             f"line {world.generation} of {world.ranks} ranks"
         )
-    grid = (manifest.extras_offset, manifest.piece_bytes)
-    if grid != (layout.extras_offset, layout.piece_bytes):
+    if manifest.layout_id != layout_id(encode_layout(layout)):
         raise CorruptError(f"the manifest of rank {manifest.rank} does not fit its layout")
     if snapshot.experts != START:
         raise LayoutMismatchError(
@@ -214,11 +218,14 @@ def _readers(
                     f"{offer.rank} of {world.ranks} in generation {world.generation}"
                 )
             readers.setdefault(offer.rank, reader)
-    missing = sorted(set(range(world.ranks)) - readers.keys())
-    if missing:
+    lacking = world.ranks - len(readers)
+    if lacking:
+        absent = (old for old in range(world.ranks) if old not in readers)
+        named = [*islice(absent, _NAMED_MAX)]
+        more = f" and {lacking - len(named)} more" if lacking > len(named) else ""
         raise NoRecoveryLineError(
-            f"no rank can read the snapshots of ranks {missing} of the {world.ranks} that captured "
-            f"generation {world.generation}"
+            f"no rank can read the snapshots of ranks {named}{more} of the {world.ranks} that "
+            f"captured generation {world.generation}"
         )
     return readers, offers
 

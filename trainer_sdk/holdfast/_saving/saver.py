@@ -287,7 +287,7 @@ class Saver:
         masters = self._casts.masters
         layout = layout_of(self._base, table, shards, extras_bytes, self._sources, masters)
         if fits and old is not None and same_places(old, layout):
-            layout = replace(old, largest_slot_bytes=0)  # only addresses changed
+            layout = replace(old, largest_slot_bytes=0, since=0)  # only addresses changed
         largest = max(self._base.largest_slot_bytes, layout.slot_bytes)
         again = not link.is_open
         link.open(layout, largest)
