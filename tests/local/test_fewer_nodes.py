@@ -151,7 +151,13 @@ async def lose(run: Run, *members: int, left: int) -> Status:
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("stay", [False, True], ids=["restart", "stay"])
+@pytest.mark.parametrize(
+    "stay",
+    [
+        pytest.param(False, id="restart", marks=pytest.mark.exhaustive),
+        pytest.param(True, id="stay"),
+    ],
+)
 def test_a_job_goes_from_four_nodes_to_three_to_two_and_back(stay: bool) -> None:
     async def change() -> Run:
         async with running(stay=stay) as run:

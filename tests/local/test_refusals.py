@@ -92,7 +92,7 @@ def test_a_rank_that_lives_elsewhere_is_refused_with_the_ranks_that_live_here(jo
         (
             raw_layout(1, MEMBERS, 1000),
             InvalidJobError,
-            "rank 0 opens a session with the layout of rank 1",
+            "world rank 0 of 2 opens a session with the layout of rank 1 of 2",
         ),
     ],
 )

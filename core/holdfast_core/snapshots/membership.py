@@ -168,7 +168,7 @@ class Membership:
 
     def has(self, member: int) -> bool:
         """Whether the job has this member in this epoch."""
-        return member in self.world.members
+        return self.world.has(member)
 
     def member_on(self, node: str) -> int | None:
         """The member that lives on `node`, or None for a spare."""

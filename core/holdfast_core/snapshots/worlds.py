@@ -48,15 +48,20 @@ class MemberWorld:
         """All ranks, ascending."""
         return (rank for member in self.members for rank in self.ranks_of(member))
 
+    def has(self, member: int) -> bool:
+        """Whether `member` is in this world."""
+        # Members are 0, 1, 2 … unless the job has shrunk, and this is asked for each of thousands.
+        as_ever = 0 <= member < len(self.members) and self.members[member] == member
+        return as_ever or member in self.members
+
     def position(self, member: int) -> int:
         """The member's place in the order of members: its node rank in torch's world.
 
         Raises:
             ValueError: it is no member of this world.
         """
-        # Members are 0, 1, 2 … unless the job has shrunk, and engines look this up all the time.
         if 0 <= member < len(self.members) and self.members[member] == member:
-            return member
+            return member  # as in `has`
         return self.members.index(member)
 
     def ranks_of(self, member: int) -> range:

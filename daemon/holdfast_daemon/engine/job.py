@@ -716,26 +716,30 @@ class JobEngine:
         memory = self.memory
         if epoch is not None:
             self._check_epoch(epoch, f"world rank {world_rank}")
-        rank = self.rank_of_lane(world_rank)
-        membership = self._epoch_with(rank).membership
-        world, first = membership.world, membership.world.world_rank(self.ranks.start)
+        here = self._present()
+        world, rank = here.membership.world, here.ranks[here.membership.lane_of(world_rank)]
+        first = world.world_rank(here.ranks.start)
         if world.world_rank(rank) == world_rank:
             return rank
-        here = f"hosts ranks {first}..{first + world.nproc_per_node - 1} of {memory.job}"
+        hosts = f"hosts ranks {first}..{first + world.nproc_per_node - 1} of {memory.job}"
         if world.since > 0:
             raise StaleEpochError(
                 f"a worker of an earlier world calls itself rank {world_rank}: since epoch "
-                f"{world.since} there are {world.size} ranks, and node {memory.node} {here}"
+                f"{world.since} there are {world.size} ranks, and node {memory.node} {hosts}"
             )
-        raise InvalidJobError(f"rank {world_rank} is not on node {memory.node}, which {here}")
+        raise InvalidJobError(f"rank {world_rank} is not on node {memory.node}, which {hosts}")
 
     def rank_of_lane(self, world_rank: int) -> int:
-        """The rank of this node with the lane of `world_rank`, which may count in an earlier world.
+        """The rank of this node with the lane of `world_rank`, which may count in an earlier world
+        if there has been one.
 
         Raises:
             UnreachableError: this node takes part in no epoch.
+            InvalidJobError: the rank does not live here, and the job has had no other world.
         """
         epoch = self._present()
+        if not epoch.membership.since:
+            return self.rank_in_world(world_rank)
         return epoch.ranks[epoch.membership.lane_of(world_rank)]
 
     def restore_state(self, rank: int, epoch: int) -> RestoreState:
