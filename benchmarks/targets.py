@@ -61,6 +61,11 @@ TARGETS: tuple[Target, ...] = (
     Target(
         key="stay_node_after_noticed", figure="node loss, detection to the next step", at_most=2.0
     ),
+    Target(
+        key="stay_fewer_after_noticed",
+        figure="node loss without a spare, detection to the next step",
+        at_most=2.0,
+    ),
 )
 
 

@@ -257,16 +257,20 @@ def held_out_loss(model: ByteLM, moes: list[MoE], passages_PT: Tensor, batch: in
     return float(torch.stack(losses).mean())
 
 
-def state_sha256(model: ByteLM, optimizer: MasterAdamW) -> str:
-    """SHA-256 of all parameters and optimizer states, in the order of ranks and then of names."""
+@torch.no_grad()
+def state_sha256(world: elastic.World, model: ByteLM, optimizer: MasterAdamW) -> str:
+    """SHA-256 of all parameters and optimizer states, in the order of ranks and then of names.
+    Ranks with the same state count once, so that worlds of any size can be compared with ep 1."""
     digest = hashlib.sha256()
     for name, p in sorted(model.named_parameters()):
         for key, tensor in [("", p.detach()), *sorted(optimizer.state[p].items())]:
             digest.update(f"{name}:{key}".encode())
             digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-    digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, digest.hexdigest())
-    return hashlib.sha256("".join(digests).encode()).hexdigest()
+    own = torch.tensor(list(digest.digest()), dtype=torch.uint8, device=model.position.device)
+    digests = [torch.empty_like(own) for _ in range(world.size)]
+    world.wait(dist.all_gather(digests, own, async_op=True))
+    distinct = dict.fromkeys(bytes(each.tolist()).hex() for each in digests)
+    return hashlib.sha256("".join(distinct).encode()).hexdigest()
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -283,6 +287,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--held-out", type=int, default=0, help="passages for losses at the end")
     parser.add_argument("--log-file", type=Path, help="append a JSON line for each step (rank 0)")
     parser.add_argument("--hash-file", type=Path, help="receives the hash of the final state")
+    parser.add_argument("--hash-steps", action="store_true", help="log the hash of every state")
     return parser.parse_args(argv)
 
 
@@ -333,6 +338,7 @@ def main(argv: list[str] | None = None) -> None:
             if step.resumed:  # perhaps in a world of another size
                 sampler.split(rank=world.rank, replicas=world.size)
                 batches = itertools.chain.from_iterable(itertools.repeat(loader))
+                restored = state_sha256(world, model, optimizer) if args.hash_steps else ""
             bytes_BT = next(batches)
             for layer, moe in enumerate(moes):
                 moe.factors = session.capacity_factors(layer, args.experts)
@@ -345,14 +351,21 @@ def main(argv: list[str] | None = None) -> None:
             sampler.advance(len(bytes_BT))
             for layer, moe in enumerate(moes):
                 session.count_tokens(layer, moe.routed_E, CHOICES * len(bytes_BT) * args.seq)
-            line = {"step": step, "loss": mean_loss, "time": time.time(), "epoch": session.epoch}
+            line: dict[str, Any] = {
+                "step": step,
+                "loss": mean_loss,
+                "time": time.time(),
+                "epoch": session.epoch,
+            }
             line["lost"] = session.counters.loss.lost
             line["boosted"] = sum(factor > 1 for moe in moes for factor in moe.factors)
             if args.held_out and step > 0.9 * args.steps and step % 5 == 0:
                 line["held_out"] = held_out_loss(model, moes, data.held_out_PT, args.batch)
+            if args.hash_steps:
+                line |= {"restored": restored, "state": state_sha256(world, model, optimizer)}
             if world.rank == 0:
                 report(args, **line)
-    sha256 = state_sha256(model, optimizer)
+    sha256 = state_sha256(world, model, optimizer)
     if world.rank == 0 and args.hash_file:
         args.hash_file.write_text(sha256 + "\n")
     session.close()

@@ -47,7 +47,7 @@ def draw(path: Path, rows: Mapping[str, Figure]) -> None:
             textcoords="offset points",
             va="center",
         )
-    axes.set_yticks(range(len(shown)), [f"{kind} lost, {mode}" for mode, kind in shown])
+    axes.set_yticks(range(len(shown)), [f"{kind.words}, {mode}" for mode, kind in shown])
     axes.invert_yaxis()
     axes.set_xlabel("seconds since SIGKILL, medians (line: range of the next step)")
     axes.margins(x=0.1)

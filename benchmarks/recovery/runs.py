@@ -1,6 +1,7 @@
-"""Runs of the example on four virtual nodes and a spare, disturbed by SIGKILL.
+"""Runs of the example on four virtual nodes, disturbed by SIGKILL.
 
-A run has two faults: first a rank is killed, later a node with all its processes and its memory.
+A run with a spare has two faults: first a rank is killed, later a node with all its processes and
+its memory. A run without one loses a node, and goes on with the three that are left.
 """
 
 from __future__ import annotations
@@ -43,6 +44,18 @@ class Kind(StrEnum):
 
     RANK = "rank"
     NODE = "node"
+    """A node, while a spare is ready."""
+    FEWER = "fewer"
+    """A node, while there is no spare: the job goes on with fewer nodes."""
+
+    @property
+    def words(self) -> str:
+        """The fault in words."""
+        return "node lost, no spare" if self is Kind.FEWER else f"{self} lost"
+
+
+WITH_SPARE = (Kind.RANK, Kind.NODE)
+"""Faults of a run with a spare."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,8 +81,18 @@ class Plan:
     """Directory of the run, which is made."""
     rank: int = 0
     """The rank that is lost, each time."""
-    kinds: tuple[Kind, ...] = tuple(Kind)
+    kinds: tuple[Kind, ...] = WITH_SPARE
     """Faults, in this order, all in the first three quarters; none for an undisturbed run."""
+
+    @property
+    def fewer(self) -> bool:
+        """Whether the run goes on with fewer nodes."""
+        return Kind.FEWER in self.kinds
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Number of ranks in each epoch."""
+        return RANKS, *(RANKS - (kind is Kind.FEWER) for kind in self.kinds)
 
     @property
     def workers(self) -> Path:
@@ -91,14 +114,20 @@ class Run:
 def make_job(plan: Plan) -> MoETrainingJob:
     """The job of the examples, with a small model."""
     document: dict[str, Any] = yaml.safe_load(JOB.read_text(encoding="utf-8"))
-    document["spec"]["model"] = {"numExperts": EXPERTS, "numMoELayers": LAYERS}
-    container = document["spec"]["trainer"]["template"]["spec"]["containers"][0]
+    spec = document["spec"]
+    spec["model"] = {"numExperts": EXPERTS, "numMoELayers": LAYERS}
+    if plan.fewer:
+        spec["minNodes"] = RANKS - 1
+        spec["parallelism"] = {"dp": RANKS, "ep": 1}
+        spec["failurePolicy"]["spares"] = 0
+    container = spec["trainer"]["template"]["spec"]["containers"][0]
     container["command"] = ["python", str(WORKER), str(plan.workers)]
     container["args"] = [
         *(*MODEL, "--seq", "64", "--steps", str(plan.steps)),
         *("--log-file", str(plan.folder / "steps.jsonl")),
         *("--hash-file", str(plan.folder / "sha256")),
         *(["--stay"] if plan.mode is Mode.STAY else []),
+        *(["--ep", "1", "--hash-steps"] if plan.fewer else []),
     ]
     return parse_job(document)
 
@@ -124,11 +153,12 @@ async def _carry_out(plan: Plan) -> Run:
         events = tuple(cluster.events)
     hash_file = plan.folder / "sha256"
     complete = outcome is Outcome.COMPLETE and hash_file.exists()
+    steps = plan.folder / "steps.jsonl"
     return Run(
         mode=plan.mode,
         sha256=hash_file.read_text().strip() if complete else "",
         faults=tuple(faults),
-        traces=traces.read(run_directory, plan.workers, plan.folder / "steps.jsonl", events, RANKS),
+        traces=traces.read(run_directory, plan.workers, steps, events, plan.ranks),
     )
 
 

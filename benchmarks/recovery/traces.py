@@ -37,7 +37,7 @@ class Phase(StrEnum):
     AGREED = "agreed"
     """All daemons have entered the new epoch."""
     STARTED = "started"
-    """All processes of the new epoch run; torch is imported by then."""
+    """All processes of the new epoch run, with torch imported; `agreed` if none of them is new."""
     FORMED = "formed"
     """Process groups are formed."""
     LINE = "line"
@@ -63,6 +63,10 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     time: float
     epoch: int
+    restored: str = ""
+    """Hash of the state of all ranks that the epoch began with; empty unless it was asked for."""
+    state: str = ""
+    """Hash of the state of all ranks after this step."""
 
 
 class DaemonLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,7 +89,19 @@ class Traces:
     daemons: Sequence[DaemonLine]
     messages: Sequence[Message]
     steps: Sequence[Step]
-    ranks: int
+    ranks: Sequence[int]
+    """Number of ranks in each epoch, from the first on."""
+
+    def check_restored(self, epoch: int) -> None:
+        """Check that `epoch` began with the state after the step before its first one.
+
+        Raises:
+            MissingError: it did not, or the hash of one of both is missing.
+        """
+        first = next((step for step in self.steps if step.epoch == epoch), None)
+        saved = {step.step: step.state for step in self.steps if step.epoch < epoch}
+        if first is None or not first.restored or first.restored != saved.get(first.step - 1):
+            raise MissingError(f"epoch {epoch} did not begin with a state that was saved before")
 
     def processes(self, epoch: int) -> dict[int, int]:
         """Rank → its process in an epoch.
@@ -103,7 +119,7 @@ class Traces:
         """
         processes = set(self.processes(epoch).values())
         formed = self._of_all(_FORMED, epoch, processes, since=at)
-        line = self._of_all(_LINE, None, processes, since=at)
+        line = self._of_all(_LINE, epoch, processes, since=at)
         restored = self._of_all(_RESTORED, epoch)
         noticed = self._first(
             (e.time for e in self.events if e.time >= at and e.reason == EventReason.RECOVERING),
@@ -114,14 +130,14 @@ class Traces:
             for line in self.daemons
             if line.event == "epoch_began" and line.epoch == epoch
         ]
-        if len(agreed) < self.ranks:
+        if len(agreed) < self.ranks[epoch - 1]:
             raise MissingError(f"only {len(agreed)} daemons logged that epoch {epoch} began")
         started = [m.time for m in self.messages if m.text == STARTED and m.pid in processes]
         step = self._first((s.time for s in self.steps if s.epoch == epoch), "completed step")
         instants = {
             Phase.NOTICED: noticed,
             Phase.AGREED: max(agreed),
-            Phase.STARTED: max(started),
+            Phase.STARTED: max(*agreed, *started),
             Phase.FORMED: max(m.time for m in formed),
             Phase.LINE: max(m.time for m in line),
             Phase.RESTORED: max(m.time for m in restored),
@@ -132,22 +148,23 @@ class Traces:
     def _of_all(
         self,
         pattern: re.Pattern[str],
-        epoch: int | None,
+        epoch: int,
         processes: set[int] | None = None,
         since: float = 0.0,
     ) -> list[Message]:
-        """First message of each rank that matches. Epoch 0 in a message matches any epoch: a
-        process that ends with its world knows its epoch only after its groups are formed."""
+        """First message of each rank of `epoch` that matches and names no other epoch. Epoch 0
+        stands for any: a process that ends with its world knows its epoch only after its groups are
+        formed."""
         found: dict[int, Message] = {}
         for message in self.messages:
             match = pattern.match(message.text)
             if match is None or message.time < since or message.rank in found:
                 continue
-            named = int(match[1]) if match.groups() else None
+            named = int(match[1]) if match.groups() else epoch
             of_process = processes is None or message.pid in processes
-            if of_process and (epoch is None or named in (epoch, 0)):
+            if of_process and named in (epoch, 0):
                 found[message.rank] = message
-        if len(found) != self.ranks:
+        if len(found) != self.ranks[epoch - 1]:
             raise MissingError(
                 f"only ranks {sorted(found)} logged {pattern.pattern!r} in epoch {epoch}"
             )
@@ -160,15 +177,17 @@ class Traces:
         return found
 
 
-def read(run: Path, workers: Path, steps: Path, events: Sequence[TimedEvent], ranks: int) -> Traces:
-    """Read what a run of `ranks` ranks wrote down.
+def read(
+    run: Path, workers: Path, steps: Path, events: Sequence[TimedEvent], ranks: Sequence[int]
+) -> Traces:
+    """Read what a run wrote down.
 
     Args:
         run: directory of the local run.
         workers: folder with a file of messages for each process.
         steps: the example's log.
         events: events of the control loop.
-        ranks: size of the world.
+        ranks: number of ranks in each epoch.
     """
     messages = _decoded(workers.glob("*.jsonl"), _MESSAGE.decode)
     daemons = _decoded((run / "logs").glob("daemon-*.log"), _DAEMON_LINE.decode)

@@ -7,12 +7,14 @@ import json
 from datetime import UTC, datetime
 from pathlib import Path
 
+import msgspec
 import pytest
 from benchmarks.recovery.figures import Results, check, figure, key
 from benchmarks.recovery.picture import COLOURS, draw
 from benchmarks.recovery.runs import Fault, Kind, Mode, Plan, Run, make_job
 from benchmarks.recovery.traces import MissingError, Phase, read
 
+from holdfast_core.job.parsing import check_supported
 from holdfast_operator.local import TimedEvent
 
 SHA256, AT = "ab" * 32, 1_000_000.0
@@ -61,7 +63,7 @@ def written(folder: Path, mode: Mode = Mode.STAY) -> Run:
         mode=mode,
         sha256=SHA256,
         faults=(Fault(kind=Kind.RANK, rank=1, at=AT, epoch=1),),
-        traces=read(folder / "run", workers, folder / "steps.jsonl", [earlier, event], 2),
+        traces=read(folder / "run", workers, folder / "steps.jsonl", [earlier, event], (2, 2)),
     )
 
 
@@ -88,14 +90,14 @@ def test_a_phase_without_a_trace_is_missing_not_zero(tmp_path: Path) -> None:
 def test_processes_that_did_not_stay_are_a_failed_check(tmp_path: Path) -> None:
     restarted = dataclasses.replace(written(tmp_path, Mode.RESTART), mode=Mode.STAY)
     assert list(check(restarted, SHA256)) == [
-        "loss of a rank: the processes of ranks [] stayed, not those of [0]"
+        "rank lost: the processes of ranks [] stayed, not those of [0]"
     ]
 
 
 def test_processes_that_stayed_without_being_asked_are_a_failed_check(tmp_path: Path) -> None:
     stayed = dataclasses.replace(written(tmp_path), mode=Mode.RESTART)
     assert list(check(stayed, SHA256)) == [
-        "loss of a rank: the processes of ranks [0] stayed, not those of []"
+        "rank lost: the processes of ranks [0] stayed, not those of []"
     ]
 
 
@@ -133,6 +135,54 @@ def test_each_phase_has_a_colour_of_its_own() -> None:
 
 def test_the_range_of_one_repetition_is_its_value() -> None:
     assert (figure([0.4]).low, figure([0.4]).value, figure([0.4]).high) == (0.4, 0.4, 0.4)
+
+
+def fewer(run: Run, restored: str) -> Run:
+    """`run` as one that goes on without rank 1, whose log has the hashes of all states."""
+    traces = run.traces
+    left = [m for m in traces.messages if m.pid != 21]
+    steps = [
+        msgspec.structs.replace(
+            step, restored=restored if step.epoch == 2 else "", state=f"after {step.step}"
+        )
+        for step in traces.steps
+        if step.epoch == 1 or step.step > 4
+    ]
+    changed = dataclasses.replace(traces, messages=left, steps=steps, ranks=(2, 1))
+    lost = dataclasses.replace(run.faults[0], kind=Kind.FEWER)
+    return dataclasses.replace(run, faults=(lost,), traces=changed)
+
+
+def test_with_fewer_nodes_only_those_that_are_left_reach_a_phase(tmp_path: Path) -> None:
+    run = fewer(written(tmp_path), "after 4")
+    phases = run.traces.phases(AT, 2)
+    assert phases[Phase.STARTED] == phases[Phase.AGREED]
+    assert phases[Phase.RESTORED] == pytest.approx(PHASES[Phase.RESTORED] - 0.01)
+    assert list(check(run, "another run's")) == []
+
+
+@pytest.mark.parametrize("restored", ["after 5", ""])
+def test_with_fewer_nodes_another_state_than_the_saved_one_is_a_failed_check(
+    tmp_path: Path, restored: str
+) -> None:
+    assert list(check(fewer(written(tmp_path), restored), SHA256)) == [
+        "node lost, no spare: epoch 2 did not begin with a state that was saved before"
+    ]
+
+
+def test_a_run_with_fewer_nodes_that_does_not_reach_its_end_is_a_failed_check(
+    tmp_path: Path,
+) -> None:
+    run = dataclasses.replace(fewer(written(tmp_path), "after 4"), sha256="")
+    assert list(check(run, SHA256)) == ["its final state is missing, not abababababab"]
+
+
+def test_a_job_without_a_spare_may_go_on_with_three_nodes(tmp_path: Path) -> None:
+    plan = Plan(mode=Mode.STAY, steps=40, folder=tmp_path, kinds=(Kind.FEWER,))
+    job = make_job(plan)
+    check_supported(job)
+    assert (job.spec.nodes, job.spec.min_nodes, job.spec.failure_policy.spares) == (4, 3, 0)
+    assert plan.ranks == (4, 3)
 
 
 @pytest.mark.parametrize("mode", Mode)
