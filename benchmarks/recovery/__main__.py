@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -131,7 +132,7 @@ def print_tables(
         f"Seconds since the kill, median (range) of {runs} runs; "
         f"{machine['cores']} cores, load {load} before, torch {machine['torch']}"
     )
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=box.MARKDOWN)
     table.add_column("all ranks have")
     columns = [(mode, kind) for kind in Kind for mode in Mode]
     for mode, kind in columns:
