@@ -351,13 +351,8 @@ def main(argv: list[str] | None = None) -> None:
             sampler.advance(len(bytes_BT))
             for layer, moe in enumerate(moes):
                 session.count_tokens(layer, moe.routed_E, CHOICES * len(bytes_BT) * args.seq)
-            line: dict[str, Any] = {
-                "step": step,
-                "loss": mean_loss,
-                "time": time.time(),
-                "epoch": session.epoch,
-            }
-            line["lost"] = session.counters.loss.lost
+            line: dict[str, Any] = {"step": step, "loss": mean_loss, "time": time.time()}
+            line |= {"epoch": session.epoch, "lost": session.counters.loss.lost}
             line["boosted"] = sum(factor > 1 for moe in moes for factor in moe.factors)
             if args.held_out and step > 0.9 * args.steps and step % 5 == 0:
                 line["held_out"] = held_out_loss(model, moes, data.held_out_PT, args.batch)
