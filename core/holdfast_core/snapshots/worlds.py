@@ -6,6 +6,7 @@ generation belongs to the world of the epoch in which it was captured.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -50,9 +51,8 @@ class MemberWorld:
 
     def has(self, member: int) -> bool:
         """Whether `member` is in this world."""
-        # Members are 0, 1, 2 … unless the job has shrunk, and this is asked for each of thousands.
-        as_ever = 0 <= member < len(self.members) and self.members[member] == member
-        return as_ever or member in self.members
+        found = bisect_left(self.members, member)
+        return found < len(self.members) and self.members[found] == member
 
     def position(self, member: int) -> int:
         """The member's place in the order of members: its node rank in torch's world.
@@ -60,9 +60,9 @@ class MemberWorld:
         Raises:
             ValueError: it is no member of this world.
         """
-        if 0 <= member < len(self.members) and self.members[member] == member:
-            return member  # as in `has`
-        return self.members.index(member)
+        if not self.has(member):
+            raise ValueError(f"{member} is not in the world of members {list(self.members)}")
+        return bisect_left(self.members, member)
 
     def ranks_of(self, member: int) -> range:
         first = member * self.nproc_per_node
