@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -147,14 +146,9 @@ class Membership:
     def world_size(self) -> int:
         return self.world.size
 
-    @property
-    def ranks(self) -> Iterator[int]:
-        """All ranks, ascending; see `MemberWorld`."""
-        return self.world.ranks
-
     def world_of(self, generation: Generation) -> MemberWorld | None:
         """The world that captured `generation`; None when it is no longer known."""
-        if generation.epoch >= self.since:
+        if self.is_present(generation):
             return self.world
         return next((w for w in reversed(self.past) if w.since <= generation.epoch), None)
 

@@ -51,8 +51,7 @@ class MemberWorld:
 
     def has(self, member: int) -> bool:
         """Whether `member` is in this world."""
-        found = bisect_left(self.members, member)
-        return found < len(self.members) and self.members[found] == member
+        return self._place(member) is not None
 
     def position(self, member: int) -> int:
         """The member's place in the order of members: its node rank in torch's world.
@@ -60,9 +59,10 @@ class MemberWorld:
         Raises:
             ValueError: it is no member of this world.
         """
-        if not self.has(member):
+        place = self._place(member)
+        if place is None:
             raise ValueError(f"{member} is not in the world of members {list(self.members)}")
-        return bisect_left(self.members, member)
+        return place
 
     def ranks_of(self, member: int) -> range:
         first = member * self.nproc_per_node
@@ -97,3 +97,8 @@ class MemberWorld:
 
     def group_of(self, member: int) -> tuple[int, ...]:
         return next(group for group in self.groups if member in group)
+
+    def _place(self, member: int) -> int | None:
+        place = bisect_left(self.members, member)
+        found = place < len(self.members) and self.members[place] == member
+        return place if found else None

@@ -138,7 +138,8 @@ def _check(snapshot: ReadSnapshot, world: OtherWorld) -> None:
             f"{manifest.world_size} (by its layout {layout.rank} of {layout.world_size}) for the "
             f"line {world.generation} of {world.ranks} ranks"
         )
-    if manifest.layout_id != layout_id(encode_layout(layout)):
+    fits = (manifest.extras_offset, manifest.piece_bytes, manifest.layout_id)
+    if fits != (layout.extras_offset, layout.piece_bytes, layout_id(encode_layout(layout))):
         raise CorruptError(f"the manifest of rank {manifest.rank} does not fit its layout")
     if snapshot.experts != START:
         raise LayoutMismatchError(

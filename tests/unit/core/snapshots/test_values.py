@@ -48,8 +48,8 @@ def test_ranks_keep_their_numbers_where_members_are_missing() -> None:
     assert MEMBERSHIP.world_size == 8
     assert MEMBERSHIP.leader == 1
     assert [MEMBERSHIP.position(m) for m in (1, 4, 6, 7)] == [0, 1, 2, 3]
-    assert list(MEMBERSHIP.ranks) == [2, 3, 8, 9, 12, 13, 14, 15]
-    for world_rank, rank in enumerate(MEMBERSHIP.ranks):
+    assert list(MEMBERSHIP.world.ranks) == [2, 3, 8, 9, 12, 13, 14, 15]
+    for world_rank, rank in enumerate(MEMBERSHIP.world.ranks):
         member, lane = MEMBERSHIP.member_of(rank), MEMBERSHIP.lane_of(rank)
         assert rank in MEMBERSHIP.ranks_of(member)
         assert MEMBERSHIP.rank_at(member, lane) == rank
