@@ -188,9 +188,8 @@ def _take_manifest(memory: JobMemory, event: ManifestFetched, job: RebuildJob) -
     if (event.rank, arena_id) not in memory.arenas:
         assert memory.current is not None
         arena = ArenaView(rank=event.rank, layout_id=arena_id, layout=layout, encoded=event.layout)
-        # Of a rank of this node it may be the arena that the rank's trainer uses next.
-        mine = event.rank in memory.current.ranks
-        allocate = upkeep.allocate if mine else upkeep.allocate_for_line
+        present = memory.current.membership.is_present(event.generation)
+        allocate = upkeep.allocate if present else upkeep.allocate_for_line
         allocate(memory, memory.current, arena)
 
 

@@ -64,7 +64,6 @@ class Convergence:
                 self._leave()
             return
         for _ in range(_ROUNDS_MAX):
-            upkeep.drop_small_arenas(memory, epoch)
             upkeep.verify(memory)
             loading.forget_failures(memory, now)
             self._report(epoch)

@@ -188,12 +188,6 @@ class ArenaView:
     def idle(self) -> bool:
         return all(slot.state is SlotState.FREE for slot in self.slots)
 
-    @property
-    def is_still(self) -> bool:
-        """Whether nothing is being written into it, or read from it to be persisted."""
-        still = (SlotState.FREE, SlotState.SEALED)
-        return all(slot.state in still and slot.persisting is None for slot in self.slots)
-
 
 class ParityState(Enum):
     """Use of one of a lane's two parity blocks."""

@@ -12,7 +12,6 @@ from holdfast_core.protection import recovery
 from holdfast_core.protection.budget import SLOTS_AUTO, parity_block_bytes
 from holdfast_core.protection.codes import BlockId, code_of
 from holdfast_core.snapshots.generations import Generation
-from holdfast_core.snapshots.layouts import SLOTS_MIN
 from holdfast_daemon.engine import loading
 from holdfast_daemon.engine.effects import (
     AllocateArena,
@@ -179,19 +178,6 @@ def slot_to_fill(memory: JobMemory, epoch: Epoch, arena: ArenaView) -> Slot | No
             if sealed and not _is_kept(epoch, slot.generation) and _is_spare(memory, epoch, slot):
                 free_slot(memory, arena, slot)
     return arena.free_slot()
-
-
-def drop_small_arenas(memory: JobMemory, epoch: Epoch) -> None:
-    """Remove arenas that were made for the line of another member's ranks, when this node comes
-    back as that member: its trainers need all slots. A node that leaves counts as lost with all
-    that it holds, so nobody relies on what is in them."""
-    in_use = {(session.rank, session.layout_id) for session in memory.sessions.values()}
-    in_use |= {(rank, job.layout_id) for rank, job in memory.rebuilds.items()}
-    for key, arena in list(memory.arenas.items()):
-        small = arena.ready and len(arena.slots) < SLOTS_MIN and arena.rank in epoch.ranks
-        if small and key not in in_use and arena.is_still:
-            memory.out.append(RemoveArena(rank=arena.rank, layout_id=arena.layout_id))
-            del memory.arenas[key]
 
 
 def _remove_idle_arenas(memory: JobMemory, mine: range) -> None:

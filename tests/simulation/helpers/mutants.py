@@ -368,13 +368,13 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        name="let an arena for the line alone become that of a rank's trainer",
+        name="let an arena of an earlier world become that of a rank's trainer",
         worlds=True,
         edits=(
             (
-                f"{ENGINE}/completions.py",
-                "allocate = upkeep.allocate if mine else upkeep.allocate_for_line",
-                "allocate = upkeep.allocate_for_line",
+                f"{ENGINE}/job.py",
+                "largest_slot_bytes=largest, since=world.since)",
+                "largest_slot_bytes=largest)",
             ),
         ),
     ),
