@@ -238,7 +238,8 @@ class Job:
 
     def _standing(self, status: dict[str, Any]) -> str:
         last = "; ".join(f"{event.reason}: {event.message}" for event in self.events()[-5:])
-        return f"{status.get('phase')}: {status.get('problem', '')}; last events: {last}"
+        steps = f"step {status.get('step')}, protected {status.get('protectedStep')}"
+        return f"{status.get('phase')} at {steps}: {status.get('problem', '')}; last events: {last}"
 
 
 def _has_arena(pid: int) -> bool:
