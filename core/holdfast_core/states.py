@@ -44,6 +44,8 @@ class RestoreSource(StrEnum):
     """No source has been reported yet, or one that this version does not define."""
     NONE = "none"
     """No source: training started from the beginning."""
+    LIVE = "live"
+    """Processes that stayed had it, and gave it to new ones: nothing was restored."""
     LOCAL = "local"
     PARITY = "parity"
     STORAGE = "storage"

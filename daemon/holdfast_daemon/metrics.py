@@ -138,7 +138,7 @@ DEFINITIONS: tuple[Definition, ...] = (
         "restores",
         "Restores of a rank, by the source of its bytes.",
         "job",
-        source=("local", "parity", "storage", "none"),
+        source=("live", "local", "parity", "storage", "none"),
     ),
     _gauge("sessions_open", "Ranks with an open session.", "job"),
     _gauge("epoch", "Newest membership epoch.", "job"),

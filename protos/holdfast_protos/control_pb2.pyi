@@ -262,7 +262,7 @@ class RankState(_message.Message):
     lost: _builtins.bool
     """its session ended without Close in this epoch"""
     restored_from: _builtins.str
-    """"local", "parity", "storage", "none" """
+    """"live", "local", "parity", "storage", "none" """
     exit_code: _builtins.int
     """its worker failed in this epoch with this code; 0 when none has"""
     last_lines: _builtins.str
@@ -270,7 +270,9 @@ class RankState(_message.Message):
     follows: _builtins.bool
     """its worker stays in its process when its world changes"""
     @_builtins.property
-    def restored(self) -> _values_pb2.Generation: ...
+    def restored(self) -> _values_pb2.Generation:
+        """of "live": the epoch, and the step after which the rank goes on"""
+
     def __init__(
         self,
         *,

@@ -93,21 +93,29 @@ class RestoreRequest(_message.Message):
     JOB_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    LIVE_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     rank: _builtins.int
     epoch: _builtins.int
+    live: _builtins.int
+    """The rank has the state after this step already, and goes on from it: it restores nothing, and
+    is answered at once, without a line.
+    """
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
         rank: _builtins.int = ...,
         epoch: _builtins.int = ...,
+        live: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_live", b"_live", "live", b"live"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "job", b"job", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_live", b"_live", "epoch", b"epoch", "job", b"job", "live", b"live", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__live: _TypeAlias = _typing.Literal["live"]  # noqa: Y015
+    _WhichOneofArgType__live: _TypeAlias = _typing.Literal["_live", b"_live"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__live) -> _WhichOneofReturnType__live | None: ...
 
 Global___RestoreRequest: _TypeAlias = RestoreRequest  # noqa: Y015
 
@@ -200,7 +208,7 @@ class RestoreDecision(_message.Message):
     """encoded layout"""
     slot: _builtins.int
     source: _builtins.str
-    """"local", "parity", "storage" or "none" """
+    """"live", "local", "parity", "storage" or "none" """
     token: _builtins.str
     """for the arena socket: a read-only descriptor of the arena"""
     arena_bytes: _builtins.int

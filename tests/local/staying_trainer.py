@@ -27,6 +27,9 @@ from torch.utils.data import DataLoader
 import holdfast
 from holdfast._daemon.client import GrpcClient
 from holdfast._elastic import groups
+from holdfast._elastic.world import World
+from holdfast._restoring import live
+from holdfast._session import ProtectedSession
 
 SAMPLES, BATCH, WIDTH = 48, 2, 8
 PACE_S = 0.03
@@ -165,10 +168,22 @@ def reduce_gradients(world: Any, everyone: Any, model: nn.Module, faults: Faults
         gradient.div_(world.size)
 
 
+def save_every(steps: int) -> None:
+    """Let only every n-th save be taken."""
+    save: Callable[..., Any] = ProtectedSession.save
+
+    def sometimes(session: ProtectedSession, step: int) -> Any:
+        return None if step % steps else save(session, step)
+
+    ProtectedSession.save = sometimes  # type: ignore[method-assign]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--every", type=int, default=1, help="steps from one save to the next")
+    parser.add_argument("--unlive", action="store_true", help="go back to the line always")
     args = parser.parse_args()
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
@@ -180,6 +195,11 @@ def main() -> None:
     faults.before(groups, "leave", "before-leave", "after-leave")
     faults.before(groups.MeetingPoint, "form", "before-form", "after-form")
 
+    faults.before(live.HandOver, "run", "before-hand-over")
+    faults.before(live, "scatter", "before-scatter", "after-scatter")
+    faults.before(World, "stand", "before-stand", "after-stand")
+    save_every(args.every)
+
     world = holdfast.elastic.init("gloo")
     assert world.rank == rank
     faults.at("joined")
@@ -189,7 +209,11 @@ def main() -> None:
     sampler = holdfast.RecoverableSampler(data, rank=world.rank, replicas=world.size)
     faults.at("before-session")
     session = holdfast.init(
-        model=model, optimizer=optimizers, stateful={"sampler": sampler}, world=world
+        model=model,
+        optimizer=optimizers,
+        stateful={"sampler": sampler},
+        settings=holdfast.Settings(go_on_live=not args.unlive),
+        world=world,
     )
     with (args.directory / f"log-{rank}").open("a", buffering=1) as log:
         for step in session.steps(args.steps):

@@ -19,6 +19,7 @@ from staying_trainer import SAMPLES, replay
 
 from holdfast_core.job.parsing import parse_job
 from holdfast_core.job.status import RecoveryMode
+from holdfast_core.states import RestoreSource
 from holdfast_operator.local import LocalCluster, LocalSettings, Status
 from holdfast_operator.local.directory import NodeRecord
 from holdfast_operator.local.processes import marked
@@ -31,8 +32,8 @@ ENDLESS = 10**6
 REFORM_S = 8
 
 
-def make_job(directory: Path, steps: int, **spec: Any) -> Any:
-    command = [sys.executable, staying_trainer.__file__]
+def make_job(directory: Path, steps: int, *options: str, **spec: Any) -> Any:
+    command = [sys.executable, staying_trainer.__file__, *options]
     container = {
         "name": "trainer",
         "command": [*command, "--steps", str(steps), "--directory", str(directory)],
@@ -80,11 +81,13 @@ class Line:
 class Run:
     """A job in a cluster, and what its ranks have logged."""
 
-    def __init__(self, directory: Path, steps: int, **spec: Any) -> None:
+    def __init__(self, directory: Path, steps: int, *options: str, **spec: Any) -> None:
         self.directory = directory
+        self.lost = 0
+        """Steps that processes which stayed have completed more than once."""
         self._replay, self._expected = replay(RANKS), list[tuple[str, list[list[int]]]]()
         self.cluster = LocalCluster(
-            make_job(directory, steps, **spec), LocalSettings(directory=directory / "run")
+            make_job(directory, steps, *options, **spec), LocalSettings(directory=directory / "run")
         )
 
     def fail(self, rank: int, point: str, what: str = "SIGKILL") -> None:
@@ -145,7 +148,8 @@ class Run:
         return self._expected
 
     def check(self) -> None:
-        """Check what must hold of every history."""
+        """Check what must hold of every history; count the steps that processes have run again."""
+        self.lost = 0
         histories = [self.lines(rank) for rank in range(RANKS)]
         expected = self.expected(max(line.step for lines in histories for line in lines))
         begins: dict[int, set[int]] = {}
@@ -159,7 +163,12 @@ class Run:
                 assert line.resumed == begun, (rank, before, line)
                 if begun:
                     begins.setdefault(line.epoch, set()).add(line.step)
+                    anew = before is not None and before.pid != line.pid
+                    for step in range(len(final) + 1, line.step if anew else 0):
+                        final[step] = line  # the old process died in it, the others finished it
                     assert line.step <= max(final, default=0) + 1, (rank, before, line)
+                    if not anew and before is not None:
+                        self.lost += max(0, before.step + 1 - line.step)
                     final = {n: one for n, one in final.items() if n < line.step}
                 else:
                     assert before is not None and line.step == before.step + 1, (rank, line)
@@ -173,6 +182,11 @@ class Run:
                 n for _, batches in expected[first : first + per_pass] for b in batches for n in b
             ]
             assert sorted(used) == list(range(SAMPLES))
+
+    def newest(self) -> tuple[RestoreSource, int | None]:
+        """Source and lost steps of the newest recovery, as the status shows them."""
+        recovery = self.cluster.status.recoveries[-1]
+        return recovery.source, recovery.lost_steps
 
     def node(self, name: str) -> NodeRecord:
         record = self.cluster.directory.read_record()
@@ -220,7 +234,7 @@ def runner() -> Iterator[asyncio.Runner]:
 def run(runner: asyncio.Runner) -> Iterator[Run]:
     """A run that all rows of a table disturb, one after the other."""
     with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
-        made = Run(Path(path), ENDLESS)
+        made = Run(Path(path), ENDLESS, "--every", "10")
         runner.run(made.cluster.start())
         try:
             runner.run(made.wait_works(0, "the first steps"))
@@ -289,8 +303,11 @@ def test_a_rank_that_dies_is_the_only_one_that_starts_anew(
 ) -> None:
     rank = POINTS.index(point) % RANKS
     epoch = run.cluster.status.epoch
+    lost = run.lost
     assert runner.run(disturb(run, point, {rank: (point, "SIGKILL")})) == [rank]
     assert run.cluster.status.epoch == epoch + 1
+    assert run.lost == lost
+    assert run.newest() == (RestoreSource.LIVE, 0)
 
 
 @pytest.mark.slow

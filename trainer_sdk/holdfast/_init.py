@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -103,7 +104,9 @@ def init(
         raise InvalidJobError("daemon= is one client, and each world needs its own: leave out one")
     check_staying(model)
     timeout_s = maker.settings.exchange_timeout_s
-    return ElasticSession(world, maker.session, maker.optimizers, timeout_s)
+    return ElasticSession(
+        world, maker.session, maker.optimizers, timeout_s, votes=maker.can_go_on_live
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,6 +131,17 @@ class _Maker:
     def protects(self) -> bool:
         """Whether there is a daemon."""
         return self.daemon is not None or self.socket is not None
+
+    @property
+    def can_go_on_live(self) -> bool:
+        """Whether training can go on from what processes have, after others were lost."""
+        policy = self.settings.policy
+        return (
+            self.protects
+            and self.settings.go_on_live
+            and (policy is None or isinstance(policy, Full))
+            and all(isinstance(one, torch.optim.Optimizer) for one in self.optimizers)
+        )
 
     def check_topology(self) -> None:
         """Check that the topology is that of the world in which this process begins."""
@@ -164,6 +178,7 @@ class _Maker:
             pacing=_pacing(self.settings, exchange),
             device=device_of(raw(parameter) for parameter in self.model.parameters()),
             settings=self.settings,
+            hooks=self.world is None,
         )
 
     def _connect(self, rank: int) -> DaemonClient:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import msgspec
 import torch
 
 from holdfast._copying.devices import Device
@@ -22,9 +23,10 @@ from holdfast._experts.capacity import Capacity
 from holdfast._experts.policy import CapturePolicy
 from holdfast._experts.tokens import Tokens
 from holdfast._interface import Session
-from holdfast._restoring.restore import Restore
+from holdfast._restoring.restore import Restore, Restored
 from holdfast._saving.comparing import Comparing
 from holdfast._saving.pacing import DueSaves
+from holdfast._saving.replicas import differing, digests_of
 from holdfast._saving.saver import Saver
 from holdfast._saving.tally import SaveCounters
 from holdfast._saving.tasks import Task
@@ -39,9 +41,11 @@ from holdfast_core.errors import (
     SnapshotSkippedError,
     StepOrderError,
 )
+from holdfast_core.protection.standing import StandingVerdict
 from holdfast_core.topology import Topology
 
 _log = logging.getLogger("holdfast")
+_DIGESTS = msgspec.json.Decoder(dict[str, int])
 
 
 class ProtectedSession(Session):
@@ -61,6 +65,7 @@ class ProtectedSession(Session):
         comparing: Comparing,
         policy: CapturePolicy,
         pacing: DueSaves,
+        hooks: bool = True,
     ) -> None:
         self._live = live
         self._pacing = pacing
@@ -107,7 +112,7 @@ class ProtectedSession(Session):
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step)
             for optimizer in live.optimizers
-            if isinstance(optimizer, torch.optim.Optimizer)
+            if hooks and isinstance(optimizer, torch.optim.Optimizer)
         ]
         self._held = not unheld
         """Whether a hook makes every optimizer wait until a save is staged."""
@@ -125,6 +130,16 @@ class ProtectedSession(Session):
     def stateful(self) -> Mapping[str, Stateful]:
         """Other objects that are captured, by name."""
         return self._stateful
+
+    @property
+    def topology(self) -> Topology:
+        """Topology of the present world."""
+        return self._restore.topology
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process in the present world."""
+        return self._restore.rank
 
     @property
     def epoch(self) -> int:
@@ -146,13 +161,50 @@ class ProtectedSession(Session):
                 f"start it again"
             )
         self._saver.wait_staged()
+        return self._resume(self._restore.run(), "restore()")
+
+    def go_on(self, verdict: StandingVerdict, problem: str) -> bool:
+        """Go on after a step from what the ranks have, before the first save. Collective.
+
+        Args:
+            verdict: LIVE; equal on all ranks.
+            problem: why this rank cannot, after all; empty when it can.
+
+        Returns:
+            Whether all ranks have the state after the step; if not, it has to be restored.
+
+        Raises:
+            UnreachableError: a rank did not take part.
+        """
+        outcome = self._restore.go_on(verdict, problem)
+        if outcome is None:
+            return False
+        problem = self._compare()
+        if problem:
+            _log.warning("training does not go on live: %s", problem)
+            return False
+        self._restore.client.go_on(outcome.epoch, verdict.step)
+        self._resume(outcome, "going on live")
+        return True
+
+    def _compare(self) -> str:
+        """Compare the state of all replicas; return in what they differ, or nothing. Collective."""
+        restore, fence = self._restore, self._device.fence()
+        sources, topology = self._live.sources(), restore.topology
+        own = digests_of(sources, topology, restore.rank, self._engine, fence)
+        texts = restore.exchange.gather(msgspec.json.encode(own))
+        digests = {rank: _DIGESTS.decode(text) for rank, text in enumerate(texts)}
+        wrong = differing(digests, topology)
+        return "; ".join(f"ranks {ranks} differ in {unit}" for unit, ranks in wrong[:3])
+
+    def _resume(self, outcome: Restored, began: str) -> int | None:
+        """Begin where `outcome` has brought this rank."""
         self._stale = True
-        outcome = self._restore.run()
         self._saver.resume(outcome)
         self._number = outcome.experts.ledger.snapshots
         self._capacity.resume(outcome.experts.replenishing, someone=outcome.replenishing)
         self._last_step = outcome.step
-        self._began = "restore()"
+        self._began = began
         return outcome.step
 
     def save(self, step: int) -> SaveHandle:
@@ -289,6 +341,10 @@ class ProtectedSession(Session):
 
     def _before_step(self, optimizer: object, args: Any, kwargs: Any) -> None:
         del args, kwargs
+        self.before_step(optimizer)
+
+    def before_step(self, optimizer: object) -> None:
+        """Return when `optimizer` may step. Its hook calls it, unless `hooks` was False."""
         began_s = time.monotonic()
         self._saver.wait_staged()
         self._waited(began_s)

@@ -63,6 +63,11 @@ class Settings:
     most tokens at risk (MoEtion §4). Equal on all ranks. None takes the job's `snapshot.policy`,
     through `HOLDFAST_POLICY`, or `Full()`."""
 
+    go_on_live: bool = True
+    """Whether processes that stay (`holdfast.elastic`) vote before each step of the optimizer, so
+    that training can go on from what they have when others are lost; if not, there is no vote, and
+    all go back to the recovery line. Equal on all ranks."""
+
     def __post_init__(self) -> None:
         if not isinstance(self.policy, Policy | None):
             raise InvalidJobError(

@@ -25,14 +25,17 @@ class Runner(Protocol):
     def begin_steps(self) -> int:
         """Restore, and return the number of completed steps."""
 
+    def begin(self, step: int) -> None:
+        """Take note that the body of `step` begins."""
+
     def complete(self, step: int) -> bool:
-        """Save the state after `step`; return False when it has to be run again."""
+        """Save the state after `step`; return False when its world has ended."""
 
     def survives(self, error: Exception) -> bool:
-        """Whether training goes on after `error`, from the recovery line."""
+        """Whether training goes on after `error`, in the next world."""
 
     def go_back(self) -> int:
-        """Enter the next world, restore, and return the number of completed steps."""
+        """Enter the next world, and return the number of completed steps there."""
 
     def finish_steps(self) -> bool:
         """Return once all ranks have completed all steps; False when some have to be run again."""
@@ -46,6 +49,9 @@ class Restarting:
 
     def begin_steps(self) -> int:
         return self._session.restore() or 0
+
+    def begin(self, step: int) -> None:
+        del step
 
     def complete(self, step: int) -> bool:
         self._session.save(step)
@@ -77,6 +83,7 @@ class TrainStep(int):
         return made
 
     def __enter__(self) -> TrainStep:
+        self._runner.begin(int(self))
         return self
 
     def __exit__(

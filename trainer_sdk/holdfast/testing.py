@@ -235,6 +235,11 @@ class FakeDaemon:
             snapshots=tuple(map(_readable, held)),
         )
 
+    def go_on(self, epoch: int, step: int) -> None:
+        del step
+        self._enter("go_on")
+        self._check_epoch(epoch)
+
     def _line(self) -> Generation | None:
         """Generation from which the epoch starts; decided once, as real daemons do."""
         ranks = range(self.captured_by) if self.captured_by else (self.rank,)

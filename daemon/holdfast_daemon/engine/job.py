@@ -36,6 +36,7 @@ from holdfast_core.snapshots.layouts import (
 from holdfast_core.snapshots.manifests import ExpertVersion, Manifest, ParityEntry
 from holdfast_core.snapshots.membership import Membership
 from holdfast_core.snapshots.reports import Directive, MemberReport
+from holdfast_core.states import RestoreSource
 from holdfast_daemon.engine import (
     answers,
     completions,
@@ -577,6 +578,15 @@ class JobEngine:
         """Record that the trainer of `rank` was given what `state` names, to restore it."""
         assert state.line is not None
         self.memory.rank(rank).restored = (state.line.generation, state.source)
+
+    def goes_on(self, rank: int, epoch: int, step: int) -> None:
+        """Record that the trainer of `rank` has the state after `step`, and restores nothing.
+
+        Raises:
+            StaleEpochError: the epoch has ended.
+        """
+        self._check_epoch(epoch, f"rank {rank}")
+        self.memory.rank(rank).restored = (Generation(epoch, step), RestoreSource.LIVE)
 
     # --- questions: the job -----------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from holdfast_core.errors import (
     known_code,
 )
 from holdfast_core.snapshots.generations import Generation
-from holdfast_core.states import RestorePhase
+from holdfast_core.states import RestorePhase, RestoreSource
 from holdfast_daemon.engine import RestoreState, SavePace, WorldState
 from holdfast_daemon.engine.slots import ArenaView, Slot
 from holdfast_daemon.host import JobHost
@@ -117,6 +117,9 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         try:
             await self.admit(request, context)
             host = self._placed(request.job)
+            if request.HasField("live"):
+                yield self._goes_on(host, request)
+                return
             sent = ""
             while True:
                 rank = host.engine.rank_in_world(request.rank, request.epoch)
@@ -136,6 +139,17 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
                 await host.changed(ASK_AGAIN_S)
         except HoldfastError as error:
             await self.refuse(request, context, error)
+
+    def _goes_on(
+        self, host: JobHost, request: trainer_pb2.RestoreRequest
+    ) -> trainer_pb2.RestoreProgress:
+        rank = host.engine.rank_in_world(request.rank, request.epoch)
+        host.engine.goes_on(rank, request.epoch, request.live)
+        self._metrics.add("restores", job=host.job, source=RestoreSource.LIVE)
+        return trainer_pb2.RestoreProgress(
+            phase=RestorePhase.READY,
+            decision=trainer_pb2.RestoreDecision(source=RestoreSource.LIVE),
+        )
 
     def _decision(
         self, host: JobHost, rank: int, state: RestoreState

@@ -25,6 +25,7 @@ from holdfast_operator.reconciler.views import EventReason
 
 UNDISTURBED, DISTURBED, FAULT = "#8a8f98", "#1f6feb", "#c0392b"
 SOURCES = {
+    RestoreSource.LIVE: "live",
     RestoreSource.LOCAL: "memory",
     RestoreSource.PARITY: "parity",
     RestoreSource.STORAGE: "storage",

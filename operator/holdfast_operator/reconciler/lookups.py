@@ -6,6 +6,7 @@ from operator import attrgetter
 
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.snapshots.membership import Member, Membership
+from holdfast_core.states import RestoreSource
 from holdfast_operator.reconciler.views import (
     AgentView,
     ControlState,
@@ -47,6 +48,14 @@ def ranks_in(observed: Observed, membership: Membership) -> list[RankView]:
     """Ranks that the members' daemons report in the membership's epoch, ascending."""
     views = observed.views(membership)
     return sorted((r for view in views if view for r in view.ranks), key=_rank_number)
+
+
+def live_step(observed: Observed, membership: Membership) -> int | None:
+    """Step after which ranks of this epoch go on live; None when they restore a generation."""
+    for rank in ranks_in(observed, membership):
+        if rank.restored_from is RestoreSource.LIVE and rank.restored is not None:
+            return rank.restored.step
+    return None
 
 
 def fewest_slots(observed: Observed, membership: Membership | None) -> int:

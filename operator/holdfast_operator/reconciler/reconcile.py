@@ -54,6 +54,7 @@ from holdfast_operator.reconciler.growing import grow, strength_condition
 from holdfast_operator.reconciler.lookups import (
     agent_at,
     is_reachable,
+    live_step,
     node_of,
     ranks_in,
 )
@@ -246,7 +247,12 @@ def _note_progress(look: Look, state: ControlState, membership: Membership) -> S
     else:
         saved = judge.newest_protected(look.observed)
     newer = saved is not None and (state.saved is None or saved > state.saved)
-    fresh = line is not None and state.started_from is None
+    started_from = state.started_from
+    if line is not None and started_from is None:
+        started_from = start
+    live = live_step(look.observed, membership)
+    if live is not None:
+        started_from = live
     protected = [view.protected for view in known if view.protected is not None]
     whole = any(membership.is_present(generation) for generation in protected)
     return Step(
@@ -255,7 +261,7 @@ def _note_progress(look: Look, state: ControlState, membership: Membership) -> S
             confirmed_epoch=membership.epoch if len(known) == len(views) else state.confirmed_epoch,
             renewed=frozenset() if whole else state.renewed,
             shape=state.shape or Shape.of(look.job),
-            started_from=start if fresh else state.started_from,
+            started_from=started_from,
             saved=saved if newer else state.saved,
             saved_at=look.now if newer else state.saved_at,
         )
@@ -284,6 +290,9 @@ def _note_resumption(look: Look, state: ControlState, membership: Membership) ->
 
 def _resumption(look: Look, membership: Membership, start: Generation | None) -> str:
     who = f"{membership.world_size} ranks train in epoch {membership.epoch}"
+    live = live_step(look.observed, membership)
+    if live is not None:
+        return f"{who} from step {live}, live: no step was lost"
     if start is None:
         return f"{who} from the beginning"
     ranks = ranks_in(look.observed, membership)

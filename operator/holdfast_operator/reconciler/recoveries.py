@@ -16,6 +16,7 @@ _FARTHEST_FIRST = (
     RestoreSource.STORAGE,
     RestoreSource.PARITY,
     RestoreSource.LOCAL,
+    RestoreSource.LIVE,
     RestoreSource.NONE,
 )
 

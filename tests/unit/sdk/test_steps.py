@@ -37,6 +37,8 @@ class Played:
         unfinished: int = 0,
     ) -> None:
         self.calls: list[str] = []
+        self.begun: int | None = None
+        """The step whose body runs."""
         self._begin, self._back = begin, list(back)
         self._refuse, self._unfinished = set(refuse), unfinished
 
@@ -44,7 +46,12 @@ class Played:
         self.calls.append("begin")
         return self._begin
 
+    def begin(self, step: int) -> None:
+        assert self.begun != step, "a step whose body has begun begins again"
+        self.begun = step
+
     def complete(self, step: int) -> bool:
+        self.begun = None
         self.calls.append(f"complete {step}")
         if step in self._refuse:
             self._refuse.discard(step)
@@ -52,6 +59,7 @@ class Played:
         return True
 
     def survives(self, error: Exception) -> bool:
+        self.begun = None
         self.calls.append(f"survives {type(error).__name__}")
         return isinstance(error, LostError)
 

@@ -157,6 +157,9 @@ class DaemonClient(Protocol):
     def restore(self, epoch: int, timeout_s: float, on_progress: OnProgress) -> RestoreDecision:
         """Block until the epoch's line is decided and this rank's snapshot is ready."""
 
+    def go_on(self, epoch: int, step: int) -> None:
+        """Report that this rank goes on live after `step`, and restores nothing."""
+
     def open(self, epoch: int, layout: bytes, largest_slot_bytes: int, timeout_s: float) -> Opened:
         """Allocate the arena. Raises MemoryBudgetError, RankInUseError, StaleEpochError."""
 
@@ -246,6 +249,17 @@ class GrpcClient:
             raise ProtocolError("the daemon ended a restore without a decision")
 
         return self._call(run)
+
+    def go_on(self, epoch: int, step: int) -> None:
+        request = trainer_pb2.RestoreRequest(job=self._job, rank=self._rank, epoch=epoch, live=step)
+
+        def run() -> None:
+            for _ in self._stub.Restore(
+                request, timeout=self._timeout_s, metadata=self._token.metadata()
+            ):
+                pass
+
+        self._call(run)
 
     def open(self, epoch: int, layout: bytes, largest_slot_bytes: int, timeout_s: float) -> Opened:
         request = trainer_pb2.OpenRequest(

@@ -14,8 +14,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from math import inf
 from typing import Any
 
+import msgspec
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed import (  # type: ignore[attr-defined]  # re-exported by torch
@@ -37,6 +39,7 @@ DROP_S = 5.0
 CONNECT_S = 10.0
 """Time to reach the store of an epoch."""
 _POLL_S, _POLL_S_MAX = 0.002, 0.05
+_SAID = msgspec.json.Decoder(list[str])
 
 
 class MeetingPoint:
@@ -70,13 +73,44 @@ class MeetingPoint:
             RuntimeError: the store was lost.
         """
         self._meetings += 1
-        come, complete = f"come-{self._meetings}", f"complete-{self._meetings}"
-        if self._store.add(come, 1) == self._size:
-            self._store.set(complete, "")
+        if self._store.add(f"come-{self._meetings}", 1) == self._size:
+            self._store.set(f"complete-{self._meetings}", "")
+        self._wait_complete(inf)
+
+    def gather(self, rank: int, text: str, timeout_s: float = inf) -> list[str]:
+        """Gather the `text` of each rank, before there is a group. A meeting of all ranks.
+
+        Args:
+            timeout_s: time that the other ranks may take to come.
+
+        Raises:
+            StaleEpochError: the world ended first.
+            UnreachableError: some rank did not come in time.
+            RuntimeError: the store was lost.
+        """
+        self._meetings += 1
+        number, store = self._meetings, self._store
+        store.set(f"said-{number}-{rank}", text)
+        if (
+            store.add(f"come-{number}", 1) == self._size
+        ):  # the last one hands out what all have said
+            said = [store.get(f"said-{number}-{one}").decode() for one in range(self._size)]
+            store.set(f"complete-{number}", msgspec.json.encode(said).decode())
+        self._wait_complete(timeout_s)
+        return _SAID.decode(store.get(f"complete-{number}"))
+
+    def _wait_complete(self, timeout_s: float) -> None:
+        """Wait until all ranks have come to the meeting."""
+        complete, deadline_s = f"complete-{self._meetings}", time.monotonic() + timeout_s
         pause_s = _POLL_S
         while not self._store.check([complete]):
             if self._ended():
                 raise StaleEpochError(f"epoch {self._epoch} ended before its ranks had met")
+            if time.monotonic() > deadline_s:
+                raise UnreachableError(
+                    f"epoch {self._epoch}: some rank did not finish its step within "
+                    f"{timeout_s:.0f} s"
+                )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _POLL_S_MAX)
 

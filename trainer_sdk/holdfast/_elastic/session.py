@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,9 +23,18 @@ from holdfast._elastic.world import World
 from holdfast._exchange import Exchange
 from holdfast._interface import Session
 from holdfast._saving.tally import SaveCounters
+from holdfast._session import ProtectedSession
+from holdfast._state.beginning import Beginning
 from holdfast._state.dtensors import is_dtensor
 from holdfast._steps import TrainStep, steps_of
-from holdfast_core.errors import HoldfastError, InvalidJobError, NoRecoveryLineError
+from holdfast_core.errors import (
+    HoldfastError,
+    InvalidJobError,
+    NoRecoveryLineError,
+    UnreachableError,
+)
+from holdfast_core.protection.standing import RankStanding, StandingAction, StandingVerdict
+from holdfast_core.snapshots.units import UnitKind
 
 _log = logging.getLogger("holdfast")
 
@@ -44,6 +54,61 @@ def check_staying(model: nn.Module) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Training state that this process has between two steps."""
+
+    step: int | None = None
+    """Number of completed steps; None before anything was restored or begun."""
+    torn: str = ""
+    """Why it is not the state after them; empty when it is."""
+    adds_up: bool = False
+    """Whether gradients may be part of it, because no optimizer stepped in the newest step."""
+
+
+class Body:
+    """The body of a step, from its beginning to its end."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.voted = False
+        """Whether its vote has passed."""
+        self.stepped = False
+        """Whether an optimizer has stepped, or is about to."""
+        self.cut = False
+        """Whether it was cut off before its vote passed."""
+        self._beginning: Beginning | None = None
+        self._problem = ""
+
+    def note(self, session: ProtectedSession) -> None:
+        """Note what the step may change before its vote."""
+        try:
+            self._beginning = Beginning(session.live, session.stateful, self.step - 1)
+        except Exception as error:  # raised by the user's state_dict, or by torch
+            self._problem = f"the state before step {self.step} could not be noted: {error}"
+
+    def is_unchanged(self) -> bool:
+        """Whether the step has changed no parameter so far."""
+        try:
+            if self._beginning is not None:
+                self._beginning.check()
+        except HoldfastError:
+            return False
+        return self._beginning is not None
+
+    def undo(self) -> str:
+        """Put back what the step has changed; return why that cannot be done, or nothing."""
+        if self.voted or self.stepped:
+            return f"step {self.step} was cut off after its vote"
+        if self._beginning is None:
+            return self._problem
+        try:
+            self._beginning.put_back()
+        except HoldfastError as error:
+            return f"step {self.step} was cut off: {error}"
+        return ""
+
+
 class ElasticSession(Session):
     """A session in each world, one after the other.
 
@@ -52,6 +117,8 @@ class ElasticSession(Session):
         make: makes the session of the present world. Collective.
         optimizers: their gradients are dropped when a step is cut off.
         exchange_timeout_s: time that the fastest rank waits for the slowest at the end.
+        votes: whether ranks vote before each step of the optimizer, so that training can go on from
+            what they have. Equal on all ranks.
     """
 
     def __init__(
@@ -60,15 +127,28 @@ class ElasticSession(Session):
         make: Callable[[], Session],
         optimizers: Sequence[Any],
         exchange_timeout_s: float,
+        *,
+        votes: bool = False,
     ) -> None:
         self._world, self._make = world, make
         self._optimizers, self._timeout_s = tuple(optimizers), exchange_timeout_s
+        self._votes = votes and world.stays
         self._cause: Exception | None = None
         self._saves = False
         """Whether the loop of `steps` saves."""
+        self._held = Held()
+        self._body: Body | None = None
+        """The step whose body runs, or was cut off."""
+        self._verdict: StandingVerdict | None = None
+        """Verdict of the next world that was reached within a step."""
         self._session: Session
         self._exchange: Exchange
         self._begin()
+        self._hooks = [
+            one.register_step_pre_hook(self._before_optimizer)
+            for one in self._optimizers
+            if isinstance(one, torch.optim.Optimizer)
+        ]
 
     def _begin(self) -> None:
         """Make what belongs to one world. Collective."""
@@ -90,6 +170,12 @@ class ElasticSession(Session):
                 raise
         return self.go_back()
 
+    def begin(self, step: int) -> None:
+        """Note the state before `step`; see `Runner`."""
+        self._body = Body(step)
+        if self._votes and isinstance(self._session, ProtectedSession):
+            self._body.note(self._session)
+
     def complete(self, step: int) -> bool:
         """Save the state after `step`, unless its world has ended; see `Runner`.
 
@@ -99,11 +185,19 @@ class ElasticSession(Session):
                 not the state after `step`.
         """
         self._world.check_process()
-        failure = self._world.failure
+        failure, body = self._world.failure, self._body
         if failure is not None:
             if not self.survives(failure):
                 raise failure
             drop_frames(failure)
+        if failure is not None or body is None or body.cut:
+            return False
+        if self._votes:
+            if not (body.voted or self._passes_at_its_end(body)):
+                return False
+        elif self._world.ended:
+            return False
+        self._held, self._body = Held(step, adds_up=not body.stepped), None
         if self._world.ended:
             return False
         self._session.save(step)
@@ -118,20 +212,24 @@ class ElasticSession(Session):
         return True
 
     def go_back(self) -> int:
-        """Enter the next world and restore there; see `Runner`.
+        """Enter the next world, and go on there live or restore; see `Runner`.
 
         Raises:
-            NoRecoveryLineError: nothing was protected yet. Only a process that starts anew can
-                begin from the beginning.
+            NoRecoveryLineError: there is nothing to go on from, and nothing was protected yet. Only
+                a process that starts anew can begin from the beginning.
             Exception: the failure that cut the step off, when no new world came.
         """
         while True:
-            self._end()
+            self._undo()
             cause, self._cause = self._cause, None
-            self._world.join(cause)
+            verdict, self._verdict = self._verdict, None
+            while verdict is None or verdict.action is StandingAction.FORWARD:
+                verdict = self._world.stand(self._standing(), cause)
+            self._session.close()
             try:
+                self._world.form()
                 self._begin()
-                step = self._session.restore()
+                step = self._enter(verdict)
             except Exception as error:
                 if not self.survives(error):
                     raise
@@ -153,12 +251,119 @@ class ElasticSession(Session):
             return False
         return True
 
-    def _end(self) -> None:
-        """End what belongs to the present world; drop what is left of a step."""
-        self._world.leave()
-        self._session.close()
+    # --- the vote ---------------------------------------------------------------------------------
+
+    def _before_optimizer(self, optimizer: object, args: Any, kwargs: Any) -> None:
+        """Vote before the first optimizer of a step changes a byte; then wait for the save."""
+        del args, kwargs
+        body = self._body
+        if body is not None and not body.stepped:
+            if self._votes and not body.voted:
+                self._vote(body)
+            body.stepped = True
+        if isinstance(self._session, ProtectedSession):
+            self._session.before_step(optimizer)
+
+    def _vote(self, body: Body) -> None:
+        """Return when all ranks are known to have complete gradients of this step: the vote passed,
+        or its world ended and a rank for which it passed is left. Collective.
+
+        Raises:
+            UnreachableError: the step is cut off.
+            InvalidJobError: ranks are at different steps.
+        """
+        if self._world.failure is not None:
+            raise UnreachableError(
+                f"step {body.step} has no complete gradients: a collective failed"
+            ) from self._world.failure
+        try:
+            [total] = self._exchange.add([body.step])
+        except Exception as error:
+            if not self.survives(error):
+                raise
+            drop_frames(error)
+            total = None
+        if total is None:
+            body.cut = not self._passed_elsewhere(body)
+            if body.cut:
+                raise UnreachableError(f"step {body.step} was cut off before its vote passed")
+        elif total != body.step * self._world.size:
+            raise InvalidJobError(
+                f"ranks are at different steps, this one at {body.step}: each rank runs the body "
+                f"of each step of session.steps once"
+            )
+        body.voted = True
+
+    def _passes_at_its_end(self, body: Body) -> bool:
+        """Vote on a step in which no optimizer stepped, so that each step has one vote."""
+        try:
+            self._vote(body)
+        except Exception as error:
+            if not self.survives(error):
+                raise
+            return False
+        return True
+
+    def _passed_elsewhere(self, body: Body) -> bool:
+        """State in the next world that this rank has complete gradients of the step; return whether
+        the vote passed for a rank that is left. This process has no groups meanwhile."""
+        cause, self._cause = self._cause, None
+        while True:
+            verdict = self._world.stand(self._standing(ready=body.is_unchanged()), cause)
+            if verdict.action is not StandingAction.FORWARD:
+                self._verdict = verdict
+                return False
+            if verdict.step == body.step:
+                return True
+
+    def _standing(self, *, ready: bool = False) -> RankStanding:
+        """State what this process has."""
+        held, session = self._held, self._session
+        if held.step is None:
+            return RankStanding()
+        if not self._votes or not isinstance(session, ProtectedSession):
+            return RankStanding(step=held.step, torn="its script or policy cannot go on live")
+        torn = held.torn
+        if held.adds_up:
+            torn = torn or f"gradients may add up over steps: none stepped in step {held.step}"
+        try:
+            sources = session.live.sources()
+        except HoldfastError as error:
+            torn, sources = torn or str(error), ()
+        return RankStanding(
+            step=held.step,
+            ready=ready and not torn,
+            torn=torn,
+            topology=str(session.topology),
+            rank=session.rank,
+            unshared=any(one.private and not one.eager for one in sources),
+            experts=any(one.unit.kind is UnitKind.EXPERT for one in sources),
+        )
+
+    def _undo(self) -> None:
+        """Put back what a step that was cut off has left, as far as it can be."""
+        body, self._body = self._body, None
         for optimizer in self._optimizers:
             optimizer.zero_grad()
+        if body is not None and self._held.step is not None:
+            problem = body.undo() if self._votes else ""
+            self._held = replace(self._held, torn=self._held.torn or problem)
+
+    def _enter(self, verdict: StandingVerdict | None) -> int | None:
+        """Go on in a world whose groups are formed; return the number of completed steps, None
+        where nothing was protected. Collective."""
+        session, held = self._session, self._held
+        live = verdict is not None and verdict.action is StandingAction.LIVE
+        if live and verdict is not None and isinstance(session, ProtectedSession):
+            if session.go_on(verdict, held.torn):
+                self._held = Held(verdict.step)
+                return verdict.step
+        if held.step is not None:
+            self._held = replace(held, torn="its restore was cut off")
+        step = session.restore()
+        if step is not None or held.step is None:
+            self._held = Held(step or 0)
+        return step
 
     # --- everything else is the present session's -------------------------------------------------
 
@@ -175,7 +380,7 @@ class ElasticSession(Session):
         return self._session.counters
 
     def restore(self) -> int | None:
-        return self._session.restore()
+        return self._enter(self._world.verdict)
 
     def save(self, step: int) -> SaveHandle:
         if not self._saves:
@@ -206,4 +411,6 @@ class ElasticSession(Session):
         self._session.wait_staged()
 
     def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
         self._session.close()

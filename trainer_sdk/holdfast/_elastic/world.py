@@ -13,7 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from math import inf
 
+import msgspec
 import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined]  # re-exported by torch
     HashStore,
@@ -27,8 +29,15 @@ from holdfast_core.errors import (
     InvalidJobError,
     UnreachableError,
 )
+from holdfast_core.protection.standing import (
+    RankStanding,
+    StandingAction,
+    StandingVerdict,
+    standing,
+)
 
 _log = logging.getLogger("holdfast")
+_STANDING = msgspec.json.Decoder(RankStanding)
 _WAIT_S = 20.0
 """Time for which one wait for the daemon's news lasts."""
 Parts = Sequence[Sequence[int]]
@@ -109,11 +118,20 @@ class World:
         self._point: groups.MeetingPoint | None = None
         self._rank, self._size, self._epoch = 0, 1, 0
         self._store_address = store_address
+        self._meeting: Meeting | None = None
+        """World at whose meeting point this process is, before its groups are formed."""
+        self._reached = 0
+        """Newest epoch whose meeting point this process has come to."""
+        self._stood = False
+        """Whether the ranks of that epoch have stated what they have."""
         self._left = True
         self._has_session = False
         self._process = os.getpid()
         self.failure: Exception | None = None
         """Failure of the newest collective of this world that was waited for in vain."""
+        self.verdict: StandingVerdict | None = None
+        """What followed from the statements of all ranks when this process came to this world; None
+        where it ends with its world."""
 
     @property
     def rank(self) -> int:
@@ -232,11 +250,9 @@ class World:
         if self._process != os.getpid():
             raise InvalidJobError("a forked process cannot use its parent's world")
 
-    def join(self, cause: Exception | None = None) -> None:
-        """Form the groups of the newest world, as soon as there is one.
-
-        Args:
-            cause: failure of the world before; raised when no newer one comes in `reform_s`.
+    def join(self) -> None:
+        """Form the groups of the newest world, as soon as there is one, as a process that has no
+        training state.
 
         Raises:
             HoldfastError: the daemon refuses this process.
@@ -246,16 +262,78 @@ class World:
         if self._following is None:
             self._form_alone()
             return
+        cause: Exception | None = None
         while True:
-            meeting = self._next(self._following, cause)
-            self._left = False
+            self.verdict = self.stand(RankStanding(), cause)
+            if self.verdict.action is StandingAction.FORWARD:
+                continue
             try:
-                self._form(self._following, meeting)
+                self.form()
                 return
+            except UnreachableError as error:
+                _log.warning("%s", error)
+                cause = error
+
+    def stand(self, own: RankStanding, cause: Exception | None = None) -> StandingVerdict:
+        """State at the meeting point of the newest world what this process has; return what follows
+        from the statements of all its ranks. The old groups are left; none are formed.
+
+        Args:
+            cause: failure of the world before; raised when no newer one comes in `reform_s`.
+
+        Raises:
+            HoldfastError: the daemon refuses this process.
+        """
+        self.check_process()
+        following, statement = self._following, msgspec.json.encode(own).decode()
+        assert following is not None
+        while True:
+            meeting = self._meeting
+            if meeting is None or following.epoch > meeting.epoch:
+                self.leave()
+                meeting = self._next(following, cause)
+            try:
+                if meeting is not self._meeting:
+                    self._meet(following, meeting)
+                assert self._point is not None
+                # The first time some rank may still be starting; after that, all are here.
+                timeout_s = self._timeout_s if self._stood else inf
+                texts = self._point.gather(self._rank_in(meeting), statement, timeout_s)
             except (RuntimeError, OSError, HoldfastError) as error:
-                _log.warning("epoch %d: its groups could not be formed: %s", meeting.epoch, error)
+                _log.warning("epoch %d: its ranks could not meet: %s", meeting.epoch, error)
                 cause = error if isinstance(error, HoldfastError) else UnreachableError(str(error))
+                self.leave()
+                continue
+            self._stood = True
+            verdict = standing([_STANDING.decode(text) for text in texts])
+            _log.info("epoch %d: %s: %s", meeting.epoch, verdict.action, verdict.reason)
+            return verdict
+
+    def form(self) -> None:
+        """Form the groups of the world at whose meeting point this process is.
+
+        Raises:
+            UnreachableError: they could not be formed; then they are left.
+        """
+        following, meeting, began_s = self._following, self._meeting, time.monotonic()
+        assert following is not None and meeting is not None and self._point is not None
+        self._epoch, self._store_address = meeting.epoch, meeting.store_address
+        self._rank, self._size = self._rank_in(meeting), meeting.nodes * self._nproc
+        try:
+            self._point.form(self._backend, self._rank, self._timeout_s)
+            for group in self._groups:
+                self._split(group)
+        except (RuntimeError, OSError, HoldfastError) as error:
             self.leave()
+            raise UnreachableError(
+                f"epoch {meeting.epoch}: its groups could not be formed: {error}"
+            ) from error
+        self._meeting, self._left, self.failure = None, False, None
+        if "nccl" in self._backend:
+            threading.Thread(
+                target=self._wake_at_end, args=(following, meeting.epoch), daemon=True
+            ).start()
+        self._log_formed(began_s)
 
     def leave(self) -> None:
         """Leave all groups, which wakes the ranks that wait for this one."""
@@ -266,7 +344,7 @@ class World:
         for exchange in self._exchanges:
             exchange.leave()
         self._exchanges.clear()
-        self._point = None
+        self._point = self._meeting = None
         groups.leave(given)
 
     def survives(self, error: Exception) -> bool:
@@ -283,13 +361,13 @@ class World:
 
     def _next(self, following: Following, cause: Exception | None) -> Meeting:
         """Wait for a world newer than the present one."""
-        if cause is not None and not following.wait_newer(self._epoch, self._reform_s):
+        if cause is not None and not following.wait_newer(self._reached, self._reform_s):
             raise cause
         while True:
-            meeting = following.wait_ready(self._epoch, _WAIT_S)
+            meeting = following.wait_ready(self._reached, _WAIT_S)
             if meeting is None:
-                _log.info("waiting for a world newer than epoch %d", self._epoch)
-            elif meeting.keep or not self._epoch:
+                _log.info("waiting for a world newer than epoch %d", self._reached)
+            elif meeting.keep or not self._reached:
                 return meeting
             else:
                 # Another process takes this one's place; its launcher is about to end this one.
@@ -304,24 +382,22 @@ class World:
                 )
                 following.wait_newer(meeting.epoch, _WAIT_S)
 
-    def _form(self, following: Following, meeting: Meeting) -> None:
-        began_s = time.monotonic()
-        self._epoch, self._store_address = meeting.epoch, meeting.store_address
-        self._rank = meeting.node_rank * self._nproc + self._local_rank
-        self._size = meeting.nodes * self._nproc
+    def _meet(self, following: Following, meeting: Meeting) -> None:
+        """Come to the meeting point of a world."""
+        self._reached, self._stood = meeting.epoch, False
         # From here on, the launcher waits for others only: this process is free of the old world.
-        following.arrive(self._rank, meeting.store_address)
+        following.arrive(self._rank_in(meeting), meeting.store_address)
         self._point = groups.MeetingPoint(
-            meeting.store_address, meeting.epoch, self._size, lambda: self.ended
+            meeting.store_address,
+            meeting.epoch,
+            meeting.nodes * self._nproc,
+            lambda: following.epoch > meeting.epoch,
         )
-        self._point.form(self._backend, self._rank, self._timeout_s)
-        for group in self._groups:
-            self._split(group)
-        if "nccl" in self._backend:
-            threading.Thread(
-                target=self._wake_at_end, args=(following, meeting.epoch), daemon=True
-            ).start()
-        self._log_formed(began_s)
+        self._meeting = meeting
+
+    def _rank_in(self, meeting: Meeting) -> int:
+        """Rank of this process in the world of `meeting`."""
+        return meeting.node_rank * self._nproc + self._local_rank
 
     def _split(self, group: WorldGroup) -> None:
         parts = group._parts(self._size)

@@ -77,9 +77,23 @@ def wanted_by(
     Raises:
         LayoutMismatchError: when ranks captured a tensor with different shapes or dtypes.
     """
-    wanted: dict[str, Wanted] = {}
+    own: list[Entry | Offer] = [*state_entries(layout), *layout.casts]
+    return _wanted((*own, *_to(rank, all_offers)))
 
-    def add(item: Entry | Offer) -> None:
+
+def wanted_of_offers(rank: int, all_offers: Sequence[tuple[Offer, ...]]) -> dict[str, Wanted]:
+    """List the tensors that others offer to `rank`, by name. Raises as `wanted_by`."""
+    return _wanted(_to(rank, all_offers))
+
+
+def _to(rank: int, all_offers: Sequence[tuple[Offer, ...]]) -> list[Offer]:
+    """The offers to `rank`."""
+    return [offer for offers in all_offers for offer in offers if rank in offer.replicas]
+
+
+def _wanted(items: Sequence[Entry | Offer]) -> dict[str, Wanted]:
+    wanted: dict[str, Wanted] = {}
+    for item in items:
         known = wanted.setdefault(
             item.tensor,
             Wanted(tensor=item.tensor, dtype=item.dtype, shape=item.shape, ranges=[]),
@@ -92,13 +106,6 @@ def wanted_by(
         known.ranges.append((item.start, item.nbytes))
         if item.cast_of:
             known.casts.append((item.start, item.nbytes, item.cast_of))
-
-    for entry in (*state_entries(layout), *layout.casts):
-        add(entry)
-    for offers in all_offers:
-        for offer in offers:
-            if rank in offer.replicas:
-                add(offer)
     return wanted
 
 

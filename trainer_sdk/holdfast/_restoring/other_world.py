@@ -197,7 +197,7 @@ def plan_world(
     put_back_groups(live, extras[chosen])
     tensors = assembled(layouts, was, tp=at.tp, pp=at.pp)
     found = local_tensors(live, tensors)
-    own = _with_all_values(extras[chosen], extras.values(), live)
+    own = with_all_values(extras[chosen], extras.values(), live)
     sources = make_room(live, wanted_of(found), devices_of(own))
     return WorldPlan(
         sources=sources, ranges=payload_ranges(found, layouts), extras=own, readers=readers
@@ -249,7 +249,7 @@ def _topology_of(layouts: Mapping[int, Layout], ranks: int, topology: Topology) 
     return was
 
 
-def _with_all_values(
+def with_all_values(
     chosen: Mapping[str, Any], everything: Iterable[Mapping[str, Any]], live: LiveState
 ) -> dict[str, Any]:
     """Complete `chosen` extras by what others hold of this rank's parameters: plain values of

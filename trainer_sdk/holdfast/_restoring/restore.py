@@ -34,6 +34,7 @@ from holdfast._restoring.fit import (
     own_offers,
     wanted_by,
 )
+from holdfast._restoring.live import HandOver
 from holdfast._restoring.other_world import (
     OtherWorld,
     SnapshotOffer,
@@ -59,6 +60,7 @@ from holdfast_core.errors import (
     by_code,
 )
 from holdfast_core.experts.recompute import state_entries
+from holdfast_core.protection.standing import StandingVerdict
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import Layout
 from holdfast_core.states import RestorePhase, RestoreProgress, RestoreSource
@@ -153,6 +155,24 @@ class Restore:
         self.live.begin()
         with without_collector():
             return self._run()
+
+    def go_on(self, verdict: StandingVerdict, problem: str) -> Restored | None:
+        """Bring this rank to the step of `verdict` from what the ranks have; see
+        `ProtectedSession.go_on`. None when a rank cannot."""
+        self.live.begin()
+        handing = HandOver(
+            live=self.live,
+            stateful=self.stateful,
+            rank=self.rank,
+            exchange=self.exchange,
+            verdict=verdict,
+        )
+        with without_collector():
+            epoch = self._hello().epoch
+            if not handing.run(epoch, problem):
+                return None
+        _log.info("epoch %d goes on live after step %d", epoch, verdict.step)
+        return Restored(epoch=epoch, step=verdict.step, source=RestoreSource.LIVE)
 
     def _run(self) -> Restored:
         found: _Found | OtherWorld | None = None

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from holdfast._state.capture import LiveState
+from holdfast._state.extras import encode_extras
 from holdfast._state.groups import regroup
 from holdfast_core.errors import LayoutMismatchError
 
@@ -64,6 +65,18 @@ def put_back(live: LiveState, stateful: Mapping[str, Stateful], extras: Mapping[
     for name, item in stateful.items():
         item.load_state_dict(saved[name])
     _load_rng_states(extras["rng"], live.cuda_devices)
+
+
+def generators_of(live: LiveState) -> bytes:
+    """States of the random generators, encoded."""
+    return encode_extras(_rng_states(live.cuda_devices))
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the random generators of this process."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def devices_of(extras: Mapping[str, Any]) -> dict[str, str]:

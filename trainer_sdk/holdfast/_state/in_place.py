@@ -85,14 +85,15 @@ class InPlaceCheck:
         Raises:
             SnapshotSkippedError: when a tensor has changed; the message names it.
         """
-        name = self._changed()
+        name = self.changed()
         if name is not None:
             raise SnapshotSkippedError(
                 f"{name} was changed in place before it was copied, so this snapshot would mix two "
                 f"moments; call session.wait_staged() before parameters or optimizer state change"
             )
 
-    def _changed(self) -> str | None:
+    def changed(self) -> str | None:
+        """Name of a tensor that has changed; None when there is none."""
         watched = self._watched
         versions = list(map(_version, watched.counted))
         if versions != self._versions:

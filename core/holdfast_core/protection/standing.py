@@ -1,0 +1,142 @@
+"""Where training goes on when processes have outlived their world: from what they have, or from the
+recovery line.
+
+Every rank of a new world states what it has of the training state, and derives the same verdict
+from all statements. A vote before the optimizer stands behind it: nobody completes a step unless
+every rank of the old world had all its gradients. So processes that outlive a world are at most one
+step apart, and those that are behind can finish the step alone. This rule checks that it is so: a
+statement that cannot be explained by the vote leads back to the recovery line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import msgspec
+
+from holdfast_core.errors import HoldfastError
+from holdfast_core.topology import Topology
+
+NEW = -1
+"""Step of a process that has no training state."""
+
+
+class RankStanding(msgspec.Struct, frozen=True, kw_only=True):
+    """Statement of one rank of a new world."""
+
+    step: int = NEW
+    """Step whose state it has, whole: the number of completed steps. `NEW` for none."""
+    ready: bool = False
+    """Whether it holds all gradients of the step after that, and can finish it without others."""
+    torn: str = ""
+    """Why its state is that of no step; empty when it is."""
+    topology: str = ""
+    """Topology of its script, in a world of any size; empty for a new process."""
+    rank: int = 0
+    """Its rank in the world in which it had that topology."""
+    unshared: bool = False
+    """Whether it has tensors that no other rank holds."""
+    experts: bool = False
+    """Whether it has experts, which only ranks of its expert coordinate hold."""
+
+
+class StandingAction(StrEnum):
+    """What all ranks of a new world do."""
+
+    LIVE = "live"
+    """Go on after `step` from what processes have."""
+    FORWARD = "forward"
+    """First finish `step`, where that is not done; then state again."""
+    LINE = "line"
+    """Restore the recovery line."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StandingVerdict:
+    """What follows from the statements of all ranks; equal on all."""
+
+    action: StandingAction
+    reason: str
+    step: int = 0
+    sources: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """New rank → the ranks that give it what is not an expert, and experts."""
+
+
+def standing(ranks: Sequence[RankStanding]) -> StandingVerdict:
+    """Conclude from the statements of all ranks of a new world, in their order."""
+    live = {rank: one for rank, one in enumerate(ranks) if one.step != NEW or one.torn}
+    if not live:
+        return _back("no process has outlived its world")
+    for rank, one in live.items():
+        if one.torn:
+            return _back(f"rank {rank}: {one.torn}")
+    topologies = sorted({one.topology for one in live.values()})
+    if len(topologies) > 1:
+        return _back(f"ranks state different topologies: {', '.join(topologies)}")
+    try:
+        topology = Topology.parse(topologies[0])
+        for rank, one in live.items():
+            here, before = topology.resized(len(ranks)).coordinates(rank), _place_of(one)
+            if (here.tp, here.pp, here.ep) != before:
+                return _back(f"rank {rank} holds the part of another rank, {before}")
+        topology = topology.resized(len(ranks))
+    except HoldfastError as error:
+        return _back(str(error))
+    newest = max(one.step for one in live.values())
+    behind = [rank for rank, one in live.items() if one.step < newest]
+    for rank in behind:
+        if live[rank].step != newest - 1 or not live[rank].ready:
+            first = next(other for other, one in live.items() if one.step == newest)
+            return _back(
+                f"rank {first} has completed step {newest}, and rank {rank} step "
+                f"{live[rank].step} without the vote on the next one"
+            )
+    lacking = [rank for rank in range(len(ranks)) if rank not in live]
+    sources = {}
+    for rank in lacking:
+        found = _sources_of(rank, topology, live)
+        if isinstance(found, str):
+            return _back(found)
+        sources[rank] = found
+    if behind:
+        return StandingVerdict(
+            action=StandingAction.FORWARD,
+            reason=f"ranks {behind} finish step {newest}, whose vote has passed",
+            step=newest,
+        )
+    given = f", and give ranks {lacking} theirs" if lacking else ""
+    return StandingVerdict(
+        action=StandingAction.LIVE,
+        reason=f"ranks {sorted(live)} have the state after step {newest}{given}",
+        step=newest,
+        sources=sources,
+    )
+
+
+def _back(reason: str) -> StandingVerdict:
+    return StandingVerdict(action=StandingAction.LINE, reason=reason)
+
+
+def _place_of(one: RankStanding) -> tuple[int, int, int]:
+    """(tp, pp, ep) of what the rank holds."""
+    at = Topology.parse(one.topology).coordinates(one.rank)
+    return at.tp, at.pp, at.ep
+
+
+def _sources_of(
+    rank: int, topology: Topology, live: Mapping[int, RankStanding]
+) -> tuple[int, int] | str:
+    """The lowest ranks that hold what `rank` is to hold, or why there are none."""
+    dense = next((one for one in topology.dense_replicas(rank) if one in live), None)
+    if dense is None:
+        return f"nobody is left who holds what rank {rank} is to hold"
+    if any(live[one].unshared for one in topology.dense_replicas(rank) if one in live):
+        return f"rank {rank} is to hold tensors that no other rank has"
+    if not live[dense].experts:
+        return dense, dense
+    expert = next((one for one in topology.expert_replicas(rank) if one in live), None)
+    if expert is None:
+        return f"nobody is left who holds the experts of rank {rank}"
+    return dense, expert

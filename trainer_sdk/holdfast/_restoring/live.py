@@ -1,0 +1,198 @@
+"""Hand-over of live state: new ranks get from others what no rank has lost.
+
+The others change nothing of theirs. A new rank makes room for the optimizer states that they have,
+receives every tensor as a whole from one rank that holds it, and takes its extras from the rank
+that gives it the tensors that are no experts. Its random generators are in the state of the others'
+where these are all in one; otherwise they are seeded from the epoch, the step and the rank: a
+script with a state for each rank does not want two ranks to draw the same numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import xxhash
+
+from holdfast._copying.strided import fill_strided
+from holdfast._exchange import Exchange
+from holdfast._restoring.fit import Offer, check_cover, make_room, wanted_of_offers
+from holdfast._restoring.other_world import with_all_values
+from holdfast._restoring.scatter import scatter
+from holdfast._state.capture import LiveState, TensorSource
+from holdfast._state.collect import (
+    Stateful,
+    collect,
+    devices_of,
+    generators_of,
+    put_back,
+    put_back_groups,
+    seed_generators,
+)
+from holdfast._state.extras import decode_extras, dtype_name, encode_extras
+from holdfast_core.protection.standing import StandingVerdict
+from holdfast_core.snapshots.units import UnitKind
+
+_log = logging.getLogger("holdfast")
+
+
+class _Given(msgspec.Struct, frozen=True, kw_only=True):
+    """Statement of one rank."""
+
+    problem: str = ""
+    """Why it cannot take part; empty when it can."""
+    offers: tuple[Offer, ...] = ()
+    """What it gives to new ranks."""
+    extras: bytes = b""
+    """Its extras, where it gives anything."""
+    generators: int = 0
+    """Digest of the states of its random generators."""
+
+
+_GIVEN = msgspec.msgpack.Decoder(_Given)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandOver:
+    """One rank's part in a hand-over.
+
+    Args:
+        rank: this rank in the new world.
+        verdict: which ranks are new, and from whom they get their state.
+    """
+
+    live: LiveState
+    stateful: Mapping[str, Stateful]
+    rank: int
+    exchange: Exchange
+    verdict: StandingVerdict
+
+    def run(self, epoch: int, problem: str) -> bool:
+        """Run it; return whether all ranks succeeded. Collective.
+
+        Args:
+            problem: why this rank cannot take part; empty when it can.
+
+        Raises:
+            UnreachableError: when a rank does not take part.
+        """
+        new, own = self.rank in self.verdict.sources, _Given(problem=problem)
+        if not problem and not new:
+            own = self._try(self._give)
+        given = self._agree(own)
+        if given is None:
+            return False
+        if not self.verdict.sources:
+            return True
+        extras: dict[str, Any] = {}
+        sources: dict[str, TensorSource] = {}
+
+        def prepare() -> _Given:
+            nonlocal extras
+            if new:
+                extras = self._extras(given)
+                sources.update(self._make_room(given, extras))
+            else:
+                sources.update(self._filled())
+            return _Given()
+
+        if self._agree(self._try(prepare)) is None:
+            return False
+        scatter(self.exchange, [one.offers for one in given], sources, self.rank)
+
+        def finish() -> _Given:
+            if new:
+                self._finish(epoch, given, extras, sources)
+            return _Given()
+
+        return self._agree(self._try(finish)) is not None
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    @staticmethod
+    def _try(work: Callable[[], _Given]) -> _Given:
+        try:
+            return work()
+        except Exception as error:  # raised by the user's load_state_dict, or by torch
+            return _Given(problem=f"{type(error).__name__}: {error}")
+
+    def _agree(self, own: _Given) -> list[_Given] | None:
+        """Exchange statements; None when a rank has a problem. Collective."""
+        texts = self.exchange.gather(msgspec.msgpack.encode(own))
+        given = [_GIVEN.decode(text) for text in texts]
+        for rank, one in enumerate(given):
+            if one.problem:
+                _log.warning("training does not go on live: rank %d: %s", rank, one.problem)
+                return None
+        return given
+
+    def _give(self) -> _Given:
+        """What this rank has for new ranks."""
+        found = []
+        sources = self.verdict.sources.items()
+        dense = {new for new, (one, _) in sources if one == self.rank}
+        experts = {new for new, (_, one) in sources if one == self.rank}
+        for source in self.live.sources():
+            to = experts if source.unit.kind is UnitKind.EXPERT else dense
+            if to:
+                found.append(
+                    Offer(
+                        tensor=source.name,
+                        dtype=dtype_name(source.tensor.dtype),
+                        shape=tuple(source.tensor.shape),
+                        start=0,
+                        nbytes=source.nbytes,
+                        replicas=tuple(sorted({self.rank, *to})),
+                    )
+                )
+        extras = b""
+        if dense or experts:
+            extras = encode_extras(collect(self.live, self.stateful, self.verdict.step))
+        generators = xxhash.xxh3_64_intdigest(generators_of(self.live))
+        return _Given(offers=tuple(found), extras=extras, generators=generators)
+
+    def _extras(self, given: Sequence[_Given]) -> dict[str, Any]:
+        """Extras for this new rank."""
+        dense, experts = (decode_extras(given[one].extras) for one in self._sources)
+        return with_all_values(dense, [experts], self.live)
+
+    @property
+    def _sources(self) -> tuple[int, int]:
+        return self.verdict.sources[self.rank]
+
+    def _make_room(
+        self, given: Sequence[_Given], extras: Mapping[str, Any]
+    ) -> dict[str, TensorSource]:
+        """Make this new rank's tensors those that the others have."""
+        put_back_groups(self.live, extras)
+        wanted = wanted_of_offers(self.rank, [given[one].offers for one in set(self._sources)])
+        check_cover(wanted)
+        return make_room(self.live, wanted, devices_of(extras))
+
+    def _filled(self) -> dict[str, TensorSource]:
+        """Tensors of this rank by name, those that are given in parts packed."""
+        sources = {source.name: source for source in self.live.sources()}
+        for source in sources.values():
+            if source.staging is not None:
+                source.staging.copy_(source.tensor)
+        return sources
+
+    def _finish(
+        self,
+        epoch: int,
+        given: Sequence[_Given],
+        extras: Mapping[str, Any],
+        sources: Mapping[str, TensorSource],
+    ) -> None:
+        """Put everything that came in its place."""
+        for source in sources.values():
+            if source.staging is not None:
+                fill_strided(source.tensor, source.staging)
+        put_back(self.live, self.stateful, extras)
+        others = [one for rank, one in enumerate(given) if rank not in self.verdict.sources]
+        if len({one.generators for one in others}) > 1:
+            seed = f"{epoch} {self.verdict.step} {self.rank}"
+            seed_generators(xxhash.xxh3_64_intdigest(seed.encode()) % 2**63)
