@@ -9,6 +9,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,14 +94,15 @@ class Run:
                 assert line.rank not in steps[line.epoch][line.step], line
                 steps[line.epoch][line.step][line.rank] = line
         replay, kept, sizes = History(), dict[int, dict[int, Line]](), list[int]()
+        order = self._order()
         for epoch in sorted(steps):
-            whole = {
-                step: by_rank
-                for step, by_rank in sorted(steps[epoch].items())
-                if len(by_rank) == next(iter(by_rank.values())).size
-            }
-            for step, by_rank in whole.items():
-                size = len(by_rank)
+            for step, by_rank in sorted(steps[epoch].items()):
+                later = [other for other in steps if other > epoch]
+                if later and not any(step in steps[other] for other in later):
+                    self._complete(by_rank, order, replay.used(step - 1))
+                size = next(iter(by_rank.values())).size
+                if len(by_rank) < size:
+                    continue
                 assert sorted(by_rank) == list(range(size))
                 batches = [by_rank[rank].samples for rank in range(size)]
                 state = replay.run(step, batches)
@@ -110,9 +112,17 @@ class Run:
         assert list(kept) == list(range(1, len(kept) + 1))
         used = [n for by_rank in kept.values() for line in by_rank.values() for n in line.samples]
         assert len(used) == len(set(used)), "a sample was used twice"
-        order = self._order()[: len(used)]
-        assert set(used) == set(order), "a sample was left out"
+        assert set(used) == set(order[: len(used)]), "a sample was left out"
         return sizes
+
+    @staticmethod
+    def _complete(by_rank: dict[int, Line], order: list[int], used: int) -> None:
+        """Add to a step that is never run again the lines of ranks that died in it: the others
+        finished it after their vote, so its gradients were those of all."""
+        some = next(iter(by_rank.values()))
+        for rank in set(range(some.size)) - by_rank.keys():
+            mine = order[used + rank :: some.size][: len(some.samples)]
+            by_rank[rank] = replace(some, rank=rank, samples=mine)
 
     @staticmethod
     def _order() -> list[int]:

@@ -76,12 +76,12 @@ def standing(ranks: Sequence[RankStanding]) -> StandingVerdict:
     if len(topologies) > 1:
         return _back(f"ranks state different topologies: {', '.join(topologies)}")
     try:
-        topology = Topology.parse(topologies[0])
+        before = Topology.parse(topologies[0])
+        topology = before.resized(len(ranks))
         for rank, one in live.items():
-            here, before = topology.resized(len(ranks)).coordinates(rank), _place_of(one)
-            if (here.tp, here.pp, here.ep) != before:
-                return _back(f"rank {rank} holds the part of another rank, {before}")
-        topology = topology.resized(len(ranks))
+            here, there = topology.coordinates(rank), before.coordinates(one.rank)
+            if (here.tp, here.pp, here.ep) != (there.tp, there.pp, there.ep):
+                return _back(f"rank {rank} holds the part of another rank")
     except HoldfastError as error:
         return _back(str(error))
     newest = max(one.step for one in live.values())
@@ -117,12 +117,6 @@ def standing(ranks: Sequence[RankStanding]) -> StandingVerdict:
 
 def _back(reason: str) -> StandingVerdict:
     return StandingVerdict(action=StandingAction.LINE, reason=reason)
-
-
-def _place_of(one: RankStanding) -> tuple[int, int, int]:
-    """(tp, pp, ep) of what the rank holds."""
-    at = Topology.parse(one.topology).coordinates(one.rank)
-    return at.tp, at.pp, at.ep
 
 
 def _sources_of(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-SOURCES = ("core", "protos", "storage", "daemon")
+SOURCES = ("core", "protos", "storage", "daemon", "trainer_sdk")
 SIMULATION = Path(__file__).resolve().parent
 DAEMON = "daemon/holdfast_daemon"
 ENGINE = f"{DAEMON}/engine"
@@ -35,6 +35,8 @@ class Mutant:
     """Whether all schedules have a durable tier, because the bug is in persisting."""
     worlds: bool = False
     """Whether members leave and come in all schedules, because the bug is in that."""
+    votes: bool = False
+    """Whether the model of votes is to find it (`voting`), and not the simulation of daemons."""
     enforced_by: str = ""
     """What else enforces the rule, so that the simulation cannot find the bug."""
 
@@ -378,6 +380,39 @@ MUTANTS = (
             ),
         ),
     ),
+    Mutant(
+        name="skip the vote",
+        votes=True,
+        edits=(
+            (
+                "trainer_sdk/holdfast/_elastic/session.py",
+                "                self._vote(body)\n            body.stepped",
+                "                body.voted = True\n            body.stepped",
+            ),
+        ),
+    ),
+    Mutant(
+        name="go on live at different steps",
+        votes=True,
+        edits=(
+            (
+                "core/holdfast_core/protection/standing.py",
+                "    if behind:\n",
+                "    if False:\n",
+            ),
+        ),
+    ),
+    Mutant(
+        name="give new ranks nothing",
+        votes=True,
+        edits=(
+            (
+                "trainer_sdk/holdfast/_restoring/live.py",
+                "scatter(self.exchange, [one.offers for one in given], sources, self.rank)",
+                "pass",
+            ),
+        ),
+    ),
 )
 
 
@@ -405,6 +440,8 @@ def survives(mutant: Mutant) -> str:
         for file, text in planted(mutant).items():
             (copy / file).write_text(text)
         command = ["-m", "simulation", "--steps", "8", "--count", str(SCHEDULES)]
+        if mutant.votes:
+            command = ["-m", "voting"]
         command += ["--tier"] if mutant.tier else []
         command += ["--worlds"] if mutant.worlds else []
         try:
@@ -418,7 +455,8 @@ def survives(mutant: Mutant) -> str:
             )
         except subprocess.TimeoutExpired:
             return f"no end within {TIME_LIMIT_S} s"
-    found = [line for line in result.stderr.splitlines() if line.startswith("AssertionError: seed")]
+    complaints = ("AssertionError: seed", "AssertionError: crash")
+    found = [line for line in result.stderr.splitlines() if line.startswith(complaints)]
     if result.returncode and not found:
         raise SystemExit(
             f"{mutant.name}: no schedule ran; mend the mutant\n{result.stderr[-2000:]}"

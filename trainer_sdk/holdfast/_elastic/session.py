@@ -353,11 +353,14 @@ class ElasticSession(Session):
         """Go on in a world whose groups are formed; return the number of completed steps, None
         where nothing was protected. Collective."""
         session, held = self._session, self._held
-        live = verdict is not None and verdict.action is StandingAction.LIVE
-        if live and verdict is not None and isinstance(session, ProtectedSession):
-            if session.go_on(verdict, held.torn):
-                self._held = Held(verdict.step)
-                return verdict.step
+        if (
+            verdict is not None
+            and verdict.action is StandingAction.LIVE
+            and isinstance(session, ProtectedSession)
+            and session.go_on(verdict, held.torn)
+        ):
+            self._held = Held(verdict.step)
+            return verdict.step
         if held.step is not None:
             self._held = replace(held, torn="its restore was cut off")
         step = session.restore()

@@ -1,0 +1,314 @@
+"""Model of a world whose processes stay: the SDK's loop and the rule of standing, in threads.
+
+Three ranks train replicas, each in a thread of its own with a real session; what is played is the
+world: collectives, deaths, and who sees the result of a collective in which another one dies. Each
+crash ends the epoch, and a new process takes the place of the lost one. After each, training must
+go on live, with the state of an undisturbed run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import holdfast
+from holdfast._elastic.session import ElasticSession
+from holdfast._exchange import Broadcast
+from holdfast._interface import Session
+from holdfast._session import ProtectedSession
+from holdfast.testing import FakeDaemon
+from holdfast_core.errors import UnreachableError
+from holdfast_core.protection.standing import (
+    RankStanding,
+    StandingAction,
+    StandingVerdict,
+    standing,
+)
+
+RANKS, STEPS, FAULTY_STEP = 3, 5, 3
+WAIT_S = 30.0
+LEARNING_RATE = 0.25
+
+
+class Killed(BaseException):
+    """The process dies here."""
+
+
+@dataclass(frozen=True)
+class Crash:
+    """A death in step `FAULTY_STEP`."""
+
+    rank: int
+    point: str
+    unseen: frozenset[int] = frozenset()
+    """Ranks that do not see the result of the collective in which `rank` dies."""
+
+
+def crashes() -> Iterator[Crash]:
+    """Every death of one rank, and everything that the others may see of it."""
+    for rank in range(RANKS):
+        others = [other for other in range(RANKS) if other != rank]
+        for point in ("before-reduce", "before-vote", "in-optimizer", "after-optimizer"):
+            yield Crash(rank, point)
+        for point in ("in-reduce", "in-vote"):
+            for count in range(len(others) + 1):
+                for unseen in itertools.combinations(others, count):
+                    yield Crash(rank, point, frozenset(unseen))
+
+
+@dataclass
+class Cluster:
+    """What all processes share."""
+
+    crash: Crash
+    directory: Path
+    epoch: int = 1
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    said: dict[tuple[Any, ...], dict[int, Any]] = field(default_factory=dict)
+    verdicts: list[StandingAction] = field(default_factory=list)
+    states: dict[int, dict[int, float]] = field(default_factory=dict)
+    """Step → rank → the parameter after it, as its newest process has it."""
+    threads: list[threading.Thread] = field(default_factory=list)
+    failures: list[BaseException] = field(default_factory=list)
+    dead: bool = False
+
+    def meet(
+        self,
+        epoch: int,
+        what: tuple[Any, ...],
+        rank: int,
+        value: Any,
+        ranks: Sequence[int] = range(RANKS),
+    ) -> list[Any]:
+        """Exchange values between `ranks`; UnreachableError when the epoch ends before."""
+        point, step = what[0], what[-1]
+        with self.changed:
+            values = self.said.setdefault((epoch, *what), {})
+            values[rank] = value
+            self.changed.notify_all()
+            if self._dies(point, rank, step):
+                self._kill()
+            self.changed.wait_for(lambda: len(values) == len(ranks) or self.epoch > epoch, WAIT_S)
+            missed = self.crash.point == f"in-{point}" and step == FAULTY_STEP and epoch == 1
+            if missed and rank in self.crash.unseen:
+                self.changed.wait_for(lambda: self.epoch > epoch, WAIT_S)
+                raise UnreachableError("the training world has ended")
+            if len(values) < len(ranks):
+                raise UnreachableError("the training world has ended")
+            return [values[other] for other in ranks]
+
+    def _dies(self, point: str, rank: int, step: Any) -> bool:
+        crash = self.crash
+        return (crash.rank, crash.point) == (rank, f"in-{point}") and step == FAULTY_STEP
+
+    def at(self, point: str, rank: int, step: int) -> None:
+        """Die here, if that is the crash."""
+        if (self.crash.rank, self.crash.point) == (rank, point) and step == FAULTY_STEP:
+            with self.changed:
+                self._kill()
+
+    def _kill(self) -> None:
+        if self.dead:
+            return
+        self.dead = True
+        self.epoch += 1
+        self.changed.notify_all()
+        self.start(self.crash.rank)
+        raise Killed
+
+    def start(self, rank: int) -> None:
+        """Start a process."""
+        thread = threading.Thread(target=self._run, args=(rank,), daemon=True)
+        self.threads.append(thread)
+        thread.start()
+
+    def _run(self, rank: int) -> None:
+        try:
+            with suppress(Killed):
+                train(self, rank)
+        except BaseException as error:
+            self.failures.append(error)
+            with self.changed:
+                self.epoch += 100  # nobody waits for it
+                self.changed.notify_all()
+
+
+class PlayedExchange:
+    """Exchange of one epoch."""
+
+    together = True
+
+    def __init__(self, cluster: Cluster, epoch: int, rank: int, name: str) -> None:
+        self._cluster, self._epoch, self._rank, self._name = cluster, epoch, rank, name
+        self._calls = self._sent = 0
+
+    def gather(self, data: bytes) -> list[bytes]:
+        self._calls += 1
+        what = (self._name, "gather", self._calls)
+        return self._cluster.meet(self._epoch, what, self._rank, data)
+
+    def add(self, numbers: Sequence[int]) -> list[int]:
+        self._calls += 1
+        # Votes are told apart by their step: it is what ranks add up.
+        what = ("vote", numbers[0]) if self._name == "loop" else (self._name, "add", self._calls)
+        values = self._cluster.meet(self._epoch, what, self._rank, list(numbers))
+        return [sum(column) for column in zip(*values, strict=True)]
+
+    def subgroups(
+        self, groups: Sequence[tuple[int, ...]], device: torch.device
+    ) -> Iterator[tuple[tuple[int, ...], Broadcast]]:
+        del device
+        for ranks in groups:
+            if self._rank not in ranks:
+                continue
+
+            def broadcast(
+                buffer: torch.Tensor, source: int, ranks: tuple[int, ...] = ranks
+            ) -> None:
+                self._sent += 1
+                what = (self._name, "broadcast", ranks, self._sent)
+                data = bytes(buffer.tolist())
+                found = self._cluster.meet(self._epoch, what, self._rank, data, ranks)
+                buffer.copy_(torch.tensor(list(found[ranks.index(source)]), dtype=torch.uint8))
+
+            yield ranks, broadcast
+
+    def deal(self, *parts: Any) -> None:
+        raise AssertionError(f"nothing of another world is restored: {parts}")
+
+
+class PlayedWorld:
+    """The part of `World` that a session uses."""
+
+    stays, size = True, RANKS
+    failure: Exception | None = None
+
+    def __init__(self, cluster: Cluster, rank: int) -> None:
+        self._cluster, self.rank = cluster, rank
+        self.epoch, self._met, self._rounds, self._left = 0, 0, 0, True
+        self.verdict = self.stand(RankStanding())
+        while self.verdict.action is StandingAction.FORWARD:
+            self.verdict = self.stand(RankStanding())
+        self.form()
+
+    @property
+    def ended(self) -> bool:
+        return self._left or self._cluster.epoch > self.epoch
+
+    def check_process(self) -> None:
+        """Threads do not fork."""
+
+    def survives(self, error: Exception) -> bool:
+        if not isinstance(error, UnreachableError):
+            return False
+        self._left = True
+        return True
+
+    def stand(self, own: RankStanding, cause: Exception | None = None) -> StandingVerdict:
+        del cause
+        self._left = True
+        with self._cluster.changed:
+            self._cluster.changed.wait_for(lambda: self._cluster.epoch > self.epoch, WAIT_S)
+        if self._met != self._cluster.epoch:
+            self._met, self._rounds = self._cluster.epoch, 0
+        self._rounds += 1
+        what = ("stand", self._rounds)
+        verdict = standing(self._cluster.meet(self._met, what, self.rank, own))
+        self._cluster.verdicts.append(verdict.action)
+        return verdict
+
+    def form(self) -> None:
+        self.epoch, self._left = self._met, False
+
+    def exchange(self, timeout_s: float) -> PlayedExchange:
+        del timeout_s
+        return PlayedExchange(self._cluster, self.epoch, self.rank, "loop")
+
+
+def make_session(
+    cluster: Cluster, world: PlayedWorld, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Session:
+    daemon = FakeDaemon(cluster.directory, rank=world.rank, world_size=RANKS, epoch=world.epoch)
+    made = holdfast.init(model=model, optimizer=optimizer, daemon=daemon, rank=world.rank, job="j")
+    assert isinstance(made, ProtectedSession)
+    exchange = PlayedExchange(cluster, world.epoch, world.rank, "restore")
+    made._restore = replace(made._restore, exchange=exchange)
+    return made
+
+
+def gradient(step: int, rank: int) -> float:
+    """Gradient of a rank in a step: a sum of few binary digits, exact in any order."""
+    return ((step * 7 + rank * 3) % 11) / 8
+
+
+def expected(step: int) -> float:
+    """The parameter after `step` steps."""
+    value = 1.0
+    for one in range(1, step + 1):
+        value -= LEARNING_RATE * sum(gradient(one, rank) for rank in range(RANKS))
+    return value
+
+
+def train(cluster: Cluster, rank: int) -> None:
+    """One process."""
+    world: Any = PlayedWorld(cluster, rank)
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    make: Callable[[], Session] = lambda: make_session(cluster, world, model, optimizer)  # noqa: E731
+    session = ElasticSession(world, make, [optimizer], 30.0, votes=True)
+    optimizer.register_step_pre_hook(
+        lambda *_: cluster.at("in-optimizer", rank, int(now[0]))  # after the vote
+    )
+    now = [0]
+    for step in session.steps(STEPS):
+        with step:
+            now[0] = int(step)
+            cluster.at("before-reduce", rank, step)
+            what = ("reduce", int(step))
+            parts = cluster.meet(world.epoch, what, rank, gradient(step, rank))
+            model.weight.grad = torch.tensor([[sum(parts)]])
+            cluster.at("before-vote", rank, step)
+            optimizer.step()
+            cluster.states.setdefault(int(step), {})[rank] = model.weight.item()
+            cluster.at("after-optimizer", rank, step)
+    cluster.states.setdefault(STEPS, {})[rank] = model.weight.item()
+    session.close()
+
+
+def run(crash: Crash) -> None:
+    """Train with one crash, and check where it leads."""
+    with tempfile.TemporaryDirectory() as path:
+        cluster = Cluster(crash, Path(path))
+        for rank in range(RANKS):
+            cluster.start(rank)
+        for thread in iter(cluster.threads):
+            thread.join(WAIT_S)
+            assert not thread.is_alive(), f"crash {crash}: a rank does not end"
+    assert not cluster.failures, f"crash {crash}: {cluster.failures[0]!r}"
+    second = cluster.verdicts[RANKS:]
+    wrong = StandingAction.LINE in second
+    assert second and not wrong, f"crash {crash}: a rank that could go on live does not"
+    for step, values in cluster.states.items():
+        assert set(values.values()) == {expected(step)}, f"crash {crash}: {step}: {values}"
+    assert len(cluster.states[STEPS]) == RANKS
+
+
+def main() -> None:
+    os.environ["WORLD_SIZE"] = str(RANKS)
+    for crash in crashes():
+        run(crash)
+
+
+if __name__ == "__main__":
+    main()

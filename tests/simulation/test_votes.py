@@ -1,0 +1,21 @@
+"""After every death of a rank in a step, the others go on live, with the right bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import voting
+
+
+@pytest.mark.parametrize(
+    "crash",
+    [
+        pytest.param(crash, marks=[] if crash.rank == 1 else pytest.mark.exhaustive)
+        for crash in voting.crashes()
+    ],
+    ids=lambda crash: f"{crash.rank} {crash.point} {sorted(crash.unseen)}",
+)
+def test_training_goes_on_live(crash: voting.Crash, monkeypatch: Any) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(voting.RANKS))
+    voting.run(crash)

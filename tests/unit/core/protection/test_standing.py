@@ -1,0 +1,202 @@
+"""Where training goes on after every crash of three ranks, and what leads back to the line."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+
+import pytest
+
+from holdfast_core.protection.standing import (
+    NEW,
+    RankStanding,
+    StandingAction,
+    standing,
+)
+
+RANKS = 3
+K = 7
+"""Completed steps when the step begins in which ranks die."""
+
+
+class At(IntEnum):
+    """How far a rank has come in step K + 1 when the world ends."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    BEFORE_VOTE = 2
+    IN_VOTE = 3
+    """Its part of the vote is sent, and it has seen no result."""
+    AFTER_VOTE = 4
+    OPTIMIZER = 5
+    AFTER_OPTIMIZER = 6
+    SAVE = 7
+
+
+def possible(places: tuple[At, ...]) -> bool:
+    """Whether ranks can be there at one time: none passes the vote before all have come to it."""
+    return max(places) < At.AFTER_VOTE or min(places) >= At.IN_VOTE
+
+
+def states(at: At) -> RankStanding:
+    """What a rank that lives on states. One whose vote has passed finishes its step alone first."""
+    done = K + (at >= At.AFTER_VOTE)
+    return RankStanding(step=done, ready=at is At.IN_VOTE, topology="dp3·ep1·tp1·pp1")
+
+
+@dataclass
+class Process:
+    """A rank that lives on; `bytes_of` names the steps that its parameters contain."""
+
+    said: RankStanding
+    bytes_of: tuple[int, ...]
+
+
+def survivors(places: tuple[At, ...], dead: frozenset[int]) -> dict[int, Process]:
+    found = {}
+    for rank, at in enumerate(places):
+        if rank not in dead:
+            said = states(at)
+            found[rank] = Process(said, tuple(range(1, said.step + 1)))
+    return found
+
+
+def all_ranks(found: Mapping[int, Process]) -> list[RankStanding]:
+    """Statements of the new world, in which new processes take the places of the lost."""
+    lost = RankStanding()
+    return [found[r].said if r in found else lost for r in range(RANKS)]
+
+
+def finish(process: Process, step: int, rank: int) -> None:
+    """Let a rank that holds its gradients finish the step."""
+    assert process.said.ready and process.said.step == step - 1
+    process.said = RankStanding(step=step, topology=process.said.topology, rank=rank)
+    process.bytes_of += (step,)
+
+
+def settle(found: dict[int, Process]) -> None:
+    """Let those who are left follow the rule to its end, and check where that is."""
+    for rank, process in found.items():
+        process.said = RankStanding(
+            step=process.said.step,
+            ready=process.said.ready,
+            topology=process.said.topology,
+            rank=rank,
+        )
+    verdict = standing(all_ranks(found))
+    passed = any(one.said.step == K + 1 for one in found.values())
+    behind = [rank for rank, one in found.items() if one.said.step == K]
+    if passed and behind:
+        assert verdict.action is StandingAction.FORWARD and verdict.step == K + 1
+        for some in subsets(behind):  # another one dies, or the world ends, when these have done it
+            left = {r: Process(one.said, one.bytes_of) for r, one in found.items()}
+            for rank in some:
+                finish(left[rank], verdict.step, rank)
+            for dead in subsets(left) if some else ():
+                rest = {rank: one for rank, one in left.items() if rank not in dead}
+                if rest:
+                    settle(rest)
+        return
+    assert verdict.action is StandingAction.LIVE
+    assert {one.said.step for one in found.values()} == {verdict.step}
+    assert verdict.step == K + passed
+    assert {one.bytes_of for one in found.values()} == {tuple(range(1, verdict.step + 1))}
+    lost = set(range(RANKS)) - found.keys()
+    assert verdict.sources == {rank: (min(found), min(found)) for rank in lost}
+
+
+def subsets(of: object) -> Iterator[tuple[int, ...]]:
+    items = list(of)  # type: ignore[call-overload]
+    for count in range(len(items) + 1):
+        yield from itertools.combinations(items, count)
+
+
+@pytest.mark.parametrize("dead", [s for s in subsets(range(RANKS)) if len(s) < RANKS])
+def test_survivors_of_every_crash_end_at_one_step(dead: tuple[int, ...]) -> None:
+    seen = 0
+    for places in itertools.product(At, repeat=RANKS):
+        if possible(places):
+            settle(survivors(places, frozenset(dead)))
+            seen += 1
+    assert seen == 4**3 + 5**3 - 1  # before the vote, and after all have come to it
+
+
+def live(step: int = K, **fields: object) -> RankStanding:
+    given = {"topology": "dp3·ep1·tp1·pp1", **fields}
+    return RankStanding(step=step, **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dead", range(RANKS))
+def test_a_step_that_was_cut_off_after_its_vote_leads_back_to_the_line(dead: int) -> None:
+    ranks = [live(K + 1, rank=rank) for rank in range(RANKS)]
+    ranks[(dead + 1) % RANKS] = live(K, torn="step 8 was cut off after its vote")
+    ranks[dead] = RankStanding()
+    verdict = standing(ranks)
+    assert verdict.action is StandingAction.LINE
+    assert "cut off after its vote" in verdict.reason and not verdict.sources
+
+
+@pytest.mark.parametrize(
+    ("ranks", "reason"),
+    [
+        ([RankStanding()] * 3, "no process has outlived its world"),
+        ([live(), live(K + 1, rank=1), RankStanding()], "without the vote on the next one"),
+        ([live(ready=True), live(K + 2, rank=1), RankStanding()], "has completed step 9"),
+        ([live(), live(topology="dp3·ep3·tp1·pp1", rank=1)], "different topologies"),
+        ([live(topology="nonsense")], "cannot be read"),
+        ([live(topology="dp1·ep1·tp2·pp1")] * 3, "does not fit a training world of 3"),
+        ([live(unshared=True), live(rank=1), RankStanding()], "tensors that no other rank has"),
+        ([RankStanding(torn="cut"), live(rank=1), live(rank=2)], "rank 0: cut"),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "",
+)
+def test_what_no_vote_explains_leads_back_to_the_line(
+    ranks: list[RankStanding], reason: str
+) -> None:
+    verdict = standing(ranks)
+    assert verdict.action is StandingAction.LINE
+    assert reason in verdict.reason
+
+
+def expert_ranks(count: int, topology: str, lost: set[int]) -> list[RankStanding]:
+    return [
+        RankStanding() if rank in lost else live(rank=rank, topology=topology, experts=True)
+        for rank in range(count)
+    ]
+
+
+def test_experts_come_from_a_rank_that_has_the_same_ones() -> None:
+    verdict = standing(expert_ranks(4, "dp4·ep2·tp1·pp1", {1}))
+    assert verdict.action is StandingAction.LIVE
+    assert verdict.sources == {1: (0, 3)}
+
+
+def test_experts_that_nobody_else_has_are_restored() -> None:
+    verdict = standing(expert_ranks(4, "dp4·ep2·tp1·pp1", {1, 3}))
+    assert verdict.action is StandingAction.LINE
+    assert verdict.reason == "nobody is left who holds the experts of rank 1"
+
+
+def test_each_pipeline_stage_needs_a_rank_that_is_left() -> None:
+    ranks = expert_ranks(4, "dp2·ep1·tp1·pp2", {3})
+    assert standing(ranks).sources == {3: (2, 2)}
+    verdict = standing(expert_ranks(4, "dp2·ep1·tp1·pp2", {2, 3}))
+    assert verdict.reason == "nobody is left who holds what rank 2 is to hold"
+
+
+def test_a_smaller_world_goes_on_with_what_it_has() -> None:
+    verdict = standing([live(rank=0), live(rank=2)])
+    assert (verdict.action, verdict.step, verdict.sources) == (StandingAction.LIVE, K, {})
+
+
+def test_a_rank_that_has_the_part_of_another_one_leads_back_to_the_line() -> None:
+    ranks = [live(rank=rank, topology="dp4·ep2·tp1·pp1", experts=True) for rank in (0, 2)]
+    assert standing(ranks).reason == "rank 1 holds the part of another rank"
+
+
+def test_a_rank_in_the_next_vote_waits_until_the_others_have_caught_up() -> None:
+    ranks = [live(K + 1, ready=True), live(K, ready=True, rank=1), RankStanding(step=NEW)]
+    verdict = standing(ranks)
+    assert (verdict.action, verdict.step) == (StandingAction.FORWARD, K + 1)
