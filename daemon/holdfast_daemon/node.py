@@ -39,6 +39,7 @@ from holdfast_daemon.settings import DaemonSettings
 from holdfast_daemon.trainers.claims import Claims
 from holdfast_daemon.trainers.descriptors import DescriptorServer
 from holdfast_daemon.trainers.service import TrainerService
+from holdfast_daemon.trainers.waiting_agents import WaitingAgents
 from holdfast_daemon.transport.client import BulkClient
 from holdfast_daemon.transport.protocol import Kind, Located, Request
 from holdfast_daemon.transport.server import BulkServer
@@ -67,6 +68,7 @@ class Node:
         show_identity(settings.identity, self.metrics)
         self.hosts: dict[str, JobHost] = {}
         self._ended: dict[str, None] = {}
+        self._agents = WaitingAgents(time.monotonic)
         self._lock = threading.Lock()
         self._epochs: dict[str, int] = {}
         """Job → its epoch, for the bulk service's threads; guarded by `_lock`."""
@@ -227,6 +229,7 @@ class Node:
             memory_used_bytes=self.storage.reserved_bytes,
             jobs=[status.job_state(host) for host in self.hosts.values()],
             trainer_socket=str(self._settings.socket),
+            awaited=sorted(job for job in self._agents.jobs() if job not in self.hosts),
         )
 
     def _receive(self, message: control_pb2.ControlMessage) -> None:
@@ -329,6 +332,7 @@ class Node:
     async def _serve(self) -> None:
         settings = self._settings
         service = TrainerService(
+            agents=self._agents,
             host_of=self.hosts.get,
             hosts=lambda: self.hosts,
             ended=lambda job: job in self._ended,

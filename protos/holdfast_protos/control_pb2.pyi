@@ -35,6 +35,7 @@ class Heartbeat(_message.Message):
     MEMORY_USED_BYTES_FIELD_NUMBER: _builtins.int
     JOBS_FIELD_NUMBER: _builtins.int
     TRAINER_SOCKET_FIELD_NUMBER: _builtins.int
+    AWAITED_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     node: _builtins.str
     memory_id: _builtins.str
@@ -46,6 +47,10 @@ class Heartbeat(_message.Message):
     trainer_socket: _builtins.str
     @_builtins.property
     def jobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobState]: ...
+    @_builtins.property
+    def awaited(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """jobs for whose world an agent waits here, and which are not here"""
+
     def __init__(
         self,
         *,
@@ -59,10 +64,11 @@ class Heartbeat(_message.Message):
         memory_used_bytes: _builtins.int = ...,
         jobs: _abc.Iterable[Global___JobState] | None = ...,
         trainer_socket: _builtins.str = ...,
+        awaited: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bulk_address", b"bulk_address", "incarnation", b"incarnation", "jobs", b"jobs", "memory_budget_bytes", b"memory_budget_bytes", "memory_id", b"memory_id", "memory_used_bytes", b"memory_used_bytes", "node", b"node", "peer_address", b"peer_address", "protocol_version", b"protocol_version", "trainer_socket", b"trainer_socket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaited", b"awaited", "bulk_address", b"bulk_address", "incarnation", b"incarnation", "jobs", b"jobs", "memory_budget_bytes", b"memory_budget_bytes", "memory_id", b"memory_id", "memory_used_bytes", b"memory_used_bytes", "node", b"node", "peer_address", b"peer_address", "protocol_version", b"protocol_version", "trainer_socket", b"trainer_socket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

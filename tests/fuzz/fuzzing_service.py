@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn, cast
@@ -25,6 +26,7 @@ from holdfast_daemon.parity.traffic import NodeTraffic
 from holdfast_daemon.trainers.auth import TrustingAuthenticator
 from holdfast_daemon.trainers.claims import Claims
 from holdfast_daemon.trainers.service import TrainerService
+from holdfast_daemon.trainers.waiting_agents import WaitingAgents
 from holdfast_protos import codec, trainer_pb2
 
 MEMBERSHIP = Membership(
@@ -155,6 +157,7 @@ def request(data: bytes) -> None:
     host = cast(JobHost, _Host())
     claims = Claims()
     service = TrainerService(
+        agents=WaitingAgents(time.monotonic),
         host_of=lambda job: host if job == JOB else None,
         hosts=lambda: {JOB: host},
         ended=lambda job: False,

@@ -179,3 +179,39 @@ def test_a_stream_that_cannot_be_followed_is_refused(
     status, details = refused(follow(known.daemon(0), job or known.name, rank, version))
     assert (status.name, text in details) == (code, True)
     assert not join(known).keep
+
+
+def test_an_agent_whose_node_has_no_part_in_a_world_waits_and_is_reported(
+    cluster: RawCluster,
+) -> None:
+    """Also when a job of its name has ended there: only agents of that one are sent home."""
+    job = formed(cluster)
+    (spare,) = cluster.start_nodes(1)
+    asked = {
+        node: ask_for_world(cluster.daemons[node], job.name, after_epoch=0)
+        for node in (spare, job.nodes[0])
+    }
+    wait_for("the report of the agent", lambda: awaited(cluster, spare) == [job.name])
+    assert awaited(cluster, job.nodes[0]) == []  # it waits for the store of a world that it is in
+    for call in asked.values():
+        call.cancel()
+    wait_for("the end of the agent", lambda: awaited(cluster, spare) == [])
+    job.drop()
+    ended = ask_for_world(job.daemon(0), job.name, after_epoch=1)
+    assert ended.result().finished
+    again = ask_for_world(job.daemon(0), job.name, after_epoch=0)
+    wait_for("its next agent", lambda: awaited(cluster, job.nodes[0]) == [job.name])
+    again.cancel()
+
+
+def ask_for_world(daemon: DaemonProcess, job: str, *, after_epoch: int) -> Any:
+    """A call of an agent that waits for a world, under way."""
+    request = trainer_pb2.JoinWorldRequest(
+        protocol_version=codec.PROTOCOL_VERSION, job=job, after_epoch=after_epoch, wait_s=WAIT_S
+    )
+    return daemon.stub().JoinWorld.future(request, timeout=2 * WAIT_S)
+
+
+def awaited(cluster: RawCluster, node: str) -> list[str]:
+    """Jobs for whose world an agent waits on the node, as its newest heartbeat says."""
+    return list(cluster.wait_beat(node).awaited)

@@ -123,17 +123,18 @@ def launch(settings: LaunchSettings) -> int:
         # Started now, so that it imports while this process waits for the world.
         multiprocessing.set_forkserver_preload(PRELOAD)
         forkserver.ensure_running()
-    if settings.ready_file is not None:
-        _record_readiness(settings.ready_file, forked=script is not None)
-    return _run_agent(settings, script)
-
-
-def _record_readiness(file: Path, *, forked: bool) -> None:
-    """Make `file`, once the process that workers are forked from has imported all it should."""
-    if forked:
+        # An agent that asks for a world is one that can start workers at once: a member that is to
+        # join a world that trains joins when its agent asks.
         probe = multiprocessing.get_context("forkserver").Process(target=do_nothing)
         probe.start()
         probe.join()
+    if settings.ready_file is not None:
+        _record_readiness(settings.ready_file)
+    return _run_agent(settings, script)
+
+
+def _record_readiness(file: Path) -> None:
+    """Make `file`, to show that workers could be started at once."""
     try:
         file.touch()
     except OSError as error:

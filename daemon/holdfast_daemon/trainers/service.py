@@ -41,6 +41,7 @@ from holdfast_daemon.trainers import request_limits
 from holdfast_daemon.trainers.admission import Admission, bearer_token
 from holdfast_daemon.trainers.auth import Authenticator
 from holdfast_daemon.trainers.claims import Claims, SessionSeal
+from holdfast_daemon.trainers.waiting_agents import WaitingAgents
 from holdfast_protos import codec, trainer_pb2, trainer_pb2_grpc
 from holdfast_protos.losses import rank_loss_from_proto
 
@@ -71,6 +72,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     def __init__(
         self,
         *,
+        agents: WaitingAgents,
         host_of: Callable[[str], JobHost | None],
         hosts: Callable[[], dict[str, JobHost]],
         ended: Callable[[str], bool],
@@ -82,6 +84,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         metrics: DaemonMetrics,
     ) -> None:
         self._host_of, self._hosts, self._ended = host_of, hosts, ended
+        self._agents = agents
         self._claims = claims
         self._arena_socket = arena_socket
         self._node_host = node_host
@@ -320,6 +323,13 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     @_translating
     async def JoinWorld(self, request: trainer_pb2.JoinWorldRequest, context: Any) -> Any:
         codec.check_version(request.protocol_version, "the agent")
+        if request.peek:
+            return await self._await_world(request)
+        with self._agents.waiting(request.job):
+            return await self._await_world(request)
+
+    async def _await_world(self, request: trainer_pb2.JoinWorldRequest) -> trainer_pb2.World:
+        """The world that the agent asks for, as soon as there is one, or an empty one in time."""
         loop = asyncio.get_running_loop()
         # min() alone is not enough: a NaN from the agent would pass it and break the loop's timers.
         until = loop.time() + (min(request.wait_s, WORLD_WAIT_S_MAX) if request.wait_s > 0 else 0)
@@ -337,7 +347,9 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     def _world(self, request: trainer_pb2.JoinWorldRequest) -> trainer_pb2.World:
         host = self._host_of(request.job)
         if host is None:
-            return trainer_pb2.World(finished=self._ended(request.job))
+            # An agent that has had no world of the job waits for one of a new job of its name.
+            finished = self._ended(request.job) and request.after_epoch > 0
+            return trainer_pb2.World(finished=finished)
         if not request.peek:
             host.agent_waits(request.after_epoch)
         state = host.engine.world_state(request.after_epoch)

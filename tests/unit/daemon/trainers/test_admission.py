@@ -18,6 +18,7 @@ from holdfast_daemon.trainers import admission
 from holdfast_daemon.trainers.auth import PodIdentity, TokenAuthenticator
 from holdfast_daemon.trainers.claims import Claims
 from holdfast_daemon.trainers.service import TrainerService
+from holdfast_daemon.trainers.waiting_agents import WaitingAgents
 from holdfast_protos import codec, trainer_pb2
 
 JOB = "team.moe"
@@ -51,6 +52,7 @@ class _Context:
 def _service(metrics: DaemonMetrics) -> TrainerService:
     """The service of a node that has the job, but no state of it: a call that is let in fails."""
     return TrainerService(
+        agents=WaitingAgents(time.monotonic),
         host_of=lambda job: cast(JobHost, object()) if job == JOB else None,
         hosts=dict,
         ended=lambda job: False,
