@@ -39,6 +39,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "holdfast_operator_members_desired",
         "holdfast_operator_members_active",
         "holdfast_operator_members_minimum",
+        "holdfast_operator_members_joining",
         "holdfast_operator_jobs_short",
         "holdfast_operator_jobs_ended_total",
     ),

@@ -1,5 +1,6 @@
-"""A real job goes on with three of its four nodes when one loses its power, and with four again
-when the node is back: pods and processes that are left stay, and training goes on from the line.
+"""A real job goes on with three of its four nodes when a pod is deleted, and when a node loses its
+power, and with four again when a pod is ready in its place: pods and processes that are left stay,
+and training goes on from the line.
 
 There is no spare: the cluster's fifth node is cordoned. The job runs once; what it led to is looked
 at afterwards.
@@ -7,8 +8,10 @@ at afterwards.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -41,9 +44,25 @@ class Standing:
     """Member → pid of its rank."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeletedPod:
+    """A pod that was deleted while the job trained."""
+
+    member: int
+    at: float
+    """When, in seconds since the Unix epoch."""
+    short: dict[str, Any]
+    """The job's status while the next pod was on its way."""
+    started_at: float
+    """When the next pod's container had started."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Seen:
-    """The job before, with three members, and with four again."""
+    """The job without a deleted pod, and then before its node is lost, with three members, and with
+    four again."""
+
+    deleted: DeletedPod
 
     lost: int
     """The member whose node lost its power."""
@@ -82,6 +101,8 @@ def seen(cluster: Cluster, holdfast: Holdfast) -> Iterator[Seen]:
 def _shrink_and_grow(run: Run) -> Seen:
     run.begin()
     _wait(run, "the first steps", NODES, RUN_S)
+    deleted = _delete_pod(run)
+    _wait(run, "the deleted pod's member to join", NODES, RECOVERY_S)
     before = _stand(run)
     lost = _member_without_operator(run, before)
     _, run.broken = run.job.member(lost)
@@ -92,11 +113,35 @@ def _shrink_and_grow(run: Run) -> Seen:
     run.holdfast.wait_daemon(run.broken)
     _wait(run, "the job to grow", NODES, RECOVERY_S)
     return Seen(
+        deleted=deleted,
         lost=lost,
         standings=[before, shrunk, _stand(run)],
         log=run.log(),
         events=[(event.reason, event.message) for event in run.job.events()],
     )
+
+
+def _delete_pod(run: Run) -> DeletedPod:
+    """Delete the pod of the last member, and wait until its next one runs."""
+    job, member = run.job, NODES - 1
+    pod, _ = job.member(member)
+    at = time.time()
+    run.cluster.kubectl("delete", "pod", pod, "-n", job.namespace, "--wait=false")
+
+    def gets_ready(status: dict[str, Any]) -> bool:
+        return status["strength"].get("joining") == 1 and bool(status["joining"][0].get("pod"))
+
+    short = job.wait("the next pod", gets_ready, RECOVERY_S)
+    name = f"fewer-{member}-2"
+
+    def started() -> str:
+        found = run.cluster.get("pod", name, "-n", job.namespace)
+        (container,) = found["status"].get("containerStatuses") or [{}]
+        return str(container.get("state", {}).get("running", {}).get("startedAt", ""))
+
+    job.wait("its container", lambda status: bool(started()), RECOVERY_S)
+    started_at = datetime.fromisoformat(started()).timestamp()
+    return DeletedPod(member=member, at=at, short=short, started_at=started_at)
 
 
 def _wait(run: Run, what: str, members: int, timeout_s: float) -> None:
@@ -159,11 +204,25 @@ def test_members_that_are_left_keep_their_pods_and_processes(seen: Seen) -> None
 
 def test_only_the_loss_counts_as_a_recovery(seen: Seen) -> None:
     grown = seen.standings[-1].status
-    assert (grown["recoveries"], grown["restarts"]) == (1, 1)
-    (loss,) = [message for reason, message in seen.events if reason == "Recovering"]
-    assert f"{MINIMUM} of {NODES} members go on" in loss
-    (joined,) = [message for reason, message in seen.events if reason == "Joined"]
-    assert f"joins as member {seen.lost}; {NODES} of {NODES} members" in joined
+    assert (grown["recoveries"], grown["restarts"]) == (2, 2)
+    losses = [message for reason, message in seen.events if reason == "Recovering"]
+    assert len(losses) == 2
+    assert all(f"{MINIMUM} of {NODES} members go on" in loss for loss in losses)
+    joined = [message for reason, message in seen.events if reason == "Joined"]
+    for member in (seen.deleted.member, seen.lost):
+        text = f"joins as member {member}; {NODES} of {NODES} members"
+        assert sum(text in message for message in joined) == 1
+
+
+def test_nobody_waits_for_the_pod_after_one_that_was_deleted(seen: Seen) -> None:
+    deleted = seen.deleted
+    assert deleted.short["phase"] == "Running"
+    assert deleted.short["strength"]["active"] == MINIMUM
+    assert [each["index"] for each in deleted.short["joining"]] == [deleted.member]
+    after = [line for line in seen.log if line.epoch == deleted.short["epoch"]]
+    print(f"the next step {after[0].time - deleted.at:.2f} s after a pod was deleted")
+    print(f"its next pod's container runs after {deleted.started_at - deleted.at:.0f} s")
+    assert after[0].time <= deleted.started_at
 
 
 def test_each_world_trains_on_from_what_was_protected(seen: Seen) -> None:
@@ -171,12 +230,12 @@ def test_each_world_trains_on_from_what_was_protected(seen: Seen) -> None:
     from where it was."""
     epochs = sorted({line.epoch for line in seen.log})
     worlds = [[line for line in seen.log if line.epoch == epoch] for epoch in epochs]
-    assert len(worlds) == 3
+    assert len(worlds) == 5
     for steps in worlds:
         numbers = [line.step for line in steps]
         assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
     learned = seen.log[0].loss - worlds[0][-1].loss
     assert learned > 0
-    for standing, old, new in zip(seen.standings, worlds, worlds[1:], strict=False):
+    for standing, old, new in zip(seen.standings, worlds[2:], worlds[3:], strict=False):
         assert standing.status["protectedStep"] < new[0].step <= old[-1].step + 1
         assert abs(new[0].loss - old[-1].loss) < learned / 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
 import tempfile
 from collections import defaultdict
@@ -19,16 +20,17 @@ from changing_trainer import History, Line
 
 from holdfast_core.job.parsing import parse_job
 from holdfast_operator.local import LocalCluster, LocalSettings, Status
+from holdfast_operator.local.processes import send
 
 WAIT_S = 60.0
 ENDLESS = 10**6
 
 
-def make_job(directory: Path, *, stay: bool, **spec: Any) -> Any:
+def make_job(directory: Path, *, stay: bool, spares: int, **spec: Any) -> Any:
     command = [sys.executable, changing_trainer.__file__, "--steps", str(ENDLESS)]
     command += ["--directory", str(directory), *(["--stay"] if stay else [])]
     policy = {
-        "spares": 0,
+        "spares": spares,
         "maxRestarts": 1000,
         "joinWaitSeconds": 0,
         "detection": {"heartbeatSeconds": 0.5, "missedHeartbeats": 4, "hangSeconds": 5},
@@ -58,11 +60,11 @@ def make_job(directory: Path, *, stay: bool, **spec: Any) -> Any:
 class Run:
     """A job in a cluster, and what its processes have logged."""
 
-    def __init__(self, directory: Path, *, stay: bool, **spec: Any) -> None:
+    def __init__(self, directory: Path, *, stay: bool, spares: int = 0, **spec: Any) -> None:
         self.directory = directory
-        self.cluster = LocalCluster(
-            make_job(directory, stay=stay, **spec), LocalSettings(directory=directory / "run")
-        )
+        job = make_job(directory, stay=stay, spares=spares, **spec)
+        settings = LocalSettings(directory=directory / "run", standbys=0)
+        self.cluster = LocalCluster(job, settings)
 
     def lines(self) -> dict[int, list[Line]]:
         """Steps that each process has run, by process id."""
@@ -137,10 +139,10 @@ class Run:
 
 
 @asynccontextmanager
-async def running(*, stay: bool, **spec: Any) -> AsyncIterator[Run]:
+async def running(*, stay: bool, **more: Any) -> AsyncIterator[Run]:
     """A run whose four ranks train."""
     with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
-        run = Run(Path(path), stay=stay, **spec)
+        run = Run(Path(path), stay=stay, **more)
         try:
             async with run.cluster:
                 await run.wait_size(4, 0, "the first steps")
@@ -186,5 +188,42 @@ def test_a_job_goes_from_four_nodes_to_three_to_two_and_back(stay: bool) -> None
                 through = [lines for lines in run.lines().values() if lines[0].epoch == 1]
                 assert sum({line.size for line in lines} >= {4, 2} for lines in through) == 2
             return run
+
+    asyncio.run(change())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("what", ["node", "launcher"])
+def test_training_goes_on_at_once_and_the_replacement_joins_when_it_is_ready(what: str) -> None:
+    """A node is lost whose spare has no launcher yet; a launcher is killed, and another starts on
+    its node."""
+
+    async def change() -> None:
+        async with running(stay=True, spares=1) as run:
+            cluster = run.cluster
+            before = cluster.status
+            (home,) = [one.node for one in before.members if one.index == 2]
+            if what == "node":
+                await cluster.kill_node(home)
+            else:
+                record = cluster.directory.read_record()
+                assert record is not None
+                assert send(record.nodes[home].agents[2].process, signal.SIGKILL)
+            smaller = await run.wait_size(3, before.epoch, "three members")
+            assert [one.index for one in smaller.members] == [0, 1, 3]
+            grown = await run.wait_size(4, smaller.epoch, "the replacement")
+            assert grown.epoch == smaller.epoch + 1
+            place = "n4" if what == "node" else home
+            assert [one.node for one in grown.members if one.index == 2] == [place]
+            messages = {event.reason: event.message for event in cluster.events}
+            assert f"member 2 gets ready on {place}" in messages["Recovering"]
+            assert messages["Joined"].startswith(f"{place} joins as member 2; 4 of 4 members")
+            assert grown.restarts == 1
+            await cluster.stop()
+            assert await asyncio.to_thread(run.check) == [4, 3, 4]
+            # Those that were left have trained in all worlds, in the processes they began with.
+            through = [lines for lines in run.lines().values() if lines[0].epoch == before.epoch]
+            assert sum(lines[-1].epoch == grown.epoch for lines in through) == 3
 
     asyncio.run(change())

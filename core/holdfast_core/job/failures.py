@@ -95,7 +95,9 @@ class FailureRule(Document, frozen=True, kw_only=True):
                 "more": "RestartInPlace: the same nodes begin a new epoch. ReplaceNode: a spare "
                 "or another node replaces the lost one. Shrink: the same, but where no node is "
                 "ready, the job goes on with fewer at once; with when: NoReplacement, once "
-                "`afterSeconds` have passed; requires minNodes below nodes. Fail: the job fails."
+                "`afterSeconds` have passed; requires minNodes below nodes. Fail: the job fails. "
+                "With minNodes below nodes, a member whose trainer has to start first joins when "
+                "it has: the others go on without it."
             },
         ),
     ]
@@ -191,10 +193,11 @@ class FailurePolicy(Document, frozen=True, kw_only=True):
             description="seconds to wait for more nodes before the job grows",
             examples=[120],
             extra={
-                "more": "Only with minNodes below nodes. Counted from the last change of the "
-                "members, and from when a free node was first seen, so that several nodes join in "
-                "one epoch; nodes for all missing members end the second wait. Then the job grows "
-                "as soon as a generation is protected."
+                "more": "Only with minNodes below nodes, and for nodes that come after a member "
+                "has left: a replacement on a node that was there joins when its trainer is ready. "
+                "Counted from the last change of the members, and from when a free node was first "
+                "seen, so that several nodes join in one epoch; nodes for all missing members end "
+                "the second wait. Then the job grows as soon as a generation is protected."
             },
         ),
     ] = 120.0

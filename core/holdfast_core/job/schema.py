@@ -174,9 +174,10 @@ class Spec(Document, frozen=True, kw_only=True):
                 description="the smallest number of nodes to train on",
                 examples=[3],
                 extra={
-                    "more": "When a node is lost and no spare is ready, the job goes on with the "
-                    "others, down to this number, and grows again when nodes are ready. Without "
-                    "it, `nodes`: the job waits for another node."
+                    "more": "When a member is lost and its ranks cannot start again at once, the "
+                    "job goes on with the others, down to this number, and grows again when a "
+                    "trainer is ready on the old node or on another. Without it, `nodes`: the job "
+                    "waits for both."
                 },
             ),
         ]

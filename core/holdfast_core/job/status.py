@@ -87,6 +87,12 @@ class StrengthStatus(_Part, frozen=True, kw_only=True):
         Annotated[int, Meta(description="the fewest that the job goes on with: spec.minNodes")]
         | None
     ) = None
+    joining: (
+        Annotated[
+            int, Meta(description="missing members whose pods start or wait; left out when 0")
+        ]
+        | None
+    ) = None
 
 
 class RecoveryStatus(_Part, frozen=True, kw_only=True):
@@ -261,6 +267,18 @@ class JobStatus(_Part, frozen=True, kw_only=True):
             Meta(
                 extra={"title": "The members and their nodes."},
                 # For a map, the API server would record a manager of each of thousands of fields.
+                extra_json_schema={"x-kubernetes-list-type": "atomic"},
+            ),
+        ]
+        | None
+    ) = None
+    joining: (
+        Annotated[
+            tuple[MemberStatus, ...],
+            Meta(
+                extra={
+                    "title": "Missing members whose pods start (starting) or wait to join (ready)."
+                },
                 extra_json_schema={"x-kubernetes-list-type": "atomic"},
             ),
         ]

@@ -159,7 +159,8 @@ def job_view(job: Object, events: Sequence[Object]) -> RenderableType:
 
 def _strength(found: Object) -> list[str]:
     has = found.get("strength") or {}
-    return strength_texts(*(has.get(name, 0) for name in ("active", "desired", "minimum")))
+    names = ("active", "desired", "minimum", "joining")
+    return strength_texts(*(has.get(name, 0) for name in names))
 
 
 def _members(found: Object) -> Table:
@@ -167,6 +168,9 @@ def _members(found: Object) -> Table:
     for member in found.get("members") or []:
         names = ("node", "pod", "state")
         table.add_row(str(member["index"]), *(member.get(name, "") for name in names))
+    for member in found.get("joining") or []:
+        texts = (member.get("node", ""), member.get("pod", ""), f"to join: {member['state']}")
+        table.add_row(str(member["index"]), *texts)
     return table
 
 

@@ -56,14 +56,17 @@ def progress_line(status: Status) -> str:
 def _strength(status: Status) -> list[str]:
     """How many members there are, if they may become fewer."""
     found = status.strength
-    return [] if found is None else strength_texts(found.active, found.desired, found.least)
+    if found is None:
+        return []
+    return strength_texts(found.active, found.desired, found.least, found.joining)
 
 
-def strength_texts(active: int, desired: int, least: int) -> list[str]:
+def strength_texts(active: int, desired: int, least: int, joining: int) -> list[str]:
     """The members that a job has, wants and needs, in words; empty when it needs all of them and
     has not begun without some."""
     shown = least < desired or 0 < active < desired
-    return [f"members {active}/{desired} (at least {least})"] if shown else []
+    getting_ready = f", {joining} joining" if joining else ""
+    return [f"members {active}/{desired} (at least {least}){getting_ready}"] if shown else []
 
 
 def event_line(event: TimedEvent) -> str:

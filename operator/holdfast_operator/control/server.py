@@ -67,6 +67,8 @@ class _Node:
     connection: _Connection | None
     evidence: dict[str, object] = field(default_factory=dict)
     """Fields of each job whose change may call for a decision."""
+    awaited: frozenset[str] = frozenset()
+    """Jobs that are not on the node, and for whose world an agent waits there."""
 
 
 class ControlServer:
@@ -208,8 +210,13 @@ class ControlServer:
         held = frozenset(node.jobs) if node is not None else frozenset[str]()
         return held | self._placed.get(name, frozenset())
 
+    def awaited_on(self, name: str) -> frozenset[str]:
+        """Jobs that are not on a node, and for whose world an agent waits there."""
+        node = self._nodes.get(name)
+        return node.awaited if node is not None else frozenset()
+
     def _view(self, node: _Node, job: str) -> NodeView:
-        return replace(node.view, job=node.jobs.get(job))
+        return replace(node.view, job=node.jobs.get(job), agent_waits=job in node.awaited)
 
     def _unplace(self, job: str) -> None:
         membership = self._published.pop(job, None)
@@ -297,6 +304,8 @@ class ControlServer:
                 del self._holders[job]
         for job in jobs.keys() - node.jobs.keys():
             self._holders.setdefault(job, set()).add(view.name)
+        awaited = frozenset(heartbeat.awaited)
+        concerned |= awaited ^ node.awaited
         moved = identity_of(view) != identity_of(node.view) or node.connection is not connection
         if node.connection is not connection:
             if node.connection is not None:
@@ -304,6 +313,7 @@ class ControlServer:
             node.connection, connection.node = connection, view.name
             _log.info("daemon on %s connected", view.name)
         node.view, node.jobs, node.evidence = view, jobs, evidence
+        node.awaited = awaited
         everything = self.jobs_on(view.name)
         self._bring_up_to_date(node, everything)
         if moved or concerned:

@@ -39,6 +39,7 @@ _WIDE_COLUMNS = (
         ".status.strength.minimum",
         "The fewest members that the job goes on with",
     ),
+    ("Joining", "integer", ".status.strength.joining", "Missing members that get ready to join"),
     ("Slots", "integer", ".status.slots", "Snapshots of each rank that its node has room for"),
     (
         "Recovery",

@@ -171,6 +171,7 @@ class Acting:
         fenced = {action.node for action in decision.actions if isinstance(action, FenceNode)}
         after = decision.state.membership
         for member in before.membership.members if before.membership is not None else ():
-            stays = after is not None and after.has(member.index)
+            replaced = {index for index, _ in decision.state.joining}
+            stays = after is not None and (after.has(member.index) or member.index in replaced)
             if member.node in fenced and stays:
                 self._starting.note_loss(member.index, node_of(observed, member).heartbeat_at)

@@ -74,7 +74,10 @@ class CandidateNodes:
     def _view(self, name: str, key: str, wants: Wants) -> NodeView:
         reported = self._server.view(name, key)
         heartbeat_at = reported.heartbeat_at if reported is not None else float("-inf")
-        others = self._server.jobs_on(name) - {key} if wants.requests else ()
+        others: Iterable[str] = ()
+        if wants.requests:
+            there = self._server.jobs_on(name) | self._server.awaited_on(name)
+            others = there - {key}
         return node_view(
             name,
             self._nodes.get("", name),

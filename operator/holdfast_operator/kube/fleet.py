@@ -148,7 +148,7 @@ class Fleet:
         going = [s for s in statuses if s.get("phase") not in ENDED]
         world.metrics.set("ranks_desired", sum(s.get("desired", 0) for s in going))
         world.metrics.set("ranks_ready", sum(s.get("ready", 0) for s in going))
-        for name in ("desired", "active", "minimum"):
+        for name in ("desired", "active", "minimum", "joining"):
             count = sum((s.get("strength") or {}).get(name, 0) for s in going)
             world.metrics.set(f"members_{name}", count)
         world.metrics.set("jobs_short", sum(map(_is_short, going)))

@@ -263,6 +263,7 @@ class JobLoop:
 
     def _observe(self, job: MoETrainingJob, wants: Wants, pods: list[TrainerPod]) -> Observed:
         near = {pod.node for pod in pods} | self._members_before
+        near |= {node for _, node in self._state.joining}
         if self._state.membership is not None:
             self._members_before = frozenset()
             near |= {member.node for member in self._state.membership.members}
@@ -302,7 +303,7 @@ def _template(job: MoETrainingJob | None) -> Object | None:
 def _attempts(status: Object) -> dict[int, int]:
     """Attempt of each member's newest pod, by member, read from a status."""
     found = {}
-    for member in status.get("members") or []:
+    for member in [*(status.get("members") or ()), *(status.get("joining") or ())]:
         attempt = re.search(r"-(\d+)$", member.get("pod", ""))
         if attempt is not None:
             found[member["index"]] = int(attempt[1])

@@ -48,6 +48,7 @@ DEFINITIONS: tuple[Definition, ...] = (
     _gauge("members_desired", "Members that the jobs that have not ended want."),
     _gauge("members_active", "Members that these jobs have."),
     _gauge("members_minimum", "Members without which these jobs would not go on."),
+    _gauge("members_joining", "Missing members of these jobs whose pods start or wait."),
     _gauge("jobs_short", "Jobs that go on without some of their members."),
     _gauge("daemons_connected", "Daemons whose Control stream is open."),
     _gauge("daemons_outdated", "Daemons of an older version that the operator has yet to replace."),

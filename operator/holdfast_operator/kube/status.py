@@ -32,6 +32,7 @@ from holdfast_operator.kube.times import ClockPair, micro_timestamp, seconds_of
 from holdfast_operator.reconciler.conditions import newest_protected, newest_step, refused
 from holdfast_operator.reconciler.conditions import phase as phase_of
 from holdfast_operator.reconciler.counters import to_document
+from holdfast_operator.reconciler.joining import joining_state
 from holdfast_operator.reconciler.last_failure import TrainerFailure
 from holdfast_operator.reconciler.lookups import agent_at, fewest_slots
 from holdfast_operator.reconciler.losses import loss_text
@@ -104,8 +105,9 @@ def status_of(
             selector=f"{JOB_LABEL}={job.metadata.name}",
             conditions=conditions_of(decision.conditions, generation, previous, clocks.text(now)),
             last_failure=None if state.failure is None else _failure(state.failure),
-            strength=_strength(strength(job, membership)),
+            strength=_strength(strength(job, membership, len(state.joining))),
             members=_members(observed, membership, pods),
+            joining=_joining(observed, state.joining, pods),
             last_recoveries=tuple(_recovery(each) for each in recoveries[-RECOVERIES_SHOWN:]),
             token_loss=None if state.losses is None else _token_loss(state.losses),
             protection_traffic=None if traffic is None else _traffic(traffic),
@@ -215,7 +217,12 @@ def _at_work(observed: Observed, membership: Membership | None) -> tuple[int, in
 
 
 def _strength(found: Strength) -> StrengthStatus:
-    return StrengthStatus(active=found.active, desired=found.desired, minimum=found.least)
+    return StrengthStatus(
+        active=found.active,
+        desired=found.desired,
+        minimum=found.least,
+        joining=found.joining or None,
+    )
 
 
 def _members(
@@ -233,6 +240,23 @@ def _members(
             )
         )
     return tuple(members)
+
+
+def _joining(
+    observed: Observed,
+    joining: Sequence[tuple[int, str]],
+    pods: Mapping[tuple[int, str], str],
+) -> tuple[MemberStatus, ...] | None:
+    members = [
+        MemberStatus(
+            index=member,
+            node=node,
+            pod=pods.get((member, node), ""),
+            state=joining_state(observed, member, node),
+        )
+        for member, node in joining
+    ]
+    return tuple(members) or None
 
 
 def _recovery(recovery: Recovery) -> RecoveryStatus:

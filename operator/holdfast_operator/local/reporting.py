@@ -24,6 +24,7 @@ from holdfast_operator.reconciler.conditions import (
     phase,
 )
 from holdfast_operator.reconciler.counters import Outcome
+from holdfast_operator.reconciler.joining import joining_state
 from holdfast_operator.reconciler.lookups import agent_at, node_of
 from holdfast_operator.reconciler.recoveries import Recovery
 from holdfast_operator.reconciler.shrinking import strength
@@ -75,7 +76,7 @@ def status_of(
         complete=_text(complete),
         protected=_text(newest_protected(observed)),
         restarts=state.recoveries,
-        strength=strength(job, membership),
+        strength=strength(job, membership, len(state.joining)),
         recovery_mode=recovery_mode(observed, membership),
         failure=state.failure,
         token_loss=state.losses,
@@ -85,7 +86,10 @@ def status_of(
             if membership is None
             else _members(observed, membership, complete=state.outcome is Outcome.COMPLETE)
         ),
-        nodes=tuple(_node(observed, run.nodes[name], membership, directory) for name in run.nodes),
+        nodes=tuple(
+            _node(observed, record, membership, directory, state.joining)
+            for record in run.nodes.values()
+        ),
         events=tuple(events),
         recoveries=tuple(recoveries),
         counters=dict(counters),
@@ -140,15 +144,19 @@ def _rank(rank: RankView, finished: bool) -> RankStatus:
 
 
 def _node(
-    observed: Observed, record: NodeRecord, membership: Membership | None, directory: RunDirectory
+    observed: Observed,
+    record: NodeRecord,
+    membership: Membership | None,
+    directory: RunDirectory,
+    joining: Sequence[tuple[int, str]],
 ) -> NodeStatus:
     view = observed.nodes.get(record.name) or NodeView(name=record.name)
     member = membership.member_on(record.name) if membership is not None else None
-    role = "lost" if view.gone else "spare" if member is None else f"member {member}"
+    missing = {node: index for index, node in joining}.get(record.name)
     standby = next((each for each in observed.standbys if each.node == record.name), None)
     return NodeStatus(
         name=record.name,
-        role=role,
+        role=_role(observed, view, member, missing),
         member=member,
         connected=view.connected,
         host=record.host,
@@ -160,6 +168,17 @@ def _node(
         memory_budget_bytes=view.memory_budget_bytes,
         standby="" if standby is None else _standby(standby),
     )
+
+
+def _role(observed: Observed, view: NodeView, member: int | None, joining: int | None) -> str:
+    """Role of a node in words; `joining`: the missing member that will join there."""
+    if view.gone:
+        return "lost"
+    if member is not None:
+        return f"member {member}"
+    if joining is None:
+        return "spare"
+    return f"joining as member {joining}: {joining_state(observed, joining, view.name)}"
 
 
 def _standby(standby: StandbyView) -> str:

@@ -73,9 +73,9 @@ class NodeStatus:
 
     name: str
     role: str
-    """Role in words: `member N`, `spare` or `lost`."""
+    """Role in words: `member N`, `joining as member N: …`, `spare` or `lost`."""
     member: int | None = None
-    """Index of the member that lives here; None for a spare."""
+    """Index of the member that lives here; None for a spare, and until a member has joined."""
     connected: bool
     host: str
     root: str

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -30,6 +30,16 @@ class Outcome(StrEnum):
 
     COMPLETE = "Complete"
     FAILED = "Failed"
+
+
+class Setback(NamedTuple):
+    """A node on which a member joined, or its agent ended before that."""
+
+    node: str
+    times: int
+    """How often that happened of late."""
+    at: float
+    """When it last did."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +62,13 @@ class Counters:
     again, their parity groups cannot bear another loss."""
     resized_at: float | None = None
     """When members last left or joined the job; None while all of its first ones are there."""
+    joining: tuple[tuple[int, str], ...] = ()
+    """Missing members, each with the node on which its agent starts, and waits until it joins."""
+    replaced: frozenset[int] = frozenset()
+    """Missing members for which a node was there when they left: they join as soon as an agent
+    waits for a world there."""
+    setbacks: tuple[Setback, ...] = ()
+    """Nodes on which agents of missing members are not started at once."""
     no_replacement_since: float | None = None
     noticed: frozenset[str] = frozenset()
     """Nodes with a notice of termination, for which a copy in durable storage was requested."""
@@ -125,6 +142,7 @@ def _on_clock(counters: Counters, ahead_s: float) -> Counters:
         restarts=tuple(time + ahead_s for time in counters.restarts),
         active_since=at(counters.active_since),
         resized_at=at(counters.resized_at),
+        setbacks=tuple(each._replace(at=each.at + ahead_s) for each in counters.setbacks),
         no_replacement_since=at(counters.no_replacement_since),
         ended_at=at(counters.ended_at),
     )

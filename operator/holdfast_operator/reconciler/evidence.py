@@ -81,6 +81,8 @@ class Cause:
     better node."""
     stuck: bool = False
     """Whether training waits for the member's agent, which finds no room on its node."""
+    counted: bool = False
+    """Whether it is what an earlier recovery waits for, which has been counted."""
     awaits_code: bool = False
     """Whether the agent may still report the rank's exit code."""
 
@@ -116,7 +118,8 @@ def gather(
             suspects.append(member.node)
         else:
             causes.extend(_contradiction(membership, member, view, strange))
-            causes.extend(_member_causes(membership, member, view, observed, state, now))
+            found = list(_member_causes(membership, member, view, observed, state, now))
+            causes.extend(found or _awaited(job, membership, member, observed, state))
     if not suspects and all(cause.voluntary for cause in causes):
         causes.extend(_hang(job, membership, observed, state))
     return Evidence(causes=tuple(causes), suspects=tuple(suspects), groups=groups)
@@ -199,6 +202,25 @@ def _member_causes(
         yield from _reasons_to_move(
             member, node, agent, max(state.began_at, state.attentive_since), now
         )
+
+
+def _awaited(
+    job: MoETrainingJob,
+    membership: Membership,
+    member: Member,
+    observed: Observed,
+    state: ControlState,
+) -> Iterator[Cause]:
+    """Find a member that the epoch waits for, because its agent is not there: a job that may go on
+    without it does."""
+    forming = state.ran and membership.epoch == state.confirmed_epoch > state.resumed_epoch
+    agent = agent_at(observed, member)
+    if not job.spec.may_shrink or not forming:
+        return
+    if agent is None or (agent.state is not AgentState.RUNNING and agent.exit_code != 0):
+        how = "is missing" if agent is None else f"is {agent.state.value}"
+        text = f"training waits for the agent of member {member.index}, which {how}"
+        yield Cause(on=On.ANY, text=text, member=member.index, voluntary=True, counted=True)
 
 
 def is_left_over(agent: AgentView, state: ControlState, membership: Membership) -> bool:

@@ -17,9 +17,10 @@ keep to this:
    still live gets more time while its parity group could not bear its loss (`protection`).
 3. After a lost rank, a failed agent or a hang, the same members begin a new epoch where they are.
    When a node is lost, a spare takes its place. A member that the cluster evicts, or finds no room
-   for, moves to a spare while its parity group can rebuild it (`replacing`). Where no spare is left
-   the job goes on without these members, down to `minNodes` (`shrinking`), and they join again when
-   there are nodes (`growing`); below `minNodes` it waits, then fails.
+   for, moves to a spare while its parity group can rebuild it (`replacing`). The job goes on
+   without members that no spare is left for, or that could not start their ranks at once, down to
+   `minNodes` (`shrinking`). Their agents get ready where they will be (`joining`), and then they
+   join (`growing`). Below `minNodes` the job waits, then fails.
 4. Failure rules: the first that matches a cause gives its action (`failure_rules`). A lost node
    cannot be restarted in place, so it is replaced unless its rule is Fail. After an epoch that
    failed before it ran, the next one does not begin at once. A job that fails alike before its
@@ -51,6 +52,7 @@ from holdfast_operator.reconciler.counters import Outcome
 from holdfast_operator.reconciler.deadlines import delete_when_due, fail_when_overdue, note_activity
 from holdfast_operator.reconciler.evidence import is_left_over
 from holdfast_operator.reconciler.growing import grow, strength_condition
+from holdfast_operator.reconciler.joining import absent_members
 from holdfast_operator.reconciler.lookups import (
     agent_at,
     is_reachable,
@@ -355,7 +357,9 @@ def _stop_strays(
     """Stop agents that are on a wrong node, or have failed in an earlier epoch."""
     homes = {(member.index, member.node) for member in current.members}
     agents = look.observed.agents
-    step = stop(look, state, [a for a in agents if (a.member, a.node) not in homes])
+    absent = absent_members(look.job, membership)  # whose agents get ready (`joining`)
+    strays = [a for a in agents if (a.member, a.node) not in homes and a.member not in absent]
+    step = stop(look, state, strays)
     left = [a for a in agents if is_left_over(a, state, membership)]
     if not left:
         return step

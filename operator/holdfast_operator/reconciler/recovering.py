@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from holdfast_core.job.parsing import FailureAction as RuleAction
 from holdfast_core.job.parsing import FailureRule
@@ -20,6 +21,7 @@ from holdfast_operator.reconciler.evidence import (
     principal,
 )
 from holdfast_operator.reconciler.failure_rules import distinguishes_exit_codes, rule_for
+from holdfast_operator.reconciler.joining import with_setback
 from holdfast_operator.reconciler.lookups import agent_at
 from holdfast_operator.reconciler.replacing import Moves, replacements
 from holdfast_operator.reconciler.shrinking import (
@@ -74,7 +76,7 @@ def recover(look: Look, state: ControlState, membership: Membership) -> Step:
     causes = principal(evidence.causes)
     rules = [rule_for(look.job, cause) for cause in causes]
     moves = replacements(look, state, membership, causes, rules, evidence.groups)
-    moves = leave_out(look, state, membership, moves, rules)
+    moves = leave_out(look, state, membership, moves, rules, evidence.groups)
     causes, rules = _worthwhile(causes, rules, moves)
     if not causes:
         return Step(replace(state, no_replacement_since=None, codes_awaited_since=None))
@@ -150,7 +152,10 @@ def _count(look: Look, state: ControlState, case: _Case) -> Step:
     kept = replace(state, restarts=recent)
     if state.counted_epoch > case.membership.epoch:
         return Step(replace(kept, counted_epoch=state.epoch + 1))
-    counts = any(rule.count_towards_max for rule in case.rules)
+    counts = any(
+        rule.count_towards_max and not cause.counted
+        for cause, rule in zip(case.causes, case.rules, strict=True)
+    )
     if counts and len(recent) >= policy.max_restarts:
         reason = (
             f"{case.text}; {len(recent)} restarts within {window_s:g} s are as many as "
@@ -183,7 +188,8 @@ def _response(look: Look, begun: ControlState, case: _Case) -> str:
     takes = case.moves.in_words(case.membership)
     restarting = begun.membership.restarting if begun.membership is not None else frozenset()
     if others_stay(look.observed, case.membership, restarting | case.moves.leaving):
-        in_place = restarting.difference(case.moves.away(case.membership))
+        here = restarting.intersection(case.membership.world.members)
+        in_place = here.difference(case.moves.away(case.membership))
         return partial_restart(in_place, takes, all_stay=not restarting)
     return takes or "restart in place"
 
@@ -279,8 +285,11 @@ def begin_epoch(
             no_replacement_since=None,
             fruitless=0 if ran else state.fruitless + 1,
             unfit=state.unfit | no_room,
+            **_joining_after(state, membership, moves),
         )
     )
+    joined = [node.name for member, node in moves.to.items() if not membership.has(member)]
+    step = replace(step, state=with_setback(look, step.state, joined))
     for cause in causes:
         if cause.node_lost and cause.member in away:
             step = step.act(FenceNode(node=away[cause.member]))
@@ -288,13 +297,28 @@ def begin_epoch(
     # against any epoch; their daemons report what their ranks left. All others are stopped after
     # it: a control loop that dies in between leaves an epoch to be finished, or the evidence to
     # begin it.
-    ended = [a for a in agents if away.get(a.member) != a.node and _ends(a)]
+    stays = [a for a in agents if membership.has(a.member) and away.get(a.member) != a.node]
+    ended = [agent for agent in stays if _ends(agent)]
     step = step.then(stop(look, step.state, ended))
     failed = {cause.member for cause in causes if cause.member is not None}
     step = step.then(publish_next(look, step.state, membership, moves.to, failed, moves.leaving))
     step = step.then(stop(look, step.state, leaving))
     assert step.state.membership is not None
     return step.then(start_missing(look, step.state, step.state.membership))
+
+
+def _joining_after(state: ControlState, membership: Membership, moves: Moves) -> dict[str, Any]:
+    """Fields of the state on members that will join later: without those that join now, and with
+    those that leave while a node is there for them."""
+    joins = moves.to.keys()
+    joining = {member: node for member, node in state.joining if member not in joins}
+    joining |= {member: node.name for member, node in moves.later.items()}
+    return {
+        "joining": tuple(sorted(joining.items())),
+        "replaced": (state.replaced - joins) | moves.later.keys(),
+        "joinable_since": None,
+        "ready_since": None,
+    }
 
 
 def start_missing(look: Look, state: ControlState, membership: Membership) -> Step:

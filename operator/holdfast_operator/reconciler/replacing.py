@@ -14,6 +14,7 @@ from holdfast_core.job.parsing import FailureAction as RuleAction
 from holdfast_core.job.parsing import FailureRule
 from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_operator.reconciler.evidence import Cause
+from holdfast_operator.reconciler.joining import places
 from holdfast_operator.reconciler.placement import choose_spare, member_at
 from holdfast_operator.reconciler.protection import ParityGroups
 from holdfast_operator.reconciler.steps import Look
@@ -39,8 +40,14 @@ class Moves:
     """Members whose agents find no room where they are, and for which there is no other node."""
     warned: list[int] = field(default_factory=list)
     """Members whose nodes will be taken away, and for which there is no other node."""
+    on_notice: list[int] = field(default_factory=list)
+    """Members in `to` that work where they are, on nodes that will be taken away."""
+    lost: frozenset[int] = frozenset()
+    """Members whose memory is lost."""
     leaving: frozenset[int] = frozenset()
     """Members that the next epoch goes on without."""
+    later: dict[int, NodeView] = field(default_factory=dict)
+    """Members among these whose agents get ready meanwhile → the node on which they will join."""
 
     def away(self, membership: Membership) -> dict[int, str]:
         """Member → the node that it leaves."""
@@ -61,11 +68,20 @@ class Moves:
             takes = listed(
                 f"{self.to[member].name} takes over member {member}" for member in sorted(away)
             )
-        if not self.leaving:
-            return takes
-        count = len(membership.members)
-        goes_on = f"{count - len(self.leaving)} of {count} members go on"
-        return f"{takes}, {goes_on}" if takes else goes_on
+        parts = [takes, self.joins_in_words(membership)]
+        if self.leaving:
+            count = len(membership.members)
+            parts.append(f"{count - len(self.leaving)} of {count} members go on")
+        parts += [
+            f"member {member} gets ready on {node.name}"
+            for member, node in sorted(self.later.items())
+        ]
+        return ", ".join(part for part in parts if part)
+
+    def joins_in_words(self, membership: Membership) -> str:
+        """Text on which node joins as which member; empty when none does."""
+        joining = sorted(m for m in self.to if not membership.has(m))
+        return listed(f"{self.to[member].name} joins as member {member}" for member in joining)
 
 
 class _Mover:
@@ -81,6 +97,7 @@ class _Mover:
         candidates = look.candidates(state)
         self.groups = groups
         self.membership = membership
+        homes.update(places(look, state, membership).values())
         self.alive = {node.name: node for node in candidates}
         self.spares = {
             node.name: node
@@ -92,7 +109,7 @@ class _Mover:
         self.settled: dict[int, Member] = {
             index: member for index, member in self.members.items() if index not in gone
         }
-        self.moves = Moves()
+        self.moves = Moves(lost=frozenset(m for m in gone if m is not None))
 
     def move(self, member: int, cause: Cause) -> None:
         """Find a node for a member that should leave its node."""
@@ -107,6 +124,8 @@ class _Mover:
         spare = choose_spare(self.membership, member, self.spares.values(), self.settled)
         if spare is not None:
             self.moves.to[member] = self.spares.pop(spare.name)
+            if cause.voluntary and not cause.stuck:
+                self.moves.on_notice.append(member)
             self.settled[member] = member_at(member, spare)
         elif cause.node_lost or cause.evicted:
             self.moves.unplaced.append(member)

@@ -16,8 +16,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from holdfast_core.snapshots.membership import Membership
-from holdfast_operator.reconciler.evidence import RETURN_S
-from holdfast_operator.reconciler.lookups import detection_s, silent_s
+from holdfast_operator.reconciler.joining import places
 from holdfast_operator.reconciler.placement import choose_spare
 from holdfast_operator.reconciler.steps import Look, Step
 from holdfast_operator.reconciler.text import exit_in_words
@@ -86,10 +85,13 @@ def _not_before(exits: tuple[int, float] | None) -> float:
 
 
 def _is_taken_over(look: Look, state: ControlState, standby: StandbyView) -> bool:
-    """Whether a member has moved to the node, and this is to be its agent."""
-    member = None if state.membership is None else state.membership.member_on(standby.node)
-    running = state.outcome is None and not look.job.spec.suspend
-    return running and member is not None and look.observed.agent(member, standby.node) is None
+    """Whether a member has moved to the node, or will join there, and this is to be its agent."""
+    if state.membership is None or state.outcome is not None or look.job.spec.suspend:
+        return False
+    joining = {node: member for member, node in state.joining}
+    member = state.membership.member_on(standby.node)
+    member = joining.get(standby.node) if member is None else member
+    return member is not None and look.observed.agent(member, standby.node) is None
 
 
 def _wanted(look: Look, state: ControlState) -> list[str]:
@@ -103,14 +105,16 @@ def _wanted(look: Look, state: ControlState) -> list[str]:
 
 
 def _spares(look: Look, state: ControlState, membership: Membership) -> list[NodeView]:
-    """Nodes that a member could move to. One with a standby agent remains a spare while its daemon
-    is away, for as long as a member would wait for it."""
+    """Nodes that a member could move to, without those where missing members will join. One with a
+    standby agent remains a spare while its daemon is away, for as long as a member would wait for
+    it."""
     homes = {member.node for member in membership.members}
+    homes.update(places(look, state, membership).values())
     reachable = {node.name for node in look.candidates(state)}
     silent = {
         standby.node
         for standby in look.observed.standbys
-        if _may_return(look, state, look.observed.nodes[standby.node])
+        if look.may_return(look.observed.nodes[standby.node], state)
     }
     return [
         node
@@ -120,11 +124,6 @@ def _spares(look: Look, state: ControlState, membership: Membership) -> list[Nod
         and name not in state.unfit
         and not node.disruption
     ]
-
-
-def _may_return(look: Look, state: ControlState, node: NodeView) -> bool:
-    patience_s = detection_s(look.job) + (RETURN_S if node.returning else 0.0)
-    return node.schedulable and not node.gone and silent_s(node, state, look.now) < patience_s
 
 
 def _taken_first(membership: Membership, spares: list[NodeView], count: int) -> list[str]:

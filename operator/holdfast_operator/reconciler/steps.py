@@ -17,6 +17,7 @@ from holdfast_core.job.parsing import MoETrainingJob, check_storage
 from holdfast_core.job.persistence import tier_of
 from holdfast_core.snapshots.membership import Membership, Tier
 from holdfast_operator.reconciler.counters import Outcome
+from holdfast_operator.reconciler.evidence import RETURN_S
 from holdfast_operator.reconciler.lookups import (
     agent_at,
     detection_s,
@@ -83,6 +84,12 @@ class Look:
             and node.memory_id
             and is_reachable(self.job, node, state, self.now)
         ]
+
+    def may_return(self, node: NodeView, state: ControlState) -> bool:
+        """Whether a node takes agents, and is not silent for so long that it counts as lost."""
+        patience_s = detection_s(self.job) + (RETURN_S if node.returning else 0.0)
+        silence_s = silent_s(node, state, self.now)
+        return node.schedulable and not node.gone and silence_s < patience_s
 
     def is_lost(self, name: str, state: ControlState) -> bool:
         """Whether nothing on the node can be reached any more."""

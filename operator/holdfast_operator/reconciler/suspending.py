@@ -14,7 +14,7 @@ from holdfast_core.snapshots.membership import Membership
 from holdfast_operator.reconciler.deadlines import fail_when_overdue
 from holdfast_operator.reconciler.evidence import gather
 from holdfast_operator.reconciler.failure_rules import rule_for
-from holdfast_operator.reconciler.growing import joiners, joins_in_words
+from holdfast_operator.reconciler.growing import joiners
 from holdfast_operator.reconciler.recovering import (
     await_replacement,
     begin_epoch,
@@ -37,7 +37,16 @@ def suspend(look: Look, state: ControlState) -> Step:
     """Stop all agents of a job that is to be suspended."""
     if not look.job.spec.suspend:
         return Step(state)
-    held = replace(state, suspended=True, active_since=None, ran=False, no_replacement_since=None)
+    held = replace(
+        state,
+        suspended=True,
+        active_since=None,
+        ran=False,
+        no_replacement_since=None,
+        joining=(),
+        replaced=frozenset(),
+        setbacks=(),
+    )
     step = stop(look, held, look.observed.agents).wait("the job is suspended")
     if state.suspended:
         return step
@@ -65,16 +74,15 @@ def _begin_again(look: Look, state: ControlState, membership: Membership) -> Ste
     homeless = tuple(cause for cause in evidence.causes if cause.node_lost or cause.evicted)
     rules = [rule_for(look.job, cause) for cause in homeless]
     moves = replacements(look, state, membership, homeless, rules, evidence.groups)
-    moves = leave_out(look, state, membership, moves, rules)
+    moves = leave_out(look, state, membership, moves, rules, evidence.groups)
     if moves.unplaced:
         return await_replacement(look, state, membership, in_words(homeless), moves.unplaced)
     taken = [node.name for node in moves.to.values()]
-    joining = joiners(look, state, membership, taken)
-    moves.to.update(joining)
+    moves.to.update(joiners(look, state, membership, taken))
     step = begin_epoch(look, state, membership, moves, homeless)
     begun = replace(step.state, suspended=False, fruitless=state.fruitless)
-    changes = [moves.in_words(membership), joins_in_words(joining)]
-    how = "".join(f"; {text}" for text in changes if text)
+    changes = moves.in_words(membership)
+    how = f"; {changes}" if changes else ""
     step = replace(step, state=begun)
     return step.post(
         EventReason.RESUMED, f"no longer suspended{how}; epoch {begun.epoch} begins"

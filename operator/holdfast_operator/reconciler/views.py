@@ -117,6 +117,8 @@ class NodeView(Struct, frozen=True, kw_only=True, gc=False):
     domain: str = ""
     schedulable: bool = True
     """Whether it takes new agents; false for a node that is cordoned. What runs there stays."""
+    agent_waits: bool = False
+    """Whether an agent of the job waits here for a world, while the node has no part in any."""
     disruption: str = ""
     """Why the node will be taken away soon, in words, such as a spot node's termination notice;
     empty without any notice."""
@@ -215,7 +217,8 @@ class PublishMembership:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartAgent:
     """Start the member's agent on the node; there is none there. A standby agent that waits on the
-    node becomes the member's instead."""
+    node becomes the member's instead. A member that is missing from the world gets its agent before
+    it joins: the agent waits there."""
 
     member: int
     node: str
@@ -347,6 +350,7 @@ class EventReason(StrEnum):
     RECOVERING = "Recovering"
     NO_REPLACEMENT = "NoReplacement"
     JOINED = "Joined"
+    JOINER_EXITED = "JoinerExited"
     LAST_LINES = "LastLines"
     TOKEN_LOSS_LIMIT_PASSED = "TokenLossLimitPassed"
     COPY_REQUESTED = "CopyRequested"
@@ -396,6 +400,10 @@ class ControlState(Counters):
     """When a newer generation was last seen to be safe, in this epoch."""
     joinable_since: float | None = None
     """When a node was first seen on which a missing member could join; None while there is none."""
+    ready_since: float | None = None
+    """When the agent of a missing member was first seen to wait; None while none does."""
+    unscheduled_since: tuple[tuple[int, float], ...] = ()
+    """Missing members for whose agents there is no room, and since when."""
     codes_awaited_since: float | None = None
     """When a rank was first seen lost whose exit code the failure rules depend on."""
     unfit: frozenset[str] = frozenset()

@@ -107,13 +107,18 @@ class Daemon:
             peer_address=f"{self.node}:1",
             bulk_address=f"{self.node}:2",
         )
+        for job in self.at_work:
+            known = self.memberships.get(job)
+            if known is None or known.member_on(self.node) is None:
+                found.awaited.append(job)
         for job, membership in self.memberships.items():
             state = found.jobs.add(job=job, epoch=membership.epoch, verified=True, has_line=True)
             state.revision = membership.revision
             state.membership.CopyFrom(codec.membership_to_proto(membership))
             state.line.reason = "decided"
             self._report_protection(state, membership)
-            if job in self.at_work | self.lost:
+            has_member = membership.member_on(self.node) is not None
+            if has_member and job in self.at_work | self.lost:
                 lost = job in self.lost
                 word = "OFFLINE" if lost else "HEALTHY"
                 state.ranks.add(rank=self._rank(membership), state=word, step=1, lost=lost)
@@ -289,6 +294,10 @@ class SmallCluster:
     def phase(self, resource: Object) -> str:
         """The phase in the job's status."""
         return str((self.job(resource).get("status") or {}).get("phase", ""))
+
+    def run_pod(self, name: str, namespace: str = "team") -> None:
+        """Let a pod run that was created while pods did not."""
+        self._run_pod(self.api.objects[PODS.plural, namespace, name])
 
     def lose_rank(self, node: str, job: str) -> None:
         """Kill the job's rank on the node; its pod continues."""

@@ -109,6 +109,8 @@ class World:
         """Node → reason for which it will be taken away."""
         self.full: set[str] = set()
         """Nodes without room for new agents."""
+        self.cold: set[str] = set()
+        """Nodes on which agents have started, and do not wait for a world yet."""
         self.lingering = False
         """Whether agents that are stopped stay for a while."""
         self.protects = True
@@ -200,7 +202,18 @@ class World:
             peer_address=f"{name}:{daemon.port}",
             bulk_address=f"{name}:{daemon.port + 1}",
             job=self.job_view(name),
+            agent_waits=self.agent_waits(name),
         )
+
+    def agent_waits(self, name: str) -> bool:
+        """Whether an agent waits on the node, which has no part in the world."""
+        known = self.daemons[name].membership
+        takes_part = known is not None and known.member_on(name) is not None
+        running = any(
+            agent.node == name and agent.state is AgentState.RUNNING
+            for agent in self.agents.values()
+        )
+        return running and name not in self.cold and not takes_part
 
     def job_view(self, name: str) -> JobView | None:
         daemon = self.daemons[name]
@@ -278,7 +291,8 @@ class World:
                     self.agents[member, node] = stopping
             case StartStandby(node=node):
                 assert node not in self.standbys, f"{action} although there is one"
-                self.standbys[node] = StandbyView(node=node, state=AgentState.RUNNING)
+                ready = node not in self.cold
+                self.standbys[node] = StandbyView(node=node, state=AgentState.RUNNING, ready=ready)
             case StopStandby(node=node):
                 assert node in self.standbys, f"{action} although there is none"
                 del self.standbys[node]

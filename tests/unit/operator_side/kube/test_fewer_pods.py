@@ -57,7 +57,13 @@ def notes(cluster: SmallCluster, reason: str) -> list[str]:
 
 def gauges(cluster: SmallCluster) -> dict[str, float | None]:
     cluster.fleet.adjust()
-    names = ("members_active", "members_desired", "members_minimum", "jobs_short")
+    names = (
+        "members_active",
+        "members_desired",
+        "members_minimum",
+        "jobs_short",
+        "members_joining",
+    )
     read = cluster.metrics.registry.get_sample_value
     return {name: read(f"holdfast_operator_{name}") for name in names}
 
@@ -91,6 +97,63 @@ def test_a_job_that_shrinks_keeps_the_pods_of_the_members_that_are_left() -> Non
     on_a_cluster(test)
 
 
+def test_a_deleted_pod_is_made_again_before_its_member_joins() -> None:
+    async def test(cluster: SmallCluster) -> None:
+        await run(cluster)
+        before, home = uids(cluster), status(cluster)["members"][2]["node"]
+        cluster.runs_pods = False
+        await cluster.api.delete(PODS, "team", "moe-2-1")
+        await cluster.until(lambda: status(cluster)["epoch"] == 2)
+        await cluster.runs(JOB)
+        await cluster.until(lambda: "moe-2-2" in uids(cluster))
+        assert (
+            uids(cluster).items() >= {name: before[name] for name in ("moe-0-1", "moe-1-1")}.items()
+        )
+        cluster.protect(KEY, Generation(2, 5))
+        await cluster.look_again(KEY)
+        assert status(cluster)["strength"] == {
+            **{"active": 2, "desired": 3, "minimum": 2, "joining": 1}
+        }
+        assert status(cluster)["joining"] == [
+            {"index": 2, "node": home, "pod": "moe-2-2", "state": "starting"}
+        ]
+        assert f"member 2 gets ready on {home}" in full_strength(cluster)[1]
+        assert gauges(cluster)["members_joining"] == 1
+        cluster.run_pod("moe-2-2")
+        await cluster.until(lambda: status(cluster)["joining"][0]["state"] == "ready")
+        assert status(cluster)["epoch"] == 2
+        cluster.protect(KEY, Generation(2, 6))
+        cluster.fleet.wake(())
+        await cluster.until(lambda: status(cluster)["epoch"] == 3)
+        await cluster.runs(JOB)
+        assert uids(cluster).keys() == {"moe-0-1", "moe-1-1", "moe-2-2"}
+        assert "joining" not in status(cluster)
+        assert status(cluster)["strength"] == {"active": 3, "desired": 3, "minimum": 2}
+        assert (status(cluster)["recoveries"], status(cluster)["restarts"]) == (1, 1)
+
+    on_a_cluster(test)
+
+
+def test_an_operator_that_starts_again_keeps_the_pod_that_gets_ready() -> None:
+    async def test(cluster: SmallCluster) -> None:
+        await run(cluster)
+        cluster.runs_pods = False
+        await cluster.api.delete(PODS, "team", "moe-2-1")
+        await cluster.until(lambda: "moe-2-2" in uids(cluster))
+        before = uids(cluster)
+        await cluster.stop_operator()
+        await cluster.start_operator()
+        await cluster.runs(JOB)
+        cluster.run_pod("moe-2-2")
+        cluster.protect(KEY, Generation(2, 5))
+        cluster.fleet.wake(())
+        await cluster.until(lambda: status(cluster)["epoch"] == 3)
+        await cluster.runs(JOB)
+        assert uids(cluster) == before
+
+    on_a_cluster(test)
+
+
 def test_a_job_that_shrank_says_who_is_missing_and_counts_as_short() -> None:
     async def test(cluster: SmallCluster) -> None:
         await run(cluster)
@@ -101,7 +164,7 @@ def test_a_job_that_shrank_says_who_is_missing_and_counts_as_short() -> None:
             "no node is free for them: repair a node, or add one",
         )
         short = {"members_active": 2, "members_desired": 3, "members_minimum": 2, "jobs_short": 1}
-        assert gauges(cluster) == short
+        assert gauges(cluster) == {**short, "members_joining": 0}
 
     on_a_cluster(test)
 
@@ -114,6 +177,9 @@ def test_a_member_that_joins_gets_a_pod_on_the_node_that_came() -> None:
         cluster.add_node("new")
         await cluster.until_reported(lambda: "new" in cluster.server.nodes())
         cluster.passed_s = 2 * SORTED_S
+        cluster.fleet.wake(())
+        await cluster.until(lambda: "joining" in status(cluster))
+        await cluster.until(lambda: status(cluster)["joining"][0]["state"] == "ready")
         cluster.protect(KEY, Generation(2, 5))
         cluster.fleet.wake(())
         await cluster.until(lambda: status(cluster)["epoch"] == 3)

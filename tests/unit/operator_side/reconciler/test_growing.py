@@ -6,18 +6,19 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from virtual_world import World, make_job, running
+from virtual_world import Daemon, World, make_job, running
 
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import PAST_WORLDS_MAX, Tier
+from holdfast_operator.reconciler.evidence import UNSCHEDULABLE_S
 from holdfast_operator.reconciler.placement import (
     choose_joiners,
     following,
     form,
     would_forget,
 )
-from holdfast_operator.reconciler.views import NodeView, StartAgent
+from holdfast_operator.reconciler.views import AgentState, NodeView, StartAgent
 
 WAIT_S = 120.0
 
@@ -57,6 +58,8 @@ def indices(world: World) -> list[int]:
 def test_a_node_that_comes_back_joins_after_the_wait() -> None:
     world = shrunk("n2")
     world.revive_daemon("n2", new_memory=True)
+    world.settle(1.0)
+    assert world.actions == [StartAgent(member=2, node="n2")]
     train_on(world, WAIT_S - 20.0)
     assert (world.membership.epoch, indices(world)) == (2, [0, 1, 3])
     train_on(world, 30.0)
@@ -65,7 +68,7 @@ def test_a_node_that_comes_back_joins_after_the_wait() -> None:
     assert membership.groups == ((0, 1, 2, 3),) and membership.restarting == {2}
     assert [past.members for past in membership.past] == [(0, 1, 3)]
     assert world.messages("Joined") == ["n2 joins as member 2; 4 of 4 members in epoch 3"]
-    assert world.actions[1:] == [StartAgent(member=2, node="n2")]
+    assert list(world.kinds()) == ["StartAgent", "PublishMembership"]
     assert (world.state.recoveries, world.state.counted) == (1, 1)
     assert world.phase() == "Running"
 
@@ -158,18 +161,28 @@ def test_a_job_that_is_ending_does_not_grow() -> None:
     assert world.membership.epoch == 2
 
 
-def test_a_node_without_room_is_left_alone_for_a_while() -> None:
+def test_an_agent_that_finds_no_room_waits_for_it_and_training_does_not() -> None:
     world = running(job())
     world.exit_agent(1, 42)
     world.full.add("n1")
     world.settle(40.0)
     assert indices(world) == [0, 2, 3]
     train_on(world, 5 * WAIT_S)
-    assert world.membership.epoch == 3
+    assert (world.membership.epoch, world.agents[1, "n1"].state) == (2, AgentState.STARTING)
     world.full.clear()
-    train_on(world, 6 * WAIT_S)
-    assert (world.membership.epoch, indices(world)) == (4, [0, 1, 2, 3])
-    assert world.state.unfit == frozenset()
+    world.agents[1, "n1"] = replace(world.agents[1, "n1"], state=AgentState.RUNNING, reason="")
+    train_on(world, 2.0)
+    assert (world.membership.epoch, indices(world)) == (3, [0, 1, 2, 3])
+
+
+def test_an_agent_that_finds_no_room_for_long_moves_to_a_node_that_is_free() -> None:
+    world = shrunk("n2")
+    world.full.add("n2")
+    world.revive_daemon("n2", new_memory=True)
+    train_on(world, 5.0)
+    world.daemons["n9"] = Daemon("memory-9")
+    train_on(world, UNSCHEDULABLE_S + 5.0)
+    assert (2, "n2") not in world.agents and (2, "n9") in world.agents
 
 
 def test_a_joined_node_that_is_lost_again_leaves_again() -> None:
@@ -218,8 +231,8 @@ def test_the_condition_tells_which_node_joins() -> None:
     world.revive_daemon("n2", new_memory=True)
     world.settle(1.0)
     assert world.condition("FullStrength")[2].endswith(
-        "members [2] are missing; n2 can take members, which join after "
-        "failurePolicy.joinWaitSeconds = 120 s, when a generation has just been protected"
+        "members [2] are missing; member 2 is ready on n2; they join when a generation has just "
+        "been protected, failurePolicy.joinWaitSeconds = 120 s after the last change"
     )
 
 

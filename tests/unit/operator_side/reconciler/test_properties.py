@@ -208,7 +208,12 @@ def test_a_job_that_may_shrink_runs_on_what_is_left_or_shows_why_not(
         daemon = world.daemons[member.node]
         assert daemon.alive and daemon.memory_id == member.memory_id
         assert world.agents[member.index, member.node].state is AgentState.RUNNING
-    assert len(world.agents) == len(world.membership.members)
+    joining = dict(world.state.joining)
+    assert joining.keys().isdisjoint(world.membership.world.members)
+    assert not set(joining.values()).intersection(world.nodes_of_members())
+    for index, node in joining.items():
+        assert world.agents[index, node].state is AgentState.RUNNING
+    assert len(world.agents) == len(world.membership.members) + len(joining)
     document, membership = world.stored(), world.membership
     world.forget()
     world.settle(20.0, step_s=1.0)
