@@ -291,7 +291,10 @@ def begin_epoch(
     joined = [node.name for member, node in moves.to.items() if not membership.has(member)]
     step = replace(step, state=with_setback(look, step.state, joined))
     for cause in causes:
-        if cause.node_lost and cause.member in away:
+        if not cause.node_lost or cause.member not in away:
+            continue
+        again = moves.later.get(cause.member)
+        if again is None or again.name != away[cause.member]:  # else only its memory is new
             step = step.act(FenceNode(node=away[cause.member]))
     # Agents that have ended are stopped before the epoch is published, since their exits count
     # against any epoch; their daemons report what their ranks left. All others are stopped after

@@ -167,6 +167,8 @@ def end(look: Look, state: ControlState, outcome: Outcome, reason: str, word: st
         outcome_reason=reason,
         outcome_word=word or f"Job{outcome.value}",
         ended_at=look.now,
+        joining=(),
+        replaced=frozenset(),
     )
     return (
         stop(look, ended, look.observed.agents)

@@ -135,6 +135,8 @@ class World:
         self.events: list[Event] = []
         self.actions: list[Action] = []
         self.published: list[Membership] = []
+        self.cold_then: list[frozenset[str]] = []
+        """Nodes that were cold when each of `published` was."""
         self.fenced: list[str] = []
         self.dropped = False
         self.beat()
@@ -268,6 +270,7 @@ class World:
         match action:
             case PublishMembership(membership=membership):
                 self.published.append(membership)
+                self.cold_then.append(frozenset(self.cold))
                 for name in self.daemons:
                     self.deliver(name, membership)
             case StartAgent(member=member, node=node):

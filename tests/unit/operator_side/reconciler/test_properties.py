@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_world import World, make_job
@@ -34,6 +37,9 @@ faults = st.one_of(
     st.tuples(st.just("kill_daemon"), st.integers(0, 5)),
     st.tuples(st.just("revive"), st.integers(0, 5)),
     st.tuples(st.just("reboot"), st.integers(0, 5)),
+    st.tuples(st.just("chill"), st.integers(0, 5)),
+    st.tuples(st.just("warm_up"), st.integers(0, 5)),
+    st.tuples(st.just("exit_joiner"), st.integers(0, 3)),
     st.tuples(st.just("forget"), st.just(0)),
     st.tuples(st.just("restart"), st.just(0)),
     st.tuples(st.just("train"), st.integers(1, 9)),
@@ -54,6 +60,12 @@ def harm(world: World, kind: str, which: int) -> None:
             world.cordoned.discard(name)
         case "notice":
             world.notices[name] = "soon"
+        case "chill":
+            world.cold.add(name)
+        case "warm_up":
+            world.cold.discard(name)
+        case "exit_joiner":
+            exit_joiner(world, which)
         case "kill_node":
             world.kill_node(name)
         case "kill_daemon":
@@ -68,6 +80,14 @@ def harm(world: World, kind: str, which: int) -> None:
             world.look()
         case "train":
             world.train(world.step + which)
+
+
+def exit_joiner(world: World, member: int) -> None:
+    """End the agent of a missing member."""
+    for key, agent in world.agents.items():
+        waits = agent.state in (AgentState.STARTING, AgentState.RUNNING)
+        if key[0] == member and not world.membership.has(member) and waits:
+            world.agents[key] = replace(agent, state=AgentState.EXITED, exit_code=1)
 
 
 def harm_agent(world: World, kind: str, member: int) -> None:
@@ -100,9 +120,12 @@ def run(schedule: list[tuple[tuple[str, int], float]]) -> World:
     return disturbed(World(make_job(spares=2, maxRestarts=MAX_RESTARTS, rules=RULES)), schedule)
 
 
-def run_elastic(schedule: list[tuple[tuple[str, int], float]]) -> World:
-    """Without spares, so that the members change often."""
-    job = make_job(spares=0, spec={"minNodes": LEAST}, joinWaitSeconds=JOIN_WAIT_S, rules=RULES)
+def run_elastic(schedule: list[tuple[tuple[str, int], float]], spares: int = 0) -> World:
+    """Without spares, so that the members change often, or with spares on which agents must start
+    first."""
+    job = make_job(
+        spares=spares, spec={"minNodes": LEAST}, joinWaitSeconds=JOIN_WAIT_S, rules=RULES
+    )
     return disturbed(World(job), schedule)
 
 
@@ -112,6 +135,7 @@ def disturbed(world: World, schedule: list[tuple[tuple[str, int], float]]) -> Wo
         if world.state.outcome is None and world.state.membership is not None:
             harm(world, kind, which)
         pass_time(world, pause_s, step_s=0.5)
+    world.cold.clear()
     pass_time(world, SETTLED_S, step_s=1.0)
     world.settle()
     return world
@@ -196,11 +220,11 @@ def test_worlds_follow_each_other_and_none_that_is_needed_is_forgotten(
 
 
 @settings(max_examples=60)
-@given(schedules)
+@given(schedules, st.sampled_from([0, 2]))
 def test_a_job_that_may_shrink_runs_on_what_is_left_or_shows_why_not(
-    schedule: list[tuple[tuple[str, int], float]],
+    schedule: list[tuple[tuple[str, int], float]], spares: int
 ) -> None:
-    world = run_elastic(schedule)
+    world = run_elastic(schedule, spares)
     if world.state.outcome is not None:
         assert world.state.outcome_reason and world.agents == {}
         return
@@ -219,3 +243,16 @@ def test_a_job_that_may_shrink_runs_on_what_is_left_or_shows_why_not(
     world.settle(20.0, step_s=1.0)
     if "resized_at" not in document:  # else members may have joined
         assert world.membership == membership
+
+
+@settings(max_examples=60)
+@given(schedules, st.sampled_from([0, 2]))
+def test_no_world_waits_for_a_member_that_joins_while_enough_others_are_there(
+    schedule: list[tuple[tuple[str, int], float]], spares: int
+) -> None:
+    world = run_elastic(schedule, spares)
+    for (before, _), (after, cold) in pairwise(zip(world.published, world.cold_then, strict=True)):
+        stays = set(before.world.members).intersection(after.world.members)
+        joined = [member for member in after.members if not before.has(member.index)]
+        if len(stays) >= LEAST:
+            assert cold.isdisjoint(member.node for member in joined)
