@@ -68,6 +68,21 @@ _PLAN_EPILOG = """
   holdfast plan job.yaml --like-run /tmp/holdfast-0/default.moe --measure-copy
 """
 
+_SIMULATE_EPILOG = """
+  holdfast simulate job.yaml --mtbf 10m --gpus 16384 --policies all
+  holdfast simulate job.yaml --mtbf 2h,30m,10m --step-seconds 4.5 --stages 8 --plot ettr.svg
+  holdfast simulate job.yaml --costs build/bench/recovery.json --like-run /tmp/run1
+  holdfast simulate job.yaml --trace losses.csv --length 80m --policies full,fewer
+  holdfast simulate --paper table3
+  holdfast simulate --goal --costs build/bench/recovery.json
+
+how to read it:
+  ETTR is the portion of the wall clock in which training does work that counts: not waiting for
+  snapshots, not repairing a failure, not doing steps again. 0.95 means that a month of training
+  takes 1.6 days longer. The list of inputs says where each number comes from; replace what is
+  assumed by what you have measured. Policies with * are not in this version.
+"""
+
 _CERTIFICATES_EPILOG = """
   holdfast certificates --out tls --domain holdfast-system
   kubectl -n holdfast-system create secret generic holdfast-daemon --from-file=tls/daemon/
@@ -111,6 +126,12 @@ def _plan(options: argparse.Namespace) -> int:
     return int(plan(options) or 0)
 
 
+def _simulate(options: argparse.Namespace) -> int:
+    from holdfast_operator.cli.simulate import simulate
+
+    return int(simulate(options) or 0)
+
+
 def _demo(options: argparse.Namespace) -> int:
     from holdfast_operator.cli.demo import main
 
@@ -143,6 +164,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_inject(commands)
     _add_persist(commands)
     _add_plan(commands)
+    _add_simulate(commands)
     _add_demo(commands)
     _add_certificates(commands)
     _add_export(commands)
@@ -288,6 +310,61 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add("--plot", type=Path, metavar="FILE", help="draw the comparison: .png, .svg or .pdf")
 
 
+def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "Simulate what failures cost a job: effective training time for any scale and policy."
+    parser = _add(commands, "simulate", text, _SIMULATE_EPILOG)
+    add = parser.add_argument
+    add("job", nargs="?", type=Path, metavar="JOB.yaml", help="a MoETrainingJob")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument(
+        "--paper",
+        choices=["table3", "table7", "figure11", "spot"],
+        help="the model beside published figures: MoEvement's tables, Lazarus' spot instances",
+    )
+    shown.add_argument(
+        "--goal", action="store_true", help="how near this version comes to ETTR goals, and why"
+    )
+    add("--mtbf", metavar="T,T", help="of the whole job (default 2h,1h,30m,20m,10m)")
+    add("--trace", type=Path, metavar="FILE", help="replay it: lines of seconds,change of nodes")
+    add("--gpus", type=_count, metavar="N", help="default: those of the job")
+    add("--policies", default="all", metavar="P,P", help="default: all; an unknown one lists them")
+    add("--runs", type=_count, default=40, metavar="N", help="of each kind (default %(default)s)")
+    add("--length", default="12h", metavar="T", help="of each run (default %(default)s)")
+    add("--json", action="store_true", help="print inputs and results as JSON")
+    add("--plot", type=Path, metavar="FILE", help="draw it: .png, .svg or .pdf")
+    _add_simulated_costs(parser)
+    parser.set_defaults(handler=_simulate)
+
+
+def _add_simulated_costs(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("what training and failures take").add_argument
+    add("--costs", type=Path, action="append", metavar="FILE", help="report of make bench-recovery")
+    add("--processes", choices=["stay", "restart"], default="stay", help="that are not lost")
+    add("--detect-seconds", type=_at_least_zero, metavar="S", help="default: the report's, or 2")
+    add("--restart-seconds", type=_at_least_zero, metavar="S", help="default: the report's, or 5")
+    add("--reform-seconds", type=_at_least_zero, metavar="S", help="default: the report's, or 2")
+    add("--slower-percent", type=_at_least_zero, metavar="X", help="of a step with a snapshot: 2")
+    add("--node-losses", type=_portion, metavar="X", help="portion of failures that take a node")
+    add("--spares", type=_count_or_zero, metavar="N", help="default: the job's; with --gpus 1 %%")
+    add("--replacement", default="30m", metavar="T", help="until a lost node is replaced")
+    add("--step-seconds", type=_positive, metavar="S", help="of an undisturbed step (default 5)")
+    add("--stages", type=_count, metavar="S", help="of a pipeline; default: the job's pp")
+    add("--micro-batches", type=_count, metavar="M", help="of a pipeline; default: its stages")
+    add("--micro-batch-seconds", type=_positive, metavar="S", help="in place of --step-seconds")
+    add("--sync-seconds", type=_at_least_zero, default=0.0, metavar="S", help="beside those")
+    add("--update-seconds", type=_at_least_zero, default=0.0, metavar="S", help="beside those")
+    add = parser.add_argument_group("the model and the rates of a node").add_argument
+    add("--parameters", type=_some_bytes, metavar="N", help="like 671G; default: 41M for each GPU")
+    add("--expert-bytes", type=_some_bytes, metavar="SIZE", help="of one expert of one layer")
+    add("--other-bytes", type=_size, metavar="SIZE", help="of everything but the experts")
+    add("--moe-layers", type=_count, metavar="N", help="default: the job's spec.model")
+    add("--experts-per-layer", type=_count, metavar="N", help="default: the job's spec.model")
+    add("--like-run", type=Path, metavar="DIR", help="take sizes from a local run in progress")
+    add("--copy-bandwidth", type=_some_bytes, metavar="SIZE", help="bytes a second; default 10G")
+    add("--network-bandwidth", type=_some_bytes, metavar="SIZE", help="default 2.5G")
+    add("--storage-bandwidth", type=_some_bytes, metavar="SIZE", help="default 1G (CheckFreq)")
+
+
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     text = "Train a small MoE model, kill it in four ways, compare with an undisturbed run."
     parser = _add(commands, "demo", text, "  holdfast demo --report build/demo/report.json\n")
@@ -403,6 +480,13 @@ def _at_least_zero(text: str) -> float:
     value = _number(text)
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+    return value
+
+
+def _portion(text: str) -> float:
+    value = _number(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
     return value
 
 

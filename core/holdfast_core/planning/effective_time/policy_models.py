@@ -1,0 +1,235 @@
+"""What a simulation has to know about a job, its cluster and its policy, and the closed form.
+
+The effective training time ratio (ETTR) is the portion of the wall clock in which a job does work
+that counts (MoEvement §2.4): neither waiting for snapshots, nor finding and repairing a failure,
+nor doing again what was lost. Work is counted in steps at full strength, so that a job that goes on
+with fewer nodes is charged for those that are missing.
+
+Times are in seconds, losses of tokens in steps' worth of tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from math import ceil
+
+from holdfast_core.errors import InvalidJobError
+
+FROZEN_SAVING = 1 / 3
+"""Portion of a step that an operator without its full state does not cost: of forward, input
+gradient and weight gradient, which take equally long, the last (MoEvement §3.5)."""
+
+
+class AfterLoss(StrEnum):
+    """What a job does when it loses a node."""
+
+    FIXED = "waits for a node"
+    FEWER = "goes on with fewer nodes, from a snapshot"
+    LIVE = "goes on with fewer nodes, from copies that live (Lazarus)"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """The training that failures interrupt.
+
+    Raises:
+        InvalidJobError: when a value is out of range.
+    """
+
+    step_s: float
+    """Time of a step that neither snapshots nor failures disturb."""
+    stages: int = 1
+    """Stages of a pipeline: S."""
+    micro_batches: int = 1
+    """Micro-batches that pass through a pipeline in a step: M."""
+
+    def __post_init__(self) -> None:
+        if not self.step_s > 0 or min(self.stages, self.micro_batches) < 1:
+            raise InvalidJobError(
+                f"step_s={self.step_s}, stages={self.stages}, micro_batches={self.micro_batches}: "
+                f"give a time longer than 0, and at least one of each"
+            )
+
+    def alone(self, stages: int) -> float:
+        """Portion of a step that `stages` neighbouring stages need when they replay it from logs:
+        they fill and drain no other stage (MoEvement §3.4)."""
+        return (self.micro_batches + stages - 1) / (self.micro_batches + self.stages - 1)
+
+
+def pipeline_step_s(
+    micro_batch_s: float, *, stages: int, micro_batches: int, sync_s: float, update_s: float
+) -> float:
+    """T_iter = (M + S - 1) · max t_s + T_sync + T_update (MoEvement appendix C).
+
+    Args:
+        micro_batch_s: forward and backward of one micro-batch on the slowest stage.
+        sync_s: what reducing gradients adds.
+        update_s: the optimizer.
+    """
+    return (micro_batches + stages - 1) * micro_batch_s + sync_s + update_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """The nodes, and what a failure costs before any step is done again.
+
+    Raises:
+        InvalidJobError: when a value is out of range.
+    """
+
+    nodes: int
+    spares: int
+    """Nodes that stand by, beside `nodes`."""
+    detect_s: float
+    """From a failure until it is known."""
+    restart_s: float
+    """From there until the first step is computed: new processes, groups, state loaded."""
+    replacement_s: float
+    """From the loss of a node until another is there, as a member or as a spare."""
+    node_losses: float = 1.0
+    """Portion of the failures that take a node with them; the others only its processes."""
+    reform_s: float = 0.0
+    """In place of `restart_s`, where training goes on from copies that live."""
+    join_wait_s: float = 0.0
+    """From the arrival of a node until it joins a job that went on without it."""
+    least_nodes: int = 1
+    """Nodes without which a job that may go on with fewer does not."""
+
+    def __post_init__(self) -> None:
+        times = (self.detect_s, self.restart_s, self.replacement_s, self.reform_s)
+        if self.nodes < 1 or self.spares < 0 or not min(*times, self.join_wait_s) >= 0:
+            raise InvalidJobError(f"{self}: give at least one node, and no number or time below 0")
+        if not 0 <= self.node_losses <= 1:
+            raise InvalidJobError(f"node_losses={self.node_losses}: a portion lies from 0 to 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Level:
+    """Snapshots of one number of experts."""
+
+    experts: int
+    interval_steps: int
+    stall_s: float
+    """What one snapshot adds to training."""
+    lost_tokens: float = 0.0
+    """What one recovery loses, in steps' worth of tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyModel:
+    """A policy, as far as time is concerned.
+
+    Raises:
+        InvalidJobError: when there is no level, or one without an interval.
+    """
+
+    name: str
+    levels: tuple[Level, ...]
+    """What snapshots hold, from the beginning on; the next one each time that recoveries have lost
+    more tokens than the level may (Dynamic-K, PEC §3.1)."""
+    built: bool = True
+    """Whether a job can ask for it in this version."""
+    loss_limit: float = 1.0
+    """Portion of all tokens that the levels may lose together."""
+    usable_after_s: float = 0.0
+    """From a save until its snapshot can be restored: copied, and protected if it has to be."""
+    window_steps: int = 0
+    """Steps over which one complete state is saved (W of MoEvement §3.2); 0: in each save."""
+    by_stage: bool = False
+    """Whether only the stages that failed compute again, from logs (MoEvement §3.4)."""
+    frozen_saving: float = 0.0
+    """Portion of a step that an operator without its full state does not cost in a replay."""
+    after_loss: AfterLoss = AfterLoss.FIXED
+    copies: int = 2
+    """Least number of nodes that hold the state of an expert, where copies live: one less may be
+    lost at once."""
+    load_s: float = 0.0
+    """What loading takes beyond `Cluster.restart_s`."""
+
+    def __post_init__(self) -> None:
+        if not self.levels or min(level.interval_steps for level in self.levels) < 1:
+            raise InvalidJobError(f"{self.name}: give at least one level with an interval")
+
+    @property
+    def converting(self) -> float:
+        """Portion of W steps that W steps of a conversion take: on average (W - 1) / 2W of the
+        state is frozen (MoEvement §3.3)."""
+        if not self.window_steps:
+            return 1.0
+        frozen = (self.window_steps - 1) / (2 * self.window_steps)
+        return 1 - self.frozen_saving * frozen
+
+    def overhead(self, step_s: float, level: int = 0) -> float:
+        """What snapshots add to a step, as a portion of it."""
+        chosen = self.levels[level]
+        return chosen.stall_s / (chosen.interval_steps * step_s)
+
+
+def expected_redone_s(model: PolicyModel, workload: Workload) -> float:
+    """E[R] without detection and restart: steps that are done again after one failure.
+
+    Half an interval (MoEvement §2.4), or 3/2 W with windows: the newest complete one ended up to W
+    steps ago and began W steps before (§3.6).
+    """
+    window = model.window_steps
+    if not window:
+        if model.after_loss is AfterLoss.LIVE:
+            return workload.step_s / 2
+        level = model.levels[0]
+        stalls = 1 + model.overhead(workload.step_s)
+        return (level.interval_steps / 2 * workload.step_s + model.usable_after_s) * stalls
+    late_s = model.usable_after_s
+    if model.by_stage:
+        steps = (0.5 + model.converting) * window * workload.step_s
+        return (steps + late_s) * workload.alone(1)
+    stalls = 1 + model.overhead(workload.step_s)
+    return (
+        model.converting * window * workload.step_s
+        + (0.5 * window * workload.step_s + late_s) * stalls
+    )
+
+
+def closed_form_ettr(
+    model: PolicyModel, workload: Workload, cluster: Cluster, mtbf_s: float
+) -> float:
+    """ETTR = 1 / (1 + overhead) · 1 / (1 + E[R] / MTBF) (MoEvement appendix C).
+
+    E[R] includes detection and restart. What a formula leaves out: failures during recoveries, a
+    lack of spares, levels after the first. Nodes that are missing count where the job goes on
+    without them.
+    """
+    restart_s = (
+        cluster.reform_s if model.after_loss is AfterLoss.LIVE else cluster.restart_s + model.load_s
+    )
+    repair_s = cluster.detect_s + restart_s
+    redone_s = expected_redone_s(model, workload)
+    ratio = 1 / (1 + model.overhead(workload.step_s)) / (1 + (repair_s + redone_s) / mtbf_s)
+    if model.after_loss is AfterLoss.FIXED:
+        return ratio
+    away_s = (cluster.replacement_s + cluster.join_wait_s) * cluster.node_losses
+    missing = max(0.0, away_s / mtbf_s - cluster.spares) / cluster.nodes
+    return ratio * max(0.0, 1 - missing)
+
+
+def checkfreq_interval_steps(stall_s: float, step_s: float, *, cap: float = 0.03) -> int:
+    """The smallest interval at which snapshots add no more than `cap` (CheckFreq's rule, as
+    MoEvement §5.2 configures it)."""
+    # What rounding adds to a whole number is not another step.
+    return max(1, ceil(stall_s / (cap * step_s) - 1e-9))
+
+
+def oracle_interval_steps(stall_s: float, step_s: float, repair_s: float, mtbf_s: float) -> int:
+    """The interval with the greatest closed-form ETTR: what Gemini's oracle picks for each MTBF
+    (MoEvement §5.2).
+
+    (1 + s / I)(1 + (D + I / 2) / MTBF) is least at I = √(2 s (MTBF + D)), of which one of the two
+    neighbouring whole numbers of steps is taken.
+    """
+
+    def cost(steps: int) -> float:
+        interval_s = steps * step_s
+        return (1 + stall_s / interval_s) * (1 + (repair_s + interval_s / 2) / mtbf_s)
+
+    below = max(1, int((2 * stall_s * (mtbf_s + repair_s)) ** 0.5 / step_s))
+    return min((below, below + 1), key=cost)
