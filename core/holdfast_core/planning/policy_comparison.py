@@ -179,8 +179,9 @@ def compare_policies(
         costs += (*world.partial(), world.selective())
     limit = job.memory_per_node_bytes
     fitting = tuple(cost for cost in costs if limit is None or cost.memory_bytes <= limit)
-    best = _best(fitting or costs)
-    return Comparison(costs=costs, fitting=fitting, best=best, reason=_reason(costs, best, assumed))
+    best = best_of(fitting or costs, lambda cost: cost.overhead)
+    reason = reason_of(costs, best, assumed)
+    return Comparison(costs=costs, fitting=fitting, best=best, reason=reason)
 
 
 class _World:
@@ -403,17 +404,22 @@ class _World:
         return ""
 
 
-def _best(costs: Sequence[PolicyCost]) -> PolicyCost:
+def best_of(costs: Sequence[PolicyCost], lost: Callable[[PolicyCost], float]) -> PolicyCost:
     """The policy that loses the fewest tokens among those that cost (almost) the least time; of
-    equal ones, the one with the fewest bytes."""
+    equal ones, the one with the fewest bytes.
+
+    Args:
+        lost: gives the portion of the training's time that a policy loses.
+    """
     allowed = [cost for cost in costs if not cost.objection] or costs
-    least = min(cost.overhead for cost in allowed)
-    close = [cost for cost in allowed if cost.overhead <= least + NEGLIGIBLE]
+    least = min(lost(cost) for cost in allowed)
+    close = [cost for cost in allowed if lost(cost) <= least + NEGLIGIBLE]
     # Full comes first, so it wins ties.
     return min(close, key=lambda cost: (cost.lost_tokens, cost.job_bytes))
 
 
-def _reason(costs: Sequence[PolicyCost], best: PolicyCost, assumed: Assumptions) -> str:
+def reason_of(costs: Sequence[PolicyCost], best: PolicyCost, assumed: Assumptions) -> str:
+    """Reason for the choice, in a sentence."""
     full, step = costs[0], f"a step of {_seconds(assumed.step_s)}"
     if best is full:
         if not full.stall_s:

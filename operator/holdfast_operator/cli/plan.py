@@ -49,8 +49,9 @@ def plan(options: argparse.Namespace) -> int:
         check_memory(job, settings, None)
         return 0
     model = PlannedModel(sizes=sizes, assumed=assumptions_of(options, job, sizes))
-    found = compared(job, model)
-    console.print(plan_view(job, settings, model, found))
+    advice = compared(job, model)
+    found = advice.comparison
+    console.print(plan_view(job, settings, model, advice))
     if options.plot is not None:
         _plot(options.plot, found, model.assumed, title=job.key)
         print(f"wrote {options.plot}")

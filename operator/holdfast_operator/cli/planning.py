@@ -23,6 +23,7 @@ from holdfast_core.planning.fewer_nodes import (
 )
 from holdfast_core.planning.model_sizes import ModelSizes
 from holdfast_core.planning.policy_comparison import Assumptions, Comparison, compare_policies
+from holdfast_core.planning.recommending import Recommendation, recommend
 from holdfast_core.planning.slots import SlotsCost, compare_slots, slots_chosen
 from holdfast_core.protection.budget import NodeMemory, fits, predict
 from holdfast_core.protection.codes import code_for
@@ -42,7 +43,8 @@ from holdfast_core.quantities import format_bytes
 from holdfast_core.snapshots.layouts import PAGE_BYTES, round_up
 from holdfast_core.snapshots.membership import Redundancy
 from holdfast_operator.cli.fewer_nodes_view import fewer_nodes_view
-from holdfast_operator.cli.policy_view import comparison_view
+from holdfast_operator.cli.policy_view import comparison_view, effective_view
+from holdfast_operator.cli.seeds import generator
 from holdfast_operator.cli.sources_view import sources_view
 
 WITHOUT_WEIGHTS_TEXT = (
@@ -99,13 +101,14 @@ class PlannedModel:
         )
 
 
-def compared(job: MoETrainingJob, model: PlannedModel) -> Comparison:
-    """Compare the snapshot policies.
+def compared(job: MoETrainingJob, model: PlannedModel) -> Recommendation:
+    """Compare the snapshot policies, and simulate a training with each.
 
     Raises:
         InvalidJobError: when the model has no experts.
     """
-    return compare_policies(job, model.sizes, _groups(job), model.assumed)
+    found = compare_policies(job, model.sizes, _groups(job), model.assumed)
+    return recommend(found, job, model.assumed, generator)
 
 
 def check_memory(job: MoETrainingJob, settings: PlanSettings, found: Comparison | None) -> None:
@@ -131,12 +134,12 @@ def plan_view(
     job: MoETrainingJob,
     settings: PlanSettings,
     model: PlannedModel | None = None,
-    found: Comparison | None = None,
+    advice: Recommendation | None = None,
 ) -> RenderableType:
     """The plan as tables.
 
     Args:
-        model, found: the model, and its policies compared; None when its sizes are not known.
+        model, advice: the model, and its policies compared; None when its sizes are not known.
 
     Raises:
         InvalidJobError: when an assumption is out of range.
@@ -152,7 +155,8 @@ def plan_view(
         sizes = sorted({len(group) for group in groups})
         head += f", {len(groups)} parity groups of {' or '.join(map(str, sizes))}"
     parts: list[RenderableType] = [head, ""]
-    if model is not None and found is not None:
+    found = None if advice is None else advice.comparison
+    if model is not None and advice is not None and found is not None:
         parts.append(
             comparison_view(
                 found,
@@ -163,6 +167,7 @@ def plan_view(
                 auto=job.spec.snapshot.interval.auto,
             )
         )
+        parts += ["", effective_view(advice)]
         share_bytes = model.state_bytes / spec.nodes
         parts += ["", _slots(job, found.best.slots, share_bytes), WITHOUT_WEIGHTS_TEXT]
         if groups:

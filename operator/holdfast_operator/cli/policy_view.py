@@ -10,7 +10,15 @@ from rich.text import Text
 
 from holdfast_core.job.intervals import AUTO
 from holdfast_core.job.parsing import PolicyType
+from holdfast_core.planning.effective_time.runs import Activity
 from holdfast_core.planning.policy_comparison import Assumptions, Comparison, PolicyCost
+from holdfast_core.planning.recommending import (
+    DETECT_S,
+    FAILURES,
+    RESTART_S,
+    RUNS,
+    Recommendation,
+)
 from holdfast_core.quantities import format_bytes, format_portion
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -86,6 +94,36 @@ def comparison_view(
         "",
         *(Text(note, style="dim") for note in notes),
     )
+
+
+def effective_view(advice: Recommendation) -> RenderableType:
+    """Effective training time with each policy, and what the rest goes into."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("effective training time")
+    heads = ("simulated", "90 % of runs", "snapshots", "done again", "repairs", "tokens lost")
+    for head in heads:
+        table.add_column(head, justify="right")
+    best = advice.comparison.best
+    for cost, runs in zip(advice.comparison.costs, advice.runs, strict=True):
+        portions = runs.portions
+        repairs = portions[Activity.DETECTING] + portions[Activity.RESTARTING]
+        table.add_row(
+            name_of(cost),
+            f"{runs.ettr:.5f}",
+            f"{runs.low:.5f}-{runs.high:.5f}",
+            *(
+                format_portion(part)
+                for part in (portions[Activity.STALLED], portions[Activity.REDOING], repairs)
+            ),
+            format_portion(runs.lost_tokens),
+            style="bold green" if cost is best else None,
+        )
+    note = (
+        f"{RUNS} trainings of {FAILURES} failures with each policy, {DETECT_S:g} s until a failure "
+        f"is known and {RESTART_S:g} s"
+    )
+    more = "from there to the next step; holdfast simulate: other rates, sizes and policies"
+    return Group(table, Text(note, style="dim"), Text(more, style="dim"))
 
 
 def _recommended(found: Comparison, *, auto: bool) -> list[Text]:

@@ -4,7 +4,6 @@ same model beside the figures that papers print."""
 from __future__ import annotations
 
 import argparse
-import random
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from rich.progress import Progress
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.planning.effective_time.assumed_policies import policy_models
 from holdfast_core.planning.effective_time.goals import goal_tables
-from holdfast_core.planning.effective_time.incidents import Draw
+from holdfast_core.planning.effective_time.incidents import DrawOf
 from holdfast_core.planning.effective_time.paper_checks import (
     PaperTable,
     figure_11,
@@ -35,6 +34,7 @@ from holdfast_core.planning.effective_time.runs import (
 from holdfast_core.planning.effective_time.spot_trace import spot_tables
 from holdfast_operator.cli.job_files import load_job
 from holdfast_operator.cli.plan import COLUMNS, PLOT_SUFFIXES
+from holdfast_operator.cli.seeds import generator
 from holdfast_operator.cli.simulate_inputs import Inputs, goal_inputs, inputs_of
 from holdfast_operator.cli.simulate_view import (
     Simulated,
@@ -48,17 +48,12 @@ from holdfast_operator.cli.simulate_view import (
 SPOT_RUNS = 200
 """Draws of the nodes that a spot trace loses."""
 
-PAPERS: dict[str, Callable[[Callable[[int], Draw], int], tuple[PaperTable, ...]]] = {
+PAPERS: dict[str, Callable[[DrawOf, int], tuple[PaperTable, ...]]] = {
     "table3": table_3,
     "table7": lambda draw_of, runs: table_7(),
     "figure11": figure_11,
     "spot": lambda draw_of, runs: spot_tables(draw_of, SPOT_RUNS),
 }
-
-
-def generator(seed: int) -> Draw:
-    """A generator of its own for each seed."""
-    return random.Random(seed).random
 
 
 def simulate(options: argparse.Namespace) -> int:

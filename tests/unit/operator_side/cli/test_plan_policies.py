@@ -77,7 +77,7 @@ def test_sizes_of_ranks_and_of_the_model_lead_to_one_interval(
     by_model = printed(capsys, job, *SIZES[:4], "--step-seconds", step_s)
     rank_bytes = str((192 * 335_000_000 + 8_000_000_000) // 8)
     by_rank = printed(capsys, job, "--bytes-per-rank", rank_bytes, "--step-seconds", step_s)
-    (full,) = (line for line in by_model.splitlines() if line.startswith("Full"))
+    full, _ = (line for line in by_model.splitlines() if line.startswith("Full"))
     (row,) = (line for line in by_rank.splitlines() if line.startswith("snapshot interval"))
     every = re.sub(r"\+(\S+) s", r"\1", full).split()[6]
     assert row.split()[3] == every, (row, full)
@@ -326,7 +326,8 @@ def found() -> tuple[Comparison, Assumptions]:
     sizes = ModelSizes.even(
         layers=12, experts=16, expert_bytes=335_000_000, other_bytes=8_000_000_000
     )
-    return compared(parsed(), PlannedModel(sizes=sizes, assumed=assumed)), assumed
+    advice = compared(parsed(), PlannedModel(sizes=sizes, assumed=assumed))
+    return advice.comparison, assumed
 
 
 def test_the_picture_shows_the_table(found: tuple[Comparison, Assumptions]) -> None:
