@@ -11,7 +11,7 @@ It must not choose experts: the selections that trainers use do that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import gcd
 
 import xxhash
@@ -26,7 +26,17 @@ _BISECTIONS = 100
 
 
 def popularity(layer: MoeLayer, skew: float) -> dict[UnitKey, float]:
-    """The share of the layer's tokens that each expert receives, by a power law (MoEtion §3.1).
+    """The share of the layer's tokens that each expert receives; see `shares_of`.
+
+    Raises:
+        InvalidJobError: when `skew` is below 0.
+    """
+    return shares_of((expert.unit for expert in layer.experts), skew)
+
+
+def shares_of(experts: Iterable[UnitKey], skew: float) -> dict[UnitKey, float]:
+    """The share of a layer's tokens that each of its experts receives, by a power law (MoEtion
+    §3.1).
 
     A hash of an expert's name decides how popular it is, so that the popular experts of a layer are
     not all on one rank.
@@ -39,10 +49,7 @@ def popularity(layer: MoeLayer, skew: float) -> dict[UnitKey, float]:
     """
     if not skew >= 0:
         raise InvalidJobError(f"skew={skew}: give a number of at least 0")
-    units = sorted(
-        (expert.unit for expert in layer.experts),
-        key=lambda unit: xxhash.xxh3_64_intdigest(str(unit).encode()),
-    )
+    units = sorted(experts, key=lambda unit: xxhash.xxh3_64_intdigest(str(unit).encode()))
     weights = [(place + 1) ** -skew for place in range(len(units))]
     return {unit: weight / sum(weights) for unit, weight in zip(units, weights, strict=True)}
 

@@ -66,6 +66,7 @@ _PLAN_EPILOG = """
   holdfast plan job.yaml --node-mtbf-days 90 --days 60
   holdfast plan job.yaml --expert-bytes 335M --other-bytes 8G --step-seconds 2 --plot plan.png
   holdfast plan job.yaml --like-run /tmp/holdfast-0/default.moe --measure-copy
+  holdfast plan job.yaml --experts --seats 6 --routing-skew 1 --plot copies.png
 """
 
 _SIMULATE_EPILOG = """
@@ -273,6 +274,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "--days", type=_positive, default=30.0, metavar="D", help="of training; default %(default)s"
     )
     _add_model(parser)
+    _add_copies(parser)
     parser.set_defaults(handler=_plan)
 
 
@@ -363,6 +365,50 @@ def _add_simulated_costs(parser: argparse.ArgumentParser) -> None:
     add("--copy-bandwidth", type=_some_bytes, metavar="SIZE", help="bytes a second; default 10G")
     add("--network-bandwidth", type=_some_bytes, metavar="SIZE", help="default 2.5G")
     add("--storage-bandwidth", type=_some_bytes, metavar="SIZE", help="default 1G (CheckFreq)")
+
+
+def _add_copies(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group(
+        "to plan uneven copies of experts instead",
+        "Also used: --moe-layers, --experts-per-layer, --routing-skew, --node-mtbf-days, "
+        "--replace-seconds and --plot",
+    ).add_argument
+    add("--experts", action="store_true", help="plan copies: how many, where, what survives")
+    add(
+        "--seats",
+        type=_count,
+        metavar="N",
+        help="of a rank, for copies; default: what --min-copies needs",
+    )
+    add(
+        "--min-copies",
+        type=_count,
+        default=2,
+        metavar="F",
+        help="of each expert; default %(default)s",
+    )
+    add(
+        "--loads", type=Path, metavar="FILE", help="JSON: a list of tokens by expert for each layer"
+    )
+    add(
+        "--allocation",
+        choices=["MinMax", "Proportional"],
+        default="MinMax",
+        help="default %(default)s",
+    )
+    add(
+        "--placement",
+        choices=["Auto", "Recovery", "Balance"],
+        default="Auto",
+        help="place for survival or for equal loads; default: whichever costs less",
+    )
+    add(
+        "--fallback-seconds",
+        type=_positive,
+        default=30.0,
+        metavar="S",
+        help="lost when no copy of an expert is left, beyond other losses; default %(default)s",
+    )
 
 
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

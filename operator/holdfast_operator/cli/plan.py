@@ -9,6 +9,7 @@ from rich.console import Console
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.planning.policy_comparison import Assumptions, Comparison
+from holdfast_operator.cli.copies_plan import plan_copies
 from holdfast_operator.cli.job_files import load_job
 from holdfast_operator.cli.plan_inputs import assumptions_of, model_of, mtbf_days_of
 from holdfast_operator.cli.planning import (
@@ -18,6 +19,7 @@ from holdfast_operator.cli.planning import (
     compared,
     plan_view,
 )
+from holdfast_operator.cli.plotting import needs_matplotlib
 
 COLUMNS = 100
 """Least width of tables: in a narrower terminal lines wrap, and no number is cut off."""
@@ -32,6 +34,8 @@ def plan(options: argparse.Namespace) -> int:
             f"--plot {options.plot}: the suffix sets the format; use {', '.join(PLOT_SUFFIXES)}"
         )
     job = load_job(options.job)
+    if options.experts:
+        return plan_copies(options, job)
     node_mtbf_days, process_mtbf_days = mtbf_days_of(options, job)
     settings = PlanSettings(
         bytes_per_rank=options.bytes_per_rank,
@@ -60,12 +64,6 @@ def plan(options: argparse.Namespace) -> int:
 
 
 def _plot(path: Path, found: Comparison, assumed: Assumptions, *, title: str) -> None:
-    try:
+    with needs_matplotlib():
         from holdfast_operator.cli.plan_plot import write_plot  # noqa: PLC0415
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "matplotlib":
-            raise
-        raise InvalidJobError(
-            "--plot draws with matplotlib, which is not installed; pip install 'holdfast[cli]'"
-        ) from error
     write_plot(path, found, assumed, title=title)

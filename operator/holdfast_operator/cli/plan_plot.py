@@ -25,9 +25,18 @@ def write_plot(path: Path, found: Comparison, assumed: Assumptions, *, title: st
     Raises:
         StorageError: when the file cannot be written.
     """
+    write_figure(path, draw(found, assumed, title=title))
+
+
+def write_figure(path: Path, figure: Figure) -> None:
+    """Write `figure` into a file, in the format of its suffix.
+
+    Raises:
+        StorageError: when the file cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draw(found, assumed, title=title).savefig(path, dpi=150)
+        figure.savefig(path, dpi=150)
     except OSError as error:
         raise StorageError(f"--plot {path} cannot be written: {error.strerror}") from error
 

@@ -107,7 +107,7 @@ def compared(job: MoETrainingJob, model: PlannedModel) -> Recommendation:
     Raises:
         InvalidJobError: when the model has no experts.
     """
-    found = compare_policies(job, model.sizes, _groups(job), model.assumed)
+    found = compare_policies(job, model.sizes, parity_groups(job), model.assumed)
     return recommend(found, job, model.assumed, generator)
 
 
@@ -123,7 +123,7 @@ def check_memory(job: MoETrainingJob, settings: PlanSettings, found: Comparison 
     if found is not None:
         needed = max(cost.memory_bytes for cost in found.costs)
     elif settings.bytes_per_rank is not None:
-        nodes = _node_memory(job, _groups(job), settings.bytes_per_rank)
+        nodes = _node_memory(job, parity_groups(job), settings.bytes_per_rank)
         needed = max(node.total_bytes for node in nodes)
     else:
         return
@@ -145,7 +145,7 @@ def plan_view(
         InvalidJobError: when an assumption is out of range.
     """
     spec = job.spec
-    groups = _groups(job)
+    groups = parity_groups(job)
     fewest = f" (at least {spec.least_nodes})" if spec.may_shrink else ""
     head = (
         f"{job.key}: {spec.nodes} nodes{fewest} of {spec.nproc_per_node} ranks and "
@@ -202,7 +202,8 @@ def _slot_bytes_of(
     return None
 
 
-def _groups(job: MoETrainingJob) -> tuple[tuple[int, ...], ...]:
+def parity_groups(job: MoETrainingJob) -> tuple[tuple[int, ...], ...]:
+    """The parity groups of a job with all its nodes; none without redundancy."""
     if job.spec.redundancy.type is Redundancy.NONE:
         return ()
     domains = dict.fromkeys(range(job.spec.nodes), "")
@@ -383,7 +384,7 @@ def _interval_steps(job: MoETrainingJob, settings: PlanSettings, slots: int) -> 
 
 def _interval_row(job: MoETrainingJob, settings: PlanSettings) -> tuple[str, str, str]:
     copy_s, protect_s = _times(job, settings)
-    slots = _slots_chosen(job, _groups(job), settings.bytes_per_rank or 0)
+    slots = _slots_chosen(job, parity_groups(job), settings.bytes_per_rank or 0)
     return (
         "snapshot interval, steps",
         str(_interval_steps(job, settings, slots)),

@@ -1,0 +1,1 @@
+"""Experts with uneven numbers of copies: how many there are, and where they lie."""

@@ -1,0 +1,129 @@
+"""`holdfast plan --experts`: reads its inputs, plans the copies of experts, prints, draws."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from holdfast_core.elastic_experts.allocation import Allocation
+from holdfast_core.elastic_experts.plans import (
+    ExpertPlan,
+    ExpertRoom,
+    LossCost,
+    Placement,
+    plan_experts,
+)
+from holdfast_core.elastic_experts.survival import loss_cases
+from holdfast_core.errors import InvalidJobError, StorageError
+from holdfast_core.job.parsing import MoETrainingJob
+from holdfast_core.planning.expected_loss import shares_of
+from holdfast_core.snapshots.units import UnitKey, UnitKind
+from holdfast_operator.cli.copies_view import MemorySurvival, copies_view
+from holdfast_operator.cli.plan_inputs import mtbf_days_of
+from holdfast_operator.cli.planning import DAY_S, parity_groups
+from holdfast_operator.cli.plotting import needs_matplotlib
+
+_TOKENS = 1_000_000
+"""Tokens of a layer, where shares are given: only ratios matter."""
+_LOADS_MAX = 1_000_000_000_000
+_LOADS = msgspec.json.Decoder(list[list[int]])
+
+
+def plan_copies(options: argparse.Namespace, job: MoETrainingJob) -> int:
+    """Carry out `holdfast plan --experts`; returns the exit code.
+
+    Raises:
+        InvalidJobError: when experts do not fit the seats, or inputs contradict each other.
+        StorageError: when a file cannot be read or written.
+    """
+    for name, degree in (("tp", job.spec.parallelism.tp), ("pp", job.spec.parallelism.pp)):
+        if degree > 1:
+            raise InvalidJobError(
+                f"--experts with spec.parallelism.{name} = {degree}: copies are planned for jobs "
+                f"whose ranks each hold whole experts; that is, tp and pp of 1"
+            )
+    loads = _loads(options, job)
+    nodes, nproc = job.spec.nodes, job.spec.nproc_per_node
+    needed = -(-len(loads[0]) * min(options.min_copies, nodes) // (nodes * nproc))
+    days, _ = mtbf_days_of(options, job)
+    plan = plan_experts(
+        loads,
+        ExpertRoom(nodes=nodes, rank_seats=options.seats or needed, nproc=nproc),
+        min_copies=options.min_copies,
+        allocation=Allocation(options.allocation),
+        placement=Placement(options.placement),
+        cost=LossCost(
+            node_losses_per_s=1 / (days * DAY_S),
+            together_s=options.replace_seconds,
+            fallback_s=options.fallback_seconds,
+        ),
+    )
+    console = Console(width=max(Console().width, 100))
+    console.print(copies_view(job.key, plan, _in_memory(job, plan)))
+    if options.plot is not None:
+        with needs_matplotlib():
+            from holdfast_operator.cli.copies_plot import write_copies_plot  # noqa: PLC0415
+        write_copies_plot(options.plot, plan, title=job.key)
+        print(f"wrote {options.plot}")
+    return 0
+
+
+def _loads(options: argparse.Namespace, job: MoETrainingJob) -> list[list[int]]:
+    """Tokens of each expert of each layer."""
+    if options.loads is not None:
+        for flag, value in (
+            ("--moe-layers", options.moe_layers),
+            ("--experts-per-layer", options.experts_per_layer),
+            ("--routing-skew", options.routing_skew or None),
+        ):
+            if value is not None:
+                raise InvalidJobError(f"{flag} follows from --loads; leave it out")
+        return _loads_of(options.loads)
+    model = job.spec.model
+    layers = options.moe_layers or (model.num_moe_layers if model else None)
+    experts = options.experts_per_layer or (model.num_experts if model else None)
+    if layers is None or experts is None:
+        raise InvalidJobError(
+            "copies are planned for a model: give --moe-layers and --experts-per-layer, or "
+            "spec.model in the job, or --loads"
+        )
+    found = []
+    for layer in range(layers):
+        units = [UnitKey(layer, UnitKind.EXPERT, expert) for expert in range(experts)]
+        shares = shares_of(units, options.routing_skew)
+        found.append([round(_TOKENS * shares[unit]) for unit in units])
+    return found
+
+
+def _loads_of(path: Path) -> list[list[int]]:
+    try:
+        loads = _LOADS.decode(path.read_bytes())
+    except OSError as error:
+        raise StorageError(f"--loads {path} cannot be read: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise InvalidJobError(
+            f"--loads {path}: {error}; write a list for each layer with the tokens of each of its "
+            f"experts, like [[120, 30], [75, 75]]"
+        ) from error
+    if not loads or not all(loads):
+        raise InvalidJobError(f"--loads {path}: give at least one layer, and experts in each")
+    most = max(map(max, loads))
+    if most > _LOADS_MAX:
+        raise InvalidJobError(f"--loads {path}: {most} tokens; give at most {_LOADS_MAX}")
+    return loads
+
+
+def _in_memory(job: MoETrainingJob, plan: ExpertPlan) -> MemorySurvival | None:
+    """Survival of snapshots in memory, and of either them or live copies."""
+    groups = parity_groups(job)
+    if not groups:
+        return None
+    cases = loss_cases(plan.room.nodes)
+    fatal = cases.fatal_to_groups(groups, job.spec.redundancy.losses)
+    return MemorySurvival(
+        snapshots=cases.survival(fatal),
+        either=cases.survival(fatal.both(plan.chosen.fatal)),
+    )
