@@ -112,7 +112,7 @@ install: $(STAMP) ## Set up .venv (all other targets do this themselves)
 	@echo "Ready: .venv, with the packages in $$(<$(STAMP))"
 
 .PHONY: demo
-demo: $(STAMP) ## Watch a training job lose trainers, daemons and a node, and finish byte for byte
+demo: $(STAMP) ## Watch a training job lose trainers, a daemon and two nodes, and finish byte for byte
 	@mkdir -p build/demo
 	$(BIN)/holdfast demo --report build/demo/report.json $(ARGS)
 

@@ -245,6 +245,37 @@ def average_gradients(
     return float(mean_loss)
 
 
+def build(
+    args: argparse.Namespace, rank: int, sharing: Group, ep: int, device: torch.device
+) -> tuple[ByteLM, MasterAdamW]:
+    """The model as the seed begins it, and its optimizer."""
+    torch.manual_seed(args.seed)  # the same dense weights everywhere
+    model = ByteLM(args, ep, sharing)
+    torch.manual_seed(args.seed + 1 + rank % ep)  # other experts on each rank that shares them
+    for name, p in model.named_parameters():
+        if ".experts." in name:
+            nn.init.normal_(p, std=p.shape[1] ** -0.5)
+    model.to(device, torch.bfloat16)
+    return model, MasterAdamW(model.parameters(), lr=1e-3)
+
+
+def train_step(
+    world: elastic.World,
+    model: ByteLM,
+    optimizer: MasterAdamW,
+    bytes_BT: Tensor,
+    replicas: Group,
+    ep: int,
+) -> float:
+    """Train on one batch of each rank; return the mean loss."""
+    loss, balance = model(bytes_BT)
+    optimizer.zero_grad()
+    (loss + BALANCE_WEIGHT * balance).backward()
+    mean_loss = average_gradients(world, model, loss, replicas, ep)
+    optimizer.step()
+    return mean_loss
+
+
 @torch.no_grad()
 def held_out_loss(model: ByteLM, moes: list[MoE], passages_PT: Tensor, batch: int) -> float:
     """Loss in nats per byte, with capacity for every token, so that a passage's loss does not
@@ -312,16 +343,7 @@ def main(argv: list[str] | None = None) -> None:
     sharing = world.group(lambda size: [range(at, at + ep) for at in range(0, size, ep)])
     replicas = world.group(lambda size: [range(at, size, ep) for at in range(ep)])
 
-    torch.manual_seed(args.seed)  # the same dense weights everywhere
-    model = ByteLM(args, ep, sharing)
-    torch.manual_seed(
-        args.seed + 1 + world.rank % ep
-    )  # other experts on each rank that shares them
-    for name, p in model.named_parameters():
-        if ".experts." in name:
-            nn.init.normal_(p, std=p.shape[1] ** -0.5)
-    model.to(device, torch.bfloat16)
-    optimizer = MasterAdamW(model.parameters(), lr=1e-3)
+    model, optimizer = build(args, world.rank, sharing, ep, device)
     data = Passages(args.seq + 1, args.held_out)
     sampler = holdfast.RecoverableSampler(
         data, rank=world.rank, replicas=world.size, seed=args.seed
@@ -343,16 +365,13 @@ def main(argv: list[str] | None = None) -> None:
             for layer, moe in enumerate(moes):
                 moe.factors = session.capacity_factors(layer, args.experts)
                 moe.room = session.capacity_room
-            loss, balance = model(bytes_BT.to(device))
-            optimizer.zero_grad()
-            (loss + BALANCE_WEIGHT * balance).backward()
-            mean_loss = average_gradients(world, model, loss, replicas, ep)
-            optimizer.step()
+            mean_loss = train_step(world, model, optimizer, bytes_BT.to(device), replicas, ep)
             sampler.advance(len(bytes_BT))
             for layer, moe in enumerate(moes):
                 session.count_tokens(layer, moe.routed_E, CHOICES * len(bytes_BT) * args.seq)
             line: dict[str, Any] = {"step": step, "loss": mean_loss, "time": time.time()}
             line |= {"epoch": session.epoch, "lost": session.counters.loss.lost}
+            line["ranks"] = world.size
             line["boosted"] = sum(factor > 1 for moe in moes for factor in moe.factors)
             if args.held_out and step > 0.9 * args.steps and step % 5 == 0:
                 line["held_out"] = held_out_loss(model, moes, data.held_out_PT, args.batch)

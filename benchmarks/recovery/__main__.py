@@ -3,7 +3,10 @@
 The example trains on four virtual nodes and a spare. A rank is killed, then a node with its memory,
 in runs with --stay and without, alternating. From the kill to the next completed step each phase is
 timed. The node is killed once an agent waits on the spare, as in a job that has trained for a
-while. In further runs a node is lost while there is no spare, and the job goes on with three.
+while. Then the control loop ends. Training must go on without it; only a control loop begins an
+epoch, so a rank that is killed now is waited for until the next one starts, two seconds after the
+kill. What is timed is all of that, from the kill. In further runs a node is lost while there is no
+spare, and the job goes on with three.
 
 In every run the processes that should have stayed must have, and the others not, and the final
 state must have the bytes of an undisturbed run. With three nodes it cannot: batches and sums are

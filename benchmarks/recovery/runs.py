@@ -1,7 +1,8 @@
 """Runs of the example on four virtual nodes, disturbed by SIGKILL.
 
-A run with a spare has two faults: first a rank is killed, later a node with all its processes and
-its memory. A run without one loses a node, and goes on with the three that are left.
+A run with a spare has three faults: first a rank is killed, later a node with all its processes and
+its memory, and last a rank again, while the control loop is away. A run without a spare loses a
+node, and goes on with the three that are left.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import yaml
 
 from benchmarks.recovery import traces
 from benchmarks.recovery.traces import Traces
+from holdfast_core.errors import UnreachableError
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
 from holdfast_operator.local import LocalCluster, LocalSettings, Status
 from holdfast_operator.reconciler.counters import Outcome
@@ -28,6 +30,11 @@ RANKS = 4
 """Ranks of the example's job, one on each node."""
 EXPERTS, LAYERS = 8, 2
 MODEL = ("--dim", "64", "--layers", f"{LAYERS}", "--experts", f"{EXPERTS}", "--batch", "1")
+AWAY_S = 2.0
+"""Seconds from a fault that happens while the control loop is away until the next one starts."""
+LOOK_S = 0.05
+ALONE_STEPS = 10
+"""Least number of steps that training must complete without a control loop."""
 WITHIN_S = 120.0
 """Upper limit for whatever a run waits for, the start of all processes included."""
 
@@ -47,14 +54,23 @@ class Kind(StrEnum):
     """A node, while a spare is ready."""
     FEWER = "fewer"
     """A node, while there is no spare: the job goes on with fewer nodes."""
+    AWAY = "away"
+    """A rank, while there is no control loop. Training has gone on without it; what is lost waits
+    for the next one, because only it begins an epoch."""
 
     @property
     def words(self) -> str:
         """The fault in words."""
-        return "node lost, no spare" if self is Kind.FEWER else f"{self} lost"
+        match self:
+            case Kind.FEWER:
+                return "node lost, no spare"
+            case Kind.AWAY:
+                return f"rank lost, control loop back {AWAY_S:g} s later"
+            case _:
+                return f"{self} lost"
 
 
-WITH_SPARE = (Kind.RANK, Kind.NODE)
+WITH_SPARE = (Kind.RANK, Kind.NODE, Kind.AWAY)
 """Faults of a run with a spare."""
 
 
@@ -95,6 +111,11 @@ class Plan:
         return RANKS, *(RANKS - (kind is Kind.FEWER) for kind in self.kinds)
 
     @property
+    def log(self) -> Path:
+        """The example's log of its steps."""
+        return self.folder / "steps.jsonl"
+
+    @property
     def workers(self) -> Path:
         """Folder of the workers' messages."""
         return self.folder / "workers"
@@ -124,7 +145,7 @@ def make_job(plan: Plan) -> MoETrainingJob:
     container["command"] = ["python", str(WORKER), str(plan.workers)]
     container["args"] = [
         *(*MODEL, "--seq", "64", "--steps", str(plan.steps)),
-        *("--log-file", str(plan.folder / "steps.jsonl")),
+        *("--log-file", str(plan.log)),
         *("--hash-file", str(plan.folder / "sha256")),
         *(["--stay"] if plan.mode is Mode.STAY else []),
         *(["--ep", "1", "--hash-steps"] if plan.fewer else []),
@@ -145,35 +166,74 @@ def carry_out(plan: Plan) -> Run:
 async def _carry_out(plan: Plan) -> Run:
     faults = []
     run_directory = plan.folder / "run"
-    async with LocalCluster(make_job(plan), LocalSettings(directory=run_directory)) as cluster:
+    job, settings = make_job(plan), LocalSettings(directory=run_directory)
+    cluster, events = LocalCluster(job, settings), []
+    await cluster.start()
+    try:
         for number, kind in enumerate(plan.kinds, 1):
             at_step = number * plan.steps // (len(plan.kinds) + 2)
-            faults.append(await _disturb(cluster, plan.rank, kind, at_step))
+            status = await _ready(cluster, kind, at_step)
+            if kind is Kind.AWAY:
+                await cluster.detach()
+                await _train_alone(plan)
+            faults.append(await _disturb(cluster, status, plan.rank, kind))
+            if kind is Kind.AWAY:
+                await asyncio.sleep(AWAY_S)
+                events += cluster.events
+                cluster = LocalCluster(job, settings)
+                await cluster.start()
         outcome = await cluster.finished(timeout_s=WITHIN_S)
-        events = tuple(cluster.events)
+        events += cluster.events
+    finally:
+        await cluster.stop()
     hash_file = plan.folder / "sha256"
     complete = outcome is Outcome.COMPLETE and hash_file.exists()
-    steps = plan.folder / "steps.jsonl"
     return Run(
         mode=plan.mode,
         sha256=hash_file.read_text().strip() if complete else "",
         faults=tuple(faults),
-        traces=traces.read(run_directory, plan.workers, steps, events, plan.ranks),
+        traces=traces.read(run_directory, plan.workers, plan.log, tuple(events), plan.ranks),
     )
 
 
-async def _disturb(cluster: LocalCluster, rank: int, kind: Kind, at_step: int) -> Fault:
-    """Kill a rank or its node, once all ranks have completed `at_step`, a snapshot of this epoch is
-    protected and, before a node is killed, an agent is ready on the spare."""
-    status = await cluster.wait_for(
-        lambda status: _completed(status, at_step) and (kind is Kind.RANK or _has_standby(status)),
+async def _ready(cluster: LocalCluster, kind: Kind, at_step: int) -> Status:
+    """Wait until all ranks have completed `at_step`, a snapshot of this epoch is protected and,
+    before a node is killed, an agent is ready on the spare."""
+    needs_standby = kind in (Kind.NODE, Kind.FEWER)
+    return await cluster.wait_for(
+        lambda status: _completed(status, at_step) and (not needs_standby or _has_standby(status)),
         timeout_s=WITHIN_S,
         what=f"step {at_step}",
     )
+
+
+async def _train_alone(plan: Plan) -> None:
+    """Wait until training has completed ALONE_STEPS steps.
+
+    Raises:
+        UnreachableError: it has not in WITHIN_S.
+    """
+
+    def logged() -> int:
+        return plan.log.read_bytes().count(b"\n")
+
+    before = logged()
+    try:
+        async with asyncio.timeout(WITHIN_S):
+            while logged() < before + ALONE_STEPS:
+                await asyncio.sleep(LOOK_S)
+    except TimeoutError:
+        raise UnreachableError(
+            f"training completed {logged() - before} steps in {WITHIN_S:g} s without a control loop"
+        ) from None
+
+
+async def _disturb(cluster: LocalCluster, status: Status, rank: int, kind: Kind) -> Fault:
+    """Kill a rank or its node."""
     member = status.member_of(rank)
     assert member is not None
     at = time.time()
-    if kind is Kind.RANK:
+    if kind in (Kind.RANK, Kind.AWAY):
         await cluster.kill_rank(rank)
     else:
         await cluster.kill_node(member.node)

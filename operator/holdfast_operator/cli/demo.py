@@ -1,9 +1,17 @@
-"""`holdfast demo`: a real training job loses two trainers, a daemon and a node, and finishes with
-the bytes of an undisturbed run.
+"""`holdfast demo`: a real training job loses two trainers, a daemon, a node and then another node
+while no spare is left, goes on with three nodes, grows again when the node is back, and finishes
+with the bytes of a run without faults.
 
-The job and its trainer are those of `examples/moe-job.yaml`, on virtual nodes of this machine. The
-faults are real signals to real processes. The demo uses nothing that a user's script could not: it
-reads the status of the run and its daemons, and the trainer's log.
+The job and its trainer are those of `examples/moe-job.yaml`, on virtual nodes of this machine, with
+two ranks on each, which share the experts: so each node has all of them, and the job can do with
+three. The faults are real signals to real processes. The demo uses nothing that a user's script
+could not: it reads the status of the run and its daemons, and the trainer's log.
+
+A world with fewer ranks trains on other batches and adds in another order, so a run that never had
+fewer ends with other bytes. The run to compare with is therefore `examples/replay_moe.py`, which
+trains as many steps with as many ranks each, in plain torch.distributed, and neither saves nor
+restores. With a policy that leaves experts out a job cannot shrink: then the last fault is left
+out, and a run of the same job without faults is compared by its loss.
 """
 
 from __future__ import annotations
@@ -12,6 +20,7 @@ import argparse
 import asyncio
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
@@ -24,7 +33,14 @@ import grpc
 import msgspec
 import yaml
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from holdfast_core.errors import HoldfastError, InvalidJobError, UnreachableError
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
@@ -35,12 +51,15 @@ from holdfast_operator.cli.demo_report import (
     FaultReport,
     Injected,
     LoggedStep,
+    WorldReport,
     account,
+    history,
     loss_difference,
     partial_verdict,
     read_log,
     table,
     versions,
+    worlds_of,
     write,
 )
 from holdfast_operator.cli.show import event_text
@@ -53,6 +72,9 @@ from holdfast_protos.identity import is_insecure
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 STEPS, QUICK_STEPS = 150, 60
+RANKS_PER_NODE, NODES_MIN = 2, 3
+EXPERTS = 8
+JOIN_WAIT_S = 1.0
 POLL_S = 0.05
 CATCH_S = 60.0
 """Seconds to try to stop a rank at the point that the script asks for."""
@@ -60,6 +82,7 @@ RECOVERY_S = 120.0
 """Limit for a recovery: a fault that training has not survived by then counts as not survived."""
 RUN_S = 600.0
 SUCCESS, FAILURE = 0, 1
+FULL = "Full"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +95,8 @@ class Fault:
     inject: Callable[[DemoRun], Awaitable[tuple[float, str]]]
     """Injects the fault; returns its time (seconds since the Unix epoch), and what was hit, in
     words."""
+    returns: bool = False
+    """Whether the node that was lost comes back once training has gone on without it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +120,8 @@ class DemoRun:
         self.log_file, self.hash_file = folder / "log.jsonl", folder / "sha256"
         self._screen, self._steps = screen, steps
         self._line = screen.add_task(name, total=steps, note="starting processes")
+        self.lost: list[str] = []
+        """Nodes that were killed and are not back."""
         settings = LocalSettings(directory=folder, insecure=is_insecure(given()))
         self.cluster = LocalCluster(job, settings, on_event=self._show)
 
@@ -103,11 +130,7 @@ class DemoRun:
 
     def log(self) -> list[LoggedStep]:
         """Read the steps so far, and bring the screen up to date."""
-        log = read_log(self.log_file)
-        if log:
-            note = f"loss {log[-1].loss:.3f}"
-            self._screen.update(self._line, completed=log[-1].step, note=note)
-        return log
+        return shown_log(self.log_file, self._screen, self._line)
 
     async def until(
         self, condition: Callable[[list[LoggedStep]], bool], timeout_s: float
@@ -134,6 +157,8 @@ class DemoRun:
                 done = await self._inject(fault)
                 injected.append(done)
                 faults.append(await self._survive(done))
+                if fault.returns:
+                    await cluster.start_node(self.lost.pop())
             log = await self.until(lambda _: False, RUN_S)
             outcome = await cluster.finished(timeout_s=RUN_S)
             if outcome is Outcome.FAILED:
@@ -205,40 +230,45 @@ async def _demo(options: argparse.Namespace, work: Path, console: Console) -> bo
         TextColumn("{task.fields[note]:<18}"),
         TimeElapsedColumn(),
     )
+    full = options.policy == FULL
+    script = (*SCRIPT, WITHOUT_SPARE) if full else SCRIPT
     with Progress(*columns, console=console) as screen:
         console.print(
-            f"A run without faults, then the same run with {len(SCRIPT)}; {steps} steps each. "
+            f"A run with {len(script)} faults, then the same without; {steps} steps each. "
             + ("All processes start again." if options.restart else "Processes not lost stay.")
         )
-        folder, stay = work / "undisturbed", not options.restart
-        job = demo_job(folder, steps, options.policy, stay=stay)
-        undisturbed = await DemoRun("undisturbed run", job, folder, screen, steps).carry_out(())
-        folder = work / "faults"
-        job = demo_job(folder, steps, options.policy, stay=stay)
-        disturbed = await DemoRun("run with faults", job, folder, screen, steps).carry_out(SCRIPT)
+
+        def demo_run(name: str) -> DemoRun:
+            folder = work / name.replace(" ", "-")
+            job = demo_job(folder, steps, options.policy, stay=not options.restart)
+            return DemoRun(name, job, folder, screen, steps)
+
+        run = demo_run("run with faults")
+        disturbed = await run.carry_out(script)
+        worlds = worlds_of(disturbed.log)
+        if full and not disturbed.sha256:
+            undisturbed = RunResult(sha256="", log=[], injected=[], faults=[])
+        elif full:
+            undisturbed = await replay(worlds, work / "replay", screen, steps)
+        else:
+            undisturbed = await demo_run("undisturbed run").carry_out(())
+    spec = run.cluster.job.spec
     report = DemoReport(
         final_state_sha256=disturbed.sha256,
         fault_free_sha256=undisturbed.sha256,
         equal=bool(disturbed.sha256) and disturbed.sha256 == undisturbed.sha256,
         steps=steps,
-        nodes=job.spec.nodes,
-        spares=job.spec.failure_policy.spares,
+        nodes=spec.nodes,
+        spares=spec.failure_policy.spares,
         duration_seconds=round(time.monotonic() - began, 1),
         faults=tuple(disturbed.faults),
         versions=versions(),
         policy=options.policy,
         loss_difference=loss_difference(undisturbed.log, disturbed.log),
         lost_tokens=disturbed.log[-1].lost if disturbed.log else 0.0,
+        worlds=worlds,
     )
-    console.print(table(report))
-    for name, sha256 in (("undisturbed", undisturbed.sha256), ("with faults", disturbed.sha256)):
-        console.print(f"{name}: {sha256 or 'no final state'}", highlight=False, soft_wrap=True)
-    if report.equal:
-        console.print("[bold green]The same bytes.[/] Nothing was lost but time.")
-    elif report.policy != "Full":
-        console.print(partial_verdict(report))
-    else:
-        console.print("[bold red]The bytes differ.[/] This is a defect; please report it.")
+    show(console, report)
     if options.report is not None:
         picture = write(
             report,
@@ -251,10 +281,65 @@ async def _demo(options: argparse.Namespace, work: Path, console: Console) -> bo
     return report.success
 
 
-def demo_job(
-    folder: Path, steps: int, policy: str = "Full", *, stay: bool = False
-) -> MoETrainingJob:
-    """The job of the examples, with its log and hash in `folder`.
+def show(console: Console, report: DemoReport) -> None:
+    """Print the table of faults, the hashes, and what they mean."""
+    console.print(table(report))
+    names = ("without faults", report.fault_free_sha256), ("with faults", report.final_state_sha256)
+    for name, sha256 in names:
+        console.print(f"{name}: {sha256 or 'no final state'}", highlight=False, soft_wrap=True)
+    if report.policy != FULL:
+        console.print(partial_verdict(report))
+        return
+    if report.equal:
+        console.print("[bold green]The same bytes.[/] Nothing was lost but time.")
+    else:
+        console.print("[bold red]The bytes differ.[/] This is a defect; please report it.")
+    console.print(history(report), highlight=False)
+
+
+def shown_log(log_file: Path, screen: Progress, line: TaskID) -> list[LoggedStep]:
+    """Read the steps so far, and bring their line on the screen up to date."""
+    log = read_log(log_file)
+    if log:
+        screen.update(line, completed=log[-1].step, note=f"loss {log[-1].loss:.3f}")
+    return log
+
+
+async def replay(
+    worlds: tuple[WorldReport, ...], folder: Path, screen: Progress, steps: int
+) -> RunResult:
+    """Train in `worlds` one after the other without Holdfast and without faults. Its result has no
+    hash where this failed."""
+    folder.mkdir()
+    log_file, hash_file = folder / "log.jsonl", folder / "sha256"
+    line = screen.add_task("without faults", total=steps, note="starting processes")
+    command = [
+        *(sys.executable, str(EXAMPLES / "replay_moe.py")),
+        *("--worlds", *(f"{world.ranks}x{world.steps}" for world in worlds)),
+        *_arguments(folder, steps, FULL),
+    ]
+    with (folder / "output").open("wb") as output:
+        process = await asyncio.create_subprocess_exec(*command, stdout=output, stderr=output)
+        ended = asyncio.ensure_future(process.wait())
+        try:
+            async with asyncio.timeout(RUN_S):
+                while not ended.done():
+                    shown_log(log_file, screen, line)
+                    await asyncio.wait([ended], timeout=POLL_S)
+        finally:
+            if not ended.done():
+                process.kill()
+            await ended
+    if process.returncode != 0:
+        screen.console.print(f"the run without faults failed: {folder / 'output'}")
+    sha256 = hash_file.read_text().strip() if hash_file.exists() else ""
+    log = shown_log(log_file, screen, line)
+    return RunResult(sha256=sha256, log=log, injected=[], faults=[])
+
+
+def demo_job(folder: Path, steps: int, policy: str = FULL, *, stay: bool = False) -> MoETrainingJob:
+    """The job of the examples, with its log and hash in `folder`. With full snapshots it can go on
+    with three nodes.
 
     Args:
         stay: whether processes stay when others are lost.
@@ -268,16 +353,28 @@ def demo_job(
             f"{EXAMPLES} holds no example job; run the demo from a clone of the repository"
         )
     job: dict[str, Any] = yaml.safe_load(document.read_text(encoding="utf-8"))
-    job["spec"].setdefault("snapshot", {})["policy"] = {"type": policy}
-    container = job["spec"]["trainer"]["template"]["spec"]["containers"][0]
+    spec = job["spec"]
+    spec.setdefault("snapshot", {})["policy"] = {"type": policy}
+    if policy == FULL:
+        spec |= {"minNodes": NODES_MIN, "nprocPerNode": RANKS_PER_NODE}
+        spec["parallelism"] = {"dp": spec["nodes"] * RANKS_PER_NODE, "ep": RANKS_PER_NODE}
+        spec["model"]["numExperts"] = EXPERTS
+        spec["failurePolicy"]["joinWaitSeconds"] = JOIN_WAIT_S
+    container = spec["trainer"]["template"]["spec"]["containers"][0]
     container["command"] = ["python", str(script)]
-    container["args"] = [
+    container["args"] = [*_arguments(folder, steps, policy), *["--stay"][:stay]]
+    return parse_job(job)
+
+
+def _arguments(folder: Path, steps: int, policy: str) -> list[str]:
+    """Arguments of the trainer."""
+    model = ("--ep", str(RANKS_PER_NODE), "--batch", "1", "--experts", str(EXPERTS))
+    return [
         *("--steps", str(steps)),
         *("--log-file", str(folder / "log.jsonl")),
         *("--hash-file", str(folder / "sha256")),
-        *["--stay"][:stay],
+        *(model if policy == FULL else ()),
     ]
-    return parse_job(job)
 
 
 # --- the script -----------------------------------------------------------------------------------
@@ -311,12 +408,26 @@ async def _kill_node(run: DemoRun) -> tuple[float, str]:
     return at, f"node {node} and its memory"
 
 
+async def _kill_node_without_spare(run: DemoRun) -> tuple[float, str]:
+    status = run.cluster.status
+    if any(node.role == "spare" and node.connected for node in status.nodes):
+        raise UnreachableError("a spare is left, so the job would not shrink; run the demo again")
+    node, at = status.members[1].node, time.time()
+    await run.cluster.kill_node(node)
+    run.lost.append(node)
+    return at, f"node {node}, no spare left"
+
+
 SCRIPT = (
-    Fault(kind="kill-rank", at=0.2, inject=_kill_in_step),
-    Fault(kind="kill-rank-mid-copy", at=0.4, inject=_kill_in_copy),
-    Fault(kind="kill-daemon", at=0.6, inject=_kill_daemon),
-    Fault(kind="kill-node", at=0.75, inject=_kill_node),
+    Fault(kind="kill-rank", at=0.12, inject=_kill_in_step),
+    Fault(kind="kill-rank-mid-copy", at=0.24, inject=_kill_in_copy),
+    Fault(kind="kill-daemon", at=0.36, inject=_kill_daemon),
+    Fault(kind="kill-node", at=0.48, inject=_kill_node),
 )
+WITHOUT_SPARE = Fault(
+    kind="kill-node-without-spare", at=0.6, inject=_kill_node_without_spare, returns=True
+)
+"""The fifth fault, for jobs that can go on with fewer nodes."""
 
 
 async def _catch(run: DemoRun, rank: int, *, writing: bool) -> str:

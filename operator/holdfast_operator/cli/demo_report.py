@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from holdfast_core.states import RestoreSource
 from holdfast_operator.local import Recovery, TimedEvent
 from holdfast_operator.reconciler.views import EventReason
 
-UNDISTURBED, DISTURBED, FAULT = "#8a8f98", "#1f6feb", "#c0392b"
+UNDISTURBED, DISTURBED, FAULT, FEWER = "#8a8f98", "#1f6feb", "#c0392b", "#e0a030"
 SOURCES = {
     RestoreSource.LIVE: "live",
     RestoreSource.LOCAL: "memory",
@@ -51,6 +51,8 @@ class LoggedStep(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     lost: float = 0.0
     """Portion of all routed tokens that recoveries have lost to experts (PLT)."""
+    ranks: int = 0
+    """Number of ranks that trained."""
 
 
 _LOGGED_STEP = msgspec.json.Decoder(LoggedStep)
@@ -89,6 +91,19 @@ class FaultReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class WorldReport:
+    """Consecutive steps that equally many ranks trained, and that no recovery undid."""
+
+    ranks: int
+    first: int
+    last: int
+
+    @property
+    def steps(self) -> int:
+        return self.last - self.first + 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DemoReport:
     """Report of the whole demo."""
 
@@ -106,6 +121,8 @@ class DemoReport:
     """Difference of the loss over the last steps, disturbed against undisturbed, as a fraction."""
     lost_tokens: float = 0.0
     """Portion of all routed tokens that recoveries lost to experts (PLT)."""
+    worlds: tuple[WorldReport, ...] = ()
+    """Numbers of ranks that trained, one after the other. The run without faults had the same."""
 
     @property
     def success(self) -> bool:
@@ -156,6 +173,28 @@ def account(
         recovery_seconds=None if first is None else round(first.time - fault.time, 3),
         source=caused[-1].source if caused else RestoreSource.LOCAL,
     )
+
+
+def worlds_of(log: Sequence[LoggedStep]) -> tuple[WorldReport, ...]:
+    """Numbers of ranks that trained the steps that count. Where a step was run again after a
+    recovery, its last run does."""
+    newest = {line.step: line.ranks for line in log}
+    found: list[WorldReport] = []
+    for step, ranks in sorted(newest.items()):
+        if found and found[-1].ranks == ranks:
+            found[-1] = replace(found[-1], last=step)
+        else:
+            found.append(WorldReport(ranks=ranks, first=step, last=step))
+    return tuple(found)
+
+
+def history(report: DemoReport) -> str:
+    """What was compared, in words."""
+    worlds = [f"{w.ranks} ranks in steps {w.first} to {w.last}" for w in report.worlds]
+    text = f"Both runs had {', '.join(worlds)}"
+    if len(report.worlds) == 2:
+        text += "; the node was not back before the end"
+    return f"{text}. The one without faults used no Holdfast."
 
 
 def loss_difference(
@@ -254,12 +293,13 @@ def plot(
         f"A Mixture-of-Experts job on {report.nodes} nodes and {report.spares} spare: {verdict}"
     )
     for axes, field, label in ((loss, "loss", "loss (nats per byte)"), (step, "step", "step")):
-        _curve(axes, undisturbed, field, UNDISTURBED, "undisturbed run", 2.6)
+        _curve(axes, undisturbed, field, UNDISTURBED, "run without faults", 2.6)
         _curve(axes, disturbed, field, DISTURBED, "run with faults", 1.4)
         axes.set_ylabel(label)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     if disturbed:
+        _shade_fewer((loss, step), disturbed)
         _mark(loss, step, report.faults, injected, disturbed[0].time)
     step.set_xlabel("seconds since the first completed step")
     if undisturbed or disturbed:
@@ -280,6 +320,17 @@ def _curve(
             linewidth=width,
             label=None if number else label,
         )
+
+
+def _shade_fewer(both: Sequence[Axes], log: Sequence[LoggedStep]) -> None:
+    """Shade the time in which fewer ranks trained."""
+    most = max(line.ranks for line in log)
+    fewer = [line for line in log if line.ranks < most]
+    if fewer:
+        since, until = fewer[0].time - log[0].time, fewer[-1].time - log[0].time
+        for number, axes in enumerate(both):
+            label = None if number else f"{fewer[0].ranks} of {most} ranks"
+            axes.axvspan(since, until, color=FEWER, alpha=0.25, label=label)
 
 
 def _mark(

@@ -412,7 +412,7 @@ def _add_copies(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    text = "Train a small MoE model, kill it in four ways, compare with an undisturbed run."
+    text = "Train a small MoE model, kill it in five ways, compare with a run without faults."
     parser = _add(commands, "demo", text, "  holdfast demo --report build/demo/report.json\n")
     add = parser.add_argument
     add("--report", type=Path, metavar="FILE", help="write a JSON report, and a plot beside it")
@@ -422,8 +422,9 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "--policy",
         choices=["Full", "PartialExperts", "Selective"],
         default="Full",
-        help="what snapshots capture; unless it is Full, some experts return to older versions "
-        "and losses are compared instead of bytes (default %(default)s)",
+        help="what snapshots capture; unless it is Full, some experts return to older versions, "
+        "losses are compared instead of bytes, and a spare is left for every node that is lost "
+        "(default %(default)s)",
     )
     add(
         "--restart",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from holdfast_core.job.parsing import check_supported
-from holdfast_operator.cli.demo import EXAMPLES, SCRIPT, demo_job
+from holdfast_operator.cli.demo import EXAMPLES, SCRIPT, WITHOUT_SPARE, demo_job
 from holdfast_operator.cli.main import build_parser
 
 
@@ -18,6 +18,7 @@ def test_the_demo_runs_the_example_with_a_spare_and_parity(tmp_path: Path) -> No
     assert str(tmp_path / "log.jsonl") in job.command
     assert job.spec.failure_policy.spares == 1
     assert job.group_size == 4
+    assert job.spec.parallelism.dp == job.spec.nodes * job.spec.nproc_per_node
 
 
 def test_the_demo_keeps_processes_that_are_not_lost_unless_it_is_to_restart_them(
@@ -38,6 +39,19 @@ def test_the_demo_runs_under_each_policy(policy: str, tmp_path: Path) -> None:
 
 
 def test_the_script_of_faults_is_the_promised_one() -> None:
-    kinds = [fault.kind for fault in SCRIPT]
-    assert kinds == ["kill-rank", "kill-rank-mid-copy", "kill-daemon", "kill-node"]
-    assert [fault.at for fault in SCRIPT] == sorted(fault.at for fault in SCRIPT)
+    script = (*SCRIPT, WITHOUT_SPARE)
+    assert [fault.kind for fault in script] == [
+        "kill-rank",
+        "kill-rank-mid-copy",
+        "kill-daemon",
+        "kill-node",
+        "kill-node-without-spare",
+    ]
+    assert [fault.at for fault in script] == sorted(fault.at for fault in script)
+    assert [fault.returns for fault in script] == [False] * 4 + [True]
+
+
+def test_the_demo_goes_on_with_fewer_nodes_where_its_policy_lets_it(tmp_path: Path) -> None:
+    full, partial = demo_job(tmp_path, 10).spec, demo_job(tmp_path, 10, "PartialExperts").spec
+    assert (full.nodes, full.least_nodes) == (4, 3)
+    assert partial.least_nodes == partial.nodes == 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -14,10 +15,14 @@ from holdfast_operator.cli.demo_report import (
     FaultReport,
     Injected,
     LoggedStep,
+    WorldReport,
     account,
+    history,
+    plot,
     read_log,
     table,
     versions,
+    worlds_of,
     write,
 )
 from holdfast_operator.local import Recovery, TimedEvent
@@ -101,6 +106,36 @@ def make_report(*, equal: bool = True) -> DemoReport:
 def test_the_demo_succeeds_with_equal_bytes_and_every_fault_survived() -> None:
     assert make_report().success
     assert not make_report(equal=False).success
+
+
+def ranks_of(ranks: int, *steps: int) -> list[LoggedStep]:
+    return [LoggedStep(step=s, loss=4.0, time=100.0 + s, epoch=1, ranks=ranks) for s in steps]
+
+
+def test_the_worlds_are_those_of_the_steps_that_no_recovery_undid() -> None:
+    shrunk = [*ranks_of(8, 1, 2, 3, 4), *ranks_of(6, 3, 4, 5), *ranks_of(8, 5, 6)]
+    assert worlds_of(shrunk) == (
+        WorldReport(ranks=8, first=1, last=2),
+        WorldReport(ranks=6, first=3, last=4),
+        WorldReport(ranks=8, first=5, last=6),
+    )
+    assert [world.steps for world in worlds_of(shrunk)] == [2, 2, 2]
+    assert worlds_of([]) == ()
+
+
+def test_the_verdict_names_what_both_runs_trained() -> None:
+    log = [*ranks_of(8, 1, 2), *ranks_of(6, 3)]
+    text = history(replace(make_report(), worlds=worlds_of(log)))
+    assert "8 ranks in steps 1 to 2, 6 ranks in steps 3 to 3" in text
+    assert "not back before the end" in text
+    grown = replace(make_report(), worlds=worlds_of([*log, *ranks_of(8, 4)]))
+    assert "not back" not in history(grown)
+
+
+def test_the_time_with_fewer_ranks_is_shaded_in_the_plot() -> None:
+    log = [*ranks_of(8, 1, 2), *ranks_of(6, 3, 4), *ranks_of(8, 5)]
+    axes, _ = plot(replace(make_report(), faults=()), log, log, []).axes
+    assert "6 of 8 ranks" in axes.get_legend_handles_labels()[1]
 
 
 def test_the_report_is_json_with_a_plot_beside_it(tmp_path: Path) -> None:
