@@ -178,6 +178,18 @@ def save_every(steps: int) -> None:
     ProtectedSession.save = sometimes  # type: ignore[method-assign]
 
 
+def watch_calls(faults: Faults) -> None:
+    """Make the calls of a recovery and of a save points."""
+    faults.before(GrpcClient, "grant", "before-grant", "after-grant")
+    faults.before(GrpcClient, "commit", "before-commit", "after-commit")
+    faults.before(GrpcClient, "restore", "before-restore", "after-restore")
+    faults.before(groups, "leave", "before-leave", "after-leave")
+    faults.before(groups.MeetingPoint, "form", "before-form", "after-form")
+    faults.before(World, "stand", "before-stand", "after-stand")
+    faults.before(live.HandOver, "run", "before-hand-over", "after-hand-over")
+    faults.before(live, "scatter", "before-scatter", "after-scatter")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, required=True)
@@ -189,15 +201,7 @@ def main() -> None:
     rank = int(os.environ["RANK"])
     faults = Faults(args.directory, rank)
     faults.at("start")
-    faults.before(GrpcClient, "grant", "before-grant", "after-grant")
-    faults.before(GrpcClient, "commit", "before-commit", "after-commit")
-    faults.before(GrpcClient, "restore", "before-restore", "after-restore")
-    faults.before(groups, "leave", "before-leave", "after-leave")
-    faults.before(groups.MeetingPoint, "form", "before-form", "after-form")
-
-    faults.before(live.HandOver, "run", "before-hand-over")
-    faults.before(live, "scatter", "before-scatter", "after-scatter")
-    faults.before(World, "stand", "before-stand", "after-stand")
+    watch_calls(faults)
     save_every(args.every)
 
     world = holdfast.elastic.init("gloo")

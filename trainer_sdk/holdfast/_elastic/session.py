@@ -55,7 +55,7 @@ def check_staying(model: nn.Module) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldState:
     """Training state that this process has between two steps."""
 
     step: int | None = None
@@ -66,7 +66,7 @@ class Held:
     """Whether gradients may be part of it, because no optimizer stepped in the newest step."""
 
 
-class Body:
+class StepBody:
     """The body of a step, from its beginning to its end."""
 
     def __init__(self, step: int) -> None:
@@ -136,8 +136,8 @@ class ElasticSession(Session):
         self._cause: Exception | None = None
         self._saves = False
         """Whether the loop of `steps` saves."""
-        self._held = Held()
-        self._body: Body | None = None
+        self._held = HeldState()
+        self._body: StepBody | None = None
         """The step whose body runs, or was cut off."""
         self._verdict: StandingVerdict | None = None
         """Verdict of the next world that was reached within a step."""
@@ -172,7 +172,7 @@ class ElasticSession(Session):
 
     def begin(self, step: int) -> None:
         """Note the state before `step`; see `Runner`."""
-        self._body = Body(step)
+        self._body = StepBody(step)
         if self._votes and isinstance(self._session, ProtectedSession):
             self._body.note(self._session)
 
@@ -197,7 +197,7 @@ class ElasticSession(Session):
                 return False
         elif self._world.ended:
             return False
-        self._held, self._body = Held(step, adds_up=not body.stepped), None
+        self._held, self._body = HeldState(step, adds_up=not body.stepped), None
         if self._world.ended:
             return False
         self._session.save(step)
@@ -264,7 +264,7 @@ class ElasticSession(Session):
         if isinstance(self._session, ProtectedSession):
             self._session.before_step(optimizer)
 
-    def _vote(self, body: Body) -> None:
+    def _vote(self, body: StepBody) -> None:
         """Return when all ranks are known to have complete gradients of this step: the vote passed,
         or its world ended and a rank for which it passed is left. Collective.
 
@@ -294,7 +294,7 @@ class ElasticSession(Session):
             )
         body.voted = True
 
-    def _passes_at_its_end(self, body: Body) -> bool:
+    def _passes_at_its_end(self, body: StepBody) -> bool:
         """Vote on a step in which no optimizer stepped, so that each step has one vote."""
         try:
             self._vote(body)
@@ -304,7 +304,7 @@ class ElasticSession(Session):
             return False
         return True
 
-    def _passed_elsewhere(self, body: Body) -> bool:
+    def _passed_elsewhere(self, body: StepBody) -> bool:
         """State in the next world that this rank has complete gradients of the step; return whether
         the vote passed for a rank that is left. This process has no groups meanwhile."""
         cause, self._cause = self._cause, None
@@ -359,13 +359,13 @@ class ElasticSession(Session):
             and isinstance(session, ProtectedSession)
             and session.go_on(verdict, held.torn)
         ):
-            self._held = Held(verdict.step)
+            self._held = HeldState(verdict.step)
             return verdict.step
         if held.step is not None:
             self._held = replace(held, torn="its restore was cut off")
         step = session.restore()
         if step is not None or held.step is None:
-            self._held = Held(step or 0)
+            self._held = HeldState(step or 0)
         return step
 
     # --- everything else is the present session's -------------------------------------------------
