@@ -23,6 +23,8 @@ from holdfast_operator.local import LocalCluster, LocalSettings, Status
 from holdfast_operator.local.processes import send
 
 WAIT_S = 60.0
+START_S = 150.0
+"""Longest wait for a launcher that starts while all others train."""
 ENDLESS = 10**6
 
 
@@ -74,7 +76,9 @@ class Run:
             found[int(path.name.removeprefix("log-"))] = [Line(**json.loads(one)) for one in whole]
         return found
 
-    async def wait_size(self, size: int, after_epoch: int, what: str) -> Status:
+    async def wait_size(
+        self, size: int, after_epoch: int, what: str, timeout_s: float = WAIT_S
+    ) -> Status:
         """Wait until `size` ranks train in an epoch newer than `after_epoch`, and a generation of
         it is protected."""
 
@@ -85,7 +89,7 @@ class Run:
                 and status.protected.startswith(f"{status.epoch}.")
             )
 
-        return await self.cluster.wait_for(holds, timeout_s=WAIT_S, what=what)
+        return await self.cluster.wait_for(holds, timeout_s=timeout_s, what=what)
 
     def check(self) -> list[int]:
         """Check every step of every epoch against a replay in one process; return the sizes of the
@@ -193,7 +197,7 @@ def test_a_job_goes_from_four_nodes_to_three_to_two_and_back(stay: bool) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("what", ["node", "launcher"])
 def test_training_goes_on_at_once_and_the_replacement_joins_when_it_is_ready(what: str) -> None:
     """A node is lost whose spare has no launcher yet; a launcher is killed, and another starts on
@@ -212,7 +216,7 @@ def test_training_goes_on_at_once_and_the_replacement_joins_when_it_is_ready(wha
                 assert send(record.nodes[home].agents[2].process, signal.SIGKILL)
             smaller = await run.wait_size(3, before.epoch, "three members")
             assert [one.index for one in smaller.members] == [0, 1, 3]
-            grown = await run.wait_size(4, smaller.epoch, "the replacement")
+            grown = await run.wait_size(4, smaller.epoch, "the replacement", START_S)
             assert grown.epoch == smaller.epoch + 1
             place = "n4" if what == "node" else home
             assert [one.node for one in grown.members if one.index == 2] == [place]
