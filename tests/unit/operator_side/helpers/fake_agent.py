@@ -43,8 +43,9 @@ def rank_main(root: Path, rank: int, epoch: int, steps: int) -> int:
     return 0
 
 
-def agent_main(root: Path, node: str, nproc: int, steps: int) -> int:
+def agent_main(root: Path, job: str, node: str, steps: int) -> int:
     left = 0
+    (root / "agent").write_text(json.dumps({"pid": os.getpid(), "job": job}))
     while True:
         world = read_world(root)
         member = None if world is None else world.member_on(node)
@@ -102,7 +103,7 @@ def main() -> int:
     wait_for_room(Path(options.exit_file).parents[1] / FULL, Path(options.wait_file))
     if options.ready_file is not None:
         Path(options.ready_file).touch()
-    code = agent_main(root, options.member_node, int(options.nproc), int(options.command[-1]))
+    code = agent_main(root, options.job, options.member_node, int(options.command[-1]))
     Path(options.exit_file).write_text(str(code))
     return code
 

@@ -2,7 +2,7 @@
 
 `<root>/world.json` is the membership that it received; `<root>/ranks/<rank>.json` is the state that
 a fake rank reports. Snapshots do not exist: every completed step counts as complete and protected.
-`<root>/persist` has a line for each request for a copy.
+`<root>/agent` names the agent and its job. `<root>/persist` has a line for each request for a copy.
 """
 
 from __future__ import annotations
@@ -85,7 +85,17 @@ class FakeDaemon:
             bulk_address=f"{self.host}:{os.getpid() % 60000 + 2}",
             memory_budget_bytes=self.budget,
             jobs=[] if membership is None else [self.job_state(membership)],
+            awaited=self.awaited(membership),
         )
+
+    def awaited(self, membership: Membership | None) -> list[str]:
+        """The job of the agent on this node, which has no part in its world."""
+        if membership is not None and membership.member_on(self.node) is not None:
+            return []
+        with suppress(FileNotFoundError, json.JSONDecodeError):
+            agent = json.loads((self.root / "agent").read_text())
+            return [agent["job"]] if is_running(agent["pid"]) else []
+        return []
 
     def job_state(self, membership: Membership) -> control_pb2.JobState:
         member = membership.member_on(self.node)
