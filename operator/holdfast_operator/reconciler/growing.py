@@ -125,10 +125,12 @@ def _prospect(look: Look, state: ControlState, membership: Membership) -> str:
     if look.job.spec.suspend:
         return "they join when the job is resumed, on nodes that are free then"
     ready = ready_members(look, state, membership)
-    texts = [
-        f"member {member} {'is ready' if member in ready else 'gets ready'} on {name}"
-        for member, name in places(look, state, membership).items()
-    ]
+    texts = []
+    for member, name in places(look, state, membership).items():
+        agent = look.observed.agent(member, name)
+        why = f" ({agent.why})" if agent is not None and agent.why else ""
+        stands = "is ready" if member in ready else "gets ready"
+        texts.append(f"member {member} {stands} on {name}{why}")
     if not texts:
         return _without_place(look, state)
     wait_s = look.job.spec.failure_policy.join_wait_seconds

@@ -33,6 +33,7 @@ class ConnectedServer(ControlServer):
 
     def __init__(self, clock: object, *names: str) -> None:
         super().__init__(heartbeat_s=1.0, clock=lambda: 0.0, on_evidence=lambda jobs: None)
+        self.awaited: dict[str, frozenset[str]] = {}
         self.connected = {
             name: NodeView(name=name, connected=True, heartbeat_at=0.0) for name in names
         }
@@ -42,6 +43,9 @@ class ConnectedServer(ControlServer):
 
     def view(self, name: str, job: str) -> NodeView | None:
         return self.connected.get(name)
+
+    def awaited_on(self, name: str) -> frozenset[str]:
+        return self.awaited.get(name, frozenset())
 
 
 @dataclass
@@ -104,6 +108,14 @@ def test_a_node_without_room_beside_other_jobs_is_not_offered() -> None:
     assert region.shown(wants=wants) == []
     region.requests["team.other"] = (("gpu", 4.0),)
     assert region.shown(wants=wants) == ["n0", "n1"]
+
+
+def test_a_node_where_an_agent_of_another_job_waits_is_taken() -> None:
+    region = Region(("n0", "n1"), requests={"team.other": (("gpu", 6.0),)})
+    region.server.awaited["n1"] = frozenset({"team.other"})
+    container = {"name": "t", "command": ["x"], "resources": {"limits": {"gpu": "4"}}}
+    wants = wants_of(make_job({"containers": [container]}))
+    assert region.shown(wants=wants) == ["n0"]
 
 
 def test_its_own_requests_do_not_stand_in_a_jobs_way() -> None:

@@ -169,6 +169,8 @@ def test_an_agent_that_finds_no_room_waits_for_it_and_training_does_not() -> Non
     assert indices(world) == [0, 2, 3]
     train_on(world, 5 * WAIT_S)
     assert (world.membership.epoch, world.agents[1, "n1"].state) == (2, AgentState.STARTING)
+    why = "member 1 gets ready on n1 (Unschedulable: 0/5 nodes are available)"
+    assert why in world.condition("FullStrength")[2]
     world.full.clear()
     world.agents[1, "n1"] = replace(world.agents[1, "n1"], state=AgentState.RUNNING, reason="")
     train_on(world, 2.0)
