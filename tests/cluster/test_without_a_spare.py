@@ -128,11 +128,13 @@ def _delete_pod(run: Run) -> DeletedPod:
     at = time.time()
     run.cluster.kubectl("delete", "pod", pod, "-n", job.namespace, "--wait=false")
 
+    name = f"fewer-{member}-2"
+
     def gets_ready(status: dict[str, Any]) -> bool:
-        return status["strength"].get("joining") == 1 and bool(status["joining"][0].get("pod"))
+        training = status["phase"] == "Running" and status["strength"].get("joining") == 1
+        return training and status["joining"][0].get("pod") == name
 
     short = job.wait("the next pod", gets_ready, RECOVERY_S)
-    name = f"fewer-{member}-2"
 
     def started() -> str:
         found = run.cluster.get("pod", name, "-n", job.namespace)
