@@ -118,9 +118,9 @@ def _model(
                 interval_steps=each.interval_steps,
                 stall_s=each.stall_s,
                 lost_tokens=each.lost_tokens / rate_per_s / assumed.step_s,
+                usable_after_s=each.copy_s + each.protect_s * node_losses,
             )
             for each in levels
         ),
         loss_limit=assumed.loss_limit,
-        usable_after_s=cost.copy_s + cost.protect_s * node_losses,
     )

@@ -39,7 +39,7 @@ from holdfast_operator.cli.simulate_inputs import Inputs, goal_inputs, inputs_of
 from holdfast_operator.cli.simulate_view import (
     Simulated,
     document,
-    inputs_view,
+    inputs_table,
     paper_lines,
     papers_document,
     simulation_view,
@@ -102,16 +102,15 @@ def _write_json(value: object) -> None:
 def _papers(options: argparse.Namespace) -> None:
     if options.goal:
         base, cluster, explained = goal_inputs(options)
-        tables = goal_tables(base, cluster, generator, options.runs)
+        tables = (
+            inputs_table(explained),
+            *goal_tables(base, cluster, generator, options.runs),
+        )
     else:
-        explained = []
         tables = PAPERS[options.paper](generator, options.runs)
     if options.json:
         _write_json(papers_document(tables))
         return
-    if explained:
-        _console().print(inputs_view(explained))
-        print()
     for line in paper_lines(tables):
         print(line)
 

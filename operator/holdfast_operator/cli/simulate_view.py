@@ -55,7 +55,13 @@ class Simulated:
     runs: Runs
 
 
-def inputs_view(explained: Sequence[tuple[str, str, str]]) -> Table:
+def inputs_table(explained: Sequence[tuple[str, str, str]]) -> PaperTable:
+    """The inputs beside tables of papers."""
+    columns = tuple(Column(name=name, origin=None) for name in ("input", "value", "from"))
+    return PaperTable(title="inputs", columns=columns, rows=tuple(explained))
+
+
+def _inputs_view(explained: Sequence[tuple[str, str, str]]) -> Table:
     """The inputs, each with its source."""
     table = Table("input", "value", "from", box=None, pad_edge=False)
     for row in explained:
@@ -68,7 +74,7 @@ def simulation_view(inputs: Inputs, found: Sequence[Simulated]) -> RenderableTyp
     rates = list(dict.fromkeys(each.mtbf_s for each in found))
     worst = [each for each in found if each.mtbf_s == rates[-1]]
     return Group(
-        inputs_view(inputs.explained),
+        _inputs_view(inputs.explained),
         "",
         _over_mtbf(found, rates),
         "",

@@ -162,7 +162,12 @@ class _Maker:
             interval_steps=steps,
             stall_s=self._stall_s(nbytes),
             lost_tokens=lost,
+            usable_after_s=self._usable_after_s(nbytes),
         )
+
+    def _usable_after_s(self, nbytes: float) -> float:
+        copy_s, protect_s = self._times(nbytes)
+        return copy_s + protect_s * self._cluster.node_losses
 
     def _interval(self, nbytes: float) -> int:
         """The best interval, as jobs with `steps: auto` take it from what they measure."""
@@ -177,22 +182,17 @@ class _Maker:
     def full(self, kind: PolicyKind, *, after_loss: AfterLoss = AfterLoss.FIXED) -> PolicyModel:
         nbytes, experts = self._costs.state_bytes, self._costs.experts_per_layer
         level = self._level(nbytes, self._interval(nbytes), experts=experts)
-        return self._model(kind, (level,), nbytes, after_loss=after_loss)
+        return self._model(kind, (level,), after_loss=after_loss)
 
     def _model(
         self,
         kind: PolicyKind,
         levels: tuple[Level, ...],
-        nbytes: float,
         *,
         after_loss: AfterLoss = AfterLoss.FIXED,
     ) -> PolicyModel:
-        copy_s, protect_s = self._times(nbytes)
-        late_s = copy_s + protect_s * self._cluster.node_losses
         limit = self._costs.loss_limit
-        return PolicyModel(
-            name=kind, levels=levels, usable_after_s=late_s, loss_limit=limit, after_loss=after_loss
-        )
+        return PolicyModel(name=kind, levels=levels, loss_limit=limit, after_loss=after_loss)
 
     def some_experts(self, kind: PolicyKind, first: int, reserved: int) -> PolicyModel:
         """Snapshots of K experts of each layer in turn, K = `first` and its doubles.
@@ -213,8 +213,7 @@ class _Maker:
             if k >= most:
                 break
             k = min(2 * k, most)
-        first_bytes = costs.other_bytes + costs.expert_bytes * first / most
-        return self._model(kind, tuple(levels), first_bytes)
+        return self._model(kind, tuple(levels))
 
     def selective(self) -> PolicyModel:
         costs, nodes = self._costs, self._cluster.nodes
@@ -234,8 +233,8 @@ class _Maker:
         stored_s = nbytes / self._cluster.nodes / costs.storage_bytes_s
         steps = max(checkfreq_interval_steps(stall_s, self._step_s), ceil(stored_s / self._step_s))
         level = self._level(nbytes, steps, experts=costs.experts_per_layer)
-        model = self._model(PolicyKind.CHECKFREQ, (level,), nbytes)
-        return replace(model, usable_after_s=stored_s, load_s=stored_s)
+        level = replace(level, usable_after_s=stored_s)
+        return replace(self._model(PolicyKind.CHECKFREQ, (level,)), load_s=stored_s)
 
     def gemini(self) -> PolicyModel:
         costs, cluster = self._costs, self._cluster
@@ -245,7 +244,7 @@ class _Maker:
         steps = oracle_interval_steps(stall_s, self._step_s, repair_s, self._mtbf_s)
         least = ceil(max(self._times(nbytes)) / self._step_s)
         level = self._level(nbytes, max(steps, least), experts=costs.experts_per_layer)
-        return self._model(PolicyKind.GEMINI, (level,), nbytes)
+        return self._model(PolicyKind.GEMINI, (level,))
 
     def sparse(self, kind: PolicyKind, *, by_stage: bool) -> PolicyModel:
         costs = self._costs
@@ -253,7 +252,7 @@ class _Maker:
         nbytes = self._slot_bytes(window)
         level = self._level(nbytes, 1, experts=costs.experts_per_layer)
         return replace(
-            self._model(kind, (level,), nbytes),
+            self._model(kind, (level,)),
             window_steps=window,
             by_stage=by_stage,
             frozen_saving=FROZEN_SAVING,

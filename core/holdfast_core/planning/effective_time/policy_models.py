@@ -114,6 +114,8 @@ class Level:
     """What one snapshot adds to training."""
     lost_tokens: float = 0.0
     """What one recovery loses, in steps' worth of tokens."""
+    usable_after_s: float = 0.0
+    """From a save until its snapshot can be restored: copied, and protected if it has to be."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,8 +134,6 @@ class PolicyModel:
     """Whether a job can ask for it in this version."""
     loss_limit: float = 1.0
     """Portion of all tokens that the levels may lose together."""
-    usable_after_s: float = 0.0
-    """From a save until its snapshot can be restored: copied, and protected if it has to be."""
     window_steps: int = 0
     """Steps over which one complete state is saved (W of MoEvement §3.2); 0: in each save."""
     by_stage: bool = False
@@ -173,13 +173,13 @@ def expected_redone_s(model: PolicyModel, workload: Workload) -> float:
     steps ago and began W steps before (§3.6).
     """
     window = model.window_steps
+    late_s = model.levels[0].usable_after_s
     if not window:
         if model.after_loss is AfterLoss.LIVE:
             return workload.step_s / 2
         level = model.levels[0]
         stalls = 1 + model.overhead(workload.step_s)
-        return (level.interval_steps / 2 * workload.step_s + model.usable_after_s) * stalls
-    late_s = model.usable_after_s
+        return (level.interval_steps / 2 * workload.step_s + late_s) * stalls
     if model.by_stage:
         steps = (0.5 + model.converting) * window * workload.step_s
         return (steps + late_s) * workload.alone(1)

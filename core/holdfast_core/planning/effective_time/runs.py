@@ -362,10 +362,11 @@ class _Training:
 
     def _restore_step(self) -> float:
         """The newest step that can be restored; of a window, the one before its first."""
-        late = self._model.usable_after_s / self._workload.step_s
+        level = self._model.levels[self._level]
+        late = level.usable_after_s / self._workload.step_s
         usable = max(0.0, self._step - late)
         window = self._model.window_steps
-        every = window or self._model.levels[self._level].interval_steps
+        every = window or level.interval_steps
         newest = usable // every - (1 if window else 0)
         return max(self._kept, newest * every)
 

@@ -53,8 +53,9 @@ def test_a_full_snapshot_stalls_for_what_a_step_does_not_hide() -> None:
     (level,) = full.levels
     assert level.stall_s == pytest.approx(3.0)
     assert level.interval_steps == 15
-    assert full.usable_after_s == pytest.approx(7 + 14)
-    assert models(replace(COSTS, losses=0))[PolicyKind.FULL].usable_after_s == pytest.approx(7)
+    assert level.usable_after_s == pytest.approx(7 + 14)
+    (bare,) = models(replace(COSTS, losses=0))[PolicyKind.FULL].levels
+    assert bare.usable_after_s == pytest.approx(7)
 
 
 def test_a_step_with_a_snapshot_is_longer_even_where_it_hides() -> None:

@@ -80,7 +80,8 @@ def test_a_failure_has_the_steps_since_the_newest_snapshot_done_again() -> None:
 
 
 def test_a_snapshot_that_is_not_yet_usable_is_not_restored() -> None:
-    late = replace(FULL, usable_after_s=60)
+    (level,) = FULL.levels
+    late = replace(FULL, levels=(replace(level, usable_after_s=60),))
     assert traced("355,0", late).seconds[Activity.REDOING] == pytest.approx(155)
     assert traced("365,0", late).seconds[Activity.REDOING] == pytest.approx(65)
 
@@ -204,7 +205,7 @@ def test_snapshots_hold_more_experts_once_recoveries_lost_too_much() -> None:
 
 MODELS = (
     FULL,
-    replace(FULL, levels=(Level(experts=8, interval_steps=4, stall_s=2.0),), usable_after_s=13),
+    replace(FULL, levels=(Level(experts=8, interval_steps=4, stall_s=2, usable_after_s=13),)),
     PolicyModel(
         name="sparse",
         levels=(Level(experts=8, interval_steps=1, stall_s=0.2),),
