@@ -117,7 +117,7 @@ class MoE(nn.Module):
 class Block(nn.Module):
     """Causal self-attention, then the experts."""
 
-    def __init__(self, dim: int, moe: MoE) -> None:
+    def __init__(self, dim: int, moe: nn.Module) -> None:
         super().__init__()
         self.heads = dim // HEAD_WIDTH
         self.attn_norm, self.moe_norm = nn.RMSNorm(dim), nn.RMSNorm(dim)

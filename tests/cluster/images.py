@@ -135,7 +135,7 @@ def _inputs() -> Iterator[Path]:
     yield from _DOCKERFILES.values()
     for name in (".dockerignore", "LICENSE", "README.md", "constraints.txt", "pyproject.toml"):
         yield ROOT / name
-    yield ROOT / "examples" / "train_moe.py"
+    yield from (ROOT / "examples" / name for name in ("train_moe.py", "train_moe_elastic.py"))
     for root in ("core", "protos", "storage", "daemon", "operator", "trainer_sdk"):
         for file in sorted((ROOT / root).rglob("*")):
             if file.is_file() and "__pycache__" not in file.parts:

@@ -1,1 +1,1 @@
-"""Experts with uneven numbers of copies: how many there are, and where they lie."""
+"""Experts with uneven numbers of copies: how many, where they lie, and which tokens go to which."""

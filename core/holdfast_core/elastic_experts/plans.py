@@ -181,7 +181,7 @@ def plan_experts(
     safe = min((even, *_for_recovery(layers, room, least)), key=lambda one: one.survival.fatal)
     chosen, reason = _choose(placement, safe, even, cost)
     if least < min_copies:
-        reason += f"; only {least} of {min_copies} copies of every expert fit the seats"
+        reason += f"; nodes and seats allow {least} instead of {min_copies} copies of every expert"
     return ExpertPlan(
         room=room,
         layers=tuple(
@@ -321,19 +321,24 @@ def _on_ranks(
     counts: Counts, layer: _Layer, room: ExpertRoom
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Divide each node's copies among its ranks: the most tokens first, to the rank with fewest
-    tokens and a free seat. Copies of one expert stay together."""
+    tokens and a free seat. Copies of one expert stay together, up to as many as a rank has seats:
+    with more, other ranks would have nothing to do."""
     here: list[list[tuple[float, int, int]]] = [[] for _ in range(room.nodes)]
     for expert, node in np.argwhere(counts).tolist():
-        count = int(counts[expert, node])
-        tokens = layer.tokens[expert] / layer.copies[expert] * count
-        here[node].append((-tokens, expert, count))
-    held: list[list[tuple[int, int]]] = [[] for _ in layer.copies]
+        left = int(counts[expert, node])
+        while left:
+            count = min(left, room.rank_seats)
+            tokens = layer.tokens[expert] / layer.copies[expert] * count
+            here[node].append((-tokens, expert, count))
+            left -= count
+    held: list[dict[int, int]] = [{} for _ in layer.copies]
     for node, most_first in enumerate(map(sorted, here)):
         tokens_of, seats_of = [0.0] * room.nproc, [0] * room.nproc
         for tokens, expert, count in most_first:
             lanes = [at for at, taken in enumerate(seats_of) if taken < room.rank_seats]
             lane = min(lanes, key=lambda at: (tokens_of[at], seats_of[at]))
+            rank = node * room.nproc + lane
             tokens_of[lane] -= tokens
-            seats_of[lane] += 1
-            held[expert].append((node * room.nproc + lane, count))
-    return tuple(map(tuple, held))
+            seats_of[lane] += rank not in held[expert]
+            held[expert][rank] = held[expert].get(rank, 0) + count
+    return tuple(tuple(sorted(ranks.items())) for ranks in held)

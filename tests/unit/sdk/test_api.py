@@ -9,7 +9,7 @@ import holdfast
 from holdfast._environment import read_environment
 from holdfast_core.errors import InvalidJobError
 
-PUBLIC_MODULES = {"testing", "rendezvous", "launch", "dcp", "elastic", "export"}
+PUBLIC_MODULES = {"testing", "rendezvous", "launch", "moe", "dcp", "elastic", "export"}
 
 
 def test_everything_public_is_in_the_package_itself() -> None:

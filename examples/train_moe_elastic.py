@@ -1,0 +1,177 @@
+"""Trains the model of train_moe.py with uneven copies of its experts.
+
+Popular experts have more copies, and every expert at least `--min-copies`, on as many nodes; the
+plan is that of `holdfast plan --experts`. No token is dropped. Start it with `torchrun
+--nproc-per-node 2 examples/train_moe_elastic.py`, or on several nodes, protected, with `holdfast
+run examples/moe-elastic-job.yaml`.
+
+The number of ranks stays the same. A rank's snapshots hold the experts in its seats, so an expert
+is captured as often as ranks hold it.
+
+`--save-loads` writes the tokens that each expert got, and `--loads` plans with them the next time:
+a new plan is for a new run, because snapshots of another plan do not fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from train_moe import (
+    BALANCE_WEIGHT,
+    BYTE_VALUES,
+    CHOICES,
+    Block,
+    ByteLM,
+    MasterAdamW,
+    Passages,
+    report,
+    state_sha256,
+)
+
+import holdfast
+from holdfast import elastic, moe
+
+CLIP_NORM = 1.0
+
+
+class ElasticLM(ByteLM):
+    """The byte-level language model, with layers whose experts lie where a plan says."""
+
+    def __init__(
+        self, args: argparse.Namespace, plan: moe.ExpertPlan, group: elastic.WorldGroup
+    ) -> None:
+        nn.Module.__init__(self)
+        self.embedding = nn.Embedding(BYTE_VALUES, args.dim)
+        self.position = nn.Parameter(torch.randn(args.seq, args.dim) * 0.02)
+        self.layers = nn.ModuleList(
+            Block(
+                args.dim,
+                moe.MoELayer(
+                    args.dim, 4 * args.dim, plan, layer, group, top_k=CHOICES, seed=args.seed
+                ),
+            )
+            for layer in range(args.layers)
+        )
+        self.norm = nn.RMSNorm(args.dim)
+        self.head = nn.Linear(args.dim, BYTE_VALUES, bias=False)
+
+
+def make_optimizer(parameters: Any) -> MasterAdamW:
+    return MasterAdamW(parameters, lr=1e-3)
+
+
+def make_plan(args: argparse.Namespace, ranks: int, nproc: int) -> moe.ExpertPlan:
+    """The same plan on all ranks."""
+    loads = [[1] * args.experts] * args.layers
+    if args.loads:
+        loads = json.loads(args.loads.read_text())
+        if [len(layer) for layer in loads] != [args.experts] * args.layers:
+            raise SystemExit(f"{args.loads}: not {args.layers} layers of {args.experts} experts")
+    seats = args.seats or -(-args.experts * min(args.min_copies, ranks // nproc) // ranks)
+    room = moe.ExpertRoom(nodes=ranks // nproc, nproc=nproc, rank_seats=seats)
+    placement = moe.Placement(args.placement)
+    return moe.plan_experts(loads, room, min_copies=args.min_copies, placement=placement)
+
+
+def mean_over(world: elastic.World, value: Tensor) -> float:
+    total = value.detach().clone()
+    world.wait(dist.all_reduce(total, async_op=True))
+    return float(total) / world.size
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--dim", type=int, default=128, help="a multiple of 32")
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--experts", type=int, default=16, help="experts of a layer")
+    parser.add_argument(
+        "--seats", type=int, help="copies on a rank; default: those of --min-copies"
+    )
+    parser.add_argument("--min-copies", type=int, default=2, help="of each expert")
+    parser.add_argument("--placement", choices=list(moe.Placement), default="Auto")
+    parser.add_argument("--loads", type=Path, help="tokens of experts to plan for (JSON)")
+    parser.add_argument("--save-loads", type=Path, help="receives them at the end (rank 0)")
+    parser.add_argument("--batch", type=int, default=2, help="sequences per rank and step")
+    parser.add_argument("--seq", type=int, default=128, help="bytes per sequence")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--stay", action="store_true", help="stay when other ranks are lost")
+    parser.add_argument("--log-file", type=Path, help="append a JSON line for each step (rank 0)")
+    parser.add_argument("--hash-file", type=Path, help="receives the hash of the final state")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    world = elastic.init("nccl" if on_gpu else "gloo", stay=args.stay)
+    group = world.group([range(world.size)])
+    plan = make_plan(args, world.size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if world.rank == 0:
+        print(plan.reason, flush=True)
+
+    torch.manual_seed(args.seed)  # the same weights everywhere; those of experts by their number
+    model = ElasticLM(args, plan, group).to(device, torch.bfloat16)
+    moe.check_optimizer(make_optimizer)
+    optimizer = make_optimizer(model.parameters())
+    gradients = moe.SummedGradients(model, group)
+    data = Passages(args.seq + 1)
+    sampler = holdfast.RecoverableSampler(
+        data, rank=world.rank, replicas=world.size, seed=args.seed
+    )
+    loader = DataLoader(data, args.batch, sampler=sampler)
+
+    # Each rank has experts of its own for a snapshot, though some are copies of others.
+    topology = holdfast.Topology(dp=world.size, ep=world.size)
+    stateful = {"sampler": sampler}
+    session = holdfast.init(
+        model=model, optimizer=optimizer, stateful=stateful, topology=topology, world=world
+    )
+    layers = [module for module in model.modules() if isinstance(module, moe.MoELayer)]
+    loads = [[0] * args.experts for _ in layers]
+    for step in session.steps(args.steps):
+        with step:
+            if step.resumed:
+                moe.check_copies(model, optimizer, group)
+                batches = itertools.chain.from_iterable(itertools.repeat(loader))
+            bytes_BT = next(batches)
+            loss, balance = model(bytes_BT.to(device))
+            optimizer.zero_grad()
+            # All ranks have equally many tokens, and each a part of the balance.
+            (loss / world.size + BALANCE_WEIGHT * balance).backward()
+            gradients.sum()
+            norm = gradients.clip(CLIP_NORM)
+            optimizer.step()
+            sampler.advance(len(bytes_BT))
+            for total, layer in zip(loads, layers, strict=True):
+                total[:] = map(sum, zip(total, layer.tokens_E, strict=True))
+            line: dict[str, Any] = {"step": step, "loss": mean_over(world, loss), "norm": norm}
+            line |= {"time": time.time(), "epoch": session.epoch}
+            if world.rank == 0:
+                report(args, **line)
+    moe.check_copies(model, optimizer, group)
+    sha256 = state_sha256(world, model, optimizer)
+    if world.rank == 0 and args.hash_file:
+        args.hash_file.write_text(sha256 + "\n")
+    if world.rank == 0 and args.save_loads:
+        args.save_loads.write_text(json.dumps(loads) + "\n")
+    session.close()
+    world.close()
+
+
+if __name__ == "__main__":
+    main()

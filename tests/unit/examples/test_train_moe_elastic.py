@@ -1,0 +1,83 @@
+"""The example with uneven copies: runs of one plan end with the same bytes, those of different
+plans with the same losses."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import train_moe_elastic
+from ports import reserve_port
+from ranks import run_ranks
+
+from holdfast import moe
+from holdfast_operator.cli.job_files import load_job
+
+RANKS = 2
+JOB = Path(__file__).resolve().parents[3] / "examples" / "moe-elastic-job.yaml"
+SMALL = ["--dim", "32", "--layers", "2", "--experts", "4", "--seq", "32", "--steps", "4"]
+
+
+def work(rank: int, port: int, arguments: list[str]) -> None:
+    """A rank of a training run, as torchrun would start it on a node of its own."""
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK="0",
+        LOCAL_WORLD_SIZE="1",
+        WORLD_SIZE=str(RANKS),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    train_moe_elastic.main(arguments)
+
+
+def losses(directory: Path, name: str, *arguments: str) -> tuple[list[float], str]:
+    """Losses of each step of a run, and the hash of its last state."""
+    log, hashed = directory / f"{name}.jsonl", directory / name
+    run_ranks(
+        work,
+        (
+            reserve_port(),
+            [*SMALL, *arguments, "--log-file", str(log), "--hash-file", str(hashed)],
+        ),
+        RANKS,
+    )
+    return [json.loads(line)["loss"] for line in log.read_text().splitlines()], hashed.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_losses_do_not_depend_on_the_plan_and_bytes_do_not_on_the_run(tmp_path: Path) -> None:
+    saved = tmp_path / "loads.json"
+    first = losses(tmp_path, "a", "--seats", "2", "--min-copies", "1", "--save-loads", str(saved))
+    loads = json.loads(saved.read_text())
+    assert [sum(layer) for layer in loads] == [4 * RANKS * 2 * 32 * 2] * 2  # steps, ranks, B, S, K
+    uneven = ["--seats", "3", "--min-copies", "1", "--loads", str(saved)]
+    second, third = (losses(tmp_path, name, *uneven) for name in "bc")
+    assert second == third
+    assert first[0][-1] < first[0][0]
+    assert second[0] == pytest.approx(first[0], rel=2e-3)  # bfloat16
+    assert second[1] != first[1]
+
+
+def test_the_plan_is_that_of_the_options(tmp_path: Path) -> None:
+    def planned(*arguments: str) -> moe.ExpertPlan:
+        return train_moe_elastic.make_plan(train_moe_elastic.parse_args([*arguments]), 4, 2)
+
+    assert planned("--experts", "6").room == moe.ExpertRoom(nodes=2, nproc=2, rank_seats=3)
+    assert planned("--seats", "5").room.rank_seats == 5
+    file = tmp_path / "loads.json"
+    file.write_text("[[1, 2]]")
+    with pytest.raises(SystemExit, match="not 3 layers of 16 experts"):
+        planned("--loads", str(file))
+    file.write_text("[[9, 1]]")
+    arguments = ["--layers", "1", "--experts", "2", "--seats", "3", "--loads", str(file)]
+    assert planned(*arguments).layers[0].counts() == (10, 2)
+
+
+def test_its_job_can_be_applied() -> None:
+    job: Any = load_job(JOB)
+    assert job.spec.parallelism.ep == job.spec.nodes * job.spec.nproc_per_node

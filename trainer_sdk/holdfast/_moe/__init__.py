@@ -1,0 +1,1 @@
+"""Mixture-of-Experts layers whose experts have uneven numbers of copies."""

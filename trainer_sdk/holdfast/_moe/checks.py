@@ -1,0 +1,95 @@
+"""Checks of what uneven copies rely on: optimizers that treat experts apart, and equal copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from holdfast._elastic.world import WorldGroup
+from holdfast._moe.gradients import HeldExpert, held_experts, moe_layers
+from holdfast._saving.digests import digest_of
+from holdfast_core.errors import InvalidJobError, ReplicaMismatchError
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+_STEPS = 2
+_TOLERANCE = 1e-3
+
+
+def check_optimizer(make: MakeOptimizer) -> None:
+    """Refuse optimizers whose update of one expert depends on others in its stack, as norms of
+    whole tensors do: copies of an expert lie in stacks of different ranks, and would part.
+
+    Two experts are stepped in one stack, and each by itself.
+
+    Args:
+        make: makes the optimizer for some parameters.
+
+    Raises:
+        InvalidJobError: when the results differ.
+    """
+    draw = torch.Generator()
+    draw.manual_seed(1)
+    scales = torch.tensor([1.0, 100.0]).view(2, 1, 1)
+    start = torch.empty(2, 8, 8).normal_(generator=draw) * scales
+    together = nn.Parameter(start.clone())
+    apart = [nn.Parameter(one.clone().unsqueeze(0)) for one in start]
+    optimizers = [make([together]), *(make([one]) for one in apart)]
+    for _ in range(_STEPS):
+        grad = torch.empty(2, 8, 8).normal_(generator=draw) * scales.flip(0)
+        together.grad = grad.clone()
+        for one, part in zip(apart, grad, strict=True):
+            one.grad = part.clone().unsqueeze(0)
+        for optimizer in optimizers:
+            optimizer.step()
+    moved = together.detach() - start
+    expected = torch.cat([one.detach() for one in apart]) - start
+    allowed = _TOLERANCE * expected.abs().amax(dim=(1, 2), keepdim=True)
+    if bool(((moved - expected).abs() > allowed).any()):
+        raise InvalidJobError(
+            f"{type(optimizers[0]).__qualname__} updates an expert by what other experts in its "
+            f"stack are like, so the copies of one expert would become different: use an optimizer "
+            f"that treats elements apart, like AdamW or SGD"
+        )
+
+
+@torch.no_grad()
+def check_copies(model: nn.Module, optimizer: torch.optim.Optimizer, group: WorldGroup) -> None:
+    """Compare all copies of each expert, with their optimizer states. Collective.
+
+    Raises:
+        ReplicaMismatchError: on every rank, when copies have different bytes.
+        InvalidJobError: when the model has no `MoELayer`.
+    """
+    layers = moe_layers(model)
+    experts = max(len(layer.plan.layers[layer.layer].copies) for layer in layers)
+    rank = dist.get_rank(group.now)
+    own = torch.zeros(len(layers), experts, dtype=torch.int64)
+    for one in held_experts(layers):
+        own[one.layer, one.expert] = digest_of(_state_of(one, optimizer)) >> 1
+    device = next(layers[0].experts.parameters()).device
+    every = [torch.empty_like(own, device=device) for _ in range(dist.get_world_size(group.now))]
+    group.wait(dist.all_gather(every, own.to(device), group=group.now, async_op=True))
+    digests = torch.stack(every).cpu()
+    for at, layer in enumerate(layers):
+        for expert, held in enumerate(layer.plan.layers[layer.layer].copies):
+            first, *others = (holder for holder, _ in held)
+            differ = [r for r in others if digests[r, at, expert] != digests[first, at, expert]]
+            if differ:
+                raise ReplicaMismatchError(
+                    f"expert {expert} of layer {layer.layer}: rank {first} holds different bytes "
+                    f"from ranks {differ} (seen by rank {rank}); copies become different when "
+                    f"their gradients are not summed by holdfast.moe.SummedGradients, or when a "
+                    f"snapshot left some of them out: use the policy Full"
+                )
+
+
+def _state_of(one: HeldExpert, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for parameter in one.parameters:
+        yield parameter[one.seat]
+        state = optimizer.state.get(parameter, {})
+        for _, value in sorted(state.items()):
+            if isinstance(value, torch.Tensor) and value.shape[:1] == parameter.shape[:1]:
+                yield value[one.seat]

@@ -1,0 +1,137 @@
+"""Sends tokens to the copies of their experts, and the answers back.
+
+The ranks exchange how many tokens each has for each expert; from these counts every rank computes
+the same flows (`holdfast_core.elastic_experts.dispatching`), so the tokens themselves travel once,
+without padding, and none is dropped. One number for each rank and expert comes to the host, once a
+layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from holdfast._elastic.world import WorldGroup
+from holdfast._moe.exchanging import ExchangedRows, PermutedRows, inverse_of
+from holdfast_core.elastic_experts.dispatching import flows
+from holdfast_core.elastic_experts.plans import ExpertPlan
+from holdfast_core.errors import InvalidJobError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenRoute:
+    """Ways of one batch's tokens through one layer. N tokens with K choices are N·K assignments."""
+
+    tokens: torch.Tensor
+    """[ranks, experts], int64 in host memory: assignments of each rank."""
+    order: torch.Tensor
+    """[N·K]: assignments in the order in which they are sent: by rank, expert and token."""
+    order_back: torch.Tensor
+    arrival: torch.Tensor
+    """[arrived]: arrived rows in the order of this rank's seats, then by sender and token."""
+    arrival_back: torch.Tensor
+    sent_rows: list[int]
+    received_rows: list[int]
+    seat_rows: list[int]
+    """Rows of each seat; 0 for empty ones."""
+
+
+class Dispatcher:
+    """Token dispatcher of one layer (Lazarus §4.2).
+
+    Args:
+        plan: the expert plan; one rank of the group for each of its ranks.
+        layer: number of the layer in the plan.
+        group: all ranks.
+
+    Raises:
+        InvalidJobError: when the plan is for another number of ranks.
+    """
+
+    def __init__(self, plan: ExpertPlan, layer: int, group: WorldGroup) -> None:
+        ranks = dist.get_world_size(group.now)
+        if plan.room.ranks != ranks:
+            raise InvalidJobError(
+                f"the expert plan is for {plan.room.ranks} ranks, and the group has {ranks}; plan "
+                f"for the world's number of nodes and ranks"
+            )
+        self.group, self.rank = group, dist.get_rank(group.now)
+        self._nproc, self._seats = plan.room.nproc, plan.room.rank_seats
+        copies = plan.layers[layer].copies
+        self._copies = np.zeros((len(copies), ranks), dtype=np.int64)
+        for expert, held in enumerate(copies):
+            for holder, count in held:
+                self._copies[expert, holder] = count
+        self.experts = plan.layers[layer].experts_of(self.rank)
+        """Experts in this rank's seats, in their order."""
+
+    def route(self, expert_NK: torch.Tensor) -> TokenRoute:
+        """Find the way of each token. Collective.
+
+        Args:
+            expert_NK: [N, K], the experts that each token of this rank has chosen.
+        """
+        device, experts = expert_NK.device, len(self._copies)
+        expert_P = expert_NK.reshape(-1)
+        own = torch.zeros(experts, dtype=torch.int64, device=device)
+        own += torch.bincount(expert_P, minlength=experts)
+        every = [torch.empty_like(own) for _ in range(self._copies.shape[1])]
+        self.group.wait(dist.all_gather(every, own, group=self.group.now, async_op=True))
+        tokens = torch.stack(every).cpu()
+        sent, received = flows(tokens.numpy(), self._copies, self.rank, self._nproc)
+
+        by_expert = expert_P.argsort(stable=True)
+        ranks = torch.arange(sent.shape[1], device=device).repeat(experts)
+        target = ranks.repeat_interleave(torch.from_numpy(sent).reshape(-1).to(device))
+        order = by_expert[target.argsort(stable=True)]
+        held = torch.arange(experts, device=device).repeat(sent.shape[1])
+        arrived = held.repeat_interleave(torch.from_numpy(received.T.copy()).reshape(-1).to(device))
+        arrival = arrived.argsort(stable=True)
+        empty = self._seats - len(self.experts)
+        return TokenRoute(
+            tokens=tokens,
+            order=order,
+            order_back=inverse_of(order),
+            arrival=arrival,
+            arrival_back=inverse_of(arrival),
+            sent_rows=sent.sum(axis=0).tolist(),
+            received_rows=received.sum(axis=0).tolist(),
+            seat_rows=received.sum(axis=1)[list(self.experts)].tolist() + [0] * empty,
+        )
+
+    def dispatch(self, x_ND: torch.Tensor, route: TokenRoute) -> torch.Tensor:
+        """Send the tokens; return those that arrive here, seat by seat. Collective, as is its
+        backward pass.
+
+        Args:
+            x_ND: [N, D], tokens of this rank.
+        """
+        choices = route.order.numel() // x_ND.shape[0] if x_ND.shape[0] else 1
+        copies = x_ND.unsqueeze(1).expand(-1, choices, -1).reshape(-1, x_ND.shape[-1])
+        sent = PermutedRows.apply(copies, route.order, route.order_back)
+        arrived = ExchangedRows.apply(self.group, sent, route.sent_rows, route.received_rows)
+        found: torch.Tensor = PermutedRows.apply(arrived, route.arrival, route.arrival_back)
+        return found
+
+    def combine(
+        self, answers: torch.Tensor, route: TokenRoute, weights_NK: torch.Tensor
+    ) -> torch.Tensor:
+        """Send answers back, and add up each token's by its weights. Collective, as is its backward
+        pass.
+
+        Args:
+            answers: [arrived, D], in the order of `dispatch`.
+            weights_NK: [N, K].
+
+        Returns:
+            [N, D].
+        """
+        arrived = PermutedRows.apply(answers, route.arrival_back, route.arrival)
+        back = ExchangedRows.apply(self.group, arrived, route.received_rows, route.sent_rows)
+        answer_P = PermutedRows.apply(back, route.order_back, route.order)
+        answer_NKD = answer_P.view(*weights_NK.shape, answers.shape[-1])
+        found: torch.Tensor = (answer_NKD * weights_NK.unsqueeze(-1)).sum(1)
+        return found

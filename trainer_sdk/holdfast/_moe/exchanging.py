@@ -1,0 +1,79 @@
+"""Rows that ranks send each other: uneven all-to-alls, forward and backward.
+
+Bytes travel, because not every backend knows every dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from holdfast._elastic.world import WorldGroup
+
+
+def exchange(
+    group: WorldGroup, sent: torch.Tensor, sent_rows: Sequence[int], received_rows: Sequence[int]
+) -> torch.Tensor:
+    """Send each rank its rows of `sent`, and return the rows from each, in the order of ranks.
+
+    Args:
+        sent: [rows, width], of any dtype and device.
+        sent_rows, received_rows: rows to and from each rank of the group; their sums are the
+            lengths of what is sent and returned.
+    """
+    given = sent.contiguous().view(torch.uint8)
+    taken = given.new_empty(sum(received_rows), given.shape[1])
+    work = dist.all_to_all_single(
+        taken, given, list(received_rows), list(sent_rows), group=group.now, async_op=True
+    )
+    group.wait(work)
+    return taken.view(sent.dtype)
+
+
+class ExchangedRows(torch.autograd.Function):
+    """`exchange`, and in the backward pass the way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        group: WorldGroup,
+        sent: torch.Tensor,
+        sent_rows: Sequence[int],
+        received_rows: Sequence[int],
+    ) -> torch.Tensor:
+        ctx.group, ctx.sent_rows, ctx.received_rows = group, sent_rows, received_rows
+        return exchange(group, sent, sent_rows, received_rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        back = ExchangedRows.apply(ctx.group, grads[0], ctx.received_rows, ctx.sent_rows)
+        return None, back, None, None
+
+
+class PermutedRows(torch.autograd.Function):
+    """Rows in another order; the backward pass adds nothing up, so its order cannot vary.
+
+    Args of `apply`: rows [n, width], and two inverse permutations [n]: where each row comes from,
+    and where each goes.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.order, ctx.inverse = order, inverse
+        return rows[order]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return PermutedRows.apply(grads[0], ctx.inverse, ctx.order), None, None
+
+
+def inverse_of(order: torch.Tensor) -> torch.Tensor:
+    """The inverse of a permutation."""
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.numel(), device=order.device)
+    return inverse
