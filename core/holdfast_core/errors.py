@@ -25,6 +25,12 @@ class InvalidJobError(HoldfastError):
     code = "invalid_job"
 
 
+class MissingPackageError(HoldfastError, ImportError):
+    """A package of an optional group is not installed."""
+
+    code = "missing_package"
+
+
 class ProtocolError(HoldfastError):
     """A message that the protocol does not allow: wrong version, unknown session, bad bytes."""
 

@@ -24,6 +24,7 @@ from holdfast_daemon.node import Node
 from holdfast_daemon.settings import SERVICE_ACCOUNT, Auth, DaemonSettings
 from holdfast_daemon.transport.tls import Protection
 from holdfast_protos import identity
+from holdfast_protos.command_line import add_version
 
 EPILOG = """
 The daemon owns --root: arenas, manifests and parity are files below it, on a tmpfs, and a
@@ -229,7 +230,9 @@ def main(
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["mount"]:
         return mounting.main(arguments[1:])
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    add_version(parser)
+    options = parser.parse_args(arguments)
     configure(options.log_level, options.log_file, format=options.log_format)
     _print_stacks_on_signal()
     logging.getLogger("grpc").setLevel(logging.WARNING)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+from holdfast_core.packages import PackageGroup, needing
 from holdfast_daemon.host import JobHost
 from holdfast_daemon.metrics import DaemonMetrics
 from holdfast_daemon.observing import status
 from holdfast_daemon.observing.catalogue import Catalogue, MemoryCatalogue
-from holdfast_daemon.observing.catalogue_redis import RedisCatalogue, RedisSettings
 from holdfast_daemon.settings import Auth, DaemonSettings
 from holdfast_daemon.trainers.auth import Authenticator, TokenAuthenticator, TrustingAuthenticator
 from holdfast_daemon.trainers.token_files import FileAuthenticator
@@ -35,6 +35,8 @@ def make_catalogue(
     """The catalogue: in Redis if the settings name one, else in this process."""
     if not settings.redis_url:
         return MemoryCatalogue(settings.node, time.time)
+    with needing("a catalogue in Redis", PackageGroup.CATALOGUE):
+        from holdfast_daemon.observing.catalogue_redis import RedisCatalogue, RedisSettings
     return RedisCatalogue(
         RedisSettings(url=settings.redis_url),
         node=settings.node,

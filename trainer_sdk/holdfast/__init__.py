@@ -12,6 +12,7 @@ These names are the public API; `holdfast.testing` has a daemon for tests, and `
 and writes checkpoints through torch.distributed.checkpoint.
 """
 
+from holdfast import _packages as _packages
 from holdfast import elastic
 from holdfast._daemon.handles import SaveHandle
 from holdfast._init import init

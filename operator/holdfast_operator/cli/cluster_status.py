@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from holdfast_core.errors import StorageError
+from holdfast_core import packages
 from holdfast_core.job.status import ENDED, Phase
 from holdfast_operator.cli.show import (
     EVENTS_SHOWN,
@@ -46,7 +46,7 @@ def status(options: argparse.Namespace) -> int:
     """Show the jobs of a namespace, or one of them.
 
     Raises:
-        StorageError: when this installation cannot talk to a cluster.
+        MissingPackageError: when this installation cannot talk to a cluster.
         UnreachableError: when no cluster is known.
         ApiError: when there is no such job, or the API server refuses.
     """
@@ -54,12 +54,8 @@ def status(options: argparse.Namespace) -> int:
 
 
 async def _show(options: argparse.Namespace) -> int:
-    try:
+    with packages.needing("the status of a cluster", packages.PackageGroup.OPERATOR):
         from holdfast_operator.kube.api import connect  # noqa: PLC0415
-    except ImportError as error:
-        raise StorageError(
-            f"this installation cannot talk to a cluster ({error}); install holdfast[operator]"
-        ) from error
     api = await connect(_Uncounted(), options.kubeconfig or "", options.context or "")
     try:
         return await _follow(api, options)

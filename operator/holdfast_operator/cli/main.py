@@ -8,11 +8,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from holdfast_core.errors import HoldfastError
+from holdfast_core.packages import PackageGroup, missing, needing
 from holdfast_core.quantities import parse_bytes
 from holdfast_operator.cli import exit_codes
+from holdfast_protos.command_line import add_version
 
 _EPILOG = """
 A job survives the loss of a rank, a daemon or a node. To see it:
@@ -97,7 +100,15 @@ _EXPORT_EPILOG = """
 """
 
 
+_GROUPS = {"run": PackageGroup.ALL, "demo": PackageGroup.ALL}
+"""Groups of packages that commands need, where `cli` is not enough."""
+_OF_DAEMONS_AND_TRAINERS = ("fsspec", "prometheus_client", "torch")
+"""What the processes of a local run import. It is looked for before they start: otherwise each
+would fail by itself, and leave its reason in a log."""
+
+
 def _run(options: argparse.Namespace) -> int:
+    _check_processes("holdfast run")
     from holdfast_operator.cli.run import run
 
     return int(run(options) or 0)
@@ -133,7 +144,15 @@ def _simulate(options: argparse.Namespace) -> int:
     return int(simulate(options) or 0)
 
 
+def _check_processes(what: str) -> None:
+    """Raise MissingPackageError when daemons or trainers could not run here."""
+    for package in _OF_DAEMONS_AND_TRAINERS:
+        if find_spec(package) is None:
+            raise missing(what, package, PackageGroup.ALL)
+
+
 def _demo(options: argparse.Namespace) -> int:
+    _check_processes("holdfast demo")
     from holdfast_operator.cli.demo import main
 
     return int(main(options) or 0)
@@ -159,6 +178,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_version(parser)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_run(commands)
     _add_status(commands)
@@ -550,8 +570,10 @@ def _count_or_zero(text: str) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     options = build_parser().parse_args(arguments)
+    group = _GROUPS.get(options.command, PackageGroup.CLI)
     try:
-        return int(options.handler(options))
+        with needing(f"holdfast {options.command}", group):
+            return int(options.handler(options))
     except HoldfastError as error:
         print(f"holdfast: {error}", file=sys.stderr)
         return exit_codes.BAD_INPUT

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.locations import NAMESPACE, StorageLocation, read_location
+from holdfast_protos.command_line import add_version
 from holdfast_protos.identity import add_options
 
 DESCRIPTION = "Runs the MoETrainingJobs of a Kubernetes cluster."
@@ -72,6 +73,7 @@ def parse(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> Op
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
+    add_version(parser)
     add("--kubeconfig", default="", metavar="FILE", help="default: the pod's service account")
     add("--context", default="", metavar="NAME", help="of the kubeconfig; default: its current one")
     add(
