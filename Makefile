@@ -117,7 +117,7 @@ demo: $(STAMP) ## Watch a training job lose trainers, a daemon and two nodes, an
 	$(BIN)/holdfast demo --report build/demo/report.json $(ARGS)
 
 .PHONY: test
-test: $(STAMP) redis versitygw ## Run the tests; ARGS="tests/unit -k raim5" narrows them
+test: $(STAMP) redis versitygw prometheus ## Run the tests; ARGS="tests/unit -k raim5" narrows them
 	@$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal $(ARGS)
 
 .PHONY: check
@@ -307,6 +307,19 @@ redis:
 	  fi
 	  apt-get update -qq
 	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends redis-server \
+	    >/dev/null
+	fi
+
+# They have Prometheus' own tool read and evaluate alerts and dashboard.
+.PHONY: prometheus
+prometheus:
+	@if ! command -v promtool >/dev/null; then
+	  if [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
+	    echo "The tests need promtool: install it (Debian: apt-get install prometheus)." >&2
+	    exit 1
+	  fi
+	  apt-get update -qq
+	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends prometheus \
 	    >/dev/null
 	fi
 

@@ -99,6 +99,21 @@ def test_alerts_name_values_of_labels_that_exist() -> None:
                     assert value in values[name, label], alert["alert"]
 
 
+def test_every_alert_leads_to_its_section_of_the_runbooks() -> None:
+    path = "docs/runbooks.md"
+    sections = re.findall(r"^## (\w+)$", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)
+    assert sections == [alert["alert"] for alert in alerts()]
+    for alert in alerts():
+        page, _, anchor = alert["annotations"]["runbook_url"].partition("#")
+        assert page.startswith("https://") and page.endswith(path)
+        assert anchor == alert["alert"].lower()
+
+
+def test_the_runbooks_name_metrics_that_exist() -> None:
+    known = {name for each in DEFINITIONS for name in series(each)}
+    assert metrics_of((ROOT / "docs" / "runbooks.md").read_text(encoding="utf-8")) <= known
+
+
 @pytest.mark.parametrize("alert", alerts(), ids=lambda alert: str(alert["alert"]))
 def test_an_alert_states_what_happened_and_what_to_do(alert: dict[str, Any]) -> None:
     assert alert["labels"]["severity"] in ("info", "warning", "critical")

@@ -1,0 +1,203 @@
+"""Alerts and dashboard as a real Prometheus reads them: its own tool parses every expression, and
+evaluates alerts over series that are written here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[3]
+FILES = ROOT / "charts" / "holdfast" / "files"
+RATE_INTERVAL = "1m"
+"""What Grafana puts in place of $__rate_interval."""
+
+pytestmark = pytest.mark.prometheus
+
+
+def promtool(*arguments: str | Path) -> None:
+    """Run Prometheus' tool; AssertionError with what it printed when it finds a fault."""
+    try:
+        done = subprocess.run(
+            ["promtool", *map(str, arguments)], capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:
+        pytest.fail("this needs promtool: 'make prometheus', or apt-get install prometheus")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def alerts() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = yaml.safe_load((FILES / "alerts.yaml").read_text())["alerts"]
+    return found
+
+
+def shown() -> list[str]:
+    """Expressions of the dashboard, with its variables filled in."""
+    panels = json.loads((FILES / "dashboard.json").read_text(encoding="utf-8"))["panels"]
+    found = [target["expr"] for panel in panels for target in panel.get("targets", ())]
+    return [
+        one.replace("$__rate_interval", RATE_INTERVAL).replace("$__range", "1h") for one in found
+    ]
+
+
+def write_rules(folder: Path, rules: list[dict[str, Any]]) -> Path:
+    path = folder / "rules.yaml"
+    path.write_text(yaml.safe_dump({"groups": [{"name": "holdfast", "rules": rules}]}))
+    return path
+
+
+def test_prometheus_reads_every_alert(tmp_path: Path) -> None:
+    promtool("check", "rules", write_rules(tmp_path, alerts()))
+
+
+def test_prometheus_reads_every_expression_of_the_dashboard(tmp_path: Path) -> None:
+    expressions = shown()
+    assert len(expressions) > 50
+    rules = [{"record": f"panel:{n}", "expr": each} for n, each in enumerate(expressions)]
+    promtool("check", "rules", write_rules(tmp_path, rules))
+
+
+def test_a_rule_that_prometheus_cannot_read_is_found(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="could not parse expression"):
+        promtool("check", "rules", write_rules(tmp_path, [{"record": "a", "expr": "sum by (b"}]))
+
+
+def fires(tmp_path: Path, name: str, at: str, labels: dict[str, str], **series: str) -> bool:
+    """Whether the alert `name` fires, with `labels`, at a time.
+
+    Args:
+        tmp_path: an empty folder.
+        at: time since the first sample.
+        series: values of each series, a sample a minute, as promtool writes them; `__` separates a
+            metric from the number of one of several series, whose labels are in LABELS.
+    """
+    (rule,) = (one for one in alerts() if one["alert"] == name)
+    severity = rule["labels"]["severity"]
+    # Only whether it fires is asked for, not its text.
+    write_rules(tmp_path, [{k: v for k, v in rule.items() if k != "annotations"}])
+    expected = [{"exp_labels": {**labels, "severity": severity}, "exp_annotations": {}}]
+    test = {
+        "interval": "1m",
+        "input_series": [
+            {"series": LABELS[key].format(key.partition("__")[0]), "values": values}
+            for key, values in series.items()
+        ],
+        "alert_rule_test": [{"eval_time": at, "alertname": name, "exp_alerts": expected}],
+    }
+    path = tmp_path / "test.yaml"
+    path.write_text(
+        yaml.safe_dump({"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": [test]})
+    )
+    try:
+        promtool("test", "rules", path)
+    except AssertionError as error:
+        assert "got:[]" in str(error), error
+        return False
+    return True
+
+
+JOB = '{}{{job="a.llm",node="n1"}}'
+LABELS = {
+    "holdfast_protection_age_seconds": JOB,
+    "holdfast_sessions_open": JOB,
+    "holdfast_saves_skipped_total": JOB,
+    "holdfast_snapshots_total": '{}{{job="a.llm",stage="committed",node="n1"}}',
+    "holdfast_tokens_lost": JOB,
+    "holdfast_tokens_routed": JOB,
+    "holdfast_tokens_lost_limit_ratio": JOB,
+    "holdfast_memory_used_bytes": '{}{{node="n1"}}',
+    "holdfast_memory_budget_bytes": '{}{{node="n1"}}',
+    "holdfast_corrupt_total": '{}{{job="a.llm",kind="wire",node="n1"}}',
+    "holdfast_operator_recoveries_total": '{}{{cause="rank_lost"}}',
+    "holdfast_operator_jobs_short": "{}",
+    "holdfast_operator_leader__1": '{}{{pod="one"}}',
+    "holdfast_operator_leader__2": '{}{{pod="two"}}',
+    "holdfast_operator_jobs": '{}{{phase="Running"}}',
+    "holdfast_operator_reconcile_seconds_count": "{}",
+}
+OF_JOB = {"job": "a.llm"}
+
+
+@pytest.mark.parametrize(("sessions", "expected"), [("1x30", True), ("0x30", False)])
+def test_a_job_that_trains_unprotected_for_long_is_reported(
+    tmp_path: Path, sessions: str, expected: bool
+) -> None:
+    age = {"holdfast_protection_age_seconds": "0+60x30", "holdfast_sessions_open": sessions}
+    assert fires(tmp_path, "HoldfastUnprotected", "25m", OF_JOB, **age) is expected
+
+
+@pytest.mark.parametrize(("skipped", "expected"), [("0+9x60", True), ("0+1x60", False)])
+def test_saves_that_are_skipped_are_reported_when_they_are_the_most(
+    tmp_path: Path, skipped: str, expected: bool
+) -> None:
+    saves = {"holdfast_saves_skipped_total": skipped, "holdfast_snapshots_total": "0+5x60"}
+    assert fires(tmp_path, "HoldfastSavesSkipped", "50m", OF_JOB, **saves) is expected
+
+
+@pytest.mark.parametrize(("lost", "expected"), [("20x10", True), ("5x10", False)])
+def test_tokens_beyond_the_limit_of_the_job_are_reported(
+    tmp_path: Path, lost: str, expected: bool
+) -> None:
+    tokens = {
+        "holdfast_tokens_lost": lost,
+        "holdfast_tokens_routed": "1000x10",
+        "holdfast_tokens_lost_limit_ratio": "0.01x10",
+    }
+    assert fires(tmp_path, "HoldfastTokenLossBeyondLimit", "5m", OF_JOB, **tokens) is expected
+
+
+@pytest.mark.parametrize(("used", "expected"), [("95x30", True), ("85x30", False)])
+def test_a_budget_that_is_nearly_used_up_is_reported(
+    tmp_path: Path, used: str, expected: bool
+) -> None:
+    memory = {"holdfast_memory_used_bytes": used, "holdfast_memory_budget_bytes": "100x30"}
+    node = {"node": "n1"}
+    assert fires(tmp_path, "HoldfastMemoryNearBudget", "15m", node, **memory) is expected
+
+
+@pytest.mark.parametrize(("found", "expected"), [("0x5 1x30", True), ("1x40", False)])
+def test_corruption_is_reported_when_it_is_found_and_not_for_ever(
+    tmp_path: Path, found: str, expected: bool
+) -> None:
+    labels = {"job": "a.llm", "kind": "wire", "node": "n1"}
+    corrupt = {"holdfast_corrupt_total": found}
+    assert fires(tmp_path, "HoldfastCorruption", "20m", labels, **corrupt) is expected
+
+
+@pytest.mark.parametrize(("recoveries", "expected"), [("0+1x60", True), ("0+1x3 3x60", False)])
+def test_recoveries_that_follow_each_other_are_reported(
+    tmp_path: Path, recoveries: str, expected: bool
+) -> None:
+    cause, seen = {"cause": "rank_lost"}, {"holdfast_operator_recoveries_total": recoveries}
+    assert fires(tmp_path, "HoldfastRecoveryLoop", "40m", cause, **seen) is expected
+
+
+@pytest.mark.parametrize(("short", "expected"), [("1x60", True), ("1x20 0x40", False)])
+def test_a_job_that_stays_short_is_reported_after_half_an_hour(
+    tmp_path: Path, short: str, expected: bool
+) -> None:
+    series = {"holdfast_operator_jobs_short": short}
+    assert fires(tmp_path, "HoldfastJobShort", "40m", {}, **series) is expected
+
+
+@pytest.mark.parametrize(("second", "expected"), [("0x30", True), ("0x8 1x22", False)])
+def test_an_operator_is_reported_as_absent_only_if_no_replica_leads(
+    tmp_path: Path, second: str, expected: bool
+) -> None:
+    leaders = {"holdfast_operator_leader__1": "0x30", "holdfast_operator_leader__2": second}
+    assert fires(tmp_path, "HoldfastOperatorAbsent", "20m", {}, **leaders) is expected
+
+
+@pytest.mark.parametrize(("looks", "expected"), [("5x60", True), ("0+1x60", False)])
+def test_an_operator_that_reconciles_nothing_is_reported(
+    tmp_path: Path, looks: str, expected: bool
+) -> None:
+    series = {
+        "holdfast_operator_jobs": "2x60",
+        "holdfast_operator_reconcile_seconds_count": looks,
+    }
+    assert fires(tmp_path, "HoldfastReconcileStale", "40m", {}, **series) is expected
