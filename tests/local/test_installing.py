@@ -87,7 +87,7 @@ def environment(wheel: Path, metadata: Message) -> Environment:
         if place.exists():
             return place
         run(sys.executable, "-m", "venv", "--without-pip", place, check=True)
-        pip = [sys.executable, "-m", "pip", "--python", place / "bin" / "python"]
+        pip: list[str | Path] = [sys.executable, "-m", "pip", "--python", place / "bin" / "python"]
         run(*pip, "install", "--quiet", "--no-deps", "--no-index", wheel, check=True)
         site = Path(sysconfig.get_path("purelib", vars={"base": str(place)}))
         for name in closure(requirements(metadata), groups):
