@@ -19,3 +19,13 @@ import voting
 def test_training_goes_on_live(crash: voting.Crash, monkeypatch: Any) -> None:
     monkeypatch.setenv("WORLD_SIZE", str(voting.RANKS))
     voting.run(crash)
+
+
+@pytest.mark.parametrize("script", voting.SCRIPTS)
+def test_what_a_script_does_otherwise_never_leads_to_wrong_bytes(
+    script: str, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(voting.RANKS))
+    late = voting.Crash(1, "in-report", frozenset({0}))
+    early = voting.Crash(1, "before-vote")
+    voting.run(late if script == "reduces after its optimizer" else early, script)

@@ -87,14 +87,15 @@ class StepBody:
         except Exception as error:  # raised by the user's state_dict, or by torch
             self._problem = f"the state before step {self.step} could not be noted: {error}"
 
-    def is_unchanged(self) -> bool:
-        """Whether the step has changed no parameter so far."""
+    def changed(self) -> str:
+        """Why the step has no whole state to go back to any more; empty while it has."""
+        if self._beginning is None:
+            return self._problem
         try:
-            if self._beginning is not None:
-                self._beginning.check()
-        except HoldfastError:
-            return False
-        return self._beginning is not None
+            self._beginning.check()
+        except HoldfastError as error:
+            return f"step {self.step} was cut off: {error}"
+        return ""
 
     def undo(self) -> str:
         """Put back what the step has changed; return why that cannot be done, or nothing."""
@@ -309,21 +310,21 @@ class ElasticSession(Session):
         the vote passed for a rank that is left. This process has no groups meanwhile."""
         cause, self._cause = self._cause, None
         while True:
-            verdict = self._world.stand(self._standing(ready=body.is_unchanged()), cause)
+            verdict = self._world.stand(self._standing(body), cause)
             if verdict.action is not StandingAction.FORWARD:
                 self._verdict = verdict
                 return False
             if verdict.step == body.step:
                 return True
 
-    def _standing(self, *, ready: bool = False) -> RankStanding:
-        """State what this process has."""
+    def _standing(self, voting: StepBody | None = None) -> RankStanding:
+        """State what this process has, between two steps or in the vote of `voting`."""
         held, session = self._held, self._session
         if held.step is None:
             return RankStanding()
         if not self._votes or not isinstance(session, ProtectedSession):
             return RankStanding(step=held.step, torn="its script or policy cannot go on live")
-        torn = held.torn
+        torn = held.torn or (voting.changed() if voting is not None else "")
         if held.adds_up:
             torn = torn or f"gradients may add up over steps: none stepped in step {held.step}"
         try:
@@ -332,7 +333,7 @@ class ElasticSession(Session):
             torn, sources = torn or str(error), ()
         return RankStanding(
             step=held.step,
-            ready=ready and not torn,
+            ready=voting is not None and not torn,
             torn=torn,
             topology=str(session.topology),
             rank=session.rank,
