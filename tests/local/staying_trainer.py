@@ -170,12 +170,13 @@ def reduce_gradients(world: Any, everyone: Any, model: nn.Module, faults: Faults
 
 def save_every(steps: int) -> None:
     """Let only every n-th save be taken."""
-    save: Callable[..., Any] = ProtectedSession.save
+    owner: Any = ProtectedSession
+    save: Callable[..., Any] = owner.save
 
     def sometimes(session: ProtectedSession, step: int) -> Any:
         return None if step % steps else save(session, step)
 
-    ProtectedSession.save = sometimes  # type: ignore[method-assign]
+    owner.save = sometimes
 
 
 def watch_calls(faults: Faults) -> None:
@@ -196,6 +197,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--every", type=int, default=1, help="steps from one save to the next")
     parser.add_argument("--unlive", action="store_true", help="go back to the line always")
+    parser.add_argument("--unshared", action="store_true", help="say that a tensor is not shared")
     args = parser.parse_args()
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
@@ -217,6 +219,7 @@ def main() -> None:
         optimizer=optimizers,
         stateful={"sampler": sampler},
         settings=holdfast.Settings(go_on_live=not args.unlive),
+        private=["second.weight"] if args.unshared else [],
         world=world,
     )
     with (args.directory / f"log-{rank}").open("a", buffering=1) as log:

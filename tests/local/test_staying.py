@@ -267,6 +267,23 @@ def test_ranks_that_have_finished_wait_for_one_that_dies_in_the_last_step(
         assert [rank for rank in range(RANKS) if run.lines(rank)[-1].pid != pids[rank]] == [1]
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("option", ["--unlive", "--unshared"])
+def test_what_cannot_go_on_live_goes_back_to_the_line(runner: asyncio.Runner, option: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
+        run = Run(Path(path), ENDLESS, "--every", "10", option)
+
+        async def lose() -> None:
+            async with run.cluster:
+                await run.wait_works(0, "the first steps")
+                assert await disturb(run, "a rank", {1: ("forward", "SIGKILL")}) == [1]
+                assert run.newest()[0] is RestoreSource.LOCAL
+
+        runner.run(lose())
+
+
 POINTS = (
     "forward",
     "backward",
@@ -325,9 +342,13 @@ def test_two_ranks_that_die_at_once_leave_the_third_in_its_process(
 @pytest.mark.parametrize(
     "point",
     [
-        "before-stand",
-        "after-stand",
-        *("before-form", "after-form", "before-hand-over", "before-scatter", "after-scatter"),
+        "before-form",
+        "after-form",
+        "before-scatter",
+        *(
+            pytest.param(point, marks=pytest.mark.exhaustive)
+            for point in ("before-stand", "after-stand", "before-hand-over", "after-scatter")
+        ),
     ],
 )
 def test_a_second_rank_dies_while_the_first_reform_is_going_on(

@@ -22,7 +22,7 @@ class Trained:
 
     def __init__(self) -> None:
         torch.manual_seed(3)
-        self.model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+        self.model: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.sampler = holdfast.RecoverableSampler(range(64), counting=True)
         self.live = LiveState(self.model, [self.optimizer], Topology(dp=1), 0)
