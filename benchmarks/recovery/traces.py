@@ -25,8 +25,8 @@ T = TypeVar("T")
 STARTED = "process started"
 """First message of a worker."""
 _FORMED = re.compile(r"epoch (\d+): rank \d+ of \d+, groups formed in ")
-_LINE = re.compile(r"recovery line: ")
-_RESTORED = re.compile(r"epoch (\d+) starts ")
+_LINE = re.compile(r"recovery line: |nothing is restored: ")
+_RESTORED = re.compile(r"epoch (\d+) (?:starts|goes on live) ")
 
 
 class Phase(StrEnum):
@@ -41,7 +41,8 @@ class Phase(StrEnum):
     FORMED = "formed"
     """Process groups are formed."""
     LINE = "line"
-    """All ranks know the recovery line: a new process has built its model and data."""
+    """All ranks know the recovery line, or that they need none: a new process has built its model
+    and data."""
     RESTORED = "restored"
     """State is restored and verified."""
     STEP = "step"

@@ -160,6 +160,7 @@ class Restore:
         """Bring this rank to the step of `verdict` from what the ranks have; see
         `ProtectedSession.go_on`. None when a rank cannot."""
         self.live.begin()
+        _log.info("nothing is restored: %s", verdict.reason)
         handing = HandOver(
             live=self.live,
             stateful=self.stateful,
