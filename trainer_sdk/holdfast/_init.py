@@ -103,7 +103,8 @@ def init(
     if daemon is not None:
         raise InvalidJobError("daemon= is one client, and each world needs its own: leave out one")
     check_staying(model)
-    timeout_s = maker.settings.exchange_timeout_s
+    # A vote waits for the slowest rank, as training's own collectives do.
+    timeout_s = max(maker.settings.exchange_timeout_s, world.timeout_s)
     return ElasticSession(
         world, maker.session, maker.optimizers, timeout_s, votes=maker.can_go_on_live
     )

@@ -13,7 +13,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -295,7 +295,11 @@ def run_step(
     if script == "steps twice":
         model.weight.grad /= 2
         optimizer.step()
-    with suppress(UnreachableError) if script.startswith("swallows") else nullcontext():
+    for _ in range(2 if script.startswith("swallows") else 0):  # it tries again, too
+        with suppress(UnreachableError):
+            optimizer.step()
+            break
+    if not script.startswith("swallows"):
         optimizer.step()
     if script == "reduces after its optimizer":
         cluster.meet(world.epoch, ("report", number), rank, 0)

@@ -273,6 +273,8 @@ class ElasticSession(Session):
             UnreachableError: the step is cut off.
             InvalidJobError: ranks are at different steps.
         """
+        if body.cut:
+            raise UnreachableError(f"step {body.step} was cut off; leave its body")
         if self._world.failure is not None:
             raise UnreachableError(
                 f"step {body.step} has no complete gradients: a collective failed"

@@ -149,6 +149,11 @@ class World:
         return self._local_rank
 
     @property
+    def timeout_s(self) -> float:
+        """Seconds that one of training's collectives may take."""
+        return self._timeout_s
+
+    @property
     def epoch(self) -> int:
         """Membership epoch of the present world; 0 without a daemon."""
         return self._epoch
