@@ -724,7 +724,7 @@ class World(_message.Message):
     node_host: _builtins.str
     """address of this node, where the store should listen"""
     finished: _builtins.bool
-    """the job has ended; do not wait"""
+    """the job has ended, and this agent has had a world of it; do not wait"""
     keep: _builtins.bool
     """this node's workers can be kept: all of them follow their worlds"""
     arrived: _builtins.bool

@@ -183,7 +183,8 @@ class TrainerServicer:
         """Rendezvous, called by torchrun's agent through the `holdfast` backend.
         Answers at once with the current epoch's world; `ready` is false while the agent must wait
         (no epoch newer than `after_epoch`, or the store is not published). The daemon holds the call
-        for up to `wait_s` until there is news.
+        for up to `wait_s` until there is news. While it holds one of a job that has no member on this
+        node, it tells the control loop so: a member may join here.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -66,7 +66,8 @@ class TrainerStub:
     """Rendezvous, called by torchrun's agent through the `holdfast` backend.
     Answers at once with the current epoch's world; `ready` is false while the agent must wait
     (no epoch newer than `after_epoch`, or the store is not published). The daemon holds the call
-    for up to `wait_s` until there is news.
+    for up to `wait_s` until there is news. While it holds one of a job that has no member on this
+    node, it tells the control loop so: a member may join here.
     """
     PublishStore: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.PublishStoreRequest, _trainer_pb2.PublishStoreReply]
     Follow: _grpc.UnaryStreamMultiCallable[_trainer_pb2.FollowRequest, _trainer_pb2.World]
@@ -112,7 +113,8 @@ class TrainerAsyncStub(TrainerStub):
     """Rendezvous, called by torchrun's agent through the `holdfast` backend.
     Answers at once with the current epoch's world; `ready` is false while the agent must wait
     (no epoch newer than `after_epoch`, or the store is not published). The daemon holds the call
-    for up to `wait_s` until there is news.
+    for up to `wait_s` until there is news. While it holds one of a job that has no member on this
+    node, it tells the control loop so: a member may join here.
     """
     PublishStore: _aio.UnaryUnaryMultiCallable[_trainer_pb2.PublishStoreRequest, _trainer_pb2.PublishStoreReply]  # type: ignore[assignment]
     Follow: _aio.UnaryStreamMultiCallable[_trainer_pb2.FollowRequest, _trainer_pb2.World]  # type: ignore[assignment]
@@ -215,7 +217,8 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         """Rendezvous, called by torchrun's agent through the `holdfast` backend.
         Answers at once with the current epoch's world; `ready` is false while the agent must wait
         (no epoch newer than `after_epoch`, or the store is not published). The daemon holds the call
-        for up to `wait_s` until there is news.
+        for up to `wait_s` until there is news. While it holds one of a job that has no member on this
+        node, it tells the control loop so: a member may join here.
         """
 
     @_abc_1.abstractmethod

@@ -132,13 +132,13 @@ def _delete_pod(run: Run) -> DeletedPod:
 
     def gets_ready(status: dict[str, Any]) -> bool:
         training = status["phase"] == "Running" and status["strength"].get("joining") == 1
-        return training and status["joining"][0].get("pod") == name
+        return training and [each.get("pod") for each in status["joining"]] == [name]
 
     short = job.wait("the next pod", gets_ready, RECOVERY_S)
 
     def started() -> str:
         found = run.cluster.get("pod", name, "-n", job.namespace)
-        (container,) = found["status"].get("containerStatuses") or [{}]
+        container = (found["status"].get("containerStatuses") or [{}])[0]
         return str(container.get("state", {}).get("running", {}).get("startedAt", ""))
 
     job.wait("its container", lambda status: bool(started()), RECOVERY_S)
@@ -224,7 +224,7 @@ def test_nobody_waits_for_the_pod_after_one_that_was_deleted(seen: Seen) -> None
     after = [line for line in seen.log if line.epoch == deleted.short["epoch"]]
     print(f"the next step {after[0].time - deleted.at:.2f} s after a pod was deleted")
     print(f"its next pod's container runs after {deleted.started_at - deleted.at:.0f} s")
-    assert after[0].time <= deleted.started_at
+    assert after[0].time <= deleted.started_at + 1.0  # which is known to the second
 
 
 def test_each_world_trains_on_from_what_was_protected(seen: Seen) -> None:

@@ -5,8 +5,8 @@ rendezvous is in `_launch.rendezvous`, the agent in `_launch.agent`. It ends whe
 or the workers are done; the control loop handles failures of workers.
 
 Exit codes: 0 when this node's workers finished; 128 + n when signal n ended the agent; 75 when the
-job ended while this node was waiting for a world; 69 when the daemon stayed away; 77 when it denied
-the job to this process.
+job ended while this node was waiting for its next world; 69 when the daemon stayed away; 77 when it
+denied the job to this process.
 """
 
 from __future__ import annotations

@@ -145,6 +145,11 @@ def test_a_job_goes_on_without_a_node_and_with_it_when_it_is_back(run_directory:
             await asyncio.to_thread(
                 main, ["inject", "start-node", "n1", "--dir", str(run_directory)]
             )
+            status = await cluster.wait_for(
+                lambda status: status.nodes[1].role.startswith("joining"), timeout_s=WAIT_S
+            )
+            assert status.nodes[1].role == "joining as member 1: starting"
+            assert "members 2/3 (at least 2), 1 joining" in progress_line(status)
             status = await cluster.wait_for(runs_in(3), timeout_s=WAIT_S)
             assert [member.node for member in status.members] == ["n0", "n1", "n2"]
             assert (status.restarts, status.strength) == (1, Strength(active=3, desired=3, least=2))
