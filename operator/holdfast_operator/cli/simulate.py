@@ -86,7 +86,7 @@ def simulate(options: argparse.Namespace) -> int:
             f"{events / took_s:,.0f} events a second"
         )
     if options.plot is not None:
-        _plot(options.plot, found, title=f"{job.key}: {inputs.explained[0][1]}")
+        _plot(options.plot, found, title=f"{job.key} on {inputs.cluster.nodes} nodes")
         print(f"wrote {options.plot}", file=sys.stderr)
     return 0
 

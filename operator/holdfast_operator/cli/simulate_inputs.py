@@ -283,9 +283,11 @@ def _costs(
         source += "" if options.parameters else f": {ASSUMED}"
     total = expert_bytes + other_bytes
     share = expert_bytes / total if total else 0.0
-    state = f"{total / 1e9:,.0f} GB" if total >= 1e10 else f"{total / 1e6:,.1f} MB"
-    sources.explain("training state", f"{state}, {share:.0%} in experts", source)
-    sources.explain("experts", f"{experts} in each of {layers} layers", JOB if model else ASSUMED)
+    sources.explain("training state", f"{_amount(total)}, {share:.0%} in experts", source)
+    if options.like_run is None:
+        source = FLAG if options.experts_per_layer or options.moe_layers else ASSUMED
+        source = source if source == FLAG or model is None else JOB
+    sources.explain("experts", f"{experts} in each of {layers} layers", source)
     rates = []
     for what, flag, assumed in (
         ("copy, a node", options.copy_bandwidth, COPY_BYTES_S),
@@ -309,6 +311,13 @@ def _costs(
         losses=losses,
         slower=_slower_of(options, sources),
     )
+
+
+def _amount(nbytes: int) -> str:
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if nbytes >= 10 * size:
+            return f"{nbytes / size:,.0f} {unit}"
+    return f"{nbytes} B"
 
 
 def _slower_of(options: argparse.Namespace, sources: _Sources) -> float:

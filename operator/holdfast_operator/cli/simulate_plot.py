@@ -83,7 +83,7 @@ def _where(axes: Axes, found: Sequence[Simulated]) -> None:
     left = [0.0] * len(worst)
     for what, colour in COLOURS.items():
         widths = [100 * each.runs.portions[what] for each in worst]
-        if any(widths):
+        if max(widths) > 1e-6:
             axes.barh(
                 range(len(worst)), widths, left=left, color=colour, label=what.value, height=0.7
             )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import re
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,18 +14,16 @@ import pytest
 import yaml
 from matplotlib.colors import to_hex
 from matplotlib.image import imread
-from plan_command import JOB, SIZES, printed, refused
+from plan_command import JOB, SIZES, made_run, printed, refused
 
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
 from holdfast_core.job.snapshots import PartialExperts
 from holdfast_core.planning.model_sizes import ModelSizes
 from holdfast_core.planning.policy_comparison import Assumptions, Comparison
-from holdfast_core.snapshots.layouts import Entry, Layout, TensorRole, encode_layout
 from holdfast_core.snapshots.units import UnitKey, UnitKind
 from holdfast_operator.cli.plan_inputs import measured_copy_bytes_s, sizes_of_run
 from holdfast_operator.cli.plan_plot import BEST, REFUSED, draw
 from holdfast_operator.cli.planning import PlannedModel, compared
-from holdfast_operator.local.directory import NodeRecord, RunDirectory, RunRecord
 
 TABLE = """\
                  per rank per step copy hidden protect every   memory redone time lost  tokens
@@ -243,52 +240,9 @@ def parsed(text: str = JOB) -> MoETrainingJob:
     return parse_job(yaml.safe_load(text))
 
 
-def save_layout(root: Path, rank: int, world: int, units: Mapping[str, int]) -> None:
-    entries, offset = [], 0
-    for unit, nbytes in units.items():
-        entries.append(
-            Entry(
-                unit=unit,
-                tensor=f"{unit}.w",
-                role=TensorRole.COMPUTE,
-                dtype="float32",
-                shape=(nbytes // 4,),
-                start=0,
-                nbytes=nbytes,
-                offset=offset,
-            )
-        )
-        offset += nbytes
-    layout = Layout(
-        rank=rank,
-        world_size=world,
-        topology="dp2·ep2·tp1·pp1",
-        entries=tuple(entries),
-        extras_offset=offset,
-        extras_capacity=64,
-    )
-    arena = root / "jobs" / "default.gpt" / "arenas" / f"{rank}-{len(units)}"
-    arena.mkdir(parents=True)
-    (arena / "layout.json").write_bytes(encode_layout(layout))
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run of two nodes; rank 0's first layout was made before its optimizer had states."""
-    directory = RunDirectory(tmp_path / "run", "default.gpt", memory=tmp_path / "memory")
-    directory.path.mkdir()
-    roots = {name: tmp_path / "memory" / name for name in ("n0", "n1")}
-    directory.write_record(
-        RunRecord(
-            job="default.gpt",
-            control_host="127.0.0.1",
-            nodes={n: NodeRecord(name=n, host="", root=str(r)) for n, r in roots.items()},
-        )
-    )
-    save_layout(roots["n0"], 0, 2, {"embedding": 8})
-    save_layout(roots["n0"], 0, 2, {"embedding": 400, "layer1/expert0": 100, "layer1/gate": 20})
-    save_layout(roots["n1"], 1, 2, {"layer1/dense": 80, "layer1/expert1": 100})
-    return directory.path
+    return made_run(tmp_path)
 
 
 def test_a_run_in_progress_gives_the_sizes_of_its_model(run: Path) -> None:

@@ -11,7 +11,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 from matplotlib.image import imread
-from plan_command import JOB
+from plan_command import JOB, made_run
 
 from holdfast_operator.cli.main import main
 
@@ -174,6 +174,16 @@ def test_what_nobody_gives_is_assumed_and_marked(
         capsys, job, "--expert-bytes", "1G", "--other-bytes", "8G", "--policies", "full", *QUICK
     )
     assert source_of(bytes_given, "training state") == ("200 GB, 96% in experts", "given")
+
+
+def test_sizes_come_from_a_run_in_progress(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two experts of 100 bytes in one layer, and 500 bytes beside them."""
+    run = made_run(tmp_path)
+    document = decoded(capsys, job, "--like-run", run, "--policies", "full", *QUICK)
+    assert source_of(document, "training state") == ("700 B, 29% in experts", str(run))
+    assert source_of(document, "experts") == ("2 in each of 1 layers", str(run))
 
 
 def test_a_step_follows_from_its_pipeline(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
