@@ -388,6 +388,8 @@ class _Training:
         while self._joining and self._joining[0] <= self._now_s:
             self._joining.popleft()
             self._missing -= 1
+        if self._phase is Activity.WAITING:
+            self._detected()
         if not self._training:
             return  # the recovery in progress takes it in
         live = self._model.after_loss is AfterLoss.LIVE

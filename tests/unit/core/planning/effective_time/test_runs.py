@@ -131,6 +131,14 @@ def test_a_job_that_may_shrink_goes_on_and_takes_the_node_in_when_it_comes() -> 
     assert run.seconds[Activity.SMALLER] == pytest.approx(alone_s / 4)
 
 
+def test_a_node_that_was_about_to_join_ends_the_wait_for_enough_nodes() -> None:
+    """Three of four are needed; of the two that are lost, one comes back and joins 100 s later."""
+    fewer = replace(FULL, after_loss=AfterLoss.FEWER)
+    cluster = replace(CLUSTER, spares=0, join_wait_s=100, least_nodes=3)
+    run = traced("355,-1\n390,1\n400,-1", fewer, cluster)
+    assert run.seconds[Activity.WAITING] == pytest.approx(490 - 402)
+
+
 def test_copies_that_live_lose_the_step_in_progress_and_no_more() -> None:
     live = replace(FULL, after_loss=AfterLoss.LIVE)
     cluster = replace(CLUSTER, reform_s=1)
