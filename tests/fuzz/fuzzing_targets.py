@@ -42,6 +42,7 @@ from holdfast_daemon.trainers.auth import token_expiry
 from holdfast_daemon.trainers.claims import SessionSeal
 from holdfast_daemon.trainers.token_review import identity_in
 from holdfast_daemon.transport import protocol
+from holdfast_operator.cli.copies_plan import read_loads
 from holdfast_operator.cli.job_files import read_document
 from holdfast_operator.control.heartbeats import job_view, node_view
 from holdfast_protos import codec, control_pb2, peer_pb2, values_pb2
@@ -178,6 +179,11 @@ def _job(data: bytes) -> None:
     assert job.world_size >= 1 and job.group_size >= 1
     assert job.memory_per_node_bytes is None or job.memory_per_node_bytes > 0
     assert all(isinstance(text, str) for text in (*job.command, *job.env.values()))
+
+
+def _loads(data: bytes) -> None:
+    loads = read_loads(data)
+    assert all(type(tokens) is int for layer in loads for tokens in layer)
 
 
 def _extras(data: bytes) -> None:
@@ -320,6 +326,12 @@ TARGETS: tuple[Target, ...] = (
     ),
     Target(name="http", parse=fuzzing_surroundings.http, seeds=seeds.http_requests, allowed=()),
     Target(name="job-file", parse=_job, seeds=seeds.jobs, allowed=(InvalidJobError,)),
+    Target(
+        name="expert-loads",
+        parse=_loads,
+        seeds=lambda: [b"[[120, 30], [75, 75]]", b"[[1, 2, 3, 4, 5, 6, 7, 8]]"],
+        allowed=(InvalidJobError,),
+    ),
     Target(
         name="expert-state",
         parse=_expert_state,

@@ -38,6 +38,9 @@ from holdfast_core.elastic_experts.survival import (
 )
 from holdfast_core.errors import InvalidJobError
 
+PLANNED_MAX = 1 << 24
+"""Most numbers in a plan: for each layer one for each expert on each node, and one for each
+seat."""
 _EXCHANGES_MAX = 200_000
 """Exchanges of copies that a plan looks at, over all layers."""
 
@@ -159,8 +162,8 @@ def plan_experts(
         cost: weighed by `Placement.AUTO`; without it, single losses are all that counts.
 
     Raises:
-        InvalidJobError: when experts do not fit, layers differ in their number of experts, or there
-            are too many nodes.
+        InvalidJobError: when experts do not fit, layers differ in their number of experts, or the
+            plan would be too large.
     """
     sizes = sorted({len(layer) for layer in loads})
     if len(sizes) != 1:
@@ -171,6 +174,13 @@ def plan_experts(
     if room.nodes > NODES_MAX:
         raise InvalidJobError(
             f"{room.nodes} nodes: expert plans are made for at most {NODES_MAX} nodes"
+        )
+    planned = len(loads) * room.nodes * (sizes[0] + room.node_seats)
+    if planned > PLANNED_MAX:
+        raise InvalidJobError(
+            f"{len(loads)} layers of {sizes[0]} experts on {room.nodes} nodes with "
+            f"{room.node_seats} seats: layers · nodes · (experts + seats) is {planned}, and expert "
+            f"plans are made up to {PLANNED_MAX}"
         )
     least = least_copies(sizes[0], room.nodes, room.node_seats, min_copies)
     layers = [

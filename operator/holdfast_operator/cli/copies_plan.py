@@ -10,6 +10,7 @@ from rich.console import Console
 
 from holdfast_core.elastic_experts.allocation import Allocation
 from holdfast_core.elastic_experts.plans import (
+    PLANNED_MAX,
     ExpertPlan,
     ExpertRoom,
     LossCost,
@@ -28,7 +29,9 @@ from holdfast_operator.cli.plotting import needs_matplotlib
 
 _TOKENS = 1_000_000
 """Tokens of a layer, where shares are given: only ratios matter."""
-_LOADS_MAX = 1_000_000_000_000
+_TOKENS_MAX = 1_000_000_000_000
+LOADS_BYTES_MAX = 1 << 23
+"""Largest file of loads: a million experts."""
 _LOADS = msgspec.json.Decoder(list[list[int]])
 
 
@@ -90,6 +93,11 @@ def _loads(options: argparse.Namespace, job: MoETrainingJob) -> list[list[int]]:
             "copies are planned for a model: give --moe-layers and --experts-per-layer, or "
             "spec.model in the job, or --loads"
         )
+    if layers * experts > PLANNED_MAX:
+        raise InvalidJobError(
+            f"{layers} layers of {experts} experts: copies are planned for at most {PLANNED_MAX} "
+            f"experts in all"
+        )
     found = []
     for layer in range(layers):
         units = [UnitKey(layer, UnitKind.EXPERT, expert) for expert in range(experts)]
@@ -100,19 +108,36 @@ def _loads(options: argparse.Namespace, job: MoETrainingJob) -> list[list[int]]:
 
 def _loads_of(path: Path) -> list[list[int]]:
     try:
-        loads = _LOADS.decode(path.read_bytes())
+        with path.open("rb") as file:
+            data = file.read(LOADS_BYTES_MAX + 1)
     except OSError as error:
         raise StorageError(f"--loads {path} cannot be read: {error.strerror}") from error
-    except msgspec.DecodeError as error:
+    try:
+        return read_loads(data)
+    except InvalidJobError as error:
+        raise InvalidJobError(f"--loads {path}: {error}") from error
+
+
+def read_loads(data: bytes) -> list[list[int]]:
+    """Tokens of each expert, layer by layer, from JSON.
+
+    Raises:
+        InvalidJobError: when it is not that, or larger than a plan can be.
+    """
+    if len(data) > LOADS_BYTES_MAX:
+        raise InvalidJobError(f"the file has more than {LOADS_BYTES_MAX} bytes")
+    try:
+        loads = _LOADS.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidJobError(
-            f"--loads {path}: {error}; write a list for each layer with the tokens of each of its "
-            f"experts, like [[120, 30], [75, 75]]"
+            f"{error}; write a list for each layer with the tokens of each of its experts, like "
+            f"[[120, 30], [75, 75]]"
         ) from error
     if not loads or not all(loads):
-        raise InvalidJobError(f"--loads {path}: give at least one layer, and experts in each")
+        raise InvalidJobError("give at least one layer, and experts in each")
     most = max(map(max, loads))
-    if most > _LOADS_MAX:
-        raise InvalidJobError(f"--loads {path}: {most} tokens; give at most {_LOADS_MAX}")
+    if most > _TOKENS_MAX:
+        raise InvalidJobError(f"{most} tokens of an expert; give at most {_TOKENS_MAX}")
     return loads
 
 

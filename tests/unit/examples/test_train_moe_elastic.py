@@ -1,5 +1,4 @@
-"""The example with uneven copies: runs of one plan end with the same bytes, those of different
-plans with the same losses."""
+"""The example with uneven copies: its losses do not depend on its plan."""
 
 from __future__ import annotations
 
@@ -34,33 +33,23 @@ def work(rank: int, port: int, arguments: list[str]) -> None:
     train_moe_elastic.main(arguments)
 
 
-def losses(directory: Path, name: str, *arguments: str) -> tuple[list[float], str]:
-    """Losses of each step of a run, and the hash of its last state."""
-    log, hashed = directory / f"{name}.jsonl", directory / name
-    run_ranks(
-        work,
-        (
-            reserve_port(),
-            [*SMALL, *arguments, "--log-file", str(log), "--hash-file", str(hashed)],
-        ),
-        RANKS,
-    )
-    return [json.loads(line)["loss"] for line in log.read_text().splitlines()], hashed.read_text()
+def losses(directory: Path, name: str, *arguments: str) -> list[float]:
+    """Losses of each step of a run."""
+    log = directory / f"{name}.jsonl"
+    run_ranks(work, (reserve_port(), [*SMALL, *arguments, "--log-file", str(log)]), RANKS)
+    return [json.loads(line)["loss"] for line in log.read_text().splitlines()]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_losses_do_not_depend_on_the_plan_and_bytes_do_not_on_the_run(tmp_path: Path) -> None:
+def test_losses_do_not_depend_on_the_plan(tmp_path: Path) -> None:
     saved = tmp_path / "loads.json"
-    first = losses(tmp_path, "a", "--seats", "2", "--min-copies", "1", "--save-loads", str(saved))
+    single = losses(tmp_path, "a", "--seats", "2", "--min-copies", "1", "--save-loads", str(saved))
     loads = json.loads(saved.read_text())
     assert [sum(layer) for layer in loads] == [4 * RANKS * 2 * 32 * 2] * 2  # steps, ranks, B, S, K
-    uneven = ["--seats", "3", "--min-copies", "1", "--loads", str(saved)]
-    second, third = (losses(tmp_path, name, *uneven) for name in "bc")
-    assert second == third
-    assert first[0][-1] < first[0][0]
-    assert second[0] == pytest.approx(first[0], rel=2e-3)  # bfloat16
-    assert second[1] != first[1]
+    assert single[-1] < single[0]
+    uneven = losses(tmp_path, "b", "--seats", "3", "--min-copies", "1", "--loads", str(saved))
+    assert uneven == pytest.approx(single, rel=2e-3)  # bfloat16
 
 
 def test_the_plan_is_that_of_the_options(tmp_path: Path) -> None:

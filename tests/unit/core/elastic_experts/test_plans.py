@@ -185,6 +185,11 @@ def test_more_nodes_than_survival_can_be_evaluated_for_are_refused() -> None:
         plan_experts([[1]], ExpertRoom(nodes=1025, rank_seats=1))
 
 
+def test_a_plan_that_would_be_too_large_is_refused() -> None:
+    with pytest.raises(InvalidJobError, match="plans are made up to 16777216"):
+        plan_experts([[1, 1]], ExpertRoom(nodes=10, rank_seats=2_000_000))
+
+
 @pytest.mark.parametrize(
     ("nodes", "experts", "seats", "layers", "most_s"),
     [

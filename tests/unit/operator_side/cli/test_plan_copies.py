@@ -11,6 +11,7 @@ from matplotlib.patches import Rectangle
 from plan_command import JOB, printed, refused
 
 from holdfast_core.elastic_experts.plans import ExpertRoom, plan_experts
+from holdfast_operator.cli.copies_plan import LOADS_BYTES_MAX
 from holdfast_operator.cli.copies_plot import draw_copies
 
 TEN = JOB.replace("nodes: 4\n", "nodes: 10\n").replace("nprocPerNode: 2", "nprocPerNode: 1")
@@ -86,7 +87,9 @@ def test_loads_come_from_a_file(
         ("[[1, 1e3]]", "a list for each layer"),
         ("[[1, 1000000000001]]", "at most 1000000000000"),
         ("{", "a list for each layer"),
+        (" " * LOADS_BYTES_MAX + "[[1]]", "more than 8388608 bytes"),
     ],
+    ids=lambda text: text[-24:],
 )
 def test_loads_that_make_no_sense_are_refused(
     job: Path, tmp_path: Path, text: str, words: str, capsys: pytest.CaptureFixture[str]
@@ -99,6 +102,8 @@ def test_loads_that_make_no_sense_are_refused(
 def test_other_input_that_makes_no_sense_is_refused(
     job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    huge = ["--moe-layers", "100000", "--experts-per-layer", "100000"]
+    assert "at most 16777216 experts" in refused(capsys, job, "--experts", *huge)
     assert "do not fit" in refused(capsys, job, "--experts", "--seats", "1")
     assert "cannot be read" in refused(capsys, job, "--experts", "--loads", tmp_path / "none")
     refusal = refused(capsys, job, "--experts", "--loads", "x", "--moe-layers", "2")
