@@ -1,8 +1,9 @@
 """A trainer with experts whose processes stay; it may misuse what it is given.
 
-Each rank appends a line for each step to `log-<rank>`: digests of everything that is not an expert,
-and of each expert, after the step; on the first step after a restore also those that it found, and
-the steps of which the policy has the experts. Faults are as in `staying_trainer`.
+Each rank appends a line for each step to `log-<rank>`, or `log-<process id>` with `--any-size`:
+digests of everything that is not an expert, and of each expert, after the step; on the first step
+after a restore also those that it found, and the steps of which the policy has the experts. Faults
+are as in `staying_trainer`.
 """
 
 from __future__ import annotations
@@ -139,12 +140,13 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--misuse", default="")
     parser.add_argument("--misuser", type=int, default=-1, help="the only rank that does; -1: all")
+    parser.add_argument("--any-size", action="store_true", help="go on in worlds of another size")
     args = parser.parse_args()
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     faults = Faults(args.directory, rank)
-    world = holdfast.elastic.init("gloo")
-    everyone = world.group([list(range(world.size))])
+    world = holdfast.elastic.init("gloo", any_size=args.any_size)
+    everyone = world.group(lambda size: [list(range(size))])
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     session = holdfast.init(model=model, optimizer=optimizer, world=world)
@@ -154,7 +156,7 @@ def main() -> None:
 
     def work(step: int) -> None:
         tokens = torch.randn(TOKENS, WIDTH + 1, generator=torch.Generator().manual_seed(step))
-        mine = tokens[rank :: world.size]
+        mine = tokens[world.rank :: world.size]
         optimizer.zero_grad()
         (model(mine[:, :-1]).squeeze(1) - mine[:, -1]).square().mean().backward()
         faults.at("before-group")
@@ -167,12 +169,13 @@ def main() -> None:
         optimizer.step()
         session.count_tokens(0, layer.counts)
 
-    with (args.directory / f"log-{rank}").open("a", buffering=1) as log:
+    log_of = os.getpid() if args.any_size else rank
+    with (args.directory / f"log-{log_of}").open("a", buffering=1) as log:
         for step in session.steps(10**6):
             misuse.step = step
             with step:
                 line: dict[str, Any] = {"step": int(step), "epoch": world.epoch}
-                line["pid"] = os.getpid()
+                line.update(pid=os.getpid(), size=world.size)
                 if step.resumed and step > 1:
                     line["found"] = {**digests(model, optimizer), "versions": versions(session)}
                 time.sleep(PACE_S)

@@ -65,6 +65,7 @@ class Line:
     step: int
     epoch: int
     pid: int
+    size: int
     dense: str
     experts: list[str]
     found: dict[str, Any] = field(default_factory=dict)

@@ -19,7 +19,6 @@ from holdfast_core.job.snapshots import (
     BANDWIDTH_BYTES_S_MIN,
     POLICY_FIELDS,
     PolicySpec,
-    PolicyType,
     RedundancySpec,
 )
 from holdfast_core.protection.intervals import STEPS_MAX
@@ -254,14 +253,7 @@ def _fewer_nodes_problems(spec: Spec) -> Iterator[Problem]:
                 )
         return
     yield from _fewer_ranks_problems(spec)
-    policy, gang = spec.snapshot.policy.type, spec.scheduling.gang
-    if policy is not PolicyType.FULL:
-        yield Problem(
-            path="spec.snapshot.policy.type",
-            value=policy,
-            wrong="this version goes on with fewer nodes only from snapshots of every unit",
-            fix=f"use Full, or minNodes = {spec.nodes}",
-        )
+    gang = spec.scheduling.gang
     if gang in (Gang.VOLCANO, Gang.COSCHEDULING):
         yield Problem(
             path="spec.scheduling.gang",

@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from holdfast_core.experts.recompute import GRADIENT_SHARE
 from holdfast_core.job.parsing import MoETrainingJob
+from holdfast_core.job.snapshots import Full
 from holdfast_core.planning.model_sizes import ModelSizes, plan_capture, table_of_sizes
 from holdfast_core.planning.slots import slots_chosen
 from holdfast_core.protection.budget import (
@@ -49,14 +51,16 @@ class FewerNodesMemory:
 
 
 def slot_bytes_of_model(job: MoETrainingJob, sizes: ModelSizes) -> SlotBytesOf:
-    """Slots for snapshots of every unit of a model, divided among the ranks as trainers do it."""
-    whole = job.topology()
+    """Slots of a model, divided among the ranks as trainers do it under the job's policy."""
+    whole, policy = job.topology(), job.spec.snapshot.policy.chosen
+    share = GRADIENT_SHARE if policy.recompute else 0
 
     def slot_bytes(nodes: int) -> list[int]:
         topology = replace(whole, dp=whole.dp * nodes // job.spec.nodes)
         table = table_of_sizes(sizes, topology)
-        loads = plan_capture(table, topology, partial=False).loads(table.units)
-        return [round_up(load, PAGE_BYTES) for load in loads]
+        plan = plan_capture(table, topology, partial=not isinstance(policy, Full))
+        loads = zip(plan.loads(table.units), plan.loads(()), strict=True)
+        return [round_up(load + int((load - rest) * share), PAGE_BYTES) for load, rest in loads]
 
     return slot_bytes
 

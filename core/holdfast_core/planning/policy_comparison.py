@@ -174,9 +174,7 @@ def compare_policies(
     if not table.experts:
         raise InvalidJobError("the model has no experts to leave out; every snapshot is full")
     world = _World(job, table, groups, assumed)
-    costs: tuple[PolicyCost, ...] = (world.full(),)
-    if not job.spec.may_shrink:  # which needs whole snapshots
-        costs += (*world.partial(), world.selective())
+    costs = (world.full(), *world.partial(), world.selective())
     limit = job.memory_per_node_bytes
     fitting = tuple(cost for cost in costs if limit is None or cost.memory_bytes <= limit)
     best = best_of(fitting or costs, lambda cost: cost.overhead)

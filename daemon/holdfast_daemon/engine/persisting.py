@@ -112,9 +112,6 @@ def _write_rank(
     if not slot.verified or slot.manifest is None:
         return
     slot.persisting = order.generation
-    base = memory.persist.stored
-    if base is None or not may_build_on(base, order.generation, epoch.line):
-        base = None
     memory.out.append(
         PersistRank(
             epoch=epoch.number,
@@ -126,9 +123,18 @@ def _write_rank(
             layout=arena.encoded,
             places=slot.places,
             tier=tier,
-            base=base,
+            base=_base_of(memory, epoch, order.generation),
         )
     )
+
+
+def _base_of(memory: JobMemory, epoch: Epoch, generation: Generation) -> Generation | None:
+    """The set whose experts a set of `generation` may name: one of the same world, because a rank
+    of another one has other experts, and counts other ranks' tokens."""
+    base, world_of = memory.persist.stored, epoch.membership.world_of
+    if base is None or not may_build_on(base, generation, epoch.line):
+        return None
+    return base if world_of(base) == world_of(generation) else None
 
 
 def _stop(memory: JobMemory) -> None:

@@ -222,13 +222,6 @@ _FEWER_NODES = (
         field=".minNodes",
     ),
     CelRule(
-        rule=f"{_FEWER} || self.snapshot.policy.type == 'Full'",
-        says="this version goes on with fewer nodes only from snapshots of every unit; use Full, "
-        "or minNodes = %d",
-        values=("self.nodes",),
-        field=".snapshot.policy.type",
-    ),
-    CelRule(
         rule=f"{_FEWER} || !(self.scheduling.gang in ['Volcano', 'Coscheduling'])",
         says="schedules no pod while the job has fewer than %d; use None or KueuePodGroup, or "
         "minNodes = %d",

@@ -184,8 +184,8 @@ class PartialState:
 
         `epoch` begins with this recovery, which goes back to `line`.
         """
-        total = merge_counts(*(_units(counts) for counts in lost))
-        assignments = _layers(assigned)
+        total = merge_counts(*(units_of(counts) for counts in lost))
+        assignments = layers_of(assigned)
         account = self.account.after(total, self.k)
         loss = recovery_loss(total, assignments)
         decision = next_k(
@@ -220,11 +220,13 @@ START = PartialState(
 """State before ranks have agreed on the experts, and that of snapshots that capture everything."""
 
 
-def _units(counts: Mapping[str, int]) -> dict[UnitKey, int]:
+def units_of(counts: Mapping[str, int]) -> dict[UnitKey, int]:
+    """Counts of experts as ranks exchange them, by unit."""
     return {UnitKey.parse(unit): tokens for unit, tokens in counts.items()}
 
 
-def _layers(assigned: Iterable[Mapping[str, int]]) -> dict[int, int]:
+def layers_of(assigned: Iterable[Mapping[str, int]]) -> dict[int, int]:
+    """Sum of several ranks' counts of layers as ranks exchange them."""
     total: dict[int, int] = {}
     for of_rank in assigned:
         for layer, tokens in of_rank.items():

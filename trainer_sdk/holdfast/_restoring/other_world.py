@@ -8,11 +8,14 @@ Extras are not tensors and cannot be divided. A rank takes those of the first sn
 reads, which is its own old one if it was in that world; a rank that reads none takes those of an
 old rank of its place, counted modulo their number. Buffers differ between replicas; all ranks get
 those of the lowest old rank that had them.
+
+Snapshots that leave experts out are read like any others: the experts of the line are those that
+its snapshots hold, in the versions that they record (`_experts.taking_over`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -22,7 +25,8 @@ import msgspec
 from holdfast._copying.engine import CopyEngine, plan_copy
 from holdfast._copying.placed import Placed
 from holdfast._daemon.client import DaemonClient, RestoreDecision
-from holdfast._experts.partial_state import START
+from holdfast._experts.partial_state import PartialState
+from holdfast._experts.taking_over import RankTokens, shared_of, tokens_of
 from holdfast._restoring.assembling import (
     PayloadRange,
     assembled,
@@ -79,6 +83,14 @@ class OtherWorld:
     source: RestoreSource
     snapshots: tuple[ReadSnapshot, ...]
 
+    @property
+    def versions(self) -> tuple[dict[str, str], ...]:
+        """For each snapshot, the versions of the experts in it, where its policy leaves some
+        out."""
+        return tuple(
+            _state_of(one).own_versions(one.layout, one.manifest.experts) for one in self.snapshots
+        )
+
     def offers(self) -> tuple[SnapshotOffer, ...]:
         """What the other ranks need to know of this rank's snapshots."""
         return tuple(
@@ -107,7 +119,6 @@ def open_world(
 
     Raises:
         CorruptError: when a snapshot is not one of the line, or a piece does not match.
-        LayoutMismatchError: when its policy left experts out.
     """
     generation = decision.line.generation
     assert generation is not None
@@ -141,12 +152,12 @@ def _check(snapshot: ReadSnapshot, world: OtherWorld) -> None:
     fits = (manifest.extras_offset, manifest.piece_bytes, manifest.layout_id)
     if fits != (layout.extras_offset, layout.piece_bytes, layout_id(encode_layout(layout))):
         raise CorruptError(f"the manifest of rank {manifest.rank} does not fit its layout")
-    if snapshot.experts != START:
-        raise LayoutMismatchError(
-            f"generation {manifest.generation} was captured by {world.ranks} ranks under a policy "
-            f"that leaves experts out; only snapshots of policy Full can be restored by other "
-            f"ranks: start with the ranks that captured it"
-        )
+
+
+def _state_of(snapshot: ReadSnapshot) -> PartialState:
+    """State of the policy, with all versions that the snapshot knows."""
+    manifest = snapshot.manifest
+    return snapshot.experts.with_versions((*manifest.experts, *manifest.older))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,6 +171,13 @@ class WorldPlan:
     extras: Mapping[str, Any]
     readers: Mapping[int, int]
     """Rank that captured a snapshot → the present rank that reads it for all."""
+    takes_over: frozenset[int]
+    """Old ranks whose counts of tokens are this rank's from now on."""
+    policy: bytes
+    """What this rank knows of the state of the policy that all old ranks knew alike; empty unless
+    it reads the first snapshot for all."""
+    tokens: tuple[RankTokens, ...]
+    """Counts of the old ranks whose snapshots this rank reads for all."""
 
     def spans(self) -> tuple[Span, ...]:
         """What this rank needs of each payload."""
@@ -175,11 +193,15 @@ def plan_world(
     live: LiveState,
     topology: Topology,
     rank: int,
+    versions: Mapping[str, str],
+    me: int,
 ) -> WorldPlan:
     """Make room in the live state, and find all bytes that it needs.
 
     Args:
         all_offers: offers of each rank of this world.
+        versions: version of each expert that is restored, where the policy leaves some out.
+        me: this rank's place in `all_offers`.
 
     Raises:
         NoRecoveryLineError: when no rank can read some snapshot.
@@ -199,9 +221,28 @@ def plan_world(
     found = local_tensors(live, tensors)
     own = with_all_values(extras[chosen], extras.values(), live)
     sources = make_room(live, wanted_of(found), devices_of(own))
+    states = {
+        one.manifest.rank: _state_of(one)
+        for one in world.snapshots
+        if readers[one.manifest.rank] == me
+    }
     return WorldPlan(
-        sources=sources, ranges=payload_ranges(found, layouts), extras=own, readers=readers
+        sources=sources,
+        ranges=payload_ranges(found, layouts),
+        extras=own,
+        readers=readers,
+        takes_over=frozenset(_taken_over(was, topology, rank)),
+        policy=shared_of(states[0]).encode() if 0 in states else b"",
+        tokens=tuple(tokens_of(state, old, versions) for old, state in states.items()),
     )
+
+
+def _taken_over(was: Topology, topology: Topology, rank: int) -> Iterator[int]:
+    """Old ranks of this rank's place, counted modulo the number of present ones."""
+    for old in range(was.world_size):
+        at = was.coordinates(old)
+        if topology.rank_at(dp=at.dp % topology.dp, tp=at.tp, pp=at.pp) == rank:
+            yield old
 
 
 def _readers(

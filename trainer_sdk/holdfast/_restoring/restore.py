@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ from holdfast._daemon.client import DaemonClient, Hello, RestoreDecision
 from holdfast._exchange import Exchange
 from holdfast._experts.partial_state import START, PartialState
 from holdfast._experts.policy import CapturePolicy
+from holdfast._experts.taking_over import RankTokens, taken_over
 from holdfast._restoring.fit import (
     Offer,
     cast_pairs,
@@ -94,6 +95,10 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     """Snapshots of another world that this rank reads."""
     needs: tuple[Span, ...] = ()
     """What this rank needs of them all."""
+    policy: bytes = b""
+    """See `WorldPlan.policy`."""
+    tokens: tuple[RankTokens, ...] = ()
+    """See `WorldPlan.tokens`."""
 
 
 _STANDING = msgspec.json.Decoder(Standing)
@@ -211,7 +216,9 @@ class Restore:
             versions = state.own_versions(found.snapshot.layout, manifest.experts)
         own = Standing(generation=generation, offers=offers, versions=versions)
         standings = self._agree(error, own)
-        known = versions_of(standings)  # raises on every rank or on none
+        known = agreed_versions(
+            one.versions for one in standings
+        )  # raises on every rank or on none
         if found is None:
             _log.info("epoch %d starts fresh", epoch)
             return Restored(epoch=epoch, step=None, source=RestoreSource.NONE)
@@ -250,23 +257,47 @@ class Restore:
         saves to build on."""
         own = Standing(generation=str(world.generation), captured_by=world.ranks)
         offers, me = world.offers(), self.rank if self.exchange.together else 0
-        standings = self._agree(error, msgspec.structs.replace(own, snapshots=offers))
+        held, other = _attempt(lambda: agreed_versions(world.versions))
+        standings = self._agree(
+            error or other,
+            msgspec.structs.replace(own, snapshots=offers, versions=held or {}),
+        )
+        known = agreed_versions(standing.versions for standing in standings)
         all_offers = [standing.snapshots for standing in standings]
 
         def plan_it() -> WorldPlan:
-            return plan_world(world, all_offers, self.live, self.topology, self.rank)
+            return plan_world(world, all_offers, self.live, self.topology, self.rank, known, me)
 
         plan, error = _attempt(plan_it)
-        needs = plan.spans() if plan is not None else ()
-        standings = self._agree(error, msgspec.structs.replace(own, needs=needs))
+        stated = own
+        if plan is not None:
+            stated = msgspec.structs.replace(
+                own, needs=plan.spans(), policy=plan.policy, tokens=plan.tokens
+            )
+        standings = self._agree(error, stated)
         assert plan is not None
         wanted = [standing.needs for standing in standings]
         pass_on(self.exchange, wanted, plan.readers, world.placed(), plan.filling(), me)
         _, error = _attempt(lambda: self._finish(plan.extras, _Copied(plan.sources, ())))
         self._agree(error, own)
+        counts = [one for standing in standings for one in standing.tokens]
+        shared = PartialState.decode(standings[plan.readers[0]].policy)
+        state = self.policy.recovered(
+            taken_over(shared, (one for one in counts if one.rank in plan.takes_over)),
+            [one.lost for one in counts],
+            [one.assigned for one in counts],
+            epoch=epoch,
+            line=world.generation,
+        )
         step = world.generation.step
         _log.info("epoch %d starts after step %d of %d ranks", epoch, step, world.ranks)
-        return Restored(epoch=epoch, step=step, source=world.source)
+        return Restored(
+            epoch=epoch,
+            step=step,
+            source=world.source,
+            experts=state,
+            replenishing=self.policy.leaves_out and any(one.owed for one in counts),
+        )
 
     # --- what to restore --------------------------------------------------------------------------
 
@@ -404,15 +435,18 @@ class Restore:
         return standings
 
 
-def versions_of(standings: Sequence[Standing]) -> dict[str, str]:
+def agreed_versions(of_snapshots: Iterable[Mapping[str, str]]) -> dict[str, str]:
     """Find the version of each expert that is restored.
+
+    Args:
+        of_snapshots: for each rank, or each of its snapshots, the versions of the experts in it.
 
     Raises:
         CorruptError: when ranks hold parts of an expert in different versions.
     """
     found: dict[str, str] = {}
-    for one in standings:
-        for unit, version in one.versions.items():
+    for versions in of_snapshots:
+        for unit, version in versions.items():
             if found.setdefault(unit, version) != version:
                 raise CorruptError(
                     f"ranks hold parts of {unit} of different generations, {found[unit]} and "

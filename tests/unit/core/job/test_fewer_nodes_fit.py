@@ -76,6 +76,11 @@ def test_a_job_of_a_fixed_size_may_say_so_and_be_anything() -> None:
     job(4, 4, snapshot={"policy": {"type": "PartialExperts"}}, scheduling={"gang": "Volcano"})
 
 
+@pytest.mark.parametrize("policy", ["PartialExperts", "Selective"])
+def test_a_job_of_any_policy_may_shrink(policy: str) -> None:
+    assert job(4, 3, snapshot={"policy": {"type": policy}}).spec.may_shrink
+
+
 def test_the_number_of_nodes_that_redundancy_needs_is_enough() -> None:
     for redundancy, least in (
         ({"type": "RAIM5"}, 2),

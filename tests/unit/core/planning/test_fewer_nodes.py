@@ -126,3 +126,14 @@ def test_a_model_is_divided_as_trainers_do_it_at_each_size() -> None:
         assert len(slots) == 4 * nodes
         assert sum(slots) == pytest.approx(2048 * MIB, rel=0.02)
         assert max(slots) < 1.1 * 2048 * MIB / len(slots)
+
+
+def test_slots_of_a_policy_that_leaves_experts_out_hold_whole_experts_and_their_gradients() -> None:
+    sizes = ModelSizes.even(layers=1, experts=3, expert_bytes=70 * MIB, other_bytes=4 * MIB)
+    policy = {"type": "Selective", "selective": {}}
+    more = {"redundancy": {"type": "Replication"}, "parallelism": {"dp": 4}}
+    whole = slot_bytes_of_model(job(4, 2, nproc=1, snapshot={"policy": policy}, **more), sizes)
+    assert sorted(whole(4)) == [4 * MIB, 70 * MIB, 70 * MIB, 70 * MIB]
+    policy = {"type": "Selective", "selective": {"recompute": True}}
+    sent = slot_bytes_of_model(job(4, 2, nproc=1, snapshot={"policy": policy}, **more), sizes)
+    assert sorted(sent(4)) == [4 * MIB, 80 * MIB, 80 * MIB, 80 * MIB]

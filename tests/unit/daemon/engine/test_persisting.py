@@ -10,12 +10,18 @@ from holdfast_core.durable.schedule import PATIENCE_S
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.layouts import Layout, encode_layout
-from holdfast_core.snapshots.manifests import Inventory, ParityEntry, SnapshotEntry
+from holdfast_core.snapshots.manifests import Inventory, Manifest, ParityEntry, SnapshotEntry
 from holdfast_core.snapshots.membership import Member, Membership, Tier
 from holdfast_core.snapshots.reports import Directive, MemberReport
 from holdfast_core.snapshots.stored import PersistOrder, RankFile
 from holdfast_daemon.engine import persist_leader, persisting
-from holdfast_daemon.engine.effects import CommitSet, RankPersisted, SetCommitted, StopPersisting
+from holdfast_daemon.engine.effects import (
+    CommitSet,
+    PersistRank,
+    RankPersisted,
+    SetCommitted,
+    StopPersisting,
+)
 from holdfast_daemon.engine.epoch import Epoch
 from holdfast_daemon.engine.slots import ArenaView, Slot, SlotState
 from holdfast_daemon.engine.state import JobMemory
@@ -250,3 +256,54 @@ def test_writers_are_stopped_once_when_their_order_is_over(memory: JobMemory) ->
     persisting.write(memory, epoch_of(memory), 2.0)
     persisting.write(memory, epoch_of(memory), 3.0)
     assert sum(isinstance(effect, StopPersisting) for effect in memory.out) == 1
+
+
+@pytest.mark.parametrize(
+    ("since", "base"), [(1, OLD), (2, None)], ids=["restarted", "as many members again"]
+)
+def test_a_set_names_experts_only_of_copies_of_its_own_world(
+    since: int, base: Generation | None
+) -> None:
+    memory = JobMemory(job="job", node="a", memory_id="a", incarnation=1)
+    past = (MEMBERSHIP.world,) if since > 1 else ()
+    memory.begin_epoch(replace(MEMBERSHIP, epoch=2, since=since, past=past))
+    generation = Generation(2, 30)
+    order = PersistOrder(number=1, ended=False, generation=generation)
+    line = Line(generation=OLD, reason="")
+    memory.direct(Directive(job="job", epoch=2, line=line, protected=generation, persist=order))
+    memory.persist.stored = OLD
+    layout = Layout(
+        rank=0,
+        world_size=2,
+        topology="dp2",
+        entries=(),
+        extras_offset=0,
+        extras_capacity=8,
+        piece_bytes=4096,
+    )
+    manifest = Manifest(
+        job="job",
+        rank=0,
+        world_size=2,
+        generation=generation,
+        layout_id="l",
+        payload_bytes=0,
+        extras_offset=0,
+        extras_bytes=0,
+        piece_bytes=4096,
+        digests=b"",
+    )
+    arena = ArenaView(rank=0, layout_id="l", layout=layout, encoded=encode_layout(layout))
+    arena.slots = [
+        Slot(
+            0,
+            state=SlotState.SEALED,
+            generation=generation,
+            verified=True,
+            manifest=manifest,
+        )
+    ]
+    memory.arenas[0, "l"] = arena
+    persisting.write(memory, epoch_of(memory), 1.0)
+    (written,) = [effect for effect in memory.out if isinstance(effect, PersistRank)]
+    assert written.base == base

@@ -45,11 +45,11 @@ def test_a_change_that_does_not_fit_is_a_warning_and_no_refusal(
     assert "(peak) 2 104.00 GiB 48.00 GiB 152.00 GiB fits" in out and "warning" not in out
 
 
-def test_only_whole_snapshots_are_compared_because_such_a_job_needs_them(
+def test_policies_are_compared_for_such_a_job_as_for_any_other(
     job: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = words(capsys, job, *SIZES)
-    assert "recommended: Full" in out and "PartialExperts" not in out and "Selective" not in out
+    assert "Full" in out and "PartialExperts 1" in out and "Selective" in out
     assert "while the world changes (peak)" in out
 
 

@@ -15,7 +15,7 @@ from holdfast._experts.counting import Chosen, Counting
 from holdfast._experts.gradients import NO_GRADIENTS
 from holdfast._experts.partial import PartialCapture
 from holdfast._experts.partial_state import START, PartialState
-from holdfast._restoring.restore import Standing, versions_of
+from holdfast._restoring.restore import agreed_versions
 from holdfast_core.errors import CorruptError, SnapshotSkippedError
 from holdfast_core.experts.policies import policy_of
 from holdfast_core.experts.replenish import Replenishing
@@ -295,17 +295,15 @@ def test_when_sums_end_no_rank_captures_by_a_choice_that_another_does_not_have()
 
 
 def test_a_restore_refuses_parts_of_different_generations() -> None:
-    alike = [
-        Standing(versions={"layer0/expert0": "1.5", f"layer0/expert{i}": "1.4"}) for i in (1, 2)
-    ]
-    assert versions_of(alike) == {
+    alike = [{"layer0/expert0": "1.5", f"layer0/expert{i}": "1.4"} for i in (1, 2)]
+    assert agreed_versions(alike) == {
         "layer0/expert0": "1.5",
         "layer0/expert1": "1.4",
         "layer0/expert2": "1.4",
     }
-    torn_apart = [*alike, Standing(versions={"layer0/expert0": "1.3"})]
+    torn_apart = [*alike, {"layer0/expert0": "1.3"}]
     with pytest.raises(CorruptError, match=r"parts of layer0/expert0 .* 1\.5 and 1\.3"):
-        versions_of(torn_apart)
+        agreed_versions(torn_apart)
 
 
 def test_a_rank_states_nothing_about_experts_that_it_captured_before_a_restart() -> None:

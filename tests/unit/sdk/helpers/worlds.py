@@ -13,20 +13,25 @@ from typing import Any, TypeVar
 
 import torch
 import xxhash
-from meeting import Meeting, TransferSeat
+from meeting import Meeting, Seat, TransferSeat
 from mixed_precision import MasterOptimizer
 from torch import nn
 
 from holdfast import Settings
 from holdfast._copying.devices import CpuDevice
 from holdfast._exchange import Alone
-from holdfast._experts.policy import FullCapture
+from holdfast._experts.counting import Counting
+from holdfast._experts.gradients import NO_GRADIENTS
+from holdfast._experts.partial import PartialCapture
+from holdfast._experts.policy import CapturePolicy, FullCapture
 from holdfast._saving.comparing import Comparing
 from holdfast._saving.pacing import EverySave
 from holdfast._session import ProtectedSession
 from holdfast._state.capture import LiveState
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import HoldfastError
+from holdfast_core.experts.policies import policy_of
+from holdfast_core.job.snapshots import LossyPolicy
 from holdfast_core.topology import Topology
 
 WAIT_S = 20.0
@@ -132,6 +137,7 @@ class Rank:
         dtype: torch.dtype = torch.float32,
         settings: Mapping[str, Any] | None = None,
         model: nn.Module | None = None,
+        policy: CapturePolicy | None = None,
     ) -> None:
         self.rank, self.topology, self.exchange = rank, topology, exchange
         self.model = model if model is not None else Net(topology.ep, dtype)
@@ -155,7 +161,7 @@ class Rank:
                 **{"copy_threads": 1, **(settings or {})},
             ),
             comparing=Comparing(Alone(), topology, 0),
-            policy=FullCapture(),
+            policy=policy or FullCapture(),
             pacing=EverySave(),
         )
 
@@ -201,6 +207,7 @@ class Ranks:
         reads: for each rank the old ranks whose snapshots it reads, if another world captured the
             line.
         captured_by: number of ranks of that world.
+        policy: the job's, if it leaves experts out.
     """
 
     def __init__(
@@ -212,6 +219,7 @@ class Ranks:
         reads: Sequence[Sequence[int]] = (),
         captured_by: int = 0,
         make_daemon: Callable[..., FakeDaemon] = FakeDaemon,
+        policy: LossyPolicy | None = None,
         **more: Any,
     ) -> None:
         size = topology.world_size
@@ -228,8 +236,16 @@ class Ranks:
             for rank in range(size)
         ]
         self.seats = [TransferSeat(self.meeting, rank) for rank in range(size)]
+        counting = Meeting(size)
+
+        def capture(rank: int) -> CapturePolicy | None:
+            if policy is None:
+                return None
+            together = Counting(Seat(counting, rank), rank, size)
+            return PartialCapture(policy_of(policy), together, WAIT_S / 2, NO_GRADIENTS)
+
         self.ranks = [
-            Rank(rank, topology, seat, daemon, **more)
+            Rank(rank, topology, seat, daemon, policy=capture(rank), **more)
             for rank, (seat, daemon) in enumerate(zip(self.seats, self.daemons, strict=True))
         ]
 
