@@ -176,12 +176,13 @@ class MasterAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            states = [self.state[p] for p in group["params"]]
+            params = [p for p in group["params"] if p.grad is not None]
+            states = [self.state[p] for p in params]
             keys = ("master", "exp_avg", "exp_avg_sq", "step")
             masters, means, spreads, steps = ([s[key] for s in states] for key in keys)
             adamw(
                 masters,
-                [p.grad.float() for p in group["params"]],
+                [p.grad.float() for p in params],
                 means,
                 spreads,
                 [],
@@ -195,7 +196,7 @@ class MasterAdamW(torch.optim.Optimizer):
                 eps=group["eps"],
                 maximize=False,
             )
-            for p, master in zip(group["params"], masters, strict=True):
+            for p, master in zip(params, masters, strict=True):
                 p.copy_(master)
 
 

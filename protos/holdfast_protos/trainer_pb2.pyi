@@ -329,11 +329,14 @@ class GrantRequest(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     BASE_FIELD_NUMBER: _builtins.int
     UNCHANGED_FIELD_NUMBER: _builtins.int
+    FIRST_STEP_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     epoch: _builtins.int
     step: _builtins.int
     unchanged: _builtins.bytes
     """bit map of those pieces, lowest bit first"""
+    first_step: _builtins.int
+    """first step of the window that ends with `step`; 0: there is none"""
     @_builtins.property
     def base(self) -> _values_pb2.Generation:
         """the snapshot to carry unchanged pieces over from; absent: write all"""
@@ -346,10 +349,11 @@ class GrantRequest(_message.Message):
         step: _builtins.int = ...,
         base: _values_pb2.Generation | None = ...,
         unchanged: _builtins.bytes = ...,
+        first_step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "epoch", b"epoch", "session", b"session", "step", b"step", "unchanged", b"unchanged"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "epoch", b"epoch", "first_step", b"first_step", "session", b"session", "step", b"step", "unchanged", b"unchanged"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

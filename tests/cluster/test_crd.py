@@ -48,8 +48,8 @@ VALID = {
     ),
     "the longest name": changed({"metadata.name": "n" * 52}),
     "another controller": changed({"spec.managedBy": "example.com/controller"}),
-    "features that this version does not support": changed(
-        {"spec.snapshot.policy.type": "Sparse"} | {"spec.persistence": {"uri": "s3://bucket/run1"}}
+    "sparse windows": changed(
+        {"spec.snapshot.policy": {"type": "Sparse", "sparse": {"window": 16}}}
     ),
     "fewer nodes": changed(
         {"spec.minNodes": 2, "spec.parallelism.ep": 1, "spec.failurePolicy.joinWaitSeconds": 0}

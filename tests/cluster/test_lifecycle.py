@@ -313,16 +313,6 @@ def test_a_job_without_room_reports_it_once_and_waits(system: System, reason: st
     job.delete()
 
 
-def test_a_job_that_wants_what_this_version_cannot_do_reports_it(system: System) -> None:
-    job = system.job(_small("advanced", snapshot={"policy": {"type": "Sparse"}}))
-    status = job.wait("the condition", lambda s: "conditions" in s, WAIT_S)
-    assert _condition(status, "Scheduled") == ("False", "Unsupported")
-    assert "spec.snapshot.policy.type" in status["problem"]
-    system.live_through_another("beside-advanced")
-    assert not system.pods("advanced")
-    job.delete()
-
-
 def test_a_job_of_another_manager_is_left_alone(system: System) -> None:
     system.job(_small("theirs", managedBy="example.com/other"))
     system.live_through_another("beside-theirs")

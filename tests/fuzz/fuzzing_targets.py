@@ -21,7 +21,7 @@ import xxhash
 from google.protobuf.message import DecodeError
 
 from holdfast_core.errors import CorruptError, HoldfastError, InvalidJobError, known_code
-from holdfast_core.job.parsing import check_local, check_supported, ignored_locally, parse_job
+from holdfast_core.job.parsing import check_local, ignored_locally, parse_job
 from holdfast_core.quantities import parse_bytes
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import (
@@ -172,7 +172,6 @@ def _heartbeat(data: bytes) -> None:
 
 def _job(data: bytes) -> None:
     job = parse_job(read_document(data))
-    check_supported(job)
     check_local(job)
     ignored_locally(job)
     assert job.key.isascii() and "/" not in job.key and not job.key.startswith(".")

@@ -33,7 +33,7 @@ from holdfast._state.conventions import UnitNamer
 from holdfast._state.dtensors import raw
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.experts.policies import policy_of
-from holdfast_core.job.snapshots import Full
+from holdfast_core.job.snapshots import Full, SparseWindows
 from holdfast_core.topology import Topology
 
 
@@ -153,6 +153,8 @@ class _Maker:
         """Make a session of the present world. Collective."""
         if not self.protects:
             return UnprotectedSession()
+        if self.settings.window:
+            _check_repeatable(self.optimizers)
         rank, world_size = _world(self.environment, self.rank)
         given = self.topology
         topology = Topology(dp=world_size) if given is None else given.resized(world_size)
@@ -208,6 +210,26 @@ def _comparing(
     return Comparing(exchange(), topology, every)
 
 
+def _check_repeatable(optimizers: Sequence[Any]) -> None:
+    """Check that steps can be repeated with frozen units.
+
+    Raises:
+        InvalidJobError: when an optimizer does not say when it steps, or mixes parameters.
+    """
+    for optimizer in optimizers:
+        name = type(optimizer).__qualname__
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise InvalidJobError(
+                f"{name} is not a torch.optim.Optimizer, whose steps sparse windows repeat with "
+                f"frozen units; derive it from that class, or use snapshot.policy.type Full"
+            )
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise InvalidJobError(
+                f"{name} computes one update from all parameters, so none can be frozen when steps "
+                f"of a sparse window are repeated; use snapshot.policy.type Full"
+            )
+
+
 def _policy(
     live: LiveState,
     rank: int,
@@ -217,7 +239,7 @@ def _policy(
 ) -> CapturePolicy:
     """Make this rank's part of the policy. Collective."""
     policy = settings.policy
-    if policy is None or isinstance(policy, Full):
+    if policy is None or isinstance(policy, Full | SparseWindows):
         return FullCapture()
     return PartialCapture(
         policy_of(policy),

@@ -78,6 +78,9 @@ class Session(ABC):
     def save(self, step: int) -> SaveHandle:
         """Begin to capture the state after `step` completed steps. Returns at once, never raises.
 
+        After a restore from a sparse window it loads what the window holds of `step`, until the
+        window's last step is repeated, and raises StepOrderError when a step was left out.
+
         Tensors must not change until the handle's `staged`: the hook on the optimizer's `step`
         waits for it, and `wait_staged` does so before any other change. A save whose tensors
         changed in place before they were copied is dropped, where the change can be detected.

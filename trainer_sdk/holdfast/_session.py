@@ -23,6 +23,7 @@ from holdfast._experts.capacity import Capacity
 from holdfast._experts.policy import CapturePolicy
 from holdfast._experts.tokens import Tokens
 from holdfast._interface import Session
+from holdfast._restoring.replay import Replay
 from holdfast._restoring.restore import Restore, Restored
 from holdfast._saving.comparing import Comparing
 from holdfast._saving.pacing import DueSaves
@@ -37,6 +38,7 @@ from holdfast._state.extras import encode_extras
 from holdfast._state.in_place import InPlaceCheck
 from holdfast_core.errors import (
     HoldfastError,
+    InvalidJobError,
     NoRecoveryLineError,
     SnapshotSkippedError,
     StepOrderError,
@@ -109,10 +111,12 @@ class ProtectedSession(Session):
         self._last_save_s = 0.0
         self._closed = False
         unheld = [one for one in live.optimizers if not isinstance(one, torch.optim.Optimizer)]
+        self._replay: Replay | None = None
+        """Replay of a sparse window, until its last step is repeated."""
+        optimizers = [one for one in live.optimizers if isinstance(one, torch.optim.Optimizer)]
         self._hooks = [
-            optimizer.register_step_pre_hook(self._before_step)
-            for optimizer in live.optimizers
-            if hooks and isinstance(optimizer, torch.optim.Optimizer)
+            *(one.register_step_pre_hook(self._before_step) for one in optimizers if hooks),
+            *(one.register_step_post_hook(self._after_step) for one in optimizers),
         ]
         self._held = not unheld
         """Whether a hook makes every optimizer wait until a save is staged."""
@@ -203,11 +207,21 @@ class ProtectedSession(Session):
         self._saver.resume(outcome)
         self._number = outcome.experts.ledger.snapshots
         self._capacity.resume(outcome.experts.replenishing, someone=outcome.replenishing)
-        self._last_step = outcome.step
+        self._last_step, self._replay = outcome.step, outcome.replay
         self._began = began
+        if self._replay is not None and not self._held:
+            raise InvalidJobError(
+                "the recovery line is a sparse window, whose steps are repeated with frozen units: "
+                "that needs optimizers that are torch.optim.Optimizer; derive yours from it"
+            )
         return outcome.step
 
     def save(self, step: int) -> SaveHandle:
+        if self._replay is not None and self._repeated(self._replay, step):
+            handle = SaveHandle(completed_steps(step))
+            why = f"step {step} was repeated; the window that was restored holds it"
+            handle._fail(SnapshotSkippedError(why))
+            return handle
         handle, began_s = SaveHandle(self._last_step or 0), time.monotonic()
         try:
             handle = SaveHandle(completed_steps(step))
@@ -220,6 +234,15 @@ class ProtectedSession(Session):
             self._saver.refuse(handle, SnapshotSkippedError(why))
         self._waited(began_s)
         return handle
+
+    def _repeated(self, replay: Replay, step: int) -> bool:
+        """Go on with a replay after its completed `step`; return False after its last one."""
+        replay.advance(step)
+        if not replay.over:
+            self._last_step = step
+            return True
+        self._replay, self._stale = None, True
+        return False
 
     def _save(self, handle: SaveHandle) -> None:
         if self._closed:
@@ -322,7 +345,7 @@ class ProtectedSession(Session):
         return nullcontext() if bubbles is None else bubbles.bubble()
 
     def prepare(self) -> None:
-        if self._saver.busy or self._closed:
+        if self._saver.busy or self._closed or self._replay is not None:
             return
         handle = SaveHandle(self._last_step or 0)
         try:
@@ -349,6 +372,13 @@ class ProtectedSession(Session):
         self._saver.wait_staged()
         self._waited(began_s)
         self._gradients.before_step(optimizer)
+        if self._replay is not None:
+            self._replay.before_step(optimizer)
+
+    def _after_step(self, optimizer: object, args: Any, kwargs: Any) -> None:
+        del optimizer, args, kwargs
+        if self._replay is not None:
+            self._replay.after_step()
 
     def close(self) -> None:
         if self._closed:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import inf
 
 from holdfast_core.errors import InvalidJobError
-from holdfast_core.job.snapshots import Policy
+from holdfast_core.job.snapshots import Policy, SparseWindows
 from holdfast_core.snapshots.sharding import ShardStrategy
 
 
@@ -60,7 +60,8 @@ class Settings:
     policy: Policy | None = None
     """What a snapshot captures: `Full()` everything, `PartialExperts(...)` some experts of each
     layer (PEC §3.1), `Selective(...)` as many experts as can be copied within a step, those with
-    most tokens at risk (MoEtion §4). Equal on all ranks. None takes the job's `snapshot.policy`,
+    most tokens at risk (MoEtion §4), `SparseWindows(...)` everything once in a window of steps
+    (MoEvement §3). Equal on all ranks. None takes the job's `snapshot.policy`,
     through `HOLDFAST_POLICY`, or `Full()`."""
 
     go_on_live: bool = True
@@ -68,15 +69,26 @@ class Settings:
     that training can go on from what they have when others are lost; if not, there is no vote, and
     all go back to the recovery line. Equal on all ranks."""
 
+    @property
+    def window(self) -> int:
+        """Most steps of a sparse window; 0 where snapshots are of one step."""
+        return self.policy.window if isinstance(self.policy, SparseWindows) else 0
+
     def __post_init__(self) -> None:
         if not isinstance(self.policy, Policy | None):
             raise InvalidJobError(
-                f"policy={self.policy!r}: give Full(), PartialExperts(...) or Selective(...)"
+                f"policy={self.policy!r}: give Full(), PartialExperts(...), Selective(...) or "
+                f"SparseWindows(...)"
             )
         if self.recoveries_per_day is not None:
             if not 0 < self.recoveries_per_day < inf:
                 raise InvalidJobError(
                     f"recoveries_per_day={self.recoveries_per_day}: give a number above 0"
+                )
+            if self.window:
+                raise InvalidJobError(
+                    "SparseWindows and recoveries_per_day are given; a window needs every step, so "
+                    "that every save has to be taken"
                 )
             if self.policy is not None and self.policy.recompute:
                 raise InvalidJobError(

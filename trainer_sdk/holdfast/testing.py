@@ -305,8 +305,9 @@ class FakeDaemon:
         step: int,
         base: Generation | None = None,
         unchanged: bytes = b"",
+        first_step: int = 0,
     ) -> Grant:
-        self._enter("grant", step)
+        self._enter("grant", first_step or step)
         with self._lock:
             self._check(session, epoch)
             assert self._layout is not None

@@ -1,9 +1,8 @@
 """A `MoETrainingJob` document, parsed to a consistent job or refused with every problem at once.
 
 `parse_job` checks what follows from the document alone; nodes, labels and memory are checked by the
-components that see them. `check_supported` refuses what this version accepts in a document but
-cannot do yet; `check_local` refuses what must not run without Kubernetes, and `ignored_locally`
-lists what has no effect there. Reading YAML is left to the caller.
+components that see them. `check_local` refuses what must not run without Kubernetes, and
+`ignored_locally` lists what has no effect there. Reading YAML is left to the caller.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from holdfast_core.job.schema import (
     Scheduling,
     Spec,
 )
-from holdfast_core.job.snapshots import NOT_SUPPORTED, PolicyType
+from holdfast_core.job.snapshots import PolicyType
 from holdfast_core.job.templates import template_problems
 
 __all__ = [
@@ -53,7 +52,6 @@ __all__ = [
     "Spec",
     "check_local",
     "check_storage",
-    "check_supported",
     "ignored_locally",
     "parse_job",
 ]
@@ -118,22 +116,6 @@ def parse_job(document: Mapping[str, Any]) -> MoETrainingJob:
     subject = f"job {name!r}" if isinstance(name, str) else "the job"
     refuse(f"{subject} is not valid", problems)
     raise AssertionError("a job that could not be converted has a problem")
-
-
-def check_supported(job: MoETrainingJob) -> None:
-    """Refuse what a document may ask for but this version of Holdfast cannot do.
-
-    Raises:
-        InvalidJobError: with one line for each feature.
-    """
-    spec = job.spec
-    problems = []
-    policy = spec.snapshot.policy.type
-    if policy is PolicyType.SPARSE:
-        wrong, fix = NOT_SUPPORTED
-        path = "spec.snapshot.policy.type"
-        problems.append(Problem(path=path, value=policy, wrong=wrong, fix=fix))
-    refuse(f"job {job.key} uses features that this version does not support", problems)
 
 
 def check_storage(job: MoETrainingJob, locations: Locations) -> None:

@@ -43,6 +43,7 @@ def spec_problems(spec: Spec) -> Iterator[Problem]:
     yield from _interval_problems(spec.snapshot.interval)
     yield from _policy_problems(spec.snapshot.policy)
     yield from _recompute_problems(spec)
+    yield from _sparse_problems(spec)
     yield from _redundancy_problems(spec)
     yield from _limit_problems(spec)
     yield from _fewer_nodes_problems(spec)
@@ -135,6 +136,28 @@ def _recompute_problems(spec: Spec) -> Iterator[Problem]:
                 wrong=f"a gradient covers one step, not spec.snapshot.interval.steps = {steps}",
                 fix="remove it, or set the steps to 1",
             )
+
+
+def _sparse_problems(spec: Spec) -> Iterator[Problem]:
+    """Problems of sparse windows, which hold the weights of every step and no state of one step."""
+    if spec.snapshot.policy.type is not PolicyType.SPARSE:
+        return
+    steps = spec.snapshot.interval.steps
+    if steps != 1:
+        yield Problem(
+            path="spec.snapshot.interval.steps",
+            value=steps,
+            wrong="a window of snapshot.policy.type Sparse needs every step",
+            fix="use 1, or another policy",
+        )
+    if spec.persistence is not None:
+        yield Problem(
+            path="spec.persistence",
+            value=MISSING,
+            wrong="is given, but snapshot.policy.type Sparse has no snapshot of one step to "
+            "persist",
+            fix="remove it, or use another policy",
+        )
 
 
 def _redundancy_problems(spec: Spec) -> Iterator[Problem]:

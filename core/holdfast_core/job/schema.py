@@ -329,7 +329,9 @@ class MoETrainingJob(Document, frozen=True, kw_only=True):
         snapshot = self.spec.snapshot
         found = {"HOLDFAST_JOB": self.key}
         if snapshot.policy.type is not PolicyType.FULL:
-            text = msgspec.json.encode(snapshot.policy, order="deterministic").decode()
+            # Without fields that are not given: the job's image may be too old to know them.
+            given = {k: v for k, v in msgspec.to_builtins(snapshot.policy).items() if v is not None}
+            text = msgspec.json.encode(given, order="deterministic").decode()
             found["HOLDFAST_POLICY"] = text
         if snapshot.interval.auto:
             found["HOLDFAST_RECOVERIES_PER_DAY"] = repr(self.recoveries_per_day)

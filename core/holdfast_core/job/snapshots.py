@@ -7,7 +7,6 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.documents import Document
 from holdfast_core.job.intervals import AUTO, StepInterval
 from holdfast_core.protection.budget import SLOTS_AUTO
@@ -26,6 +25,10 @@ connections are taken for dead (`holdfast_daemon.transport.server.STALL_S`)."""
 
 COMPARE_REPLICAS_EVERY = 10
 """Default number of snapshots from one comparison of replicas to the next."""
+
+WINDOW_MAX = 16
+"""Most steps of a sparse window: a recovery repeats one and a half windows on average (MoEvement
+§3.6)."""
 
 _Count = Annotated[int, Meta(ge=1, le=1_000_000)]
 
@@ -164,15 +167,40 @@ class Selective(Document, frozen=True, kw_only=True):
     recompute: _Recompute = False
 
 
+class SparseWindows(Document, frozen=True, kw_only=True):
+    """Every unit once in a window of steps; only with type Sparse."""
+
+    window: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=WINDOW_MAX,
+            description="the number of steps in which every unit is captured once",
+            examples=[6],
+            extra={
+                "more": "A longer window means fewer bytes at each step, and more steps to repeat "
+                "after a recovery: one and a half windows on average. `holdfast plan` shows which "
+                "hides behind a step. A model of fewer units has a shorter one."
+            },
+        ),
+    ] = 4
+
+    @property
+    def recompute(self) -> bool:
+        """Whether replicas of experts are computed from gradients: no, they are sent."""
+        return False
+
+
 LossyPolicy = PartialExperts | Selective
 """A policy that leaves experts out, so that recoveries can lose tokens."""
 
-Policy = Full | LossyPolicy
+Policy = Full | SparseWindows | LossyPolicy
 """What a snapshot contains. The class is the tag, so one policy cannot have another's settings."""
 
 POLICY_FIELDS = {
     PolicyType.PARTIAL_EXPERTS: "partialExperts",
     PolicyType.SELECTIVE: "selective",
+    PolicyType.SPARSE: "sparse",
 }
 """Type of a policy with settings → the field of `PolicySpec` that holds them. Only the field of the
 chosen type may be given."""
@@ -190,20 +218,19 @@ class PolicySpec(Document, frozen=True, kw_only=True):
                 "everything else. Selective: as many experts as can be copied within a step, "
                 "those with the most tokens at risk, and everything else. After a recovery, the "
                 "other experts are as old as their last snapshot; lost tokens are counted. "
-                "Sparse: not in this version."
+                "Sparse: the units of one slot of a window, and the weights of those in later "
+                "slots; a recovery repeats the steps of the window, and loses no token. Needs a "
+                "snapshot after every step."
             },
         ),
     ] = PolicyType.FULL
     partial_experts: PartialExperts | None = None
     selective: Selective | None = None
+    sparse: SparseWindows | None = None
 
     @property
     def chosen(self) -> Policy:
-        """The policy that is asked for, with its settings.
-
-        Raises:
-            InvalidJobError: when this version cannot do what is asked for.
-        """
+        """The policy that is asked for, with its settings."""
         match self.type:
             case PolicyType.FULL:
                 return Full()
@@ -212,27 +239,23 @@ class PolicySpec(Document, frozen=True, kw_only=True):
             case PolicyType.SELECTIVE:
                 return self.selective or Selective()
             case PolicyType.SPARSE:
-                raise InvalidJobError(
-                    f"snapshot.policy.type {self.type.value}: {NOT_SUPPORTED[0]}; "
-                    f"{NOT_SUPPORTED[1]}"
-                )
+                return self.sparse or SparseWindows()
 
     @property
-    def given(self) -> dict[PolicyType, LossyPolicy]:
+    def leaves_experts_out(self) -> bool:
+        """Whether recoveries can lose tokens."""
+        return isinstance(self.chosen, LossyPolicy)
+
+    @property
+    def given(self) -> dict[PolicyType, LossyPolicy | SparseWindows]:
         """Settings that the document has, by the type of the policy that they belong to. In a valid
         job they are those of `type`, or none."""
         known = {
             PolicyType.PARTIAL_EXPERTS: self.partial_experts,
             PolicyType.SELECTIVE: self.selective,
+            PolicyType.SPARSE: self.sparse,
         }
         return {kind: settings for kind, settings in known.items() if settings is not None}
-
-
-NOT_SUPPORTED = (
-    "this version captures whole units: all of them, or some experts and everything else",
-    "use Full, PartialExperts or Selective",
-)
-"""What is wrong with other policies, and what to do about it."""
 
 
 class Snapshot(Document, frozen=True, kw_only=True):

@@ -347,6 +347,7 @@ class JobEngine:
         now: float,
         base: Generation | None = None,
         unchanged: bytes = b"",
+        first_step: int = 0,
     ) -> tuple[Granted, list[Effect]]:
         """Grant a slot for the snapshot of `step`, and places in the arena for its pieces.
 
@@ -354,6 +355,8 @@ class JobEngine:
             base: the snapshot from which the trainer wants to carry pieces over; unless it is held
                 here, verified and in this layout, everything has to be written.
             unchanged: bit map of those pieces.
+            first_step: first step of the window that ends with `step`, of which the trainer has
+                completed no more; 0 for a snapshot of one step.
 
         Raises:
             SnapshotSkippedError: no slot now; training goes on without this snapshot.
@@ -361,6 +364,11 @@ class JobEngine:
         """
         memory, session = self.memory, self._session(session_id)
         self._check_epoch(epoch, f"rank {session.rank}")
+        if first_step > step:
+            raise StepOrderError(
+                f"rank {session.rank} asks for a window from step {first_step} to step {step}; a "
+                f"window ends with its last step"
+            )
         if session.epoch != epoch or not session.claimed:
             raise UnknownSessionError(f"session {session_id} has no claim in epoch {epoch}")
         generation = Generation(epoch, step)
@@ -378,7 +386,7 @@ class JobEngine:
         if current is None or current.line is None:
             raise SnapshotSkippedError("the recovery line of this epoch is not decided yet")
         record.passed = generation
-        record.last_step, record.last_sign = step, now
+        record.last_step, record.last_sign = first_step or step, now
         arena = memory.arenas[(session.rank, session.layout_id)]
         slot = upkeep.slot_to_write(memory, current, arena)
         if slot is None:

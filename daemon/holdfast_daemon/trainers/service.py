@@ -224,6 +224,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
                 if request.HasField("base")
                 else None,
                 unchanged=request.unchanged,
+                first_step=request.first_step,
             )
         except SnapshotSkippedError as skipped:
             host.carry_out(host.engine.tick(host.now))

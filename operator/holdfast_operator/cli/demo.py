@@ -287,7 +287,7 @@ def show(console: Console, report: DemoReport) -> None:
     names = ("without faults", report.fault_free_sha256), ("with faults", report.final_state_sha256)
     for name, sha256 in names:
         console.print(f"{name}: {sha256 or 'no final state'}", highlight=False, soft_wrap=True)
-    if report.policy != FULL:
+    if not report.exact:
         console.print(partial_verdict(report))
         return
     if report.equal:

@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from rich import box
 from rich.table import Table
 
+from holdfast_core.job.snapshots import PolicyType
 from holdfast_core.states import RestoreSource
 from holdfast_operator.local import Recovery, TimedEvent
 from holdfast_operator.reconciler.views import EventReason
@@ -125,9 +126,14 @@ class DemoReport:
     """Numbers of ranks that trained, one after the other. The run without faults had the same."""
 
     @property
+    def exact(self) -> bool:
+        """Whether the policy promises the bytes of the undisturbed run."""
+        return self.policy in (PolicyType.FULL, PolicyType.SPARSE)
+
+    @property
     def success(self) -> bool:
         survived = bool(self.final_state_sha256) and all(f.survived for f in self.faults)
-        if self.policy == "Full":
+        if self.exact:
             return survived and self.equal
         return survived and abs(self.loss_difference or 0.0) <= LOSS_TOLERANCE
 

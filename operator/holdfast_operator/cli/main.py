@@ -440,11 +440,11 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add("--quick", action="store_true", help="fewer steps")
     add(
         "--policy",
-        choices=["Full", "PartialExperts", "Selective"],
+        choices=["Full", "PartialExperts", "Selective", "Sparse"],
         default="Full",
-        help="what snapshots capture; unless it is Full, some experts return to older versions, "
-        "losses are compared instead of bytes, and a spare is left for every node that is lost "
-        "(default %(default)s)",
+        help="what snapshots capture; with PartialExperts and Selective some experts return to "
+        "older versions, and losses are compared instead of bytes; unless it is Full, a spare is "
+        "left for every node that is lost (default %(default)s)",
     )
     add(
         "--restart",

@@ -18,7 +18,7 @@ from holdfast_core.experts.policies import policy_of
 from holdfast_core.experts.recompute import state_entries
 from holdfast_core.job.names import job_file_name
 from holdfast_core.job.parsing import MoETrainingJob
-from holdfast_core.job.snapshots import Full, PartialExperts
+from holdfast_core.job.snapshots import LossyPolicy, PartialExperts
 from holdfast_core.planning.model_sizes import ModelSizes
 from holdfast_core.planning.policy_comparison import Assumptions
 from holdfast_core.snapshots.layouts import Layout, decode_layout
@@ -128,7 +128,7 @@ def assumptions_of(
             f"--partial-experts {asked}: a layer has {most} experts; give 1 to {most}"
         )
     chosen = job.spec.snapshot.policy.chosen
-    policy = policy_of(PartialExperts() if isinstance(chosen, Full) else chosen)
+    policy = policy_of(chosen if isinstance(chosen, LossyPolicy) else PartialExperts())
     if options.measure_copy:
         if options.copy_bandwidth is not None:
             raise InvalidJobError("--copy-bandwidth and --measure-copy: give one of them")

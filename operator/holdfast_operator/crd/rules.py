@@ -14,7 +14,7 @@ from holdfast_core.job.locations import HOW_TO_WRITE_A_STORAGE_URI, NOT_A_STORAG
 from holdfast_core.job.parsing import MAX_NAME_CHARACTERS
 from holdfast_core.job.persistence import GENERATION_PATTERN, LATEST
 from holdfast_core.job.schema import MANAGER
-from holdfast_core.job.snapshots import BANDWIDTH_BYTES_S_MIN, POLICY_FIELDS
+from holdfast_core.job.snapshots import BANDWIDTH_BYTES_S_MIN, POLICY_FIELDS, PolicyType
 from holdfast_core.protection.groups import MIN_GROUP_SIZE
 from holdfast_core.protection.intervals import STEPS_MAX
 from holdfast_core.snapshots.layouts import SLOTS_MAX, SLOTS_MIN
@@ -57,6 +57,22 @@ _DNS_NAME = CelRule(
     rule="self.matches('^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$')",
     says="not a DNS-1123 subdomain; use lower-case letters, digits, '-' and '.', beginning and "
     "ending with a letter or a digit",
+)
+
+
+_LOSSY_FIELDS = [field for kind, field in POLICY_FIELDS.items() if kind is not PolicyType.SPARSE]
+_SPARSE = (
+    CelRule(
+        rule="self.snapshot.policy.type != 'Sparse' || self.snapshot.interval.steps == 1",
+        says="a window of snapshot.policy.type Sparse needs every step; use 1, or another policy",
+        field=".snapshot.interval.steps",
+    ),
+    CelRule(
+        rule="self.snapshot.policy.type != 'Sparse' || !has(self.persistence)",
+        says="is given, but snapshot.policy.type Sparse has no snapshot of one step to persist; "
+        "remove it, or use another policy",
+        field=".persistence",
+    ),
 )
 
 
@@ -336,7 +352,8 @@ RULES: dict[str, tuple[CelRule, ...]] = {
     "spec": (
         *_WORLD,
         *_FEWER_NODES,
-        *(rule for field in POLICY_FIELDS.values() for rule in _recompute(field)),
+        *(rule for field in _LOSSY_FIELDS for rule in _recompute(field)),
+        *_SPARSE,
         *_PERSISTED_EXPERTS,
         *(_fixed(f) for f in ("nodes", "nprocPerNode", "parallelism", "redundancy", "trainer")),
     ),

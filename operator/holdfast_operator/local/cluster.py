@@ -28,7 +28,7 @@ from pathlib import Path
 from types import TracebackType
 
 from holdfast_core.errors import InvalidJobError, StorageError, UnreachableError
-from holdfast_core.job.parsing import MoETrainingJob, check_local, check_supported
+from holdfast_core.job.parsing import MoETrainingJob, check_local
 from holdfast_core.protection.budget import fits
 from holdfast_operator.control.certificates import Certificates, write_private
 from holdfast_operator.control.server import ControlServer
@@ -84,7 +84,7 @@ class LocalCluster:
     """One job on this machine.
 
     Raises (on construction):
-        InvalidJobError: the job asks for something unsupported, or belongs to another controller.
+        InvalidJobError: the job must not run without Kubernetes, or belongs to another controller.
     """
 
     def __init__(
@@ -95,7 +95,6 @@ class LocalCluster:
         on_event: Callable[[TimedEvent], None] | None = None,
     ) -> None:
         check_local(job)
-        check_supported(job)
         settings = settings or LocalSettings()
         self.job = job
         path = settings.directory or default_directory(job.key)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.locations import Locations
-from holdfast_core.job.parsing import MoETrainingJob, check_storage, check_supported
+from holdfast_core.job.parsing import MoETrainingJob, check_storage
 from holdfast_core.job.status import Phase
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import Membership, Redundancy
@@ -149,12 +149,10 @@ def _without_room(observed: Observed, membership: Membership) -> str:
 
 
 def unsupported(job: MoETrainingJob, locations: Locations = None) -> Condition | None:
-    """Condition of a job that asks for what this version cannot do, or for what is not allowed;
-    None for all others. Nothing is tried before the spec changes."""
-    reason = "Unsupported"
+    """Condition of a job that asks for what is not allowed; None for all others. Nothing is tried
+    before the spec changes."""
+    reason = "StorageNotAllowed"
     try:
-        check_supported(job)
-        reason = "StorageNotAllowed"
         check_storage(job, locations)
     except InvalidJobError as error:
         return Condition(

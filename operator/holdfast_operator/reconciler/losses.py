@@ -14,7 +14,6 @@ from dataclasses import replace
 
 from holdfast_core.experts.loss_reports import JobLoss, merged
 from holdfast_core.job.parsing import MoETrainingJob
-from holdfast_core.job.snapshots import PolicyType
 from holdfast_core.snapshots.membership import Membership
 from holdfast_operator.reconciler.steps import Look, Step
 from holdfast_operator.reconciler.views import (
@@ -28,7 +27,7 @@ from holdfast_operator.reconciler.views import (
 
 def leaves_experts_out(job: MoETrainingJob) -> bool:
     """Whether recoveries of the job can lose tokens."""
-    return job.spec.snapshot.policy.type is not PolicyType.FULL
+    return job.spec.snapshot.policy.leaves_experts_out
 
 
 def note_losses(look: Look, state: ControlState, membership: Membership) -> Step:

@@ -14,7 +14,6 @@ from benchmarks.recovery.picture import COLOURS, draw
 from benchmarks.recovery.runs import Fault, Kind, Mode, Plan, Run, make_job
 from benchmarks.recovery.traces import MissingError, Phase, read
 
-from holdfast_core.job.parsing import check_supported
 from holdfast_operator.local import TimedEvent
 
 SHA256, AT = "ab" * 32, 1_000_000.0
@@ -180,7 +179,6 @@ def test_a_run_with_fewer_nodes_that_does_not_reach_its_end_is_a_failed_check(
 def test_a_job_without_a_spare_may_go_on_with_three_nodes(tmp_path: Path) -> None:
     plan = Plan(mode=Mode.STAY, steps=40, folder=tmp_path, kinds=(Kind.FEWER,))
     job = make_job(plan)
-    check_supported(job)
     assert (job.spec.nodes, job.spec.min_nodes, job.spec.failure_policy.spares) == (4, 3, 0)
     assert plan.ranks == (4, 3)
 

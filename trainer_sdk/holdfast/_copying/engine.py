@@ -136,6 +136,17 @@ class CopyEngine:
         self._run(block, blocks, feed)
         return digests
 
+    def hash_rest(self, target: Placed, digests: Digests, written: Flags) -> None:
+        """Put the digests of the pieces that no save of a window has filled into `digests`.
+
+        Args:
+            digests: uint64 [pieces in front of the extras].
+            written: pieces whose digest is there already, bool [the same].
+        """
+        size = target.layout.piece_bytes
+        for piece in np.flatnonzero(~written).tolist():
+            digests[piece] = xxh3_64_intdigest(target.view(piece * size, size))
+
     def finish(self, target: Placed, extras: bytes, digests: Digests) -> bytes:
         """Write the extras behind the tensors, and hash the pieces that `capture` could not.
 

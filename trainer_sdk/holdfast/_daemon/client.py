@@ -176,8 +176,14 @@ class DaemonClient(Protocol):
         step: int,
         base: Generation | None = None,
         unchanged: bytes = b"",
+        first_step: int = 0,
     ) -> Grant:
-        """Request a slot, and carry over from `base` the pieces in the bit map `unchanged`."""
+        """Request a slot, and carry over from `base` the pieces in the bit map `unchanged`.
+
+        Args:
+            first_step: first step of the window that ends with `step`; 0 for a snapshot of one
+                step.
+        """
 
     def commit(self, commit: Commit) -> None:
         """Seal the manifest; return when it is sealed."""
@@ -292,6 +298,7 @@ class GrpcClient:
         step: int,
         base: Generation | None = None,
         unchanged: bytes = b"",
+        first_step: int = 0,
     ) -> Grant:
         request = trainer_pb2.GrantRequest(
             session=session,
@@ -299,6 +306,7 @@ class GrpcClient:
             step=step,
             base=codec.optional_generation_to_proto(base),
             unchanged=unchanged,
+            first_step=first_step,
         )
         reply = self._ask(self._stub.Grant, request)
         if reply.WhichOneof("outcome") == "slot":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import threading
 from concurrent.futures import Future
+from functools import partial
 
 from holdfast_core.errors import HoldfastError, StepOrderError
 
@@ -91,6 +92,20 @@ class SaveHandle:
         with self._lock:
             if not self.protected.done():
                 self.protected.set_exception(error)
+
+    def _follow(self, other: SaveHandle) -> None:
+        """Let each stage end as that of `other` does: both are in one window. For the session
+        only."""
+
+        def follow(mine: Future[int], its: Future[int]) -> None:
+            error = its.exception()
+            with self._lock:
+                if not mine.done():
+                    mine.set_result(self.step) if error is None else mine.set_exception(error)
+
+        pairs = zip((*self._stages, self.persisted), (*other._stages, other.persisted), strict=True)
+        for mine, its in pairs:
+            its.add_done_callback(partial(follow, mine))
 
     def _persist(self) -> None:
         """Mark the snapshot as persisted. For the session only."""

@@ -108,15 +108,20 @@ class Link:
         _log.info("session opened: %d bytes in each slot", layout.slot_bytes)
 
     def grant(
-        self, step: int, base: Generation | None = None, unchanged: bytes = b""
+        self,
+        step: int,
+        base: Generation | None = None,
+        unchanged: bytes = b"",
+        *,
+        first_step: int = 0,
     ) -> tuple[Placed, bool]:
-        """Request a slot. Return where to write, and whether the `unchanged` pieces are carried
-        over from `base`.
+        """Request a slot, for the window from `first_step` to `step` if that is given. Return where
+        to write, and whether the `unchanged` pieces are carried over from `base`.
 
         Raises:
             SnapshotSkippedError: when there is no slot now.
         """
-        grant = self._client.grant(self.session, self.epoch or 0, step, base, unchanged)
+        grant = self._client.grant(self.session, self.epoch or 0, step, base, unchanged, first_step)
         if grant.slot < 0:
             raise SnapshotSkippedError(f"no slot: {grant.skipped}")
         arena = self._arena

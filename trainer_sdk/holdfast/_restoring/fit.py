@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import torch
 
+from holdfast._experts.windows import WindowRecord, live_name, restored_entries
 from holdfast._state.capture import Anchor, LiveState, TensorSource
 from holdfast._state.casts import Pair, pair_of
 from holdfast._state.dtensors import is_dtensor, local_of
@@ -47,14 +48,31 @@ class Wanted(msgspec.Struct, kw_only=True):
     """(first byte, bytes, master) of the ranges that follow from a master."""
 
 
-def own_offers(layout: Layout, live: LiveState, topology: Topology, rank: int) -> tuple[Offer, ...]:
+def entries_of(layout: Layout, window: WindowRecord | None) -> tuple[Entry, ...]:
+    """List what a restore reads or rounds, `window` being the record of a sparse window.
+
+    Raises:
+        CorruptError: when the frames of a window do not fit its layout.
+    """
+    if window is None:
+        return (*state_entries(layout), *layout.casts)
+    return tuple(restored_entries(layout, window))
+
+
+def own_offers(
+    entries: Sequence[Entry],
+    live: LiveState,
+    topology: Topology,
+    rank: int,
+    window: WindowRecord | None = None,
+) -> tuple[Offer, ...]:
     """List the ranges that this rank's snapshot has for other ranks, by tensor and start."""
     live.sources()
     offers = []
-    for entry in (*state_entries(layout), *layout.casts):
+    for entry in entries:
         expert = UnitKey.parse(entry.unit).kind is UnitKind.EXPERT
         replicas = topology.expert_replicas(rank) if expert else topology.dense_replicas(rank)
-        if len(replicas) > 1 and not live.is_private(entry.tensor):
+        if len(replicas) > 1 and not live.is_private(live_name(entry.tensor, window)[1]):
             offers.append(
                 Offer(
                     tensor=entry.tensor,
@@ -70,15 +88,14 @@ def own_offers(layout: Layout, live: LiveState, topology: Topology, rank: int) -
 
 
 def wanted_by(
-    rank: int, layout: Layout, all_offers: Sequence[tuple[Offer, ...]]
+    rank: int, entries: Sequence[Entry], all_offers: Sequence[tuple[Offer, ...]]
 ) -> dict[str, Wanted]:
     """List the tensors that `rank` must restore, by name.
 
     Raises:
         LayoutMismatchError: when ranks captured a tensor with different shapes or dtypes.
     """
-    own: list[Entry | Offer] = [*state_entries(layout), *layout.casts]
-    return _wanted((*own, *_to(rank, all_offers)))
+    return _wanted((*entries, *_to(rank, all_offers)))
 
 
 def wanted_of_offers(rank: int, all_offers: Sequence[tuple[Offer, ...]]) -> dict[str, Wanted]:

@@ -12,6 +12,7 @@ from holdfast._copying.engine import BadPieceError, CopyEngine, CopyPlan
 from holdfast._copying.placed import Placed
 from holdfast._daemon.client import DaemonClient, HeldSnapshot
 from holdfast._experts.partial_state import PartialState
+from holdfast._experts.windows import WindowRecord, decode_record
 from holdfast._state.extras import split_extras
 from holdfast_core.errors import CorruptError, HoldfastError
 from holdfast_core.snapshots.layouts import Layout, first_bad_piece
@@ -30,6 +31,8 @@ class ReadSnapshot:
     """Encoded extras."""
     experts: PartialState
     """State of the policy that captured it."""
+    window: WindowRecord | None = None
+    """Record of a sparse window, whose first step then has `extras`."""
 
     def restore(self, engine: CopyEngine, plan: CopyPlan) -> None:
         """Copy what `plan` lists into live tensors, and verify the whole payload.
@@ -71,12 +74,19 @@ def read_snapshot(client: DaemonClient, held: HeldSnapshot, timeout_s: float) ->
         bad = first_bad_piece(tail, manifest.digests, manifest.piece_bytes, first_piece=first)
         if bad is not None:
             raise _corrupt(layout, manifest, bad)
-        extras, of_experts = split_extras(bytes(tail[manifest.extras_offset - low :]))
+        data = bytes(tail[manifest.extras_offset - low :])
+        window = decode_record(data)
+        extras, of_experts = split_extras(data if window is None else window.extras[0])
         experts = PartialState.decode(of_experts)
+        if window is not None and window.last != manifest.generation.step:
+            raise CorruptError(
+                f"rank {manifest.rank}, generation {manifest.generation}: its window ends with "
+                f"step {window.last}"
+            )
     except HoldfastError:
         arena.close()
         raise
-    return ReadSnapshot(manifest, layout, arena, placed, extras, experts)
+    return ReadSnapshot(manifest, layout, arena, placed, extras, experts, window)
 
 
 def _corrupt(layout: Layout, manifest: Manifest, piece: int) -> CorruptError:

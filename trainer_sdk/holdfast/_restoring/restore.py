@@ -27,10 +27,13 @@ from holdfast._exchange import Exchange
 from holdfast._experts.partial_state import START, PartialState
 from holdfast._experts.policy import CapturePolicy
 from holdfast._experts.taking_over import RankTokens, taken_over
+from holdfast._experts.windows import live_name
 from holdfast._restoring.fit import (
     Offer,
+    Wanted,
     cast_pairs,
     check_cover,
+    entries_of,
     make_room,
     own_offers,
     wanted_by,
@@ -45,6 +48,7 @@ from holdfast._restoring.other_world import (
 )
 from holdfast._restoring.passing import Span, pass_on
 from holdfast._restoring.reading import ReadSnapshot, read_snapshot
+from holdfast._restoring.replay import Replay, frame_source, frames_from
 from holdfast._restoring.scatter import scatter
 from holdfast._settings import Settings
 from holdfast._state.capture import LiveState, TensorSource
@@ -60,10 +64,9 @@ from holdfast_core.errors import (
     UnreachableError,
     by_code,
 )
-from holdfast_core.experts.recompute import state_entries
 from holdfast_core.protection.standing import StandingVerdict
 from holdfast_core.snapshots.generations import Generation
-from holdfast_core.snapshots.layouts import Layout
+from holdfast_core.snapshots.layouts import Entry, Layout
 from holdfast_core.states import RestorePhase, RestoreProgress, RestoreSource
 from holdfast_core.topology import Topology
 
@@ -115,6 +118,8 @@ class Restored:
     layout: Layout | None = None
     experts: PartialState = START
     """State of the policy."""
+    replay: Replay | None = None
+    """Replay of the sparse window that was restored; `step` is its first."""
     replenishing: bool = False
     """Whether any rank has lost tokens to make up for: equal on all ranks."""
 
@@ -124,6 +129,7 @@ class _Found:
     """Snapshot that this rank is to restore."""
 
     snapshot: ReadSnapshot
+    entries: tuple[Entry, ...]
     extras: dict[str, Any]
     source: RestoreSource
 
@@ -139,6 +145,8 @@ class _Copied:
     """By name."""
     casts: tuple[Pair, ...]
     """Weights that are still to be rounded from their masters."""
+    replay: Replay | None = None
+    """Replay for which the frames are in `sources`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +198,8 @@ class Restore:
             epoch = hello.epoch
             found = self._find(epoch)
             if isinstance(found, _Found) and self.exchange.together:
-                offers = own_offers(found.snapshot.layout, self.live, self.topology, self.rank)
+                window = found.snapshot.window
+                offers = own_offers(found.entries, self.live, self.topology, self.rank, window)
         except HoldfastError as raised:
             error = raised
         try:
@@ -240,7 +249,8 @@ class Restore:
         line = found.snapshot.manifest.generation
         losses, seen = [one.lost for one in standings], [one.assigned for one in standings]
         state = self.policy.recovered(state, losses, seen, epoch=epoch, line=line)
-        step = line.step
+        window = found.snapshot.window
+        step = line.step if window is None else window.first
         _log.info("epoch %d starts after step %d (%s)", epoch, step, found.source)
         return Restored(
             epoch=epoch,
@@ -249,6 +259,7 @@ class Restore:
             generation=line,
             layout=found.snapshot.layout,
             experts=state,
+            replay=None if copied.replay is None or copied.replay.over else copied.replay,
             replenishing=self.policy.leaves_out and any(one.replenishes for one in standings),
         )
 
@@ -346,7 +357,8 @@ class Restore:
             )
         snapshot = read_snapshot(self.client, held, timeout_s)
         try:
-            return _Found(snapshot, decode_extras(snapshot.extras), decision.source)
+            entries = entries_of(layout, snapshot.window)
+            return _Found(snapshot, entries, decode_extras(snapshot.extras), decision.source)
         except HoldfastError:
             snapshot.arena.close()
             raise
@@ -382,19 +394,33 @@ class Restore:
 
     def _copy_own(self, found: _Found, all_offers: Sequence[tuple[Offer, ...]]) -> _Copied:
         """Make room, verify this rank's payload and copy it out."""
-        snapshot = found.snapshot
-        wanted = wanted_by(self.rank, snapshot.layout, all_offers)
+        snapshot, window = found.snapshot, found.snapshot.window
+        wanted = wanted_by(self.rank, found.entries, all_offers)
         check_cover(wanted)
         put_back_groups(self.live, found.extras)
-        sources = make_room(self.live, wanted, devices_of(found.extras))
-        casts = cast_pairs(wanted, sources)
+        of_frames = {name: live_name(name, window) for name in wanted}
+        of_live = {name: item for name, item in wanted.items() if not of_frames[name][0]}
+        sources = make_room(self.live, of_live, devices_of(found.extras))
+        casts = cast_pairs(of_live, sources)
+        frames: list[tuple[int, str, Wanted, TensorSource | None]] = []
+        for frame, (slot, name) in of_frames.items():
+            if slot:
+                item, beside = wanted[frame], sources[name]
+                if len(item.casts) < len(item.ranges):
+                    sources[frame] = frame_source(item, beside)
+                frames.append((slot, name, item, sources.get(frame)))
+        replay = None
+        if window is not None:
+            loads = frames_from(window, frames)
+            replay = Replay(live=self.live, record=window, frames=loads, step=window.first)
         ranges = [
             (entry.offset, entry.start, _part(sources[entry.tensor], entry.start, entry.nbytes))
-            for entry in state_entries(snapshot.layout)
+            for entry in found.entries
+            if not entry.cast_of
         ]
         plan = plan_copy(ranges, (), snapshot.manifest.piece_bytes)
         snapshot.restore(self.engine, plan)
-        return _Copied(sources, casts)
+        return _Copied(sources, casts, replay)
 
     def _finish(self, extras: Mapping[str, Any], copied: _Copied) -> None:
         for pair in copied.casts:

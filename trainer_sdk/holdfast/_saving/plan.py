@@ -24,6 +24,7 @@ from holdfast._state.capture import TensorSource, Whole
 from holdfast._state.extras import dtype_name
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.experts.recompute import BESIDE_STATE
+from holdfast_core.experts.sparse_windows import Operator, Schedule, cut, ordered
 from holdfast_core.experts.tables import NO_EXPERTS, ExpertTable
 from holdfast_core.snapshots.layouts import (
     PAGE_BYTES,
@@ -31,6 +32,7 @@ from holdfast_core.snapshots.layouts import (
     TENSOR_ALIGNMENT,
     Entry,
     Layout,
+    TensorRole,
     round_up,
 )
 from holdfast_core.snapshots.sharding import Grain, Shard, ShardStrategy, plan_shards
@@ -69,6 +71,8 @@ class BasePlan:
     """Compute weights that were agreed to be rounded copies → their masters. They are not in
     `tables`; where they are stored after all, they are divided like their masters."""
     piece_bytes: int = PIECE_BYTES
+    schedule: Schedule = field(default=Schedule(()))
+    """Units of each slot of a window; empty where snapshots are of one step."""
 
     @property
     def apart(self) -> frozenset[UnitKey]:
@@ -114,9 +118,11 @@ def plan_alone(
     *,
     partial: bool = False,
     casts: Mapping[str, str] | None = None,
+    window: int = 0,
 ) -> BasePlan:
-    """Plan for a rank that captures everything it holds; `partial` needs its table."""
+    """Plan for a rank that captures everything it holds; `partial` and `window` need its table."""
     casts = casts or {}
+    schedule = schedule_of({0: table}, Topology(dp=1), casts, window)
     table = [size for size in table if size.tensor not in casts]
     experts = experts_apart({0: table}, Topology(dp=1)) if partial else NO_EXPERTS
     return BasePlan(
@@ -128,7 +134,70 @@ def plan_alone(
         experts=experts,
         casts=casts,
         piece_bytes=piece_bytes_for(experts, {}),
+        schedule=schedule,
     )
+
+
+def schedule_of(
+    tables: Mapping[int, Sequence[TensorSize]],
+    topology: Topology,
+    casts: Mapping[str, str],
+    window: int,
+) -> Schedule:
+    """Divide the units of all ranks into the slots of a window of at most `window` steps; 0 for no
+    windows."""
+    if not window:
+        return Schedule(())
+    compute: dict[UnitKey, int] = {}
+    state: dict[UnitKey, int] = {}
+    homes: dict[UnitKey, tuple[int, int]] = {}
+    for rank, table in tables.items():
+        at = topology.coordinates(rank)
+        for size in table:
+            expert = size.is_expert
+            held_by = topology.expert_replicas(rank) if expert else topology.dense_replicas(rank)
+            # Of what n ranks hold alike, each counts an n-th; in whole numbers.
+            nbytes = size.nbytes * topology.world_size // (1 if size.private else len(held_by))
+            homes[size.unit] = (at.pp, at.ep) if expert else (0, 0)
+            state.setdefault(size.unit, 0)
+            if size.role is TensorRole.COMPUTE:
+                compute[size.unit] = compute.get(size.unit, 0) + nbytes
+            if size.role is not TensorRole.BUFFER and size.tensor not in casts:
+                state[size.unit] += nbytes
+    operators = [
+        Operator(
+            unit=unit,
+            compute_bytes=min(compute.get(unit, 0), nbytes),
+            state_bytes=nbytes,
+            home=homes[unit],
+        )
+        for unit, nbytes in state.items()
+    ]
+    return cut(ordered(operators), window)
+
+
+def frames_bytes(
+    shards: Sequence[Shard],
+    sizes: Mapping[str, TensorSize],
+    masters: Mapping[str, TensorSize],
+    schedule: Schedule,
+) -> int:
+    """Room for the compute weights in a window's saves of a rank that captures `shards`.
+
+    Args:
+        sizes: tensors of the rank, by name.
+        masters: weights without bytes of their own, by the name of their master.
+    """
+    total = 0
+    for shard in shards if schedule.slots else ():
+        slots, size = schedule.slot(shard.unit), sizes[shard.tensor]
+        weights = masters.get(shard.tensor)
+        if weights is not None:
+            nbytes = shard.nbytes * weights.nbytes // max(size.nbytes, 1)
+            total += slots * round_up(nbytes, TENSOR_ALIGNMENT)
+        elif size.role is TensorRole.COMPUTE:
+            total += slots * round_up(shard.nbytes, TENSOR_ALIGNMENT)
+    return total
 
 
 def experts_apart(tables: Mapping[int, Sequence[TensorSize]], topology: Topology) -> ExpertTable:
@@ -176,17 +245,24 @@ def plan_together(
     *,
     partial: bool = False,
     casts: Mapping[str, str] | None = None,
+    window: int = 0,
 ) -> BasePlan:
     """Compute the plan that every rank derives from the same exchanged tables; with `partial`,
     experts can be left out of snapshots.
 
     Args:
         casts: see `BasePlan.casts`; equal on all ranks.
+        window: most steps of a sparse window; 0 where snapshots are of one step.
 
     Raises:
         ReplicaMismatchError: when declared replicas hold different tensors.
     """
     casts = casts or {}
+    schedule = schedule_of(tables, topology, casts, window)
+    weights = {
+        r: {casts[size.tensor]: size for size in table if size.tensor in casts}
+        for r, table in tables.items()
+    }
     tables = {r: [size for size in tables[r] if size.tensor not in casts] for r in tables}
     experts = experts_apart(tables, topology) if partial else NO_EXPERTS
     apart = frozenset(experts.units)
@@ -202,11 +278,15 @@ def plan_together(
         holders=holders,
         casts=casts,
         piece_bytes=piece_bytes_for(experts, holders),
+        schedule=schedule,
     )
-    largest = max(
-        layout_of(replace(empty, rank=r), tables[r], plan.shards[r], extras_bytes[r]).slot_bytes
-        for r in tables
-    )
+    largest = 0
+    for r in tables:
+        sizes = {size.tensor: size for size in tables[r]}
+        extras = extras_bytes[r] * max(schedule.window, 1)
+        layout = layout_of(replace(empty, rank=r), tables[r], plan.shards[r], extras)
+        frames = frames_bytes(plan.shards[r], sizes, weights[r], schedule)
+        largest = max(largest, layout.slot_bytes + round_up(frames, PAGE_BYTES))
     return replace(
         empty,
         tables={size.tensor: size for size in tables[rank]},

@@ -65,8 +65,9 @@ def agree(
     strategy: ShardStrategy,
     *,
     partial: bool = False,
+    window: int = 0,
 ) -> BasePlan:
-    """Exchange statements and compute the base plan. Collective.
+    """Exchange statements and compute the base plan; see `plan_together`. Collective.
 
     Raises:
         ReplicaMismatchError: on every rank; the message names a unit and ranks that hold different
@@ -74,7 +75,14 @@ def agree(
         UnreachableError: when some rank does not take part.
     """
     if not exchange.together:
-        return plan_alone(rank, topology, statement.table, partial=partial, casts=statement.casts)
+        return plan_alone(
+            rank,
+            topology,
+            statement.table,
+            partial=partial,
+            casts=statement.casts,
+            window=window,
+        )
     texts = exchange.gather(msgspec.json.encode(statement))
     statements = [_STATEMENT.decode(text) for text in texts]
     tables = {r: one.table for r, one in enumerate(statements)}
@@ -83,7 +91,9 @@ def agree(
         {r: one.casts for r, one in enumerate(statements)},
         {r: {size.tensor for size in table} for r, table in tables.items()},
     )
-    plan = plan_together(rank, topology, tables, extras, strategy, partial=partial, casts=casts)
+    plan = plan_together(
+        rank, topology, tables, extras, strategy, partial=partial, casts=casts, window=window
+    )
     if len({one.step for one in statements}) == 1:
         _compare({r: one.digests for r, one in enumerate(statements) if one.digests}, topology)
     return plan

@@ -35,11 +35,13 @@ from holdfast._saving.plan import BasePlan, layout_of, moves_of, own_shards, sam
 from holdfast._saving.replicas import agree, digests_of, state_of
 from holdfast._saving.tally import IDLE_S, Tally
 from holdfast._saving.tasks import Task
+from holdfast._saving.windows import OpenWindow, Windows
 from holdfast._settings import Settings
 from holdfast._state.capture import TensorSource
 from holdfast._state.extras import join_extras
 from holdfast_core.errors import (
     HoldfastError,
+    InvalidJobError,
     ReplicaMismatchError,
     SnapshotSkippedError,
     StaleEpochError,
@@ -75,7 +77,12 @@ class Saver:
         self.tally = Tally()
         self.problem: HoldfastError | None = None
         """Reason why no save of this session can succeed any more; None while saves can."""
-        self._casts = Casts(engine, enabled=not settings.store_compute_weights)
+        self._window = settings.window
+        """Most steps of a sparse window; 0 where snapshots are of one step."""
+        self._windows = Windows()
+        # A window holds each weight once more anyway.
+        find = bool(self._window) or not settings.store_compute_weights
+        self._casts = Casts(engine, enabled=find)
         self._link = Link(client, device, settings, self._on_event)
         self._base: BasePlan | None = None
         self._policy = policy
@@ -107,6 +114,7 @@ class Saver:
     def called(self, number: int, step: int, now_s: float) -> None:
         """Note that save `number` was called, before anything else is done for it."""
         self.comparing.called(number, step)
+        self._windows.called(step)
         self._policy.called(number, step, now_s)
 
     @property
@@ -173,6 +181,7 @@ class Saver:
                 break
             self._take(task)
             self._report()
+        self._drop_window("the session was closed")
         self._link.end()
 
     def _take(self, task: Task) -> None:
@@ -214,6 +223,18 @@ class Saver:
         if not task.copies:
             task.handle._reach(task.handle.staged)
             return
+        slot = self._windows.slot(task.handle.step) if self._window else None
+        if slot is None:
+            self._save_whole(task)
+            return
+        try:
+            self._save_slot(task, slot)
+        except BaseException as error:
+            self._drop_window(f"{type(error).__name__}: {error}")
+            raise
+
+    def _save_whole(self, task: Task) -> None:
+        """Take a snapshot of one step."""
         step, link = task.handle.step, self._link
         due = self.comparing.due(task.number, self._settings.start_wait_s / 2)
         choice = self._policy.choose(task.number, self._newest)
@@ -236,6 +257,74 @@ class Saver:
         self._newest = Generation(commit.epoch, commit.step)
         self._policy.keep(state)
         self.tally.counters.loss = self._policy.loss
+
+    def _save_slot(self, task: Task, slot: int) -> None:
+        """Write one slot of a window; commit the window with its last one."""
+        step, link, windows = task.handle.step, self._link, self._windows
+        due = self.comparing.due(task.number, self._settings.start_wait_s / 2)
+        if slot == 0:
+            self._drop_window("the next window begins")
+            placed, _ = link.grant(step + windows.window - 1, first_step=step)
+            window = windows.begin(step, link.session, placed)
+        else:
+            window = windows.going_on(step, link.session)
+        task.handle._slots = link.slots
+        if not task.hold():
+            raise SnapshotSkippedError("training went on before the copy began")
+        if due:
+            self.comparing.hand_over(task.number, self._live_digests(task))
+        plan = windows.plan(slot)
+        digests = self._engine.capture(
+            plan.copies, window.placed, task.fence, plan.skip, self.bubbles
+        )
+        self._casts.check(task.fence, windows.state_of_others(slot))
+        task.check()
+        self._staged(task, plan.nbytes)
+        windows.captured(window, slot, digests, task.extras)
+        self.comparing.settle(task.number)
+        window.handles.append(task.handle)
+        if len(window.handles) == windows.window:
+            self._commit_window(task, window)
+
+    def _commit_window(self, task: Task, window: OpenWindow) -> None:
+        link, layout = self._link, window.placed.layout
+        self._windows.open = None
+        for earlier in window.handles[:-1]:
+            earlier._follow(task.handle)
+        try:
+            extras = self._windows.record_of(window)
+            if len(extras) > layout.extras_capacity:
+                raise SnapshotSkippedError(
+                    f"extras of {len(extras)} bytes do not fit {layout.extras_capacity}"
+                )
+            self._engine.hash_rest(window.placed, window.digests, window.written)
+            commit = Commit(
+                session=link.session,
+                epoch=link.epoch or 0,
+                step=task.handle.step,
+                slot=window.placed.slot,
+                payload_bytes=layout.extras_offset + len(extras),
+                extras_bytes=len(extras),
+                digests=self._engine.finish(window.placed, extras, window.digests),
+                experts=(),
+            )
+        except BaseException as error:
+            link.abort(task.handle.step, f"{type(error).__name__}: {error}")
+            raise
+        self._commit(task, commit, window.placed, ())
+        self._newest = Generation(commit.epoch, commit.step)
+
+    def _drop_window(self, why: str) -> None:
+        """Give up the window that is being written, if there is one."""
+        window, self._windows.open = self._windows.open, None
+        if window is None:
+            return
+        last = window.first + self._windows.window - 1
+        if window.session == self._link.session:
+            self._link.abort(last, why)
+        error = SnapshotSkippedError(f"the window of steps {window.first} to {last} is lost: {why}")
+        for handle in window.handles:
+            self.refuse(handle, error)
 
     def _find_casts(self, task: Task) -> None:
         """Find the weights that need not be stored, while training cannot change them."""
@@ -262,7 +351,21 @@ class Saver:
         casts = self._casts.masters
         statement = state_of(task.handle.step, self._sources, len(task.extras), digests, casts)
         partial = self._policy.leaves_out
-        base = agree(exchange, statement, self._topology, self._rank, strategy, partial=partial)
+        base = agree(
+            exchange,
+            statement,
+            self._topology,
+            self._rank,
+            strategy,
+            partial=partial,
+            window=self._window,
+        )
+        if self._window:
+            try:
+                self._windows.agreed(base, self._sources)
+            except InvalidJobError as error:
+                self.problem = error
+                raise
         self._base = base
         own, ranks = base.own_experts(table_of(self._sources)), self._topology.world_size
         self._policy = self._policy.agreed(base.experts, ranks, own, base.spread)
@@ -278,6 +381,8 @@ class Saver:
         link = self._link
         assert self._base is not None
         extras_bytes = len(task.extras) + self._base.state_bytes
+        if self._window:
+            extras_bytes = self._windows.extras_bytes(len(task.extras))
         old = link.layout or self._restored
         fits = old is not None and extras_bytes <= old.extras_capacity
         if task.sources is None and fits and link.is_open and not self._casts.changed:
@@ -286,6 +391,8 @@ class Saver:
         shards = own_shards(self._base, table)
         masters = self._casts.masters
         layout = layout_of(self._base, table, shards, extras_bytes, self._sources, masters)
+        if self._window:
+            layout = self._windows.with_frames(layout, self._sources)
         if fits and old is not None and same_places(old, layout):
             layout = replace(old, largest_slot_bytes=0, since=0)  # only addresses changed
         largest = max(self._base.largest_slot_bytes, layout.slot_bytes)
@@ -294,6 +401,8 @@ class Saver:
         if again:
             self.tally.forgive()
         link.plan = moves_of(layout, self._sources)
+        if self._window:
+            self._windows.opened(layout, self._sources)
         self._casts.opened(layout, self._sources)
         self._policy.opened(layout)
 
@@ -306,16 +415,23 @@ class Saver:
         task.check()
         generation = Generation(self._link.epoch or 0, task.handle.step)
         self._policy.staged(generation, choice)  # before training goes on
+        layout = placed.layout
+        end = self._windows.state_end if self._window else layout.extras_offset
+        nbytes = end - choice.carried_pieces * layout.piece_bytes
+        now_s = self._staged(task, nbytes)
+        waited_s = self.bubbles.waited_s if self.bubbles is not None else 0.0
+        self._policy.copied(generation, nbytes, began_s + waited_s, now_s)
+        return digests
+
+    def _staged(self, task: Task, nbytes: int) -> float:
+        """Let training change the tensors, of which `nbytes` bytes are copied; return the time."""
         task.release(over=True)
+        self.tally.counters.copied_bytes = nbytes
         task.handle._reach(task.handle.staged)
         now_s = time.monotonic()
         time.sleep(0)  # yields to training, which would wait for the interpreter up to 5 ms
         self.tally.counters.staged_s = now_s - task.began_s
-        layout = placed.layout
-        nbytes = layout.extras_offset - choice.carried_pieces * layout.piece_bytes
-        waited_s = self.bubbles.waited_s if self.bubbles is not None else 0.0
-        self._policy.copied(generation, nbytes, began_s + waited_s, now_s)
-        return digests
+        return now_s
 
     def _finish(
         self, task: Task, placed: Placed, choice: CaptureChoice, digests: Digests

@@ -34,6 +34,8 @@ class SaveCounters:
     """Loss of training in experts that snapshots leave out; all 0 when they capture everything."""
     staged_s: float = 0.0
     """Time from the call of the newest staged save until its tensors could change again."""
+    copied_bytes: int = 0
+    """Bytes of tensors that the newest staged save copied."""
     interval_steps: int = 0
     """Steps from snapshot to snapshot, where the interval follows from measurement; else 0."""
 

@@ -98,6 +98,13 @@ def put_back_groups(live: LiveState, extras: Mapping[str, Any]) -> None:
             regroup(optimizer, state["members"], state["groups"], parameters)
 
 
+def put_back_scalars(live: LiveState, extras: Mapping[str, Any]) -> None:
+    """Load what optimizers hold for parameters and is no tensor. `extras` fit the live state."""
+    for optimizer, saved in zip(live.optimizers, extras["optimizers"], strict=True):
+        for name, values in saved["scalars"].items():
+            optimizer.state.setdefault(live.anchors[name].parameter, {}).update(values)
+
+
 def _optimizer_state(live: LiveState, index: int) -> dict[str, Any]:
     optimizer = live.optimizers[index]
     scalars: dict[str, dict[Any, Any]] = {}

@@ -16,11 +16,17 @@ from holdfast_core.job.parsing import (
     PolicyType,
     Scheduling,
     check_local,
-    check_supported,
     ignored_locally,
     parse_job,
 )
-from holdfast_core.job.snapshots import ExpertBudget, Full, PartialExperts, PolicySpec, Selective
+from holdfast_core.job.snapshots import (
+    ExpertBudget,
+    Full,
+    PartialExperts,
+    PolicySpec,
+    Selective,
+    SparseWindows,
+)
 from holdfast_core.snapshots.membership import Redundancy
 from holdfast_core.topology import Topology
 
@@ -116,7 +122,6 @@ def test_a_small_job_gets_sensible_defaults() -> None:
     deadlines = (spec.pre_running_deadline_seconds, spec.active_deadline_seconds)
     assert (*deadlines, spec.ttl_seconds_after_finished) == (None, None, None)
     assert spec.managed_by == MANAGER
-    check_supported(job)
 
 
 def test_accessors_return_what_the_rest_of_holdfast_needs() -> None:
@@ -200,30 +205,22 @@ def test_small_jobs_have_small_groups_and_jobs_without_redundancy_none() -> None
     assert one.world_size == 1
 
 
-def test_what_is_not_supported_yet_is_refused() -> None:
-    with pytest.raises(InvalidJobError) as caught:
-        check_supported(parse_job(document(snapshot={"policy": {"type": "Sparse"}})))
-    assert str(caught.value).splitlines() == [
-        "job default.tiny uses features that this version does not support, 1 problem:",
-        '  spec.snapshot.policy.type = "Sparse": this version captures whole units: all of them, '
-        "or some experts and everything else; use Full, PartialExperts or Selective",
-    ]
-
-
 def test_a_job_may_go_on_with_fewer_nodes() -> None:
-    check_supported(parse_job(FULL))
+    assert parse_job(FULL).spec.may_shrink
 
 
-def test_sparse_snapshots_are_not_supported_yet() -> None:
-    with pytest.raises(InvalidJobError, match=r"snapshot\.policy\.type Sparse.*; use Full"):
-        _ = PolicySpec(type=PolicyType.SPARSE).chosen
+def test_sparse_windows_have_a_length() -> None:
+    assert PolicySpec(type=PolicyType.SPARSE).chosen == SparseWindows(window=4)
+    job = parse_job(document(snapshot={"policy": {"type": "Sparse", "sparse": {"window": 6}}}))
+    assert job.spec.snapshot.policy.chosen == SparseWindows(window=6)
+    assert not job.spec.snapshot.policy.leaves_experts_out
+    assert job.variables["HOLDFAST_POLICY"] == '{"sparse":{"window":6},"type":"Sparse"}'
 
 
 def test_a_policy_reaches_the_trainer_in_its_environment() -> None:
     assert "HOLDFAST_POLICY" not in parse_job(document()).variables
     chosen = {"type": "PartialExperts", "partialExperts": {"expertsPerLayer": 2}}
     job = parse_job(document(snapshot={"policy": chosen}))
-    check_supported(job)
     policy = msgspec.json.decode(job.variables["HOLDFAST_POLICY"], type=PolicySpec)
     assert policy.chosen == PartialExperts(experts_per_layer=2)
     assert PolicySpec(type=PolicyType.PARTIAL_EXPERTS).chosen == PartialExperts()
@@ -236,7 +233,6 @@ def test_each_field_of_a_policy_reaches_the_trainer() -> None:
         "selective": {"budget": {"hostBytesPerSecond": 9, "networkBytesPerSecond": 7}},
     }
     job = parse_job(document(snapshot={"policy": chosen}))
-    check_supported(job)
     policy = msgspec.json.decode(job.variables["HOLDFAST_POLICY"], type=PolicySpec)
     budget = ExpertBudget(host_bytes_per_second=9, network_bytes_per_second=7)
     assert policy.chosen == Selective(budget=budget)
@@ -246,7 +242,6 @@ def test_each_field_of_a_policy_reaches_the_trainer() -> None:
 def test_a_job_may_leave_its_interval_to_what_is_measured() -> None:
     assert "HOLDFAST_RECOVERIES_PER_DAY" not in parse_job(document()).variables
     job = parse_job(document(snapshot={"interval": {"steps": "auto"}}))
-    check_supported(job)
     interval = job.spec.snapshot.interval
     assert (interval.auto, interval.least_steps) == (True, 1)
     each_day = job.spec.nodes * (1 / 180 + 1 / 60)  # what `holdfast plan` assumes

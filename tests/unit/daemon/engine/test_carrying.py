@@ -1,4 +1,5 @@
-"""Snapshots that carry pieces over from an older one, in the engine and on disk."""
+"""Snapshots that carry pieces over from an older one, in the engine and on disk; and slots that are
+granted for a window of steps."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast_core.errors import SnapshotSkippedError
+from holdfast_core.errors import SnapshotSkippedError, StepOrderError
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import (
     Layout,
@@ -286,3 +287,42 @@ def test_the_last_free_slot_is_for_a_snapshot_that_is_about_to_be_rebuilt() -> N
         engine.grant(2)
     del engine.engine.memory.rebuilds[0]
     assert engine.grant(3).slot is not None
+
+
+# --- windows of steps -----------------------------------------------------------------------------
+
+
+def granted(engine: Engine, first: int, last: int) -> int:
+    found, effects = engine.engine.grant(
+        engine.session, epoch=1, step=last, first_step=first, now=1.0
+    )
+    engine.do(effects)
+    return found.slot
+
+
+def test_a_window_is_the_generation_of_its_last_step_and_is_at_its_first() -> None:
+    engine = Engine()
+    slot = granted(engine, 3, 5)
+    record = engine.engine.memory.rank(0)
+    assert (record.last_step, record.passed) == (3, Generation(1, 5))
+    assert engine.arena.slots[slot].state is SlotState.GRANTED
+    engine.engine.progress(engine.session, step=4, now=9.0)
+    assert (record.last_step, record.last_sign) == (4, 9.0)
+    assert engine.seals == []
+    engine.commit(5, slot, digests_of(5))
+    assert [seal.manifest.generation for seal in engine.seals] == [Generation(1, 5)]
+
+
+def test_a_window_that_is_given_up_leaves_its_slot_and_the_next_has_a_later_end() -> None:
+    engine = Engine()
+    slot = granted(engine, 3, 5)
+    engine.do(engine.engine.abort(engine.session, epoch=1, step=5, now=1.0))
+    assert engine.arena.slots[slot].state is SlotState.FREE
+    with pytest.raises(StepOrderError, match="asks to save step 5 after step 5"):
+        granted(engine, 4, 5)
+    assert granted(engine, 6, 8) == slot
+
+
+def test_a_window_that_ends_before_it_begins_is_refused() -> None:
+    with pytest.raises(StepOrderError, match="a window from step 6 to step 5"):
+        granted(Engine(), 6, 5)

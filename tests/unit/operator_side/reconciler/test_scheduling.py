@@ -2,40 +2,12 @@
 
 from __future__ import annotations
 
-from virtual_world import World, make_job, running
+from virtual_world import World, make_job
 
 from holdfast_core.job.parsing import parse_job
-from holdfast_operator.reconciler.conditions import phase, refused, unsupported
+from holdfast_operator.reconciler.conditions import phase, refused
 from holdfast_operator.reconciler.evidence import UNSCHEDULABLE_S
 from holdfast_operator.reconciler.views import AgentState, AgentView
-
-UNSUPPORTED = {"snapshot": {"policy": {"type": "Sparse"}}}
-
-
-def test_a_job_that_asks_for_what_is_not_supported_shows_it_and_is_left_alone() -> None:
-    world = World(make_job(spec=UNSUPPORTED))
-    world.settle(60.0)
-    assert world.actions == [] and world.events == []
-    status, reason, message = world.condition("Scheduled")
-    assert (status, reason) == (False, "Unsupported")
-    assert "spec.snapshot.policy.type" in message
-    assert world.phase() == "Waiting" and not world.condition("Failed")[0]
-    world.job = make_job()
-    world.settle(1.0)
-    assert world.phase() == "Running"
-
-
-def test_a_running_job_is_not_stopped_by_an_edit_that_is_not_supported() -> None:
-    world = running()
-    world.job = make_job(spec=UNSUPPORTED)
-    world.settle(5.0)
-    assert world.actions == [] and world.phase() == "Running"
-
-
-def test_what_is_not_supported_is_shown_as_a_condition() -> None:
-    assert unsupported(make_job()) is None
-    found = unsupported(make_job(spec=UNSUPPORTED))
-    assert found is not None and (found.status, found.reason) == (False, "Unsupported")
 
 
 def test_a_refused_job_waits() -> None:

@@ -241,14 +241,6 @@ def test_a_policy_comes_from_the_environment_unless_settings_have_one(
     session.close()
 
 
-def test_a_policy_that_this_version_cannot_do_is_refused(
-    make_trainer: Any, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOLDFAST_POLICY", '{"type": "Sparse"}')
-    with pytest.raises(holdfast.InvalidJobError, match=r"snapshot\.policy\.type Sparse"):
-        make_trainer().open(daemon)
-
-
 def test_a_snapshot_has_one_policy() -> None:
     with pytest.raises(TypeError, match="selective"):
         holdfast.Settings(policy=IN_TURN, selective=Selective())  # type: ignore[call-arg]

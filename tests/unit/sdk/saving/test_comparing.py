@@ -289,10 +289,11 @@ class Overtaking(FakeDaemon):
         step: int,
         base: Generation | None = None,
         unchanged: bytes = b"",
+        first_step: int = 0,
     ) -> Grant:
         with torch.no_grad():
             self.parameter.add_(1.0)
-        return super().grant(session, epoch, step, base, unchanged)
+        return super().grant(session, epoch, step, base, unchanged, first_step)
 
 
 def test_a_save_that_training_overtook_is_no_divergence(tmp_path: Path) -> None:

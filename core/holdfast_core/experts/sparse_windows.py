@@ -1,0 +1,155 @@
+"""Sparse windows: which units a save captures in full, and of which only the compute weights.
+
+A window of W steps captures each unit's whole state once, in its slot; until then each save of the
+window holds the unit's compute weights, so that training can be repeated from the first of these
+saves while the unit is frozen (MoEvement §3.2). This module divides units into slots by bytes
+(§3.5, algorithm 1) and says what a save holds. It deals with neither places nor tensors.
+
+Two things differ from algorithm 1. Units have different sizes, so slots are cut where their bytes
+are balanced, not their numbers. And a later slot holds fewer compute weights, which leaves it more
+room: the window is never longer than the paper's, and can be shorter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.snapshots.units import UnitKey, UnitKind
+
+_LAST = (
+    UnitKind.EXPERT,
+    UnitKind.GATE,
+    UnitKind.DENSE,
+    UnitKind.EMBEDDING,
+    UnitKind.HEAD,
+    UnitKind.OTHER,
+)
+"""Kinds in the order of their slots. What every token uses comes last: it stays frozen longest in a
+replay."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operator:
+    """A unit, and the bytes that all ranks together capture of it.
+
+    Raises:
+        InvalidJobError: when its state has fewer bytes than its compute weights.
+    """
+
+    unit: UnitKey
+    compute_bytes: int
+    """Its weights as the forward pass uses them."""
+    state_bytes: int
+    """All that a restore needs of it: masters and optimizer state, and weights that do not follow
+    from masters."""
+    home: tuple[int, int] = (0, 0)
+    """Pair (pipeline stage, share of expert parallelism) of the ranks that hold an expert."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.compute_bytes <= self.state_bytes:
+            raise InvalidJobError(
+                f"{self.unit}: {self.compute_bytes} bytes of weights in {self.state_bytes} bytes "
+                f"of state; the state holds at least as many"
+            )
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The units of each slot of a window: every unit is in exactly one."""
+
+    slots: tuple[tuple[UnitKey, ...], ...]
+
+    @property
+    def window(self) -> int:
+        """Number of steps."""
+        return len(self.slots)
+
+    @cached_property
+    def slot_of(self) -> Mapping[UnitKey, int]:
+        """Unit → its slot."""
+        return {unit: slot for slot, units in enumerate(self.slots) for unit in units}
+
+    def slot(self, unit: UnitKey) -> int:
+        """Slot of `unit`; the last one for a unit that was not there when ranks agreed."""
+        return self.slot_of.get(unit, self.window - 1)
+
+
+def ordered(operators: Sequence[Operator]) -> tuple[Operator, ...]:
+    """Operators in the order of their slots: experts, then gates, then what else every token uses
+    (MoEvement §3.5). Experts of different homes alternate, so that every rank has some in each
+    slot."""
+    turns: dict[tuple[int, int], int] = {}
+    keys: dict[UnitKey, tuple[int, int, tuple[int, int]]] = {}
+    for one in sorted(operators, key=lambda one: one.unit):
+        turn = 0
+        if one.unit.kind is UnitKind.EXPERT:
+            turn = turns[one.home] = turns.get(one.home, -1) + 1
+        keys[one.unit] = (_LAST.index(one.unit.kind), turn, one.home)
+    return tuple(sorted(operators, key=lambda one: (keys[one.unit], one.unit)))
+
+
+def cut(operators: Sequence[Operator], window: int) -> Schedule:
+    """Divide `operators`, in this order, into at most `window` slots, so that the save with the
+    most bytes has as few as possible.
+
+    Raises:
+        InvalidJobError: when there is no operator, or no slot.
+    """
+    if not operators or window < 1:
+        raise InvalidJobError(
+            f"{len(operators)} units in a window of {window} steps; give at least one of each"
+        )
+    low, high = 0, sum(one.state_bytes for one in operators)
+    while low < high:
+        limit = (low + high) // 2
+        runs = _within(operators, limit)
+        if len(runs) <= window and max(slot_bytes(runs)) <= limit:
+            high = limit
+        else:
+            low = limit + 1
+    return Schedule(tuple(tuple(one.unit for one in run) for run in _within(operators, high)))
+
+
+def find_window(operators: Sequence[Operator], budget_bytes: int) -> Schedule:
+    """The shortest window whose saves hold at most `budget_bytes` each (MoEvement §3.5). A unit
+    that exceeds them alone has a slot of its own; the window is then as good as it can be.
+
+    Raises:
+        InvalidJobError: when there is no operator.
+    """
+    return cut(operators, len(_within(operators, budget_bytes)))
+
+
+def save_bytes(schedule: Schedule, operators: Sequence[Operator]) -> tuple[int, ...]:
+    """Bytes of the save of each slot: the state of its units, and the compute weights of those in
+    later slots (MoEvement fig. 6)."""
+    found = {one.unit: one for one in operators}
+    return slot_bytes([[found[unit] for unit in units] for units in schedule.slots])
+
+
+def slot_bytes(runs: Sequence[Sequence[Operator]]) -> tuple[int, ...]:
+    """Bytes of the saves whose slots are `runs`; see `save_bytes`."""
+    later = sum(one.compute_bytes for run in runs for one in run)
+    found = []
+    for run in runs:
+        later -= sum(one.compute_bytes for one in run)
+        found.append(sum(one.state_bytes for one in run) + later)
+    return tuple(found)
+
+
+def _within(operators: Sequence[Operator], limit: int) -> list[list[Operator]]:
+    """Cut as late as `limit` bytes of each save allow; at least one operator in each slot."""
+    later = sum(one.compute_bytes for one in operators)
+    runs: list[list[Operator]] = []
+    state = 0
+    for one in operators:
+        later -= one.compute_bytes
+        if not runs or state + one.state_bytes + later > limit:
+            runs.append([])
+            state = 0
+        runs[-1].append(one)
+        state += one.state_bytes
+    return runs

@@ -1,0 +1,215 @@
+"""Jobs with sparse windows lose ranks and nodes at each step of two windows, and every step that
+is repeated has the bits of its first execution."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import windows_trainer
+
+from holdfast_core.job.parsing import parse_job
+from holdfast_operator.local import LocalCluster, LocalSettings, Status
+
+WAIT_S = 120.0
+RANKS = 2
+ENDLESS = 10**6
+FULL = {"type": "Full"}
+
+
+def sparse(window: int) -> dict[str, Any]:
+    return {"type": "Sparse", "sparse": {"window": window}}
+
+
+def make_job(directory: Path, policy: dict[str, Any], stay: bool) -> Any:
+    script = [sys.executable, windows_trainer.__file__, "--directory", str(directory)]
+    command = [*script, "--steps", str(ENDLESS), *["--stay"][:stay]]
+    return parse_job(
+        {
+            "apiVersion": "holdfast.dev/v1alpha1",
+            "kind": "MoETrainingJob",
+            "metadata": {"name": "windows"},
+            "spec": {
+                "nodes": RANKS,
+                "nprocPerNode": 1,
+                "parallelism": {"dp": RANKS},
+                "snapshot": {"memoryPerNode": "64Mi", "policy": policy},
+                "redundancy": {"type": "RAIM5"},
+                "failurePolicy": {
+                    "spares": 1,
+                    "maxRestarts": 1000,
+                    "reformSeconds": 8,
+                    "detection": {
+                        "heartbeatSeconds": 0.5,
+                        "missedHeartbeats": 4,
+                        "hangSeconds": 10,
+                    },
+                },
+                "trainer": {
+                    "template": {"spec": {"containers": [{"name": "trainer", "command": command}]}}
+                },
+            },
+        }
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One execution of a step by a rank."""
+
+    step: int
+    pid: int
+    epoch: int
+    resumed: bool
+    weights: str
+    gradients: str
+    state: str
+
+
+class Run:
+    """A job in a cluster, and what its ranks have logged."""
+
+    def __init__(self, directory: Path, policy: dict[str, Any], *, stay: bool) -> None:
+        self.directory, self.window = directory, policy.get("sparse", {}).get("window", 1)
+        self.settings = LocalSettings(directory=directory / "run")
+        self.cluster = LocalCluster(make_job(directory, policy, stay), self.settings)
+
+    def lines(self, rank: int) -> list[Line]:
+        try:
+            text = (self.directory / f"log-{rank}").read_text()
+        except FileNotFoundError:
+            return []
+        return [Line(**json.loads(line)) for line in text.split("\n")[:-1]]
+
+    def step(self) -> int:
+        return max((line.step for rank in range(RANKS) for line in self.lines(rank)), default=0)
+
+    def fail(self, point: str, ranks: tuple[int, ...]) -> None:
+        """Have the ranks suffer SIGKILL at a point."""
+        for rank in ranks:
+            written = self.directory / f"fault-{rank}.tmp"
+            written.write_text(f"{point} SIGKILL")
+            written.replace(self.directory / f"fault-{rank}")
+
+    def protects(self, epoch: int, step: int) -> Callable[[Status], bool]:
+        """Whether all faults have happened, and a step of an epoch that is newer is protected."""
+
+        def holds(status: Status) -> bool:
+            pending = [p for p in self.directory.glob("fault-*") if p.suffix != ".tmp"]
+            found = status.protected.partition(".")
+            return (
+                not pending
+                and status.epoch > epoch
+                and found[0] == str(status.epoch)
+                and int(found[2]) > step
+            )
+
+        return holds
+
+    async def wait(self, epoch: int, step: int, what: str) -> Status:
+        return await self.cluster.wait_for(self.protects(epoch, step), timeout_s=WAIT_S, what=what)
+
+    async def lose(self, ranks: tuple[int, ...], phase: int, point: str) -> None:
+        """Kill ranks in a later step, so that every phase of a window has its turn; return when
+        another window than the one that is then repeated is protected."""
+        step, epoch = self.step() + 8 * self.window, self.cluster.status.epoch
+        step += (phase - step) % (2 * self.window)
+        self.fail(f"{point}-{step}", ranks)
+        await self.wait(epoch, step + self.window, f"recovery from {point}-{step}")
+
+    def check(self) -> set[int]:
+        """Check that each execution of a step is like the first; return the numbers of steps that
+        were repeated between a restore and the first whole state."""
+        repeated = set()
+        for rank in range(RANKS):
+            first: dict[int, Line] = {}
+            lines = self.lines(rank)
+            frozen_until, begun = 0, 0
+            for line in lines:
+                if line.resumed:
+                    begun = line.step
+                known = first.setdefault(line.step, line)
+                assert line.weights == known.weights, (rank, line, known)
+                assert line.gradients == known.gradients, (rank, line, known)
+                if line.state != known.state:
+                    frozen_until = line.step
+                    repeated.add(line.step - begun + 1)
+                    assert line.step - begun + 1 < self.window, (rank, line, known)
+            assert frozen_until < lines[-1].step
+        return repeated
+
+    def report(self) -> str:
+        logs = sorted((self.directory / "run" / "logs").glob("*"))
+        return "\n".join(f"--- {path.name}\n{path.read_text()[-4000:]}" for path in logs)
+
+
+@contextmanager
+def started(
+    policy: dict[str, Any], *, stay: bool, directory: Path | None = None
+) -> Iterator[tuple[Run, asyncio.Runner]]:
+    with (
+        tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path,
+        asyncio.Runner() as runner,
+    ):
+        run = Run(directory or Path(path), policy, stay=stay)
+        runner.run(run.cluster.start())
+        try:
+            runner.run(run.wait(0, 2 * run.window, "the first windows"))
+            yield run, runner
+        finally:
+            runner.run(run.cluster.stop())
+            print(run.report())
+
+
+ROWS = [
+    pytest.param(3, False, id="anew-3"),
+    pytest.param(1, False, id="anew-1", marks=pytest.mark.exhaustive),
+    pytest.param(2, False, id="anew-2", marks=pytest.mark.exhaustive),
+    pytest.param(6, False, id="anew-6", marks=pytest.mark.exhaustive),
+    pytest.param(3, True, id="staying-3", marks=pytest.mark.exhaustive),
+    pytest.param(6, True, id="staying-6", marks=pytest.mark.exhaustive),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("window", "stay"), ROWS)
+def test_every_step_of_two_windows_can_be_the_last(window: int, stay: bool) -> None:
+    with started(sparse(window), stay=stay) as (run, runner):
+        for phase in range(2 * window):
+            ranks = ((0, 1), (0,), (1,))[phase % 3]
+            if stay:  # what stays is one of the two
+                ranks = (phase % RANKS,)
+            runner.run(run.lose(ranks, phase, ("step", "saved")[phase // 2 % 2]))
+        repeated = run.check()
+        assert repeated == set(range(1, window))
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("stay", [False, True], ids=["anew", "staying"])
+def test_nodes_and_daemons_are_lost_within_windows(stay: bool) -> None:
+    """A node takes its memory along, so its rank's window comes from parity."""
+    with started(sparse(3), stay=stay) as (run, runner):
+        cluster = run.cluster
+        for lost in range(3):
+            step, epoch = run.step(), cluster.status.epoch
+            node = cluster.status.members[lost % RANKS].node
+            runner.run(cluster.kill_daemon(node))
+            runner.run(run.wait(epoch - 1, step + 4 * run.window, "windows after a daemon"))
+            run.fail(f"step-{run.step() + 8 + lost}", (lost % RANKS,))
+            step = run.step() + 8 + lost
+            runner.run(run.wait(epoch, step + run.window, "recovery of a rank"))
+        epoch, step = cluster.status.epoch, run.step()
+        runner.run(cluster.kill_node(cluster.status.members[0].node))
+        runner.run(run.wait(epoch, step + 2 * run.window, "recovery of a node"))
+        assert run.check() <= {1, 2}

@@ -1,0 +1,262 @@
+"""Sparse windows: training repeated from a window's first save is the training that never failed,
+bit for bit, at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mixed_precision import MasterOptimizer
+
+import holdfast
+from holdfast.testing import FakeDaemon
+from holdfast_core.job.snapshots import Full, SparseWindows
+
+Same = Callable[[dict[str, Any], dict[str, Any]], None]
+WAIT_S = 20
+
+
+class Foreign:
+    """An optimizer of another library."""
+
+    def __init__(self, params: list[torch.Tensor]) -> None:
+        self.param_groups = [{"params": params}]
+        self.state: dict[torch.Tensor, Any] = {}
+
+
+KINDS = [
+    ("adamw", torch.float32),
+    ("sgd with momentum", torch.float32),
+    ("float32 masters", torch.bfloat16),
+]
+
+
+def undisturbed(
+    make_trainer: Any, open_session: Any, directory: Path, kind: Any, window: int, saves: int
+) -> list[dict[str, Any]]:
+    """The state after each step of a run whose session saves the first `saves` of them, and which
+    goes on for another window."""
+    optimizer, dtype = kind
+    trainer = make_trainer(optimizer, dtype=dtype)
+    policy = SparseWindows(window=window)
+    session = open_session(trainer, FakeDaemon(directory), policy=policy, start_wait_s=WAIT_S)
+    assert session.restore() is None
+    states = [trainer.state()]
+    for step in range(1, saves + window + 2):
+        trainer.train()
+        states.append(trainer.state())
+        if step <= saves:
+            session.save(step).staged.result(WAIT_S)
+        if step == saves:
+            session.close()
+    return states
+
+
+@pytest.mark.parametrize(
+    ("kind", "window"),
+    [(KINDS[0], 1), (KINDS[0], 2), (KINDS[0], 6), (KINDS[1], 3), (KINDS[2], 3)],
+    ids=lambda given: str(given[0]) if isinstance(given, tuple) else str(given),
+)
+def test_a_replay_gives_the_bits_of_the_run_that_never_failed(
+    kind: Any, window: int, make_trainer: Any, open_session: Any, tmp_path: Path, same: Same
+) -> None:
+    states = undisturbed(make_trainer, open_session, tmp_path, kind, window, 3 * window)
+    trainer = make_trainer(kind[0], seed=99, dtype=kind[1])
+    daemon = FakeDaemon(tmp_path, epoch=2)
+    session = open_session(trainer, daemon, policy=SparseWindows(window=window))
+    last = max(daemon.sealed()).step
+    done = session.restore()
+    assert (window > 1) == (done < last)
+    assert last - window < done
+    for step in range(done + 1, len(states)):
+        trainer.train()
+        session.save(step)
+        if step >= last:
+            same(trainer.state(), states[step])
+
+
+def run_on(trainer: Any, session: Any, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        trainer.train()
+        session.save(step).staged.result(WAIT_S)
+
+
+def test_a_job_may_change_to_windows_and_back(
+    make_trainer: Any, open_session: Any, tmp_path: Path, same: Same
+) -> None:
+    trainer = make_trainer("float32 masters", dtype=torch.bfloat16)
+    states, done = [trainer.state()], 0
+    for epoch, policy in enumerate((Full(), SparseWindows(window=3), Full()), 1):
+        session = open_session(
+            trainer, FakeDaemon(tmp_path, epoch=epoch), policy=policy, start_wait_s=WAIT_S
+        )
+        restored = session.restore() or 0
+        assert restored == done - 2 * (epoch == 3)
+        for step in range(restored + 1, restored + 9):
+            trainer.train()
+            handle = session.save(step)
+            if step <= done:
+                assert "was repeated" in str(handle.error) or step == done
+            if step >= done:
+                states = [*states[:step], trainer.state()]
+        handle.staged.result(WAIT_S)
+        session.close()
+        held = max(FakeDaemon(tmp_path, epoch=epoch + 1).sealed())
+        done = held.step
+        assert held.epoch == epoch
+        trainer = make_trainer("float32 masters", seed=epoch, dtype=torch.bfloat16)
+    other = make_trainer("float32 masters", dtype=torch.bfloat16)
+    for step in range(1, len(states)):
+        other.train()
+        same(other.state(), states[step])
+
+
+def test_a_window_that_is_not_whole_is_never_seen(
+    trainer: Any, open_session: Any, daemon: FakeDaemon
+) -> None:
+    session = open_session(trainer, daemon, policy=SparseWindows(window=3), start_wait_s=WAIT_S)
+    seen = []
+    for step in range(1, 8):
+        trainer.train()
+        handle = session.save(step)
+        handle.staged.result(WAIT_S)
+        if step in (1, 4, 7):  # the first save is full
+            handle.committed.result(WAIT_S)
+        seen.append(max(g.step for g in daemon.sealed()))
+    assert seen == [1, 1, 1, 4, 4, 4, 7]
+
+
+def test_all_saves_of_a_window_end_with_it(
+    trainer: Any, open_session: Any, daemon: FakeDaemon
+) -> None:
+    session = open_session(trainer, daemon, policy=SparseWindows(window=3), start_wait_s=WAIT_S)
+    handles = []
+    for step in range(1, 5):
+        trainer.train()
+        handles.append(session.save(step))
+        handles[-1].staged.result(WAIT_S)
+    assert [handle.protected.result(WAIT_S) for handle in handles] == [1, 2, 3, 4]
+    assert session.counters.committed == 2
+
+
+def test_the_saves_of_an_open_window_end_with_the_session(
+    trainer: Any, open_session: Any, daemon: FakeDaemon
+) -> None:
+    session = open_session(trainer, daemon, policy=SparseWindows(window=3), start_wait_s=WAIT_S)
+    for step in range(1, 3):
+        trainer.train()
+        handle = session.save(step)
+        handle.staged.result(WAIT_S)
+    session.close()
+    assert "lost: the session was closed" in str(handle.protected.exception(WAIT_S))
+
+
+def test_a_missed_save_costs_its_window_and_no_other(
+    trainer: Any, open_session: Any, daemon: FakeDaemon
+) -> None:
+    session = open_session(trainer, daemon, policy=SparseWindows(window=3), start_wait_s=WAIT_S)
+    handles = {}
+    for step in (1, 2, 4, 5, 6, 7):  # 3 is missed, in the window of 2 to 4
+        trainer.train()
+        handles[step] = session.save(step)
+        handles[step].committed.exception(WAIT_S) if step in (1, 4, 7) else None
+    assert "lacks an earlier save; the next one begins in 1 steps" in str(handles[4].error)
+    assert "the window of steps 2 to 4 is lost" in str(handles[2].error)
+    assert [handles[step].committed.result(WAIT_S) for step in (1, 5, 6, 7)] == [1, 5, 6, 7]
+    assert sorted(g.step for g in daemon.sealed()) == [1, 7]
+
+
+def test_a_daemon_that_starts_anew_within_a_window_costs_that_window(
+    trainer: Any, open_session: Any, daemon: FakeDaemon
+) -> None:
+    session = open_session(trainer, daemon, policy=SparseWindows(window=3), start_wait_s=WAIT_S)
+    for step in range(1, 11):
+        trainer.train()
+        if step == 3:
+            daemon.restart()
+        wait([session.save(step).staged], WAIT_S)
+    session.close()
+    assert max(g.step for g in daemon.sealed()) == 10
+
+
+def test_the_saves_of_a_window_copy_the_bytes_that_the_schedule_says(
+    open_session: Any, daemon: FakeDaemon
+) -> None:
+    """Six equal units of 16-bit weights, masters and one moment: 8 bytes in full, 2 if frozen."""
+    model = torch.nn.ModuleDict(
+        {"experts": torch.nn.ModuleList(torch.nn.Linear(32, 32, bias=False) for _ in range(6))}
+    ).bfloat16()
+    optimizer = MasterOptimizer(model.parameters())
+    session = holdfast.init(
+        model=torch.nn.ModuleDict({"layers": torch.nn.ModuleList([model])}),
+        optimizer=optimizer,
+        daemon=daemon,
+        settings=holdfast.Settings(policy=SparseWindows(window=3), start_wait_s=WAIT_S),
+    )
+    copied = []
+    for step in range(1, 5):
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 0.25)
+        optimizer.step()
+        session.save(step).staged.result(WAIT_S)
+        copied.append(session.counters.copied_bytes)
+    session.close()
+    assert copied[1:] == [1024 * (2 * 8 + 4 * 2), 1024 * (2 * 8 + 2 * 2), 1024 * 2 * 8]
+
+
+def test_a_repeated_step_without_its_save_is_an_error(
+    make_trainer: Any, open_session: Any, tmp_path: Path
+) -> None:
+    undisturbed(make_trainer, open_session, tmp_path, KINDS[0], 3, 7)
+    trainer = make_trainer()
+    session = open_session(trainer, FakeDaemon(tmp_path, epoch=2), policy=SparseWindows(window=3))
+    assert session.restore() == 5
+    trainer.train(2)
+    with pytest.raises(holdfast.StepOrderError, match=r"save\(7\) after step 5, while"):
+        session.save(7)
+
+
+def test_frozen_units_keep_their_bits(make_trainer: Any, open_session: Any, tmp_path: Path) -> None:
+    undisturbed(make_trainer, open_session, tmp_path, KINDS[2], 3, 7)
+    trainer = make_trainer("float32 masters", seed=5, dtype=torch.bfloat16)
+    session = open_session(trainer, FakeDaemon(tmp_path, epoch=2), policy=SparseWindows(window=3))
+    assert session.restore() == 5
+    before = trainer.state()
+    trainer.train()
+    after = trainer.state()
+    kept = {name for name in before if ":" in name and str(before[name]) == str(after[name])}
+    assert "head.weight:master" in kept and "head.weight:momentum" in kept  # of the last slot
+    assert "layers.0.listed.experts.0.weight:master" not in kept  # of the first
+    stack = "layers.0.experts.w:master"
+    moved = [not torch.equal(a, b) for a, b in zip(before[stack], after[stack], strict=True)]
+    assert any(moved) and not all(moved)  # experts of one parameter, in two slots
+    assert all(p.grad is None for p in trainer.model.head.parameters())
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (torch.optim.LBFGS, "LBFGS computes one update from all parameters"),
+        (Foreign, "Foreign is not a torch.optim.Optimizer"),
+    ],
+)
+def test_optimizers_whose_steps_cannot_be_repeated_are_refused(
+    make: Any, why: str, daemon: FakeDaemon
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(holdfast.InvalidJobError, match=why):
+        holdfast.init(
+            model=model,
+            optimizer=make(list(model.parameters())),
+            daemon=daemon,
+            settings=holdfast.Settings(policy=SparseWindows()),
+        )
+
+
+def test_an_interval_that_is_measured_is_refused() -> None:
+    with pytest.raises(holdfast.InvalidJobError, match="a window needs every step"):
+        holdfast.Settings(policy=SparseWindows(), recoveries_per_day=3.0)

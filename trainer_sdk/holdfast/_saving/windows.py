@@ -1,0 +1,242 @@
+"""Capture of sparse windows: one slot of the arena, filled by the saves of W consecutive steps.
+
+The first save of a session captures everything, so that there is a recovery line early. After it,
+windows follow one another on a fixed grid of steps, which ranks need not agree on: a rank that
+misses a save gives the window up, and begins with the next. The saver's thread uses this, except
+where noted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from holdfast._copying.engine import CopyPlan, Digests, plan_copy
+from holdfast._copying.placed import Flags, Placed
+from holdfast._daemon.handles import SaveHandle
+from holdfast._experts.windows import (
+    WindowRecord,
+    encode_record,
+    end_of,
+    frames_of,
+    state_slot,
+)
+from holdfast._saving.plan import BasePlan
+from holdfast._state.capture import TensorSource
+from holdfast_core.errors import InvalidJobError, SnapshotSkippedError
+from holdfast_core.experts.sparse_windows import Schedule
+from holdfast_core.snapshots.layouts import Entry, Layout, TensorRole
+from holdfast_core.snapshots.units import UnitKey, UnitKind
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SlotPlan:
+    """What the save of one slot of a window captures."""
+
+    copies: CopyPlan
+    skip: Flags
+    """Pieces that it leaves as they are."""
+    nbytes: int
+    """Bytes of tensors that it copies."""
+    state_of: frozenset[UnitKey]
+    """Units whose state it captures."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class OpenWindow:
+    """A window that is being written."""
+
+    first: int
+    session: str
+    placed: Placed
+    digests: Digests
+    written: Flags
+    """Pieces whose digest is known."""
+    handles: list[SaveHandle] = field(default_factory=list)
+    extras: list[bytes] = field(default_factory=list)
+
+    @property
+    def next_step(self) -> int:
+        """Step of the save that comes next."""
+        return self.first + len(self.handles)
+
+
+class Windows:
+    """Windows of one rank's session."""
+
+    def __init__(self) -> None:
+        self._origin: int | None = None
+        self._schedule = Schedule(())
+        self._early: tuple[str, ...] = ()
+        self.state_end = 0
+        """First byte behind the state in a slot: of the frames, if there are any."""
+        self._plans: tuple[SlotPlan, ...] = ()
+        self.open: OpenWindow | None = None
+
+    # --- the grid ---------------------------------------------------------------------------------
+
+    def called(self, step: int) -> None:
+        """Note that the save of `step` was called: the first one of a session begins the grid. For
+        the training thread."""
+        if self._origin is None:
+            self._origin = step
+
+    def slot(self, step: int) -> int | None:
+        """Slot of the save of `step`; None for the first of a session, which captures all."""
+        assert self._origin is not None
+        if step == self._origin:
+            return None
+        return (step - self._origin - 1) % self._schedule.window
+
+    @property
+    def window(self) -> int:
+        """Steps of a window."""
+        return self._schedule.window
+
+    # --- what saves capture -----------------------------------------------------------------------
+
+    def agreed(self, base: BasePlan, sources: Sequence[TensorSource]) -> None:
+        """Take the schedule that all ranks have agreed on.
+
+        Raises:
+            InvalidJobError: when an expert is cut over ranks, so that none holds it whole.
+        """
+        cut = [s for s in sources if s.unit.kind is UnitKind.EXPERT and s.whole.global_shape]
+        if cut:
+            raise InvalidJobError(
+                f"{cut[0].name} is a part of {cut[0].unit}, which is sharded over ranks; sparse "
+                f"windows need whole experts: shard only what is no expert, or use "
+                f"snapshot.policy.type Full"
+            )
+        self._schedule = base.schedule
+
+    def extras_bytes(self, of_step: int) -> int:
+        """Room for the extras of a window whose steps have `of_step` bytes each."""
+        return self.window * of_step + len(encode_record(self._record(0, [])))
+
+    def _record(self, first: int, extras: Sequence[bytes]) -> WindowRecord:
+        return WindowRecord(
+            first=first,
+            slots=tuple(tuple(map(str, units)) for units in self._schedule.slots),
+            early=self._early,
+            state_end=self.state_end,
+            extras=tuple(extras),
+        )
+
+    def with_frames(self, layout: Layout, sources: Sequence[TensorSource]) -> Layout:
+        """`layout` with room for frames between the state and the extras."""
+        self._early = _early(sources)
+        self.state_end = layout.extras_offset
+        frames = frames_of(layout, self._schedule, self.state_end)
+        return replace(layout, extras_offset=end_of(frames, self.state_end))
+
+    def opened(self, layout: Layout, sources: Sequence[TensorSource]) -> None:
+        """Plan the saves of windows in `layout`, which `with_frames` returned."""
+        by_name = {source.name: source for source in sources}
+        schedule = self._schedule
+        frames = frames_of(layout, schedule, self.state_end)
+        units = {UnitKey.parse(entry.unit) for entry in layout.entries}
+        self._plans = tuple(
+            _plan(
+                layout,
+                by_name,
+                [
+                    *(e for e in layout.entries if state_slot(e, schedule, self._early) == slot),
+                    *frame,
+                ],
+                frozenset(unit for unit in units if schedule.slot(unit) == slot),
+            )
+            for slot, frame in enumerate(frames)
+        )
+
+    def plan(self, slot: int) -> SlotPlan:
+        """What the save of `slot` captures."""
+        return self._plans[slot]
+
+    def state_of_others(self, slot: int) -> frozenset[UnitKey]:
+        """Units whose state the saves of other slots capture."""
+        others = (plan.state_of for at, plan in enumerate(self._plans) if at != slot)
+        return frozenset[UnitKey]().union(*others)
+
+    # --- a window ---------------------------------------------------------------------------------
+
+    def begin(self, step: int, session: str, placed: Placed) -> OpenWindow:
+        """Begin the window whose first save is that of `step`."""
+        count = placed.layout.extras_offset // placed.layout.piece_bytes
+        self.open = OpenWindow(
+            first=step,
+            session=session,
+            placed=placed,
+            digests=np.zeros(count, dtype="<u8"),
+            written=np.zeros(count, dtype=bool),
+        )
+        return self.open
+
+    def going_on(self, step: int, session: str) -> OpenWindow:
+        """The window whose next save is that of `step`.
+
+        Raises:
+            SnapshotSkippedError: when there is none: a save was missed, or the daemon restarted.
+        """
+        window = self.open
+        if window is not None and (window.next_step, window.session) == (step, session):
+            return window
+        begins = self.window - (self.slot(step) or 0)
+        raise SnapshotSkippedError(
+            f"the window of this step lacks an earlier save; the next one begins in {begins} "
+            f"steps. Windows need save() after every step"
+        )
+
+    def captured(self, window: OpenWindow, slot: int, digests: Digests, extras: bytes) -> None:
+        """Note that the tensors of a slot are in the arena."""
+        touched = ~self._plans[slot].skip
+        count = len(touched)
+        window.digests[touched] = digests[:count][touched]
+        window.written |= touched
+        window.extras.append(extras)
+
+    def record_of(self, window: OpenWindow) -> bytes:
+        """Encode the extras of a window whose saves are all captured."""
+        return encode_record(self._record(window.first, window.extras))
+
+
+def _plan(
+    layout: Layout,
+    sources: Mapping[str, TensorSource],
+    entries: Collection[Entry],
+    state_of: frozenset[UnitKey],
+) -> SlotPlan:
+    size = layout.piece_bytes
+    skip = np.ones(layout.extras_offset // size, dtype=bool)
+    ranges, staged = [], {}
+    for entry in entries:
+        source = sources[entry.tensor]
+        flat = source.flat()[entry.start : entry.start + entry.nbytes]
+        ranges.append((entry.offset, entry.start, flat))
+        if entry.nbytes:
+            skip[entry.offset // size : -(-(entry.offset + entry.nbytes) // size)] = False
+        if source.staging is not None and not source.eager:
+            staged[entry.tensor] = (source.staging, source.tensor)
+    return SlotPlan(
+        copies=plan_copy(ranges, tuple(staged.values()), size),
+        skip=skip,
+        nbytes=sum(entry.nbytes for entry in entries),
+        state_of=state_of,
+    )
+
+
+def _early(sources: Sequence[TensorSource]) -> tuple[str, ...]:
+    """Tensors that training changes although their unit is frozen: buffers, and optimizer states
+    that all experts of a stack share, such as its number of steps."""
+    stacks = {
+        source.name.rpartition("[")[0]
+        for source in sources
+        if source.role in (TensorRole.COMPUTE, TensorRole.MASTER) and source.name.endswith("]")
+    }
+    return tuple(
+        source.name
+        for source in sources
+        if source.role is TensorRole.BUFFER or source.name.partition(":")[0] in stacks
+    )
