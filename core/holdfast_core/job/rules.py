@@ -19,6 +19,7 @@ from holdfast_core.job.snapshots import (
     BANDWIDTH_BYTES_S_MIN,
     POLICY_FIELDS,
     PolicySpec,
+    PolicyType,
     RedundancySpec,
 )
 from holdfast_core.protection.intervals import STEPS_MAX
@@ -276,7 +277,14 @@ def _fewer_nodes_problems(spec: Spec) -> Iterator[Problem]:
                 )
         return
     yield from _fewer_ranks_problems(spec)
-    gang = spec.scheduling.gang
+    policy, gang = spec.snapshot.policy.type, spec.scheduling.gang
+    if policy is PolicyType.SPARSE:
+        yield Problem(
+            path="spec.snapshot.policy.type",
+            value=policy,
+            wrong="steps of a sparse window are repeated only by the world that captured it",
+            fix=f"use another policy, or minNodes = {spec.nodes}",
+        )
     if gang in (Gang.VOLCANO, Gang.COSCHEDULING):
         yield Problem(
             path="spec.scheduling.gang",

@@ -1,9 +1,10 @@
 """What each snapshot policy would cost a job, and which of them it should use.
 
-Full is compared with PartialExperts (PEC) and Selective (MoEtion) before the job runs: bytes,
-whether the copy hides behind a step, memory, and what failures are expected to cost in time and
-tokens. Each policy is taken at its own best interval (REFT appendix A, eq. 9), because a policy
-that does not hide is not used at every step.
+Full is compared with Sparse (MoEvement), PartialExperts (PEC) and Selective (MoEtion) before the
+job runs: bytes, whether the copy hides behind a step, memory, and what failures are expected to
+cost in time and tokens. Each policy but Sparse, whose windows need every step, is taken at its own
+best interval (REFT appendix A, eq. 9), because a policy that does not hide is not used at every
+step.
 
 Failure rates are constant, every failure returns all ranks to a snapshot in memory, and nothing
 that all policies pay alike (detection, rescheduling, loading) is counted. The formulas are those of
@@ -29,6 +30,7 @@ from holdfast_core.job.parsing import MoETrainingJob, PolicyType
 from holdfast_core.planning.expected_loss import routed_tokens, selective_loss, sequential_loss
 from holdfast_core.planning.model_sizes import CapturePlan, ModelSizes, plan_capture, table_of_sizes
 from holdfast_core.planning.slots import SlotsCost, compare_slots, slots_chosen
+from holdfast_core.planning.sparse_plan import REPEATED_WINDOWS, plan_window
 from holdfast_core.protection.budget import NodeMemory, predict
 from holdfast_core.protection.intervals import (
     recoveries_per_s,
@@ -95,7 +97,8 @@ class PolicyCost:
 
     policy: PolicyType
     experts: int
-    """Experts in a snapshot: of each layer (PartialExperts), of all (Selective, Full)."""
+    """Experts in a snapshot: of each layer (PartialExperts), of all (Selective, Full). Steps of a
+    window (Sparse)."""
     rank_bytes: int
     """Bytes that the most loaded rank captures."""
     job_bytes: int
@@ -174,7 +177,10 @@ def compare_policies(
     if not table.experts:
         raise InvalidJobError("the model has no experts to leave out; every snapshot is full")
     world = _World(job, table, groups, assumed)
-    costs = (world.full(), *world.partial(), world.selective())
+    costs: tuple[PolicyCost, ...] = (world.full(),)
+    if job.spec.persistence is None and job.spec.snapshot.interval.steps == 1:
+        costs += () if job.spec.may_shrink else tuple(world.sparse())
+    costs += (*world.partial(), world.selective())
     limit = job.memory_per_node_bytes
     fitting = tuple(cost for cost in costs if limit is None or cost.memory_bytes <= limit)
     best = best_of(fitting or costs, lambda cost: cost.overhead)
@@ -205,6 +211,62 @@ class _World:
         return self._cost(
             PolicyType.FULL, len(self._table.experts), self._whole, [self._table.units], 0.0
         )
+
+    def sparse(self) -> list[PolicyCost]:
+        """The cost of windows that are as long as the budgets of a step ask for; none where one
+        step is enough."""
+        assumed, spec = self._assumed, self._job.spec
+        losses = spec.redundancy.losses
+        rates = [assumed.copy_bytes_s, *([assumed.network_bytes_s / losses] if losses else [])]
+        found = plan_window(self._table, min(rates) * assumed.step_s * spec.nodes)
+        if found.window == 1:
+            return []
+        # Each save is divided between ranks as a full snapshot is.
+        whole = self._whole.loads(self._table.units)
+        whole_bytes = self._table.snapshot_bytes(self._table.units)
+        share = found.save_bytes / whole_bytes
+        node_bytes = max(self._by_node(whole))
+        copy_s = node_bytes * share / assumed.copy_bytes_s
+        of_window = found.window_bytes / whole_bytes
+        protect_s = node_bytes * of_window / found.window * losses / assumed.network_bytes_s
+        stall_s = save_overhead_s(copy_s, assumed.step_s)
+        rate_per_s = recoveries_per_s(
+            spec.nodes,
+            node_losses_per_s=assumed.node_losses_per_s,
+            process_failures_per_s=assumed.process_failures_per_s,
+            redundant=self._redundant,
+        )
+        lost_steps = REPEATED_WINDOWS * found.window + protect_s * found.window / assumed.step_s
+        nodes_of = partial(self._nodes, self._whole, scale=of_window)
+        cost = PolicyCost(
+            policy=PolicyType.SPARSE,
+            experts=found.window,
+            rank_bytes=round(max(whole) * share),
+            job_bytes=found.save_bytes,
+            memory_bytes=max(
+                node.total_bytes for node in nodes_of(self._slots_chosen(self._whole, of_window))
+            ),
+            slots=compare_slots(
+                nodes_of,
+                interval_of=lambda _: found.window * assumed.step_s,
+                copy_s=copy_s,
+                protect_s=protect_s * found.window,
+                without_weights=True,
+            ),
+            network_bytes=found.window_bytes // found.window * losses,
+            recomputed_bytes=found.window_bytes // found.window * losses,
+            gradient_bytes=0,
+            copy_s=copy_s,
+            stall_s=stall_s,
+            protect_s=protect_s,
+            interval_steps=1,
+            lost_steps=lost_steps,
+            stalled=stall_s / assumed.step_s,
+            redone=rate_per_s * lost_steps * assumed.step_s,
+            lost_tokens=0.0,
+            objection="",
+        )
+        return [cost]
 
     def partial(self) -> list[PolicyCost]:
         """The cost of capturing K experts of each layer in turn, for each K of Dynamic-K."""
@@ -355,10 +417,10 @@ class _World:
             protect_s=protect_s,
         )
 
-    def _slots_chosen(self, plan: CapturePlan) -> int:
+    def _slots_chosen(self, plan: CapturePlan, scale: float = 1.0) -> int:
         return slots_chosen(
             self._job.spec.snapshot.slot_choices,
-            partial(self._nodes, plan),
+            partial(self._nodes, plan, scale=scale),
             self._job.memory_per_node_bytes,
         )
 
@@ -367,9 +429,9 @@ class _World:
         return max(node.total_bytes for node in self._nodes(plan, slots, gradients=gradients))
 
     def _nodes(
-        self, plan: CapturePlan, slots: int, *, gradients: bool = False
+        self, plan: CapturePlan, slots: int, *, gradients: bool = False, scale: float = 1.0
     ) -> tuple[NodeMemory, ...]:
-        loads = plan.loads(self._table.units)
+        loads = [round(load * scale) for load in plan.loads(self._table.units)]
         if gradients:
             always = plan.loads(())
             loads = [
@@ -404,7 +466,7 @@ class _World:
 
 def best_of(costs: Sequence[PolicyCost], lost: Callable[[PolicyCost], float]) -> PolicyCost:
     """The policy that loses the fewest tokens among those that cost (almost) the least time; of
-    equal ones, the one with the fewest bytes.
+    equal ones, one whose recoveries repeat no steps of the past, and the one with the fewest bytes.
 
     Args:
         lost: gives the portion of the training's time that a policy loses.
@@ -413,7 +475,7 @@ def best_of(costs: Sequence[PolicyCost], lost: Callable[[PolicyCost], float]) ->
     least = min(lost(cost) for cost in allowed)
     close = [cost for cost in allowed if lost(cost) <= least + NEGLIGIBLE]
     # Full comes first, so it wins ties.
-    return min(close, key=lambda cost: (cost.lost_tokens, cost.job_bytes))
+    return min(close, key=lambda c: (c.lost_tokens, c.policy is PolicyType.SPARSE, c.job_bytes))
 
 
 def reason_of(costs: Sequence[PolicyCost], best: PolicyCost, assumed: Assumptions) -> str:

@@ -41,15 +41,22 @@ class SlotsCost:
     """Time from save to save."""
     skipped: float
     """Portion of the saves that are skipped, 0 to 1."""
+    without_weights: bool = False
+    """Whether snapshots leave compute weights out in any case."""
 
     @property
     def bytes_without_weights(self) -> int:
         """Bytes to reserve on that node where all compute weights are left out of snapshots."""
-        return round(self.memory.total_bytes * WITHOUT_WEIGHTS)
+        return round(self.memory.total_bytes * (1 if self.without_weights else WITHOUT_WEIGHTS))
 
 
 def compare_slots(
-    nodes_of: NodesOf, *, interval_of: IntervalOf, copy_s: float, protect_s: float
+    nodes_of: NodesOf,
+    *,
+    interval_of: IntervalOf,
+    copy_s: float,
+    protect_s: float,
+    without_weights: bool = False,
 ) -> tuple[SlotsCost, ...]:
     """The cost of each number of slots, most slots first.
 
@@ -57,6 +64,7 @@ def compare_slots(
         interval_of: time from save to save.
         copy_s: time of the copy into a slot.
         protect_s: time from there until all nodes have the snapshot's parity.
+        without_weights: see `SlotsCost.without_weights`.
     """
     return tuple(
         SlotsCost(
@@ -64,6 +72,7 @@ def compare_slots(
             memory=max(nodes_of(slots), key=lambda node: node.total_bytes),
             interval_s=interval_of(slots),
             skipped=skipped_saves(interval_of(slots), copy_s, protect_s, slots=slots),
+            without_weights=without_weights,
         )
         for slots in range(SLOTS_MAX, SLOTS_MIN - 1, -1)
     )

@@ -37,7 +37,8 @@ _COLUMNS = (
 
 
 def name_of(cost: PolicyCost) -> str:
-    """Name of the policy, with the number of experts that it captures."""
+    """Name of the policy, with the number of experts that it captures, or of the steps of its
+    window."""
     if cost.policy is PolicyType.FULL:
         return "Full"
     return f"{cost.policy.value} {cost.experts}"
@@ -76,6 +77,7 @@ def comparison_view(
         "hidden:    behind a step; otherwise the seconds that a snapshot adds to one (REFT eq. 8)",
         "every:     the best interval (REFT eq. 9), or the least that protection can follow",
         "redone:    steps, after one failure; time lost: added and redone together (REFT eq. 4)",
+        "Sparse n:  its largest save of n steps, of which a failure redoes 1.5 n (MoEvement §3.6)",
         "tokens:    of all routed, those whose updates experts lose by recoveries (PEC eq. 4)",
     ]
     if auto:
@@ -171,6 +173,8 @@ def _as_document(cost: PolicyCost, *, auto: bool) -> str:
     policy = f"type: {cost.policy.value}"
     if cost.policy is PolicyType.PARTIAL_EXPERTS:
         policy += f", partialExperts: {{expertsPerLayer: {cost.experts}}}"
+    elif cost.policy is PolicyType.SPARSE:
+        policy += f", sparse: {{window: {cost.experts}}}"
     elif cost.policy is PolicyType.SELECTIVE:
         policy += f", selective: {{experts: {cost.experts}}}"
     lines = (

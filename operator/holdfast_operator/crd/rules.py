@@ -238,6 +238,13 @@ _FEWER_NODES = (
         field=".minNodes",
     ),
     CelRule(
+        rule=f"{_FEWER} || self.snapshot.policy.type != 'Sparse'",
+        says="steps of a sparse window are repeated only by the world that captured it; use "
+        "another policy, or minNodes = %d",
+        values=("self.nodes",),
+        field=".snapshot.policy.type",
+    ),
+    CelRule(
         rule=f"{_FEWER} || !(self.scheduling.gang in ['Volcano', 'Coscheduling'])",
         says="schedules no pod while the job has fewer than %d; use None or KueuePodGroup, or "
         "minNodes = %d",

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.parsing import MoETrainingJob, PolicyType, parse_job
+from holdfast_core.job.snapshots import WINDOW_MAX
 from holdfast_core.planning.model_sizes import ModelSizes
 from holdfast_core.planning.policy_comparison import (
     NEGLIGIBLE,
@@ -53,6 +54,10 @@ def job(nodes: int = 4, *, ranks: int = 1, ep: int = 4, **spec: Any) -> MoETrain
             },
         }
     )
+
+
+STORED: dict[str, Any] = {"persistence": {"uri": "s3://b/x"}}
+"""What excludes sparse windows."""
 
 
 def compared(
@@ -185,10 +190,42 @@ def test_full_is_recommended_where_it_hides() -> None:
     assert "hides behind a step of 1 s and no recovery loses a token" in found.reason
 
 
-def test_the_largest_k_that_hides_is_recommended_where_full_does_not() -> None:
-    """One failure of a process a day and node: full snapshots cost a percent of the time."""
+def test_a_window_is_recommended_where_full_does_not_hide() -> None:
+    """It loses time as little as experts that are left out do, and no token."""
     often = replace(ASSUMED, step_s=0.6, process_failures_per_s=1 / DAY_S)
     found = compared(assumed=often)
+    assert (found.best.policy, found.best.experts) == (PolicyType.SPARSE, 2)
+    assert (found.best.stall_s, found.best.lost_tokens) == (0, 0)
+    assert found.best.copy_s <= 0.6 < found.costs[0].copy_s
+    assert found.best.interval_steps == 1
+    assert 1.5 * 2 < found.best.lost_steps < 1.5 * 2 + 2
+
+
+def test_a_slower_copy_takes_a_longer_window() -> None:
+    windows, saves = [], []
+    for step_s in (0.5, 0.3, 0.2, 0.15):
+        found = compared(assumed=replace(ASSUMED, step_s=step_s)).costs
+        (sparse,) = [cost for cost in found if cost.policy is PolicyType.SPARSE]
+        windows.append(sparse.experts)
+        saves.append(sparse.job_bytes)
+    assert windows == sorted(set(windows)) and max(windows) <= WINDOW_MAX
+    assert saves == sorted(saves, reverse=True)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [{"persistence": {"uri": "s3://b/x"}}, {"snapshot": {"interval": {"steps": 2}}}],
+    ids=["persistence", "interval"],
+)
+def test_a_job_that_cannot_have_windows_is_shown_none(spec: dict[str, Any]) -> None:
+    found = compared(assumed=replace(ASSUMED, step_s=0.5), of=job(**spec))
+    assert all(cost.policy is not PolicyType.SPARSE for cost in found.costs)
+
+
+def test_the_largest_k_that_hides_is_recommended_where_neither_full_nor_windows_do() -> None:
+    """One failure of a process a day and node: full snapshots cost a percent of the time."""
+    often = replace(ASSUMED, step_s=0.6, process_failures_per_s=1 / DAY_S)
+    found = compared(assumed=often, of=job(**STORED))
     assert (found.best.policy, found.best.experts) == (PolicyType.PARTIAL_EXPERTS, 4)
     assert found.best.stall_s == 0 < found.costs[0].stall_s
     assert "copy of 0.5 s hides behind a step of 0.6 s where Full's takes 0.9 s" in found.reason
@@ -203,7 +240,7 @@ def test_a_slow_network_is_named_where_it_decides() -> None:
 
 def test_k_that_would_grow_is_not_recommended() -> None:
     often = replace(ASSUMED, step_s=0.5, process_failures_per_s=1 / DAY_S)
-    strict = compared(assumed=replace(often, loss_limit=1e-9))
+    strict = compared(assumed=replace(often, loss_limit=1e-9), of=job(**STORED))
     assert [cost.objection for cost in partial(strict)] == [
         "K would grow to 2",
         "K would grow to 4",

@@ -30,7 +30,7 @@ def test_a_job_that_does_not_fit_shows_its_table_all_the_same(
 ) -> None:
     job.write_text(JOB + "  snapshot: {memoryPerNode: 1Gi}\n")
     out, error = outputs(capsys, job, *SIZES)
-    assert "snapshots of one node need 44.90 GiB" in error
+    assert "snapshots of one node need 53.60 GiB" in error
     assert "Full ! 8.42" in out and "recommended:" not in out
     assert "nothing fits: give a node at least 44.90 GiB" in out
     assert "memoryPerNode = 1.00 GiB on a node; what fits: none of them" in out
@@ -78,6 +78,7 @@ def test_both_numbers_of_slots_are_shown_with_what_each_costs(
 def test_the_share_of_a_node_is_of_the_whole_state_also_where_snapshots_of_experts_are_best(
     job: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    job.write_text(JOB + "  persistence: {uri: 's3://bucket/run1'}\n")
     out = " ".join(printed(capsys, job, *SIZES, "--copy-bandwidth", "2G").split())
     assert "recommended: PartialExperts" in out
     two = re.search(r" 2 [\d.]+ GiB ([\d.]+) ([\d.]+) [\d.]+ GiB ([\d.]+) ", out)

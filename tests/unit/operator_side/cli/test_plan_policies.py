@@ -17,7 +17,7 @@ from matplotlib.image import imread
 from plan_command import JOB, SIZES, made_run, printed, refused
 
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
-from holdfast_core.job.snapshots import PartialExperts
+from holdfast_core.job.snapshots import PartialExperts, SparseWindows
 from holdfast_core.planning.model_sizes import ModelSizes
 from holdfast_core.planning.policy_comparison import Assumptions, Comparison
 from holdfast_core.snapshots.units import UnitKey, UnitKind
@@ -29,6 +29,7 @@ TABLE = """\
                  per rank per step copy hidden protect every   memory redone time lost  tokens
 policy                GiB      GiB    s              s steps GiB/node  steps   30 days    lost
 Full                 8.42     67.4 1.81    yes    7.23     4     61.7   3.81    20.3 s      0%
+Sparse 5             2.02     16.1 0.43    yes    1.73     1     73.7   11.8  1.05 min      0%
 PartialExperts 1     1.56     11.2 0.33    yes    1.34     1     61.7   0.83    4.45 s 0.0015%
 PartialExperts 2     1.87     14.9 0.40    yes    1.60     1     61.7   0.90    4.81 s <0.001%
 PartialExperts 4     2.80     22.4 0.60    yes    2.41     2     61.7   1.60    8.54 s <0.001%
@@ -36,7 +37,11 @@ PartialExperts 8     4.68     37.4 1.00    yes    4.02     3     61.7   2.50    
 Selective 35         3.74     18.4 0.70    yes    2.81     2     61.7   1.70    9.08 s <0.001%"""
 """By hand: 192 experts and 8 GB are 67.4 GiB, an eighth of which is 8.42. 12 experts on 8 ranks are
 2 on the most loaded one, with an eighth of 8 GB: 1.56 GiB. A node has three slots and two parity
-blocks, a third as long, for each of two ranks: 61.7 GiB."""
+blocks, a third as long, for each of two ranks: 61.7 GiB. In 2 s the network takes 18.6 GiB from
+four nodes, to which 5 slots of a window come nearest: 16.1 GiB."""
+
+STORED = JOB + "  persistence: {uri: 's3://bucket/run1'}\n"
+"""A job that cannot have sparse windows."""
 
 
 @pytest.fixture
@@ -56,8 +61,8 @@ def test_policies_are_compared_in_a_table_of_100_columns(
     lines = text.splitlines()
     assert max(map(len, lines)) <= 100
     start = next(i for i, line in enumerate(lines) if line.startswith("policy"))
-    assert "\n".join(line.rstrip() for line in lines[start - 1 : start + 7]) == TABLE
-    sentence = " ".join(lines[start + 8 : start + 11])
+    assert "\n".join(line.rstrip() for line in lines[start - 1 : start + 8]) == TABLE
+    sentence = " ".join(lines[start + 9 : start + 12])
     assert "recommended: Full: its copy of 1.8 s hides behind a step of 2 s" in sentence
     assert "12 MoE layers of 16 experts" in text
     assert "nodes lost in the training" in text  # the odds are still there
@@ -101,7 +106,10 @@ def test_the_job_sets_the_first_k_and_what_may_be_lost(
 
 
 def test_bandwidths_decide_what_hides(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, job, *SIZES, "--copy-bandwidth", "5G", "--network-bandwidth", "100G")
+    fast = ["--copy-bandwidth", "5G", "--network-bandwidth", "100G"]
+    assert "recommended: Sparse 2: its copy" in printed(capsys, job, *SIZES, *fast)
+    job.write_text(STORED)
+    text = printed(capsys, job, *SIZES, *fast)
     full = next(line for line in text.splitlines() if line.startswith("Full"))
     assert "+1.62 s" in full
     assert "a node copies 5 GB/s and sends 100 GB/s, a step takes 2 s" in text
@@ -113,7 +121,12 @@ def test_bandwidths_decide_what_hides(job: Path, capsys: pytest.CaptureFixture[s
 def test_what_is_recommended_can_be_written_into_the_job(
     job: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = printed(capsys, job, *SIZES, "--copy-bandwidth", "5G", "--network-bandwidth", "10G")
+    fast = ["--copy-bandwidth", "5G", "--network-bandwidth", "10G"]
+    _, _, after = printed(capsys, job, *SIZES, *fast).partition("recommended: Sparse")
+    written = after[after.index("  snapshot:") : after.index("model:")]
+    assert parsed(JOB + written).spec.snapshot.policy.chosen == SparseWindows(window=2)
+    job.write_text(STORED)
+    text = printed(capsys, job, *SIZES, *fast)
     _, _, after = text.partition("recommended: PartialExperts 4")
     written = after[after.index("  snapshot:") : after.index("model:")]
     assert parsed(JOB + written).spec.snapshot.policy.chosen == PartialExperts(experts_per_layer=4)
@@ -167,7 +180,7 @@ def test_a_limit_that_is_too_small_is_refused(
     job: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job.write_text(JOB + "  snapshot: {memoryPerNode: 40Gi}\n")
-    assert "snapshots of one node need 44.90 GiB" in refused(capsys, job, *SIZES)
+    assert "snapshots of one node need 53.60 GiB" in refused(capsys, job, *SIZES)
 
 
 # --- what it refuses ------------------------------------------------------------------------------
@@ -299,7 +312,8 @@ def test_the_picture_shows_the_table(found: tuple[Comparison, Assumptions]) -> N
     assert stalls == pytest.approx([100 * cost.stalled for cost in comparison.costs])
     labels = [label.get_text().splitlines()[0] for label in copy.get_yticklabels()]
     assert labels[0] == "Full"
-    assert labels[1:] == [f"PartialExperts {k}" for k in (1, 2, 4, 8)] + [
+    assert labels[1] == "Sparse 2"
+    assert labels[2:] == [f"PartialExperts {k}" for k in (1, 2, 4, 8)] + [
         f"Selective {comparison.costs[-1].experts}"
     ]
     assert [line.get_xdata()[0] for line in copy.lines] == [2.0]  # type: ignore[index]
