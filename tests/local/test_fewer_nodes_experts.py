@@ -131,15 +131,16 @@ class Run:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize(
     ("policy", "redundancy"),
     [
         (PARTIAL, {"type": "RAIM5"}),
-        pytest.param(SELECTIVE, {"type": "RAIM5"}, marks=pytest.mark.exhaustive),
-        pytest.param(SELECTIVE, {"type": "RAIM6"}, marks=pytest.mark.exhaustive),
-        pytest.param(PARTIAL, REPLICATION, marks=pytest.mark.exhaustive),
-        pytest.param(RECOMPUTED, REPLICATION, marks=pytest.mark.exhaustive),
+        (SELECTIVE, {"type": "RAIM5"}),
+        (SELECTIVE, {"type": "RAIM6"}),
+        (PARTIAL, REPLICATION),
+        (RECOMPUTED, REPLICATION),
     ],
     ids=lambda one: one["type"],
 )
