@@ -123,4 +123,5 @@ def _model(
             for each in levels
         ),
         loss_limit=assumed.loss_limit,
+        window_steps=cost.experts if cost.policy is PolicyType.SPARSE else 0,
     )

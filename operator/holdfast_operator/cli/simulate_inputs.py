@@ -204,10 +204,14 @@ def inputs_of(options: argparse.Namespace, job: MoETrainingJob) -> Inputs:
 
 
 def _possible(job: MoETrainingJob) -> frozenset[PolicyKind]:
-    """A job that may go on with fewer nodes needs whole snapshots; any other has no `minNodes`."""
+    """What the job can ask for. With `minNodes` below `nodes` only whole snapshots are simulated;
+    sparse windows need every step, and cannot be stored."""
     if job.spec.may_shrink:
         return frozenset({PolicyKind.FEWER})
-    return frozenset({PolicyKind.FULL, PolicyKind.PARTIAL, PolicyKind.SELECTIVE})
+    found = {PolicyKind.FULL, PolicyKind.PARTIAL, PolicyKind.SELECTIVE}
+    if job.spec.persistence is None and job.spec.snapshot.interval.steps == 1:
+        found.add(PolicyKind.SPARSE_GLOBAL)
+    return frozenset(found)
 
 
 def _kinds_of(text: str) -> tuple[PolicyKind, ...]:

@@ -55,7 +55,7 @@ MEANINGS = {
     PolicyKind.CHECKFREQ: "Full to storage, the least interval that adds at most 3 % (CheckFreq)",
     PolicyKind.GEMINI: "Full in memory, at the best interval for each MTBF (Gemini's oracle)",
     PolicyKind.SPARSE: "windows of W steps, only failed stages replay (MoEvement)",
-    PolicyKind.SPARSE_GLOBAL: "windows of W steps, all stages go back (MoEvement without logs)",
+    PolicyKind.SPARSE_GLOBAL: "windows of W steps, all ranks go back (Sparse: MoEvement without logs)",
     PolicyKind.ELASTIC: "goes on with fewer nodes, from copies of experts that live (Lazarus)",
 }
 
@@ -64,7 +64,6 @@ NOT_BUILT = frozenset(
         PolicyKind.CHECKFREQ,
         PolicyKind.GEMINI,
         PolicyKind.SPARSE,
-        PolicyKind.SPARSE_GLOBAL,
         PolicyKind.ELASTIC,
     }
 )
@@ -247,6 +246,7 @@ class _Maker:
         return self._model(PolicyKind.GEMINI, (level,))
 
     def sparse(self, kind: PolicyKind, *, by_stage: bool) -> PolicyModel:
+        """Windows. Where all ranks go back, as in this version, frozen operators save nothing."""
         costs = self._costs
         window = next((w for w in range(1, WINDOW_MAX) if self._fits(w)), WINDOW_MAX)
         nbytes = self._slot_bytes(window)
@@ -255,7 +255,7 @@ class _Maker:
             self._model(kind, (level,)),
             window_steps=window,
             by_stage=by_stage,
-            frozen_saving=FROZEN_SAVING,
+            frozen_saving=FROZEN_SAVING if by_stage else 0.0,
         )
 
     def _slot_bytes(self, window: int) -> float:
