@@ -105,9 +105,8 @@ def init(
     check_staying(model)
     # A vote waits for the slowest rank, as training's own collectives do.
     timeout_s = max(maker.settings.exchange_timeout_s, world.timeout_s)
-    return ElasticSession(
-        world, maker.session, maker.optimizers, timeout_s, votes=maker.can_go_on_live
-    )
+    votes = maker.can_go_on_live
+    return ElasticSession(world, maker.session, maker.optimizers, timeout_s, votes=votes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

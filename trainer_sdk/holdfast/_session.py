@@ -69,8 +69,7 @@ class ProtectedSession(Session):
         pacing: DueSaves,
         hooks: bool = True,
     ) -> None:
-        self._live = live
-        self._pacing = pacing
+        self._live, self._pacing = live, pacing
         self._stateful = dict(stateful)
         self._settings = settings
         self._device = device
@@ -110,10 +109,10 @@ class ProtectedSession(Session):
         self._capacity = Capacity()
         self._last_save_s = 0.0
         self._closed = False
-        unheld = [one for one in live.optimizers if not isinstance(one, torch.optim.Optimizer)]
         self._replay: Replay | None = None
         """Replay of a sparse window, until its last step is repeated."""
         optimizers = [one for one in live.optimizers if isinstance(one, torch.optim.Optimizer)]
+        unheld = [one for one in live.optimizers if one not in optimizers]
         self._hooks = [
             *(one.register_step_pre_hook(self._before_step) for one in optimizers if hooks),
             *(one.register_step_post_hook(self._after_step) for one in optimizers),

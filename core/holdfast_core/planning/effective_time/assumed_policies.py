@@ -55,7 +55,7 @@ MEANINGS = {
     PolicyKind.CHECKFREQ: "Full to storage, the least interval that adds at most 3 % (CheckFreq)",
     PolicyKind.GEMINI: "Full in memory, at the best interval for each MTBF (Gemini's oracle)",
     PolicyKind.SPARSE: "windows of W steps, only failed stages replay (MoEvement)",
-    PolicyKind.SPARSE_GLOBAL: "windows of W steps, all ranks go back (Sparse: MoEvement without logs)",
+    PolicyKind.SPARSE_GLOBAL: "windows of W steps, all ranks go back (Sparse; MoEvement, no logs)",
     PolicyKind.ELASTIC: "goes on with fewer nodes, from copies of experts that live (Lazarus)",
 }
 

@@ -69,7 +69,7 @@ class System(StrEnum):
     RESTARTING = "DS"
 
 
-class Replay(StrEnum):
+class SpotReplay(StrEnum):
     """How the trace is capped to ten nodes."""
 
     SCALED = "scaled"
@@ -102,13 +102,13 @@ MODELS = (
 )
 
 
-def sizes(replay: Replay) -> tuple[tuple[float, int], ...]:
+def sizes(replay: SpotReplay) -> tuple[tuple[float, int], ...]:
     """Time in seconds and number of nodes from then on, where it changes."""
     found: list[tuple[float, int]] = []
     available, clipped = 0, NODES
     for minute, change in CHANGES:
         available += change
-        if replay is Replay.SCALED:
+        if replay is SpotReplay.SCALED:
             # Halves round up, as people do.
             nodes = int(NODES * available / PEAK + 0.5)
         else:
@@ -270,7 +270,7 @@ def _busiest(model: SpotModel, draw: Draw) -> float:
     return max(loads) * model.ep / sum(loads)
 
 
-def replay_spot(model: SpotModel, system: System, replay: Replay, draw: Draw) -> SpotRun:
+def replay_spot(model: SpotModel, system: System, replay: SpotReplay, draw: Draw) -> SpotRun:
     """Replay the trace with one system."""
     elastic = system is System.ELASTIC
     load = ELASTIC_LOAD if elastic else _busiest(model, draw)
@@ -327,7 +327,7 @@ def spot_tables(draw_of: DrawOf, runs: int) -> tuple[PaperTable, ...]:
         ),
         rows=tuple(
             (replay, " ".join(f"{at_s / 60:.0f}:{count}" for at_s, count in sizes(replay)))
-            for replay in Replay
+            for replay in SpotReplay
         ),
         notes=("the paper caps the trace to ten nodes and does not say how",),
     )
@@ -347,7 +347,7 @@ def spot_tables(draw_of: DrawOf, runs: int) -> tuple[PaperTable, ...]:
         ),
         rows=tuple(
             row
-            for replay in Replay
+            for replay in SpotReplay
             for model in MODELS
             for row in _trained(replay, model, draw_of, runs)
         ),
@@ -376,7 +376,7 @@ _PARTS = (TRAINING, STORING, RESTARTING, REFORMING)
 
 
 def _trained(
-    replay: Replay, model: SpotModel, draw_of: DrawOf, runs: int
+    replay: SpotReplay, model: SpotModel, draw_of: DrawOf, runs: int
 ) -> Iterator[tuple[Value, ...]]:
     elastic = 0.0
     for system in System:

@@ -86,15 +86,24 @@ def test_the_recommendation_is_that_of_the_least_time_lost() -> None:
     by_cost = dict(zip((id(cost) for cost in comparison.costs), found.runs, strict=True))
     most = max(by_cost[id(cost)].ettr for cost in comparison.costs if not cost.objection)
     assert by_cost[id(comparison.best)].ettr >= most - NEGLIGIBLE
-    assert comparison.best.policy is PolicyType.PARTIAL_EXPERTS
+    assert comparison.best.policy is PolicyType.SPARSE
     assert comparison.reason
+    stored = job(persistence={"uri": "s3://bucket/run1"})
+    assert advice(STALLS, stored).comparison.best.policy is PolicyType.PARTIAL_EXPERTS
     assert advice(HIDES).comparison.best.policy is PolicyType.FULL
 
 
 def test_only_policies_of_this_version_are_recommended() -> None:
-    for assumed in (HIDES, STALLS):
-        policies = {cost.policy for cost in advice(assumed).comparison.costs}
-        assert policies == {PolicyType.FULL, PolicyType.PARTIAL_EXPERTS, PolicyType.SELECTIVE}
+    """Sparse windows are only for saves that a step does not hide, and cannot be stored."""
+    always = {PolicyType.FULL, PolicyType.PARTIAL_EXPERTS, PolicyType.SELECTIVE}
+    stored = job(persistence={"uri": "s3://bucket/run1"})
+    for assumed, of, more in (
+        (HIDES, job(), set()),
+        (STALLS, job(), {PolicyType.SPARSE}),
+        (STALLS, stored, set()),
+    ):
+        policies = {cost.policy for cost in advice(assumed, of).comparison.costs}
+        assert policies == always | more
 
 
 def test_it_takes_some_thousand_events_and_one_history() -> None:

@@ -2,7 +2,7 @@
 
     python tests/unit/operator_side/helpers/document_blocks.py docs/what-failures-cost.md
 
-writes what the commands print now into the document, and draws its pictures.
+writes what the commands print now into the document. The command above a picture draws it.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from holdfast_core.planning.effective_time.spot_trace import (
     CHANGES,
     LENGTH_S,
     MODELS,
-    Replay,
+    SpotReplay,
     System,
     holders_of_groups,
     replay_spot,
@@ -37,9 +37,9 @@ def test_the_trace_has_the_papers_two_facts() -> None:
 
 
 def test_both_replays_stay_within_ten_nodes() -> None:
-    scaled = [nodes for _, nodes in sizes(Replay.SCALED)]
+    scaled = [nodes for _, nodes in sizes(SpotReplay.SCALED)]
     assert scaled == [6, 7, 8, 9, 10, 9, 10, 8, 7, 6, 5, 7, 8, 9, 10, 9]
-    events = sizes(Replay.EVENTS)
+    events = sizes(SpotReplay.EVENTS)
     assert events[:4] == ((0.0, 10), (34 * 60.0, 6), (43 * 60.0, 10), (51 * 60.0, 4))
     assert {nodes for _, nodes in events} <= set(range(2, 11))
 
@@ -57,9 +57,9 @@ def test_groups_of_experts_are_on_nodes_of_their_own(nodes: int, experts: int) -
         assert min(groups) >= 2  # two copies, so that one loss is never fatal
 
 
-@pytest.mark.parametrize("replay", Replay)
+@pytest.mark.parametrize("replay", SpotReplay)
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
-def test_elastic_trains_most_and_restarting_least(replay: Replay, model: object) -> None:
+def test_elastic_trains_most_and_restarting_least(replay: SpotReplay, model: object) -> None:
     (chosen,) = (each for each in MODELS if each is model)
     samples = [
         mean(replay_spot(chosen, system, replay, draw_of(seed)).samples for seed in range(60))
@@ -72,7 +72,7 @@ def test_elastic_trains_most_and_restarting_least(replay: Replay, model: object)
 def test_time_is_accounted_for(model: object) -> None:
     (chosen,) = (each for each in MODELS if each is model)
     for system in System:
-        for replay in Replay:
+        for replay in SpotReplay:
             run = replay_spot(chosen, system, replay, draw_of(1))
             assert sum(run.seconds.values()) <= LENGTH_S + 1e-6
             assert run.samples > 0
@@ -85,7 +85,7 @@ def test_throughput_follows_the_number_of_nodes() -> None:
             nodes * (end_s - at_s)
             for (at_s, nodes), (end_s, _) in pairwise([*sizes(replay), (float(LENGTH_S), 0)])
         )
-        for replay in Replay
+        for replay in SpotReplay
     }
     for model in MODELS[:1]:
         trained = {
@@ -93,10 +93,12 @@ def test_throughput_follows_the_number_of_nodes() -> None:
                 replay_spot(model, System.ELASTIC, replay, draw_of(seed)).samples
                 for seed in range(20)
             )
-            for replay in Replay
+            for replay in SpotReplay
         }
-        ratio = trained[Replay.EVENTS] / trained[Replay.SCALED]
-        assert ratio == pytest.approx(by_replay[Replay.EVENTS] / by_replay[Replay.SCALED], abs=0.06)
+        ratio = trained[SpotReplay.EVENTS] / trained[SpotReplay.SCALED]
+        assert ratio == pytest.approx(
+            by_replay[SpotReplay.EVENTS] / by_replay[SpotReplay.SCALED], abs=0.06
+        )
 
 
 def test_the_tables_name_both_replays_and_claim_an_order_only() -> None:
