@@ -305,10 +305,19 @@ class RawJob:
 
     def _is_saved(self) -> bool:
         """Save the next step on every rank; whether all had a slot. With two slots, none may be
-        left after a fault until a snapshot that was not given up is protected."""
+        left after a fault until a snapshot that was not given up is protected; and a slot that one
+        rank has is free again once it is known that another one has none."""
         self.step += 1
-        granted = [trainer.save(self.step) for trainer in self.trainers]
+        granted = [self._has_slot(trainer) for trainer in self.trainers]
         return all(granted)
+
+    def _has_slot(self, trainer: RawTrainer) -> bool:
+        try:
+            return trainer.save(self.step)
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+                raise
+            return False
 
     def check_restored(self, restored: list[Restored], not_before: Generation) -> Generation:
         """Check that all ranks restored exactly the bytes of one generation, at least `not_before`;
