@@ -499,11 +499,14 @@ def reason_of(costs: Sequence[PolicyCost], best: PolicyCost, assumed: Assumption
     else:
         what = f"protection takes {_seconds(best.protect_s)} on the network where Full's takes"
         of_full = full.protect_s
-    return (
+    reason = (
         f"its {what} {_seconds(of_full)}, which lowers the time lost from "
         f"{format_portion(full.overhead)} to {format_portion(best.overhead)}, for "
         f"{format_portion(best.lost_tokens)} of all routed tokens"
     )
+    if best.policy is PolicyType.SPARSE:
+        reason += "; only for training whose steps have the same bits when they are repeated"
+    return reason
 
 
 def _seconds(value: float) -> str:

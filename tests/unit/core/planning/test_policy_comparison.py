@@ -198,6 +198,7 @@ def test_a_window_is_recommended_where_full_does_not_hide() -> None:
     assert (found.best.stall_s, found.best.lost_tokens) == (0, 0)
     assert found.best.copy_s <= 0.6 < found.costs[0].copy_s
     assert found.best.interval_steps == 1
+    assert "the same bits when they are repeated" in found.reason
     assert 1.5 * 2 < found.best.lost_steps < 1.5 * 2 + 2
 
 
