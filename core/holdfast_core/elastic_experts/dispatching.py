@@ -69,7 +69,7 @@ def _meeting(given: Tokens, taken: Tokens, rank: int) -> Tokens:
 
 
 def _first(parts: Tokens, total: Tokens) -> Tokens:
-    """Of each part, what belongs to the first `total` tokens of its row."""
+    """Part of each length that belongs to the first `total` tokens of its row."""
     starts: Tokens = parts.cumsum(axis=-1) - parts
     first: Tokens = np.minimum(np.maximum(total - starts, 0), parts)
     return first

@@ -51,9 +51,9 @@ class Fatal:
     """Cases of `LossCases` that something does not outlive."""
 
     listed: NDArray[np.bool_]
-    """Of the enumerated sets, the fatal ones."""
+    """The fatal sets among those that were enumerated."""
     at: NDArray[np.int16]
-    """Of each sampled order, the number of lost nodes from which on it is fatal."""
+    """Number of lost nodes from which on each sampled order is fatal."""
 
     def both(self, other: Fatal) -> Fatal:
         """The cases that are fatal to either of two things of which one is enough."""

@@ -30,7 +30,7 @@ from holdfast_core.protection.intervals import recoveries_per_s
 from holdfast_core.snapshots.membership import Redundancy
 
 DETECT_S, RESTART_S = 2.0, 5.0
-"""From a failure until it is known, and from there to the next step: the same for each policy."""
+"""Time from a failure until it is known, and from there to the next step, with any policy."""
 
 RUNS, FAILURES = 8, 50
 """Trainings that are simulated with each policy, and failures of each."""

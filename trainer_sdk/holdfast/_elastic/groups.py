@@ -91,9 +91,7 @@ class MeetingPoint:
         self._meetings += 1
         number, store = self._meetings, self._store
         store.set(f"said-{number}-{rank}", text)
-        if (
-            store.add(f"come-{number}", 1) == self._size
-        ):  # the last one hands out what all have said
+        if store.add(f"come-{number}", 1) == self._size:  # the last one hands out all texts
             said = [store.get(f"said-{number}-{one}").decode() for one in range(self._size)]
             store.set(f"complete-{number}", msgspec.json.encode(said).decode())
         self._wait_complete(timeout_s)

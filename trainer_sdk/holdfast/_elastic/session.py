@@ -89,22 +89,20 @@ class StepBody:
 
     def changed(self) -> str:
         """Why the step has no whole state to go back to any more; empty while it has."""
-        if self._beginning is None:
-            return self._problem
-        try:
-            self._beginning.check()
-        except HoldfastError as error:
-            return f"step {self.step} was cut off: {error}"
-        return ""
+        return self._tried(Beginning.check)
 
     def undo(self) -> str:
         """Put back what the step has changed; return why that cannot be done, or nothing."""
         if self.voted or self.stepped:
             return f"step {self.step} was cut off after its vote"
+        return self._tried(Beginning.put_back)
+
+    def _tried(self, action: Callable[[Beginning], None]) -> str:
+        """Apply `action` to what was noted; return why that cannot be done, or nothing."""
         if self._beginning is None:
             return self._problem
         try:
-            self._beginning.put_back()
+            action(self._beginning)
         except HoldfastError as error:
             return f"step {self.step} was cut off: {error}"
         return ""

@@ -82,17 +82,17 @@ class Cluster:
     spares: int
     """Nodes that stand by, beside `nodes`."""
     detect_s: float
-    """From a failure until it is known."""
+    """Time from a failure until it is known."""
     restart_s: float
-    """From there until the first step is computed: new processes, groups, state loaded."""
+    """Time from the detection of a failure to the first step: new processes, groups, state."""
     replacement_s: float
-    """From the loss of a node until another is there, as a member or as a spare."""
+    """Time from the loss of a node until another is there, as a member or as a spare."""
     node_losses: float = 1.0
     """Portion of the failures that take a node with them; the others only its processes."""
     reform_s: float = 0.0
     """In place of `restart_s`, where training goes on from copies that live."""
     join_wait_s: float = 0.0
-    """From the arrival of a node until it joins a job that went on without it."""
+    """Time from the arrival of a node until it joins a job that went on without it."""
     least_nodes: int = 1
     """Nodes without which a job that may go on with fewer does not."""
 
@@ -115,7 +115,7 @@ class Level:
     lost_tokens: float = 0.0
     """What one recovery loses, in steps' worth of tokens."""
     usable_after_s: float = 0.0
-    """From a save until its snapshot can be restored: copied, and protected if it has to be."""
+    """Time from a save until it can be restored: copied, and protected if it has to be."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
