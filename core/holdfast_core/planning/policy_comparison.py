@@ -165,7 +165,8 @@ def compare_policies(
     PartialExperts appears with each K that Dynamic-K would go through (PEC §3.1): the first one,
     doubled as long as experts are left out. Selective captures as many experts as its budgets hold
     (MoEtion §4.2): the network's budget counts only with redundancy, because a snapshot here is
-    protected as a whole. A job that may go on with fewer nodes has no choice but Full.
+    protected as a whole. Sparse does not appear for a job that it would refuse: one with storage,
+    with saves further apart than a step, or that may go on with fewer nodes.
 
     Args:
         groups: the job's parity groups; none without redundancy.

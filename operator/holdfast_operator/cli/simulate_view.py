@@ -156,8 +156,8 @@ def _where(worst: Sequence[Simulated]) -> list[Text]:
 
 
 def _best_of(inputs: Inputs, worst: Sequence[Simulated]) -> Simulated | None:
-    """Of the policies that the job can ask for, that stay within their limit of lost tokens and
-    whose ETTR is greatest but for what is negligible, the one that loses the fewest tokens; None
+    """The policy to use: it loses the fewest tokens among those that the job can ask for, that stay
+    within their limit of lost tokens, and whose ETTR is greatest but for what is negligible. None
     where none was simulated."""
     allowed = [
         each

@@ -177,7 +177,7 @@ class Precision:
     gemini_steps: tuple[int, int, int]
     gemini_overhead_s: tuple[float, float, float]
     ettr: tuple[float, float, float]
-    """Of MoEvement."""
+    """Effective training time ratios of MoEvement."""
 
     @property
     def name(self) -> str:

@@ -82,7 +82,7 @@ class Runs:
     experts: int
     """Most experts that a snapshot held at the end of a run."""
     events: int
-    """Of all runs together."""
+    """Number of simulated events, of all runs together."""
 
 
 def simulate_run(
