@@ -88,7 +88,7 @@ class SpotModel:
     ep: int
     """Ranks of an expert-parallel group in DS."""
     step_s: float
-    """Seconds of a step with evenly loaded nodes: inferred from the steps that Lazarus trains in 30 minutes."""
+    """Step with evenly loaded nodes: inferred from the steps that Lazarus trains in 30 minutes."""
 
     @property
     def stored_s(self) -> float:
