@@ -1,4 +1,4 @@
-"""`holdfast-daemon`: parses the command line, runs a node until SIGTERM, or mounts its memory."""
+"""`holdfast-daemon`: parses the command line, and runs a node, or one of its helpers."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from pathlib import Path
 from holdfast_core.errors import HoldfastError, InvalidJobError
 from holdfast_core.job.locations import NAMESPACE, StorageLocation, read_location
 from holdfast_daemon._environment import api_server_address, given, redis_url
+from holdfast_daemon.csi import command as csi_command
 from holdfast_daemon.logs import configure
 from holdfast_daemon.memory import mounting
 from holdfast_daemon.node import Node
@@ -33,7 +34,8 @@ restarted daemon adopts them. Trainers talk to daemon.sock in --socket-dir.
   holdfast-daemon --root /dev/shm/holdfast --node a --host 10.0.0.5 --control operator:7700 \\
                   --budget 214748364800 --tls /etc/holdfast/daemon
 
-`holdfast-daemon mount` mounts that tmpfs; see its --help.
+`holdfast-daemon mount` mounts that tmpfs, and `holdfast-daemon csi` gives pods the sockets; see
+their --help.
 """
 
 
@@ -78,6 +80,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="directory with the daemon's own token and ca.crt, for --auth token-review (default: "
         "%(default)s)",
+    )
+    add(
+        "--volumes",
+        type=Path,
+        metavar="DIR",
+        help="directory of the records of `holdfast-daemon csi`: tokens of its volumes need no "
+        "review by the API server",
     )
     add(
         "--tokens",
@@ -230,6 +239,8 @@ def main(
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["mount"]:
         return mounting.main(arguments[1:])
+    if arguments[:1] == ["csi"]:
+        return csi_command.main(arguments[1:])
     parser = _parser()
     add_version(parser)
     options = parser.parse_args(arguments)
@@ -244,6 +255,7 @@ def main(
             identity=identity.choose(options.tls, options.tls_domain, insecure=options.insecure),
             bulk=options.bulk,
             token_directory=options.tokens,
+            volume_records=options.volumes,
             root=options.root,
             socket_dir=options.socket_dir,
             socket_mode=options.socket_mode,

@@ -11,9 +11,15 @@ from holdfast_daemon.metrics import DaemonMetrics
 from holdfast_daemon.observing import status
 from holdfast_daemon.observing.catalogue import Catalogue, MemoryCatalogue
 from holdfast_daemon.settings import Auth, DaemonSettings
-from holdfast_daemon.trainers.auth import Authenticator, TokenAuthenticator, TrustingAuthenticator
+from holdfast_daemon.trainers.auth import (
+    Authenticator,
+    Reviewer,
+    TokenAuthenticator,
+    TrustingAuthenticator,
+)
 from holdfast_daemon.trainers.token_files import FileAuthenticator
 from holdfast_daemon.trainers.token_review import TokenReviewApi
+from holdfast_daemon.trainers.volume_tokens import VolumeTokenReviewer
 
 
 def make_authenticator(settings: DaemonSettings, metrics: DaemonMetrics) -> Authenticator:
@@ -22,8 +28,11 @@ def make_authenticator(settings: DaemonSettings, metrics: DaemonMetrics) -> Auth
         return TrustingAuthenticator()
     if settings.token_directory is not None:
         return FileAuthenticator(settings.token_directory)
+    reviewer: Reviewer = TokenReviewApi(settings.api_server, settings.service_account)
+    if settings.volume_records is not None:
+        reviewer = VolumeTokenReviewer(settings.volume_records, reviewer)
     return TokenAuthenticator(
-        TokenReviewApi(settings.api_server, settings.service_account),
+        reviewer,
         time.time,
         lambda outcome: metrics.add("token_reviews", outcome=outcome),
     )

@@ -46,6 +46,9 @@ class DaemonSettings:
     """`host:port` of the Kubernetes API server; only for `Auth.TOKEN_REVIEW`."""
     service_account: Path = SERVICE_ACCOUNT
     """Directory with the daemon's own token and the cluster's CA; only for `Auth.TOKEN_REVIEW`."""
+    volume_records: Path | None = None
+    """Directory of the records of this node's volumes, whose tokens need no review; only for
+    `Auth.TOKEN_REVIEW`. None: there is no driver of volumes."""
     token_directory: Path | None = None
     """One file per job, named after it, with its token; only for `Auth.TOKEN_FILES`."""
     identity: Identity | None = None
@@ -104,6 +107,8 @@ class DaemonSettings:
             raise InvalidJobError(f"--budget must be positive, not {self.budget_bytes}")
         if (self.auth is Auth.TOKEN_FILES) != (self.token_directory is not None):
             raise InvalidJobError("--auth token-files and --tokens DIR belong together: give both")
+        if self.volume_records is not None and self.auth is not Auth.TOKEN_REVIEW:
+            raise InvalidJobError("--volumes is for --auth token-review only; leave it out")
         if self.bulk is Protection.ENCRYPTED and self.identity is None:
             raise InvalidJobError(
                 "--bulk encrypted needs certificates: give --tls DIR, not --insecure"

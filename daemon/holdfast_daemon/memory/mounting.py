@@ -11,7 +11,6 @@ daemon uses or will adopt, stay.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import sys
 from collections.abc import Iterable
@@ -21,31 +20,18 @@ from errno import EACCES, EINVAL, EPERM
 from pathlib import Path
 
 from holdfast_core.errors import HoldfastError, StorageError
+from holdfast_daemon.kernel_mounts import (
+    Mount,
+    MountFlag,
+    current_mounts,
+    mount,
+    mount_above,
+    mount_at,
+)
 
 OWNER = 65532
 """User and group of the daemon's image."""
 PAGE_BYTES = 4096
-_MOUNTINFO = Path("/proc/self/mountinfo")
-_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT = 2, 4, 8, 32
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mount.argtypes = [
-    ctypes.c_char_p,
-    ctypes.c_char_p,
-    ctypes.c_char_p,
-    ctypes.c_ulong,
-    ctypes.c_char_p,
-]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Mount:
-    """One line of /proc/self/mountinfo."""
-
-    point: Path
-    file_system: str
-    shared: bool
-    """Whether mounts below it appear in other mount namespaces too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,34 +56,6 @@ class MountDecision:
     reason: str
     warning: bool = False
     """Whether an operator should look at the reason."""
-
-
-def parse_mounts(mountinfo: str) -> list[Mount]:
-    """The mounts of a namespace; a mount that covers another comes after it."""
-    mounts = []
-    for line in mountinfo.splitlines():
-        before, _, after = line.partition(" - ")
-        fields = before.split()
-        mounts.append(
-            Mount(
-                point=Path(fields[4].encode().decode("unicode_escape")),
-                file_system=after.split()[0],
-                shared=any(field.startswith("shared:") for field in fields[6:]),
-            )
-        )
-    return mounts
-
-
-def mount_at(path: Path, mounts: Iterable[Mount]) -> Mount | None:
-    """The mount that is visible at `path` itself."""
-    return next((mount for mount in reversed(list(mounts)) if mount.point == path), None)
-
-
-def mount_above(path: Path, mounts: Iterable[Mount]) -> Mount | None:
-    """The mount that a directory at `path` lies on, whatever is mounted at `path` itself."""
-    above = [mount for mount in mounts if mount.point in path.parents]
-    deepest = max((len(mount.point.parts) for mount in above), default=0)
-    return next((m for m in reversed(above) if len(m.point.parts) == deepest), None)
 
 
 def decide(
@@ -154,7 +112,7 @@ def mount_memory(path: Path, size_bytes: int, huge: str, owner: int) -> MountDec
     try:
         path.mkdir(parents=True, exist_ok=True)
         path = path.resolve()
-        mounts = parse_mounts(_MOUNTINFO.read_text())
+        mounts = current_mounts()
         held = _held(path) if mount_at(path, mounts) else None
         decision = decide(path, mounts, held, size_bytes)
         if decision.action is not MountAction.KEEP:
@@ -249,11 +207,11 @@ def _mount_with(path: Path, size_bytes: int, huge: str, *, again: bool) -> None:
 
 
 def _mount(path: Path, options: str, *, again: bool) -> None:
-    flags = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC | (_MS_REMOUNT if again else 0)
-    data = options if again else f"{options},mode=0700"
-    if _libc.mount(b"holdfast", os.fsencode(path), b"tmpfs", flags, data.encode()):
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+    flags = MountFlag.NOSUID | MountFlag.NODEV | MountFlag.NOEXEC
+    if again:
+        mount("holdfast", path, "tmpfs", flags | MountFlag.REMOUNT, options)
+    else:
+        mount("holdfast", path, "tmpfs", flags, f"{options},mode=0700")
 
 
 def _own(path: Path, owner: int, mode: int) -> None:

@@ -11,14 +11,8 @@ from pathlib import Path
 import pytest
 
 from holdfast_core.errors import StorageError
-from holdfast_daemon.memory.mounting import (
-    Mount,
-    MountAction,
-    MountedMemory,
-    decide,
-    main,
-    parse_mounts,
-)
+from holdfast_daemon.kernel_mounts import Mount, parse_mounts
+from holdfast_daemon.memory.mounting import MountAction, MountedMemory, decide, main
 
 MIB = 1 << 20
 PATH = Path("/run/holdfast/memory")
