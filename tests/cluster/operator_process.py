@@ -37,6 +37,7 @@ class OperatorProcess:
             *("--listen", "127.0.0.1"),
             *("--control-port", str(self.control_port)),
             *("--http-port", str(self.http_port)),
+            *("--trainer-volume", "host-path"),  # daemons of tests have no driver beside them
             *("--storage-location", '{"prefix": "s3://bucket"}'),
             "--insecure",  # for daemons of tests that only speak Control
         ]

@@ -71,7 +71,7 @@ def _in_dry(document: Document) -> Document:
 
 
 @pytest.mark.parametrize("name", VALUE_SETS)
-def test_only_the_step_that_mounts_memory_has_privileges(render: Renderer, name: str) -> None:
+def test_only_what_mounts_has_privileges(render: Renderer, name: str) -> None:
     privileged = []
     for document in render.documents(VALUE_SETS[name]):
         pod = document if document["kind"] == "Pod" else document.get("spec", {}).get("template")
@@ -89,7 +89,17 @@ def test_only_the_step_that_mounts_memory_has_privileges(render: Renderer, name:
             assert merged["readOnlyRootFilesystem"] is True
             assert merged["capabilities"] == {"drop": ["ALL"]}
             assert merged["seccompProfile"] == {"type": "RuntimeDefault"}
-    assert privileged == ["mount-memory"]
+    assert privileged == ["mount-memory", "csi-driver"]
+
+
+def test_with_host_paths_nothing_that_goes_on_has_privileges(render: Renderer) -> None:
+    values = {"daemon": {"trainerVolume": "host-path"}}
+    pod = render.one("DaemonSet", "holdfast-daemon", values)["spec"]["template"]["spec"]
+    assert [container["name"] for container in pod["containers"]] == ["daemon"]
+    assert not any(argument.startswith("--volumes") for argument in pod["containers"][0]["args"])
+    assert not [d for d in render.documents(values) if d["kind"] == "CSIDriver"]
+    operator = render.one("Deployment", "holdfast-operator", values)["spec"]["template"]["spec"]
+    assert "--trainer-volume=host-path" in operator["containers"][0]["args"]
 
 
 def test_the_resource_is_the_one_of_the_repository_and_outlives_the_release(
@@ -120,7 +130,7 @@ def test_the_limit_is_the_budget_and_the_overhead(
 ) -> None:
     values = {"daemon": {"memory": {"budget": budget, "overhead": overhead}}}
     pod = render.one("DaemonSet", "holdfast-daemon", values)["spec"]["template"]["spec"]
-    (mount,), (daemon,) = pod["initContainers"], pod["containers"]
+    (mount,), (daemon, _) = pod["initContainers"], pod["containers"]
     assert f"--budget={wanted[0]}" in daemon["args"]
     assert f"--size={sum(wanted)}" in mount["command"]
     memory = daemon["resources"]["requests"]["memory"]
@@ -150,7 +160,7 @@ def test_daemons_read_the_url_of_redis_from_its_secret(render: Renderer) -> None
     }
     for name in ("defaults", *wanted):
         daemon = render.one("DaemonSet", "holdfast-daemon", VALUE_SETS[name])
-        (container,) = daemon["spec"]["template"]["spec"]["containers"]
+        container = daemon["spec"]["template"]["spec"]["containers"][0]
         found = [
             each["valueFrom"]["secretKeyRef"]["name"]
             for each in container["env"]

@@ -7,6 +7,8 @@ rank. Everything else in the template that Holdfast does not need stays as it is
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import dataclass
+from enum import StrEnum
 
 from holdfast_core.job.parsing import API_VERSION, KIND, MoETrainingJob
 from holdfast_operator.kube.api import Object
@@ -26,7 +28,8 @@ NODE_ANNOTATION = f"{GROUP}/node"
 
 TRAINER_SELECTOR = "app.kubernetes.io/component=trainer,app.kubernetes.io/part-of=holdfast"
 
-SOCKETS_PATH = "/run/holdfast/sockets"
+VOLUME_PATH = "/run/holdfast"
+SOCKETS_PATH = f"{VOLUME_PATH}/sockets"
 SOCKET_PATH = f"{SOCKETS_PATH}/daemon.sock"
 TOKEN_DIRECTORY = "/var/run/secrets/holdfast.dev"
 TOKEN_AUDIENCE = f"{GROUP}/daemon"
@@ -34,6 +37,17 @@ TOKEN_S = 3600
 POD_IP = "HOLDFAST_POD_IP"
 """Environment variable with the address at which other nodes reach the trainer, not its daemon."""
 SHARED_MEMORY_PATH = "/dev/shm"
+CSI_DRIVER = GROUP
+"""Name of the daemons' CSI driver."""
+
+
+class TrainerVolume(StrEnum):
+    """How trainers' pods get at the daemon's sockets."""
+
+    CSI = "csi"
+    """An inline volume of the daemons' CSI driver, with a token of the pod's own."""
+    HOST_PATH = "host-path"
+    """The node's directory, and a service-account token."""
 
 
 def common_labels(job: MoETrainingJob) -> dict[str, str]:
@@ -51,7 +65,9 @@ def pod_name(job: MoETrainingJob, member: int, attempt: int) -> str:
     return f"{job.metadata.name}-{member}-{attempt}"
 
 
-def pod_manifest(job: MoETrainingJob, member: int, node: str, attempt: int) -> Object:
+def pod_manifest(
+    job: MoETrainingJob, member: int, node: str, attempt: int, volume: TrainerVolume
+) -> Object:
     """The pod that runs `member` on `node`."""
     gang = gang_parts(job)
     template = deepcopy(job.spec.trainer.template)
@@ -77,8 +93,9 @@ def pod_manifest(job: MoETrainingJob, member: int, node: str, attempt: int) -> O
     if gang.scheduler_name:
         spec.setdefault("schedulerName", gang.scheduler_name)
     _pin(spec, node)
-    _launch(job, spec["containers"][0], node)
-    _mount(spec, spec["containers"][0])
+    access = _ACCESS[volume]
+    _launch(job, spec["containers"][0], node, access.token_file)
+    _mount(spec, spec["containers"][0], access)
     metadata = {
         "name": pod_name(job, member, attempt),
         "namespace": job.metadata.namespace,
@@ -169,7 +186,7 @@ def _pin(spec: Object, node: str) -> None:
         term["matchFields"] = [{"key": "metadata.name", "operator": "In", "values": [node]}]
 
 
-def _launch(job: MoETrainingJob, container: Object, node: str) -> None:
+def _launch(job: MoETrainingJob, container: Object, node: str, token_file: str) -> None:
     container["command"] = [
         *("python", "-m", "holdfast.launch"),
         *("--socket", SOCKET_PATH),
@@ -189,7 +206,7 @@ def _launch(job: MoETrainingJob, container: Object, node: str) -> None:
         "PYTHONUNBUFFERED": "1",
         "HOLDFAST_SOCKET": SOCKET_PATH,
         **job.variables,
-        "HOLDFAST_TOKEN_FILE": f"{TOKEN_DIRECTORY}/token",
+        "HOLDFAST_TOKEN_FILE": token_file,
     }
     own = {"name": POD_IP, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
     taken = {*ours, POD_IP}
@@ -198,14 +215,11 @@ def _launch(job: MoETrainingJob, container: Object, node: str) -> None:
     container["env"] = [*given, *texts, own]
 
 
-def _mount(spec: Object, container: Object) -> None:
-    volumes: list[Object] = [
-        {"name": "holdfast-sockets", "hostPath": {"path": SOCKETS_PATH, "type": "Directory"}},
-        {"name": "holdfast-token", "projected": {"sources": [{"serviceAccountToken": _TOKEN}]}},
-    ]
+def _mount(spec: Object, container: Object, access: _Access) -> None:
+    volumes = deepcopy(access.volumes)
     mounts: list[Object] = [
-        {"name": "holdfast-sockets", "mountPath": SOCKETS_PATH, "readOnly": True},
-        {"name": "holdfast-token", "mountPath": TOKEN_DIRECTORY, "readOnly": True},
+        {"name": volume["name"], "mountPath": path, "readOnly": True}
+        for volume, path in zip(volumes, access.paths, strict=True)
     ]
     given = container.get("volumeMounts") or []
     if all(mount.get("mountPath") != SHARED_MEMORY_PATH for mount in given):
@@ -216,4 +230,29 @@ def _mount(spec: Object, container: Object) -> None:
     container["volumeMounts"] = [*given, *mounts]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Access:
+    """What a pod mounts to get at its daemon."""
+
+    volumes: list[Object]
+    paths: tuple[str, ...]
+    """Where each volume is mounted."""
+    token_file: str
+
+
 _TOKEN: Object = {"audience": TOKEN_AUDIENCE, "expirationSeconds": TOKEN_S, "path": "token"}
+_ACCESS = {
+    TrainerVolume.CSI: _Access(
+        volumes=[{"name": "holdfast", "csi": {"driver": CSI_DRIVER, "readOnly": True}}],
+        paths=(VOLUME_PATH,),
+        token_file=f"{VOLUME_PATH}/token",
+    ),
+    TrainerVolume.HOST_PATH: _Access(
+        volumes=[
+            {"name": "holdfast-sockets", "hostPath": {"path": SOCKETS_PATH, "type": "Directory"}},
+            {"name": "holdfast-token", "projected": {"sources": [{"serviceAccountToken": _TOKEN}]}},
+        ],
+        paths=(SOCKETS_PATH, TOKEN_DIRECTORY),
+        token_file=f"{TOKEN_DIRECTORY}/token",
+    ),
+}

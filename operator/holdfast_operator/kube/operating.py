@@ -206,7 +206,9 @@ class Operating:
                 clock=clock,
             ),
             pods=self._pods,
-            trainers=Trainers(self._api, self._pod_cache, self._metrics),
+            trainers=Trainers(
+                self._api, self._pod_cache, self._metrics, options.trainer_volume
+            ),
             recorder=self._recorder,
             metrics=self._metrics,
             clock=clock,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.locations import NAMESPACE, StorageLocation, read_location
+from holdfast_operator.kube.manifests import TrainerVolume
 from holdfast_protos.command_line import add_version
 from holdfast_protos.identity import add_options
 
@@ -53,6 +54,8 @@ class Options:
     """Labels of the daemons' pods in `namespace`."""
     renew_daemons: bool
     """Whether to delete the pods of daemons of an older version, when no job loses by it."""
+    trainer_volume: TrainerVolume
+    """How trainers' pods get at the daemon's sockets."""
     notice: tuple[str, ...]
     """More taints and conditions that announce the end of a node."""
     storage_locations: tuple[StorageLocation, ...]
@@ -111,6 +114,15 @@ def parse(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> Op
         action="store_true",
         help="replace daemons of an older version, one of each parity group at a time and only "
         "while its jobs are protected; for a DaemonSet whose updateStrategy is OnDelete",
+    )
+    add(
+        "--trainer-volume",
+        type=TrainerVolume,
+        default=TrainerVolume.CSI,
+        choices=list(TrainerVolume),
+        help="how trainers' pods get at the daemon's sockets: by an inline volume of the daemons' "
+        "CSI driver, or by a hostPath, which Pod Security allows in privileged namespaces only "
+        "(default: %(default)s)",
     )
     add(
         "--notice",

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_operator.kube.api import NOT_FOUND, ApiError, Object
-from holdfast_operator.kube.manifests import job_objects, pod_manifest
+from holdfast_operator.kube.manifests import TrainerVolume, job_objects, pod_manifest
 from holdfast_operator.kube.metrics import OperatorMetrics
 from holdfast_operator.kube.pods import TrainerPod
 from holdfast_operator.kube.resources import (
@@ -77,12 +77,17 @@ class Trainers:
 
     Args:
         cache: the watch's copy of the pods.
+        volume: how the pods get at the daemon's sockets.
     """
 
     def __init__(
-        self, api: TrainersApi, cache: Cache[TrainerPod | None], metrics: OperatorMetrics
+        self,
+        api: TrainersApi,
+        cache: Cache[TrainerPod | None],
+        metrics: OperatorMetrics,
+        volume: TrainerVolume,
     ) -> None:
-        self._api, self._cache, self._metrics = api, cache, metrics
+        self._api, self._cache, self._metrics, self._volume = api, cache, metrics, volume
         self._starts = asyncio.Semaphore(AT_ONCE_MAX)
         self._stops = asyncio.Semaphore(AT_ONCE_MAX)
 
@@ -108,7 +113,7 @@ class Trainers:
         Raises:
             ApiError: when it would refuse them.
         """
-        body = pod_manifest(job, 0, "any", 0)
+        body = pod_manifest(job, 0, "any", 0, self._volume)
         if not _has_account(job):
             # Admission looks for the job's own account, which is made with the first pods.
             body["spec"]["serviceAccountName"] = "default"
@@ -121,7 +126,7 @@ class Trainers:
         Raises:
             ApiError: when the API server refuses it.
         """
-        body = pod_manifest(job, member, node, attempt)
+        body = pod_manifest(job, member, node, attempt, self._volume)
         async with self._starts:
             try:
                 self._cache.put_written(await self._api.create(PODS, job.metadata.namespace, body))

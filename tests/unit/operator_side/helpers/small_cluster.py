@@ -23,6 +23,7 @@ from holdfast_operator.kube.candidates import CandidateNodes
 from holdfast_operator.kube.events import Recorder
 from holdfast_operator.kube.fleet import Fleet
 from holdfast_operator.kube.handlers import carry_jobs
+from holdfast_operator.kube.manifests import TrainerVolume
 from holdfast_operator.kube.metrics import OperatorMetrics
 from holdfast_operator.kube.nodes import KubeNode, read_node
 from holdfast_operator.kube.pods import TrainerPod, read_pod
@@ -206,7 +207,7 @@ class SmallCluster:
                     clock=clock,
                 ),
                 pods=self._index,
-                trainers=Trainers(self.api, self.pods, self.metrics),
+                trainers=Trainers(self.api, self.pods, self.metrics, TrainerVolume.CSI),
                 recorder=self.recorder,
                 metrics=self.metrics,
                 clock=clock,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from samples import make_job
 
-from holdfast_core.job.parsing import Gang
+from holdfast_core.job.parsing import Gang, MoETrainingJob
+from holdfast_operator.kube.api import Object
 from holdfast_operator.kube.gangs import gang_parts
-from holdfast_operator.kube.manifests import job_objects, pod_manifest
+from holdfast_operator.kube.manifests import TrainerVolume, job_objects
+from holdfast_operator.kube.manifests import pod_manifest as manifest
 from holdfast_operator.kube.pods import read_pod
 from holdfast_operator.kube.resources import (
     COSCHEDULING_POD_GROUPS,
@@ -19,6 +21,16 @@ GANGS = {
     Gang.VOLCANO: {"gang": "Volcano", "queue": "team-a"},
     Gang.COSCHEDULING: {"gang": "Coscheduling"},
 }
+
+
+def pod_manifest(
+    job: MoETrainingJob,
+    member: int,
+    node: str,
+    attempt: int,
+    volume: TrainerVolume = TrainerVolume.CSI,
+) -> Object:
+    return manifest(job, member, node, attempt, volume)
 
 
 def test_the_trainers_command_is_run_by_the_launcher() -> None:
@@ -34,7 +46,7 @@ def test_the_trainers_command_is_run_by_the_launcher() -> None:
     assert env["HOLDFAST_JOB"] == "team.moe"
     address = {"fieldRef": {"fieldPath": "status.podIP"}}
     assert {"name": "HOLDFAST_POD_IP", "valueFrom": address} in container["env"]
-    assert env["HOLDFAST_TOKEN_FILE"] == "/var/run/secrets/holdfast.dev/token"
+    assert env["HOLDFAST_TOKEN_FILE"] == "/run/holdfast/token"
 
 
 def test_the_launcher_is_told_of_a_time_that_is_not_its_default() -> None:
@@ -108,20 +120,29 @@ def test_a_template_keeps_its_own_fields() -> None:
     env = [(entry["name"], entry.get("value")) for entry in spec["containers"][0]["env"]]
     assert env.count(("A", "1")) == 1
     assert ("HOLDFAST_JOB", "other") not in env
-    assert [volume["name"] for volume in spec["volumes"]] == [
-        *("big", "holdfast-sockets", "holdfast-token")
-    ]
+    assert [volume["name"] for volume in spec["volumes"]] == ["big", "holdfast"]
 
 
-def test_a_pod_has_the_sockets_a_token_and_shared_memory() -> None:
+def test_a_pod_has_the_volume_of_the_driver_and_shared_memory() -> None:
     spec = pod_manifest(make_job(), 0, "n", 1)["spec"]
+    mounts = {m["mountPath"]: m for m in spec["containers"][0]["volumeMounts"]}
+    assert mounts["/run/holdfast"]["readOnly"]
+    assert "/dev/shm" in mounts
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    assert volumes["holdfast"]["csi"] == {"driver": "holdfast.dev", "readOnly": True}
+    assert not any("hostPath" in volume for volume in volumes.values())
+
+
+def test_with_host_paths_a_pod_has_the_nodes_sockets_and_a_service_account_token() -> None:
+    spec = pod_manifest(make_job(), 0, "n", 1, TrainerVolume.HOST_PATH)["spec"]
     mounts = {m["mountPath"]: m for m in spec["containers"][0]["volumeMounts"]}
     assert mounts["/run/holdfast/sockets"]["readOnly"]
     assert "/var/run/secrets/holdfast.dev" in mounts
-    assert "/dev/shm" in mounts
     volumes = {volume["name"]: volume for volume in spec["volumes"]}
     token = volumes["holdfast-token"]["projected"]["sources"][0]["serviceAccountToken"]
     assert token == {"audience": "holdfast.dev/daemon", "expirationSeconds": 3600, "path": "token"}
+    env = {entry["name"]: entry.get("value") for entry in spec["containers"][0]["env"]}
+    assert env["HOLDFAST_TOKEN_FILE"] == "/var/run/secrets/holdfast.dev/token"
 
 
 def test_what_pods_share_is_owned_and_allows_one_thing() -> None:
