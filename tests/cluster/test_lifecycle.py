@@ -24,8 +24,7 @@ from holdfast_operator.kube.finalizer import FINALIZER
 TEAM = "lifecycle-test"
 WAIT_S = 90.0
 MEMORY = "/run/holdfast/memory"
-TOKEN = "run/secrets/holdfast.dev/token"
-"""/var/run is a link to /run, which would lead to this host's."""
+TOKEN = "run/holdfast/token"
 STEPS = 100_000
 """More than any test waits for."""
 

@@ -207,7 +207,7 @@ class Operating:
             ),
             pods=self._pods,
             trainers=Trainers(
-                self._api, self._pod_cache, self._metrics, options.trainer_volume
+                self._api, self._pod_cache, self._metrics, self._options.trainer_volume
             ),
             recorder=self._recorder,
             metrics=self._metrics,
