@@ -294,7 +294,7 @@ class EffectWorker:
             return None
 
     def _fetch_manifest(self, effect: FetchManifest, scope: EpochScope) -> ManifestFetched:
-        manifest, layout = self._group.ask(
+        manifest, layout = self._group.find(
             effect.peers, effect.rank, effect.generation, effect.manifest_digest, scope
         )
         return ManifestFetched(

@@ -217,7 +217,7 @@ class BuildParity:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FetchManifest:
-    """Get a lost rank's manifest and layout from a peer that keeps them → `ManifestFetched`."""
+    """Get a lost rank's manifest and layout, kept here or by a peer → `ManifestFetched`."""
 
     rank: int
     generation: Generation

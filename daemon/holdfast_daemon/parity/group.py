@@ -101,17 +101,14 @@ class Group:
         self, sources: Iterable[PeerSnapshot], generation: Generation, scope: EpochScope
     ) -> dict[int, tuple[bytes, bytes]]:
         """(manifest, layout) of each source, by position: as kept here, or else fetched from it."""
-        described = {}
-        for source in sources:
-            kept = self.storage.describe(source.rank, generation)
-            if kept is None or manifest_digest(kept[0]) != source.manifest_digest:
-                kept = self.ask(
-                    (source.member,), source.rank, generation, source.manifest_digest, scope
-                )
-            described[source.position] = kept
-        return described
+        return {
+            source.position: self.find(
+                (source.member,), source.rank, generation, source.manifest_digest, scope
+            )
+            for source in sources
+        }
 
-    def ask(
+    def find(
         self,
         members: Iterable[Member],
         rank: int,
@@ -119,12 +116,16 @@ class Group:
         digest: int,
         scope: EpochScope,
     ) -> tuple[bytes, bytes]:
-        """(manifest, layout) from the first of `members` that has exactly the ones asked for.
+        """(manifest, layout) as kept here, or else from the first of `members` that has exactly the
+        ones asked for. An heir that is the only one left of its group has them here.
 
         Raises:
             UnreachableError: none has; the message gives the reason of each.
             StaleEpochError: a newer epoch has begun.
         """
+        kept = self.storage.describe(rank, generation)
+        if kept is not None and not _flaw(*kept, digest):
+            return kept
         membership = scope.current()
         why = []
         for member in members:
@@ -133,14 +134,10 @@ class Group:
                 manifest, layout = self.peers.fetch_manifest(
                     member, membership.job, membership.epoch, rank, generation
                 )
-                if not manifest:
-                    why.append(f"{member.node} does not have it")
-                elif manifest_digest(manifest) != digest:
-                    why.append(f"{member.node} has a different one")
-                elif layout_id(layout) != decode_manifest(manifest).layout_id:
-                    why.append(f"{member.node} has a different layout")
-                else:
+                flaw = _flaw(manifest, layout, digest)
+                if not flaw:
                     return manifest, layout
+                why.append(f"{member.node} {flaw}")
             except HoldfastError as error:
                 why.append(f"{member.node}: {error}")
         raise UnreachableError(
@@ -169,3 +166,14 @@ class Group:
             owners=owners or {},
             parity_lanes=[membership.parity_lane(lane, row) for row in range(rows)],
         )
+
+
+def _flaw(manifest: bytes, layout: bytes, digest: int) -> str:
+    """Why these are not the manifest of `digest` and its layout; empty when they are."""
+    if not manifest:
+        return "does not have it"
+    if manifest_digest(manifest) != digest:
+        return "has a different one"
+    if layout_id(layout) != decode_manifest(manifest).layout_id:
+        return "has a different layout"
+    return ""

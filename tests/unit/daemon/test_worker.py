@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -299,6 +299,18 @@ def test_a_lost_member_comes_back_byte_for_byte(cluster: Cluster) -> None:
         assert isinstance(verified, SnapshotVerified)
         assert verified.ok
         assert cluster.build(lost).error == ""
+
+
+def test_a_member_that_is_alone_has_the_manifests_of_its_group(cluster: Cluster) -> None:
+    assert cluster.build(1).error == ""
+    digest = cluster.source(0).manifest_digest
+    fetch = FetchManifest(rank=0, generation=GENERATION, manifest_digest=digest, peers=())
+    fetched = cluster.run(1, fetch)
+    assert isinstance(fetched, ManifestFetched) and fetched.error == ""
+    assert manifest_digest(fetched.manifest) == digest
+    assert layout_id(fetched.layout) == layout_id(layout_of(0))
+    other = cluster.run(1, replace(fetch, manifest_digest=digest ^ 1))
+    assert isinstance(other, ManifestFetched) and "no peer" in other.error
 
 
 def test_a_flipped_byte_in_an_arena_is_found_and_named(cluster: Cluster) -> None:

@@ -21,11 +21,13 @@ from holdfast_daemon.engine.effects import (
     CommitSet,
     Completion,
     Effect,
+    FetchManifest,
     ForgetPeers,
     FreeParity,
     FreeSlot,
     Loading,
     LoadStored,
+    ManifestFetched,
     Note,
     ParityBuilt,
     PersistRank,
@@ -258,6 +260,9 @@ class VirtualDaemon:
             return
         if isinstance(event, ParityBuilt) and event.entry is not None:
             self.world.check_block(self.node, event.lane, event.slot)
+        if isinstance(effect, FetchManifest) and isinstance(event, ManifestFetched):
+            # Whoever is left alone of a parity group keeps what it needs to rebuild the others.
+            assert effect.peers or not event.error, f"{self.node} is alone: {event.error}"
         if isinstance(event, RankPersisted):
             arena = self.disk.arenas.get((event.rank, event.layout_id))
             if arena is not None:
