@@ -145,6 +145,12 @@ class ProtectedSession(Session):
         return self._restore.rank
 
     @property
+    def repeats(self) -> bool:
+        """Whether steps of a sparse window are being repeated, so that units are of different
+        steps."""
+        return self._replay is not None
+
+    @property
     def epoch(self) -> int:
         return self._saver.epoch or 0
 

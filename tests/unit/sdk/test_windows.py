@@ -13,8 +13,17 @@ import torch
 from mixed_precision import MasterOptimizer
 
 import holdfast
+from holdfast._elastic.session import ElasticSession
+from holdfast._exchange import Alone
 from holdfast.testing import FakeDaemon
+from holdfast_core.errors import UnreachableError
 from holdfast_core.job.snapshots import Full, SparseWindows
+from holdfast_core.protection.standing import (
+    RankStanding,
+    StandingAction,
+    StandingVerdict,
+    standing,
+)
 
 Same = Callable[[dict[str, Any], dict[str, Any]], None]
 WAIT_S = 20
@@ -113,6 +122,63 @@ def test_a_job_may_change_to_windows_and_back(
     for step in range(1, len(states)):
         other.train()
         same(other.state(), states[step])
+
+
+class OneRank:
+    """World of one process that stays; each time it is cut off, another one begins."""
+
+    stays, size, ended = True, 1, False
+    failure: Exception | None = None
+    verdict: StandingVerdict | None = None
+
+    def __init__(self) -> None:
+        self.epoch = 2
+        self.verdicts: list[StandingVerdict] = []
+
+    def check_process(self) -> None: ...
+
+    def exchange(self, timeout_s: float) -> Alone:
+        del timeout_s
+        return Alone()
+
+    def survives(self, error: Exception) -> bool:
+        return isinstance(error, UnreachableError)
+
+    def stand(self, own: RankStanding, cause: Exception | None) -> StandingVerdict:
+        del cause
+        self.verdicts.append(standing([own]))
+        return self.verdicts[-1]
+
+    def form(self) -> None:
+        self.epoch += 1
+
+
+def test_a_process_that_stays_goes_live_only_where_no_unit_is_frozen(
+    make_trainer: Any, open_session: Any, tmp_path: Path, same: Same
+) -> None:
+    """A job has left its policy Sparse, and a window is repeated under Full, which goes on live."""
+    states = undisturbed(make_trainer, open_session, tmp_path, KINDS[2], 3, 7)
+    trainer = make_trainer("float32 masters", seed=5, dtype=torch.bfloat16)
+    world: Any = OneRank()
+
+    def make() -> Any:
+        daemon = FakeDaemon(tmp_path, epoch=world.epoch)
+        return open_session(trainer, daemon, policy=Full(), start_wait_s=WAIT_S)
+
+    session = ElasticSession(world, make, [trainer.optimizer], WAIT_S, votes=True)
+    cut, steps = {7, 9}, []
+    for step in session.steps(len(states) - 1):
+        with step:
+            steps.append(int(step))
+            if step in cut:
+                cut.remove(int(step))
+                raise UnreachableError("a rank is lost")
+            trainer.train()
+            if step > 7:  # the last of the window
+                same(trainer.state(), states[step])
+    assert steps == [6, 7, 6, 7, 8, 9, 9, *range(10, len(states))]
+    assert [one.action for one in world.verdicts] == [StandingAction.LINE, StandingAction.LIVE]
+    assert "units are frozen until the window of steps is repeated" in world.verdicts[0].reason
 
 
 def test_a_window_that_is_not_whole_is_never_seen(

@@ -325,6 +325,8 @@ class ElasticSession(Session):
         if not self._votes or not isinstance(session, ProtectedSession):
             return RankStanding(step=held.step, torn="its script or policy cannot go on live")
         torn = held.torn or (voting.changed() if voting is not None else "")
+        if session.repeats:
+            torn = torn or "units are frozen until the window of steps is repeated"
         if held.adds_up:
             torn = torn or f"gradients may add up over steps: none stepped in step {held.step}"
         try:

@@ -119,6 +119,8 @@ def open_world(
 
     Raises:
         CorruptError: when a snapshot is not one of the line, or a piece does not match.
+        LayoutMismatchError: when it is a sparse window: its units are of different steps, and only
+            the world that captured it can repeat them.
     """
     generation = decision.line.generation
     assert generation is not None
@@ -152,6 +154,12 @@ def _check(snapshot: ReadSnapshot, world: OtherWorld) -> None:
     fits = (manifest.extras_offset, manifest.piece_bytes, manifest.layout_id)
     if fits != (layout.extras_offset, layout.piece_bytes, layout_id(encode_layout(layout))):
         raise CorruptError(f"the manifest of rank {manifest.rank} does not fit its layout")
+    if snapshot.window is not None:
+        raise LayoutMismatchError(
+            f"generation {world.generation} is a sparse window of {world.ranks} ranks, whose steps "
+            f"only their world can repeat; suspend a job that leaves snapshot.policy.type Sparse, "
+            f"and give it fewer minNodes than nodes once a snapshot of its new policy is protected"
+        )
 
 
 def _state_of(snapshot: ReadSnapshot) -> PartialState:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from stored import JOB, persist
-from worlds import OPTIMIZERS, Net, Ranks, State, assert_restored, whole_state
+from worlds import OPTIMIZERS, WAIT_S, Net, Ranks, State, assert_restored, whole_state
 
 from holdfast._daemon.client import OnProgress, RestoreDecision
 from holdfast._state.capture import LiveState
@@ -22,6 +22,7 @@ from holdfast_core.errors import (
     LayoutMismatchError,
     NoRecoveryLineError,
 )
+from holdfast_core.job.snapshots import SparseWindows
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.manifests import Manifest
 from holdfast_core.topology import Topology
@@ -284,6 +285,27 @@ def test_another_way_to_cut_layers_is_refused(now: Topology, words: str, tmp_pat
     for error in new.errors():
         assert isinstance(error, LayoutMismatchError)
         assert words in str(error)
+    new.close()
+
+
+def test_a_sparse_window_is_refused(tmp_path: Path) -> None:
+    """Its units are of different steps: a job may have left that policy since, and then shrunk."""
+    old = Ranks(tmp_path, Topology(dp=2), settings={"policy": SparseWindows(window=2)})
+    old.restore()
+    for step in range(1, 4):  # the first save is whole
+        old.train(step)
+        handles = old.each(lambda rank, step=step: rank.session.save(step))  # type: ignore[misc]
+        for handle in handles:
+            handle.staged.result(WAIT_S)
+    for handle in handles:
+        handle.committed.result(WAIT_S)
+    old.close()
+    new = go_on(tmp_path, "2 to 3")
+    before = new.states()
+    for error in new.errors():
+        assert isinstance(error, LayoutMismatchError)
+        assert "generation 1.3 is a sparse window of 2 ranks, whose steps only their" in str(error)
+    assert_untouched(new, before)
     new.close()
 
 
