@@ -95,10 +95,10 @@ class Misuse:
         self._kind, self._world, self._session = kind, world, session
         self._group = everyone.now
         self._everyone = everyone
-        if kind == "saves-elsewhere":
-            threading.Thread(target=self._save_on_and_on, daemon=True).start()
         self.step = 0
         self.refused: set[str] = set()
+        if kind == "saves-elsewhere":
+            threading.Thread(target=self._save_on_and_on, daemon=True).start()
 
     def _save_on_and_on(self) -> None:
         while True:
@@ -123,11 +123,28 @@ class Misuse:
                 if self._kind == "swallows":
                     return
 
+    @property
+    def _changes(self) -> bool:
+        # Not after each step: a save that such a change overtakes is dropped.
+        return self._kind == "changes-outside" and self.step % 4 == 0
+
+    @torch.no_grad()
+    def dense_after(self, model: Model, optimizer: torch.optim.Optimizer) -> str:
+        """Digest of what is no expert, as `after` will leave it; empty when it changes nothing."""
+        if not self._changes:
+            return ""
+        weight = model.head.weight
+        before = weight.clone()
+        weight.neg_()
+        after: str = digests(model, optimizer)["dense"]
+        weight.copy_(before)
+        return after
+
     def after(self, model: Model) -> None:
         """Do what comes between two steps."""
-        if self._kind == "changes-outside":
+        if self._changes:
             with torch.no_grad():
-                model.head.weight.mul_(1.5)
+                model.head.weight.neg_()
         if self._kind == "forks" and os.fork() == 0:
             time.sleep(4.0)  # holds every socket of its parent, which may be dead by then
             os._exit(0)
@@ -181,6 +198,7 @@ def main() -> None:
                 time.sleep(PACE_S)
                 misuse.run(lambda step=int(step): work(step))  # type: ignore[misc]
                 line.update(digests(model, optimizer), refused=sorted(misuse.refused))
+                line["dense_after"] = misuse.dense_after(model, optimizer)
                 log.write(json.dumps(line) + "\n")
             faults.at("after-save")
             misuse.after(model)
