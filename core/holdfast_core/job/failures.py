@@ -9,6 +9,9 @@ from msgspec import Meta, field
 
 from holdfast_core.job.documents import YEAR_S, Document
 
+STARTING_S = 600.0
+"""Least silence that counts as a hang before the first step of an epoch, however small
+`hangSeconds` is, unless the job sets another: ranks may load, compile and warm up for this long."""
 REFORM_S = 30.0
 """Seconds that a worker which stays has to join the new world, unless the job sets others."""
 
@@ -55,9 +58,37 @@ class Detection(Document, frozen=True, kw_only=True):
             le=YEAR_S,
             description="seconds without progress after which the job counts as hung",
             examples=[600],
-            extra={"more": "Must be longer than the longest step, including the first one."},
+            extra={
+                "more": "Must be longer than the longest step; for the first, see startSeconds."
+            },
         ),
     ] = 600.0
+    start_seconds: (
+        Annotated[
+            float,
+            Meta(
+                gt=0,
+                le=YEAR_S,
+                description="seconds without progress after which a start counts as hung",
+                examples=[1800],
+                extra={
+                    "more": "Without it, 600 or hangSeconds, whichever is longer. Must be longer "
+                    "than loading and compiling."
+                },
+            ),
+        ]
+        | None
+    ) = None
+    exit_seconds: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=YEAR_S,
+            description="seconds that processes may run on after all sessions are closed",
+            examples=[3600],
+            extra={"more": "After that they count as hung."},
+        ),
+    ] = 3600.0
     replace_seconds: Annotated[
         float,
         Meta(
@@ -69,6 +100,13 @@ class Detection(Document, frozen=True, kw_only=True):
         ),
     ] = 0.0
 
+    @property
+    def start_limit_s(self) -> float:
+        """Seconds without any sign of a start after which it counts as a hang."""
+        if self.start_seconds is not None:
+            return self.start_seconds
+        return max(self.hang_seconds, STARTING_S)
+
 
 class FailureRule(Document, frozen=True, kw_only=True):
     """What to do about one kind of failure."""
@@ -79,8 +117,9 @@ class FailureRule(Document, frozen=True, kw_only=True):
             description="what the rule applies to",
             extra={
                 "more": "ExitCode: a process exits with one of `values`. Hang: no progress for "
-                "detection.hangSeconds. Disruption: the cluster takes the pod away (preemption, "
-                "drain, eviction). NodeLost: the node's daemon is silent, or the node is gone. "
+                "detection.hangSeconds. "
+                "Disruption: the cluster takes the pod away (preemption, drain, eviction). "
+                "NodeLost: the node's daemon is silent, or the node is gone. "
                 "NoReplacement: no node could replace a lost one for `afterSeconds`. Any: "
                 "everything else; allowed only in the last rule."
             },

@@ -17,6 +17,7 @@ from holdfast_operator.reconciler.lookups import (
     ranks_in,
 )
 from holdfast_operator.reconciler.losses import loss_condition
+from holdfast_operator.reconciler.stalls import stall_of
 from holdfast_operator.reconciler.text import listed
 from holdfast_operator.reconciler.views import (
     AgentState,
@@ -94,7 +95,7 @@ def conditions(
     found = (
         _suspended(job, observed),
         refusal or _scheduled(job, observed, state, now, waiting),
-        _running(job, observed, state, waiting),
+        _running(job, observed, state, now, waiting),
         _recovering(job, observed, state, waiting),
         _protected(job, observed, state),
         _degraded(job, observed, state, now),
@@ -191,7 +192,7 @@ def _goes_on(state: ControlState, membership: Membership) -> bool:
 
 
 def _running(
-    job: MoETrainingJob, observed: Observed, state: ControlState, waiting: str
+    job: MoETrainingJob, observed: Observed, state: ControlState, now: float, waiting: str
 ) -> Condition:
     kind, membership = ConditionType.RUNNING, state.membership
     if state.outcome is not None:
@@ -200,6 +201,10 @@ def _running(
         return Condition(type=kind, status=False, reason="Suspended")
     if membership is None or not training_runs(observed, membership):
         if membership is not None and _goes_on(state, membership):
+            stall = stall_of(job, membership, observed, state, now)
+            if stall is not None:
+                reason = "AllSessionsClosed"
+                return Condition(type=kind, status=True, reason=reason, message=stall.message)
             message = "some ranks have closed their sessions, or their daemon has just returned"
             return Condition(type=kind, status=True, reason="SomeRanksReady", message=message)
         return Condition(type=kind, status=False, reason="NotAllRanksReady", message=waiting)

@@ -21,6 +21,7 @@ from holdfast_operator.reconciler.lookups import (
     silent_s,
 )
 from holdfast_operator.reconciler.protection import ParityGroups
+from holdfast_operator.reconciler.stalls import stall_of
 from holdfast_operator.reconciler.text import exit_in_words, ranks_in_words
 from holdfast_operator.reconciler.views import (
     NEVER,
@@ -31,10 +32,6 @@ from holdfast_operator.reconciler.views import (
     NodeView,
     Observed,
 )
-
-STARTING_S = 600.0
-"""Least silence that counts as a hang while no rank has finished a first step in the epoch, however
-small `hangSeconds` is: ranks may load, compile and warm up for this long."""
 
 RETURN_S = 30.0
 """Additional wait for a daemon that is being ended on purpose, or was seen starting, on a living
@@ -121,7 +118,7 @@ def gather(
             found = list(_member_causes(membership, member, view, observed, state, now))
             causes.extend(found or _awaited(job, membership, member, observed, state))
     if not suspects and all(cause.voluntary for cause in causes):
-        causes.extend(_hang(job, membership, observed, state))
+        causes.extend(_hang(job, membership, observed, state, now))
     return Evidence(causes=tuple(causes), suspects=tuple(suspects), groups=groups)
 
 
@@ -333,18 +330,28 @@ def _differ(theirs: Membership, ours: Membership) -> bool:
 
 
 def _hang(
-    job: MoETrainingJob, membership: Membership, observed: Observed, state: ControlState
+    job: MoETrainingJob,
+    membership: Membership,
+    observed: Observed,
+    state: ControlState,
+    now: float,
 ) -> Iterator[Cause]:
-    """Find out whether no rank has made progress for too long. Ranks wait for each other in
-    collectives, so one that hangs stops all; those that are a step behind, or idle for longest, are
-    named."""
+    """Find out whether nothing has got on for too long: in a start or at the end, where no rank can
+    report steps (`stalls`), or in training. There ranks wait for each other in collectives, so one
+    that hangs stops all; those that are a step behind, or idle for longest, are named."""
+    stall = stall_of(job, membership, observed, state, now)
+    if stall is not None:
+        if stall.quiet_s >= stall.limit_s:
+            text = f"{stall.text} for {stall.quiet_s:.1f} s"
+            yield Cause(on=On.HANG, text=text, member=stall.member)
+        return
     ranks = [r for r in ranks_in(observed, membership) if r.state.at_work]
     if not ranks:
         return
     idle_s = min(r.idle_s for r in ranks)
     started = any(r.step > (state.started_from or 0) for r in ranks)
-    hang_s = job.spec.failure_policy.detection.hang_seconds
-    if idle_s < (hang_s if started else max(hang_s, STARTING_S)):
+    detection = job.spec.failure_policy.detection
+    if idle_s < (detection.hang_seconds if started else detection.start_limit_s):
         return
     behind_step = min(r.step for r in ranks)
     behind = [r for r in ranks if r.step == behind_step]

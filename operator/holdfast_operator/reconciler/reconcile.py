@@ -26,10 +26,11 @@ keep to this:
    failed before it ran, the next one does not begin at once. A job that fails alike before its
    first step, again and again, has failed (`trainer_failures`).
 5. A job does not start again from nothing once a generation was protected (without redundancy:
-   complete). If no recovery line is left, in memory or in durable storage, it fails. Before that
-   point a fresh start breaks no promise, and happens; so it does when a person has changed the
-   shape of a suspended job (`suspending`). An epoch that does not come after those in storage is
-   followed by one that does (`stored_copies`).
+   complete). If no recovery line is left, in memory or in durable storage, it fails, unless
+   processes that have outlived their world may have everything between them: only they know
+   (`staying`). Before that point a fresh start breaks no promise, and happens; so it does when a
+   person has changed the shape of a suspended job (`suspending`). An epoch that does not come after
+   those in storage is followed by one that does (`stored_copies`).
 6. For each notice that a member's node will be taken away, a copy in durable storage is requested,
    whatever else is done about it (`notices`).
 7. On some spares an agent waits, and becomes that of the member that moves there (`standby`).
@@ -65,7 +66,9 @@ from holdfast_operator.reconciler.notices import ask_for_copy
 from holdfast_operator.reconciler.placement import form, refreshed
 from holdfast_operator.reconciler.recovering import recover, start_missing
 from holdfast_operator.reconciler.shape import Shape
+from holdfast_operator.reconciler.stalls import NOTICE_SHARE, signs_of, stall_of
 from holdfast_operator.reconciler.standby import keep_standbys
+from holdfast_operator.reconciler.staying import may_go_on_live
 from holdfast_operator.reconciler.steps import Look, Step, end, fold, publish, stop
 from holdfast_operator.reconciler.stored_copies import (
     note_copies,
@@ -88,6 +91,8 @@ from holdfast_operator.reconciler.views import (
 )
 
 _MAY_WAIT = (AgentState.STARTING, AgentState.RUNNING)
+STALL_SHOWN_S = 10.0
+"""Silence in a start after which the status names what is waited for."""
 PLACEMENT_S = 10.0
 """How long the first placement waits for nodes that it could do without."""
 
@@ -276,6 +281,22 @@ def _line_of(look: Look, membership: Membership) -> Line | None:
     return next((v.line for v in views if v is not None and v.line is not None), None)
 
 
+def _note_signs(look: Look, state: ControlState, membership: Membership) -> Step:
+    """Remember when a start, or an end, was last seen to get on; emit an event when that was long
+    ago."""
+    stall = stall_of(look.job, membership, look.observed, state, look.now)
+    signs = signs_of(look.observed, state, membership) if stall is not None else ()
+    if stall is None or not signs:
+        return Step(replace(state, signs=()))
+    if signs != state.signs:
+        return Step(replace(state, signs=signs, quiet_since=look.now))
+    slow = f"{membership.epoch} {'end' if stall.ending else 'start'}"
+    if stall.quiet_s < NOTICE_SHARE * stall.limit_s or state.slow == slow:
+        return Step(state)
+    reason = EventReason.SLOW_END if stall.ending else EventReason.SLOW_START
+    return Step(replace(state, slow=slow)).post(reason, stall.message, warning=True)
+
+
 def _note_resumption(look: Look, state: ControlState, membership: Membership) -> Step:
     """Emit one event in each epoch, when training runs."""
     if state.resumed_epoch >= membership.epoch:
@@ -316,15 +337,17 @@ def _fail_without_line(look: Look, state: ControlState, membership: Membership) 
     line, saved = _line_of(look, membership), state.saved
     if line is None or line.generation is not None or saved is None:
         return Step(state)
-    if saved.epoch >= membership.epoch:
+    if saved.epoch >= membership.epoch or state.started_from:  # from such a line only live
+        return Step(state)
+    if may_go_on_live(look.observed, membership):
         return Step(state)
     return end(
         look,
         state,
         Outcome.FAILED,
         f"no recovery line: generation {saved} was the newest that was safe, and too much of "
-        f"it is lost ({line.reason}); nothing was persisted. Run the job again to train from "
-        f"the beginning",
+        f"it is lost ({line.reason}); nothing was persisted, and no processes are left that have "
+        f"everything. Run the job again to train from the beginning",
         "NoRecoveryLine",
     )
 
@@ -348,6 +371,9 @@ def _tend(look: Look, state: ControlState, membership: Membership) -> Step:
         return step.wait()
     ready = sum(r.state.at_work for r in ranks_in(look.observed, membership))
     text = f"{ready} of {membership.world_size} ranks are at work in epoch {current.epoch}"
+    stall = stall_of(look.job, membership, look.observed, step.state, look.now)
+    if stall is not None and stall.quiet_s >= STALL_SHOWN_S:
+        text += f"; {stall.message}"
     return step.wait(text + _agents_that_wait(look, current))
 
 
@@ -388,6 +414,7 @@ _RULES = (
     note_losses,
     note_unprotected,
     _note_resumption,
+    _note_signs,
     _fail_when_overdue,
     _fail_without_line,
     pass_stored_epochs,

@@ -10,6 +10,7 @@ from collections.abc import Collection
 
 from holdfast_core.job.status import RecoveryMode
 from holdfast_core.snapshots.membership import Membership
+from holdfast_core.states import RestoreSource
 from holdfast_operator.reconciler.conditions import training_runs
 from holdfast_operator.reconciler.lookups import ranks_in
 from holdfast_operator.reconciler.text import listed
@@ -36,6 +37,21 @@ def others_stay(observed: Observed, membership: Membership, restarting: Collecti
         and len(view.ranks) == membership.nproc_per_node
         and all(rank.follows for rank in view.ranks)
         for view in others
+    )
+
+
+def may_go_on_live(observed: Observed, membership: Membership) -> bool:
+    """Whether workers that have outlived the last world may still find that they have the whole
+    state between them: some stay in this epoch, and no rank has begun from anything yet. Those that
+    find out otherwise end."""
+    ranks = ranks_in(observed, membership)
+    if any(rank.restored_from is not RestoreSource.UNKNOWN for rank in ranks):
+        return False
+    return any(
+        rank.follows
+        and not rank.lost
+        and membership.member_of(rank.rank) not in membership.restarting
+        for rank in ranks
     )
 
 

@@ -17,6 +17,12 @@ def listed(items: Iterable[object]) -> str:
     return f"{', '.join(names[:NAMED_MAX])} and {len(names) - NAMED_MAX} more"
 
 
+def roughly(seconds: float) -> str:
+    """`20 s`, `3 min`: coarse, so that a status that shows how long something takes is seldom
+    written anew."""
+    return f"{seconds // 10 * 10:.0f} s" if seconds < 120 else f"{seconds // 60:.0f} min"
+
+
 def ranks_in_words(ranks: Iterable[int]) -> str:
     """`rank 3`, or `ranks 3, 4`."""
     found = sorted(ranks)

@@ -351,6 +351,8 @@ class EventReason(StrEnum):
     NO_REPLACEMENT = "NoReplacement"
     JOINED = "Joined"
     JOINER_EXITED = "JoinerExited"
+    SLOW_START = "SlowStart"
+    SLOW_END = "SlowEnd"
     LAST_LINES = "LastLines"
     TOKEN_LOSS_LIMIT_PASSED = "TokenLossLimitPassed"
     COPY_REQUESTED = "CopyRequested"
@@ -417,6 +419,13 @@ class ControlState(Counters):
     """Newest epoch in which training was seen running."""
     started_from: int | None = None
     """Step that the current epoch started from, once known."""
+    signs: tuple[int, ...] = ()
+    """What was last seen of a start, or of the end of training; empty while nothing is waited for
+    that would give a sign."""
+    quiet_since: float = NEVER
+    """When `signs` last changed."""
+    slow: str = ""
+    """Start or end of an epoch that an event has reported as slow."""
     unprotected: frozenset[str] = frozenset()
     """Reasons for which `unprotected` has emitted events."""
     standby_exits: Mapping[str, tuple[int, float]] = field(default_factory=dict)

@@ -127,6 +127,14 @@ class World:
         self.line: Line | None = None
         self.following: set[int] = set()
         """Ranks whose workers stay in their processes when the world changes."""
+        self.sessionless: set[int] = set()
+        """Ranks that have no session, although their agents run: not yet, or no more."""
+        self.busy: dict[str, str] = {}
+        """Node → `rebuilding` or `loading`, which its daemon is."""
+        self.live: int | None = None
+        """Step after which ranks have gone on live, instead of restoring the line."""
+        self.undecided = False
+        """Whether no rank knows yet what it begins from."""
         self.losses: dict[str, LossReport] = {}
         """Node → its daemon's report of lost tokens."""
         self.fetched: dict[str, float] = {}
@@ -227,7 +235,7 @@ class World:
         works = agent is not None and agent.state is AgentState.RUNNING
         ranks = membership.ranks_of(member) if member is not None else range(0)
         healthy = RankHealth.HEALTHY
-        source = RestoreSource.LOCAL if membership.epoch > 1 else RestoreSource.NONE
+        restored, source = self._restored_in(membership.epoch)
         return JobView(
             epoch=membership.epoch,
             membership=membership,
@@ -238,12 +246,17 @@ class World:
             ranks=tuple(
                 RankView(
                     rank=rank,
-                    state=healthy if works and rank not in daemon.lost else RankHealth.OFFLINE,
+                    state=(
+                        healthy
+                        if works and rank not in daemon.lost | self.sessionless
+                        else RankHealth.OFFLINE
+                    ),
                     step=self.step,
                     idle_s=self.idle_s,
                     lost=rank in daemon.lost,
                     exit_code=daemon.exits.get(rank),
                     last_lines=daemon.last_lines.get(rank, ""),
+                    restored=restored,
                     restored_from=source,
                     follows=rank in self.following - daemon.lost,
                 )
@@ -253,7 +266,18 @@ class World:
             loss=self.losses.get(name),
             protection_bytes_s=self.fetched.get(name, 0.0),
             slots=self.slots.get(name, 0),
+            rebuilding=self.busy.get(name) is not None,
+            loading=self.busy.get(name) == "loading",
         )
+
+    def _restored_in(self, epoch: int) -> tuple[Generation | None, RestoreSource]:
+        """What ranks began from in `epoch`, and its source."""
+        if self.undecided:
+            return None, RestoreSource.UNKNOWN
+        if self.live is not None:
+            return Generation(epoch, self.live), RestoreSource.LIVE
+        start = self.line_of(epoch).generation
+        return start, RestoreSource.NONE if start is None else RestoreSource.LOCAL
 
     def _is_protected_in(self, epoch: int) -> bool:
         return self.protected is not None and (self.protects or self.protected.epoch == epoch)

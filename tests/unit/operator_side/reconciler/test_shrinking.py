@@ -139,8 +139,6 @@ def test_all_members_of_a_parity_group_lost_leave_no_line() -> None:
     world = elastic(redundancy="RAIM5")
     world.kill_node("n1")
     world.kill_node("n2")
-    world.line = None
-    world.settle(4.9)
     world.line = Line(generation=None, reason="1.10 lacks ranks [1, 2]")
     world.settle(LOST_S)
     assert world.state.outcome is Outcome.FAILED

@@ -8,6 +8,8 @@ import pytest
 from virtual_world import World, make_job, running
 
 from holdfast_core.job.status import RecoveryMode
+from holdfast_core.snapshots.generations import Line
+from holdfast_operator.reconciler.lookups import live_step
 from holdfast_operator.reconciler.staying import recovery_mode
 
 
@@ -163,3 +165,70 @@ def test_what_a_recovery_does_is_known_once_all_follow_or_training_runs() -> Non
     assert recovery_mode(world.observed(), world.membership) is RecoveryMode.IN_PLACE
     world.lose_rank(1)
     assert recovery_mode(world.observed(), world.membership) is None
+
+
+def without_line() -> World:
+    """Epoch 2 of a job whose line is lost with two nodes of one parity group, before any rank knows
+    what it begins from. Workers of two members have outlived the loss."""
+    world = running(make_job(spares=2))
+    world.following = {0, 3}
+    world.undecided, world.sessionless = True, set(range(4))
+    world.line = Line(generation=None, reason="1.10 lacks ranks [1, 2]")
+    world.kill_node("n1")
+    world.kill_node("n2")
+    world.settle(90.0)
+    assert world.membership.epoch == 2
+    return world
+
+
+def test_processes_that_have_everything_go_on_although_the_line_is_lost() -> None:
+    world = without_line()
+    assert world.state.outcome is None
+    world.undecided, world.live, world.sessionless = False, 12, set()
+    world.settle(2.0)
+    assert world.state.outcome is None and world.phase() == "Running"
+    assert world.state.started_from == 12
+    assert world.messages("Running") == [
+        "4 ranks train in epoch 2 from step 12, live: no step was lost"
+    ]
+
+
+def test_processes_that_lack_something_end_and_with_them_the_job() -> None:
+    world = without_line()
+    world.following = set()
+    world.look()
+    assert world.state.outcome_word == "NoRecoveryLine"
+    assert "no processes are left that have everything" in world.state.outcome_reason
+
+
+def test_a_rank_that_begins_from_nothing_ends_a_job_that_had_a_line() -> None:
+    world = without_line()
+    world.undecided = False
+    world.look()
+    assert world.state.outcome_word == "NoRecoveryLine"
+
+
+def test_a_worker_that_is_to_restart_goes_on_with_nothing() -> None:
+    world = without_line()
+    assert world.membership.restarting == {1, 2}
+    world.following = {1, 2}
+    world.look()
+    assert world.state.outcome_word == "NoRecoveryLine"
+
+
+@pytest.mark.parametrize("step", [7, 13])
+def test_the_live_step_is_that_of_the_epoch_whatever_the_line(step: int) -> None:
+    world = running()
+    world.lose_rank(1)
+    world.look()
+    assert live_step(world.observed(), world.membership) is None
+    world.live = step
+    world.look()
+    assert live_step(world.observed(), world.membership) == step
+    assert world.state.started_from == step
+    world.live = None
+    world.lose_rank(1)
+    world.settle(5.0)
+    assert world.membership.epoch == 3
+    assert live_step(world.observed(), world.membership) is None
+    assert world.state.started_from == 10
