@@ -136,6 +136,17 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        name="accept a generation of a rolled-back epoch beside those of the present one",
+        edits=(
+            (
+                f"{ENGINE}/leader.py",
+                "if generation.epoch == membership.epoch or generation == line.generation",
+                "if True",
+            ),
+            (f"{ENGINE}/upkeep.py", "if generation.epoch < directive.epoch:", "if False:"),
+        ),
+    ),
+    Mutant(
         name="give slots away that a trainer may still be writing into",
         edits=(
             (
