@@ -13,6 +13,7 @@ from torch import nn
 
 from holdfast._copying.devices import device_of
 from holdfast._daemon.client import DaemonClient, GrpcClient
+from holdfast._elastic.pipeline import Pipeline
 from holdfast._elastic.session import ElasticSession, check_staying
 from holdfast._elastic.world import World
 from holdfast._environment import Environment, read_environment
@@ -51,6 +52,7 @@ def init(
     rank: int | None = None,
     daemon: DaemonClient | None = None,
     world: World | None = None,
+    pipeline: Pipeline | None = None,
 ) -> Session:
     """Make a session for this rank. Every rank calls it, after any `init_process_group`.
 
@@ -76,6 +78,7 @@ def init(
         daemon: a client to use as it is, such as `holdfast.testing.FakeDaemon`.
         world: the world of `holdfast.elastic.init`: then train in `session.steps`, and this process
             stays when other ranks are lost.
+        pipeline: with `world`, so that a pipeline stage that is lost recovers alone.
 
     Raises:
         InvalidJobError: when the topology does not fit the training world, an optimizer lacks
@@ -98,15 +101,13 @@ def init(
         environment=environment,
     )
     maker.check_topology()
+    _check_pipeline(pipeline, topology, world)
     if world is None:
         return maker.session()
     if daemon is not None:
         raise InvalidJobError("daemon= is one client, and each world needs its own: leave out one")
     check_staying(model)
-    # A vote waits for the slowest rank, as training's own collectives do.
-    timeout_s = max(maker.settings.exchange_timeout_s, world.timeout_s)
-    votes = maker.can_go_on_live
-    return ElasticSession(world, maker.session, maker.optimizers, timeout_s, votes=votes)
+    return maker.elastic_session(world, pipeline)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,6 +184,15 @@ class _Maker:
             hooks=self.world is None,
         )
 
+    def elastic_session(self, world: World, pipeline: Pipeline | None) -> ElasticSession:
+        """Make a session that makes one in each world. Collective."""
+        # A vote waits for the slowest rank, as training's own collectives do.
+        timeout_s = max(self.settings.exchange_timeout_s, world.timeout_s)
+        votes = self.can_go_on_live
+        return ElasticSession(
+            world, self.session, self.optimizers, timeout_s, votes=votes, pipeline=pipeline
+        )
+
     def _connect(self, rank: int) -> DaemonClient:
         if not self.job or self.socket is None:
             raise InvalidJobError("a daemon is named without a job; set HOLDFAST_JOB or pass job=")
@@ -196,6 +206,21 @@ class _Maker:
             store,
             self.settings.rpc_timeout_s,
             self.environment.token_file,
+        )
+
+
+def _check_pipeline(
+    pipeline: Pipeline | None, topology: Topology | None, world: World | None
+) -> None:
+    """Check that the session is for the world and the stages of `pipeline`.
+
+    Raises:
+        InvalidJobError: it is for others.
+    """
+    if pipeline is not None and (world is not pipeline.world or topology != pipeline.topology):
+        raise InvalidJobError(
+            f"pipeline= is for topology {pipeline.topology}, and topology= is {topology}: give the "
+            f"topology and the world with which it was made"
         )
 
 

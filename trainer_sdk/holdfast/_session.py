@@ -186,13 +186,40 @@ class ProtectedSession(Session):
             UnreachableError: a rank did not take part.
         """
         outcome = self._restore.go_on(verdict, problem)
-        if outcome is None:
-            return False
+        return outcome is not None and self._goes_on(outcome)
+
+    def line(self) -> tuple[int, str]:
+        """Step of the recovery line, or why no stage can be restored from it by itself; see
+        `Restore.line`."""
+        return self._restore.line()
+
+    def restore_stages(self, *, own: bool) -> None:
+        """Restore the recovery line on some ranks, before they repeat steps. Collective.
+
+        Args:
+            own: whether this rank restores it; the others change nothing.
+
+        Raises:
+            HoldfastError: a rank could not; then all raise.
+        """
+        self._saver.wait_staged()
+        if own:
+            self._restore.run()
+        else:
+            self._restore.attend()
+
+    def end_replay(self, step: int) -> bool:
+        """Go on after a step, once lost stages have repeated it. Collective; as `go_on`."""
+        return self._goes_on(self._restore.live_after(step))
+
+    def _goes_on(self, outcome: Restored) -> bool:
+        """Go on live if all replicas have equal states. Collective."""
         problem = self._compare()
         if problem:
             _log.warning("training does not go on live: %s", problem)
             return False
-        self._restore.client.go_on(outcome.epoch, verdict.step)
+        assert outcome.step is not None
+        self._restore.client.go_on(outcome.epoch, outcome.step)
         self._resume(outcome, "going on live")
         return True
 

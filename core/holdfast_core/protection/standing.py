@@ -17,6 +17,7 @@ from enum import StrEnum
 import msgspec
 
 from holdfast_core.errors import HoldfastError
+from holdfast_core.protection.replaying import stages_lost
 from holdfast_core.topology import Topology
 
 NEW = -1
@@ -40,6 +41,8 @@ class RankStanding(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it has tensors that no other rank holds."""
     experts: bool = False
     """Whether it has experts, which only ranks of its expert coordinate hold."""
+    logs: bool = False
+    """Whether it has logged what crosses the boundaries of its pipeline stage."""
 
 
 class StandingAction(StrEnum):
@@ -49,6 +52,9 @@ class StandingAction(StrEnum):
     """Go on after `step` from what processes have."""
     FORWARD = "forward"
     """First finish `step`, where that is not done; then state again."""
+    REPLAY = "replay"
+    """Let the ranks of lost stages repeat steps alone, where the evidence of all ranks allows it;
+    else as `LINE`."""
     LINE = "line"
     """Restore the recovery line."""
 
@@ -94,8 +100,13 @@ def standing(ranks: Sequence[RankStanding]) -> StandingVerdict:
                 f"{live[rank].step} without the vote on the next one"
             )
     lacking = [rank for rank in range(len(ranks)) if rank not in live]
+    replays = (
+        before == topology
+        and all(one.logs and one.rank == rank for rank, one in live.items())
+        and stages_lost(lacking, topology)
+    )
     sources = {}
-    for rank in lacking:
+    for rank in () if replays else lacking:
         found = _sources_of(rank, topology, live)
         if isinstance(found, str):
             return _back(found)
@@ -104,6 +115,13 @@ def standing(ranks: Sequence[RankStanding]) -> StandingVerdict:
         return StandingVerdict(
             action=StandingAction.FORWARD,
             reason=f"ranks {behind} finish step {newest}, whose vote has passed",
+            step=newest,
+        )
+    if replays:
+        return StandingVerdict(
+            action=StandingAction.REPLAY,
+            reason=f"ranks {sorted(live)} have the state after step {newest}, and the stages of "
+            f"ranks {lacking} are lost",
             step=newest,
         )
     given = f", and give ranks {lacking} theirs" if lacking else ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from holdfast._causes import drop_frames
 from holdfast._daemon.handles import SaveHandle
+from holdfast._elastic.pipeline import Pipeline
+from holdfast._elastic.stage_replay import agree_on_replay, hand_over_logs
 from holdfast._elastic.world import World
 from holdfast._exchange import Exchange
 from holdfast._interface import Session
@@ -33,6 +36,7 @@ from holdfast_core.errors import (
     NoRecoveryLineError,
     UnreachableError,
 )
+from holdfast_core.protection.replaying import ReplayPlan
 from holdfast_core.protection.standing import RankStanding, StandingAction, StandingVerdict
 from holdfast_core.snapshots.units import UnitKind
 
@@ -118,6 +122,7 @@ class ElasticSession(Session):
         exchange_timeout_s: time that the fastest rank waits for the slowest at the end.
         votes: whether ranks vote before each step of the optimizer, so that training can go on from
             what they have. Equal on all ranks.
+        pipeline: the script's boundaries between pipeline stages, if it has any.
     """
 
     def __init__(
@@ -128,10 +133,21 @@ class ElasticSession(Session):
         exchange_timeout_s: float,
         *,
         votes: bool = False,
+        pipeline: Pipeline | None = None,
     ) -> None:
         self._world, self._make = world, make
         self._optimizers, self._timeout_s = tuple(optimizers), exchange_timeout_s
         self._votes = votes and world.stays
+        self._pipeline = pipeline
+        self._replaying: ReplayPlan | None = None
+        """Replay of which this rank's steps are a part."""
+        self._tried_replay = False
+        """Whether the newest step has been recovered by a replay, or was to be: a second one would
+        fail alike."""
+        self._protected = 0
+        """Newest step that is protected, as this process knows. Any thread."""
+        self._restored: int | None = None
+        """Step to which a replay that differed has led back."""
         self._cause: Exception | None = None
         self._saves = False
         """Whether the loop of `steps` saves."""
@@ -172,6 +188,9 @@ class ElasticSession(Session):
     def begin(self, step: int) -> None:
         """Note the state before `step`; see `Runner`."""
         self._body = StepBody(step)
+        if self._pipeline is not None:
+            self._pipeline.log.drop_to(self._protected)
+            self._pipeline.begin(step)
         if self._votes and isinstance(self._session, ProtectedSession):
             self._body.note(self._session)
 
@@ -191,15 +210,20 @@ class ElasticSession(Session):
             drop_frames(failure)
         if failure is not None or body is None or body.cut:
             return False
+        if self._replaying is not None:
+            return self._complete_repeated(self._replaying, body)
         if self._votes:
             if not (body.voted or self._passes_at_its_end(body)):
                 return False
         elif self._world.ended:
             return False
-        self._held, self._body = HeldState(step, adds_up=not body.stepped), None
+        self._hold(body)
+        self._tried_replay = False
         if self._world.ended:
             return False
-        self._session.save(step)
+        handle = self._session.save(step)
+        if self._pipeline is not None:
+            handle.protected.add_done_callback(self._note_protected)
         return True
 
     def survives(self, error: Exception) -> bool:
@@ -219,7 +243,13 @@ class ElasticSession(Session):
             Exception: the failure that cut the step off, when no new world came.
         """
         while True:
+            restored, self._restored = self._restored, None
+            if restored is not None:
+                return restored
             self._undo()
+            self._replaying = None
+            if self._pipeline is not None:
+                self._pipeline.end_replay()
             cause, self._cause = self._cause, None
             verdict, self._verdict = self._verdict, None
             while verdict is None or verdict.action is StandingAction.FORWARD:
@@ -257,7 +287,7 @@ class ElasticSession(Session):
         del args, kwargs
         body = self._body
         if body is not None and not body.stepped:
-            if self._votes and not body.voted:
+            if self._votes and not body.voted and self._replaying is None:
                 self._vote(body)
             body.stepped = True
         if isinstance(self._session, ProtectedSession):
@@ -341,6 +371,7 @@ class ElasticSession(Session):
             rank=session.rank,
             unshared=any(one.private and not one.eager for one in sources),
             experts=any(one.unit.kind is UnitKind.EXPERT for one in sources),
+            logs=self._pipeline is not None and not self._tried_replay,
         )
 
     def _undo(self) -> None:
@@ -362,13 +393,100 @@ class ElasticSession(Session):
             and isinstance(session, ProtectedSession)
             and session.go_on(verdict, held.torn)
         ):
-            self._held = HeldState(verdict.step)
+            self._hold_after(verdict.step, keeps_log=held.step is not None)
             return verdict.step
+        if verdict is not None and verdict.action is StandingAction.REPLAY:
+            found = self._replay(held)
+            if found is not None:
+                return found
         if held.step is not None:
             self._held = replace(held, torn="its restore was cut off")
         step = session.restore()
         if step is not None or held.step is None:
-            self._held = HeldState(step or 0)
+            self._hold_after(step or 0)
+        return step
+
+    def _hold(self, body: StepBody) -> None:
+        """Take the state after a completed step as what this process has."""
+        self._held, self._body = HeldState(body.step, adds_up=not body.stepped), None
+        if self._pipeline is not None:
+            self._pipeline.log.complete(body.step)
+
+    def _hold_after(self, step: int, *, keeps_log: bool = False) -> None:
+        """Take the state after `step`, to which this process was brought, as what it has."""
+        self._held = HeldState(step)
+        if self._pipeline is not None and not keeps_log:
+            self._pipeline.log.restart(step)
+
+    def _note_protected(self, protected: Future[int]) -> None:
+        if protected.exception() is None:
+            self._protected = max(self._protected, protected.result())
+
+    # --- localized recovery -----------------------------------------------------------------------
+
+    def _replay(self, held: HeldState) -> int | None:
+        """Let lost stages repeat steps alone; return the number of completed steps, None where all
+        ranks have to restore. Collective."""
+        session, pipeline = self._session, self._pipeline
+        if pipeline is None or not isinstance(session, ProtectedSession):
+            return None
+        self._tried_replay = True
+        plan = agree_on_replay(session, pipeline, self._exchange, held.step, held.torn)
+        if plan is None:
+            return None
+        replay = hand_over_logs(plan, pipeline, self._exchange, self._world.rank)
+        if replay is None:
+            return None
+        own = self._world.rank in plan.scope
+        session.restore_stages(own=own)
+        if not own:
+            return self._end_replay(plan)
+        self._hold_after(plan.line)
+        if plan.line == plan.target:
+            return self._end_replay(plan)
+        self._replaying, pipeline.replay = plan, replay
+        return plan.line
+
+    def _complete_repeated(self, plan: ReplayPlan, body: StepBody) -> bool:
+        """Go on after a step that this rank has repeated, and that nobody saves again; return False
+        when its world has ended, or has gone back to the line."""
+        self._hold(body)
+        if self._world.ended:
+            return False
+        if body.step < plan.target:
+            return True
+        self._replaying = None
+        try:
+            step = self._end_replay(plan)
+        except Exception as error:
+            if not self.survives(error):
+                raise
+            return False
+        if step != plan.target:
+            self._restored = step
+        return step == plan.target
+
+    def _end_replay(self, plan: ReplayPlan) -> int:
+        """Wait until all lost stages have come to the others' step, and go on with it; where a
+        replay differed, restore the line on all ranks. Collective.
+
+        Returns:
+            The number of completed steps.
+        """
+        assert self._pipeline is not None
+        texts = self._world.gather_patiently(self._pipeline.end_replay())
+        problems = [text for text in texts if text]
+        for text in problems:
+            _log.error("a replay differs from the first execution: %s", text)
+        session = self._session
+        assert isinstance(session, ProtectedSession)
+        if not problems and session.end_replay(plan.target):
+            self._held = HeldState(plan.target)
+            return plan.target
+        self._session.close()
+        self._begin()
+        step = self._enter(None)
+        assert step is not None, "the line of an epoch stays"
         return step
 
     # --- everything else is the present session's -------------------------------------------------

@@ -249,6 +249,18 @@ class World:
         self._exchanges.append(made)
         return made
 
+    def gather_patiently(self, text: str) -> list[str]:
+        """Gather the `text` of each rank of this world, however long the slowest one takes.
+        Collective.
+
+        Raises:
+            StaleEpochError: the world ended first.
+            RuntimeError: the store was lost.
+        """
+        if self._point is None:
+            raise UnreachableError("the training world has ended")
+        return self._point.gather(self._rank, text)
+
     def check_process(self) -> None:
         """Raise InvalidJobError in a process that was forked from this world's: it has its parent's
         sockets, and no thread that serves them."""

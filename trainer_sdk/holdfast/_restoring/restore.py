@@ -64,6 +64,7 @@ from holdfast_core.errors import (
     UnreachableError,
     by_code,
 )
+from holdfast_core.protection.replaying import NO_LINE
 from holdfast_core.protection.standing import StandingVerdict
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import Entry, Layout
@@ -185,8 +186,42 @@ class Restore:
             epoch = self._hello().epoch
             if not handing.run(epoch, problem):
                 return None
-        _log.info("epoch %d goes on live after step %d", epoch, verdict.step)
-        return Restored(epoch=epoch, step=verdict.step, source=RestoreSource.LIVE)
+        return self.live_after(verdict.step)
+
+    def live_after(self, step: int) -> Restored:
+        """Result of a restore, where all ranks have the state after a step."""
+        epoch = self._hello().epoch
+        _log.info("epoch %d goes on live after step %d", epoch, step)
+        return Restored(epoch=epoch, step=step, source=RestoreSource.LIVE)
+
+    def line(self) -> tuple[int, str]:
+        """Ask the daemon for the recovery line: its step, or why no stage can be restored from it
+        by itself."""
+        line, captured_by = self._line(self._hello().epoch)
+        if line is None:
+            return NO_LINE, "nothing was protected yet"
+        if captured_by:
+            return NO_LINE, f"the line {line} is of another world, of {captured_by} ranks"
+        return line.step, ""
+
+    def attend(self) -> None:
+        """Take part in the agreements of ranks that restore; nothing changes here. Collective.
+
+        Raises:
+            HoldfastError: a rank could not restore.
+        """
+        line, _ = self._line(self._hello().epoch)
+        own = Standing(generation=str(line))
+        offers = [one.offers for one in self._agree(None, own)]
+        self._agree(None, own)
+        sources = {source.name: source for source in self.live.sources()}
+        scatter(self.exchange, offers, sources, self.rank)
+        self._agree(None, own)
+
+    def _line(self, epoch: int) -> tuple[Generation | None, int]:
+        """The recovery line, and the size of the world that captured it, if that is another."""
+        decision = self._decide(epoch)
+        return decision.line.generation, decision.captured_by
 
     def _run(self) -> Restored:
         found: _Found | OtherWorld | None = None

@@ -1,0 +1,120 @@
+"""Which pipeline stages repeat which steps, when every rank of them is lost and the others still
+have their state.
+
+A lost stage restores the recovery line and repeats the steps after it alone, with what its
+neighbours have logged at its boundaries (MoEvement §3.4). The plan follows from statements of all
+ranks, and is the same on each of them. It promises nothing that a statement does not show: where
+one is missing or contradicts another, there is no plan, and all ranks restore the line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from holdfast_core.errors import HoldfastError
+from holdfast_core.topology import Topology
+
+NO_LINE = -1
+"""Step of a line that does not exist, or from which no stage can be restored by itself."""
+
+
+class ReplayEvidence(msgspec.Struct, frozen=True, kw_only=True):
+    """Statement of one rank of a world in which stages are missing."""
+
+    step: int | None = None
+    """Step whose state it has, whole; None for a new process."""
+    line: int = NO_LINE
+    """Step of the recovery line that its daemon names."""
+    logged_from: int = 1
+    """First step whose boundary traffic it has logged."""
+    logged_to: int = 0
+    """Last of these steps; all in between are logged as well."""
+    topology: str = ""
+    """Topology of its script."""
+    problem: str = ""
+    """Why it cannot take part; empty when it can."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayPlan:
+    """Replay of lost stages; equal on all ranks."""
+
+    scope: tuple[int, ...]
+    """Ranks that restore the line and repeat steps, ascending: all ranks of the lost stages."""
+    line: int
+    """Step that they restore."""
+    target: int
+    """Last step that they repeat: the one whose state the other ranks have."""
+    sources: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Rank in the scope → its neighbours outside, whose logs it needs, ascending. Neighbours inside
+    the scope compute again what they send."""
+    shared_by: int = 0
+    """Rank outside the scope that gives what all ranks have added up."""
+
+
+def plan_replay(ranks: Sequence[ReplayEvidence]) -> ReplayPlan | str:
+    """Plan from the statements of all ranks of the new world, in their order; or the reason why all
+    ranks have to restore the line."""
+    for rank, one in enumerate(ranks):
+        if one.problem:
+            return f"rank {rank}: {one.problem}"
+    topologies = sorted({one.topology for one in ranks})
+    if len(topologies) != 1:
+        return f"ranks state different topologies: {', '.join(topologies)}"
+    try:
+        topology = Topology.parse(topologies[0])
+        topology.check_world(len(ranks))
+    except HoldfastError as error:
+        return str(error)
+    stage_of = [topology.coordinates(rank).pp for rank in range(len(ranks))]
+    lost = {stage_of[rank] for rank, one in enumerate(ranks) if one.step is None}
+    scope = tuple(rank for rank, stage in enumerate(stage_of) if stage in lost)
+    for rank in scope:
+        if ranks[rank].step is not None:
+            return f"stage {stage_of[rank]} is not lost as a whole: rank {rank} has its state"
+    kept = {one.step for one in ranks if one.step is not None}
+    lines = {one.line for one in ranks}
+    if not lost or len(kept) != 1 or len(lines) != 1:
+        return (
+            f"lost stages {sorted(lost)}, states of steps {sorted(kept)} and lines "
+            f"{sorted(lines)} fit no replay"
+        )
+    [target], [line] = kept, lines
+    assert target is not None
+    if not 0 <= line <= target:
+        return f"from line {line}, no stage can repeat steps to {target}"
+    sources = {rank: _outside(rank, topology, scope) for rank in scope}
+    shared_by = next(rank for rank, stage in enumerate(stage_of) if stage not in lost)
+    for giver in sorted({shared_by, *(one for givers in sources.values() for one in givers)}):
+        one = ranks[giver]
+        if line < target and not (one.logged_from <= line + 1 and target <= one.logged_to):
+            return (
+                f"rank {giver} has logged steps {one.logged_from} to {one.logged_to}, and "
+                f"{line + 1} to {target} are needed"
+            )
+    return ReplayPlan(scope=scope, line=line, target=target, sources=sources, shared_by=shared_by)
+
+
+def stages_lost(lacking: Sequence[int], topology: Topology) -> bool:
+    """Whether the ranks that lack their state are all ranks of some stages, and not of all."""
+    stages = {topology.coordinates(rank).pp for rank in lacking}
+    whole = topology.dp * topology.tp * len(stages)
+    return 0 < len(stages) < topology.pp and len(lacking) == whole
+
+
+def _outside(rank: int, topology: Topology, scope: Sequence[int]) -> tuple[int, ...]:
+    """Neighbours of `rank` in its pipeline that are not in the scope."""
+    return tuple(one for one in pipeline_neighbours(rank, topology) if one not in scope)
+
+
+def pipeline_neighbours(rank: int, topology: Topology) -> tuple[int, ...]:
+    """Ranks of the stages before and after that of `rank`, in its pipeline, ascending."""
+    at = topology.coordinates(rank)
+    return tuple(
+        topology.rank_at(dp=at.dp, tp=at.tp, pp=pp)
+        for pp in (at.pp - 1, at.pp + 1)
+        if 0 <= pp < topology.pp
+    )

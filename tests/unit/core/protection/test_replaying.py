@@ -1,0 +1,179 @@
+"""Which stages repeat which steps: every loss of small pipelines, and every contradiction."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from holdfast_core.protection.replaying import (
+    NO_LINE,
+    ReplayEvidence,
+    ReplayPlan,
+    pipeline_neighbours,
+    plan_replay,
+    stages_lost,
+)
+from holdfast_core.protection.standing import RankStanding, StandingAction, standing
+from holdfast_core.topology import Topology
+
+LINE, TARGET = 4, 7
+SHAPES = [Topology(pp=pp, dp=dp, tp=tp) for pp in (2, 3, 4) for dp in (1, 2) for tp in (1, 2)]
+
+
+def kept(topology: Topology) -> ReplayEvidence:
+    """Statement of a rank that has its state and all logs."""
+    return ReplayEvidence(
+        step=TARGET, line=LINE, logged_from=1, logged_to=TARGET, topology=str(topology)
+    )
+
+
+def lost(topology: Topology) -> ReplayEvidence:
+    return ReplayEvidence(line=LINE, topology=str(topology))
+
+
+def evidence(topology: Topology, stages: Sequence[int]) -> list[ReplayEvidence]:
+    """Statements where all ranks of `stages` are lost."""
+    ranks = range(topology.world_size)
+    return [
+        lost(topology) if topology.coordinates(rank).pp in stages else kept(topology)
+        for rank in ranks
+    ]
+
+
+def losses(topology: Topology) -> Iterator[tuple[int, ...]]:
+    """All sets of stages of which some are left."""
+    for count in range(1, topology.pp):
+        yield from itertools.combinations(range(topology.pp), count)
+
+
+def needed(plan: ReplayPlan, topology: Topology) -> set[tuple[int, int]]:
+    """The logs, as (rank, step), without which some rank of the scope cannot repeat its steps."""
+    found = set()
+    for step in range(plan.line + 1, plan.target + 1):
+        found.add((plan.shared_by, step))
+        for rank in plan.scope:
+            for other in pipeline_neighbours(rank, topology):
+                if other not in plan.scope:
+                    assert other in plan.sources[rank]
+                    found.add((other, step))
+    return found
+
+
+@pytest.mark.parametrize("topology", SHAPES, ids=str)
+def test_lost_stages_and_no_others_repeat_the_steps_after_the_line(topology: Topology) -> None:
+    for stages in losses(topology):
+        plan = plan_replay(evidence(topology, stages))
+        assert isinstance(plan, ReplayPlan)
+        ranks = range(topology.world_size)
+        assert plan.scope == tuple(r for r in ranks if topology.coordinates(r).pp in stages)
+        assert (plan.line, plan.target) == (LINE, TARGET)
+        assert plan.shared_by not in plan.scope
+        for rank, sources in plan.sources.items():
+            assert rank in plan.scope
+            assert not set(sources) & set(plan.scope)
+            at = topology.coordinates(rank)
+            for source in sources:
+                there = topology.coordinates(source)
+                assert (there.dp, there.tp, abs(there.pp - at.pp)) == (at.dp, at.tp, 1)
+
+
+@pytest.mark.parametrize("topology", SHAPES, ids=str)
+def test_a_plan_needs_exactly_the_logs_without_which_there_is_none(topology: Topology) -> None:
+    for stages in losses(topology):
+        complete = evidence(topology, stages)
+        plan = plan_replay(complete)
+        assert isinstance(plan, ReplayPlan)
+        wanted = needed(plan, topology)
+        for rank in range(topology.world_size):
+            steps = {step for giver, step in wanted if giver == rank}
+            for first, last in itertools.product(range(1, TARGET + 2), range(TARGET + 1)):
+                changed = list(complete)
+                changed[rank] = msgspec.structs.replace(
+                    complete[rank], logged_from=first, logged_to=last
+                )
+                found = plan_replay(changed)
+                if steps <= set(range(first, last + 1)):
+                    assert found == plan
+                else:
+                    assert isinstance(found, str)
+                    assert found.startswith(f"rank {rank} has logged steps {first} to {last}")
+
+
+@pytest.mark.parametrize("topology", SHAPES, ids=str)
+def test_what_contradicts_the_others_leads_back_to_the_line(topology: Topology) -> None:
+    for stages in losses(topology):
+        complete = evidence(topology, stages)
+        for rank, one in enumerate(complete):
+            wrong: list[dict[str, Any]] = [
+                {"problem": "torn"},
+                {"line": LINE - 1},
+                {"topology": "dp9·ep1·tp1·pp9"},
+            ]
+            if one.step is not None:
+                others = sum(other.step is not None for other in complete) > 1
+                wrong += [{"step": TARGET - 1}] if others else []
+                wrong += [{"step": None}] if topology.dp * topology.tp > 1 else []
+            elif topology.dp * topology.tp > 1:
+                wrong += [{"step": TARGET, "logged_to": TARGET}]
+            for changes in wrong:
+                changed = list(complete)
+                changed[rank] = msgspec.structs.replace(one, **changes)
+                assert isinstance(plan_replay(changed), str), (stages, rank, changes)
+
+
+@pytest.mark.parametrize("line", [NO_LINE, TARGET + 1])
+def test_there_is_no_replay_from_a_line_that_is_missing_or_too_new(line: int) -> None:
+    topology = Topology(pp=2, dp=2)
+    said = [msgspec.structs.replace(one, line=line) for one in evidence(topology, (0,))]
+    assert isinstance(plan_replay(said), str)
+
+
+def test_a_line_at_the_others_step_needs_no_logs() -> None:
+    topology = Topology(pp=2, dp=1)
+    said = [
+        msgspec.structs.replace(one, line=TARGET, logged_from=1, logged_to=0)
+        for one in evidence(topology, (1,))
+    ]
+    plan = plan_replay(said)
+    assert isinstance(plan, ReplayPlan)
+    assert plan.line == plan.target == TARGET
+
+
+def test_nothing_is_planned_where_no_stage_or_every_stage_is_lost() -> None:
+    topology = Topology(pp=2, dp=2)
+    assert isinstance(plan_replay([kept(topology)] * 4), str)
+    assert isinstance(plan_replay([lost(topology)] * 4), str)
+
+
+@pytest.mark.parametrize("topology", SHAPES, ids=str)
+def test_ranks_stand_for_a_replay_exactly_where_whole_stages_are_lost(topology: Topology) -> None:
+    ranks = range(topology.world_size)
+    for count in range(1, topology.world_size):
+        for lacking in itertools.combinations(ranks, min(count, 4)):
+            said = [
+                RankStanding()
+                if rank in lacking
+                else RankStanding(step=TARGET, topology=str(topology), rank=rank, logs=True)
+                for rank in ranks
+            ]
+            verdict = standing(said)
+            whole = stages_lost(lacking, topology)
+            assert (verdict.action is StandingAction.REPLAY) == whole
+            unlogged = [msgspec.structs.replace(one, logs=False) for one in said]
+            assert standing(unlogged).action is not StandingAction.REPLAY
+
+
+def test_a_step_whose_vote_has_passed_is_finished_before_a_replay() -> None:
+    topology = str(Topology(pp=2, dp=2))
+    done = RankStanding(step=TARGET, topology=topology, rank=2, logs=True)
+    behind = RankStanding(step=TARGET - 1, ready=True, topology=topology, rank=3, logs=True)
+    said = [RankStanding(), RankStanding(), done, behind]
+    assert standing(said).action is StandingAction.FORWARD
+    said[3] = msgspec.structs.replace(done, rank=3)
+    assert standing(said).action is StandingAction.REPLAY
+    said[2] = msgspec.structs.replace(done, rank=3)  # it was another replica before
+    assert standing(said).action is not StandingAction.REPLAY

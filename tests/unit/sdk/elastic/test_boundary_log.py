@@ -1,0 +1,142 @@
+"""The log of a stage's boundaries: its bound, what is dropped, and what a replay does with it."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+import xxhash
+
+from holdfast._elastic.boundary_log import BoundaryLog, Crossing, Key, LogPart, Message
+from holdfast._elastic.pipeline import EVERYONE, BoundaryReplay
+from holdfast_core.errors import CorruptError
+from holdfast_core.protection.replaying import ReplayPlan
+
+ME, BELOW = 0, 2
+PLAN = ReplayPlan(scope=(ME,), line=1, target=2, sources={ME: (BELOW,)}, shared_by=BELOW)
+
+
+def key(step: int, number: int = 0, crossing: Crossing = Crossing.GRADIENT) -> Key:
+    return Key(step, crossing, number)
+
+
+def run_steps(log: BoundaryLog, steps: int, nbytes: int = 10) -> None:
+    """Log one message in each step."""
+    for step in range(1, steps + 1):
+        log.begin(step)
+        log.add_sent(ME, key(step), bytes([step]) * nbytes)
+        log.add_received(ME, key(step, crossing=Crossing.ACTIVATION), step)
+        log.complete(step)
+
+
+def steps_of(part: LogPart) -> list[int]:
+    return [message.key.step for message in part.sent]
+
+
+def test_a_part_has_the_messages_of_its_ranks_and_steps() -> None:
+    log = BoundaryLog(1000)
+    run_steps(log, 4)
+    log.begin(5)
+    log.add_sent(1, key(5), b"to another rank")
+    part = log.part_for([ME], after=1, to=3)
+    assert steps_of(part) == [2, 3]
+    assert [message.data for message in part.sent] == [b"\2" * 10, b"\3" * 10]
+    assert part.received == tuple(
+        (key(step, crossing=Crossing.ACTIVATION), step) for step in (2, 3)
+    )
+    assert (log.first, log.last) == (1, 4)
+
+
+def test_the_oldest_steps_make_room() -> None:
+    log = BoundaryLog(35)
+    run_steps(log, 6)
+    assert log.nbytes == 30
+    assert (log.first, log.last) == (4, 6)
+    assert steps_of(log.part_for([ME], after=0, to=6)) == [4, 5, 6]
+
+
+def test_a_step_that_does_not_fit_leaves_an_empty_log() -> None:
+    log = BoundaryLog(5)
+    run_steps(log, 3)
+    assert (log.nbytes, log.first, log.last) == (0, 4, 3)
+
+
+def test_protected_steps_are_dropped() -> None:
+    log = BoundaryLog(1000)
+    run_steps(log, 5)
+    log.drop_to(3)
+    log.drop_to(2)  # older news
+    assert (log.nbytes, log.first, log.last) == (20, 4, 5)
+
+
+def test_a_step_that_was_cut_off_is_logged_anew() -> None:
+    log = BoundaryLog(1000)
+    run_steps(log, 2)
+    log.begin(3)
+    log.add_sent(ME, key(3), b"cut off")
+    log.begin(3)
+    log.add_sent(ME, key(3), b"again")
+    assert [m.data for m in log.part_for([ME], after=2, to=3).sent] == [b"again"]
+    assert log.nbytes == 25
+
+
+def test_a_log_that_begins_anew_knows_nothing_of_before() -> None:
+    log = BoundaryLog(1000)
+    run_steps(log, 3)
+    log.restart(7)
+    assert (log.nbytes, log.first, log.last) == (0, 8, 7)
+
+
+def given(
+    *messages: tuple[Key, torch.Tensor], received: tuple[tuple[Key, int], ...] = ()
+) -> LogPart:
+    data = [(name, tensor.view(torch.uint8).numpy().tobytes()) for name, tensor in messages]
+    sent = tuple(Message(name, each, xxhash.xxh3_64_intdigest(each)) for name, each in data)
+    part = LogPart(sent, received)
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(part), type=LogPart)
+
+
+def test_a_replay_takes_what_was_sent_and_compares_what_it_sends() -> None:
+    gradient, total = torch.tensor([1.0, 2.0]), torch.tensor([3.0])
+    sum_key, out = key(2, crossing=Crossing.SHARED), key(2, crossing=Crossing.ACTIVATION)
+    part = given((key(2), gradient), (sum_key, total), received=((out, 5),))
+    replay = BoundaryReplay(PLAN, {BELOW: part})
+    assert replay.has(BELOW)
+    assert not replay.has(1)
+    into = torch.zeros(2)
+    replay.take(BELOW, key(2), into)
+    assert into.equal(gradient)
+    replay.take(EVERYONE, sum_key, into[:1])
+    assert into[0] == 3
+    replay.compare(BELOW, out, 5)
+    replay.end()
+    assert replay.divergence == ""
+
+
+@pytest.mark.parametrize("what", ["another digest", "never received", "twice"])
+def test_a_replay_that_sends_something_else_differs(what: str) -> None:
+    out = key(2, crossing=Crossing.ACTIVATION)
+    received = () if what == "never received" else ((out, 5),)
+    replay = BoundaryReplay(PLAN, {BELOW: given(received=received)})
+    if what == "twice":
+        replay.compare(BELOW, out, 5)
+    replay.compare(BELOW, out, 6 if what == "another digest" else 5)
+    assert replay.divergence == "activation 0 of step 2 is not what rank 2 had received"
+
+
+def test_a_replay_that_asks_for_something_else_differs() -> None:
+    replay = BoundaryReplay(PLAN, {BELOW: given((key(2), torch.zeros(2)))})
+    replay.take(BELOW, key(2), torch.zeros(3))
+    assert replay.divergence == "gradient 0 of step 2 has 12 bytes now, and 8 are logged"
+
+
+def test_a_replay_that_leaves_something_out_differs() -> None:
+    replay = BoundaryReplay(PLAN, {BELOW: given((key(2), torch.zeros(2)))})
+    replay.end()
+    assert replay.divergence == "gradient 0 of step 2, with rank 2, was not repeated"
+
+
+def test_a_log_with_a_wrong_byte_is_not_used() -> None:
+    part = LogPart((Message(key(2), b"other bytes", 1),))
+    with pytest.raises(CorruptError, match="gradient 0 of step 2 does not match its checksum"):
+        BoundaryReplay(PLAN, {BELOW: part})

@@ -1,0 +1,102 @@
+"""Recovery of lost pipeline stages by themselves: agreement on a plan, and hand-over of logs.
+
+Every rank of the new world takes part; the ranks of surviving stages give what they have logged,
+and wait. Nothing of their state changes.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+import torch
+
+from holdfast._elastic.boundary_log import LogPart
+from holdfast._elastic.pipeline import EVERYONE, BoundaryReplay, Pipeline
+from holdfast._exchange import Exchange
+from holdfast._session import ProtectedSession
+from holdfast_core.errors import HoldfastError
+from holdfast_core.protection.replaying import ReplayEvidence, ReplayPlan, plan_replay
+
+_log = logging.getLogger("holdfast")
+_EVIDENCE = msgspec.json.Decoder(ReplayEvidence)
+_LENGTHS = msgspec.json.Decoder(list[int])
+_PART = msgspec.msgpack.Decoder(LogPart)
+
+
+def agree_on_replay(
+    session: ProtectedSession, pipeline: Pipeline, exchange: Exchange, step: int | None, torn: str
+) -> ReplayPlan | None:
+    """Agree on a replay; None when all ranks have to restore the line. Collective.
+
+    Args:
+        step: step whose state this rank has; None for a new process.
+        torn: why it is not whole; empty when it is.
+
+    Raises:
+        UnreachableError: a rank does not take part.
+    """
+    try:
+        line, problem = session.line()
+    except HoldfastError as error:
+        line, problem = -1, str(error)
+    own = ReplayEvidence(
+        step=step,
+        line=line,
+        logged_from=pipeline.log.first,
+        logged_to=pipeline.log.last,
+        topology=str(session.topology),
+        problem=torn or problem,
+    )
+    texts = exchange.gather(msgspec.json.encode(own))
+    plan = plan_replay([_EVIDENCE.decode(text) for text in texts])
+    if isinstance(plan, str):
+        _log.warning("no stage repeats steps alone: %s", plan)
+        return None
+    _log.info("ranks %s repeat steps %d to %d", plan.scope, plan.line + 1, plan.target)
+    return plan
+
+
+def hand_over_logs(
+    plan: ReplayPlan, pipeline: Pipeline, exchange: Exchange, rank: int
+) -> BoundaryReplay | None:
+    """Give the ranks of the plan's scope what they need of the logs. Collective.
+
+    Returns:
+        The replay of this rank; an empty one outside the scope. None when a rank cannot use what it
+        was given: then all ranks have to restore the line.
+
+    Raises:
+        UnreachableError: a rank does not take part.
+    """
+    given = []
+    for to in range(pipeline.topology.world_size):
+        of = [to] if rank in plan.sources.get(to, ()) else []
+        if rank == plan.shared_by and to in plan.scope:
+            of.append(EVERYONE)
+        part = pipeline.log.part_for(of, plan.line, plan.target) if of else LogPart()
+        given.append(msgspec.msgpack.encode(part) if of else b"")
+    lengths = [len(part) for part in given]
+    of_all = [_LENGTHS.decode(each) for each in exchange.gather(msgspec.json.encode(lengths))]
+    taken_bytes = [each[rank] for each in of_all]
+    taken = torch.empty(sum(taken_bytes), dtype=torch.uint8)
+    together = bytearray(b"".join(given)) or bytearray(1)
+    sent = torch.frombuffer(together, dtype=torch.uint8)[: sum(lengths)]
+    exchange.deal(sent, lengths, taken, taken_bytes)
+    replay, problem = None, ""
+    try:
+        parts = taken.split(taken_bytes)
+        replay = BoundaryReplay(
+            plan,
+            {
+                one: _PART.decode(part.numpy().tobytes())
+                for one, part in enumerate(parts)
+                if len(part)
+            },
+        )
+    except (HoldfastError, msgspec.MsgspecError) as error:
+        problem = f"rank {rank}: {error}"
+    problems = [text.decode() for text in exchange.gather(problem.encode()) if text]
+    for text in problems:
+        _log.warning("no stage repeats steps alone: %s", text)
+    return None if problems else replay
