@@ -142,14 +142,14 @@ def test_a_volume_without_the_name_of_its_pod_is_refused(kubelet: Kubelet) -> No
         with pytest.raises(grpc.RpcError) as refused:
             kubelet.publish({key: value for key, value in POD.items() if key != missing})
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT, missing
-        assert "podInfoOnMount: true" in refused.value.details()
+        assert "podInfoOnMount: true" in str(refused.value.details())
 
 
 def test_a_target_that_cannot_be_made_is_an_error_with_its_reason(kubelet: Kubelet) -> None:
     with pytest.raises(grpc.RpcError) as failed:
         kubelet.publish(POD, kubelet.target.parent / "missing" / "mount")
     assert failed.value.code() is grpc.StatusCode.INTERNAL
-    assert "No such file or directory" in failed.value.details()
+    assert "No such file or directory" in str(failed.value.details())
 
 
 def test_a_driver_that_stops_takes_its_socket_from_the_kubelet(kubelet: Kubelet) -> None:
