@@ -5,6 +5,9 @@ plan is that of `holdfast plan --experts`. No token is dropped. Start it with `t
 --nproc-per-node 2 examples/train_moe_elastic.py`, or on several nodes, protected, with `holdfast
 run examples/moe-elastic-job.yaml`.
 
+A step has `--batch` sequences, whatever the number of ranks is, so losses depend on it only by
+rounding (least with `--dtype float32`). A rank with fewer of them weighs less.
+
 The number of ranks stays the same. A rank's snapshots hold the experts in its seats, so an expert
 is captured as often as ranks hold it.
 
@@ -15,7 +18,6 @@ a new plan is for a new run, because snapshots of another plan do not fit.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import time
@@ -83,10 +85,10 @@ def make_plan(args: argparse.Namespace, ranks: int, nproc: int) -> moe.ExpertPla
     return moe.plan_experts(loads, room, min_copies=args.min_copies, placement=placement)
 
 
-def mean_over(world: elastic.World, value: Tensor) -> float:
+def sum_over(world: elastic.World, value: Tensor) -> float:
     total = value.detach().clone()
     world.wait(dist.all_reduce(total, async_op=True))
-    return float(total) / world.size
+    return float(total)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -102,7 +104,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--placement", choices=list(moe.Placement), default="Auto")
     parser.add_argument("--loads", type=Path, help="tokens of experts to plan for (JSON)")
     parser.add_argument("--save-loads", type=Path, help="receives them at the end (rank 0)")
-    parser.add_argument("--batch", type=int, default=2, help="sequences per rank and step")
+    parser.add_argument("--batch", type=int, default=8, help="sequences of a step, over all ranks")
+    parser.add_argument("--per-rank", action="store_true", help="--batch is that of each rank")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--seq", type=int, default=128, help="bytes per sequence")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--stay", action="store_true", help="stay when other ranks are lost")
@@ -125,15 +129,15 @@ def main(argv: list[str] | None = None) -> None:
         print(plan.reason, flush=True)
 
     torch.manual_seed(args.seed)  # the same weights everywhere; those of experts by their number
-    model = ElasticLM(args, plan, group).to(device, torch.bfloat16)
+    model = ElasticLM(args, plan, group).to(device, getattr(torch, args.dtype))
     moe.check_optimizer(make_optimizer)
     optimizer = make_optimizer(model.parameters())
     gradients = moe.SummedGradients(model, group)
     data = Passages(args.seq + 1)
-    sampler = holdfast.RecoverableSampler(
-        data, rank=world.rank, replicas=world.size, seed=args.seed
+    sampler = holdfast.ElasticSampler(
+        data, args.batch, world, per_rank=args.per_rank, seed=args.seed
     )
-    loader = DataLoader(data, args.batch, sampler=sampler)
+    loader = DataLoader(data, batch_sampler=sampler)
 
     # Each rank has experts of its own for a snapshot, though some are copies of others.
     topology = holdfast.Topology(dp=world.size, ep=world.size)
@@ -147,19 +151,19 @@ def main(argv: list[str] | None = None) -> None:
         with step:
             if step.resumed:
                 moe.check_copies(model, optimizer, group)
-                batches = itertools.chain.from_iterable(itertools.repeat(loader))
+                batches = iter(loader)
             bytes_BT = next(batches)
             loss, balance = model(bytes_BT.to(device))
             optimizer.zero_grad()
-            # All ranks have equally many tokens, and each a part of the balance.
-            (loss / world.size + BALANCE_WEIGHT * balance).backward()
+            loss = loss * (len(bytes_BT) / sampler.global_batch)  # a part, as the balance is
+            (loss + BALANCE_WEIGHT * balance).backward()
             gradients.sum()
             norm = gradients.clip(CLIP_NORM)
             optimizer.step()
-            sampler.advance(len(bytes_BT))
+            sampler.advance()
             for total, layer in zip(loads, layers, strict=True):
                 total[:] = map(sum, zip(total, layer.tokens_E, strict=True))
-            line: dict[str, Any] = {"step": step, "loss": mean_over(world, loss), "norm": norm}
+            line: dict[str, Any] = {"step": step, "loss": sum_over(world, loss), "norm": norm}
             line |= {"time": time.time(), "epoch": session.epoch}
             if world.rank == 0:
                 report(args, **line)

@@ -15,6 +15,7 @@ and writes checkpoints through torch.distributed.checkpoint.
 from holdfast import _packages as _packages
 from holdfast import elastic
 from holdfast._daemon.handles import SaveHandle
+from holdfast._elastic.sampler import ElasticSampler
 from holdfast._init import init
 from holdfast._interface import Session
 from holdfast._mesh import topology_from_device_mesh
@@ -49,6 +50,7 @@ from holdfast_core.topology import Topology
 __all__ = [
     "AccessDeniedError",
     "CorruptError",
+    "ElasticSampler",
     "HoldfastError",
     "InvalidJobError",
     "LayoutMismatchError",

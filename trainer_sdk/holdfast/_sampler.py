@@ -7,7 +7,7 @@ processes too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 import torch
@@ -18,6 +18,28 @@ from holdfast_core.errors import InvalidJobError, LayoutMismatchError
 _GOLDEN = 0x9E3779B97F4A7C15
 """Quotient of 2**64 and the golden ratio: keeps the orders of neighbouring seeds and epochs
 apart."""
+
+
+def order_of(samples: int, seed: int, epoch: int, *, shuffle: bool) -> torch.Tensor:
+    """Indices of all `samples`, int64, in the order of an epoch; as they are without `shuffle`."""
+    if not shuffle:
+        return torch.arange(samples)
+    # One number from two, chosen so that epochs of neighbouring seeds do not repeat.
+    generator = torch.Generator().manual_seed((seed * _GOLDEN + epoch) % 2**63)
+    return torch.randperm(samples, generator=generator)
+
+
+def check_order(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raise LayoutMismatchError when what the order depends on differs from a snapshot's, so that a
+    position would mean other samples."""
+    differ = [name for name in here if saved.get(name) != here[name]]
+    if differ:
+        raise LayoutMismatchError(
+            "; ".join(
+                f"sampler {name} is {here[name]}, in the snapshot {saved.get(name)}"
+                for name in differ
+            )
+        )
 
 
 class RecoverableSampler(Sampler[int]):
@@ -143,15 +165,8 @@ class RecoverableSampler(Sampler[int]):
             LayoutMismatchError: when the size of the data set, the seed or the shuffle differ, so
                 that the position would mean other samples.
         """
-        saved, here = state_dict["order"], self._order()
-        differ = [name for name in here if saved.get(name) != here[name]]
-        if differ:
-            raise LayoutMismatchError(
-                "; ".join(
-                    f"sampler {name} is {here[name]}, in the snapshot {saved.get(name)}"
-                    for name in differ
-                )
-            )
+        saved = state_dict["order"]
+        check_order(saved, self._order())
         self._epoch, self._begin = state_dict["epoch"], state_dict.get("begin", 0)
         self._position = state_dict["position"]
         # In states from before it could change, the number of ranks is part of the order.
@@ -178,12 +193,7 @@ class RecoverableSampler(Sampler[int]):
         }
 
     def _indices(self, epoch: int) -> list[int]:
-        if self._shuffle:
-            # One number from two, chosen so that epochs of neighbouring seeds do not repeat.
-            generator = torch.Generator().manual_seed((self._seed * _GOLDEN + epoch) % 2**63)
-            order = torch.randperm(self._total, generator=generator)
-        else:
-            order = torch.arange(self._total)
+        order = order_of(self._total, self._seed, epoch, shuffle=self._shuffle)
         wanted = self._begin + (self._position + len(self)) * self._replicas
         if wanted > self._total:
             order = order.repeat(-(-wanted // self._total))

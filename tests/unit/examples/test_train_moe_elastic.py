@@ -1,4 +1,4 @@
-"""The example with uneven copies: its losses do not depend on its plan."""
+"""The example with uneven copies: its losses do not depend on its plan, nor on its ranks."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ JOB = Path(__file__).resolve().parents[3] / "examples" / "moe-elastic-job.yaml"
 SMALL = ["--dim", "32", "--layers", "2", "--experts", "4", "--seq", "32", "--steps", "4"]
 
 
-def work(rank: int, port: int, arguments: list[str]) -> None:
+def work(rank: int, port: int, ranks: int, arguments: list[str]) -> None:
     """A rank of a training run, as torchrun would start it on a node of its own."""
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK="0",
         LOCAL_WORLD_SIZE="1",
-        WORLD_SIZE=str(RANKS),
+        WORLD_SIZE=str(ranks),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
     train_moe_elastic.main(arguments)
 
 
-def losses(directory: Path, name: str, *arguments: str) -> list[float]:
+def losses(directory: Path, name: str, *arguments: str, ranks: int = RANKS) -> list[float]:
     """Losses of each step of a run."""
     log = directory / f"{name}.jsonl"
-    run_ranks(work, (reserve_port(), [*SMALL, *arguments, "--log-file", str(log)]), RANKS)
+    run_ranks(work, (reserve_port(), ranks, [*SMALL, *arguments, "--log-file", str(log)]), ranks)
     return [json.loads(line)["loss"] for line in log.read_text().splitlines()]
 
 
@@ -46,10 +46,21 @@ def test_losses_do_not_depend_on_the_plan(tmp_path: Path) -> None:
     saved = tmp_path / "loads.json"
     single = losses(tmp_path, "a", "--seats", "2", "--min-copies", "1", "--save-loads", str(saved))
     loads = json.loads(saved.read_text())
-    assert [sum(layer) for layer in loads] == [4 * RANKS * 2 * 32 * 2] * 2  # steps, ranks, B, S, K
+    assert [sum(layer) for layer in loads] == [4 * 8 * 32 * 2] * 2  # steps, B, S, K
     assert single[-1] < single[0]
     uneven = losses(tmp_path, "b", "--seats", "3", "--min-copies", "1", "--loads", str(saved))
     assert uneven == pytest.approx(single, rel=2e-3)  # bfloat16
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_losses_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
+    arguments = ["--dtype", "float32", "--seats", "4", "--min-copies", "1", "--batch", "5"]
+    alone = losses(tmp_path, "1", *arguments, ranks=1)
+    for ranks in (2, 3):  # neither divides a batch of 5
+        assert losses(tmp_path, str(ranks), *arguments, ranks=ranks) == pytest.approx(
+            alone, rel=1e-4
+        )
 
 
 def test_the_plan_is_that_of_the_options(tmp_path: Path) -> None:
