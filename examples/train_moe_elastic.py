@@ -8,11 +8,9 @@ run examples/moe-elastic-job.yaml`.
 A step has `--batch` sequences, whatever the number of ranks is, so losses depend on it only by
 rounding (least with `--dtype float32`). A rank with fewer of them weighs less.
 
-The number of ranks stays the same. A rank's snapshots hold the experts in its seats, so an expert
-is captured as often as ranks hold it.
+The number of ranks stays the same. Each expert is captured by one of the ranks that hold it.
 
-`--save-loads` writes the tokens that each expert got, and `--loads` plans with them the next time:
-a new plan is for a new run, because snapshots of another plan do not fit.
+`--save-loads` writes the tokens that each expert got, and `--loads` plans with them the next time.
 """
 
 from __future__ import annotations
@@ -139,12 +137,8 @@ def main(argv: list[str] | None = None) -> None:
     )
     loader = DataLoader(data, batch_sampler=sampler)
 
-    # Each rank has experts of its own for a snapshot, though some are copies of others.
-    topology = holdfast.Topology(dp=world.size, ep=world.size)
     stateful = {"sampler": sampler}
-    session = holdfast.init(
-        model=model, optimizer=optimizer, stateful=stateful, topology=topology, world=world
-    )
+    session = holdfast.init(model=model, optimizer=optimizer, stateful=stateful, world=world)
     layers = [module for module in model.modules() if isinstance(module, moe.MoELayer)]
     loads = [[0] * args.experts for _ in layers]
     for step in session.steps(args.steps):

@@ -30,11 +30,11 @@ from holdfast._session import ProtectedSession
 from holdfast._settings import Settings
 from holdfast._state.capture import LiveState
 from holdfast._state.collect import Stateful
-from holdfast._state.conventions import UnitNamer
+from holdfast._state.conventions import Seats, UnitNamer
 from holdfast._state.dtensors import raw
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.experts.policies import policy_of
-from holdfast_core.job.snapshots import Full, SparseWindows
+from holdfast_core.job.snapshots import Full, Policy, SparseWindows
 from holdfast_core.topology import Topology
 
 
@@ -145,9 +145,12 @@ class _Maker:
         )
 
     def check_topology(self) -> None:
-        """Check that the topology is that of the world in which this process begins."""
+        """Check that the topology is that of the world in which this process begins, and fits the
+        model."""
         if self.protects and self.topology is not None:
             self.topology.check_world(_world(self.environment, self.rank)[1])
+        if any(isinstance(module, Seats) for module in self.model.modules()):
+            _check_seats(self.topology, self.settings.policy)
 
     def session(self) -> Session:
         """Make a session of the present world. Collective."""
@@ -221,6 +224,25 @@ def _check_pipeline(
         raise InvalidJobError(
             f"pipeline= is for topology {pipeline.topology}, and topology= is {topology}: give the "
             f"topology and the world with which it was made"
+        )
+
+
+def _check_seats(topology: Topology | None, policy: Policy | None) -> None:
+    """Check what experts in seats need, whose copies lie on ranks that the plan chooses.
+
+    Raises:
+        InvalidJobError: when the topology gives ranks other parts, or experts may be left out.
+    """
+    if topology is not None and topology != Topology(dp=topology.world_size):
+        raise InvalidJobError(
+            f"the experts of holdfast.moe may be on any rank, and all else is on each, which is "
+            f"not what {topology} describes: leave topology out, and give the job parallelism "
+            f"{{dp: {topology.world_size}}}"
+        )
+    if policy is not None and not isinstance(policy, Full):
+        raise InvalidJobError(
+            f"the policy {type(policy).__name__} captures some experts at a time, and copies of "
+            f"holdfast.moe need each expert of one step: use snapshot.policy.type Full"
         )
 
 

@@ -332,7 +332,8 @@ class ProtectedSession(Session):
     def _task(self, handle: SaveHandle, *, copies: bool) -> Task:
         with torch.no_grad():
             if self._stale or self._live.changed():
-                self._sources = (*self._live.discover(), *self._gradients.sources())
+                found = (*self._live.discover(), *self._gradients.sources())
+                self._sources = tuple(source for source in found if source.captured)
                 self._eager = [
                     (source.staging, source.tensor)
                     for source in self._sources

@@ -143,6 +143,21 @@ class ExpertPlan:
     node_loads: tuple[tuple[float, ...], ...]
     """For each layer the tokens of each node."""
     reason: str
+    capturers: tuple[tuple[int, ...], ...]
+    """For each layer and expert the holder that captures it in snapshots."""
+
+
+def choose_capturers(layers: Sequence[LayerPlan], ranks: int) -> tuple[tuple[int, ...], ...]:
+    """For each layer and expert the holder that captures it: experts with fewest holders choose
+    first, and take the holder with fewest so far, or the lowest."""
+    captured = [0] * ranks
+    chosen = [[0] * len(layer.copies) for layer in layers]
+    experts = [(at, e) for at, layer in enumerate(layers) for e in range(len(layer.copies))]
+    for at, expert in sorted(experts, key=lambda one: (len(layers[one[0]].copies[one[1]]), one)):
+        holders = (rank for rank, _ in layers[at].copies[expert])
+        chosen[at][expert] = min(holders, key=lambda rank: (captured[rank], rank))
+        captured[chosen[at][expert]] += 1
+    return tuple(map(tuple, chosen))
 
 
 def plan_experts(
@@ -192,12 +207,13 @@ def plan_experts(
     chosen, reason = _choose(placement, safe, even, cost)
     if least < min_copies:
         reason += f"; nodes and seats allow {least} instead of {min_copies} copies of every expert"
+    planned_layers = tuple(
+        LayerPlan(copies=_on_ranks(counts, layer, room), tokens=layer.tokens)
+        for counts, layer in zip(chosen.counts, layers, strict=True)
+    )
     return ExpertPlan(
         room=room,
-        layers=tuple(
-            LayerPlan(copies=_on_ranks(counts, layer, room), tokens=layer.tokens)
-            for counts, layer in zip(chosen.counts, layers, strict=True)
-        ),
+        layers=planned_layers,
         least_nodes=min(int((counts > 0).sum(axis=1).min()) for counts in chosen.counts),
         chosen=chosen,
         recovery=safe,
@@ -207,6 +223,7 @@ def plan_experts(
             for counts, layer in zip(chosen.counts, layers, strict=True)
         ),
         reason=reason,
+        capturers=choose_capturers(planned_layers, room.ranks),
     )
 
 

@@ -80,4 +80,4 @@ def test_the_plan_is_that_of_the_options(tmp_path: Path) -> None:
 
 def test_its_job_can_be_applied() -> None:
     job: Any = load_job(JOB)
-    assert job.spec.parallelism.ep == job.spec.nodes * job.spec.nproc_per_node
+    assert job.spec.parallelism.dp == job.spec.nodes * job.spec.nproc_per_node

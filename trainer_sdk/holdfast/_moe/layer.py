@@ -34,6 +34,8 @@ class SeatedExperts(nn.Module):
         super().__init__()
         self.seat_experts = (*experts, *[None] * (seats - len(experts)))
         """For each seat its expert, or None."""
+        self.captured = frozenset(experts)
+        """Experts that this rank captures in snapshots."""
         self.w_in = nn.Parameter(torch.zeros(seats, dim, hidden))
         self.w_out = nn.Parameter(torch.zeros(seats, hidden, dim))
 
@@ -153,8 +155,14 @@ class MoELayer(nn.Module):
         self.gate = Gate(dim, len(plan.layers[layer].copies), top_k)
         self.experts = SeatedExperts(dim, hidden, self.dispatcher.experts, plan.room.rank_seats)
         self.experts.initialize(f"{seed}/{layer}")
+        self.experts.captured = self._captured()
         self.tokens_E: list[int] = []
         """Tokens that the newest batch of all ranks routed to each expert."""
+
+    def _captured(self) -> frozenset[int]:
+        """Experts that the plan has this rank capture."""
+        capturers, rank = self.plan.capturers[self.layer], self.dispatcher.rank
+        return frozenset(expert for expert, one in enumerate(capturers) if one == rank)
 
     def forward(self, x_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The experts' weighted answers, and this rank's part of the load-balancing loss. All ranks

@@ -237,7 +237,9 @@ def _allocate(
     if shape != tuple(local.shape):
         state[key] = torch.empty(shape, dtype=dtype, device=device)
         return
-    made = torch.empty_like(local, dtype=dtype, device=device)
+    # Seats without an expert hold zeros.
+    make = torch.empty_like if anchor.place.seats is None else torch.zeros_like
+    made = make(local, dtype=dtype, device=device)
     if is_dtensor(parameter):
         made = type(parameter).from_local(
             made,

@@ -9,6 +9,9 @@ reads, which is its own old one if it was in that world; a rank that reads none 
 old rank of its place, counted modulo their number. Buffers differ between replicas; all ranks get
 those of the lowest old rank that had them.
 
+A line of this very world is read in the same way where experts have seats: which expert is on which
+rank may have changed since.
+
 Snapshots that leave experts out are read like any others: the experts of the line are those that
 its snapshots hold, in the versions that they record (`_experts.taking_over`).
 """
@@ -113,9 +116,16 @@ class OtherWorld:
 
 
 def open_world(
-    decision: RestoreDecision, client: DaemonClient, engine: CopyEngine, timeout_s: float
+    decision: RestoreDecision,
+    client: DaemonClient,
+    engine: CopyEngine,
+    timeout_s: float,
+    ranks: int,
 ) -> OtherWorld:
     """Open the snapshots that this rank reads, and verify every byte of them.
+
+    Args:
+        ranks: number of ranks that captured the line.
 
     Raises:
         CorruptError: when a snapshot is not one of the line, or a piece does not match.
@@ -125,9 +135,7 @@ def open_world(
     generation = decision.line.generation
     assert generation is not None
     snapshots: list[ReadSnapshot] = []
-    world = OtherWorld(
-        ranks=decision.captured_by, generation=generation, source=decision.source, snapshots=()
-    )
+    world = OtherWorld(ranks=ranks, generation=generation, source=decision.source, snapshots=())
     try:
         for held in decision.snapshots:
             snapshots.append(read_snapshot(client, held, timeout_s))

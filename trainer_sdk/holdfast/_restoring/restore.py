@@ -375,8 +375,10 @@ class Restore:
         timeout_s = self.settings.rpc_timeout_s
         if decision.line.generation is None:
             return None
-        if decision.captured_by:
-            return open_world(decision, self.client, self.engine, timeout_s)
+        if decision.captured_by or any(source.seated for source in self.live.sources()):
+            # Experts in seats are found by their numbers, wherever they were captured.
+            ranks = decision.captured_by or self.topology.world_size
+            return open_world(decision, self.client, self.engine, timeout_s, ranks)
         (held,) = decision.snapshots
         manifest, layout = held.manifest, held.layout
         if manifest.generation != decision.line.generation or manifest.rank != self.rank:

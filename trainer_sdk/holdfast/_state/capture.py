@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -65,6 +65,10 @@ class TensorSource:
     staging: torch.Tensor | None = None
     """Contiguous copy of a tensor that is not contiguous, or is eager."""
     whole: Whole = field(default=Whole())
+    seated: bool = False
+    """Whether it is part of an expert in a seat, of which other ranks may have copies."""
+    captured: bool = True
+    """Whether this rank captures it in snapshots, or another one that has a copy."""
 
     @property
     def nbytes(self) -> int:
@@ -247,10 +251,10 @@ class LiveState:
         if not place.stacked:
             yield self._source(place.unit, place.name, kind, local, parameter, group=group)
             return
-        for i in range(local.shape[0]):
-            unit, name = _slice_of(place, i)
+        for i, unit, name in _slices_of(place, local.shape[0]):
             self.anchors[name] = Anchor(optimizer, parameter, i, place)
-            yield self._source(unit, name, kind, local[i], parameter, sliced=True, group=group)
+            found = self._source(unit, name, kind, local[i], parameter, sliced=True, group=group)
+            yield _seated(found, place)
 
     def _foreign_parameters(self) -> Iterator[TensorSource]:
         """Yield the parameters that optimizers hold and the model does not: usually float32
@@ -271,7 +275,7 @@ class LiveState:
             for i, parameter in enumerate(foreign):
                 if masters:
                     base = self.anchors[self.names[id(match[i])]].place
-                    place = TensorKey(base.unit, f"{base.name}/master", base.stacked)
+                    place = replace(base, name=f"{base.name}/master")
                 else:
                     name = f"{_ORPHAN}{index}/parameter{i}"
                     place = TensorKey(UnitKey(None, UnitKind.OTHER), name)
@@ -315,10 +319,10 @@ class LiveState:
         first = local_of(parameter).shape[:1]
         self._tensors[f"{place.name}:{key}"] = value
         if place.stacked and local.ndim and local.shape[:1] == first:
-            for i in range(local.shape[0]):
-                unit, name = _slice_of(place, i)
+            for i, unit, name in _slices_of(place, local.shape[0]):
                 key_name = f"{name}:{key}"
-                yield self._source(unit, key_name, role, local[i], value, parameter, sliced=True)
+                found = self._source(unit, key_name, role, local[i], value, parameter, sliced=True)
+                yield _seated(found, place)
         else:
             yield self._source(place.unit, f"{place.name}:{key}", role, local, value, parameter)
 
@@ -401,9 +405,23 @@ class LiveState:
         )
 
 
-def _slice_of(place: TensorKey, i: int) -> tuple[UnitKey, str]:
-    """Unit and name of slice `i` of a stacked tensor."""
+def _slices_of(place: TensorKey, count: int) -> Iterator[tuple[int, UnitKey, str]]:
+    """Number, unit and name of each slice of a stacked tensor that holds an expert."""
     unit = place.unit
-    assert unit.expert is not None
-    expert = unit.expert + i
-    return UnitKey(unit.layer, unit.kind, expert), f"{place.name}[{expert}]"
+    experts: Sequence[int | None]
+    if place.seats is not None:
+        experts = place.seats.seat_experts
+    else:
+        assert unit.expert is not None
+        experts = range(unit.expert, unit.expert + count)
+    for i, expert in enumerate(experts):
+        if expert is not None:
+            yield i, UnitKey(unit.layer, UnitKind.EXPERT, expert), f"{place.name}[{expert}]"
+
+
+def _seated(source: TensorSource, place: TensorKey) -> TensorSource:
+    """`source`, a slice of a stacked tensor, with what follows from its seats."""
+    if place.seats is None:
+        return source
+    captured = source.unit.expert in place.seats.captured
+    return replace(source, private=True, seated=True, captured=captured)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -42,6 +43,19 @@ class TensorKey:
     are numbered over all ranks."""
     stacked: bool = False
     """Whether the first dimension counts experts."""
+    seats: Seats | None = None
+    """Module that knows which experts the stack holds, where they may be any; `unit` is then that
+    of what is equal for all of them."""
+
+
+@runtime_checkable
+class Seats(Protocol):
+    """Module with stacked experts of any numbers, such as `holdfast.moe.SeatedExperts`."""
+
+    seat_experts: tuple[int | None, ...]
+    """For each seat, which the first dimension of its parameters counts, its expert, or None."""
+    captured: frozenset[int]
+    """Experts that this rank captures in snapshots; other ranks capture the others."""
 
 
 def plain_name(name: str) -> str:
@@ -86,6 +100,8 @@ def key_of_tensor(
     if not _GATES.isdisjoint(parts[:-1]):
         unit = UnitKey(layer, UnitKind.GATE) if layer is not None else UnitKey(None, UnitKind.OTHER)
         return TensorKey(unit, plain)
+    if isinstance(owner, Seats):
+        return TensorKey(UnitKey(layer or 0, UnitKind.DENSE), plain, stacked=True, seats=owner)
     if owner is not None and _is_stack(name, tensor, owner):
         first = first_in_stack if first_in_stack is not None else ep_index * tensor.shape[0]
         return TensorKey(UnitKey(layer or 0, UnitKind.EXPERT, first), plain, stacked=True)

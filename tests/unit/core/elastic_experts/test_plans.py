@@ -211,3 +211,13 @@ def test_a_plan_is_made_in_time(
         if took[-1] < most_s:
             break
     assert min(took) < most_s
+
+
+def test_each_expert_is_captured_by_one_of_its_holders_and_holders_share_the_work() -> None:
+    plan = plan_experts([[9, 4, 2, 2, 1, 1]] * 2, ExpertRoom(nodes=6, rank_seats=4))
+    for layer, capturers in zip(plan.layers, plan.capturers, strict=True):
+        for held, rank in zip(layer.copies, capturers, strict=True):
+            assert rank in [holder for holder, _ in held]
+    captured = [sum(of.count(rank) for of in plan.capturers) for rank in range(6)]
+    assert sum(captured) == 12
+    assert max(captured) <= 3

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from holdfast import elastic, moe
-from holdfast_core.elastic_experts.plans import LayerPlan
+from holdfast_core.elastic_experts.plans import LayerPlan, choose_capturers
 
 DIM, HIDDEN = 8, 16
 
@@ -44,7 +44,8 @@ class Shape:
         made = moe.plan_experts([[1] * experts], room, min_copies=1)
         layer = LayerPlan(copies=self.copies, tokens=(1,) * experts)
         parts = {name: getattr(made, name) for name in made.__slots__}
-        return moe.ExpertPlan(**{**parts, "layers": (layer,)})
+        capturers = choose_capturers([layer], self.ranks)
+        return moe.ExpertPlan(**{**parts, "layers": (layer,), "capturers": capturers})
 
     @property
     def batches(self) -> tuple[int, ...]:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from dense_moe import Shape, backward, join, make_layer
 from ports import reserve_port
 from ranks import run_ranks
@@ -12,7 +17,10 @@ from torch import nn
 
 import holdfast
 from holdfast import elastic, moe
+from holdfast._session import ProtectedSession
 from holdfast.testing import FakeDaemon
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.job.snapshots import PartialExperts
 
 WAIT_S = 60
 UNEVEN = Shape(
@@ -20,20 +28,24 @@ UNEVEN = Shape(
     top_k=2,
     copies=(((0, 1), (1, 1), (2, 2)), ((1, 1),), ((0, 2), (2, 1)), ((0, 1),)),
 )
+OTHER = replace(
+    UNEVEN, copies=(((1, 1),), ((0, 1), (2, 1)), ((0, 1), (1, 2)), ((0, 1), (1, 1), (2, 1)))
+)
 
 
 class Trainer:
     """A model of one layer, its optimizer and its session."""
 
-    def __init__(self, directory: str, world: elastic.World, group: elastic.WorldGroup) -> None:
-        self.model = nn.ModuleDict({"moe": make_layer(UNEVEN, group, torch.float32)})
+    def __init__(
+        self, directory: str, world: elastic.World, group: elastic.WorldGroup, shape: Shape = UNEVEN
+    ) -> None:
+        self.model = nn.ModuleDict({"moe": make_layer(shape, group, torch.float32)})
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.gradients = moe.SummedGradients(self.model, group)
         self.tokens = UNEVEN.tokens(torch.float32)[world.rank]
         self.session = holdfast.init(
             model=self.model,
             optimizer=self.optimizer,
-            topology=holdfast.Topology(dp=3, ep=3),
             daemon=FakeDaemon(directory, rank=world.rank, world_size=3),
             settings=holdfast.Settings(start_wait_s=WAIT_S, exchange_timeout_s=WAIT_S),
         )
@@ -45,10 +57,23 @@ class Trainer:
         self.gradients.sum()
         self.optimizer.step()
 
-    def state(self) -> list[torch.Tensor]:
-        parameters = list(self.model.parameters())
-        states = [v for p in parameters for _, v in sorted(self.optimizer.state[p].items())]
-        return [one.detach().clone() for one in (*parameters, *states)]
+    def restore(self, group: elastic.WorldGroup) -> None:
+        """Restore over wrong weights."""
+        with torch.no_grad():
+            for p in self.model.parameters():
+                p.fill_(9.0)
+        assert self.session.restore() == 2
+        moe.check_copies(self.model, self.optimizer, group)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The state by name; of seats only those that hold an expert."""
+        assert isinstance(self.session, ProtectedSession)
+        return {one.name: one.tensor.clone() for one in self.session.live.sources()}
+
+    def captured(self) -> list[str]:
+        """Names of what this rank captures of experts."""
+        assert isinstance(self.session, ProtectedSession)
+        return [one.name for one in self.session.live.sources() if one.seated and one.captured]
 
 
 def save_and_restore(rank: int, port: int, directory: str) -> None:
@@ -57,21 +82,51 @@ def save_and_restore(rank: int, port: int, directory: str) -> None:
     for step in (1, 2):
         first.train()
         first.session.save(step).committed.result(WAIT_S)
+    saved = every(world, first.state())
+    times = Counter(name for of_rank in every(world, first.captured()) for name in of_rank)
+    assert set(times.values()) == {1}
+    assert len(times) == 4 * 2 * 3  # experts, weights of each, and two moments
     first.session.close()
     first.train()
 
     second = Trainer(directory, world, group)
-    with torch.no_grad():
-        for p in second.model.parameters():
-            p.fill_(9.0)
-    assert second.session.restore() == 2
-    moe.check_copies(second.model, second.optimizer, group)
+    second.restore(group)
     second.train()
-    for one, other in zip(first.state(), second.state(), strict=True):
-        assert torch.equal(one, other)
+    assert second.state().keys() == first.state().keys()
+    for name, tensor in second.state().items():
+        assert torch.equal(tensor, first.state()[name]), name
     second.session.close()
+
+    third = Trainer(directory, world, group, OTHER)
+    third.restore(group)
+    for name, tensor in third.state().items():
+        assert torch.equal(tensor, next(one[name] for one in saved if name in one)), name
+    third.train()
+    moe.check_copies(third.model, third.optimizer, group)
+    third.session.close()
     world.close()
 
 
-def test_a_restored_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+def every(world: elastic.World, own: Any) -> list[Any]:
+    """What each rank has."""
+    found: list[Any] = [own] * world.size
+    dist.all_gather_object(found, own)
+    return found
+
+
+def test_a_restored_run_goes_on_with_the_same_bits_in_this_plan_and_another(
+    tmp_path: Path,
+) -> None:
     run_ranks(save_and_restore, (reserve_port(), str(tmp_path)), 3)
+
+
+def test_what_does_not_fit_copies_is_refused(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"experts": moe.SeatedExperts(4, 8, (0, 1), 2)})
+    optimizer = torch.optim.AdamW(model.parameters())
+    daemon = FakeDaemon(str(tmp_path), rank=0, world_size=1)
+    settings = holdfast.Settings(policy=PartialExperts(experts_per_layer=1))
+    with pytest.raises(InvalidJobError, match="PartialExperts captures some experts at a time"):
+        holdfast.init(model=model, optimizer=optimizer, daemon=daemon, settings=settings)
+    for topology in (holdfast.Topology(dp=2, ep=2), holdfast.Topology(dp=1, tp=2)):
+        with pytest.raises(InvalidJobError, match="leave topology out"):
+            holdfast.init(model=model, optimizer=optimizer, topology=topology)

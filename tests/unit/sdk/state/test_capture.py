@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from holdfast import moe
 from holdfast._state.capture import LiveState, TensorSource
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.snapshots.layouts import TensorRole
@@ -73,6 +74,29 @@ def test_a_module_that_counts_its_experts_has_stacked_weights() -> None:
     assert found["blocks.0.mlp.b1[2]"] == "layer0/expert2"
     assert found["blocks.0.mlp.correction"] == "layer0/dense"
     assert found["blocks.0.mlp.shared.weight"] == "layer0/dense"
+
+
+def test_experts_in_seats_have_their_numbers_and_one_rank_captures_each() -> None:
+    experts = moe.SeatedExperts(4, 8, (2, 5), 3)
+    experts.captured = frozenset({5})
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"experts": experts})])})
+    optimizer = torch.optim.AdamW(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    found = discover(model, optimizer)
+    base = "layers.0.experts.w_in"
+    assert {name for name in found if name.startswith(base)} == {
+        *(f"{base}[{expert}]{key}" for expert in (2, 5) for key in ("", ":exp_avg", ":exp_avg_sq")),
+        f"{base}:step",
+    }
+    assert found[f"{base}[5]"].tensor.equal(experts.w_in[1])
+    for name, source in found.items():
+        expert = None if "[" not in name else int(name.partition("[")[2][0])
+        kind = UnitKind.DENSE if expert is None else UnitKind.EXPERT
+        assert source.unit == UnitKey(0, kind, expert)
+        assert source.seated == source.private == (expert is not None)
+        assert source.captured == (expert != 2)
 
 
 def test_optimizer_states_follow_their_parameters(trainer: Any) -> None:
