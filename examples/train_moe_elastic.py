@@ -8,7 +8,9 @@ run examples/moe-elastic-job.yaml`.
 A step has `--batch` sequences, whatever the number of ranks is, so losses depend on it only by
 rounding (least with `--dtype float32`). A rank with fewer of them weighs less.
 
-The number of ranks stays the same. Each expert is captured by one of the ranks that hold it.
+With `--stay`, processes stay when nodes are lost or join (`minNodes`): experts move to other seats,
+and training goes on with the next step while every expert has a copy left. Each expert is captured
+by one of the ranks that hold it.
 
 `--save-loads` writes the tokens that each expert got, and `--loads` plans with them the next time.
 """
@@ -120,8 +122,8 @@ def main(argv: list[str] | None = None) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
-    world = elastic.init("nccl" if on_gpu else "gloo", stay=args.stay)
-    group = world.group([range(world.size)])
+    world = elastic.init("nccl" if on_gpu else "gloo", stay=args.stay, any_size=args.stay)
+    group = world.group(lambda size: [range(size)])
     plan = make_plan(args, world.size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if world.rank == 0:
         print(plan.reason, flush=True)
@@ -158,7 +160,8 @@ def main(argv: list[str] | None = None) -> None:
             for total, layer in zip(loads, layers, strict=True):
                 total[:] = map(sum, zip(total, layer.tokens_E, strict=True))
             line: dict[str, Any] = {"step": step, "loss": sum_over(world, loss), "norm": norm}
-            line |= {"time": time.time(), "epoch": session.epoch}
+            line |= {"time": time.time(), "epoch": session.epoch, "ranks": world.size}
+            line["least_nodes"] = layers[0].plan.least_nodes
             if world.rank == 0:
                 report(args, **line)
     moe.check_copies(model, optimizer, group)

@@ -23,6 +23,8 @@ from holdfast._experts.gradients import NO_GRADIENTS, Gradients
 from holdfast._experts.partial import PartialCapture
 from holdfast._experts.policy import CapturePolicy, FullCapture
 from holdfast._interface import Session
+from holdfast._moe.layer import MoELayer
+from holdfast._moe.reseating import Reseating
 from holdfast._nodaemon import UnprotectedSession
 from holdfast._saving.comparing import Comparing
 from holdfast._saving.pacing import DueSaves, EverySave, Pacing
@@ -106,7 +108,6 @@ def init(
         return maker.session()
     if daemon is not None:
         raise InvalidJobError("daemon= is one client, and each world needs its own: leave out one")
-    check_staying(model)
     return maker.elastic_session(world, pipeline)
 
 
@@ -152,6 +153,21 @@ class _Maker:
         if any(isinstance(module, Seats) for module in self.model.modules()):
             _check_seats(self.topology, self.settings.policy)
 
+    def elastic_session(self, world: World, pipeline: Pipeline | None) -> ElasticSession:
+        """Make a session for `world` and those that follow it. Collective."""
+        check_staying(self.model)
+        uneven = any(isinstance(module, MoELayer) for module in self.model.modules())
+        return ElasticSession(
+            world,
+            self.session,
+            self.optimizers,
+            # A vote waits for the slowest rank, as training's own collectives do.
+            max(self.settings.exchange_timeout_s, world.timeout_s),
+            votes=self.can_go_on_live,
+            pipeline=pipeline,
+            reseats=Reseating(self.model) if uneven else None,
+        )
+
     def session(self) -> Session:
         """Make a session of the present world. Collective."""
         if not self.protects:
@@ -185,15 +201,6 @@ class _Maker:
             device=device_of(raw(parameter) for parameter in self.model.parameters()),
             settings=self.settings,
             hooks=self.world is None,
-        )
-
-    def elastic_session(self, world: World, pipeline: Pipeline | None) -> ElasticSession:
-        """Make a session that makes one in each world. Collective."""
-        # A vote waits for the slowest rank, as training's own collectives do.
-        timeout_s = max(self.settings.exchange_timeout_s, world.timeout_s)
-        votes = self.can_go_on_live
-        return ElasticSession(
-            world, self.session, self.optimizers, timeout_s, votes=votes, pipeline=pipeline
         )
 
     def _connect(self, rank: int) -> DaemonClient:

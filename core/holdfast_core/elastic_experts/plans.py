@@ -13,7 +13,7 @@ copy covers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import exp, factorial
 
@@ -92,6 +92,16 @@ class LossCost:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRules:
+    """What plans are made by, whatever the number of nodes; see `plan_experts`."""
+
+    min_copies: int = 2
+    allocation: Allocation = Allocation.MIN_MAX
+    placement: Placement = Placement.AUTO
+    cost: LossCost | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LayerPlan:
     """The copies of one layer's experts."""
 
@@ -143,8 +153,45 @@ class ExpertPlan:
     node_loads: tuple[tuple[float, ...], ...]
     """For each layer the tokens of each node."""
     reason: str
+    rules: PlanRules
     capturers: tuple[tuple[int, ...], ...]
     """For each layer and expert the holder that captures it in snapshots."""
+
+    def renewed(self, ranks: int, loads: Sequence[Sequence[int]]) -> ExpertPlan:
+        """Plan by the same rules for another number of ranks, and other loads.
+
+        Raises:
+            InvalidJobError: as `plan_experts`, and when `ranks` do not make whole nodes.
+        """
+        nodes, left = divmod(ranks, self.room.nproc)
+        if left:
+            raise InvalidJobError(
+                f"{ranks} ranks are no whole nodes of {self.room.nproc}, for which the expert plan "
+                f"was made; give each node as many"
+            )
+        return plan_experts(
+            loads,
+            replace(self.room, nodes=nodes),
+            min_copies=self.rules.min_copies,
+            allocation=self.rules.allocation,
+            placement=self.rules.placement,
+            cost=self.rules.cost,
+        )
+
+    def moved_to(self, rank_of: Sequence[int]) -> ExpertPlan:
+        """The same plan with other ranks: what was meant for rank i goes to `rank_of[i]`. Ranks of
+        one node stay together."""
+        layers = tuple(
+            replace(
+                layer,
+                copies=tuple(
+                    tuple(sorted((rank_of[rank], count) for rank, count in held))
+                    for held in layer.copies
+                ),
+            )
+            for layer in self.layers
+        )
+        return replace(self, layers=layers, capturers=choose_capturers(layers, self.room.ranks))
 
 
 def choose_capturers(layers: Sequence[LayerPlan], ranks: int) -> tuple[tuple[int, ...], ...]:
@@ -223,6 +270,9 @@ def plan_experts(
             for counts, layer in zip(chosen.counts, layers, strict=True)
         ),
         reason=reason,
+        rules=PlanRules(
+            min_copies=min_copies, allocation=allocation, placement=placement, cost=cost
+        ),
         capturers=choose_capturers(planned_layers, room.ranks),
     )
 

@@ -43,6 +43,10 @@ class RankStanding(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it has experts, which only ranks of its expert coordinate hold."""
     logs: bool = False
     """Whether it has logged what crosses the boundaries of its pipeline stage."""
+    held: tuple[tuple[int, ...], ...] = ()
+    """For each layer whose experts have uneven copies those in its seats."""
+    layer_experts: int = 0
+    """Experts of each such layer."""
 
 
 class StandingAction(StrEnum):
@@ -99,6 +103,9 @@ def standing(ranks: Sequence[RankStanding]) -> StandingVerdict:
                 f"rank {first} has completed step {newest}, and rank {rank} step "
                 f"{live[rank].step} without the vote on the next one"
             )
+    gone = _without_copy([*live.values()])
+    if gone:
+        return _back(gone)
     lacking = [rank for rank in range(len(ranks)) if rank not in live]
     replays = (
         before == topology
@@ -135,6 +142,16 @@ def standing(ranks: Sequence[RankStanding]) -> StandingVerdict:
 
 def _back(reason: str) -> StandingVerdict:
     return StandingVerdict(action=StandingAction.LINE, reason=reason)
+
+
+def _without_copy(live: Sequence[RankStanding]) -> str:
+    """Which expert has lost all of its copies; empty when none has."""
+    for layer, of_ranks in enumerate(zip(*(one.held for one in live), strict=False)):
+        held = {expert for of_rank in of_ranks for expert in of_rank}
+        for expert in range(live[0].layer_experts):
+            if expert not in held:
+                return f"no rank is left that holds expert {expert} of layer {layer}"
+    return ""
 
 
 def _sources_of(

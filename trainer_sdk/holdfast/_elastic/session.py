@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from holdfast._interface import Session
 from holdfast._saving.tally import SaveCounters
 from holdfast._session import ProtectedSession
 from holdfast._state.beginning import Beginning
+from holdfast._state.capture import LiveState
 from holdfast._state.dtensors import is_dtensor
 from holdfast._steps import TrainStep, steps_of
 from holdfast_core.errors import (
@@ -112,6 +113,22 @@ class StepBody:
         return ""
 
 
+class Reseats(Protocol):
+    """Experts in seats, which take others when the world changes: `holdfast._moe.reseating`."""
+
+    @property
+    def experts(self) -> int:
+        """Experts of each layer."""
+
+    def held(self) -> tuple[tuple[int, ...], ...]:
+        """For each layer the experts in this rank's seats."""
+
+    def follow(
+        self, live: LiveState, exchange: Exchange, rank: int, *, outlived: bool, moves: bool
+    ) -> None:
+        """Take the seats of a plan for the present ranks. Collective."""
+
+
 class ElasticSession(Session):
     """A session in each world, one after the other.
 
@@ -123,6 +140,7 @@ class ElasticSession(Session):
         votes: whether ranks vote before each step of the optimizer, so that training can go on from
             what they have. Equal on all ranks.
         pipeline: the script's boundaries between pipeline stages, if it has any.
+        reseats: the model's experts in seats, if it has any.
     """
 
     def __init__(
@@ -134,8 +152,9 @@ class ElasticSession(Session):
         *,
         votes: bool = False,
         pipeline: Pipeline | None = None,
+        reseats: Reseats | None = None,
     ) -> None:
-        self._world, self._make = world, make
+        self._world, self._make, self._reseats = world, make, reseats
         self._optimizers, self._timeout_s = tuple(optimizers), exchange_timeout_s
         self._votes = votes and world.stays
         self._pipeline = pipeline
@@ -363,15 +382,18 @@ class ElasticSession(Session):
             sources = session.live.sources()
         except HoldfastError as error:
             torn, sources = torn or str(error), ()
+        given = [one for one in sources if one.seats is None]
         return RankStanding(
             step=held.step,
             ready=voting is not None and not torn,
             torn=torn,
             topology=str(session.topology),
             rank=session.rank,
-            unshared=any(one.private and not one.eager for one in sources),
-            experts=any(one.unit.kind is UnitKind.EXPERT for one in sources),
+            unshared=any(one.private and not one.eager for one in given),
+            experts=any(one.unit.kind is UnitKind.EXPERT for one in given),
             logs=self._pipeline is not None and not self._tried_replay,
+            held=() if self._reseats is None else self._reseats.held(),
+            layer_experts=0 if self._reseats is None else self._reseats.experts,
         )
 
     def _undo(self) -> None:
@@ -387,14 +409,19 @@ class ElasticSession(Session):
         """Go on in a world whose groups are formed; return the number of completed steps, None
         where nothing was protected. Collective."""
         session, held = self._session, self._held
-        if (
-            verdict is not None
-            and verdict.action is StandingAction.LIVE
-            and isinstance(session, ProtectedSession)
-            and session.go_on(verdict, held.torn)
-        ):
-            self._hold_after(verdict.step, keeps_log=held.step is not None)
-            return verdict.step
+        live = verdict is not None and verdict.action is StandingAction.LIVE
+        if isinstance(session, ProtectedSession):
+            if self._reseats is not None:
+                self._reseats.follow(
+                    session.live,
+                    self._exchange,
+                    session.rank,
+                    outlived=held.step is not None,
+                    moves=live,
+                )
+            if live and verdict is not None and session.go_on(verdict, held.torn):
+                self._hold_after(verdict.step, keeps_log=held.step is not None)
+                return verdict.step
         if verdict is not None and verdict.action is StandingAction.REPLAY:
             found = self._replay(held)
             if found is not None:

@@ -8,6 +8,7 @@ layer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,12 +47,19 @@ class Dispatcher:
         plan: the expert plan; one rank of the group for each of its ranks.
         layer: number of the layer in the plan.
         group: all ranks.
+        seats: for each seat of this rank its expert, or None; by the experts' numbers unless given.
 
     Raises:
         InvalidJobError: when the plan is for another number of ranks.
     """
 
-    def __init__(self, plan: ExpertPlan, layer: int, group: WorldGroup) -> None:
+    def __init__(
+        self,
+        plan: ExpertPlan,
+        layer: int,
+        group: WorldGroup,
+        seats: Sequence[int | None] | None = None,
+    ) -> None:
         ranks = dist.get_world_size(group.now)
         if plan.room.ranks != ranks:
             raise InvalidJobError(
@@ -59,14 +67,20 @@ class Dispatcher:
                 f"for the world's number of nodes and ranks"
             )
         self.group, self.rank = group, dist.get_rank(group.now)
-        self._nproc, self._seats = plan.room.nproc, plan.room.rank_seats
+        self._nproc = plan.room.nproc
         copies = plan.layers[layer].copies
         self._copies = np.zeros((len(copies), ranks), dtype=np.int64)
         for expert, held in enumerate(copies):
             for holder, count in held:
                 self._copies[expert, holder] = count
         self.experts = plan.layers[layer].experts_of(self.rank)
-        """Experts in this rank's seats, in their order."""
+        """Experts in this rank's seats, ascending."""
+        empty = plan.room.rank_seats - len(self.experts)
+        self._seats = (*self.experts, *[None] * empty) if seats is None else tuple(seats)
+        self._seat_of = torch.zeros(len(copies), dtype=torch.int64)
+        for seat, held_here in enumerate(self._seats):
+            if held_here is not None:
+                self._seat_of[held_here] = seat
 
     def route(self, expert_NK: torch.Tensor) -> TokenRoute:
         """Find the way of each token. Collective.
@@ -87,10 +101,10 @@ class Dispatcher:
         ranks = torch.arange(sent.shape[1], device=device).repeat(experts)
         target = ranks.repeat_interleave(torch.from_numpy(sent).reshape(-1).to(device))
         order = by_expert[target.argsort(stable=True)]
-        held = torch.arange(experts, device=device).repeat(sent.shape[1])
-        arrived = held.repeat_interleave(torch.from_numpy(received.T.copy()).reshape(-1).to(device))
-        arrival = arrived.argsort(stable=True)
-        empty = self._seats - len(self.experts)
+        seat_of = self._seat_of.to(device).repeat(sent.shape[1])
+        rows = torch.from_numpy(received.T.copy()).reshape(-1).to(device)
+        arrival = seat_of.repeat_interleave(rows).argsort(stable=True)
+        here = received.sum(axis=1)
         return TokenRoute(
             tokens=tokens,
             order=order,
@@ -99,7 +113,7 @@ class Dispatcher:
             arrival_back=inverse_of(arrival),
             sent_rows=sent.sum(axis=0).tolist(),
             received_rows=received.sum(axis=0).tolist(),
-            seat_rows=received.sum(axis=1)[list(self.experts)].tolist() + [0] * empty,
+            seat_rows=[0 if one is None else int(here[one]) for one in self._seats],
         )
 
     def dispatch(self, x_ND: torch.Tensor, route: TokenRoute) -> torch.Tensor:

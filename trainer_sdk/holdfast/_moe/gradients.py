@@ -83,8 +83,11 @@ def held_experts(layers: Sequence[MoELayer]) -> list[HeldExpert]:
             holders=tuple(rank for rank, _ in layer.plan.layers[layer.layer].copies[expert]),
         )
         for at, layer in enumerate(layers)
-        for seat, expert in enumerate(layer.experts.seat_experts)
-        if expert is not None
+        for expert, seat in sorted(
+            (expert, seat)
+            for seat, expert in enumerate(layer.experts.seat_experts)
+            if expert is not None
+        )
     ]
 
 
@@ -104,10 +107,8 @@ class SummedGradients:
 
     def __init__(self, model: nn.Module, group: WorldGroup) -> None:
         self._group = group
-        self._rank, self._size = dist.get_rank(group.now), dist.get_world_size(group.now)
-        layers = moe_layers(model)
-        self._held = held_experts(layers)
-        self._copied = [one for one in self._held if len(one.holders) > 1]
+        layers = self._layers = moe_layers(model)
+        self._arrange()
         self._experts = [len(layer.plan.layers[layer.layer].copies) for layer in layers]
         self._stacks = [one for layer in layers for one in layer.experts.parameters()]
         dtypes = {one.dtype for one in self._stacks}
@@ -119,12 +120,21 @@ class SummedGradients:
         stacks = set(map(id, self._stacks))
         self._dense = [p for p in model.parameters() if id(p) not in stacks and p.requires_grad]
 
+    def _arrange(self) -> None:
+        """Note who holds what in the present plan."""
+        self._plan = self._layers[0].plan
+        self._rank, self._size = dist.get_rank(self._group.now), self._plan.room.ranks
+        self._held = held_experts(self._layers)
+        self._copied = [one for one in self._held if len(one.holders) > 1]
+
     @torch.no_grad()
     def sum(self) -> None:
         """Sum the gradients of all parameters over the ranks. Collective, after the backward pass.
 
         Gradients are added in at least float32; a parameter without one here counts as zeros.
         """
+        if self._layers[0].plan is not self._plan:  # the world has changed
+            self._arrange()
         for p in (*self._dense, *self._stacks):
             if p.grad is None:
                 p.grad = torch.zeros_like(p)

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import xxhash
 from torch import nn
 
 from holdfast._elastic.world import WorldGroup
 from holdfast._moe.dispatcher import Dispatcher
+from holdfast_core.elastic_experts.loads import LoadHistory
+from holdfast_core.elastic_experts.moving import seats_after
 from holdfast_core.elastic_experts.plans import ExpertPlan
 from holdfast_core.errors import InvalidJobError
 
@@ -156,8 +159,19 @@ class MoELayer(nn.Module):
         self.experts = SeatedExperts(dim, hidden, self.dispatcher.experts, plan.room.rank_seats)
         self.experts.initialize(f"{seed}/{layer}")
         self.experts.captured = self._captured()
+        self.history = LoadHistory(plan.layers[layer].tokens)
+        """Tokens that all ranks routed to each expert lately."""
         self.tokens_E: list[int] = []
-        """Tokens that the newest batch of all ranks routed to each expert."""
+        """Those of the newest batch."""
+
+    def take_seats(self, plan: ExpertPlan) -> None:
+        """Seat the experts that this rank has in another plan; whoever stays keeps its seat. No
+        weights are moved."""
+        group, before = self.dispatcher.group, self.experts.seat_experts
+        experts = plan.layers[self.layer].experts_of(dist.get_rank(group.now))
+        self.experts.seat_experts = seats_after(before, experts)
+        self.dispatcher = Dispatcher(plan, self.layer, group, self.experts.seat_experts)
+        self.plan, self.experts.captured = plan, self._captured()
 
     def _captured(self) -> frozenset[int]:
         """Experts that the plan has this rank capture."""
@@ -180,6 +194,7 @@ class MoELayer(nn.Module):
         out_ND = self.dispatcher.combine(answers, route, weights_NK.to(x_ND.dtype))
         total_E = route.tokens.sum(0)
         self.tokens_E = total_E.tolist()
+        self.history.add(self.tokens_E)
         choices = max(1, int(total_E.sum()))
         portion_E = (total_E / choices).to(probs_NE)
         mean_E = probs_NE.sum(0) / max(1, choices // self.gate.top_k)

@@ -2,7 +2,8 @@
 
 The others change nothing of theirs. A new rank makes room for the optimizer states that they have,
 receives every tensor as a whole from one rank that holds it, and takes its extras from the rank
-that gives it the tensors that are no experts. Its random generators are in the state of the others'
+that gives it the tensors that are no experts. Experts in seats are not handed over here: they move
+first (`holdfast._moe.reseating`). Its random generators are in the state of the others'
 where these are all in one; otherwise they are seeded from the epoch, the step and the rank: a
 script with a state for each rank does not want two ranks to draw the same numbers.
 """
@@ -19,7 +20,7 @@ import xxhash
 
 from holdfast._copying.strided import fill_strided
 from holdfast._exchange import Exchange
-from holdfast._restoring.fit import Offer, check_cover, make_room, wanted_of_offers
+from holdfast._restoring.fit import Offer, Wanted, check_cover, make_room, wanted_of_offers
 from holdfast._restoring.other_world import with_all_values
 from holdfast._restoring.scatter import scatter
 from holdfast._state.capture import LiveState, TensorSource
@@ -136,6 +137,8 @@ class HandOver:
         dense = {new for new, (one, _) in sources if one == self.rank}
         experts = {new for new, (_, one) in sources if one == self.rank}
         for source in self.live.sources():
+            if source.seats is not None:  # they have moved already
+                continue
             to = experts if source.unit.kind is UnitKind.EXPERT else dense
             if to:
                 found.append(
@@ -170,6 +173,12 @@ class HandOver:
         put_back_groups(self.live, extras)
         wanted = wanted_of_offers(self.rank, [given[one].offers for one in set(self._sources)])
         check_cover(wanted)
+        for source in self.live.sources():
+            if source.seats is not None:
+                dtype, shape = dtype_name(source.tensor.dtype), tuple(source.tensor.shape)
+                wanted[source.name] = Wanted(
+                    tensor=source.name, dtype=dtype, shape=shape, ranges=[]
+                )
         return make_room(self.live, wanted, devices_of(extras))
 
     def _filled(self) -> dict[str, TensorSource]:

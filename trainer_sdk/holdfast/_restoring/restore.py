@@ -375,7 +375,7 @@ class Restore:
         timeout_s = self.settings.rpc_timeout_s
         if decision.line.generation is None:
             return None
-        if decision.captured_by or any(source.seated for source in self.live.sources()):
+        if decision.captured_by or any(source.seats is not None for source in self.live.sources()):
             # Experts in seats are found by their numbers, wherever they were captured.
             ranks = decision.captured_by or self.topology.world_size
             return open_world(decision, self.client, self.engine, timeout_s, ranks)

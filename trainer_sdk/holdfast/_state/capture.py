@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast._state.conventions import TensorKey, UnitNamer, key_of_tensor
+from holdfast._state.conventions import Seats, TensorKey, UnitNamer, key_of_tensor
 from holdfast._state.dtensors import first_of_sharded_stack, global_box, is_sharded, local_of
 from holdfast._state.groups import Members, ParamGroups, check_optimizers
 from holdfast._state.in_place import Watched
@@ -65,8 +65,8 @@ class TensorSource:
     staging: torch.Tensor | None = None
     """Contiguous copy of a tensor that is not contiguous, or is eager."""
     whole: Whole = field(default=Whole())
-    seated: bool = False
-    """Whether it is part of an expert in a seat, of which other ranks may have copies."""
+    seats: Seats | None = None
+    """Module in whose seats its expert lies, of which other ranks may have copies."""
     captured: bool = True
     """Whether this rank captures it in snapshots, or another one that has a copy."""
 
@@ -424,4 +424,4 @@ def _seated(source: TensorSource, place: TensorKey) -> TensorSource:
     if place.seats is None:
         return source
     captured = source.unit.expert in place.seats.captured
-    return replace(source, private=True, seated=True, captured=captured)
+    return replace(source, private=True, seats=place.seats, captured=captured)

@@ -186,6 +186,18 @@ def test_each_pipeline_stage_needs_a_rank_that_is_left() -> None:
     assert verdict.reason == "nobody is left who holds what rank 2 is to hold"
 
 
+def test_uneven_copies_go_on_live_as_long_as_each_expert_has_one() -> None:
+    def seated(rank: int, *held: tuple[int, ...]) -> RankStanding:
+        return live(rank=rank, held=held, layer_experts=3)
+
+    ranks = [seated(0, (0, 1), (1, 2)), seated(1, (2, 1), (0, 1)), RankStanding()]
+    verdict = standing(ranks)
+    assert (verdict.action, verdict.sources) == (StandingAction.LIVE, {2: (0, 0)})
+    verdict = standing([seated(0, (0, 1, 2), (1, 2)), RankStanding()])
+    assert verdict.action is StandingAction.LINE
+    assert verdict.reason == "no rank is left that holds expert 0 of layer 1"
+
+
 def test_a_smaller_world_goes_on_with_what_it_has() -> None:
     verdict = standing([live(rank=0), live(rank=2)])
     assert (verdict.action, verdict.step, verdict.sources) == (StandingAction.LIVE, K, {})

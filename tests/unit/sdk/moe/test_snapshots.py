@@ -73,7 +73,7 @@ class Trainer:
     def captured(self) -> list[str]:
         """Names of what this rank captures of experts."""
         assert isinstance(self.session, ProtectedSession)
-        return [one.name for one in self.session.live.sources() if one.seated and one.captured]
+        return [one.name for one in self.session.live.sources() if one.seats and one.captured]
 
 
 def save_and_restore(rank: int, port: int, directory: str) -> None:

@@ -95,7 +95,8 @@ def test_experts_in_seats_have_their_numbers_and_one_rank_captures_each() -> Non
         expert = None if "[" not in name else int(name.partition("[")[2][0])
         kind = UnitKind.DENSE if expert is None else UnitKind.EXPERT
         assert source.unit == UnitKey(0, kind, expert)
-        assert source.seated == source.private == (expert is not None)
+        assert source.private == (expert is not None)
+        assert source.seats is (experts if source.private else None)
         assert source.captured == (expert != 2)
 
 

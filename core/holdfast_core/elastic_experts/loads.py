@@ -1,0 +1,37 @@
+"""Tokens that experts got lately: what a new plan is made for.
+
+Sums over whole windows rather than a moving average, which a few odd batches would turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+WINDOW_BATCHES = 200
+"""Batches of a window: Lazarus plans anew after as many."""
+
+
+class LoadHistory:
+    """Tokens of one layer's experts in the present window and the one before it.
+
+    Args:
+        tokens: what the present plan was made for; counts as long as there was no batch.
+    """
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._expected = tuple(tokens)
+        self._before = self._now = (0,) * len(self._expected)
+        self._batches = 0
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Count a batch: for each expert the tokens of all ranks."""
+        if self._batches == WINDOW_BATCHES:
+            self._before, self._now, self._batches = self._now, (0,) * len(self._now), 0
+        self._now = tuple(map(sum, zip(self._now, tokens, strict=True)))
+        self._batches += 1
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """For each expert the tokens to plan for."""
+        found = tuple(map(sum, zip(self._before, self._now, strict=True)))
+        return found if any(found) else self._expected

@@ -1,0 +1,231 @@
+"""A job with uneven copies of experts goes on with the nodes that are left, and with more again:
+no step is lost while every expert has a copy, and losses are those of one process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uneven_trainer
+
+from holdfast_core.job.parsing import parse_job
+from holdfast_core.states import RestoreSource
+from holdfast_operator.local import LocalCluster, LocalSettings, Status
+
+WAIT_S = 120.0
+TOLERANCE = 1e-9
+
+
+def make_job(directory: Path, seats: int, every: int) -> Any:
+    script = [sys.executable, uneven_trainer.__file__, "--directory", str(directory)]
+    container = {
+        "name": "trainer",
+        "command": [*script, "--seats", str(seats), "--every", str(every)],
+    }
+    return parse_job(
+        {
+            "apiVersion": "holdfast.dev/v1alpha1",
+            "kind": "MoETrainingJob",
+            "metadata": {"name": "uneven"},
+            "spec": {
+                "nodes": 4,
+                "minNodes": 2,
+                "nprocPerNode": 1,
+                "parallelism": {"dp": 4},
+                "snapshot": {"memoryPerNode": "64Mi"},
+                "redundancy": {"type": "RAIM5"},
+                "failurePolicy": {
+                    "spares": 0,
+                    "maxRestarts": 1000,
+                    "joinWaitSeconds": 0,
+                    "detection": {
+                        "heartbeatSeconds": 0.5,
+                        "missedHeartbeats": 4,
+                        "hangSeconds": 10,
+                    },
+                },
+                "trainer": {"template": {"spec": {"containers": [container]}}},
+            },
+        }
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A step that a process has run."""
+
+    pid: int
+    step: int
+    epoch: int
+    rank: int
+    size: int
+    resumed: bool
+    samples: list[int]
+    loss: float
+    least: int
+    held: list[list[int | None]]
+
+
+def lines_of(path: Path) -> list[Line]:
+    pid = int(path.name.removeprefix("log-"))
+    whole = path.read_text().split("\n")[:-1]
+    return [Line(pid=pid, **json.loads(one)) for one in whole]
+
+
+def undisturbed(steps: int) -> list[Line]:
+    """Steps of one process that trains alone."""
+    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
+        command = [sys.executable, uneven_trainer.__file__, "--directory", path]
+        subprocess.run(
+            [*command, "--seats", "8", "--steps", str(steps)],
+            check=True,
+            timeout=WAIT_S,
+            cwd=Path(uneven_trainer.__file__).parent,
+        )
+        (log,) = Path(path).glob("log-*")
+        return lines_of(log)
+
+
+class Run:
+    """A job in a cluster, and what its processes have logged."""
+
+    def __init__(self, directory: Path, seats: int, every: int) -> None:
+        self.directory = directory
+        self.cluster = LocalCluster(
+            make_job(directory, seats, every),
+            LocalSettings(directory=directory / "run", standbys=0),
+        )
+
+    def logs(self) -> dict[int, list[Line]]:
+        """Steps of each process, by process id."""
+        found = (lines_of(path) for path in self.directory.glob("log-*"))
+        return {lines[0].pid: lines for lines in found if lines}
+
+    async def wait_size(self, size: int, after_epoch: int, what: str) -> Status:
+        """Wait until `size` ranks train in an epoch newer than `after_epoch`, and a generation of
+        it is protected."""
+
+        def holds(status: Status) -> bool:
+            return (
+                len(status.members) == size
+                and status.epoch > after_epoch
+                and status.protected.startswith(f"{status.epoch}.")
+            )
+
+        return await self.cluster.wait_for(holds, timeout_s=WAIT_S, what=what)
+
+    async def lose(self, member: int, left: int) -> Status:
+        """Kill the node of a member, and wait until the others train."""
+        status = self.cluster.status
+        (node,) = [one.node for one in status.members if one.index == member]
+        await self.cluster.kill_node(node)
+        return await self.wait_size(left, status.epoch, f"{left} members")
+
+    def check(self) -> list[int]:
+        """Check each step of each process; return the sizes of the worlds, in order.
+
+        A process runs each step once, with its share of the samples and the loss that one process
+        has; unless it goes back to the line.
+        """
+        logs, sizes = self.logs(), dict[int, int]()
+        expected = undisturbed(max(line.step for lines in logs.values() for line in lines))
+        for lines in logs.values():
+            for line in lines:
+                alone = expected[line.step - 1]
+                batch = len(alone.samples)
+                start, end = (batch * at // line.size for at in (line.rank, line.rank + 1))
+                assert line.samples == alone.samples[start:end], line
+                assert line.loss == pytest.approx(alone.loss, rel=TOLERANCE), line
+                assert sizes.setdefault(line.epoch, line.size) == line.size
+        return [size for _, size in sorted(sizes.items())]
+
+    def repeated(self) -> int:
+        """Steps that some process has run more than once, or left out."""
+        pairs = [
+            (before.step, line.step)
+            for lines in self.logs().values()
+            for before, line in pairwise(lines)
+        ]
+        return sum(abs(step - before - 1) for before, step in pairs)
+
+    def report(self) -> str:
+        logs = sorted((self.directory / "run" / "logs").glob("*"))
+        return "\n".join(f"--- {path.name}\n{path.read_text()[-6000:]}" for path in logs)
+
+
+@asynccontextmanager
+async def running(seats: int, every: int) -> AsyncIterator[Run]:
+    """A run whose four ranks train."""
+    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
+        run = Run(Path(path), seats, every)
+        try:
+            async with run.cluster:
+                await run.wait_size(4, 0, "the first steps")
+                yield run
+        finally:
+            print(run.report())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_no_step_is_lost_while_every_expert_has_a_copy() -> None:
+    """From four nodes to three, to two, and back to three; snapshots are at every tenth step."""
+
+    async def change() -> None:
+        async with running(seats=6, every=10) as run:
+            cluster = run.cluster
+            await run.lose(1, left=3)
+            smaller = await run.lose(0, left=2)
+            assert [one.index for one in smaller.members] == [2, 3]
+            assert {one.source for one in cluster.status.recoveries} == {RestoreSource.LIVE}
+            assert all(one.lost_steps == 0 for one in cluster.status.recoveries)
+            gone = [one.name for one in smaller.nodes if not one.connected]
+            await cluster.start_node(gone[0])
+            grown = await run.wait_size(3, smaller.epoch, "three members again")
+            assert cluster.status.recoveries[-1].source is RestoreSource.LIVE
+            await cluster.stop()
+            assert await asyncio.to_thread(run.check) == [4, 3, 2, 3]
+            assert run.repeated() == 0
+            logs = run.logs()
+            first = [lines for lines in logs.values() if lines[0].epoch == 1]
+            through = [lines for lines in first if lines[-1].epoch == grown.epoch]
+            assert len(first) == 4
+            assert len(through) == 2  # survivors, in the processes that they began with
+            assert len(logs) == 5
+            least = {line.size: line.least for line in through[0] if line.epoch > 1}
+            assert least == {3: 2, 2: 1}  # two nodes have 12 seats for 8 experts
+
+    asyncio.run(change())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_all_ranks_go_back_to_the_line_when_an_expert_has_lost_all_copies() -> None:
+    """Four nodes with three seats each hold some of eight experts once."""
+
+    async def change() -> None:
+        async with running(seats=3, every=5) as run:
+            smaller = await run.lose(1, left=3)
+            (recovery,) = run.cluster.status.recoveries
+            assert recovery.source is not RestoreSource.LIVE
+            await run.cluster.stop()
+            assert await asyncio.to_thread(run.check) == [4, 3]
+            logs = run.logs()
+            assert len(logs) == 4  # nobody started again
+            stayed = [lines for lines in logs.values() if lines[-1].epoch == smaller.epoch]
+            assert len(stayed) == 3
+            assert 0 < run.repeated() < 3 * 15
+            held = {e for lines in stayed for e in lines[-1].held[0]}
+            assert held - {None} == set(range(uneven_trainer.EXPERTS))
+
+    asyncio.run(change())

@@ -1,0 +1,130 @@
+"""A trainer with uneven copies of experts, whose processes stay in worlds of any size.
+
+Each process appends a line for each step to `log-<process id>`: the loss over all ranks, the
+samples of this rank, and the experts in its seats. Everything is in float64, so that losses do not
+depend on the world but for the last digits. Without a daemon it trains alone: the run to compare
+with. Faults are as in `staying_trainer`, in files `fault-<process id>`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from staying_trainer import Faults, save_every
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import holdfast
+from holdfast import elastic, moe
+from holdfast._moe import reseating
+
+LAYERS, EXPERTS, WIDTH, TOKENS, SAMPLES, BATCH = 2, 8, 8, 6, 48, 10
+PACE_S = 0.03
+
+
+class Data(Dataset[torch.Tensor]):
+    """Samples of some tokens each; the last column is the target. Item i begins with i."""
+
+    def __init__(self) -> None:
+        draw = torch.Generator().manual_seed(2)
+        self.samples = torch.randn(SAMPLES, TOKENS, WIDTH + 1, generator=draw, dtype=torch.float64)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        return index, self.samples[index]
+
+
+class Model(nn.Module):
+    def __init__(self, plan: moe.ExpertPlan, group: elastic.WorldGroup) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(
+            moe.MoELayer(WIDTH, 2 * WIDTH, plan, layer, group, seed=3) for layer in range(LAYERS)
+        )
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Predictions [N], and the balance of all layers."""
+        balances = []
+        for layer in self.layers:
+            answer, balance = layer(x_ND)
+            x_ND = x_ND + answer
+            balances.append(balance)
+        return self.head(x_ND).squeeze(1), torch.stack(balances).sum()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=10**6)
+    parser.add_argument("--seats", type=int, required=True)
+    parser.add_argument("--every", type=int, default=1, help="steps from one save to the next")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    save_every(args.every)
+    faults = Faults(args.directory, os.getpid())
+    faults.before(reseating.Reseating, "follow", "before-move", "after-move")
+    world = elastic.init("gloo", any_size=True)
+    group = world.group(lambda size: [range(size)])
+    room = moe.ExpertRoom(nodes=world.size, rank_seats=args.seats)
+    plan = moe.plan_experts([[1] * EXPERTS] * LAYERS, room)
+    model = Model(plan, group).to(torch.float64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    gradients = moe.SummedGradients(model, group)
+    data = Data()
+    sampler = holdfast.ElasticSampler(data, BATCH, world, seed=5)
+    loader = DataLoader(data, batch_sampler=sampler)
+    session = holdfast.init(
+        model=model, optimizer=optimizer, stateful={"sampler": sampler}, world=world
+    )
+    alone = session.epoch == 0
+    with (args.directory / f"log-{os.getpid()}").open("a", buffering=1) as log:
+        for step in session.steps(args.steps):
+            with step:
+                if step.resumed:
+                    batches = iter(loader)
+                    moe.check_copies(model, optimizer, group)
+                time.sleep(0 if alone else PACE_S)
+                indices, samples = next(batches)
+                tokens = samples.flatten(0, 1)
+                optimizer.zero_grad()
+                found, balance = model(tokens[:, :-1])
+                faults.at("after-forward")
+                loss = (found - tokens[:, -1]).square().sum() / (TOKENS * BATCH) + 0.01 * balance
+                loss.backward()
+                faults.at("before-sum")
+                gradients.sum()
+                gradients.clip(1.0)
+                total = loss.detach().clone()
+                group.wait(dist.all_reduce(total, group=group.now, async_op=True))
+                faults.at("before-optimizer")
+                optimizer.step()
+                sampler.advance()
+                line = {
+                    "step": int(step),
+                    "epoch": world.epoch,
+                    "rank": world.rank,
+                    "size": world.size,
+                    "resumed": step.resumed,
+                    "samples": indices.tolist(),
+                    "loss": float(total),
+                    "least": model.layers[0].plan.least_nodes,  # type: ignore[union-attr]
+                    "held": [layer.experts.seat_experts for layer in model.layers],  # type: ignore[union-attr]
+                }
+                log.write(json.dumps(line) + "\n")
+    moe.check_copies(model, optimizer, group)
+    session.close()
+    world.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Experts that take other seats in place, between real processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from dense_moe import DIM, HIDDEN, join
+from moe_example import train_moe
+from ports import reserve_port
+from ranks import run_ranks
+from torch import nn
+
+from holdfast import elastic, moe
+from holdfast._exchange import make_exchange
+from holdfast._moe.reseating import Reseating
+from holdfast._state.capture import LiveState
+from holdfast_core.errors import InvalidJobError, NoRecoveryLineError
+from holdfast_core.topology import Topology
+
+WAIT_S = 60
+LAYERS, EXPERTS, RANKS, NEW = 2, 4, 3, 1
+SKEWED = [[1, 1, 9, 1], [9, 1, 1, 1]]
+
+
+class Trainer:
+    """A model of two layers and its optimizer."""
+
+    def __init__(self, group: elastic.WorldGroup, make: Any, loads: list[list[int]]) -> None:
+        room = moe.ExpertRoom(nodes=RANKS, rank_seats=3)
+        plan = moe.plan_experts(loads, room)
+        torch.manual_seed(5)
+        self.layers: Any = nn.ModuleList(
+            moe.MoELayer(DIM, HIDDEN, plan, at, group) for at in range(LAYERS)
+        )
+        self.optimizer = make(self.layers.parameters())
+        self.gradients = moe.SummedGradients(self.layers, group)
+        self.live = LiveState(self.layers, [self.optimizer], Topology(dp=RANKS), 0)
+
+    def train(self, rank: int) -> None:
+        x = torch.randn(6 + rank, DIM, generator=torch.Generator().manual_seed(rank))
+        self.optimizer.zero_grad()
+        for layer in self.layers:
+            x = x + layer(x)[0]
+        (x.square().sum() / 21).backward()
+        self.gradients.sum()
+        self.gradients.clip(1.0)
+        self.optimizer.step()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """State of the experts in seats, by name."""
+        found = self.live.discover()
+        return {one.name: one.tensor.clone() for one in found if one.seats is not None}
+
+
+def every(own: Any) -> list[Any]:
+    found = [None] * RANKS
+    dist.all_gather_object(found, own)
+    return found
+
+
+def make_adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def make_master(parameters: Any) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = train_moe().MasterAdamW(parameters, lr=1e-2)
+    return optimizer
+
+
+def move(rank: int, port: int, make: Any, new: int) -> None:
+    """Rank `new` is lost after a step, and a new process takes its place."""
+    world, group = join(rank, port, RANKS)
+    trainer = Trainer(group, make, [[1] * EXPERTS] * LAYERS)
+    trainer.train(rank)
+    if rank == new:
+        trainer = Trainer(group, make, SKEWED)
+    for layer in trainer.layers:
+        layer.history.add([1000 * tokens for tokens in SKEWED[layer.layer]])
+    before: dict[str, torch.Tensor] = {}
+    for of_rank in every({} if rank == new else trainer.state()):
+        before.update(of_rank)
+    seats = [layer.experts.seat_experts for layer in trainer.layers]
+    parameters = [id(p) for p in trainer.layers.parameters()]
+
+    reseating = Reseating(trainer.layers)
+    live = LiveState(trainer.layers, [trainer.optimizer], Topology(dp=RANKS), rank)
+    exchange = make_exchange(RANKS, WAIT_S)
+    reseating.follow(live, exchange, rank, outlived=rank != new, moves=True)
+
+    trainer.live = live
+    found = trainer.state()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, before[name]), name
+    assert {name for of_rank in every(set(found)) for name in of_rank} == set(before)
+    assert parameters == [id(p) for p in trainer.layers.parameters()]
+    for layer, old in zip(trainer.layers, seats, strict=True):
+        held = layer.experts.seat_experts
+        assert set(held) - {None} == set(layer.plan.layers[layer.layer].experts_of(rank))
+        for seat, expert in enumerate(held):
+            if rank != new and old[seat] in held:
+                assert expert == old[seat]
+            if expert is None:
+                assert not layer.experts.w_in[seat].any()
+    assert layer.plan.layers[0].counts()[2] > 2  # the loads that experts got lately
+    with torch.no_grad():  # what is no expert is handed over elsewhere
+        for layer in trainer.layers:
+            dist.broadcast(layer.gate.weight, 0)
+    for p in trainer.layers.parameters():
+        state = trainer.optimizer.state[p]
+        state["step"] = torch.tensor(1.0)
+        state.setdefault("exp_avg", torch.zeros_like(p))
+        state.setdefault("exp_avg_sq", torch.zeros_like(p))
+    trainer.train(rank)
+    moe.check_copies(trainer.layers, trainer.optimizer, group)
+    world.close()
+
+
+@pytest.mark.parametrize("make", [make_adamw, make_master])
+def test_experts_move_with_all_of_their_state_and_whoever_stays_keeps_its_seat(
+    make: Any,
+) -> None:
+    run_ranks(move, (reserve_port(), make, NEW), RANKS)
+
+
+def refuse(rank: int, port: int, directory: str) -> None:
+    world, group = join(rank, port, RANKS)
+    trainer = Trainer(group, make_adamw, SKEWED)
+    reseating = Reseating(trainer.layers)
+    with pytest.raises(InvalidJobError, match=r"layers \[0\] of an expert plan with 2"):
+        Reseating(nn.ModuleList([trainer.layers[0]]))
+    exchange = make_exchange(RANKS, WAIT_S)
+    reseating.follow(trainer.live, exchange, rank, outlived=False, moves=False)  # all are new
+    for layer in trainer.layers:
+        layer.plan = layer.plan.renewed(2, SKEWED)
+    with pytest.raises(NoRecoveryLineError, match="plan for 2 ranks, and now there are 3"):
+        reseating.follow(trainer.live, exchange, rank, outlived=False, moves=False)
+    world.close()
+
+
+def test_plans_that_do_not_fit_are_refused() -> None:
+    run_ranks(refuse, (reserve_port(), ""), RANKS)

@@ -1,0 +1,252 @@
+"""Experts that take other seats when the world changes (Lazarus §4.3).
+
+All ranks of the new world state what they hold, and how many tokens experts got lately; from that
+each computes the same plan. An expert that stays on a rank keeps its seat; the others come from
+ranks that hold them, with everything that optimizers know of them. Seats are fixed tensors, so
+nothing is registered with an optimizer again.
+
+Layer by layer, so that what is on its way needs as much host memory as one layer's experts of a
+rank. A rank that is lost meanwhile leaves each layer of the others in its old or its new seats, and
+the next world begins with what they then hold.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+import torch
+from torch import nn
+
+from holdfast._exchange import Exchange
+from holdfast._moe.gradients import moe_layers
+from holdfast._moe.layer import MoELayer
+from holdfast._state.capture import LiveState
+from holdfast._state.extras import dtype_name, dtype_named
+from holdfast_core.elastic_experts.moving import ExpertMove, moves_of, renumbered
+from holdfast_core.elastic_experts.plans import ExpertPlan
+from holdfast_core.errors import InvalidJobError, NoRecoveryLineError
+
+_log = logging.getLogger("holdfast")
+
+
+class _Stack(msgspec.Struct, frozen=True):
+    """Tensor whose first dimension counts seats: a parameter, a master or an optimizer state."""
+
+    layer: int
+    name: str
+    key: str
+    """Key of an optimizer state; empty for a parameter."""
+    dtype: str
+    shape: tuple[int, ...]
+    """Shape of one seat."""
+    device: str
+
+
+class _Statement(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank has."""
+
+    planned: int
+    """Ranks of its plan."""
+    loads: tuple[tuple[int, ...], ...]
+    held: tuple[tuple[int, ...], ...] = ()
+    """For each layer the experts in its seats; empty for a rank without training state."""
+    stacks: tuple[_Stack, ...] = ()
+
+
+_STATEMENT = msgspec.msgpack.Decoder(_Statement)
+
+
+class Reseating:
+    """Changes of the plan of one model, on one rank.
+
+    Args:
+        model: has at least one `MoELayer`, and one for each layer of its plan.
+
+    Raises:
+        InvalidJobError: when layers have different plans, or there is not one for each.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = sorted(moe_layers(model), key=lambda layer: layer.layer)
+        planned = len(self._layers[0].plan.layers)
+        if [layer.layer for layer in self._layers] != list(range(planned)):
+            raise InvalidJobError(
+                f"layers {[layer.layer for layer in self._layers]} of an expert plan with "
+                f"{planned}: give each MoELayer its own number, and plan for all of them together"
+            )
+
+    @property
+    def experts(self) -> int:
+        """Experts of each layer."""
+        return len(self._layers[0].plan.layers[0].copies)
+
+    def held(self) -> tuple[tuple[int, ...], ...]:
+        """For each layer the experts in this rank's seats."""
+        return tuple(
+            tuple(expert for expert in layer.experts.seat_experts if expert is not None)
+            for layer in self._layers
+        )
+
+    @torch.no_grad()
+    def follow(
+        self, live: LiveState, exchange: Exchange, rank: int, *, outlived: bool, moves: bool
+    ) -> None:
+        """Take the seats of a plan for the present ranks. Collective.
+
+        Args:
+            live: state of the model, not yet looked at in this world.
+            rank: this rank in the new world.
+            outlived: whether this process has training state.
+            moves: whether experts move there, too, as all of them are live; otherwise they are to
+                be restored.
+
+        Raises:
+            InvalidJobError: when the experts do not fit the ranks that are left.
+            NoRecoveryLineError: when no process has training state, and this one was made for
+                another number of ranks.
+            UnreachableError: when a rank does not take part.
+        """
+        own = _Statement(
+            planned=self._layers[0].plan.room.ranks,
+            loads=tuple(layer.history.tokens for layer in self._layers),
+            held=self.held() if outlived else (),
+            stacks=tuple(self._stacks(live)) if outlived else (),
+        )
+        said = [_STATEMENT.decode(one) for one in exchange.gather(msgspec.msgpack.encode(own))]
+        first = next((one for one in said if one.held), None)
+        if first is None:
+            if own.planned != len(said):
+                raise NoRecoveryLineError(
+                    f"this process began with an expert plan for {own.planned} ranks, and now "
+                    f"there are {len(said)}; it ends so that a new one can begin"
+                )
+            return
+        held = [one.held for one in said]
+        plan = renumbered(self._layers[0].plan.renewed(len(said), first.loads), held)
+        if moves:
+            stacks = dict.fromkeys(stack for one in said for stack in one.stacks)
+            self._move(live, exchange, rank, plan, moves_of(plan, held), list(stacks))
+        else:
+            for layer in self._layers:
+                layer.take_seats(plan)
+        live.discover()  # experts have other tensors now, though the tensors are the same
+        _log.info(
+            "expert plan for %d ranks, every expert on at least %d nodes: %s",
+            len(said),
+            plan.least_nodes,
+            plan.reason,
+        )
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _stacks(self, live: LiveState) -> Iterator[_Stack]:
+        """Tensors that have a part for each seat."""
+        numbers = {id(layer.experts): at for at, layer in enumerate(self._layers)}
+        for source in live.sources():
+            if source.seats is not None and id(source.seats) in numbers:
+                name, _, rest = source.name.partition("[")
+                yield _Stack(
+                    layer=numbers[id(source.seats)],
+                    name=name,
+                    key=rest.partition(":")[2],
+                    dtype=dtype_name(source.tensor.dtype),
+                    shape=tuple(source.tensor.shape),
+                    device=source.tensor.device.type,
+                )
+
+    @staticmethod
+    def _tensor(live: LiveState, stack: _Stack, seats: int) -> torch.Tensor:
+        """The tensor, made of zeros where an optimizer does not have it yet."""
+        anchor = live.anchors[stack.name]
+        if not stack.key:
+            return anchor.parameter.detach()
+        state = live.optimizers[anchor.optimizer].state.setdefault(anchor.parameter, {})
+        if stack.key not in state:
+            here = anchor.parameter.device
+            state[stack.key] = torch.zeros(
+                (seats, *stack.shape),
+                dtype=dtype_named(stack.dtype),
+                device=here if here.type == stack.device else stack.device,
+            )
+        found: torch.Tensor = state[stack.key]
+        return found
+
+    def _move(
+        self,
+        live: LiveState,
+        exchange: Exchange,
+        rank: int,
+        plan: ExpertPlan,
+        moves: Sequence[ExpertMove],
+        stacks: Sequence[_Stack],
+    ) -> None:
+        """Send experts and receive others, layer by layer, and take the new seats."""
+        live.sources()  # finds the parameters by name
+        for at, layer in enumerate(self._layers):
+            seats = len(layer.experts.seat_experts)
+            tensors = [
+                self._tensor(live, stack, seats)
+                for stack in sorted(stacks, key=lambda one: (one.name, one.key))
+                if stack.layer == at
+            ]
+            of_layer = [one for one in moves if one.layer == at]
+            if of_layer:
+                self._deal(layer, exchange, rank, plan, of_layer, tensors)
+            else:
+                layer.take_seats(plan)
+            for seat, expert in enumerate(layer.experts.seat_experts):
+                if expert is None:
+                    for tensor in tensors:
+                        tensor[seat].zero_()
+
+    @staticmethod
+    def _deal(
+        layer: MoELayer,
+        exchange: Exchange,
+        rank: int,
+        plan: ExpertPlan,
+        moves: Sequence[ExpertMove],
+        tensors: Sequence[torch.Tensor],
+    ) -> None:
+        """Exchange the moving experts of one layer, and put them into their seats."""
+        seat_of = _seats_by_expert(layer.experts.seat_experts)
+        each = sum(_bytes(tensor[0]).numel() for tensor in tensors)
+        given = [
+            [m.expert for m in moves if (m.source, m.target) == (rank, to)] for to in _all(plan)
+        ]
+        taken = [
+            [m.expert for m in moves if (m.source, m.target) == (of, rank)] for of in _all(plan)
+        ]
+        parts = [
+            _bytes(tensor[seat_of[expert]]).cpu()
+            for experts in given
+            for expert in experts
+            for tensor in tensors
+        ]
+        sent = torch.cat([torch.empty(0, dtype=torch.uint8), *parts])
+        arrived = torch.empty(each * sum(map(len, taken)), dtype=torch.uint8)
+        exchange.deal(
+            sent, [each * len(one) for one in given], arrived, [each * len(one) for one in taken]
+        )
+        layer.take_seats(plan)
+        seat_of, start = _seats_by_expert(layer.experts.seat_experts), 0
+        for expert in (expert for experts in taken for expert in experts):
+            for tensor in tensors:
+                into = _bytes(tensor[seat_of[expert]])
+                into.copy_(arrived[start : start + into.numel()])
+                start += into.numel()
+
+
+def _all(plan: ExpertPlan) -> range:
+    return range(plan.room.ranks)
+
+
+def _seats_by_expert(seats: Sequence[int | None]) -> Mapping[int, int]:
+    return {expert: seat for seat, expert in enumerate(seats) if expert is not None}
+
+
+def _bytes(part: torch.Tensor) -> torch.Tensor:
+    """Bytes of a contiguous tensor, in place."""
+    return part.view(-1).view(torch.uint8)
