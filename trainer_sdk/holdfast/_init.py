@@ -23,6 +23,7 @@ from holdfast._experts.gradients import NO_GRADIENTS, Gradients
 from holdfast._experts.partial import PartialCapture
 from holdfast._experts.policy import CapturePolicy, FullCapture
 from holdfast._interface import Session
+from holdfast._moe.checks import check_same_optimizer
 from holdfast._moe.layer import MoELayer
 from holdfast._moe.reseating import Reseating
 from holdfast._nodaemon import UnprotectedSession
@@ -152,6 +153,8 @@ class _Maker:
             self.topology.check_world(_world(self.environment, self.rank)[1])
         if any(isinstance(module, Seats) for module in self.model.modules()):
             _check_seats(self.topology, self.settings.policy)
+            for one in self.optimizers:
+                check_same_optimizer(one)
 
     def elastic_session(self, world: World, pipeline: Pipeline | None) -> ElasticSession:
         """Make a session for `world` and those that follow it. Collective."""

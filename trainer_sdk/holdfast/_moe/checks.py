@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
 from collections.abc import Callable, Iterator
 
 import torch
@@ -13,6 +15,7 @@ from holdfast._moe.gradients import HeldExpert, held_experts, moe_layers
 from holdfast._saving.digests import digest_of
 from holdfast_core.errors import InvalidJobError, ReplicaMismatchError
 
+_log = logging.getLogger("holdfast")
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 _STEPS = 2
 _TOLERANCE = 1e-3
@@ -52,6 +55,32 @@ def check_optimizer(make: MakeOptimizer) -> None:
             f"{type(optimizers[0]).__qualname__} updates an expert by what other experts in its "
             f"stack are like, so the copies of one expert would become different: use an optimizer "
             f"that treats elements apart, like AdamW or SGD"
+        )
+
+
+def check_same_optimizer(optimizer: object) -> None:
+    """Refuse an optimizer that mixes experts, by a trial of another one of its class with its
+    settings; if none can be made or does not run in host memory, `check_optimizer` is left to the
+    script.
+
+    Raises:
+        InvalidJobError: see `check_optimizer`.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return
+    known = inspect.signature(type(optimizer)).parameters
+    settings = {key: value for key, value in optimizer.defaults.items() if key in known}
+    try:
+        check_optimizer(lambda parameters: type(optimizer)(parameters, **settings))
+    except InvalidJobError:
+        raise
+    except Exception as error:  # raised by the user's class
+        _log.info(
+            "%s was not tried on two experts (%s: %s): call holdfast.moe.check_optimizer with a "
+            "function that makes it",
+            type(optimizer).__qualname__,
+            type(error).__name__,
+            error,
         )
 
 

@@ -10,6 +10,7 @@ from moe_example import train_moe
 from torch import nn
 
 from holdfast import InvalidJobError, moe
+from holdfast._moe.checks import check_same_optimizer
 
 
 class Lamb(torch.optim.SGD):
@@ -41,6 +42,37 @@ def test_optimizers_that_treat_elements_apart(make: Any) -> None:
 def test_optimizers_that_mix_experts_of_a_stack(make: Any) -> None:
     with pytest.raises(InvalidJobError, match="updates an expert by what other experts"):
         moe.check_optimizer(make)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [torch.optim.AdamW, torch.optim.SGD, lambda p: train_moe().MasterAdamW(p, lr=1e-3)],
+    ids=["AdamW", "SGD", "MasterAdamW"],
+)
+def test_an_optimizer_that_is_there_is_tried_with_its_settings(
+    optimizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "holdfast")
+    check_same_optimizer(optimizer([nn.Parameter(torch.ones(2, 2, 2))]))
+    assert not caplog.records
+
+
+def test_an_optimizer_that_is_there_and_mixes_experts_is_refused() -> None:
+    for mixing in (torch.optim.Adafactor, Lamb):
+        with pytest.raises(InvalidJobError, match="updates an expert by what other experts"):
+            check_same_optimizer(mixing([nn.Parameter(torch.ones(2, 2, 2))], lr=0.1))
+
+
+def test_an_optimizer_of_which_no_other_can_be_made_is_left_to_the_script(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Odd(torch.optim.SGD):
+        def __init__(self, params: Any, needed: int) -> None:
+            super().__init__(params, lr=0.1 * needed)
+
+    caplog.set_level("INFO", "holdfast")
+    check_same_optimizer(Odd([nn.Parameter(torch.ones(2))], needed=1))
+    assert "call holdfast.moe.check_optimizer" in caplog.text
 
 
 def test_only_the_update_counts() -> None:
