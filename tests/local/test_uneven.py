@@ -131,6 +131,31 @@ class Run:
         await self.cluster.kill_node(node)
         return await self.wait_size(left, status.epoch, f"{left} members")
 
+    async def fail(self, *faults: tuple[int, str]) -> None:
+        """Kill ranks where they come to a point, and wait until all four train again."""
+        epoch = self.cluster.status.epoch
+        newest = {lines[-1].rank: lines[-1] for lines in self.logs().values() if self._now(lines)}
+        for rank, point in faults:
+            written = self.directory / f"fault-{newest[rank].pid}.tmp"
+            written.write_text(f"{point} SIGKILL")
+            written.replace(self.directory / f"fault-{newest[rank].pid}")
+
+        def holds(status: Status) -> bool:
+            working = [lines[-1] for lines in self.logs().values() if self._now(lines)]
+            pending = [path for path in self.directory.glob("fault-*") if path.suffix != ".tmp"]
+            return (
+                status.epoch > epoch
+                and len(working) == 4
+                and not pending
+                and status.protected.startswith(f"{status.epoch}.")
+            )
+
+        await self.cluster.wait_for(holds, timeout_s=WAIT_S, what=f"recovery from {faults}")
+
+    def _now(self, lines: list[Line]) -> bool:
+        """Whether a process trains in the present epoch."""
+        return lines[-1].epoch == self.cluster.status.epoch
+
     def check(self) -> list[int]:
         """Check each step of each process; return the sizes of the worlds, in order.
 
@@ -227,5 +252,27 @@ def test_all_ranks_go_back_to_the_line_when_an_expert_has_lost_all_copies() -> N
             assert 0 < run.repeated() < 3 * 15
             held = {e for lines in stayed for e in lines[-1].held[0]}
             assert held - {None} == set(range(uneven_trainer.EXPERTS))
+
+    asyncio.run(change())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_ranks_that_die_at_any_point_of_a_step_and_of_a_move_cost_no_step() -> None:
+    """Of all eight experts, each node has one. New processes get them from others."""
+
+    async def change() -> None:
+        async with running(seats=8, every=10) as run:
+            await run.fail((1, "after-forward"))
+            await run.fail((3, "before-optimizer"))
+            await run.fail((0, "before-sum"), (2, "before-move"))
+            await run.fail((2, "before-optimizer"), (1, "after-move"))
+            recoveries = run.cluster.status.recoveries
+            assert recoveries[-1].source is RestoreSource.LIVE
+            # Of one that the next loss has cut off there is no source.
+            assert {one.source for one in recoveries} <= {RestoreSource.LIVE, RestoreSource.UNKNOWN}
+            await run.cluster.stop()
+            assert set(await asyncio.to_thread(run.check)) == {4}
+            assert run.repeated() == 0
 
     asyncio.run(change())
