@@ -102,8 +102,9 @@ class Misuse:
 
     def _save_on_and_on(self) -> None:
         while True:
-            error = self._session.save(self.step).error
-            self.refused.add(f"{type(error).__name__}: {error}")
+            if self.step:  # the loop has begun
+                error = self._session.save(self.step).error
+                self.refused.add(f"{type(error).__name__}: {error}")
             time.sleep(PACE_S / 10)
 
     @property
