@@ -22,7 +22,6 @@ from holdfast_operator.local import LocalCluster, LocalSettings, Status
 WAIT_S = 120.0
 RANKS = 2
 ENDLESS = 10**6
-FULL = {"type": "Full"}
 
 
 def sparse(window: int) -> dict[str, Any]:
@@ -31,7 +30,8 @@ def sparse(window: int) -> dict[str, Any]:
 
 def make_job(directory: Path, policy: dict[str, Any], stay: bool) -> Any:
     script = [sys.executable, windows_trainer.__file__, "--directory", str(directory)]
-    command = [*script, "--steps", str(ENDLESS), *["--stay"][:stay]]
+    period = 2 * policy["sparse"]["window"]
+    command = [*script, "--steps", str(ENDLESS), "--period", str(period), *["--stay"][:stay]]
     return parse_job(
         {
             "apiVersion": "holdfast.dev/v1alpha1",
@@ -78,7 +78,7 @@ class Run:
     """A job in a cluster, and what its ranks have logged."""
 
     def __init__(self, directory: Path, policy: dict[str, Any], *, stay: bool) -> None:
-        self.directory, self.window = directory, policy.get("sparse", {}).get("window", 1)
+        self.directory, self.window = directory, policy["sparse"]["window"]
         self.settings = LocalSettings(directory=directory / "run")
         self.cluster = LocalCluster(make_job(directory, policy, stay), self.settings)
 
@@ -93,24 +93,23 @@ class Run:
         return max((line.step for rank in range(RANKS) for line in self.lines(rank)), default=0)
 
     def fail(self, point: str, ranks: tuple[int, ...]) -> None:
-        """Have the ranks suffer SIGKILL at a point."""
+        """Have the ranks suffer SIGKILL at their next arrival at a point."""
         for rank in ranks:
             written = self.directory / f"fault-{rank}.tmp"
             written.write_text(f"{point} SIGKILL")
             written.replace(self.directory / f"fault-{rank}")
 
+    def have_struck(self, status: Status) -> bool:
+        """Whether all faults have happened."""
+        del status
+        return not [path for path in self.directory.glob("fault-*") if path.suffix != ".tmp"]
+
     def protects(self, epoch: int, step: int) -> Callable[[Status], bool]:
-        """Whether all faults have happened, and a step of an epoch that is newer is protected."""
+        """Whether a step of an epoch that is newer is protected."""
 
         def holds(status: Status) -> bool:
-            pending = [p for p in self.directory.glob("fault-*") if p.suffix != ".tmp"]
             found = status.protected.partition(".")
-            return (
-                not pending
-                and status.epoch > epoch
-                and found[0] == str(status.epoch)
-                and int(found[2]) > step
-            )
+            return status.epoch > epoch and found[0] == str(status.epoch) and int(found[2]) > step
 
         return holds
 
@@ -118,12 +117,13 @@ class Run:
         return await self.cluster.wait_for(self.protects(epoch, step), timeout_s=WAIT_S, what=what)
 
     async def lose(self, ranks: tuple[int, ...], phase: int, point: str) -> None:
-        """Kill ranks in a later step, so that every phase of a window has its turn; return when
-        another window than the one that is then repeated is protected."""
-        step, epoch = self.step() + 8 * self.window, self.cluster.status.epoch
-        step += (phase - step) % (2 * self.window)
-        self.fail(f"{point}-{step}", ranks)
-        await self.wait(epoch, step + self.window, f"recovery from {point}-{step}")
+        """Kill ranks in a step of a phase of two windows; return when another window than the one
+        that is then repeated is protected."""
+        epoch, fault = self.cluster.status.epoch, f"{point}-{phase}"
+        self.fail(fault, ranks)
+        await self.cluster.wait_for(self.have_struck, timeout_s=WAIT_S, what=fault)
+        step = self.step() + 1  # none has completed a later one
+        await self.wait(epoch, step + self.window, f"recovery from {fault} in step {step}")
 
     def check(self) -> set[int]:
         """Check that each execution of a step is like the first; return the numbers of steps that
@@ -152,14 +152,12 @@ class Run:
 
 
 @contextmanager
-def started(
-    policy: dict[str, Any], *, stay: bool, directory: Path | None = None
-) -> Iterator[tuple[Run, asyncio.Runner]]:
+def started(policy: dict[str, Any], *, stay: bool) -> Iterator[tuple[Run, asyncio.Runner]]:
     with (
         tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path,
         asyncio.Runner() as runner,
     ):
-        run = Run(directory or Path(path), policy, stay=stay)
+        run = Run(Path(path), policy, stay=stay)
         runner.run(run.cluster.start())
         try:
             runner.run(run.wait(0, 2 * run.window, "the first windows"))
@@ -206,9 +204,7 @@ def test_nodes_and_daemons_are_lost_within_windows(stay: bool) -> None:
             node = cluster.status.members[lost % RANKS].node
             runner.run(cluster.kill_daemon(node))
             runner.run(run.wait(epoch - 1, step + 4 * run.window, "windows after a daemon"))
-            run.fail(f"step-{run.step() + 8 + lost}", (lost % RANKS,))
-            step = run.step() + 8 + lost
-            runner.run(run.wait(epoch, step + run.window, "recovery of a rank"))
+            runner.run(run.lose((lost % RANKS,), lost, "step"))
         epoch, step = cluster.status.epoch, run.step()
         runner.run(cluster.kill_node(cluster.status.members[0].node))
         runner.run(run.wait(epoch, step + 2 * run.window, "recovery of a node"))

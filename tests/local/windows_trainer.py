@@ -3,7 +3,8 @@
 It runs with processes that stay (`--stay`) or start anew. Each rank appends a line for each step to
 `log-<rank>`: digests of the weights that the step began with, of its gradients, and of the whole
 state after it. Which of the first two are equal in all executions of a step, whoever was frozen.
-Faults are as in `staying_trainer`, at the points `step-<n>` and `saved-<n>`.
+Faults are as in `staying_trainer`, at the points `step-<n>` and `saved-<n>` of each step that is n
+modulo `--period`: a test need not know which step comes next.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--period", type=int, required=True)
     parser.add_argument("--stay", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -115,13 +117,13 @@ def main() -> None:
                     gradient.copy_(whole / world.size)
                 norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
                 line["gradients"] = digest([*gradients, norm])
-                faults.at(f"step-{int(step)}")
+                faults.at(f"step-{step % args.period}")
                 optimizer.step()
                 scheduler.step()
                 states = [s[key] for s in optimizer.state.values() for key in sorted(s)]
                 line["state"] = digest([*model.parameters(), *states])
                 log.write(json.dumps(line) + "\n")
-            faults.at(f"saved-{int(step)}")
+            faults.at(f"saved-{step % args.period}")
     session.close()
     world.close()
 
