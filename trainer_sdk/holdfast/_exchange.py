@@ -100,7 +100,8 @@ class GlooExchange:
     Args:
         timeout_s: time that one collective may take.
         ended: whether the training world has ended, so that no rank may be waited for any more.
-        form_s: time that forming the group may take; `timeout_s` when None.
+        form_s: time that forming a group may take; `timeout_s` when None. A rank that dies
+            meanwhile costs the others that much: nothing else ends their wait for its address.
     """
 
     together = True
@@ -113,8 +114,8 @@ class GlooExchange:
     ) -> None:
         self._timeout = timedelta(seconds=timeout_s)
         self._ended = ended
-        forming = self._timeout if form_s is None else timedelta(seconds=form_s)
-        self._group: dist.ProcessGroup | None = _new_group(None, "gloo", forming)
+        self._forming = self._timeout if form_s is None else timedelta(seconds=form_s)
+        self._group: dist.ProcessGroup | None = _new_group(None, "gloo", self._forming)
         set_timeout(self._group, timeout_s)
         self._rank = dist.get_rank()
 
@@ -158,9 +159,10 @@ class GlooExchange:
         backend = "gloo" if device.type == "cpu" else None
         for ranks in groups:
             with _translated():
-                group = _new_group(list(ranks), backend, self._timeout)
+                group = _new_group(list(ranks), backend, self._forming)
             if self._rank not in ranks:
                 continue
+            set_timeout(group, self._timeout.total_seconds())
 
             def broadcast(
                 buffer: torch.Tensor, source: int, group: dist.ProcessGroup = group
