@@ -1,8 +1,9 @@
 """A small trainer that trains in worlds of any size, in processes that stay or start again.
 
-Each process appends a line for each step to `log-<pid>`. A step trains `BATCH` samples on each
-rank. Gradients are rounded so that their sum is exact, whatever order the ranks are added in:
-`History` in one process finds the same bytes for the same sequence of sizes.
+Each process appends a line for each step to `log-<pid>`. A file `fault-<pid>`, or `fault-new` for
+the next process that starts, makes it fail at a point, as in `staying_trainer`. A step trains
+`BATCH` samples on each rank. Gradients are rounded so that their sum is exact, whatever order the
+ranks are added in: `History` in one process finds the same bytes for the same sequence of sizes.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import itertools
 import json
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from staying_trainer import Faults, watch_calls
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -125,7 +128,13 @@ def main() -> None:
     parser.add_argument("--stay", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    with suppress(FileNotFoundError):
+        (args.directory / "fault-new").rename(args.directory / f"fault-{os.getpid()}")
+    faults = Faults(args.directory, os.getpid())
+    watch_calls(faults)
+    faults.at("start")
     world = holdfast.elastic.init("gloo", stay=args.stay, any_size=True)
+    faults.at("joined")
     model, data = Model(), samples()
     optimizer = make_optimizer(model)
     sampler = sampler_of(world.rank, world.size)
@@ -148,6 +157,7 @@ def main() -> None:
                 time.sleep(PACE_S)
                 optimizer.zero_grad()
                 compute_gradients(model, data, indices)
+                faults.at("backward")
                 for parameter in model.parameters():
                     assert parameter.grad is not None
                     world.wait(dist.all_reduce(parameter.grad, async_op=True))

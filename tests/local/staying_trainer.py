@@ -28,6 +28,7 @@ import holdfast
 from holdfast._daemon.client import GrpcClient
 from holdfast._elastic import groups
 from holdfast._elastic.world import World
+from holdfast._exchange import GlooExchange
 from holdfast._restoring import live
 from holdfast._session import ProtectedSession
 
@@ -37,10 +38,10 @@ PACE_S = 0.03
 
 
 class Faults:
-    """The faults that a test has put into `directory` for `rank`."""
+    """The faults that a test has put into `directory` for `who`, such as a rank."""
 
-    def __init__(self, directory: Path, rank: int) -> None:
-        self._file = directory / f"fault-{rank}"
+    def __init__(self, directory: Path, who: int | str) -> None:
+        self._file = directory / f"fault-{who}"
 
     def at(self, point: str) -> None:
         """Suffer the fault of `point`, if there is one."""
@@ -49,7 +50,7 @@ class Faults:
         except FileNotFoundError:
             return
         if wanted == point:
-            self._file.unlink()
+            self._file.rename(self._file.with_name(f"suffered-{os.getpid()}"))
             os.kill(int(pid[0]) if pid else os.getpid(), signal.Signals[kind])
 
     def before(self, owner: Any, name: str, point: str, after: str = "") -> None:
@@ -189,6 +190,7 @@ def watch_calls(faults: Faults) -> None:
     faults.before(World, "stand", "before-stand", "after-stand")
     faults.before(live.HandOver, "run", "before-hand-over", "after-hand-over")
     faults.before(live, "scatter", "before-scatter", "after-scatter")
+    faults.before(GlooExchange, "subgroups", "before-subgroups")
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from holdfast_operator.local import LocalCluster, LocalSettings, Status
 from holdfast_operator.local.processes import send
 
 WAIT_S = 60.0
-START_S = 150.0
+START_S = 240.0
 """Longest wait for launchers that start at once, or while all others train."""
 ENDLESS = 10**6
 
@@ -35,7 +35,7 @@ def make_job(directory: Path, *, stay: bool, spares: int, **spec: Any) -> Any:
         "spares": spares,
         "maxRestarts": 1000,
         "joinWaitSeconds": 0,
-        "detection": {"heartbeatSeconds": 0.5, "missedHeartbeats": 4, "hangSeconds": 5},
+        "detection": {"heartbeatSeconds": 0.5, "missedHeartbeats": 4, "hangSeconds": 20},
     }
     return parse_job(
         {
@@ -137,19 +137,21 @@ class Run:
         return list(alone)
 
     def report(self) -> str:
-        """Last lines of all logs."""
+        """All events, and the last lines of all logs."""
         logs = sorted((self.directory / "run" / "logs").glob("*"))
-        return "\n".join(f"--- {path.name}\n{path.read_text()[-6000:]}" for path in logs)
+        events = [f"{each.time:.1f} {each.reason}: {each.message}" for each in self.cluster.events]
+        ends = [f"--- {path.name}\n{path.read_text()[-6000:]}" for path in logs]
+        return "\n".join([*ends, *events])
 
 
 @asynccontextmanager
-async def running(*, stay: bool, **more: Any) -> AsyncIterator[Run]:
-    """A run whose four ranks train."""
+async def running(*, stay: bool, members: int = 4, **more: Any) -> AsyncIterator[Run]:
+    """A run whose members train."""
     with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
         run = Run(Path(path), stay=stay, **more)
         try:
             async with run.cluster:
-                await run.wait_size(4, 0, "the first steps", START_S)
+                await run.wait_size(members, 0, "the first steps", START_S)
                 yield run
         finally:
             print(run.report())

@@ -1,0 +1,217 @@
+"""Losses inside a shrink or a growth: wherever they strike, the job ends in one world, with the
+right bytes.
+
+A rank is stopped at a point of the change, so that all others wait there; then comes the second
+loss. Worlds are told by what the processes have logged: `Run.check` repeats their history.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from test_fewer_nodes import START_S, Run, lose, running
+from waiting import wait_for
+
+from holdfast_core.states import RestoreSource
+from holdfast_operator.local import Status
+from holdfast_operator.reconciler.views import ConditionType
+
+WAIT_S = 90.0
+
+
+class Change:
+    """A run that trains with all its members, before its world changes."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.cluster = run, run.cluster
+        self.first = run.cluster.status
+        self.pids = self._pids_of(self.first)
+        self.memory = self._memory_of(self.first)
+
+    @staticmethod
+    def _pids_of(status: Status) -> dict[int, set[int]]:
+        return {one.index: {rank.pid for rank in one.ranks} for one in status.members}
+
+    @staticmethod
+    def _memory_of(status: Status) -> list[tuple[int, int]]:
+        return sorted((one.arena_bytes, one.parity_bytes) for one in status.members)
+
+    def node(self, member: int) -> str:
+        return next(one.node for one in self.cluster.status.members if one.index == member)
+
+    def pid(self, member: int) -> int:
+        return min(self.pids[member])
+
+    def fail(self, who: int | str, point: str, what: str = "SIGKILL") -> None:
+        """Have a process suffer a fault at its next arrival at a point; `new` is the next process
+        that starts."""
+        written = self.run.directory / f"tmp-{who}"
+        written.write_text(f"{point} {what}")
+        written.replace(self.run.directory / f"fault-{who}")
+
+    async def suffered(self) -> None:
+        """Wait until every fault has happened."""
+        await self.cluster.wait_for(
+            lambda _: not [*self.run.directory.glob("fault-*")],
+            timeout_s=START_S,
+            what="a process to come to the point of its fault",
+        )
+
+    async def ends_as_it_began(self, members: int = 4) -> Status:
+        """Wait until all members train, with no more memory than in the beginning."""
+        status = self.cluster.status
+
+        def holds(status: Status) -> bool:
+            return (
+                len(status.members) == members
+                and status.protected.startswith(f"{status.epoch}.")
+                and self._memory_of(status) == self.memory
+            )
+
+        status = await self.cluster.wait_for(
+            holds, timeout_s=START_S, what=f"{members} members and memory {self.memory}"
+        )
+        return status
+
+    async def check(self, *survivors: int) -> list[int]:
+        """Stop the run, and check what must hold of every history; return the sizes of its worlds.
+        Processes of members that have survived are those that they were."""
+        now = self._pids_of(self.cluster.status)
+        await self.cluster.stop()
+        assert {member: now[member] for member in survivors} == {
+            member: self.pids[member] for member in survivors
+        }
+        return await asyncio.to_thread(self.run.check)
+
+
+@asynccontextmanager
+async def changing(**more: Any) -> AsyncIterator[Change]:
+    async with running(stay=True, **more) as run:
+        yield Change(run)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("point", ["after-stand"])
+def test_a_second_node_is_lost_in_the_middle_of_a_shrink(point: str) -> None:
+    """Both are of one parity group, so the line in memory is lost with them: those that are left
+    have everything in their processes."""
+
+    async def change() -> None:
+        async with changing() as it:
+            it.fail(it.pid(1), point, "SIGSTOP")
+            if point == "backward":
+                await it.suffered()  # in a step of the first world: all wait for its gradients
+            await it.cluster.kill_node(it.node(3))
+            await it.suffered()
+            await it.cluster.kill_node(it.node(1))
+            smaller = await it.run.wait_size(2, it.first.epoch, "two members")
+            assert [one.index for one in smaller.members] == [0, 2]
+            assert smaller.line == "" and smaller.recoveries[-1].source is RestoreSource.LIVE
+            assert await it.check(0, 2) in ([4, 2], [4, 3, 2])
+
+    asyncio.run(change())
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(400)
+def test_below_the_minimum_a_job_waits_and_says_for_what_and_comes_back() -> None:
+    async def change() -> None:
+        async with changing() as it:
+            homes = [it.node(member) for member in (1, 2, 3)]
+            await lose(it.run, 1, left=3)
+            least = await lose(it.run, 2, left=2)
+            await it.cluster.kill_node(it.node(3))
+            waits = await it.cluster.wait_for(
+                lambda status: _scheduled(status) is not None, timeout_s=WAIT_S, what="a condition"
+            )
+            message = _scheduled(waits)
+            assert message is not None and message.startswith("members [3] have no node and ")
+            assert "s to failure" in message
+            assert waits.epoch == least.epoch
+            for home in homes:
+                await it.cluster.start_node(home)
+            await it.ends_as_it_began()
+            sizes = await it.check(0)
+            assert sizes[:3] == [4, 3, 2] and sizes[-1] == 4
+
+    asyncio.run(change())
+
+
+def _scheduled(status: Status) -> str | None:
+    """Message of a job that waits for a node; None while it does not."""
+    found = next(one for one in status.conditions if one.type is ConditionType.SCHEDULED)
+    return found.message if found.reason == "NoReplacement" else None
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("point", ["before-stand"])
+def test_the_leaders_daemon_dies_in_the_middle_of_a_shrink(point: str) -> None:
+    async def change() -> None:
+        async with changing() as it:
+            leads = it.node(0)
+            daemon = next(one.daemon_pid for one in it.first.nodes if one.name == leads)
+            home = it.node(3)
+            it.fail(it.pid(1), point, f"SIGKILL {daemon}")
+            await it.cluster.kill_node(home)
+            await it.suffered()
+            await it.run.wait_size(3, it.first.epoch, "three members")
+            await it.cluster.start_node(home)
+            await it.ends_as_it_began()
+            sizes = await it.check(0, 1, 2)
+            assert sizes[0] == 4 and sizes[-1] == 4
+
+    asyncio.run(change())
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("point", ["after-stand"])
+def test_a_shrink_ends_without_the_control_loop(point: str) -> None:
+    """Once it has published the epoch, nobody needs it: those that are left train, and a control
+    loop that comes later takes the job over as it is."""
+
+    async def change() -> None:
+        async with changing() as it:
+            home = it.node(3)
+            it.fail(it.pid(1), point, "SIGSTOP")
+            if point == "backward":
+                await it.suffered()
+            await it.cluster.kill_node(home)
+            if point != "backward":
+                await it.suffered()
+            begun = await it.cluster.wait_for(
+                lambda status: status.epoch > it.first.epoch, timeout_s=WAIT_S, what="an epoch"
+            )
+            await it.cluster.detach()
+            os.kill(it.pid(1), signal.SIGCONT)
+            await asyncio.to_thread(
+                wait_for,
+                "three processes to train without a control loop",
+                lambda: _trained(it.run, begun.epoch, steps=5) == 3,
+                WAIT_S,
+            )
+            await it.cluster.start()
+            status = await it.run.wait_size(3, it.first.epoch, "three members")
+            assert status.epoch == begun.epoch and status.restarts == begun.restarts
+            await it.cluster.start_node(home)
+            await it.ends_as_it_began()
+            assert await it.check(0, 1, 2) == [4, 3, 4]
+
+    asyncio.run(change())
+
+
+def _trained(run: Run, epoch: int, steps: int) -> int:
+    """Number of processes that have run `steps` steps of `epoch`."""
+    ran = [sum(one.epoch == epoch for one in lines) for lines in run.lines().values()]
+    return sum(count >= steps for count in ran)
