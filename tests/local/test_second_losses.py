@@ -98,7 +98,13 @@ async def changing(**more: Any) -> AsyncIterator[Change]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("point", ["after-stand"])
+@pytest.mark.parametrize(
+    "point",
+    [
+        "after-stand",
+        pytest.param("backward", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_second_node_is_lost_in_the_middle_of_a_shrink(point: str) -> None:
     """Both are of one parity group, so the line in memory is lost with them: those that are left
     have everything in their processes."""
@@ -115,6 +121,44 @@ def test_a_second_node_is_lost_in_the_middle_of_a_shrink(point: str) -> None:
             assert [one.index for one in smaller.members] == [0, 2]
             assert smaller.line == "" and smaller.recoveries[-1].source is RestoreSource.LIVE
             assert await it.check(0, 2) in ([4, 2], [4, 3, 2])
+
+    asyncio.run(change())
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("point", ["after-form"])
+def test_a_second_rank_dies_in_the_middle_of_a_shrink(point: str) -> None:
+    async def change() -> None:
+        async with changing() as it:
+            it.fail(it.pid(1), point, "SIGKILL")
+            if point != "backward":
+                await it.cluster.kill_node(it.node(3))
+            await it.suffered()
+            if point == "backward":
+                await it.cluster.kill_node(it.node(3))
+            await it.run.wait_size(3, it.first.epoch, "three members")
+            assert (await it.check(0, 2))[-1] == 3
+
+    asyncio.run(change())
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("point", ["before-subgroups"])
+def test_a_rank_dies_while_its_member_joins(point: str) -> None:
+    async def change() -> None:
+        async with changing() as it:
+            home = it.node(1)
+            await lose(it.run, 1, left=3)
+            it.fail("new", point)
+            await it.cluster.start_node(home)
+            await it.suffered()
+            await it.ends_as_it_began()
+            sizes = await it.check(0, 2, 3)
+            assert sizes[0] == 4 and sizes[-1] == 4 and 3 in sizes
 
     asyncio.run(change())
 
@@ -215,3 +259,23 @@ def _trained(run: Run, epoch: int, steps: int) -> int:
     """Number of processes that have run `steps` steps of `epoch`."""
     ran = [sum(one.epoch == epoch for one in lines) for lines in run.lines().values()]
     return sum(count >= steps for count in ran)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(400)
+def test_members_of_two_ranks_shrink_and_grow_with_a_rank_lost_in_between() -> None:
+    async def change() -> None:
+        two = {"nodes": 3, "nprocPerNode": 2, "parallelism": {"dp": 6}}
+        async with changing(members=3, **two) as it:
+            home = it.node(1)
+            it.fail(it.pid(2), "after-stand")
+            await it.cluster.kill_node(home)
+            await it.suffered()
+            await it.run.wait_size(2, it.first.epoch, "two members of two ranks")
+            await it.cluster.start_node(home)
+            await it.ends_as_it_began(3)
+            sizes = await it.check(0)
+            assert sizes[0] == 6 and sizes[-1] == 6 and 4 in sizes
+
+    asyncio.run(change())
