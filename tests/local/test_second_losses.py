@@ -20,6 +20,7 @@ from waiting import wait_for
 
 from holdfast_core.states import RestoreSource
 from holdfast_operator.local import Status
+from holdfast_operator.local.processes import send
 from holdfast_operator.reconciler.views import ConditionType
 
 WAIT_S = 90.0
@@ -128,7 +129,7 @@ def test_a_second_node_is_lost_in_the_middle_of_a_shrink(point: str) -> None:
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("point", ["after-form"])
+@pytest.mark.parametrize("point", ["after-form", "backward"])
 def test_a_second_rank_dies_in_the_middle_of_a_shrink(point: str) -> None:
     async def change() -> None:
         async with changing() as it:
@@ -161,6 +162,37 @@ def test_a_rank_dies_while_its_member_joins(point: str) -> None:
             assert sizes[0] == 4 and sizes[-1] == 4 and 3 in sizes
 
     asyncio.run(change())
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(400)
+def test_a_launcher_dies_before_its_member_joins_and_disturbs_nobody() -> None:
+    async def change() -> None:
+        async with changing() as it:
+            home = it.node(1)
+            smaller = await lose(it.run, 1, left=3)
+            await it.cluster.start_node(home)
+            await it.cluster.wait_for(
+                lambda _: _kills_launcher(it, home, 1), timeout_s=WAIT_S, what="a launcher"
+            )
+            await it.cluster.wait_for(
+                lambda status: any(one.reason == "JoinerExited" for one in status.events),
+                timeout_s=WAIT_S,
+                what="its end",
+            )
+            assert it.cluster.status.epoch == smaller.epoch
+            await it.ends_as_it_began()
+            assert await it.check(0, 2, 3) == [4, 3, 4]
+
+    asyncio.run(change())
+
+
+def _kills_launcher(it: Change, node: str, member: int) -> bool:
+    """Kill the member's launcher on a node; whether there was one."""
+    record = it.cluster.directory.read_record()
+    found = record.nodes[node].agents.get(member) if record is not None else None
+    return found is not None and send(found.process, signal.SIGKILL)
 
 
 @pytest.mark.slow
