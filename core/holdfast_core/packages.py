@@ -26,6 +26,8 @@ class PackageGroup(StrEnum):
     CATALOGUE = "catalogue"
     OPERATOR = "operator"
     CLI = "cli"
+    HUGGINGFACE = "huggingface"
+    LIGHTNING = "lightning"
     ALL = "all"
 
 

@@ -25,8 +25,10 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("core", "protos", "storage", "daemon", "operator", "trainer_sdk")
 GROUPS = ("trainer", "daemon", "catalogue", "operator", "cli")
-IMPORTED_BY_OTHERS = {"s3fs"}
-"""Packages that fsspec imports for us."""
+FRAMEWORKS = ("huggingface", "lightning")
+"""Groups of training frameworks, each with the module `holdfast.integrations.<group>`."""
+IMPORTED_BY_OTHERS = {"s3fs", "accelerate"}
+"""Packages that fsspec and transformers import for us."""
 BUILD = "import sys, setuptools.build_meta as b; print(getattr(b, sys.argv[1])(sys.argv[2]))"
 IMPORT_ALL = """
 import importlib, pkgutil, sys
@@ -157,7 +159,7 @@ def test_the_distributions_hold_the_packages_with_types_and_protocol(
     sources = {str(p.relative_to(ROOT / s)) for s in SOURCES for p in (ROOT / s).rglob("*.py")}
     assert sources <= names
     assert metadata["License-Expression"] == "Apache-2.0"
-    assert {*GROUPS, "all"} <= set(metadata.get_all("Provides-Extra", []))
+    assert {*GROUPS, *FRAMEWORKS, "all"} <= set(metadata.get_all("Provides-Extra", []))
     assert "make demo" in str(metadata.get_payload())
 
 
@@ -178,7 +180,9 @@ def test_every_package_that_is_asked_for_is_imported_somewhere(metadata: Message
     }
     for one in requirements(metadata):
         groups = [
-            g for g in (*GROUPS, "") if one.marker is None or one.marker.evaluate({"extra": g})
+            g
+            for g in (*GROUPS, *FRAMEWORKS, "")
+            if one.marker is None or one.marker.evaluate({"extra": g})
         ]
         if groups and one.name != "holdfast":
             assert one.name in imported | IMPORTED_BY_OTHERS, f"{one} ({groups}) is not used"
@@ -243,9 +247,22 @@ def test_a_group_has_all_that_its_part_imports(
 ) -> None:
     groups = ["daemon", group] if group == "catalogue" else [group]
     python = environment(*groups) / "bin" / "python"
-    left_out = ["holdfast_daemon.observing.catalogue_redis"] if group == "daemon" else []
+    left_out = [f"holdfast.integrations.{framework}" for framework in FRAMEWORKS]
+    if group == "daemon":
+        left_out.append("holdfast_daemon.observing.catalogue_redis")
     for package in packages:
         run(python, "-c", IMPORT_ALL, package, *left_out, check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", FRAMEWORKS)
+def test_a_framework_has_a_group_that_is_named_without_it(
+    environment: Environment, group: str
+) -> None:
+    module = f"import holdfast.integrations.{group}"
+    done = run(environment("trainer") / "bin" / "python", "-c", module)
+    assert f'pip install "holdfast[{group}]"' in done.stderr
+    run(environment("trainer", group) / "bin" / "python", "-c", module, check=True)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,6 +29,23 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
         """Load a state that `state_dict` returned."""
+
+
+@dataclass(frozen=True, slots=True)
+class RandomGenerators:
+    """States of this process's random generators, to be put back later."""
+
+    states: Mapping[str, Any]
+
+    @classmethod
+    def now(cls) -> RandomGenerators:
+        """Present states: of the CPU, and of all devices where CUDA is in use."""
+        used = torch.cuda.is_available() and torch.cuda.is_initialized()
+        return cls(_rng_states(range(torch.cuda.device_count() if used else 0)))
+
+    def put_back(self) -> None:
+        """Let the generators go on from these states."""
+        _load_rng_states(self.states, range(torch.cuda.device_count()))
 
 
 def collect(live: LiveState, stateful: Mapping[str, Stateful], step: int) -> dict[str, Any]:

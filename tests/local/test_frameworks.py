@@ -1,0 +1,89 @@
+"""The examples for training frameworks, as users run them: a rank is killed in the middle, and the
+run ends with the losses and the bytes of one that nothing disturbed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from holdfast_core.job.parsing import parse_job
+from holdfast_operator.local import LocalCluster, LocalSettings
+from holdfast_operator.reconciler.counters import Outcome
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+STEPS = 30
+KILL_AFTER = 8
+WAIT_S = 240.0
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
+        yield Path(path)
+
+
+def options(folder: Path) -> list[str]:
+    folder.mkdir(exist_ok=True)
+    files = ["--log-file", str(folder / "log"), "--hash-file", str(folder / "hash")]
+    return ["--steps", str(STEPS), *files]
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    log = folder / "log"
+    text = log.read_text() if log.exists() else ""
+    return [json.loads(line) for line in text.split("\n")[:-1]]
+
+
+def by_step(folder: Path) -> dict[int, float]:
+    """Loss of each step; of one that was repeated, the newest."""
+    return {line["step"]: line["loss"] for line in lines(folder)}
+
+
+async def run_killed(name: str, folder: Path, memory: Path) -> None:
+    """Run the example's job, and kill a rank once some steps are logged."""
+    document = yaml.safe_load((EXAMPLES / f"{name}-job.yaml").read_text(encoding="utf-8"))
+    (container,) = document["spec"]["trainer"]["template"]["spec"]["containers"]
+    container["command"] = [sys.executable, str(EXAMPLES / f"train_{name}.py")]
+    container["args"] = options(folder)
+    cluster = LocalCluster(parse_job(document), LocalSettings(directory=memory))
+    async with cluster:
+        await cluster.wait_for(
+            lambda status: bool(status.protected) and len(lines(folder)) > KILL_AFTER,
+            timeout_s=WAIT_S,
+        )
+        await cluster.kill_rank(1)
+        assert await cluster.finished(timeout_s=WAIT_S) is Outcome.COMPLETE
+        assert cluster.status.restarts == 1
+        (recovery,) = cluster.status.recoveries
+        assert recovery.restored_step
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["huggingface", "lightning"])
+def test_an_example_that_is_killed_ends_like_one_that_was_not(directory: Path, name: str) -> None:
+    asyncio.run(run_killed(name, directory / "killed", directory / "memory"))
+    undisturbed = ["--nnodes=1", "--nproc-per-node=2", str(EXAMPLES / f"train_{name}.py")]
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            *undisturbed,
+            *options(directory / "whole"),
+        ],
+        check=True,
+        timeout=WAIT_S,
+    )
+    assert by_step(directory / "killed") == by_step(directory / "whole")
+    hashes = [(directory / one / "hash").read_text() for one in ("killed", "whole")]
+    assert hashes[0] == hashes[1]

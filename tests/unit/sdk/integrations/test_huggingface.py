@@ -1,0 +1,104 @@
+"""Hugging Face's Trainer goes on after a restart as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.testing import FakeDaemon
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.snapshots.generations import Generation
+
+transformers = pytest.importorskip("transformers")
+import train_huggingface  # noqa: E402
+from waiting import wait_for  # noqa: E402
+
+from holdfast.integrations.huggingface import HoldfastTrainerCallback  # noqa: E402
+
+STEPS = 7
+PASSAGES = 36  # nine batches: an epoch is four steps of two batches, and one of a single batch
+WAIT_S = 60.0
+
+
+class Killed(Exception):
+    """Ends training where a process would be killed."""
+
+
+class KillAfter(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    """Has every step committed, and ends training after one."""
+
+    def __init__(self, step: int, daemon: FakeDaemon) -> None:
+        self._step, self._daemon = step, daemon
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        saved = Generation(self._daemon.epoch, state.global_step)
+        wait_for("the snapshot", lambda: saved in self._committed(), WAIT_S)
+        if state.global_step == self._step:
+            raise Killed
+
+    def _committed(self) -> list[Generation]:
+        return [manifest.generation for manifest in self._daemon.manifests]
+
+
+def train(tmp_path: Path, daemon: FakeDaemon, kill_after: int = 0) -> str:
+    """Train to the end, or to the step at which the process dies; return the state's hash."""
+    protection = HoldfastTrainerCallback(daemon=daemon)
+    arguments = ["--steps", str(STEPS), "--passages", str(PASSAGES)]
+    args = train_huggingface.parse_args([*arguments, "--log-file", str(tmp_path / "log")])
+    trainer = train_huggingface.make_trainer(args, protection)
+    trainer.add_callback(KillAfter(kill_after, daemon))
+    try:
+        trainer.train(resume_from_checkpoint=protection.restore(trainer))
+    except Killed:
+        protection.on_train_end(trainer.args, trainer.state, trainer.control)  # frees the arena
+        raise
+    return train_huggingface.state_sha256(trainer)
+
+
+def losses(tmp_path: Path) -> dict[int, dict[str, float]]:
+    """What was logged for each step."""
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    return {line["step"]: line for line in lines}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[int, Any]]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return train(folder, FakeDaemon(folder / "memory")), losses(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("step", [4, 5], ids=["in an epoch", "at its end"])
+def test_training_that_dies_after_a_step_ends_with_the_same_losses_and_bytes(
+    tmp_path: Path, undisturbed: tuple[str, dict[int, Any]], step: int
+) -> None:
+    memory = tmp_path / "memory"
+    with pytest.raises(Killed):
+        train(tmp_path, FakeDaemon(memory), kill_after=step)
+    state = train(tmp_path, FakeDaemon(memory, epoch=2))
+    expected = {n: line for n, line in undisturbed[1].items() if n != step}  # died before its line
+    assert losses(tmp_path) == expected
+    assert state == undisturbed[0]
+
+
+@pytest.mark.slow
+def test_training_without_a_restore_is_refused(tmp_path: Path) -> None:
+    args = train_huggingface.parse_args(["--steps", "1"])
+    trainer = train_huggingface.make_trainer(args, HoldfastTrainerCallback())
+    with pytest.raises(InvalidJobError, match="has not restored"):
+        trainer.train()
+
+
+@pytest.mark.slow
+def test_an_order_that_cannot_be_repeated_is_refused() -> None:
+    protection = HoldfastTrainerCallback()
+    trainer = train_huggingface.make_trainer(
+        train_huggingface.parse_args(["--steps", "1"]), protection
+    )
+    trainer.args.accelerator_config.use_seedable_sampler = False
+    with pytest.raises(InvalidJobError, match="use_seedable_sampler=False"):
+        protection.restore(trainer)

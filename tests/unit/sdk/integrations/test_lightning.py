@@ -1,0 +1,107 @@
+"""Lightning's Trainer goes on after a restart as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.testing import FakeDaemon
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.snapshots.generations import Generation
+
+pytorch = pytest.importorskip("lightning.pytorch")
+import train_lightning  # noqa: E402
+from waiting import wait_for  # noqa: E402
+
+from holdfast.integrations.lightning import HoldfastCallback  # noqa: E402
+
+STEPS = 7
+BYTES = 4 * train_lightning.BATCH  # an epoch has four steps
+WAIT_S = 60.0
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    # Lightning and torchdata warn about their own calls of a newer torch, and give advice.
+    pytest.mark.filterwarnings("default"),
+]
+
+
+class Killed(Exception):
+    """Ends training where a process would be killed."""
+
+
+class KillAfter(pytorch.Callback):  # type: ignore[misc, name-defined]
+    """Has every step committed up to one, and ends training after it."""
+
+    def __init__(self, step: int, daemon: FakeDaemon) -> None:
+        self._step, self._daemon = step, daemon
+
+    def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
+        if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            self._look(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self._look(trainer)
+
+    def _look(self, trainer: Any) -> None:
+        if trainer.global_step > self._step:
+            return
+        saved = Generation(self._daemon.epoch, trainer.global_step)
+        wait_for("the snapshot", lambda: saved in self._committed(), WAIT_S)
+        if trainer.global_step == self._step:
+            raise Killed
+
+    def _committed(self) -> list[Generation]:
+        return [manifest.generation for manifest in self._daemon.manifests]
+
+
+def train(tmp_path: Path, daemon: FakeDaemon, kill_after: int = 0) -> str:
+    """Train to the end, or to the step at which the process dies; return the state's hash."""
+    args = train_lightning.parse_args(
+        ["--steps", str(STEPS), "--bytes", str(BYTES), "--log-file", str(tmp_path / "log")]
+    )
+    protection = HoldfastCallback(daemon=daemon)
+    trainer = train_lightning.make_trainer(args, protection)
+    trainer.callbacks.append(KillAfter(kill_after, daemon))
+    try:
+        train_lightning.fit(args, trainer)
+    except Killed:
+        protection.teardown(trainer, trainer.lightning_module, "fit")  # frees the arena
+        raise
+    return train_lightning.state_sha256(trainer)
+
+
+def losses(tmp_path: Path) -> list[dict[str, float]]:
+    """What was logged."""
+    return [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, float]]]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return train(folder, FakeDaemon(folder / "memory")), losses(folder)
+
+
+@pytest.mark.parametrize("step", [2, 6], ids=["in the first epoch", "in the next"])
+def test_training_that_dies_after_a_step_ends_with_the_same_losses_and_bytes(
+    tmp_path: Path, undisturbed: tuple[str, list[dict[str, float]]], step: int
+) -> None:
+    memory = tmp_path / "memory"
+    with pytest.raises(Killed):
+        train(tmp_path, FakeDaemon(memory), kill_after=step)
+    state = train(tmp_path, FakeDaemon(memory, epoch=2))
+    assert losses(tmp_path) == undisturbed[1]
+    assert state == undisturbed[0]
+
+
+def test_a_checkpoint_beside_it_is_refused(tmp_path: Path) -> None:
+    args = train_lightning.parse_args(["--steps", "1"])
+    trainer = train_lightning.make_trainer(args, HoldfastCallback(daemon=FakeDaemon(tmp_path)))
+    trainer.strategy.connect(train_lightning.NextByte())
+    trainer.ckpt_path = "last.ckpt"
+    with pytest.raises(InvalidJobError, match="leave ckpt_path out"):
+        HoldfastCallback().on_fit_start(trainer, trainer.lightning_module)

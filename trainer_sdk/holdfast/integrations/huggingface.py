@@ -1,0 +1,169 @@
+"""Holdfast in the `Trainer` of Hugging Face transformers.
+
+    protection = HoldfastTrainerCallback()
+    trainer = Trainer(model, arguments, train_dataset=data, callbacks=[protection])
+    trainer.train(resume_from_checkpoint=protection.restore(trainer))
+
+`Trainer` asks for the step to resume at before it builds what a session needs. So `restore` makes
+the session first, from the trainer's model and optimizer, and returns a folder in the format of
+the trainer's own checkpoints whose index names every tensor and whose files hold none: the trainer
+takes from it where it was, skips the batches that were trained on, and loads nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast._init import init
+from holdfast._interface import Session
+from holdfast._state.collect import RandomGenerators, Stateful
+from holdfast.integrations._resuming import KeptState
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.packages import PackageGroup, needing
+
+with needing("holdfast.integrations.huggingface", PackageGroup.HUGGINGFACE):
+    from safetensors.torch import save_file
+    from transformers import Trainer, TrainerCallback, TrainerState
+
+_INDEX, _SHARD, _STATE = "model.safetensors.index.json", "nothing.safetensors", "trainer_state.json"
+_LEFT_OUT = frozenset({"log_history", "stateful_callbacks"})
+"""Fields of `TrainerState` that grow with training, or that belong to other callbacks."""
+
+
+class HoldfastTrainerCallback(TrainerCallback):  # type: ignore[misc]  # the package is not type-checked
+    """Protects a `Trainer` after each optimizer step.
+
+    A restart resumes at the batch after the restored step, with the scheduler, the gradient scaler
+    and the random generators as they were; `trainer.state.log_history` begins anew.
+
+    Args:
+        stateful: other objects that a restore must bring back, by name, as for `holdfast.init`.
+        arguments: further arguments of `holdfast.init`: `topology`, `settings`, `units`, …
+    """
+
+    def __init__(self, *, stateful: Mapping[str, Stateful] | None = None, **arguments: Any) -> None:
+        self._own = dict(stateful or {})
+        self._arguments = arguments
+        self._session: Session | None = None
+        self._scheduler = KeptState()
+        self._groups: list[dict[str, Any]] = []
+        self._generators: RandomGenerators | None = None
+        """Random generators after the restored step, until training has arrived there."""
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def restore(self, trainer: Trainer) -> str | None:
+        """Restore the state of `trainer`. Every rank calls it, right before `trainer.train`.
+
+        Returns:
+            What to pass to `trainer.train` as `resume_from_checkpoint`; None for a fresh start.
+
+        Raises:
+            InvalidJobError: the trainer shards its state by FSDP or DeepSpeed, or draws the order
+                of its data so that it cannot be repeated.
+            HoldfastError: as `Session.restore`.
+        """
+        _check(trainer)
+        optimizer = trainer.create_optimizer()
+        at, self._scheduler = _Position(trainer), KeptState()
+        stateful: dict[str, Stateful] = {"trainer": at, "scheduler": self._scheduler}
+        if getattr(trainer.accelerator, "scaler", None) is not None:
+            stateful["scaler"] = trainer.accelerator.scaler
+        self._session = init(
+            model=trainer.model,
+            optimizer=optimizer,
+            stateful=stateful | self._own,
+            **self._arguments,
+        )
+        if self._session.restore() is None:
+            return None
+        self._generators = RandomGenerators.now()
+        self._groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
+        self._folder = tempfile.TemporaryDirectory(prefix="holdfast-")
+        _write_position(Path(self._folder.name), trainer.model, at.restored)
+        return self._folder.name
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._session is None:
+            raise InvalidJobError(
+                "HoldfastTrainerCallback has not restored: call "
+                "trainer.train(resume_from_checkpoint=callback.restore(trainer))"
+            )
+        self._scheduler.attach(kwargs["lr_scheduler"])
+        # The scheduler that was made meanwhile has written its own rates into the optimizer.
+        for group, kept in zip(kwargs["optimizer"].param_groups, self._groups, strict=False):
+            group.update(kept)
+        self._groups = []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if float(state.epoch).is_integer():  # a resumed epoch draws its order as it did before
+            self._put_back_generators()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._put_back_generators()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._session is not None:
+            self._session.save(state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def _put_back_generators(self) -> None:
+        if self._generators is not None:
+            self._generators.put_back()
+            self._generators = None
+
+
+class _Position:
+    """Position of a trainer: the fields of its `TrainerState`."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.restored: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        fields = dataclasses.fields(TrainerState)
+        state = self._trainer.state
+        return {one.name: getattr(state, one.name) for one in fields if one.name not in _LEFT_OUT}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.restored = state_dict
+
+
+def _check(trainer: Trainer) -> None:
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        raise InvalidJobError(
+            "HoldfastTrainerCallback restores before FSDP or DeepSpeed shard the model; train with "
+            "DDP, or use holdfast.init in a loop of your own"
+        )
+    strategy = trainer.args.train_sampling_strategy
+    seedable = trainer.args.accelerator_config.use_seedable_sampler
+    if strategy not in ("random", "sequential") or (strategy == "random" and not seedable):
+        raise InvalidJobError(
+            f"train_sampling_strategy {strategy!r} with use_seedable_sampler={seedable} draws an "
+            f"order that cannot be repeated after a restart; use 'random' with a seedable sampler, "
+            f"or 'sequential'"
+        )
+
+
+def _write_position(folder: Path, model: torch.nn.Module, state: dict[str, Any]) -> None:
+    """Write a checkpoint of a trainer's position, and of no tensor."""
+    save_file({}, folder / _SHARD)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(model.state_dict(), _SHARD)}
+    (folder / _INDEX).write_text(json.dumps(index))
+    TrainerState(**state).save_to_json(str(folder / _STATE))

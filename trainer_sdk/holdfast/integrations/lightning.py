@@ -1,0 +1,117 @@
+"""Holdfast in the `Trainer` of Lightning.
+
+    trainer = Trainer(callbacks=[HoldfastCallback()], …)
+    trainer.fit(module)
+
+The callback restores when the strategy has made the optimizers and before the loops begin; then
+Lightning goes on as it does from a checkpoint of its own. The position in the data is the loader's,
+so it must have one: torchdata's `StatefulDataLoader`, or any loader with `state_dict`. It is made
+in `train_dataloader`, which Lightning calls after the restore.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from holdfast._init import init
+from holdfast._interface import Session
+from holdfast._state.collect import RandomGenerators, Stateful
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.packages import PackageGroup, needing
+
+with needing("holdfast.integrations.lightning", PackageGroup.LIGHTNING):
+    from lightning.pytorch import Callback, LightningModule, Trainer
+
+
+class HoldfastCallback(Callback):  # type: ignore[misc]  # the package is not type-checked
+    """Protects a `Trainer` after each optimizer step.
+
+    A restart resumes after the restored step, with the schedulers, the loops, the loader and the
+    random generators as they were.
+
+    Args:
+        stateful: other objects that a restore must bring back, by name, as for `holdfast.init`.
+        arguments: further arguments of `holdfast.init`: `topology`, `settings`, `units`, …
+    """
+
+    def __init__(self, *, stateful: Mapping[str, Stateful] | None = None, **arguments: Any) -> None:
+        self._own = dict(stateful or {})
+        self._arguments = arguments
+        self._session: Session | None = None
+        self._saved = 0
+        """Newest step that was saved or restored."""
+        self._generators: RandomGenerators | None = None
+        """Random generators after the restored step, until the next batch has been loaded."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.ckpt_path is not None:
+            raise InvalidJobError(
+                f"fit(ckpt_path={str(trainer.ckpt_path)!r}) would load over what HoldfastCallback "
+                f"restores; leave ckpt_path out"
+            )
+        loops = _Loops(trainer)
+        stateful: dict[str, Stateful] = {"loops": loops}
+        for index, config in enumerate(trainer.lr_scheduler_configs):
+            stateful[f"scheduler{index}"] = config.scheduler
+        if trainer.precision_plugin.state_dict():
+            stateful["precision"] = trainer.precision_plugin
+        self._session = init(
+            model=trainer.strategy.model,
+            optimizer=trainer.optimizers,
+            stateful=stateful | self._own,
+            **self._arguments,
+        )
+        step = self._session.restore()
+        if step is not None:
+            self._saved = step
+            if not loops.at_epoch_end:  # what begins the next epoch draws as it would have
+                self._generators = RandomGenerators.now()
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._generators is not None:
+            self._generators.put_back()
+            self._generators = None
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            self._save(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._save(trainer)  # the loops now count the epoch as done
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def _save(self, trainer: Trainer) -> None:
+        if self._session is not None and trainer.global_step > self._saved:
+            self._saved = trainer.global_step
+            self._session.save(self._saved)
+
+
+class _Loops:
+    """Progress of a trainer's loops, and the position of its loader."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.at_epoch_end = False
+        """Whether the restored step was the last one of an epoch."""
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._trainer.fit_loop.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._trainer.fit_loop.load_state_dict(state_dict)
+        self.at_epoch_end = self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
