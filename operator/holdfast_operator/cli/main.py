@@ -99,6 +99,10 @@ _EXPORT_EPILOG = """
   holdfast export /checkpoints/default.moe --format dcp --optimizer --to checkpoint
 """
 
+_COMPLETION_EPILOG = """
+  eval "$(holdfast completion bash)"                        in ~/.bashrc
+  holdfast completion zsh > ~/.zsh/functions/_holdfast      in a folder of $fpath
+"""
 
 _GROUPS = {"run": PackageGroup.ALL, "demo": PackageGroup.ALL}
 """Groups of packages that commands need, where `cli` is not enough."""
@@ -170,10 +174,17 @@ def _export(options: argparse.Namespace) -> int:
     return int(export(options) or 0)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of the command line."""
+def _completion(options: argparse.Namespace) -> int:
+    import shtab
+
+    print(shtab.complete(build_parser(), options.shell))
+    return 0
+
+
+def build_parser(prog: str = "holdfast") -> argparse.ArgumentParser:
+    """Build the parser of the command line, which the user calls `prog`."""
     parser = argparse.ArgumentParser(
-        prog="holdfast",
+        prog=prog,
         description="Fault tolerance for Mixture-of-Experts training.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -189,6 +200,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_certificates(commands)
     _add_export(commands)
+    _add_completion(commands)
     return parser
 
 
@@ -567,9 +579,21 @@ def _count_or_zero(text: str) -> int:
     return 0 if text == "0" else _count(text)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
-    options = build_parser().parse_args(arguments)
+def _add_completion(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "Print what a shell needs to complete commands and options."
+    parser = _add(commands, "completion", text, _COMPLETION_EPILOG)
+    parser.add_argument("shell", choices=("bash", "zsh", "tcsh"), metavar="bash|zsh|tcsh")
+    parser.set_defaults(handler=_completion)
+
+
+def kubectl() -> int:
+    """Run the command as a plugin of kubectl, which finds it as `kubectl-holdfast`."""
+    return main(prog="kubectl holdfast")
+
+
+def main(arguments: Sequence[str] | None = None, *, prog: str = "holdfast") -> int:
+    """Run the command, which the user calls `prog`; returns the exit code."""
+    options = build_parser(prog).parse_args(arguments)
     group = _GROUPS.get(options.command, PackageGroup.CLI)
     try:
         with needing(f"holdfast {options.command}", group):

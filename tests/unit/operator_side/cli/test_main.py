@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from holdfast_core.experts.loss_reports import JobLoss
 from holdfast_core.job.status import Phase
-from holdfast_operator.cli.main import main
+from holdfast_operator.cli.main import kubectl, main
 from holdfast_operator.local.status import Status, encode
 from holdfast_operator.reconciler.views import Condition, ConditionType
 
@@ -207,3 +208,32 @@ def test_certificates_are_made_for_each_role_and_used_again(
     (tmp_path / "file").touch()
     assert main(["certificates", "--out", str(tmp_path / "file")]) == 2
     assert "cannot make certificates" in capsys.readouterr().err
+
+
+def test_the_plugin_of_kubectl_is_the_same_program(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["kubectl-holdfast", "status", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        kubectl()
+    assert capsys.readouterr().out.startswith("usage: kubectl holdfast status")
+
+
+def test_bash_completes_commands_and_options(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["completion", "bash"]) == 0
+    script = tmp_path / "completion"
+    script.write_text(capsys.readouterr().out)
+
+    def complete(*words: str) -> set[str]:
+        line = " ".join(f"'{word}'" for word in words)
+        asked = f"source {script}; COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; "
+        function = "_shtab_holdfast"
+        command = f'{asked} {function} holdfast "{words[-1]}" ""; echo "${{COMPREPLY[@]}}"'
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+        return set(done.stdout.split())
+
+    assert {"status", "simulate"} <= complete("holdfast", "s")
+    assert "kill-node" in complete("holdfast", "inject", "kill-n")
+    assert "--watch" in complete("holdfast", "status", "--w")
