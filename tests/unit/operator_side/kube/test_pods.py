@@ -8,7 +8,7 @@ import pytest
 from samples import make_job
 
 from holdfast_operator.kube.api import Object
-from holdfast_operator.kube.manifests import pod_manifest
+from holdfast_operator.kube.manifests import TrainerVolume, pod_manifest
 from holdfast_operator.kube.pods import TrainerPod, agents, read_pod
 from holdfast_operator.reconciler.views import AgentState
 
@@ -21,7 +21,7 @@ UNSCHEDULABLE = {
 
 
 def pod(status: Object | None = None, attempt: int = 1, node: str = "n0", **metadata: Any) -> Any:
-    made = pod_manifest(make_job(), 0, node, attempt)
+    made = pod_manifest(make_job(), 0, node, attempt, TrainerVolume.CSI)
     made["metadata"] |= {"uid": f"uid-{attempt}", **metadata}
     made["status"] = status or {"phase": "Pending"}
     return made

@@ -10,6 +10,7 @@ from samples import make_job
 
 from holdfast_operator.kube.acting import Acting
 from holdfast_operator.kube.api import ApiError
+from holdfast_operator.kube.manifests import TrainerVolume
 from holdfast_operator.kube.metrics import OperatorMetrics
 from holdfast_operator.kube.pods import TrainerPod, read_pod
 from holdfast_operator.kube.trainers import PodIndex, Trainers
@@ -27,7 +28,7 @@ class World:
 
     def __post_init__(self) -> None:
         cache: Cache[TrainerPod | None] = Cache(read_pod, self.pods.change)
-        self.trainers = Trainers(self.api, cache, self.metrics)
+        self.trainers = Trainers(self.api, cache, self.metrics, TrainerVolume.CSI)
 
     def clock(self) -> float:
         return 0.0

@@ -9,6 +9,7 @@ from fake_api import FakeApi
 from samples import make_job
 
 from holdfast_operator.kube.api import ApiError
+from holdfast_operator.kube.manifests import TrainerVolume
 from holdfast_operator.kube.metrics import OperatorMetrics
 from holdfast_operator.kube.pods import TrainerPod, read_pod
 from holdfast_operator.kube.resources import PODS, SERVICE_ACCOUNTS, SERVICES
@@ -25,7 +26,7 @@ class Hands:
         self.pods = PodIndex(self.woken.append)
         cache: Cache[TrainerPod | None] = Cache(read_pod, self.pods.change)
         self.metrics = OperatorMetrics()
-        self.trainers = Trainers(self.api, cache, self.metrics)
+        self.trainers = Trainers(self.api, cache, self.metrics, TrainerVolume.CSI)
 
     def seen(self) -> list[tuple[str, AgentState]]:
         return [(pod.name, pod.state) for pod in self.pods.of("team.moe")]
