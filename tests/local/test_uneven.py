@@ -234,6 +234,7 @@ def test_no_step_is_lost_while_every_expert_has_a_copy() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 def test_all_ranks_go_back_to_the_line_when_an_expert_has_lost_all_copies() -> None:
     """Four nodes with three seats each hold some of eight experts once."""
@@ -257,6 +258,7 @@ def test_all_ranks_go_back_to_the_line_when_an_expert_has_lost_all_copies() -> N
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(400)
 def test_ranks_that_die_at_any_point_of_a_step_and_of_a_move_cost_no_step() -> None:
     """Of all eight experts, each node has one. New processes get them from others."""
