@@ -135,7 +135,8 @@ def _inputs() -> Iterator[Path]:
     yield from _DOCKERFILES.values()
     for name in (".dockerignore", "LICENSE", "README.md", "constraints.txt", "pyproject.toml"):
         yield ROOT / name
-    yield from (ROOT / "examples" / name for name in ("train_moe.py", "train_moe_elastic.py"))
+    for kind in ("", "_elastic", "_pipeline"):
+        yield ROOT / "examples" / f"train_moe{kind}.py"
     for root in ("core", "protos", "storage", "daemon", "operator", "trainer_sdk"):
         for file in sorted((ROOT / root).rglob("*")):
             if file.is_file() and "__pycache__" not in file.parts:

@@ -1,0 +1,57 @@
+"""The example trainer of pipeline stages, slowed down, with a snapshot at every n-th step only and,
+where a test asks for it, stages that draw other numbers in a replay."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+import train_moe_pipeline
+
+from holdfast import SaveHandle
+from holdfast._elastic.session import ElasticSession
+from holdfast._nodaemon import UnprotectedSession
+from holdfast._session import ProtectedSession
+
+PACE_S = 0.1
+"""Part of each step in which a rank computes nothing: ranks outnumber cores, and a test reads their
+logs."""
+
+
+def save_every(steps: int) -> None:
+    """Let only every n-th save be taken."""
+    owner: Any = ProtectedSession
+    save, no_session = owner.save, UnprotectedSession()
+
+    def sometimes(session: ProtectedSession, step: int) -> SaveHandle:
+        handle: SaveHandle = no_session.save(step) if step % steps else save(session, step)
+        return handle
+
+    owner.save = sometimes
+
+
+def change_steps(*, diverge: bool) -> None:
+    """Slow each step down, and put random generators into another state before each step that is
+    repeated, if `diverge`."""
+    owner: Any = ElasticSession
+    begin = owner.begin
+
+    def begin_differently(session: ElasticSession, step: int) -> None:
+        begin(session, step)
+        time.sleep(PACE_S)
+        if diverge and session._replaying is not None:
+            torch.manual_seed(step)
+
+    owner.begin = begin_differently
+
+
+if __name__ == "__main__":
+    every, diverge, *rest = sys.argv[1:]
+    save_every(int(every))
+    change_steps(diverge=diverge == "diverge")
+    train_moe_pipeline.main(rest)

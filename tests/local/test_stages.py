@@ -1,0 +1,244 @@
+"""A pipeline stage loses all its ranks, and repeats steps alone while the others keep their
+processes and their state. Whatever happens, every step has the bits of an undisturbed run."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pipeline_trainer
+import pytest
+
+from holdfast_core.job.parsing import parse_job
+from holdfast_core.states import RestoreSource
+from holdfast_operator.local import LocalCluster, LocalSettings, Status
+from holdfast_operator.reconciler.counters import Outcome
+
+WAIT_S = 300.0
+STEPS, EVERY = 70, 20
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Stages of a pipeline, and ranks of each."""
+
+    pp: int
+    dp: int
+
+    @property
+    def ranks(self) -> range:
+        return range(self.pp * self.dp)
+
+    def ranks_of(self, stages: Sequence[int]) -> list[int]:
+        return [rank for rank in self.ranks if rank // self.dp in stages]
+
+
+TWO_BY_TWO, THREE = Shape(2, 2), Shape(3, 1)
+
+
+def make_job(directory: Path, shape: Shape, log_mib: float, how: str) -> Any:
+    script = [sys.executable, pipeline_trainer.__file__, str(EVERY), how]
+    options = ["--steps", str(STEPS), "--stages", str(shape.pp), "--log-mib", str(log_mib)]
+    container = {"name": "trainer", "command": [*script, *options, "--directory", str(directory)]}
+    return parse_job(
+        {
+            "apiVersion": "holdfast.dev/v1alpha1",
+            "kind": "MoETrainingJob",
+            "metadata": {"name": "stages"},
+            "spec": {
+                "nodes": len(shape.ranks),
+                "nprocPerNode": 1,
+                "parallelism": {"dp": shape.dp, "pp": shape.pp},
+                "snapshot": {"memoryPerNode": "64Mi"},
+                "redundancy": {"type": "RAIM5"},
+                "failurePolicy": {
+                    "maxRestarts": 10,
+                    "reformSeconds": 20,
+                    "detection": {"heartbeatSeconds": 0.5, "missedHeartbeats": 20},
+                },
+                "trainer": {"template": {"spec": {"containers": [container]}}},
+            },
+        }
+    )
+
+
+@dataclass(frozen=True)
+class Line:
+    """One execution of a step by a rank."""
+
+    step: int
+    loss: float
+    epoch: int
+    pid: int
+    state: str
+
+
+def lines_of(directory: Path, rank: int) -> list[Line]:
+    """What a rank has logged, in its processes one after the other."""
+    try:
+        text = (directory / f"log-{rank}").read_text()
+    except FileNotFoundError:
+        return []
+    return [Line(**json.loads(line)) for line in text.split("\n")[:-1]]
+
+
+@functools.cache
+def undisturbed(shape: Shape) -> list[list[Line]]:
+    """The steps of each rank in a run that nothing disturbs, without a daemon."""
+    with tempfile.TemporaryDirectory() as path:
+        count = str(len(shape.ranks))
+        script = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", count]
+        trainer = [pipeline_trainer.__file__, str(EVERY), "same", "--stages", str(shape.pp)]
+        options = ["--steps", str(STEPS), "--directory", path]
+        subprocess.run([*script, *trainer, *options], check=True, timeout=WAIT_S)
+        return [lines_of(Path(path), rank) for rank in shape.ranks]
+
+
+class Run:
+    """A run in which stages lose all their ranks at one time, or one after the other."""
+
+    def __init__(self, directory: Path, shape: Shape, log_mib: float, how: str) -> None:
+        self.directory, self.shape = directory, shape
+        self.line = 0
+        """Step of the newest protected generation at the newest loss."""
+        self.cluster = LocalCluster(
+            make_job(directory, shape, log_mib, how), LocalSettings(directory=directory / "run")
+        )
+
+    def lines(self) -> list[list[Line]]:
+        return [lines_of(self.directory, rank) for rank in self.shape.ranks]
+
+    async def lose(self, *losses: Sequence[int]) -> None:
+        """Train to the end, and lose these stages on the way, each time after some steps that are
+        in no snapshot."""
+        async with self.cluster as cluster:
+            step = 0
+            for stages in losses:
+                is_time = functools.partial(self._is_time, step)
+                await cluster.wait_for(is_time, timeout_s=WAIT_S, what="steps after a snapshot")
+                found = self.lines()
+                step = max(lines[-1].step for lines in found)
+                for rank in self.shape.ranks_of(stages):
+                    os.kill(found[rank][-1].pid, signal.SIGKILL)
+            assert await cluster.finished(timeout_s=WAIT_S) is Outcome.COMPLETE
+
+    def _is_time(self, after: int, status: Status) -> bool:
+        """Whether some steps have followed a protected generation, and step `after` as well."""
+        _, _, step = status.protected.partition(".")
+        found = self.lines()
+        if not step or not all(found):
+            return False
+        self.line = int(step)
+        last = min(lines[-1].step for lines in found)
+        return max(self.line, after) + 3 <= last < min(self.line + EVERY, STEPS) - 5
+
+    def check_end(self) -> list[list[Line]]:
+        """Check that each rank's final execution of each step is that of the undisturbed run;
+        return all executions."""
+        found = self.lines()
+        for lines, expected in zip(found, undisturbed(self.shape), strict=True):
+            final = {line.step: (line.loss, line.state) for line in lines}
+            assert final == {line.step: (line.loss, line.state) for line in expected}
+        return found
+
+    def report(self) -> str:
+        logs = sorted((self.directory / "run" / "logs").glob("*"))
+        return "\n".join(f"--- {path.name}\n{path.read_text()[-6000:]}" for path in logs)
+
+
+@contextmanager
+def running(shape: Shape, *, log_mib: float = 64, how: str = "same") -> Iterator[Run]:
+    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
+        run = Run(Path(path), shape, log_mib, how)
+        try:
+            yield run
+        finally:
+            print(run.report())
+
+
+def check_replay(run: Run, lost: Sequence[int]) -> None:
+    """Check that the ranks of the lost stages, and no others, have repeated the steps after the
+    line, with the bits of their first execution."""
+    for rank, lines in enumerate(run.check_end()):
+        pids = list(dict.fromkeys(line.pid for line in lines))
+        steps = [line.step for line in lines]
+        if rank not in run.shape.ranks_of(lost):
+            assert len(pids) == 1
+            assert steps == list(range(1, STEPS + 1))  # none repeated
+            continue
+        assert len(pids) == 2
+        anew = [line.step for line in lines if line.pid == pids[-1]]
+        assert anew == list(range(run.line + 1, STEPS + 1))
+        states = {line.step: line.state for line in undisturbed(run.shape)[rank]}
+        assert all(line.state == states[line.step] for line in lines)  # the first ones as well
+    assert run.cluster.status.recoveries[-1].source is RestoreSource.LIVE
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_lost_stage_repeats_steps_while_the_others_keep_their_state(stage: int) -> None:
+    with running(TWO_BY_TWO) as run:
+        asyncio.run(run.lose([stage]))
+        check_replay(run, [stage])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("stages", [(1,), (0, 1), (0, 2)], ids=str)
+def test_lost_stages_repeat_steps_together_or_side_by_side(stages: tuple[int, ...]) -> None:
+    with running(THREE) as run:
+        asyncio.run(run.lose(stages))
+        check_replay(run, stages)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_stage_that_has_repeated_steps_helps_the_next_one() -> None:
+    with running(TWO_BY_TWO) as run:
+        asyncio.run(run.lose([0], [1]))
+        for lines in run.check_end():
+            by_process: dict[int, list[int]] = {}
+            for line in lines:
+                by_process.setdefault(line.pid, []).append(line.step)
+            assert len(by_process) == 2
+            for steps in by_process.values():
+                assert steps == list(range(steps[0], steps[-1] + 1))  # none repeated in a process
+        assert run.cluster.status.recoveries[-1].source is RestoreSource.LIVE
+
+
+def check_all_went_back(run: Run, lost: Sequence[int]) -> None:
+    """Check that all ranks have repeated steps, those of other stages in their processes."""
+    for rank, lines in enumerate(run.check_end()):
+        assert len({line.pid for line in lines}) == 1 + (rank in run.shape.ranks_of(lost))
+        assert [line.step for line in lines].count(run.line + 1) > 1
+    assert run.cluster.status.recoveries[-1].source is RestoreSource.LOCAL
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_all_stages_go_back_where_a_log_is_missing() -> None:
+    with running(TWO_BY_TWO, log_mib=0.01) as run:
+        asyncio.run(run.lose([0]))
+        check_all_went_back(run, [0])
+        assert "rank 2 has logged steps" in run.report()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_all_stages_go_back_where_a_replay_differs() -> None:
+    with running(TWO_BY_TWO, how="diverge") as run:
+        asyncio.run(run.lose([0]))
+        check_all_went_back(run, [0])
+        assert "is not what rank 2 had received" in run.report()
