@@ -61,6 +61,34 @@ def _parser() -> argparse.ArgumentParser:
         metavar="OCTAL",
         help="permissions of these sockets (default: 600; 666 with --auth token-review)",
     )
+    _add_authentication(parser)
+    identity.add_options(add, given())
+    add(
+        "--bulk",
+        type=Protection,
+        default=Protection.AUTHENTICATED,
+        choices=list(Protection),
+        help="protection of the bytes between daemons; encryption costs speed (default: "
+        "%(default)s)",
+    )
+    _add_addresses(parser)
+    add("--budget", type=int, default=4 << 30, help="bytes for arenas and parity (default: 4 GiB)")
+    add(
+        "--redis",
+        default="",
+        metavar="URL",
+        help="shared catalogue (default: $HOLDFAST_REDIS_URL; without either, one in memory)",
+    )
+    _add_work(parser)
+    add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    add("--log-format", default="json", choices=["json", "text"])
+    add("--log-file", type=Path, default=None, help="log to this file instead of standard error")
+    return parser
+
+
+def _add_authentication(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say how trainers prove who they are."""
+    add = parser.add_argument
     add(
         "--auth",
         type=Auth,
@@ -94,28 +122,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="directory with one file per job, for --auth token-files",
     )
-    identity.add_options(add, given())
-    add(
-        "--bulk",
-        type=Protection,
-        default=Protection.AUTHENTICATED,
-        choices=list(Protection),
-        help="protection of the bytes between daemons; encryption costs speed (default: "
-        "%(default)s)",
-    )
-    _add_addresses(parser)
-    add("--budget", type=int, default=4 << 30, help="bytes for arenas and parity (default: 4 GiB)")
-    add(
-        "--redis",
-        default="",
-        metavar="URL",
-        help="shared catalogue (default: $HOLDFAST_REDIS_URL; without either, one in memory)",
-    )
-    _add_work(parser)
-    add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
-    add("--log-format", default="json", choices=["json", "text"])
-    add("--log-file", type=Path, default=None, help="log to this file instead of standard error")
-    return parser
 
 
 def _add_addresses(parser: argparse.ArgumentParser) -> None:

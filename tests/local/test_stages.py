@@ -187,7 +187,7 @@ def check_replay(run: Run, lost: Sequence[int]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_lost_stage_repeats_steps_while_the_others_keep_their_state(stage: int) -> None:
     with running(TWO_BY_TWO) as run:
         asyncio.run(run.lose([stage]))
@@ -195,6 +195,7 @@ def test_a_lost_stage_repeats_steps_while_the_others_keep_their_state(stage: int
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("stages", [(1,), (0, 1), (0, 2)], ids=str)
 def test_lost_stages_repeat_steps_together_or_side_by_side(stages: tuple[int, ...]) -> None:
@@ -204,6 +205,7 @@ def test_lost_stages_repeat_steps_together_or_side_by_side(stages: tuple[int, ..
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_a_stage_that_has_repeated_steps_helps_the_next_one() -> None:
     with running(TWO_BY_TWO) as run:
@@ -227,6 +229,7 @@ def check_all_went_back(run: Run, lost: Sequence[int]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_all_stages_go_back_where_a_log_is_missing() -> None:
     with running(TWO_BY_TWO, log_mib=0.01) as run:

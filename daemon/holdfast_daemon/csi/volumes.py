@@ -54,6 +54,9 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True):
     token_sha256: str
 
 
+_RECORD = msgspec.json.Decoder(_Record)
+
+
 def pod_of_token(records: Path, token: str) -> VolumePod | None:
     """The pod whose volume holds `token`; None when no volume does.
 
@@ -152,7 +155,7 @@ class Volumes:
 
 def _read(record: Path) -> _Record | None:
     try:
-        return msgspec.json.decode(record.read_bytes(), type=_Record)
+        return _RECORD.decode(record.read_bytes())
     except (OSError, msgspec.MsgspecError):
         return None
 

@@ -109,6 +109,24 @@ def parse(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> Op
         metavar="LABELS",
         help="of the daemons' pods (default: %(default)s)",
     )
+    _add_nodes(parser)
+    _add_locations(parser)
+    add_options(add, environment)
+    levels = ["debug", "info", "warning", "error"]
+    add("--log-level", default="info", choices=levels, help="default: %(default)s")
+    found = parser.parse_args(arguments)
+    for flag, value in (("--identity", found.identity), ("--address", found.address)):
+        if not value:
+            variable = "POD_NAME" if flag == "--identity" else "POD_IP"
+            parser.error(f"{flag} is missing: give it, or set {variable}")
+    found.notice = tuple(found.notice)
+    found.storage_locations = tuple(found.storage_locations)
+    return Options(**vars(found))
+
+
+def _add_nodes(parser: argparse.ArgumentParser) -> None:
+    """Add the options about daemons and nodes."""
+    add = parser.add_argument
     add(
         "--renew-daemons",
         action="store_true",
@@ -132,18 +150,6 @@ def parse(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> Op
         help="a taint's key or a node condition's type that announces the end of a node, besides "
         "those of the usual clouds and autoscalers; may be repeated",
     )
-    _add_locations(parser)
-    add_options(add, environment)
-    levels = ["debug", "info", "warning", "error"]
-    add("--log-level", default="info", choices=levels, help="default: %(default)s")
-    found = parser.parse_args(arguments)
-    for flag, value in (("--identity", found.identity), ("--address", found.address)):
-        if not value:
-            variable = "POD_NAME" if flag == "--identity" else "POD_IP"
-            parser.error(f"{flag} is missing: give it, or set {variable}")
-    found.notice = tuple(found.notice)
-    found.storage_locations = tuple(found.storage_locations)
-    return Options(**vars(found))
 
 
 def _add_locations(parser: argparse.ArgumentParser) -> None:
