@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ MACHINE: dict[str, Any] = {
     "python": "3.12",
     "bundle_mib_max": 55,
     "installed": {"numpy": "2.5.2", "safetensors": "0.8.0", "torch": "2.11.0"},
-    "left_out": {"modules": ["botocore", "aiobotocore", "s3fs", "matplotlib"]},
+    "left_out": tomllib.loads(bundle.MACHINE.read_text(encoding="utf-8"))["left_out"],
 }
 MODULES = [
     *("aiohttp", "cryptography", "dlrover", "fsspec", "google", "greenlet", "grpc", "hypothesis"),
