@@ -23,7 +23,7 @@ def _secrets(render: Renderer, values: Document) -> dict[str, list[str]]:
     found = {}
     for kind, role in (("DaemonSet", "daemon"), ("Deployment", "operator")):
         pod = render.one(kind, f"holdfast-{role}", values)["spec"]["template"]["spec"]
-        (container,) = pod["containers"]
+        container = pod["containers"][0]
         flags = [
             arg for arg in container["args"] if arg.startswith(("--tls", "--insecure", "--bulk="))
         ]

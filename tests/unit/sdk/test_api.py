@@ -9,7 +9,9 @@ import holdfast
 from holdfast._environment import read_environment
 from holdfast_core.errors import InvalidJobError
 
-PUBLIC_MODULES = {"testing", "rendezvous", "launch", "moe", "dcp", "elastic", "export"}
+PUBLIC_MODULES = {
+    *("testing", "rendezvous", "launch", "moe", "dcp", "elastic", "export", "integrations")
+}
 
 
 def test_everything_public_is_in_the_package_itself() -> None:
