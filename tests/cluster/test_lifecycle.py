@@ -265,12 +265,21 @@ def test_after_the_release_is_gone_jobs_and_their_namespace_can_be_deleted(
     system.holdfast.uninstall()
     try:
         cluster.kubectl("delete", "moejob", "first", "-n", namespace, "--timeout=10s")
+        # Their volumes wait for a driver, as docs/install.md says.
+        cluster.kubectl("delete", "pods", "--all", "-n", namespace, "--force", "--grace-period=0")
         cluster.kubectl("delete", "namespace", namespace, "--timeout=60s")
     finally:
         system.holdfast.install()
     # And the next release takes over at once.
     wait_for("a leader", lambda: system.holdfast.leader() in system.holdfast.operators(), 15.0)
     system.live_through_another("newcomer")
+
+    def is_clean() -> bool:
+        records = (node.path("/run/holdfast/volumes").iterdir() for node in cluster.nodes.values())
+        return not any(namespace in each.read_text() for found in records for each in found)
+
+    # Kubelets try again every two minutes at the latest.
+    wait_for("the new drivers to clean up", is_clean, 2 * WAIT_S)
 
 
 # --- jobs that do not run -----------------------------------------------------------------------
