@@ -247,6 +247,7 @@ def test_a_job_that_is_deleted_while_no_operator_runs_goes_with_the_next_one(
     wait_for("its pod to go", lambda: not system.pods("patient"), WAIT_S)
 
 
+@pytest.mark.timeout(500)
 def test_after_the_release_is_gone_jobs_and_their_namespace_can_be_deleted(
     system: System,
 ) -> None:
