@@ -123,6 +123,16 @@ class Run:
     async def wait_works(self, after_epoch: int, what: str) -> Status:
         return await self.cluster.wait_for(self.works(after_epoch), timeout_s=WAIT_S, what=what)
 
+    async def wait_partial(self) -> None:
+        """Return when the line leaves experts out: the first save of an epoch has all of them."""
+
+        def holds(status: Status) -> bool:
+            epoch, _, step = status.protected.partition(".")
+            steps = [line.step for line in self.lines(0) if str(line.epoch) == epoch]
+            return bool(steps) and int(step) > steps[0] + 1
+
+        await self.cluster.wait_for(holds, timeout_s=WAIT_S, what="a line without some experts")
+
     async def recover(self, what: str, *faults: tuple[int, str, str]) -> list[int]:
         """Have ranks suffer faults; return the ranks whose processes are new afterwards."""
         before, epoch = self.pids(), self.cluster.status.epoch
@@ -207,6 +217,7 @@ REPLICATION = {"type": "Replication", "replication": {"replicas": 1}}
 def test_experts_return_to_their_versions_in_every_process(policy: Any, redundancy: Any) -> None:
     with started(snapshot={"policy": policy}, redundancy=redundancy) as (run, runner):
         for point in ("before-group", "before-optimizer", "after-save"):
+            runner.run(run.wait_partial())
             assert runner.run(run.recover(point, (1, point, "SIGKILL"))) == [1]
         assert run.check() > 0
 
