@@ -68,10 +68,6 @@ class ElasticLM(ByteLM):
         self.head = nn.Linear(args.dim, BYTE_VALUES, bias=False)
 
 
-def make_optimizer(parameters: Any) -> MasterAdamW:
-    return MasterAdamW(parameters, lr=1e-3)
-
-
 def make_plan(args: argparse.Namespace, ranks: int, nproc: int) -> moe.ExpertPlan:
     """The same plan on all ranks."""
     loads = [[1] * args.experts] * args.layers
@@ -130,8 +126,7 @@ def main(argv: list[str] | None = None) -> None:
 
     torch.manual_seed(args.seed)  # the same weights everywhere; those of experts by their number
     model = ElasticLM(args, plan, group).to(device, getattr(torch, args.dtype))
-    moe.check_optimizer(make_optimizer)
-    optimizer = make_optimizer(model.parameters())
+    optimizer = MasterAdamW(model.parameters(), lr=1e-3)
     gradients = moe.SummedGradients(model, group)
     data = Passages(args.seq + 1)
     sampler = holdfast.ElasticSampler(
