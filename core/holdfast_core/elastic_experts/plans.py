@@ -95,10 +95,10 @@ class LossCost:
 class PlanRules:
     """What plans are made by, whatever the number of nodes; see `plan_experts`."""
 
-    min_copies: int = 2
-    allocation: Allocation = Allocation.MIN_MAX
-    placement: Placement = Placement.AUTO
-    cost: LossCost | None = None
+    min_copies: int
+    allocation: Allocation
+    placement: Placement
+    cost: LossCost | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,14 +169,7 @@ class ExpertPlan:
                 f"{ranks} ranks are no whole nodes of {self.room.nproc}, for which the expert plan "
                 f"was made; give each node as many"
             )
-        return plan_experts(
-            loads,
-            replace(self.room, nodes=nodes),
-            min_copies=self.rules.min_copies,
-            allocation=self.rules.allocation,
-            placement=self.rules.placement,
-            cost=self.rules.cost,
-        )
+        return _plan(loads, replace(self.room, nodes=nodes), self.rules)
 
     def moved_to(self, rank_of: Sequence[int]) -> ExpertPlan:
         """The same plan with other ranks: what was meant for rank i goes to `rank_of[i]`. Ranks of
@@ -227,6 +220,11 @@ def plan_experts(
         InvalidJobError: when experts do not fit, layers differ in their number of experts, or the
             plan would be too large.
     """
+    rules = PlanRules(min_copies=min_copies, allocation=allocation, placement=placement, cost=cost)
+    return _plan(loads, room, rules)
+
+
+def _plan(loads: Sequence[Sequence[int]], room: ExpertRoom, rules: PlanRules) -> ExpertPlan:
     sizes = sorted({len(layer) for layer in loads})
     if len(sizes) != 1:
         raise InvalidJobError(
@@ -244,14 +242,17 @@ def plan_experts(
             f"{room.node_seats} seats: layers · nodes · (experts + seats) is {planned}, and expert "
             f"plans are made up to {PLANNED_MAX}"
         )
+    min_copies = rules.min_copies
     least = least_copies(sizes[0], room.nodes, room.node_seats, min_copies)
     layers = [
-        _Layer.of(tokens, allocate(allocation, tokens, room.nodes, room.node_seats, min_copies))
+        _Layer.of(
+            tokens, allocate(rules.allocation, tokens, room.nodes, room.node_seats, min_copies)
+        )
         for tokens in loads
     ]
     even = _placed("spread", _spread(layers, room, least), layers)
     safe = min((even, *_for_recovery(layers, room, least)), key=lambda one: one.survival.fatal)
-    chosen, reason = _choose(placement, safe, even, cost)
+    chosen, reason = _choose(rules.placement, safe, even, rules.cost)
     if least < min_copies:
         reason += f"; nodes and seats allow {least} instead of {min_copies} copies of every expert"
     planned_layers = tuple(
@@ -270,9 +271,7 @@ def plan_experts(
             for counts, layer in zip(chosen.counts, layers, strict=True)
         ),
         reason=reason,
-        rules=PlanRules(
-            min_copies=min_copies, allocation=allocation, placement=placement, cost=cost
-        ),
+        rules=rules,
         capturers=choose_capturers(planned_layers, room.ranks),
     )
 
