@@ -83,11 +83,7 @@ def held_experts(layers: Sequence[MoELayer]) -> list[HeldExpert]:
             holders=tuple(rank for rank, _ in layer.plan.layers[layer.layer].copies[expert]),
         )
         for at, layer in enumerate(layers)
-        for expert, seat in sorted(
-            (expert, seat)
-            for seat, expert in enumerate(layer.experts.seat_experts)
-            if expert is not None
-        )
+        for expert, seat in layer.experts.seat_of.items()
     ]
 
 

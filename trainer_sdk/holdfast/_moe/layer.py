@@ -42,16 +42,21 @@ class SeatedExperts(nn.Module):
         self.w_in = nn.Parameter(torch.zeros(seats, dim, hidden))
         self.w_out = nn.Parameter(torch.zeros(seats, hidden, dim))
 
+    @property
+    def seat_of(self) -> dict[int, int]:
+        """Seat of each expert that is here, by the experts' numbers."""
+        held = enumerate(self.seat_experts)
+        return dict(sorted((expert, seat) for seat, expert in held if expert is not None))
+
     @torch.no_grad()
     def initialize(self, seed: str) -> None:
         """Draw weights that depend on `seed` and the expert only: equal on all of its copies."""
-        for seat, expert in enumerate(self.seat_experts):
-            if expert is not None:
-                draw = torch.Generator()
-                draw.manual_seed(xxhash.xxh3_64_intdigest(f"{seed}/{expert}".encode()) >> 1)
-                for weight in (self.w_in, self.w_out):
-                    drawn = torch.empty(weight.shape[1:]).normal_(generator=draw)
-                    weight[seat] = drawn * weight.shape[1] ** -0.5
+        for expert, seat in self.seat_of.items():
+            draw = torch.Generator()
+            draw.manual_seed(xxhash.xxh3_64_intdigest(f"{seed}/{expert}".encode()) >> 1)
+            for weight in (self.w_in, self.w_out):
+                drawn = torch.empty(weight.shape[1:]).normal_(generator=draw)
+                weight[seat] = drawn * weight.shape[1] ** -0.5
 
     def forward(self, x_MD: torch.Tensor, seat_rows: Sequence[int]) -> torch.Tensor:
         """Answers of the experts.

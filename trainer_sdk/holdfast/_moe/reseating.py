@@ -13,7 +13,7 @@ the next world begins with what they then hold.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import torch
@@ -84,10 +84,7 @@ class Reseating:
 
     def held(self) -> tuple[tuple[int, ...], ...]:
         """For each layer the experts in this rank's seats."""
-        return tuple(
-            tuple(expert for expert in layer.experts.seat_experts if expert is not None)
-            for layer in self._layers
-        )
+        return tuple(tuple(layer.experts.seat_of) for layer in self._layers)
 
     @torch.no_grad()
     def follow(
@@ -211,7 +208,7 @@ class Reseating:
         tensors: Sequence[torch.Tensor],
     ) -> None:
         """Exchange the moving experts of one layer, and put them into their seats."""
-        seat_of = _seats_by_expert(layer.experts.seat_experts)
+        seat_of = layer.experts.seat_of
         each = sum(_bytes(tensor[0]).numel() for tensor in tensors)
         given = [
             [m.expert for m in moves if (m.source, m.target) == (rank, to)] for to in _all(plan)
@@ -231,7 +228,7 @@ class Reseating:
             sent, [each * len(one) for one in given], arrived, [each * len(one) for one in taken]
         )
         layer.take_seats(plan)
-        seat_of, start = _seats_by_expert(layer.experts.seat_experts), 0
+        seat_of, start = layer.experts.seat_of, 0
         for expert in (expert for experts in taken for expert in experts):
             for tensor in tensors:
                 into = _bytes(tensor[seat_of[expert]])
@@ -241,10 +238,6 @@ class Reseating:
 
 def _all(plan: ExpertPlan) -> range:
     return range(plan.room.ranks)
-
-
-def _seats_by_expert(seats: Sequence[int | None]) -> Mapping[int, int]:
-    return {expert: seat for seat, expert in enumerate(seats) if expert is not None}
 
 
 def _bytes(part: torch.Tensor) -> torch.Tensor:
