@@ -186,13 +186,11 @@ class Restore:
             epoch = self._hello().epoch
             if not handing.run(epoch, problem):
                 return None
-        return self.live_after(verdict.step)
+        return _live_after(epoch, verdict.step)
 
     def live_after(self, step: int) -> Restored:
         """Result of a restore, where all ranks have the state after a step."""
-        epoch = self._hello().epoch
-        _log.info("epoch %d goes on live after step %d", epoch, step)
-        return Restored(epoch=epoch, step=step, source=RestoreSource.LIVE)
+        return _live_after(self._hello().epoch, step)
 
     def line(self) -> tuple[int, str]:
         """Ask the daemon for the recovery line: its step, or why no stage can be restored from it
@@ -496,6 +494,11 @@ class Restore:
                 f"the present world"
             )
         return standings
+
+
+def _live_after(epoch: int, step: int) -> Restored:
+    _log.info("epoch %d goes on live after step %d", epoch, step)
+    return Restored(epoch=epoch, step=step, source=RestoreSource.LIVE)
 
 
 def agreed_versions(of_snapshots: Iterable[Mapping[str, str]]) -> dict[str, str]:
