@@ -24,7 +24,6 @@ import torch
 from holdfast._init import init
 from holdfast._interface import Session
 from holdfast._state.collect import RandomGenerators, Stateful
-from holdfast.integrations._resuming import KeptState
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.packages import PackageGroup, needing
 
@@ -52,7 +51,7 @@ class HoldfastTrainerCallback(TrainerCallback):  # type: ignore[misc]  # the pac
         self._own = dict(stateful or {})
         self._arguments = arguments
         self._session: Session | None = None
-        self._scheduler = KeptState()
+        self._scheduler = _KeptState()
         self._groups: list[dict[str, Any]] = []
         self._generators: RandomGenerators | None = None
         """Random generators after the restored step, until training has arrived there."""
@@ -71,7 +70,7 @@ class HoldfastTrainerCallback(TrainerCallback):  # type: ignore[misc]  # the pac
         """
         _check(trainer)
         optimizer = trainer.create_optimizer()
-        at, self._scheduler = _Position(trainer), KeptState()
+        at, self._scheduler = _Position(trainer), _KeptState()
         stateful: dict[str, Stateful] = {"trainer": at, "scheduler": self._scheduler}
         if getattr(trainer.accelerator, "scaler", None) is not None:
             stateful["scaler"] = trainer.accelerator.scaler
@@ -127,6 +126,29 @@ class HoldfastTrainerCallback(TrainerCallback):  # type: ignore[misc]  # the pac
         if self._generators is not None:
             self._generators.put_back()
             self._generators = None
+
+
+class _KeptState:
+    """Stateful object that stands for one which is made after the restore."""
+
+    def __init__(self) -> None:
+        self._object: Stateful | None = None
+        self._restored: list[Any] = []
+
+    def attach(self, item: Stateful) -> None:
+        """Stand for `item` from now on, and give it what was restored."""
+        self._object = item
+        if self._restored:
+            item.load_state_dict(self._restored.pop())
+
+    def state_dict(self) -> Any:
+        """State of the object; it has to be attached."""
+        assert self._object is not None, "a save before anything was attached"
+        return self._object.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Keep the state for the object."""
+        self._restored = [state_dict]
 
 
 class _Position:
