@@ -36,6 +36,10 @@ class MountFlag(IntFlag):
     BIND = 4096
 
 
+NOTHING_RUNS = MountFlag.NOSUID | MountFlag.NODEV | MountFlag.NOEXEC
+"""What is mounted holds data only."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mount:
     """One line of /proc/self/mountinfo."""

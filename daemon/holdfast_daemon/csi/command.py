@@ -25,6 +25,7 @@ from holdfast_daemon.csi.driver import (
 )
 from holdfast_daemon.csi.volumes import Volumes
 from holdfast_daemon.logs import bind, configure
+from holdfast_daemon.memory.mounting import OWNER
 from holdfast_protos import csi_pb2_grpc
 from holdfast_protos import plugin_registration_pb2_grpc as registration_pb2_grpc
 
@@ -61,13 +62,10 @@ def main(arguments: list[str]) -> int:
         csi_pb2_grpc.add_NodeServicer_to_server(node, server)
         registration = RegistrationService(endpoint, registered)
         registration_pb2_grpc.add_RegistrationServicer_to_server(registration, server)
-        for socket in (
-            endpoint,
-            registry,
-        ):  # the kubelet looks for the second, then calls the first
-            _listen(server, socket)
+        _listen(server, endpoint)
+        _listen(server, registry)  # the kubelet looks for this one, and then calls the other
         server.start()
-    except (HoldfastError, OSError, RuntimeError) as error:
+    except (HoldfastError, OSError) as error:
         print(f"holdfast-daemon csi: {error}", file=sys.stderr)
         return 2
     stop.wait()
@@ -124,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--owner",
         type=int,
-        default=65532,
+        default=OWNER,
         metavar="UID",
         help="the daemon's user id (default: %(default)s)",
     )

@@ -28,7 +28,14 @@ from pathlib import Path
 import msgspec
 
 from holdfast_core.errors import InvalidJobError, StorageError
-from holdfast_daemon.kernel_mounts import MountFlag, current_mounts, mount, mount_at, unmount
+from holdfast_daemon.kernel_mounts import (
+    NOTHING_RUNS,
+    MountFlag,
+    current_mounts,
+    mount,
+    mount_at,
+    unmount,
+)
 
 TOKEN_PREFIX = "volume"
 """First part of these tokens: `volume.<volume id>.<random>`."""
@@ -36,7 +43,7 @@ TOKEN_BYTES = 32
 
 _ID = re.compile(r"csi-[0-9a-f]{64}")
 """Ids that the kubelet gives to inline volumes."""
-_NOTHING_RUNS = MountFlag.NOSUID | MountFlag.NODEV | MountFlag.NOEXEC
+_ONLY_READ = NOTHING_RUNS | MountFlag.BIND | MountFlag.REMOUNT | MountFlag.RDONLY
 
 
 class VolumePod(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,13 +110,12 @@ class Volumes:
         token = f"{TOKEN_PREFIX}.{volume_id}.{secrets.token_urlsafe(TOKEN_BYTES)}"
         try:
             target.mkdir(mode=0o750)
-            mount("holdfast", target, "tmpfs", _NOTHING_RUNS, "size=64k,mode=0755")
+            mount("holdfast", target, "tmpfs", NOTHING_RUNS, "size=64k,mode=0755")
             _write(target / "token", token.encode())
             (target / "sockets").mkdir()
             mount(self._sockets, target / "sockets", "", MountFlag.BIND, "")
             for path in (target / "sockets", target):
-                only_read = MountFlag.BIND | MountFlag.REMOUNT | MountFlag.RDONLY | _NOTHING_RUNS
-                mount("", path, "", only_read, "")
+                mount("", path, "", _ONLY_READ, "")
             record = _Record(pod=pod, token_sha256=_sha256(token))
             _write(self._records / volume_id, msgspec.json.encode(record))
         except OSError as error:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from holdfast_core.errors import HoldfastError, StorageError
 from holdfast_daemon.kernel_mounts import (
+    NOTHING_RUNS,
     Mount,
     MountFlag,
     current_mounts,
@@ -207,11 +208,10 @@ def _mount_with(path: Path, size_bytes: int, huge: str, *, again: bool) -> None:
 
 
 def _mount(path: Path, options: str, *, again: bool) -> None:
-    flags = MountFlag.NOSUID | MountFlag.NODEV | MountFlag.NOEXEC
     if again:
-        mount("holdfast", path, "tmpfs", flags | MountFlag.REMOUNT, options)
+        mount("holdfast", path, "tmpfs", NOTHING_RUNS | MountFlag.REMOUNT, options)
     else:
-        mount("holdfast", path, "tmpfs", flags, f"{options},mode=0700")
+        mount("holdfast", path, "tmpfs", NOTHING_RUNS, f"{options},mode=0700")
 
 
 def _own(path: Path, owner: int, mode: int) -> None:

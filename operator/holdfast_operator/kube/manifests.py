@@ -6,6 +6,7 @@ rank. Everything else in the template that Holdfast does not need stays as it is
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from enum import StrEnum
@@ -216,10 +217,10 @@ def _launch(job: MoETrainingJob, container: Object, node: str, token_file: str) 
 
 
 def _mount(spec: Object, container: Object, access: _Access) -> None:
-    volumes = deepcopy(access.volumes)
+    volumes = deepcopy([*access.volumes.values()])
     mounts: list[Object] = [
         {"name": volume["name"], "mountPath": path, "readOnly": True}
-        for volume, path in zip(volumes, access.paths, strict=True)
+        for path, volume in access.volumes.items()
     ]
     given = container.get("volumeMounts") or []
     if all(mount.get("mountPath") != SHARED_MEMORY_PATH for mount in given):
@@ -234,25 +235,30 @@ def _mount(spec: Object, container: Object, access: _Access) -> None:
 class _Access:
     """What a pod mounts to get at its daemon."""
 
-    volumes: list[Object]
-    paths: tuple[str, ...]
-    """Where each volume is mounted."""
+    volumes: Mapping[str, Object]
+    """By the path at which each is mounted."""
     token_file: str
 
 
 _TOKEN: Object = {"audience": TOKEN_AUDIENCE, "expirationSeconds": TOKEN_S, "path": "token"}
 _ACCESS = {
     TrainerVolume.CSI: _Access(
-        volumes=[{"name": "holdfast", "csi": {"driver": CSI_DRIVER, "readOnly": True}}],
-        paths=(VOLUME_PATH,),
+        volumes={
+            VOLUME_PATH: {"name": "holdfast", "csi": {"driver": CSI_DRIVER, "readOnly": True}}
+        },
         token_file=f"{VOLUME_PATH}/token",
     ),
     TrainerVolume.HOST_PATH: _Access(
-        volumes=[
-            {"name": "holdfast-sockets", "hostPath": {"path": SOCKETS_PATH, "type": "Directory"}},
-            {"name": "holdfast-token", "projected": {"sources": [{"serviceAccountToken": _TOKEN}]}},
-        ],
-        paths=(SOCKETS_PATH, TOKEN_DIRECTORY),
+        volumes={
+            SOCKETS_PATH: {
+                "name": "holdfast-sockets",
+                "hostPath": {"path": SOCKETS_PATH, "type": "Directory"},
+            },
+            TOKEN_DIRECTORY: {
+                "name": "holdfast-token",
+                "projected": {"sources": [{"serviceAccountToken": _TOKEN}]},
+            },
+        },
         token_file=f"{TOKEN_DIRECTORY}/token",
     ),
 }
