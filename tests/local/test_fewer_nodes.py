@@ -17,6 +17,7 @@ from typing import Any
 import changing_trainer
 import pytest
 from changing_trainer import History, Line
+from world_sizes import is_protected
 
 from holdfast_core.job.parsing import parse_job
 from holdfast_operator.local import LocalCluster, LocalSettings, Status
@@ -81,15 +82,9 @@ class Run:
     ) -> Status:
         """Wait until `size` ranks train in an epoch newer than `after_epoch`, and a generation of
         it is protected."""
-
-        def holds(status: Status) -> bool:
-            return (
-                len(status.members) == size
-                and status.epoch > after_epoch
-                and status.protected.startswith(f"{status.epoch}.")
-            )
-
-        return await self.cluster.wait_for(holds, timeout_s=timeout_s, what=what)
+        return await self.cluster.wait_for(
+            lambda status: is_protected(status, size, after_epoch), timeout_s=timeout_s, what=what
+        )
 
     def check(self) -> list[int]:
         """Check every step of every epoch against a replay in one process; return the sizes of the

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import staying_moe_trainer
+from world_sizes import is_protected
 
 from holdfast_core.job.parsing import parse_job
 from holdfast_operator.local import LocalCluster, LocalSettings, Status
@@ -88,9 +89,7 @@ class Run:
         `after_epoch`, and a generation of it is protected."""
 
         def holds(status: Status) -> bool:
-            if len(status.members) != size or status.epoch <= after_epoch:
-                return False
-            if not status.protected.startswith(f"{status.epoch}."):
+            if not is_protected(status, size, after_epoch):
                 return False
             steps = [one["step"] for one in self.lines() if one["epoch"] == status.epoch]
             return len(steps) >= size * STEPS_FIRST

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import uneven_trainer
+from world_sizes import is_protected
 
 from holdfast_core.job.parsing import parse_job
 from holdfast_core.states import RestoreSource
@@ -114,15 +115,9 @@ class Run:
     async def wait_size(self, size: int, after_epoch: int, what: str) -> Status:
         """Wait until `size` ranks train in an epoch newer than `after_epoch`, and a generation of
         it is protected."""
-
-        def holds(status: Status) -> bool:
-            return (
-                len(status.members) == size
-                and status.epoch > after_epoch
-                and status.protected.startswith(f"{status.epoch}.")
-            )
-
-        return await self.cluster.wait_for(holds, timeout_s=WAIT_S, what=what)
+        return await self.cluster.wait_for(
+            lambda status: is_protected(status, size, after_epoch), timeout_s=WAIT_S, what=what
+        )
 
     async def lose(self, member: int, left: int) -> Status:
         """Kill the node of a member, and wait until the others train."""
