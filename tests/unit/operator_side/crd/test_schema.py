@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,9 @@ def test_a_document_with_the_defaults_of_the_schema_is_the_same_job() -> None:
 
 
 def test_the_resource_is_small_enough_for_kubectl_apply() -> None:
-    assert len(definition_text().encode()) < 72 * 1024
+    """It keeps the object as JSON in an annotation; all of them may have 256 KiB together."""
+    kept = json.dumps(yaml.safe_load(definition_text()), separators=(",", ":"))
+    assert len(kept.encode()) < 128 * 1024
 
 
 def test_no_field_is_a_word_that_yaml_reads_as_something_else() -> None:
