@@ -84,7 +84,8 @@ how to read it:
   ETTR is the portion of the wall clock in which training does work that counts: not waiting for
   snapshots, not repairing a failure, not doing steps again. 0.95 means that a month of training
   takes 1.6 days longer. The list of inputs says where each number comes from; replace what is
-  assumed by what you have measured. Policies with * are not in this version.
+  assumed by what you have measured. Policies with * are not in this version; those with + take a
+  training script written for them.
 """
 
 _CERTIFICATES_EPILOG = """

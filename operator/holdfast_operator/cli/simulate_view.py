@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from holdfast_core.planning.effective_time.assumed_policies import MEANINGS, PolicyKind
+from holdfast_core.planning.effective_time.assumed_policies import MEANINGS, OF_SCRIPTS, PolicyKind
 from holdfast_core.planning.effective_time.paper_checks import Column, PaperTable, Value
 from holdfast_core.planning.effective_time.policy_models import PolicyModel, Workload
 from holdfast_core.planning.effective_time.runs import Activity, Runs
@@ -89,7 +89,9 @@ def simulation_view(inputs: Inputs, found: Sequence[Simulated]) -> RenderableTyp
 
 
 def _name(each: Simulated) -> str:
-    return f"{each.kind}{'' if each.model.built else ' *'}"
+    if not each.model.built:
+        return f"{each.kind} *"
+    return f"{each.kind} +" if each.kind in OF_SCRIPTS else each.kind.value
 
 
 def _rate_name(mtbf_s: float | None) -> str:
@@ -192,6 +194,10 @@ def _notes(inputs: Inputs, found: Sequence[Simulated]) -> list[Text]:
         notes.append("               this job has no minNodes, so that fewer is not recommended")
     if any(not each.model.built for each in found):
         notes.append("*              not in this version: shown to compare, never recommended")
+    if any(each.kind in OF_SCRIPTS for each in found):
+        notes.append(
+            "+              takes a script written for it: shown to compare, not recommended"
+        )
     length = duration_text(inputs.length_s)
     notes += [
         f"simulated:     mean of {inputs.runs} runs of {length}; failures also during recoveries",

@@ -40,11 +40,12 @@ class PolicyKind(StrEnum):
     PARTIAL = "partial"
     SELECTIVE = "selective"
     FEWER = "fewer"
+    STAGES = "stages"
+    ELASTIC = "elastic"
     CHECKFREQ = "checkfreq"
     GEMINI = "gemini"
     SPARSE = "sparse"
     SPARSE_GLOBAL = "sparse-global"
-    ELASTIC = "elastic"
 
 
 MEANINGS = {
@@ -52,22 +53,19 @@ MEANINGS = {
     PolicyKind.PARTIAL: "PartialExperts, K doubles from 1 on when too many tokens are lost (PEC)",
     PolicyKind.SELECTIVE: "Selective, as many experts as a step hides (MoEtion)",
     PolicyKind.FEWER: "Full, and with minNodes: the job goes on with fewer nodes",
+    PolicyKind.STAGES: "Full, and only failed stages do steps again, from logs (elastic.Pipeline)",
+    PolicyKind.ELASTIC: "Full, and goes on with fewer nodes from copies that live (holdfast.moe)",
     PolicyKind.CHECKFREQ: "Full to storage, the least interval that adds at most 3 % (CheckFreq)",
     PolicyKind.GEMINI: "Full in memory, at the best interval for each MTBF (Gemini's oracle)",
     PolicyKind.SPARSE: "windows of W steps, only failed stages replay (MoEvement)",
     PolicyKind.SPARSE_GLOBAL: "windows of W steps, all ranks go back (Sparse; MoEvement, no logs)",
-    PolicyKind.ELASTIC: "goes on with fewer nodes, from copies of experts that live (Lazarus)",
 }
 
-NOT_BUILT = frozenset(
-    {
-        PolicyKind.CHECKFREQ,
-        PolicyKind.GEMINI,
-        PolicyKind.SPARSE,
-        PolicyKind.ELASTIC,
-    }
-)
+NOT_BUILT = frozenset({PolicyKind.CHECKFREQ, PolicyKind.GEMINI, PolicyKind.SPARSE})
 """What no job can ask for in this version: shown for comparison, never recommended."""
+
+OF_SCRIPTS = frozenset({PolicyKind.STAGES, PolicyKind.ELASTIC})
+"""What the training script decides, not the job: shown for comparison, never recommended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,13 +119,14 @@ def policy_models(
     makers[PolicyKind.PARTIAL] = partial(maker.some_experts, PolicyKind.PARTIAL, 1, 0)
     makers[PolicyKind.SELECTIVE] = maker.selective
     makers[PolicyKind.FEWER] = partial(maker.full, PolicyKind.FEWER, after_loss=AfterLoss.FEWER)
+    makers[PolicyKind.STAGES] = maker.stages
+    makers[PolicyKind.ELASTIC] = partial(maker.full, PolicyKind.ELASTIC, after_loss=AfterLoss.LIVE)
     makers[PolicyKind.CHECKFREQ] = maker.checkfreq
     makers[PolicyKind.GEMINI] = maker.gemini
     makers[PolicyKind.SPARSE] = partial(maker.sparse, PolicyKind.SPARSE, by_stage=True)
     makers[PolicyKind.SPARSE_GLOBAL] = partial(
         maker.sparse, PolicyKind.SPARSE_GLOBAL, by_stage=False
     )
-    makers[PolicyKind.ELASTIC] = partial(maker.full, PolicyKind.ELASTIC, after_loss=AfterLoss.LIVE)
     return {
         kind: replace(makers[kind](), built=kind not in NOT_BUILT, name=kind.value)
         for kind in PolicyKind
@@ -182,6 +181,9 @@ class _Maker:
         nbytes, experts = self._costs.state_bytes, self._costs.experts_per_layer
         level = self._level(nbytes, self._interval(nbytes), experts=experts)
         return self._model(kind, (level,), after_loss=after_loss)
+
+    def stages(self) -> PolicyModel:
+        return replace(self.full(PolicyKind.STAGES), by_stage=True)
 
     def _model(
         self,

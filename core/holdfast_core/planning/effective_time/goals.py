@@ -102,6 +102,13 @@ def _four_models(base: AssumedCosts, cluster: Cluster, draw_of: DrawOf, runs: in
     )
 
 
+_COMPARED = (
+    PolicyKind.FULL,
+    PolicyKind.PARTIAL,
+    PolicyKind.STAGES,
+    PolicyKind.ELASTIC,
+    PolicyKind.SPARSE,
+)
 _COLUMNS = (
     Column(name="model", origin=None),
     Column(name="policy", origin=None),
@@ -124,7 +131,7 @@ def _rows(
     runs: int,
 ) -> Iterator[tuple[Value, ...]]:
     models = policy_models(costs, workload, clusters[0], MTBF_S)
-    for kind in (PolicyKind.FULL, PolicyKind.PARTIAL, PolicyKind.SPARSE, PolicyKind.ELASTIC):
+    for kind in _COMPARED:
         model = models[kind]
         found, slow = (
             simulate_many(
@@ -173,7 +180,7 @@ def _largest(base: AssumedCosts, cluster: Cluster, draw_of: DrawOf, runs: int) -
                     length_s=LENGTH_S,
                     draw_of=draw_of,
                 ).ettr
-                for kind in (PolicyKind.FULL, PolicyKind.SPARSE)
+                for kind in (PolicyKind.FULL, PolicyKind.STAGES, PolicyKind.SPARSE)
             ]
             reached = "reached" if ratios[0] >= GOAL_LARGEST else "missed"
             rows.append(
@@ -181,9 +188,9 @@ def _largest(base: AssumedCosts, cluster: Cluster, draw_of: DrawOf, runs: int) -
                     step_s,
                     repair_s,
                     models[PolicyKind.FULL].levels[0].interval_steps,
-                    ratios[0],
+                    *ratios[:2],
                     models[PolicyKind.SPARSE].window_steps,
-                    ratios[1],
+                    ratios[2],
                     reached,
                 )
             )
@@ -196,6 +203,7 @@ def _largest(base: AssumedCosts, cluster: Cluster, draw_of: DrawOf, runs: int) -
             Column(name="repair, s", origin=Origin.ASSUMED, digits=1),
             Column(name="full: every", origin=computed, digits=0),
             Column(name="full: ETTR", origin=computed),
+            Column(name="stages: ETTR", origin=computed),
             Column(name="sparse, not built: W", origin=computed, digits=0),
             Column(name="sparse: ETTR", origin=computed),
             Column(name="goal with full", origin=None),

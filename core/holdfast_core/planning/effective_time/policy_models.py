@@ -177,9 +177,10 @@ def expected_redone_s(model: PolicyModel, workload: Workload) -> float:
     if not window:
         if model.after_loss is AfterLoss.LIVE:
             return workload.step_s / 2
-        level = model.levels[0]
-        stalls = 1 + model.overhead(workload.step_s)
-        return (level.interval_steps / 2 * workload.step_s + late_s) * stalls
+        steps_s = model.levels[0].interval_steps / 2 * workload.step_s + late_s
+        if model.by_stage:
+            return steps_s * workload.alone(1)
+        return steps_s * (1 + model.overhead(workload.step_s))
     if model.by_stage:
         steps = (0.5 + model.converting) * window * workload.step_s
         return (steps + late_s) * workload.alone(1)

@@ -342,16 +342,16 @@ class _Training:
         self._restored += 1
         model, step_s = self._model, self._workload.step_s
         at = self._restore_step()
-        if not model.window_steps:
-            self._step = self._kept = at
-            self._train()
-            return
         self._kept = at
         if model.by_stage:
             converted = min(model.window_steps, self._step - at)
             steps = self._step - at - converted * (1 - model.converting)
             lasts_s = steps * step_s * self._workload.alone(_longest(self._stages))
             self._enter(Activity.REDOING, lasts_s, self._train)
+            return
+        if not model.window_steps:
+            self._step = at
+            self._train()
             return
         converted = min(float(model.window_steps), self._step - at)
         self._enter(Activity.REDOING, converted * model.converting * step_s, self._converted)

@@ -67,10 +67,19 @@ def test_a_job_of_any_size_is_simulated_with_every_policy(
     )
     assert max(map(len, text.splitlines())) <= 100
     assert "16384 on 8192 nodes" in text
-    for policy in ("full", "partial", "selective", "fewer", "checkfreq *", "sparse *", "elastic *"):
+    for policy in (
+        "full",
+        "partial",
+        "selective",
+        "fewer",
+        "checkfreq *",
+        "stages +",
+        "elastic +",
+        "sparse *",
+    ):
         assert re.search(rf"(?m)^{re.escape(policy)} ", text), policy
     assert "not in this version: shown to compare, never recommended" in text
-    count = re.search(r"360 runs and ([\d,]+) events in ([\d.]+) s: ([\d,]+) events a second", text)
+    count = re.search(r"400 runs and ([\d,]+) events in ([\d.]+) s: ([\d,]+) events a second", text)
     assert count is not None
     assert float(count[2]) < 30  # seconds, not minutes, on any machine
 

@@ -119,6 +119,7 @@ def test_what_no_job_can_ask_for_is_marked() -> None:
     assert {kind for kind, model in found.items() if not model.built} == NOT_BUILT
     assert found[PolicyKind.FEWER].after_loss is AfterLoss.FEWER
     assert found[PolicyKind.ELASTIC].after_loss is AfterLoss.LIVE
+    assert found[PolicyKind.STAGES].by_stage and not found[PolicyKind.STAGES].window_steps
     assert found[PolicyKind.SPARSE].by_stage and not found[PolicyKind.SPARSE_GLOBAL].by_stage
 
 

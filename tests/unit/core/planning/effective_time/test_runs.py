@@ -170,6 +170,15 @@ def test_a_stage_that_replays_alone_fills_no_pipeline() -> None:
     assert run.steps == pytest.approx((1000 - 7 - 62) / 10)
 
 
+def test_a_stage_that_replays_from_a_snapshot_does_the_steps_since_it() -> None:
+    """At the end of its replay the stage is where the others are: no step is done by all again."""
+    stages = replace(FULL, by_stage=True)
+    workload = Workload(step_s=10, stages=4, micro_batches=2)
+    run = traced("355,0", stages, workload=workload)
+    assert run.seconds[Activity.REDOING] == pytest.approx(55 * 2 / 5)
+    assert run.steps == pytest.approx((1000 - 7 - 22) / 10)
+
+
 def test_a_failure_of_a_neighbour_has_both_replay_together() -> None:
     sparse = PolicyModel(name="s", levels=FULL.levels, window_steps=10, by_stage=True)
     workload = Workload(step_s=10, stages=4, micro_batches=2)
@@ -214,6 +223,7 @@ def test_snapshots_hold_more_experts_once_recoveries_lost_too_much() -> None:
 MODELS = (
     FULL,
     replace(FULL, levels=(Level(experts=8, interval_steps=4, stall_s=2, usable_after_s=13),)),
+    replace(FULL, name="stages", by_stage=True),
     PolicyModel(
         name="sparse",
         levels=(Level(experts=8, interval_steps=1, stall_s=0.2),),
