@@ -16,7 +16,6 @@ from math import ceil
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.experts.dynamic_k import PLT_LIMIT
 from holdfast_core.planning.effective_time.policy_models import (
-    FROZEN_SAVING,
     AfterLoss,
     Cluster,
     Level,
@@ -57,14 +56,14 @@ MEANINGS = {
     PolicyKind.ELASTIC: "Full, and goes on with fewer nodes from copies that live (holdfast.moe)",
     PolicyKind.CHECKFREQ: "Full to storage, the least interval that adds at most 3 % (CheckFreq)",
     PolicyKind.GEMINI: "Full in memory, at the best interval for each MTBF (Gemini's oracle)",
-    PolicyKind.SPARSE: "windows of W steps, only failed stages replay (MoEvement)",
-    PolicyKind.SPARSE_GLOBAL: "windows of W steps, all ranks go back (Sparse; MoEvement, no logs)",
+    PolicyKind.SPARSE: "windows of W steps, only failed stages replay (elastic.Pipeline)",
+    PolicyKind.SPARSE_GLOBAL: "windows of W steps, all ranks go back (Sparse)",
 }
 
-NOT_BUILT = frozenset({PolicyKind.CHECKFREQ, PolicyKind.GEMINI, PolicyKind.SPARSE})
+NOT_BUILT = frozenset({PolicyKind.CHECKFREQ, PolicyKind.GEMINI})
 """What no job can ask for in this version: shown for comparison, never recommended."""
 
-OF_SCRIPTS = frozenset({PolicyKind.STAGES, PolicyKind.ELASTIC})
+OF_SCRIPTS = frozenset({PolicyKind.STAGES, PolicyKind.SPARSE, PolicyKind.ELASTIC})
 """What the training script decides, not the job: shown for comparison, never recommended."""
 
 
@@ -248,7 +247,6 @@ class _Maker:
         return self._model(PolicyKind.GEMINI, (level,))
 
     def sparse(self, kind: PolicyKind, *, by_stage: bool) -> PolicyModel:
-        """Windows. Where all ranks go back, as in this version, frozen operators save nothing."""
         costs = self._costs
         window = next((w for w in range(1, WINDOW_MAX) if self._fits(w)), WINDOW_MAX)
         nbytes = self._slot_bytes(window)
@@ -257,7 +255,6 @@ class _Maker:
             self._model(kind, (level,)),
             window_steps=window,
             by_stage=by_stage,
-            frozen_saving=FROZEN_SAVING if by_stage else 0.0,
         )
 
     def _slot_bytes(self, window: int) -> float:

@@ -16,10 +16,6 @@ from math import ceil
 
 from holdfast_core.errors import InvalidJobError
 
-FROZEN_SAVING = 1 / 3
-"""Portion of a step that an operator without its full state does not cost: of forward, input
-gradient and weight gradient, which take equally long, the last (MoEvement §3.5)."""
-
 
 class AfterLoss(StrEnum):
     """What a job does when it loses a node."""
@@ -138,8 +134,6 @@ class PolicyModel:
     """Steps over which one complete state is saved (W of MoEvement §3.2); 0: in each save."""
     by_stage: bool = False
     """Whether only the stages that failed compute again, from logs (MoEvement §3.4)."""
-    frozen_saving: float = 0.0
-    """Portion of a step that an operator without its full state does not cost in a replay."""
     after_loss: AfterLoss = AfterLoss.FIXED
     copies: int = 2
     """Least number of nodes that hold the state of an expert, where copies live: one less may be
@@ -151,15 +145,6 @@ class PolicyModel:
         if not self.levels or min(level.interval_steps for level in self.levels) < 1:
             raise InvalidJobError(f"{self.name}: give at least one level with an interval")
 
-    @property
-    def converting(self) -> float:
-        """Portion of W steps that W steps of a conversion take: on average (W - 1) / 2W of the
-        state is frozen (MoEvement §3.3)."""
-        if not self.window_steps:
-            return 1.0
-        frozen = (self.window_steps - 1) / (2 * self.window_steps)
-        return 1 - self.frozen_saving * frozen
-
     def overhead(self, step_s: float, level: int = 0) -> float:
         """What snapshots add to a step, as a portion of it."""
         chosen = self.levels[level]
@@ -167,28 +152,21 @@ class PolicyModel:
 
 
 def expected_redone_s(model: PolicyModel, workload: Workload) -> float:
-    """E[R] without detection and restart: steps that are done again after one failure.
+    """E[R] without detection and restart: steps that are done again after one failure. Operators
+    that have yet to get their full state cost as much as the others: their gradients are computed
+    and dropped, so that bits stay those of the first execution.
 
     Half an interval (MoEvement §2.4), or 3/2 W with windows: the newest complete one ended up to W
     steps ago and began W steps before (§3.6).
     """
-    window = model.window_steps
-    late_s = model.levels[0].usable_after_s
-    if not window:
-        if model.after_loss is AfterLoss.LIVE:
-            return workload.step_s / 2
-        steps_s = model.levels[0].interval_steps / 2 * workload.step_s + late_s
-        if model.by_stage:
-            return steps_s * workload.alone(1)
-        return steps_s * (1 + model.overhead(workload.step_s))
+    if model.after_loss is AfterLoss.LIVE:
+        return workload.step_s / 2
+    level = model.levels[0]
+    steps = 1.5 * model.window_steps if model.window_steps else level.interval_steps / 2
+    redone_s = steps * workload.step_s + level.usable_after_s
     if model.by_stage:
-        steps = (0.5 + model.converting) * window * workload.step_s
-        return (steps + late_s) * workload.alone(1)
-    stalls = 1 + model.overhead(workload.step_s)
-    return (
-        model.converting * window * workload.step_s
-        + (0.5 * window * workload.step_s + late_s) * stalls
-    )
+        return redone_s * workload.alone(1)
+    return redone_s * (1 + model.overhead(workload.step_s))
 
 
 def closed_form_ettr(

@@ -344,20 +344,10 @@ class _Training:
         at = self._restore_step()
         self._kept = at
         if model.by_stage:
-            converted = min(model.window_steps, self._step - at)
-            steps = self._step - at - converted * (1 - model.converting)
-            lasts_s = steps * step_s * self._workload.alone(_longest(self._stages))
+            lasts_s = (self._step - at) * step_s * self._workload.alone(_longest(self._stages))
             self._enter(Activity.REDOING, lasts_s, self._train)
             return
-        if not model.window_steps:
-            self._step = at
-            self._train()
-            return
-        converted = min(float(model.window_steps), self._step - at)
-        self._enter(Activity.REDOING, converted * model.converting * step_s, self._converted)
-
-    def _converted(self) -> None:
-        self._step = min(self._kept + self._model.window_steps, self._step)
+        self._step = at
         self._train()
 
     def _restore_step(self) -> float:

@@ -193,16 +193,6 @@ def test_a_failure_of_a_neighbour_has_both_replay_together() -> None:
     assert run.seconds[Activity.REDOING] == pytest.approx(155 * 3 / 5)
 
 
-def test_frozen_operators_make_a_conversion_cheaper() -> None:
-    """10 steps of a conversion with 45 % of the state frozen, which saves a third: 8.5 steps."""
-    sparse = PolicyModel(
-        name="s", levels=FULL.levels, window_steps=10, by_stage=True, frozen_saving=1 / 3
-    )
-    assert traced("355,0", sparse).seconds[Activity.REDOING] == pytest.approx(85 + 55)
-    everybody = replace(sparse, by_stage=False)
-    assert traced("355,0", everybody).seconds[Activity.REDOING] == pytest.approx(85 + 55)
-
-
 def test_snapshots_hold_more_experts_once_recoveries_lost_too_much() -> None:
     """A recovery at step 35 loses 3 of 35 steps' worth of tokens, above 5 % for one of two K."""
     levels = (
@@ -229,7 +219,6 @@ MODELS = (
         levels=(Level(experts=8, interval_steps=1, stall_s=0.2),),
         window_steps=5,
         by_stage=True,
-        frozen_saving=1 / 3,
     ),
     PolicyModel(
         name="sparse, global",
