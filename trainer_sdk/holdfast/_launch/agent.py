@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,7 @@ class HoldfastAgent(LocalElasticAgent):
         self._grace_s, self._last_lines = grace_s, last_lines
         self._record_waiting = record_waiting
         self._started = False
+        self._result_was_read: Event | None = None
         rendezvous.kill, rendezvous.can_keep = self.kill_workers, self.workers_run
 
     def kill_workers(self) -> None:
@@ -92,7 +94,7 @@ class HoldfastAgent(LocalElasticAgent):
         context = self._pcontext
         if not self._started or context is None:
             return False
-        # One whose function has returned lives on until all have.
+        # One whose function has returned takes a moment to exit.
         returned = isinstance(context, MultiprocessContext) and bool(context._return_values)
         return not returned and all(_runs(pid) for pid in context.pids().values())
 
@@ -125,8 +127,23 @@ class HoldfastAgent(LocalElasticAgent):
                 self._record_waiting("")  # an agent of an earlier epoch may have waited
                 # Only the rendezvous holds the store from now on: it leaves it with its epoch.
                 self._store = worker_group.store = None
+                self._let_finished_workers_exit()
                 self._started = True
                 return workers
+
+    def _let_finished_workers_exit(self) -> None:
+        """Have workers exit as soon as their function has returned.
+
+        By torchrun's default they wait for an event until their result, here None, has been read.
+        Setting an event waits for every process that sleeps on it to wake: for ever, if one of them
+        has been killed. So it is set before any worker can sleep, and never again.
+        """
+        context = self._pcontext
+        if isinstance(context, MultiprocessContext):
+            # Kept, because workers that have yet to start open its semaphores by name.
+            self._result_was_read = context._worker_finished_event
+            self._result_was_read.set()
+            context._worker_finished_event = threading.Event()  # type: ignore[assignment]
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)

@@ -209,6 +209,19 @@ def test_workers_run_until_one_of_them_has_died_or_returned(
     assert not here.agent.workers_run()
 
 
+def test_a_worker_that_has_finished_waits_for_nobody(
+    worlds: Worlds, node: Callable[..., Node]
+) -> None:
+    """One that waits to be told that its result was read, and is killed while it does, makes the
+    agent that tells it wait for ever."""
+    worlds.begin(1)
+    here = node(PlayedDaemon(worlds), forked=True)
+    here.agent.start()
+    here.fifo.write_bytes(b"")  # once the worker reads
+    until(lambda: not here.agent.workers_run())  # before torchrun has looked
+    until(lambda: here.agent.state() is WorkerState.SUCCEEDED)
+
+
 def test_a_kept_worker_fails_with_its_rank_in_the_present_world(
     worlds: Worlds, node: Callable[..., Node]
 ) -> None:
