@@ -24,6 +24,7 @@ import grpc
 import msgspec
 
 from benchmarks.floors import SHARED_MEMORY
+from holdfast_core.metric_definitions import job_labels
 from holdfast_core.snapshots.membership import Member, Membership, Redundancy, Tier
 from holdfast_protos import codec, control_pb2, control_pb2_grpc
 
@@ -156,14 +157,15 @@ class Daemon:
         return sum(f.stat().st_blocks * 512 for f in files if f.name == "arena" or _is_block(f))
 
     def metric(self, name: str, job: str = "") -> float:
-        """Value of a series in the daemon's metrics, with the label `job` or without it; 0 when
+        """Value of a series in the daemon's metrics, of a job or of the node; 0 when
         there is no such series."""
         events = map(msgspec.json.decode, self.log.read_bytes().splitlines())
         port = next(e["metrics_port"] for e in events if e["event"] == "daemon_started")
         url = f"http://{self.host}:{port}/metrics"
         with urllib.request.urlopen(url, timeout=WITHIN_S) as reply:
             text = reply.read().decode()
-        series = f'{name}{{job="{job}"}} ' if job else f"{name} "
+        labels = ",".join(f'{label}="{value}"' for label, value in sorted(job_labels(job).items()))
+        series = f"{name}{{{labels}}} " if job else f"{name} "
         found = [line for line in text.splitlines() if line.startswith(series)]
         return float(found[0].removeprefix(series)) if found else 0.0
 

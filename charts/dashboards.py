@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from holdfast_core.metric_definitions import Definition
+from holdfast_core.metric_definitions import JOB_LABELS, Definition
 
 Json = dict[str, Any]
 
@@ -47,8 +47,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "holdfast_saves_skipped_total",
         "holdfast_saves_failed_total",
         "holdfast_parity_failures_total",
-        "holdfast_saves_skipped_reported",
-        "holdfast_saves_failed_reported",
+        "holdfast_saves_skipped_reported_total",
+        "holdfast_saves_failed_reported_total",
         "holdfast_save_staged_seconds",
         "holdfast_save_period_seconds",
         "holdfast_save_interval_steps",
@@ -163,8 +163,11 @@ def dashboard(definitions: Sequence[Definition]) -> Json:
 
 def _variables() -> Iterator[Json]:
     yield {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Source"}
-    for name, label in (("job", "Job"), ("node", "Node")):
-        metric = "holdfast_epoch" if name == "job" else "holdfast_memory_budget_bytes"
+    for name, label, metric in (
+        ("namespace", "Namespace", "holdfast_epoch"),
+        ("moejob", "Job", 'holdfast_epoch{namespace=~"$namespace"}'),
+        ("node", "Node", "holdfast_memory_budget_bytes"),
+    ):
         yield {
             "name": name,
             "label": label,
@@ -224,7 +227,7 @@ def _queries(definition: Definition) -> Iterator[tuple[str, str]]:
     """(expression, legend) of each line of a panel."""
     name, labels = definition.exposed_name, definition.labels
     ours = not name.startswith("holdfast_operator_")
-    filters = [f'{label}=~"${label}"' for label in ("job",) if label in labels]
+    filters = [f'{label}=~"${label}"' for label in JOB_LABELS if label in labels]
     filters += ['node=~"$node"'] if ours else []
     chosen = f"{{{', '.join(filters)}}}" if filters else ""
     # A daemon's own memory and traffic are shown by node, everything else by its labels.

@@ -5,10 +5,21 @@ Collectors, documentation and dashboards are made from these lists, so they cann
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import product
 
 from holdfast_core.errors import InvalidJobError
+
+JOB_LABELS = ("namespace", "moejob")
+"""Labels of a training job. Not `job`: Prometheus calls a group of scraped targets so."""
+
+
+def job_labels(job: str) -> dict[str, str]:
+    """The labels of the job with this key, `namespace.name`."""
+    namespace, _, name = job.partition(".") if "." in job else ("", "", job)
+    return dict(zip(JOB_LABELS, (namespace, name), strict=True))
 
 
 class MetricType(StrEnum):
@@ -45,6 +56,18 @@ class Definition:
         for label, _ in self.values:
             if label not in self.labels:
                 raise InvalidJobError(f"metric {self.name} has no label {label}")
+
+    def series(self, **given: str) -> Iterator[dict[str, str]]:
+        """Labels of all series that have the labels `given`; none unless the values of each other
+        label are known beforehand.
+
+        A counter has to be exposed as 0 before it counts: Prometheus sees no increase in a series
+        that begins with 1.
+        """
+        others, known = [each for each in self.labels if each not in given], dict(self.values)
+        if all(label in known for label in others):
+            for values in product(*(known[label] for label in others)):
+                yield {**given, **dict(zip(others, values, strict=True))}
 
     @property
     def exposed_name(self) -> str:

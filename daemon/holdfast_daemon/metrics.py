@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
 
-from holdfast_core.metric_definitions import Definition, MetricType
+from holdfast_core.metric_definitions import JOB_LABELS, Definition, MetricType, job_labels
 from holdfast_protos.identity import ENDS
 
 _DURATION_BUCKETS_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -62,6 +62,8 @@ def _durations(
 
 _STAGES = ("committed", "protected")
 _GENERATION_STAGES = (*_STAGES, "persisted")
+_SKIP = ("no_free_slot", "incomplete")
+_FAILURE = ("storage", "memory_budget")
 _BYTES_KIND = ("arena", "parity", "manifest", "wire")
 _DENIAL = ("unauthenticated", "access_denied")
 _REVIEW = ("allowed", "denied", "failed", "shed")
@@ -70,81 +72,93 @@ _LIMITED = ("trainers", "peers")
 _CROWDED = ("arena", "bulk", "http")
 
 DEFINITIONS: tuple[Definition, ...] = (
-    _counter("snapshots", "Snapshots of a rank that reached a stage.", "job", stage=_STAGES),
+    _counter("snapshots", "Snapshots of a rank that reached a stage.", *JOB_LABELS, stage=_STAGES),
     _gauge(
         "generation_step",
         "Step of the newest generation at a stage.",
-        "job",
+        *JOB_LABELS,
         stage=_GENERATION_STAGES,
     ),
-    _counter("saves_skipped", "Saves that were skipped; training went on.", "job", "cause"),
-    _counter("saves_failed", "Saves that began and failed.", "job", "cause"),
+    _counter(
+        "saves_skipped", "Saves that were skipped; training went on.", *JOB_LABELS, cause=_SKIP
+    ),
+    _counter("saves_failed", "Saves that began and failed.", *JOB_LABELS, cause=_FAILURE),
     _counter(
         "arenas_overgrown",
         "Times that an arena was larger than granted; the rest was freed.",
-        "job",
+        *JOB_LABELS,
     ),
-    _gauge("saves_skipped_reported", "Saves skipped, as counted by the ranks on this node.", "job"),
-    _gauge("saves_failed_reported", "Saves failed, as counted by the ranks on this node.", "job"),
+    _counter(
+        "saves_skipped_reported",
+        "Saves skipped, as counted by the ranks on this node.",
+        *JOB_LABELS,
+    ),
+    _counter(
+        "saves_failed_reported", "Saves failed, as counted by the ranks on this node.", *JOB_LABELS
+    ),
     _gauge(
         "save_period_seconds",
         "Time between the newest two saves, of the slowest rank here.",
-        "job",
+        *JOB_LABELS,
         unit="seconds",
     ),
     _gauge(
         "save_staged_seconds",
         "Time from a save until its tensors could change again, of the slowest rank here.",
-        "job",
+        *JOB_LABELS,
         unit="seconds",
     ),
     _gauge(
         "save_interval_steps",
         "Steps from snapshot to snapshot, where the job leaves them to measurement; else 0.",
-        "job",
+        *JOB_LABELS,
     ),
-    _gauge("tokens_routed", "Routings of a token to an expert, by the ranks on this node.", "job"),
-    _gauge("tokens_lost", "Tokens of all ranks that recoveries have lost so far.", "job"),
+    _gauge(
+        "tokens_routed", "Routings of a token to an expert, by the ranks on this node.", *JOB_LABELS
+    ),
+    _gauge("tokens_lost", "Tokens of all ranks that recoveries have lost so far.", *JOB_LABELS),
     _gauge(
         "tokens_at_risk_ratio",
         "Portion of the tokens routed by the ranks on this node that a recovery would lose now.",
-        "job",
+        *JOB_LABELS,
         unit="ratio",
     ),
     _gauge(
         "tokens_at_risk_mlt",
         "Tokens that a recovery would lose now, as the sum of the layers' portions (MLT).",
-        "job",
+        *JOB_LABELS,
     ),
     _gauge(
         "tokens_lost_ratio",
         "Portion of all tokens that recoveries have lost, if all ranks route like those here "
         "(PLT).",
-        "job",
+        *JOB_LABELS,
         unit="ratio",
     ),
-    _gauge("tokens_lost_mlt", "MLT of all recoveries, at the end of the newest.", "job"),
-    _gauge("recovery_tokens_lost_ratio", "PLT of the newest recovery.", "job", unit="ratio"),
-    _gauge("recovery_tokens_lost_mlt", "MLT of the newest recovery.", "job"),
-    _gauge("tokens_lost_limit_ratio", "Highest PLT that the job allows.", "job", unit="ratio"),
-    _gauge("experts_per_layer", "Experts of each layer that a snapshot captures.", "job"),
+    _gauge("tokens_lost_mlt", "MLT of all recoveries, at the end of the newest.", *JOB_LABELS),
+    _gauge("recovery_tokens_lost_ratio", "PLT of the newest recovery.", *JOB_LABELS, unit="ratio"),
+    _gauge("recovery_tokens_lost_mlt", "MLT of the newest recovery.", *JOB_LABELS),
+    _gauge(
+        "tokens_lost_limit_ratio", "Highest PLT that the job allows.", *JOB_LABELS, unit="ratio"
+    ),
+    _gauge("experts_per_layer", "Experts of each layer that a snapshot captures.", *JOB_LABELS),
     _gauge(
         "protection_age_seconds",
         "Time since the newest generation was protected, or since there has been none.",
-        "job",
+        *JOB_LABELS,
         unit="seconds",
     ),
     _counter(
         "restores",
         "Restores of a rank, by the source of its bytes.",
-        "job",
+        *JOB_LABELS,
         source=("live", "local", "parity", "storage", "none"),
     ),
-    _gauge("sessions_open", "Ranks with an open session.", "job"),
-    _gauge("epoch", "Newest membership epoch.", "job"),
-    _counter("stale_epoch_refusals", "Messages refused for an ended epoch.", "job"),
-    _gauge("arena_bytes", "Memory allocated for arenas.", "job", unit="bytes"),
-    _gauge("parity_bytes", "Memory allocated for parity blocks.", "job", unit="bytes"),
+    _gauge("sessions_open", "Ranks with an open session.", *JOB_LABELS),
+    _gauge("epoch", "Newest membership epoch.", *JOB_LABELS),
+    _counter("stale_epoch_refusals", "Messages refused for an ended epoch.", *JOB_LABELS),
+    _gauge("arena_bytes", "Memory allocated for arenas.", *JOB_LABELS, unit="bytes"),
+    _gauge("parity_bytes", "Memory allocated for parity blocks.", *JOB_LABELS, unit="bytes"),
     _gauge("insecure", "1 while daemons and the control loop do not authenticate each other."),
     _gauge(
         "certificate_expires_timestamp_seconds",
@@ -162,25 +176,31 @@ DEFINITIONS: tuple[Definition, ...] = (
     _counter(
         "recomputed_pieces_sent", "Computed pieces that differed from the owner's, and were pulled."
     ),
-    _counter("parity_failures", "Attempts to build a parity block that failed.", "job"),
-    _durations("encode_seconds", "Time to build one parity block, transfers included.", "job"),
-    _durations("rebuild_seconds", "Time to rebuild one lost snapshot.", "job"),
-    _durations("verify_seconds", "Time to verify one sealed snapshot or parity block.", "job"),
-    _durations("seal_seconds", "Time to write one manifest.", "job"),
-    _durations("persist_seconds", "Time to write one snapshot to the durable tier.", "job"),
-    _counter("persisted_bytes", "Bytes written to the durable tier.", "job", unit="bytes"),
-    _counter("persist_failures", "Sets of files for the durable tier that were abandoned.", "job"),
+    _counter("parity_failures", "Attempts to build a parity block that failed.", *JOB_LABELS),
+    _durations(
+        "encode_seconds", "Time to build one parity block, transfers included.", *JOB_LABELS
+    ),
+    _durations("rebuild_seconds", "Time to rebuild one lost snapshot.", *JOB_LABELS),
+    _durations(
+        "verify_seconds", "Time to verify one sealed snapshot or parity block.", *JOB_LABELS
+    ),
+    _durations("seal_seconds", "Time to write one manifest.", *JOB_LABELS),
+    _durations("persist_seconds", "Time to write one snapshot to the durable tier.", *JOB_LABELS),
+    _counter("persisted_bytes", "Bytes written to the durable tier.", *JOB_LABELS, unit="bytes"),
+    _counter(
+        "persist_failures", "Sets of files for the durable tier that were abandoned.", *JOB_LABELS
+    ),
     _gauge(
         "persist_age_seconds",
         "Time since the newest set in the durable tier was complete, or since there has been none.",
-        "job",
+        *JOB_LABELS,
         unit="seconds",
     ),
-    _counter("scrubbed_bytes", "Bytes checked by the background scrub.", "job", unit="bytes"),
+    _counter("scrubbed_bytes", "Bytes checked by the background scrub.", *JOB_LABELS, unit="bytes"),
     _counter(
         "corrupt",
         "Checksum mismatches found by the scrub, an adoption or a transfer.",
-        "job",
+        *JOB_LABELS,
         kind=_BYTES_KIND,
     ),
     _counter("peer_messages_lost", "Messages to peers that did not arrive.", kind=_MESSAGE),
@@ -203,9 +223,24 @@ class DaemonMetrics:
         self._collectors = {
             name: _make(definition, self.registry) for name, definition in self._definitions.items()
         }
+        self._jobs: set[str] = set()
+        self._begin({})
+
+    def begin_job(self, job: str) -> None:
+        """Expose the job's counters, as 0 where nothing has been counted."""
+        if job not in self._jobs:
+            self._jobs.add(job)
+            self._begin(job_labels(job))
+
+    def _begin(self, given: dict[str, str]) -> None:
+        for name, definition in self._definitions.items():
+            if definition.type is MetricType.COUNTER and given.keys() <= set(definition.labels):
+                for labels in definition.series(**given) if definition.labels else ():
+                    self._collectors[name].labels(**labels)
 
     def add(self, name: str, amount: float = 1.0, /, **labels: str) -> None:
-        """Add to the counter `name`."""
+        """Add to the counter `name`. Here and below the label `job` is a job's key, and stands for
+        `JOB_LABELS`."""
         counter = self._find(name, MetricType.COUNTER, labels)
         assert isinstance(counter, Counter)
         counter.inc(amount)
@@ -230,15 +265,19 @@ class DaemonMetrics:
 
     def forget_job(self, job: str, names: Collection[str] = ()) -> None:
         """Remove every series of a job; with `names`, only those of these metrics."""
+        if not names:
+            self._jobs.discard(job)
         for name, definition in self._definitions.items():
-            if "job" in definition.labels and (not names or name in names):
-                self._collectors[name].remove_by_labels({"job": job})
+            if set(JOB_LABELS) <= set(definition.labels) and (not names or name in names):
+                self._collectors[name].remove_by_labels(job_labels(job))
 
     def _find(self, name: str, type: MetricType, labels: dict[str, str]) -> MetricWrapperBase:
         definition = self._definitions[name]
         assert definition.type is type, f"{name} is a {definition.type}, not a {type}"
         for label, allowed in definition.values:
             assert labels.get(label) in allowed, f"{name}: {label} is one of {', '.join(allowed)}"
+        if "job" in labels:
+            labels |= job_labels(labels.pop("job"))
         collector = self._collectors[name]
         return collector.labels(**labels) if definition.labels else collector
 

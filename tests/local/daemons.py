@@ -185,7 +185,7 @@ class DaemonProcess:
         return [entry for entry in map(json.loads, lines) if entry.get("event") == event]
 
     def metric(self, sample: str) -> float:
-        """A sample of /metrics, such as `holdfast_corrupt_total{job="a",kind="arena"}`."""
+        """A sample of /metrics, such as `holdfast_parity_bytes{moejob="a",namespace="team"}`."""
         port = self.logged("daemon_started")[-1]["metrics_port"]
         return faulty_daemon.read_metric(f"http://{self.host}:{port}/metrics", sample)
 

@@ -63,7 +63,8 @@ def _flip_parity(job: RawJob, member: int) -> None:
 
 
 def _corrupt(daemon: DaemonProcess, job: RawJob, kind: str) -> float:
-    return daemon.metric(f'holdfast_corrupt_total{{job="{job.name}",kind="{kind}"}}')
+    labels = f'kind="{kind}",moejob="{job.name}",namespace=""'
+    return daemon.metric(f"holdfast_corrupt_total{{{labels}}}")
 
 
 def _lose(cluster: RawCluster, job: RawJob, member: int) -> None:

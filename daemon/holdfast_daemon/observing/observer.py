@@ -108,8 +108,8 @@ class NodeObserver:
         self._metrics, self._catalogue = metrics, catalogue
         self._protected_at: dict[str, tuple[Generation | None, float]] = {}
         """Job → its newest protected generation, and when that was first seen here."""
-        self._written: dict[str, int] = {}
-        """Job → bytes written to the durable tier that the metrics have counted."""
+        self._counted: dict[str, dict[tuple[str, int], int]] = {}
+        """Job → (counter, rank) → the total that was last added."""
 
     def note(self, host: JobHost, note: Note) -> None:
         known = {
@@ -147,6 +147,7 @@ class NodeObserver:
         metrics.set("memory_budget_bytes", budget_bytes)
         for job, host in hosts.items():
             found = host.engine.overview()
+            metrics.begin_job(job)
             metrics.set("epoch", found.epoch, job=job)
             metrics.set("sessions_open", found.sessions, job=job)
             metrics.set("arena_bytes", host.storage.arena_bytes, job=job)
@@ -157,8 +158,9 @@ class NodeObserver:
                 metrics.set("generation_step", found.protected.step, job=job, stage="protected")
             self._age(found, host.now)
             self._persisting(host, found)
-            metrics.set("saves_skipped_reported", found.skipped, job=job)
-            metrics.set("saves_failed_reported", found.failed, job=job)
+            for rank in found.ranks:
+                self._add_up("saves_skipped_reported", job, rank.skipped, rank.rank)
+                self._add_up("saves_failed_reported", job, rank.failed, rank.rank)
             self._pace(found)
             self._tokens(found)
             self._catalogue.publish_snapshot(job, status.as_json(host, found))
@@ -183,9 +185,15 @@ class NodeObserver:
         metrics.set("persist_age_seconds", persist.age_s(host.now), job=job)
         if persist.stored is not None:
             metrics.set("generation_step", persist.stored.step, job=job, stage="persisted")
-        written = host.worker.persister.written_bytes
-        metrics.add("persisted_bytes", written - self._written.get(job, 0), job=job)
-        self._written[job] = written
+        self._add_up("persisted_bytes", job, host.worker.persister.written_bytes)
+
+    def _add_up(self, name: str, job: str, total: int, rank: int = -1) -> None:
+        """Bring a counter to the `total` that its source has, or a rank's part of it. A total that
+        fell has begun anew, as that of a new process."""
+        counted = self._counted.setdefault(job, {})
+        before = counted.get((name, rank), 0)
+        self._metrics.add(name, total - before if total >= before else total, job=job)
+        counted[name, rank] = total
 
     def _pace(self, found: JobOverview) -> None:
         """Set the times of saves: those of the slowest rank here, which training waits for."""
@@ -222,7 +230,7 @@ class NodeObserver:
 
     def forget(self, job: str) -> None:
         self._protected_at.pop(job, None)
-        self._written.pop(job, None)
+        self._counted.pop(job, None)
         self._metrics.forget_job(job)
         self._catalogue.forget_job(job)
 

@@ -7,12 +7,15 @@ rules. No decision may depend on a metric.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
 
+from holdfast_core.job.failures import On
 from holdfast_core.metric_definitions import Definition, MetricType
+from holdfast_core.states import RestoreSource
+from holdfast_operator.reconciler.counters import Outcome
 
 PREFIX = "holdfast_operator_"
 
@@ -20,8 +23,15 @@ _FAST_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 _SLOW_S = (0.5, 1.0, 2.5, 5.0, 7.5, 10.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 
-def _counter(name: str, help: str, *labels: str) -> Definition:
-    return Definition(name=name, type=MetricType.COUNTER, help=help, labels=labels, prefix=PREFIX)
+def _counter(name: str, help: str, *labels: str, **values: Iterable[str]) -> Definition:
+    return Definition(
+        name=name,
+        type=MetricType.COUNTER,
+        help=help,
+        labels=(*labels, *values),
+        values=tuple((label, tuple(each)) for label, each in values.items()),
+        prefix=PREFIX,
+    )
 
 
 def _gauge(name: str, help: str, *labels: str) -> Definition:
@@ -56,8 +66,10 @@ DEFINITIONS: tuple[Definition, ...] = (
         "reconcile_seconds", "Time from the event that woke a job's loop to its decision.", _FAST_S
     ),
     _histogram("act_seconds", "Time to carry out the actions of one decision.", _FAST_S),
-    _counter("recoveries", "Recoveries begun.", "cause"),
-    _counter("recoveries_finished", "Recoveries after which training ran again.", "source"),
+    _counter("recoveries", "Recoveries begun.", cause=On),
+    _counter(
+        "recoveries_finished", "Recoveries after which training ran again.", source=RestoreSource
+    ),
     _histogram(
         "recovery_seconds", "Time from the decision on a recovery until ranks are at work.", _SLOW_S
     ),
@@ -66,9 +78,9 @@ DEFINITIONS: tuple[Definition, ...] = (
         "Time from a lost node's last heartbeat to the creation of the pod that replaces it.",
         _SLOW_S,
     ),
-    _counter("jobs_ended", "Jobs that ended.", "outcome"),
+    _counter("jobs_ended", "Jobs that ended.", outcome=Outcome),
     _counter("pods_created", "Trainer pods created."),
-    _counter("pods_deleted", "Trainer pods deleted.", "force"),
+    _counter("pods_deleted", "Trainer pods deleted.", force=("true", "false")),
     _counter("status_writes", "Writes of a job's status.", "result"),
     _counter("events_dropped", "Events that could not be posted."),
     _counter("api_requests", "Requests to the API server.", "verb", "resource", "code"),
@@ -85,6 +97,10 @@ class OperatorMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._collectors = {each.name: _make(each, self.registry) for each in DEFINITIONS}
+        for each in DEFINITIONS:
+            if each.type is MetricType.COUNTER and each.labels:
+                for labels in each.series():
+                    self._collectors[each.name].labels(**labels)
 
     def add(self, name: str, amount: float = 1.0, /, **labels: str) -> None:
         """Add to the counter `name`."""

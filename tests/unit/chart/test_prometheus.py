@@ -100,18 +100,18 @@ def fires(tmp_path: Path, name: str, at: str, labels: dict[str, str], **series: 
     return True
 
 
-JOB = '{}{{job="a.llm",node="n1"}}'
+JOB = '{}{{namespace="a",moejob="llm",node="n1"}}'
 LABELS = {
     "holdfast_protection_age_seconds": JOB,
     "holdfast_sessions_open": JOB,
     "holdfast_saves_skipped_total": JOB,
-    "holdfast_snapshots_total": '{}{{job="a.llm",stage="committed",node="n1"}}',
+    "holdfast_snapshots_total": '{}{{namespace="a",moejob="llm",stage="committed",node="n1"}}',
     "holdfast_tokens_lost": JOB,
     "holdfast_tokens_routed": JOB,
     "holdfast_tokens_lost_limit_ratio": JOB,
     "holdfast_memory_used_bytes": '{}{{node="n1"}}',
     "holdfast_memory_budget_bytes": '{}{{node="n1"}}',
-    "holdfast_corrupt_total": '{}{{job="a.llm",kind="wire",node="n1"}}',
+    "holdfast_corrupt_total": '{}{{namespace="a",moejob="llm",kind="wire",node="n1"}}',
     "holdfast_operator_recoveries_total": '{}{{cause="rank_lost"}}',
     "holdfast_operator_jobs_short": "{}",
     "holdfast_operator_leader__1": '{}{{pod="one"}}',
@@ -119,7 +119,7 @@ LABELS = {
     "holdfast_operator_jobs": '{}{{phase="Running"}}',
     "holdfast_operator_reconcile_seconds_count": "{}",
 }
-OF_JOB = {"job": "a.llm"}
+OF_JOB = {"namespace": "a", "moejob": "llm"}
 
 
 @pytest.mark.parametrize(("sessions", "expected"), [("1x30", True), ("0x30", False)])
@@ -163,7 +163,7 @@ def test_a_budget_that_is_nearly_used_up_is_reported(
 def test_corruption_is_reported_when_it_is_found_and_not_for_ever(
     tmp_path: Path, found: str, expected: bool
 ) -> None:
-    labels = {"job": "a.llm", "kind": "wire", "node": "n1"}
+    labels = {"namespace": "a", "moejob": "llm", "kind": "wire", "node": "n1"}
     corrupt = {"holdfast_corrupt_total": found}
     assert fires(tmp_path, "HoldfastCorruption", "20m", labels, **corrupt) is expected
 

@@ -29,15 +29,16 @@ def test_names_are_unique_and_helps_are_sentences() -> None:
 
 def test_counters_gauges_and_histograms_take_values() -> None:
     metrics = DaemonMetrics()
-    metrics.add("snapshots", job="moe", stage="committed")
+    metrics.add("snapshots", job="team.moe", stage="committed")
     metrics.add("sent_bytes", 4096)
-    metrics.set("epoch", 3, job="moe")
-    metrics.observe("seal_seconds", 0.002, job="moe")
+    metrics.set("epoch", 3, job="team.moe")
+    metrics.observe("seal_seconds", 0.002, job="team.moe")
+    job = {"namespace": "team", "moejob": "moe"}
     read = metrics.registry.get_sample_value
-    assert read("holdfast_snapshots_total", {"job": "moe", "stage": "committed"}) == 1
+    assert read("holdfast_snapshots_total", {**job, "stage": "committed"}) == 1
     assert read("holdfast_sent_bytes_total", {}) == 4096
-    assert read("holdfast_epoch", {"job": "moe"}) == 3
-    assert read("holdfast_seal_seconds_bucket", {"job": "moe", "le": "0.005"}) == 1
+    assert read("holdfast_epoch", {**job}) == 3
+    assert read("holdfast_seal_seconds_bucket", {**job, "le": "0.005"}) == 1
 
 
 def test_a_forgotten_job_leaves_no_series_and_others_keep_theirs() -> None:
@@ -54,8 +55,20 @@ def test_a_forgotten_job_leaves_no_series_and_others_keep_theirs() -> None:
 
     text = exposition(metrics)
     assert "gone" not in text
-    assert 'holdfast_snapshots_total{job="kept",stage="committed"} 1.0' in text
+    assert 'holdfast_snapshots_total{moejob="kept",namespace="",stage="committed"} 1.0' in text
     assert "holdfast_memory_budget_bytes 10.0" in text
+
+
+def test_counters_are_exposed_before_they_count() -> None:
+    metrics = DaemonMetrics()
+    metrics.begin_job("team.moe")
+    metrics.add("corrupt", job="team.moe", kind="wire")
+    metrics.begin_job("team.moe")
+    labels = {"namespace": "team", "moejob": "moe"}
+    read = metrics.registry.get_sample_value
+    assert read("holdfast_corrupt_total", {**labels, "kind": "wire"}) == 1
+    assert read("holdfast_corrupt_total", {**labels, "kind": "parity"}) == 0
+    assert read("holdfast_auth_denials_total", {"cause": "access_denied"}) == 0
 
 
 def test_a_label_value_outside_its_list_is_a_programming_error() -> None:

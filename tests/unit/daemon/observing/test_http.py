@@ -39,7 +39,7 @@ def test_metrics_are_exposed_in_the_text_format() -> None:
     with server(Daemon(), metrics) as http:
         status, kind, body = get(http.port, "/metrics")
     assert (status, kind.startswith("text/plain")) == (200, True)
-    assert 'holdfast_epoch{job="moe"} 4.0' in body
+    assert 'holdfast_epoch{moejob="moe",namespace=""} 4.0' in body
 
 
 def test_health_follows_the_heartbeat_of_the_event_loop() -> None:

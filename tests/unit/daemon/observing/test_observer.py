@@ -9,6 +9,7 @@ from typing import cast
 import pytest
 
 from holdfast_core.experts.loss_reports import LossReport, RecoveryLoss
+from holdfast_core.metric_definitions import job_labels
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import Member, Membership, Redundancy
 from holdfast_core.snapshots.reports import Directive
@@ -67,7 +68,7 @@ class Bench:
         self.host.now = now
         self.observer.refresh({JOB: cast(JobHost, self.host)}, 5, 10)
         sample = f"holdfast_{name}"
-        return self.metrics.registry.get_sample_value(sample, {"job": JOB, **labels})
+        return self.metrics.registry.get_sample_value(sample, {**job_labels(JOB), **labels})
 
 
 def test_protection_ages_until_something_newer_is_protected() -> None:
@@ -166,11 +167,13 @@ def test_a_job_that_comes_again_starts_afresh() -> None:
 
 
 @pytest.mark.parametrize("what", ["skipped", "failed"])
-def test_what_ranks_count_is_added_up(what: str) -> None:
+def test_what_ranks_count_is_added_up_and_a_new_process_counts_on(what: str) -> None:
     bench = Bench()
     for rank, count in ((0, 3), (1, 4)):
         setattr(bench.host.engine.memory.rank(rank), what, count)
-    assert bench.read(100.0, f"saves_{what}_reported") == 7
+    assert bench.read(100.0, f"saves_{what}_reported_total") == 7
+    setattr(bench.host.engine.memory.rank(0), what, 1)
+    assert bench.read(101.0, f"saves_{what}_reported_total") == 8
 
 
 def session_of(engine: JobEngine, rank: int, pid: int) -> None:
