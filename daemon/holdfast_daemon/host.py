@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Protocol
 
+from holdfast_core.catalogue.events import JobEvent
 from holdfast_core.errors import HoldfastError, MemoryBudgetError, StorageError
 from holdfast_core.last_lines import last_lines
 from holdfast_core.snapshots.layouts import encode_layout
@@ -25,7 +26,6 @@ from holdfast_daemon.engine.effects import (
     ForgetPeers,
     FreeParity,
     FreeSlot,
-    JobEvent,
     Note,
     RemoveArena,
     SaveEpoch,

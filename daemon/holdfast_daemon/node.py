@@ -79,7 +79,7 @@ class Node:
         self._bulk_client = BulkClient(BULK_TIMEOUT_S, self._wiring)
         self._fetcher = ManifestFetcher(settings.identity)
         self._catalogue = make_catalogue(settings, self.metrics, self.hosts)
-        self._observer = NodeObserver(self.metrics, self._catalogue)
+        self._observer = NodeObserver(self.metrics, self._catalogue, settings.node)
         self._outbox = PeerOutbox(self._send_failed, settings.identity)
         self._claims = Claims()
         self._descriptors = DescriptorServer(

@@ -20,6 +20,8 @@ import fuzzing_surroundings
 import xxhash
 from google.protobuf.message import DecodeError
 
+from holdfast_core.catalogue import records
+from holdfast_core.catalogue.records import losses_of_state, ranks_of_state, stages_of_state
 from holdfast_core.errors import CorruptError, HoldfastError, InvalidJobError, known_code
 from holdfast_core.job.parsing import check_local, ignored_locally, parse_job
 from holdfast_core.quantities import parse_bytes
@@ -36,8 +38,6 @@ from holdfast_daemon.control import completed
 from holdfast_daemon.memory.files import sign
 from holdfast_daemon.memory.parity_blocks import decode_record, encode_record
 from holdfast_daemon.memory.saved_epoch import decode_epoch
-from holdfast_daemon.observing import catalogue_records
-from holdfast_daemon.observing.catalogue import losses_of_state, ranks_of_state, stages_of_state
 from holdfast_daemon.trainers.auth import token_expiry
 from holdfast_daemon.trainers.claims import SessionSeal
 from holdfast_daemon.trainers.token_review import identity_in
@@ -238,14 +238,14 @@ def _extras_seeds() -> list[bytes]:
 def _redis(data: bytes) -> None:
     kind, _, rest = data.partition(b"\n")
     text = rest.decode(errors="replace")
-    catalogue_records.ranks_from([text])
-    catalogue_records.health_from(text)
-    for state in catalogue_records.states_from({"a": text}).values():
+    records.ranks_from([text])
+    records.health_from(text)
+    for state in records.states_from({"a": text}).values():
         stages_of_state(state), ranks_of_state(state), losses_of_state(state)
     name, _, value = text.partition("=")
-    catalogue_records.stages_from({name: value})
-    catalogue_records.losses_from([text])
-    catalogue_records.event_from("1-0", {"event": text})
+    records.stages_from({name: value})
+    records.losses_from([text])
+    records.event_from("1-0", {"event": text})
     del kind
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from holdfast_core.catalogue.events import JobEvent
 from holdfast_core.errors import HoldfastError
 from holdfast_core.protection import recovery
 from holdfast_core.snapshots.generations import Generation
@@ -17,7 +18,6 @@ from holdfast_daemon.engine import loading, persist_leader, persisting, upkeep
 from holdfast_daemon.engine.effects import (
     ArenaReady,
     Completion,
-    JobEvent,
     ManifestFetched,
     ParityBuilt,
     ParityVerified,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from holdfast_core.catalogue.events import JobEvent
 from holdfast_core.snapshots.membership import Membership
 from holdfast_core.snapshots.reports import Directive, MemberReport
 from holdfast_daemon.engine import (
@@ -20,7 +21,7 @@ from holdfast_daemon.engine import (
     reporting,
     upkeep,
 )
-from holdfast_daemon.engine.effects import Effect, JobEvent, SaveEpoch, SendDirective, SendReport
+from holdfast_daemon.engine.effects import Effect, SaveEpoch, SendDirective, SendReport
 from holdfast_daemon.engine.epoch import Epoch
 from holdfast_daemon.engine.slots import ParityState, SlotState
 from holdfast_daemon.engine.state import JobMemory

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from holdfast_core.catalogue.events import JobEvent
 from holdfast_core.errors import (
     CorruptError,
     InvalidJobError,
@@ -54,7 +55,7 @@ from holdfast_daemon.engine.answers import (
     WorldState,
 )
 from holdfast_daemon.engine.convergence import Convergence
-from holdfast_daemon.engine.effects import Completion, Effect, JobEvent, SaveEpoch, Seal
+from holdfast_daemon.engine.effects import Completion, Effect, SaveEpoch, Seal
 from holdfast_daemon.engine.epoch import Epoch
 from holdfast_daemon.engine.overview import HeldOverview, JobOverview
 from holdfast_daemon.engine.slots import ArenaView, ParityState, SlotState

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from holdfast_core.catalogue.events import JobEvent
 from holdfast_core.durable.choice import choose_copy
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.membership import Tier
@@ -21,7 +22,6 @@ from holdfast_core.snapshots.stored import FailedLoad
 from holdfast_daemon.engine.effects import (
     FindStored,
     HeldSlot,
-    JobEvent,
     LoadStored,
     OpenStored,
     StoredFound,

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from holdfast_core.catalogue.events import JobEvent
 from holdfast_core.durable import schedule
 from holdfast_core.protection import recovery
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import Membership, Redundancy, Tier
 from holdfast_core.snapshots.reports import Directive, MemberReport
 from holdfast_core.snapshots.stored import PersistOrder
-from holdfast_daemon.engine.effects import CommitSet, JobEvent, SetCommitted
+from holdfast_daemon.engine.effects import CommitSet, SetCommitted
 from holdfast_daemon.engine.epoch import Epoch
 from holdfast_daemon.engine.persist_memory import CommitOutcome
 from holdfast_daemon.engine.state import JobMemory

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from typing import TypedDict
 
+from holdfast_core.catalogue.events import JobEvent
 from holdfast_core.durable.sparse_files import may_build_on
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.snapshots.generations import Generation
@@ -31,7 +32,7 @@ from holdfast_core.snapshots.membership import Membership, Tier
 from holdfast_core.snapshots.reports import Directive
 from holdfast_core.snapshots.stored import PersistOrder, RankFile
 from holdfast_daemon.engine import upkeep
-from holdfast_daemon.engine.effects import JobEvent, PersistRank, RankPersisted, StopPersisting
+from holdfast_daemon.engine.effects import PersistRank, RankPersisted, StopPersisting
 from holdfast_daemon.engine.epoch import Epoch
 from holdfast_daemon.engine.persist_memory import NEVER
 from holdfast_daemon.engine.slots import SlotState

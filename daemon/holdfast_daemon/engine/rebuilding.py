@@ -5,11 +5,12 @@ Level-triggered, as `upkeep` is: each call looks at the whole state and starts w
 
 from __future__ import annotations
 
+from holdfast_core.catalogue.events import JobEvent
 from holdfast_core.protection import recovery
 from holdfast_core.protection.codes import code_of
 from holdfast_core.snapshots.generations import Generation
 from holdfast_daemon.engine import loading, upkeep
-from holdfast_daemon.engine.effects import FetchManifest, JobEvent, Rebuild
+from holdfast_daemon.engine.effects import FetchManifest, Rebuild
 from holdfast_daemon.engine.epoch import Epoch
 from holdfast_daemon.engine.slots import RebuildJob, SlotState
 from holdfast_daemon.engine.state import JobMemory

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from holdfast_core.catalogue.events import JobEvent
 from holdfast_core.errors import HoldfastError
 from holdfast_core.experts.loss_reports import LossReport
 from holdfast_core.protection.budget import PARITY_SLOTS
@@ -17,7 +18,7 @@ from holdfast_core.snapshots.manifests import Inventory, SnapshotEntry
 from holdfast_core.snapshots.membership import Membership
 from holdfast_core.snapshots.reports import Directive, MemberReport
 from holdfast_core.states import RestoreSource
-from holdfast_daemon.engine.effects import Effect, JobEvent, Note
+from holdfast_daemon.engine.effects import Effect, Note
 from holdfast_daemon.engine.epoch import Epoch
 from holdfast_daemon.engine.loading_state import Loading
 from holdfast_daemon.engine.persist_memory import PersistMemory

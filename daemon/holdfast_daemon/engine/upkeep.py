@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from holdfast_core.catalogue.events import JobEvent
 from holdfast_core.protection import recovery
 from holdfast_core.protection.budget import SLOTS_AUTO, parity_block_bytes
 from holdfast_core.protection.codes import BlockId, code_of
@@ -19,7 +20,6 @@ from holdfast_daemon.engine.effects import (
     ForgetPeers,
     FreeParity,
     FreeSlot,
-    JobEvent,
     PeerSnapshot,
     RemoveArena,
     VerifyParity,

@@ -10,64 +10,28 @@ Publishing returns at once and raises nothing; reading may fail with `Unreachabl
 
 from __future__ import annotations
 
-import re
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Protocol
 
-from holdfast_core.errors import CorruptError
+from holdfast_core.catalogue.records import (
+    EVENTS_KEPT,
+    CatalogueJob,
+    EventView,
+    SnapshotStage,
+    losses_of_state,
+    ranks_of_state,
+    stages_of_state,
+)
 from holdfast_core.experts.loss_reports import RecoveryLoss
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.states import RankHealth
-
-EVENTS_KEPT = 1000
-"""Newest events kept of each job."""
 
 RANK_STATE_TTL_S = 30.0
 """A rank state that is not published again within this time reads as OFFLINE: its node's daemon is
 gone, and no other daemon may publish it. It is as long as three refreshes by the daemon."""
 
-
-class SnapshotStage(StrEnum):
-    """The stages that a snapshot reaches, in order."""
-
-    COMMITTED = "committed"
-    PROTECTED = "protected"
-    PERSISTED = "persisted"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CatalogueJob:
-    """One job as readers see it."""
-
-    states: Mapping[str, Mapping[str, object]]
-    """Node → newest whole state that the node's daemon published, as JSON values."""
-    stages: Mapping[int, Mapping[SnapshotStage, Generation]]
-    """Rank → stage → newest generation that reached the stage."""
-    ranks: Mapping[int, RankHealth]
-    """Rank → its state; OFFLINE when that has expired."""
-    losses: Sequence[RecoveryLoss] = ()
-    """Tokens that each recovery of the job's life lost, oldest first, for a job whose snapshots
-    leave experts out. The newest one has the running total."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EventView:
-    """One event of a job's stream."""
-
-    id: str
-    """Position in the stream; pass it as `after` to read on from here."""
-    event: Mapping[str, object]
-
-
-NUMBER_DIGITS_MAX = 20
-"""Digits of any number in a record: as many as 64 bits need."""
-
-GENERATION = re.compile(rf"[0-9]{{1,{NUMBER_DIGITS_MAX}}}\.[0-9]{{1,{NUMBER_DIGITS_MAX}}}")
-"""A generation in a record."""
 
 Source = Callable[[], Mapping[str, Mapping[str, object]]]
 """Returns job → whole state now, from the daemon's memory; see `Catalogue.publish_snapshot`."""
@@ -103,7 +67,7 @@ class Catalogue(Protocol):
         ...
 
     def forget_job(self, job: str) -> None:
-        """Delete everything about a job that has ended."""
+        """Delete the state of a job that has ended. Events in Redis stay for a week."""
         ...
 
     async def read_job(self, job: str) -> CatalogueJob | None:
@@ -133,50 +97,6 @@ class Catalogue(Protocol):
     async def close(self) -> None:
         """End; what could not be written in time is dropped."""
         ...
-
-
-def ranks_of_state(state: Mapping[str, object]) -> dict[int, RankHealth]:
-    """The rank states in a whole job state; malformed entries are left out."""
-    entries = state.get("ranks")
-    found: dict[int, RankHealth] = {}
-    for entry in entries if isinstance(entries, list) else []:
-        if isinstance(entry, Mapping):
-            rank, health = entry.get("rank"), entry.get("state")
-            if isinstance(rank, int) and health in RankHealth.__members__.values():
-                found[rank] = RankHealth(str(health))
-    return found
-
-
-def stages_of_state(state: Mapping[str, object]) -> dict[int, dict[SnapshotStage, Generation]]:
-    """The stages in a whole job state; malformed entries are left out."""
-    entries = state.get("stages")
-    found: dict[int, dict[SnapshotStage, Generation]] = {}
-    for rank, stages in entries.items() if isinstance(entries, Mapping) else ():
-        if isinstance(stages, Mapping) and re.fullmatch("[0-9]{1,20}", str(rank)):
-            found[int(rank)] = {
-                SnapshotStage(stage): Generation.parse(str(generation))
-                for stage, generation in stages.items()
-                if stage in SnapshotStage.__members__.values()
-                and GENERATION.fullmatch(str(generation))
-            }
-    return found
-
-
-def losses_of_state(state: Mapping[str, object]) -> dict[int, RecoveryLoss]:
-    """Epoch → loss of its recovery, in a whole job state; malformed entries are left out."""
-    entries = state.get("losses")
-    return losses_in(entries if isinstance(entries, list) else [])
-
-
-def losses_in(documents: Iterable[object]) -> dict[int, RecoveryLoss]:
-    """Epoch → its `RecoveryLoss`, in order of epochs; malformed documents are left out."""
-    found: dict[int, RecoveryLoss] = {}
-    for document in documents:
-        if isinstance(document, Mapping):
-            with suppress(CorruptError):
-                loss = RecoveryLoss.from_dict(document)
-                found[loss.epoch] = loss
-    return dict(sorted(found.items()))
 
 
 @dataclass(slots=True)

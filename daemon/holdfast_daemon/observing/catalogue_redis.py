@@ -16,7 +16,7 @@ Keys, under `<prefix>:`:
     job:<job>:ranks       set   ranks that ever had a state
     job:<job>:rank:<n>    string with a time to live: the rank's state
     job:<job>:losses      hash  epoch → tokens that its recovery lost, as JSON
-    job:<job>:events      stream, capped
+    job:<job>:events      stream, capped; stays for a week after the job
 """
 
 from __future__ import annotations
@@ -27,39 +27,29 @@ import json
 import logging
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
 
-from holdfast_core.errors import InvalidJobError, UnreachableError
-from holdfast_core.snapshots.generations import Generation
-from holdfast_core.states import RankHealth
-from holdfast_daemon.logs import bind
-from holdfast_daemon.observing.catalogue import (
+from holdfast_core.catalogue.records import (
     EVENTS_KEPT,
-    RANK_STATE_TTL_S,
+    PREFIX,
     CatalogueJob,
     EventView,
     SnapshotStage,
-    Source,
+    key_of,
     losses_of_state,
     ranks_of_state,
     stages_of_state,
 )
-from holdfast_daemon.observing.catalogue_records import (
-    event_from,
-    health_from,
-    losses_from,
-    ranks_from,
-    stages_from,
-    states_from,
-)
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.states import RankHealth
+from holdfast_daemon.logs import bind
+from holdfast_daemon.observing.catalogue import RANK_STATE_TTL_S, Source
+from holdfast_storage.catalogue import UNREACHABLE, CatalogueReader, connect_redis
 
 QUEUE_OPERATIONS = 1024
 """Publications that wait for Redis. A thousand are minutes of a busy node, and below 1 MB."""
@@ -71,9 +61,8 @@ _log = bind(logging.getLogger(__name__))
 
 _T = TypeVar("_T")
 
-_KINDS = ("state", "stages", "ranks", "losses", "events")
-
-_UNREACHABLE = (RedisError, OSError, TimeoutError)
+_KINDS = ("state", "stages", "ranks", "losses")
+"""Records of the present, which end with the job. Events are history, and stay."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +71,7 @@ class RedisSettings:
 
     url: str = field(repr=False)
     """URL: `redis://`, `rediss://` or `unix://`. It holds the password and is never printed."""
-    prefix: str = "holdfast"
+    prefix: str = PREFIX
     """First part of every key, so that several clusters can share one Redis."""
     queue_operations: int = QUEUE_OPERATIONS
     operation_timeout_s: float = 2.0
@@ -93,6 +82,8 @@ class RedisSettings:
     backoff_max_s: float = 10.0
     job_ttl_s: float = 3600.0
     """Time after which a job is forgotten, if no daemon publishes anything of it."""
+    history_ttl_s: float = 7 * 24 * 3600.0
+    """Time for which the events of a job are kept after the last one, also when it has ended."""
 
     def __post_init__(self) -> None:
         for name in ("queue_operations", "operation_timeout_s", "refresh_s", "backoff_min_s"):
@@ -136,12 +127,9 @@ class RedisCatalogue:
         self._written = 0
         self._progress = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
-        self._client: Redis = Redis.from_url(
-            settings.url,
-            decode_responses=True,
-            socket_timeout=settings.operation_timeout_s,
-            socket_connect_timeout=settings.operation_timeout_s,
-            retry=Retry(NoBackoff(), 0),
+        self._client = connect_redis(settings.url, settings.operation_timeout_s)
+        self._reader = CatalogueReader(
+            self._client, timeout_s=settings.operation_timeout_s, prefix=settings.prefix
         )
 
     # --- publishing ------------------------------------------------------------------------------
@@ -161,9 +149,12 @@ class RedisCatalogue:
     def publish_event(self, job: str, event: Mapping[str, object]) -> None:
         text = _to_json(event)
         key = self._key(job, "events")
-        self._put(
-            lambda pipe: pipe.xadd(key, {"event": text}, maxlen=EVENTS_KEPT, approximate=False)
-        )
+
+        def write(pipe: Pipeline) -> None:
+            pipe.xadd(key, {"event": text}, maxlen=EVENTS_KEPT, approximate=False)
+            pipe.expire(key, int(self._settings.history_ttl_s))
+
+        self._put(write)
 
     def forget_job(self, job: str) -> None:
         self._put(lambda pipe: pipe.delete(*self._job_keys(job)))
@@ -171,50 +162,10 @@ class RedisCatalogue:
     # --- reading ---------------------------------------------------------------------------------
 
     async def read_job(self, job: str) -> CatalogueJob | None:
-        async def read() -> CatalogueJob | None:
-            pipe = self._client.pipeline(transaction=False)
-            pipe.hgetall(self._key(job, "state"))
-            pipe.hgetall(self._key(job, "stages"))
-            pipe.smembers(self._key(job, "ranks"))
-            pipe.hvals(self._key(job, "losses"))
-            states, stages, names, losses = await pipe.execute()
-            ranks = ranks_from(names)
-            healths = (
-                await self._client.mget([self._key(job, f"rank:{rank}") for rank in ranks])
-                if ranks
-                else []
-            )
-            if not (states or stages or ranks or losses):
-                return None
-            return CatalogueJob(
-                states=states_from(states),
-                stages=stages_from(stages),
-                ranks={
-                    rank: health_from(health) for rank, health in zip(ranks, healths, strict=True)
-                },
-                losses=losses_from(losses),
-            )
-
-        return await self._answered(read)
+        return await self._reader.read_job(job)
 
     async def read_events(self, job: str, after: str = "") -> Sequence[EventView]:
-        async def read() -> Sequence[EventView]:
-            first = f"({after}" if after else "-"
-            entries = await self._client.xrange(self._key(job, "events"), min=first)
-            found = (event_from(str(entry_id), fields) for entry_id, fields in entries or ())
-            return [event for event in found if event is not None]
-
-        return await self._answered(read)
-
-    async def _answered(self, read: Callable[[], Awaitable[_T]]) -> _T:
-        try:
-            async with asyncio.timeout(self._settings.operation_timeout_s):
-                return await read()
-        except _UNREACHABLE as error:
-            raise UnreachableError(
-                f"Redis did not answer within {self._settings.operation_timeout_s} s "
-                f"({type(error).__name__}); training goes on without it"
-            ) from None
+        return await self._reader.read_events(job, after)
 
     # --- life ------------------------------------------------------------------------------------
 
@@ -275,7 +226,7 @@ class RedisCatalogue:
         """Write all that is queued; False when Redis did not accept it."""
         try:
             await self._write_all()
-        except _UNREACHABLE as error:
+        except UNREACHABLE as error:
             self._rebuild = True
             if self._reachable:
                 _log.warning("catalogue_unreachable", cause=type(error).__name__)
@@ -303,7 +254,7 @@ class RedisCatalogue:
             batch = [self._queue.popleft() for _ in range(min(BATCH_OPERATIONS, len(self._queue)))]
             try:
                 await self._execute(batch)
-            except _UNREACHABLE:
+            except UNREACHABLE:
                 self._queue.extendleft(reversed(batch))
                 self._shed()
                 raise
@@ -337,7 +288,7 @@ class RedisCatalogue:
         return f"{self._settings.prefix}:marker:{self._node}"
 
     def _key(self, job: str, kind: str) -> str:
-        return f"{self._settings.prefix}:job:{job}:{kind}"
+        return key_of(self._settings.prefix, job, kind)
 
     def _job_keys(self, job: str) -> list[str]:
         return [self._key(job, kind) for kind in _KINDS]

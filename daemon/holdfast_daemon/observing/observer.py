@@ -6,6 +6,8 @@ import logging
 import time
 from typing import Any
 
+from holdfast_core.catalogue.events import JobEvent
+from holdfast_core.catalogue.records import SnapshotStage
 from holdfast_core.errors import HoldfastError
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import Redundancy
@@ -13,7 +15,6 @@ from holdfast_daemon.engine import JobOverview
 from holdfast_daemon.engine.effects import (
     BuildParity,
     Effect,
-    JobEvent,
     Note,
     PersistRank,
     Rebuild,
@@ -25,7 +26,7 @@ from holdfast_daemon.host import JobHost
 from holdfast_daemon.logs import bind
 from holdfast_daemon.metrics import DaemonMetrics
 from holdfast_daemon.observing import status
-from holdfast_daemon.observing.catalogue import Catalogue, SnapshotStage
+from holdfast_daemon.observing.catalogue import Catalogue
 
 _log = bind(logging.getLogger(__name__))
 
@@ -104,10 +105,14 @@ _LOSS_GAUGES = (
 class NodeObserver:
     """Implements `host.Observer` for all jobs of a daemon."""
 
-    def __init__(self, metrics: DaemonMetrics, catalogue: Catalogue) -> None:
-        self._metrics, self._catalogue = metrics, catalogue
+    def __init__(self, metrics: DaemonMetrics, catalogue: Catalogue, node: str) -> None:
+        self._metrics, self._catalogue, self._node = metrics, catalogue, node
         self._protected_at: dict[str, tuple[Generation | None, float]] = {}
         """Job → its newest protected generation, and when that was first seen here."""
+        self._protected_in: dict[str, int] = {}
+        """Job → newest epoch in which a generation was protected."""
+        self._lossy: dict[str, int] = {}
+        """Job → newest epoch whose lost tokens are in the events."""
         self._counted: dict[str, dict[tuple[str, int], int]] = {}
         """Job → (counter, rank) → the total that was last added."""
 
@@ -127,10 +132,22 @@ class NodeObserver:
         else:
             _log.info(note.event.value, **fields)
         self._count(host, note)
-        if note.event in _HISTORY:
-            self._catalogue.publish_event(
-                host.job, {"event": note.event.value, "time": time.time(), **fields}
-            )
+        if note.event in _HISTORY or self._is_protected_again(host, note):
+            self._publish(note.event, **fields)
+
+    def _is_protected_again(self, host: JobHost, note: Note) -> bool:
+        """Whether the note is of the first generation that is protected in its epoch."""
+        epoch = host.engine.epoch
+        if note.event is not JobEvent.PROTECTED or self._protected_in.get(host.job) == epoch:
+            return False
+        if note.generation is None or note.generation.epoch != epoch:
+            return False
+        self._protected_in[host.job] = epoch
+        return True
+
+    def _publish(self, event: JobEvent, *, job: str, **fields: Any) -> None:
+        known = {"event": event.value, "time": time.time(), "node": self._node}
+        self._catalogue.publish_event(job, {**known, **fields, "job": job})
 
     def storage_failed(self, host: JobHost, effect: Effect, error: HoldfastError) -> None:
         _log.error("storage_failed", job=host.job, effect=type(effect).__name__, cause=str(error))
@@ -227,10 +244,16 @@ class NodeObserver:
             figures["recovery_tokens_lost_mlt"] = loss.newest.mlt
         for name, value in figures.items():
             metrics.set(name, value, job=job)
+        for each in loss.recoveries if found.leads else ():
+            if self._lossy.get(job, 0) < each.epoch <= found.epoch:
+                self._lossy[job] = each.epoch
+                self._publish(JobEvent.TOKENS_LOST, job=job, epoch=each.epoch, loss=each.to_dict())
 
     def forget(self, job: str) -> None:
         self._protected_at.pop(job, None)
-        self._counted.pop(job, None)
+        for known in (self._counted, self._protected_in, self._lossy):
+            known.pop(job, None)
+        self._publish(JobEvent.JOB_ENDED, job=job, epoch=0)
         self._metrics.forget_job(job)
         self._catalogue.forget_job(job)
 

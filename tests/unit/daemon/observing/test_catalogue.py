@@ -4,17 +4,16 @@ import asyncio
 
 import pytest
 
-from holdfast_core.errors import InvalidJobError
-from holdfast_core.snapshots.generations import Generation
-from holdfast_core.states import RankHealth
-from holdfast_daemon.observing.catalogue import (
+from holdfast_core.catalogue.records import (
     EVENTS_KEPT,
-    RANK_STATE_TTL_S,
-    MemoryCatalogue,
     SnapshotStage,
     ranks_of_state,
     stages_of_state,
 )
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.states import RankHealth
+from holdfast_daemon.observing.catalogue import RANK_STATE_TTL_S, MemoryCatalogue
 from holdfast_daemon.observing.catalogue_redis import RedisSettings
 
 

@@ -61,7 +61,8 @@ class Host:
 class Bench:
     def __init__(self, redundancy: Redundancy = Redundancy.RAIM5) -> None:
         self.metrics = DaemonMetrics()
-        self.observer = NodeObserver(self.metrics, MemoryCatalogue("a", lambda: 0.0))
+        self.catalogue = MemoryCatalogue("a", lambda: 0.0)
+        self.observer = NodeObserver(self.metrics, self.catalogue, "a")
         self.host = Host(redundancy)
 
     def read(self, now: float, name: str, **labels: str) -> float | None:

@@ -1,0 +1,175 @@
+"""The recoveries of a job, from the events that its daemons published.
+
+Each daemon publishes what happens on its node, with its own clock, and events may be missing or
+come twice: the stream is capped, and Redis may have been away. So a recovery is everything that
+was published about one epoch, and each of its stages ends with the last node or rank that reached
+it. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from holdfast_core.catalogue.events import JobEvent
+from holdfast_core.catalogue.records import GENERATION, EventView
+from holdfast_core.errors import CorruptError
+from holdfast_core.experts.loss_reports import RecoveryLoss
+from holdfast_core.snapshots.generations import Generation
+
+
+class RecoveryStage(StrEnum):
+    """The stages of a recovery, in order."""
+
+    EPOCH = "epoch"
+    """The last member's daemon was in the new epoch."""
+    LINE = "line"
+    """All knew the recovery line."""
+    REPAIRED = "repaired"
+    """The last lost snapshot was rebuilt, or loaded from storage."""
+    AT_WORK = "at work"
+    """The last rank had a session."""
+    PROTECTED = "protected"
+    """A generation of the new epoch was protected."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Recovery:
+    """Everything that was published about one epoch: the first of a job is its start."""
+
+    epoch: int
+    noticed_at: float
+    """When the first rank was lost in the epoch before, or this one began; in Unix time."""
+    lost_ranks: list[int] = field(default_factory=list)
+    """Ranks whose sessions broke off in the epoch before, in that order. A lost node has none,
+    because its daemon could not say so."""
+    ended_at: dict[RecoveryStage, float] = field(default_factory=dict)
+    """When each stage that is known was over, in Unix time."""
+    line: Generation | None = None
+    """What the ranks went back to; None when they began anew, or went on live."""
+    reason: str = ""
+    """Why the line is what it is, in words."""
+    rebuilt: list[int] = field(default_factory=list)
+    """Ranks whose snapshots were rebuilt from parity or replicas."""
+    loaded: list[int] = field(default_factory=list)
+    """Ranks whose snapshots were loaded from storage."""
+    loss: RecoveryLoss | None = None
+    """Tokens that it lost, for a job whose snapshots leave experts out."""
+
+    @property
+    def is_start(self) -> bool:
+        return self.epoch == 1
+
+    def seconds(self, stage: RecoveryStage) -> float | None:
+        """Time from `noticed_at` until the stage was over; None while it is not known."""
+        at = self.ended_at.get(stage)
+        return None if at is None else max(0.0, at - self.noticed_at)
+
+
+@dataclass(slots=True, kw_only=True)
+class History:
+    """What is known of a job and of earlier ones of its name."""
+
+    recoveries: Sequence[Recovery]
+    """Oldest first."""
+    counts: Mapping[JobEvent, int]
+    """Number of each event that belongs to no recovery."""
+    ended_at: float | None
+    """When the job ended, in Unix time; None while it goes on, or when that is not known."""
+
+
+_COUNTED = frozenset(
+    {
+        JobEvent.CORRUPT,
+        JobEvent.CORRUPT_PARITY,
+        JobEvent.FENCED,
+        JobEvent.ARENA_REFUSED,
+        JobEvent.ARENA_OVERGROWN,
+        JobEvent.PERSISTED,
+        JobEvent.PERSIST_GIVEN_UP,
+    }
+)
+
+
+def history_of(events: Iterable[EventView]) -> History:
+    """The history that a job's events tell; events that cannot be read are left out."""
+    recoveries: list[Recovery] = []
+    counts: dict[JobEvent, int] = {}
+    lost: list[tuple[int, float]] = []
+    ended_at: float | None = None
+    for each in events:
+        found = _read(each.event)
+        if found is None:
+            continue
+        event, at, epoch, rank = found
+        newest = recoveries[-1] if recoveries else None
+        if event in _COUNTED:
+            counts[event] = counts.get(event, 0) + 1
+        if event is JobEvent.JOB_ENDED:
+            ended_at, lost = at, []
+        elif event is JobEvent.RANK_LOST:
+            lost.append((rank, at))
+        elif event is JobEvent.EPOCH_BEGAN and _is_new(newest, epoch, ended_at):
+            first_at = min([lost_at for _, lost_at in lost], default=at)
+            ranks = list(dict.fromkeys(rank for rank, _ in lost if rank >= 0))
+            recoveries.append(Recovery(epoch=epoch, noticed_at=first_at, lost_ranks=ranks))
+            lost, ended_at = [], None
+        # A daemon may still publish of an epoch that is over for others.
+        of = next((one for one in reversed(recoveries) if one.epoch == epoch), None)
+        if of is not None:
+            _add(of, event, at, rank, each.event)
+    return History(recoveries=recoveries, counts=counts, ended_at=ended_at)
+
+
+def _is_new(newest: Recovery | None, epoch: int, ended_at: float | None) -> bool:
+    """Whether an epoch is not the one that other daemons have published; a job of the same name
+    that came later begins with any."""
+    return newest is None or epoch > newest.epoch or ended_at is not None
+
+
+_STAGES = {
+    JobEvent.EPOCH_BEGAN: RecoveryStage.EPOCH,
+    JobEvent.LINE: RecoveryStage.LINE,
+    JobEvent.REBUILT: RecoveryStage.REPAIRED,
+    JobEvent.LOADED: RecoveryStage.REPAIRED,
+    JobEvent.SESSION_OPENED: RecoveryStage.AT_WORK,
+    JobEvent.PROTECTED: RecoveryStage.PROTECTED,
+}
+
+
+def _add(
+    recovery: Recovery, event: JobEvent, at: float, rank: int, document: Mapping[str, object]
+) -> None:
+    stage = _STAGES.get(event)
+    if stage is RecoveryStage.PROTECTED:
+        recovery.ended_at.setdefault(stage, at)
+    elif stage is not None and RecoveryStage.PROTECTED not in recovery.ended_at:
+        recovery.ended_at[stage] = max(at, recovery.ended_at.get(stage, at))
+    match event:
+        case JobEvent.LINE:
+            text = str(document.get("generation") or "")
+            recovery.line = Generation.parse(text) if GENERATION.fullmatch(text) else None
+            recovery.reason = str(document.get("detail") or "")
+        case JobEvent.REBUILT if rank not in recovery.rebuilt:
+            recovery.rebuilt.append(rank)
+        case JobEvent.LOADED if rank not in recovery.loaded:
+            recovery.loaded.append(rank)
+        case JobEvent.TOKENS_LOST if recovery.loss is None:
+            loss = document.get("loss")
+            if isinstance(loss, Mapping):
+                with suppress(CorruptError):
+                    recovery.loss = RecoveryLoss.from_dict(loss)
+
+
+def _read(document: Mapping[str, object]) -> tuple[JobEvent, float, int, int] | None:
+    """(event, its time, its epoch, its rank or -1), or None when it cannot be read."""
+    event, at = document.get("event"), document.get("time")
+    epoch, rank = document.get("epoch"), document.get("rank", -1)
+    if event not in JobEvent.__members__.values() or not isinstance(at, int | float):
+        return None
+    if not isinstance(epoch, int) or not isinstance(rank, int) or not math.isfinite(at):
+        return None
+    return JobEvent(str(event)), float(at), epoch, rank
