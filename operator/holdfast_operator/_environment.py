@@ -24,6 +24,12 @@ def given() -> dict[str, str]:
     return dict(os.environ)
 
 
+def redis_url() -> str:
+    """URL of the catalogue, if the command line gives none: it may contain a password, and every
+    user of a machine can read command lines."""
+    return os.environ.get("HOLDFAST_REDIS_URL", "")
+
+
 def kubeconfig() -> str:
     """Path of the kubeconfig that kubectl would read here, or several paths, joined as in
     KUBECONFIG; empty when there is none."""

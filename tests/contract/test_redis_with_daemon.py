@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from redis import Redis
 from waiting import WAIT_S, wait_for
 
 from holdfast_core.experts.loss_reports import JobLoss, LossReport, RecoveryLoss, merged
+from holdfast_operator.cli.main import main
 from holdfast_protos import trainer_pb2
 from holdfast_protos.losses import loss_from_proto, loss_to_proto
 
@@ -178,3 +180,42 @@ def test_what_recoveries_lost_outlives_daemons_trainers_and_redis(
     assert figures is not None and figures.newest == _recovery(2)
     redis_server.start()
     _wait_losses(job, redis_server.url, 1, 2)
+
+
+def test_the_history_of_a_job_is_read_without_daemons_and_stays_after_its_end(
+    job: RawJob, redis_server: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    redis_server.start()
+    _begin(job)
+    _train(job, 2)
+    newest = job.generation
+    job.trainers[0].die()
+    job.form()
+    assert job.check_restored(job.start_trainers(), newest) == newest
+    _train(job, 1)
+    arguments = ["history", job.name, "--redis", redis_server.url]
+
+    def told() -> dict[str, Any]:
+        known = main([*arguments, "--json"]) == 0
+        printed = capsys.readouterr().out
+        return json.loads(printed) if known else {"recoveries": [], "ended_at": None}
+
+    def is_told() -> bool:
+        found = told()["recoveries"]
+        return bool(len(found) == 2 and found[1]["seconds"]["protected"] and found[1]["lost_ranks"])
+
+    wait_for("the recovery to be told", is_told, CAUGHT_UP_S)
+    start, recovery = told()["recoveries"]
+    assert (start["epoch"], start["line"], start["lost_ranks"]) == (1, None, [])
+    assert (recovery["epoch"], recovery["line"]) == (2, str(newest))
+    assert recovery["lost_ranks"][0] == 0
+    seconds = [value for value in recovery["seconds"].values() if value is not None]
+    assert seconds[-1] > 0 and seconds == sorted(seconds)
+    job.drop()
+    wait_for("the end of the job to be known", lambda: told()["ended_at"] is not None)
+    assert [each["epoch"] for each in told()["recoveries"]] == [1, 2]
+
+    assert main([*arguments, "--plot", str(tmp_path / "history.svg")]) == 0
+    shown = capsys.readouterr().out
+    assert "1 recoveries, ended" in shown and "rank 0" in shown
+    assert "epoch 2" in (tmp_path / "history.svg").read_text()

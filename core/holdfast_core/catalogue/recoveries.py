@@ -9,7 +9,7 @@ it. Pure.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -95,39 +95,55 @@ _COUNTED = frozenset(
 
 
 def history_of(events: Iterable[EventView]) -> History:
-    """The history that a job's events tell; events that cannot be read are left out."""
-    recoveries: list[Recovery] = []
+    """The history that a job's events tell; events that cannot be read are left out. Those of
+    different daemons may come in any order."""
+    runs = [_Run()]
     counts: dict[JobEvent, int] = {}
-    lost: list[tuple[int, float]] = []
-    ended_at: float | None = None
     for each in events:
         found = _read(each.event)
         if found is None:
             continue
         event, at, epoch, rank = found
-        newest = recoveries[-1] if recoveries else None
         if event in _COUNTED:
             counts[event] = counts.get(event, 0) + 1
-        if event is JobEvent.JOB_ENDED:
-            ended_at, lost = at, []
+        if event is JobEvent.EPOCH_BEGAN and runs[-1].ended_at is not None:
+            runs.append(_Run())  # of a later job of the same name
+        run = runs[-1]
+        run.began_at = min(at, run.began_at)
+        if event is JobEvent.JOB_ENDED and at > run.began_at:
+            run.ended_at = at
         elif event is JobEvent.RANK_LOST:
-            lost.append((rank, at))
-        elif event is JobEvent.EPOCH_BEGAN and _is_new(newest, epoch, ended_at):
-            first_at = min([lost_at for _, lost_at in lost], default=at)
-            ranks = list(dict.fromkeys(rank for rank, _ in lost if rank >= 0))
-            recoveries.append(Recovery(epoch=epoch, noticed_at=first_at, lost_ranks=ranks))
-            lost, ended_at = [], None
-        # A daemon may still publish of an epoch that is over for others.
-        of = next((one for one in reversed(recoveries) if one.epoch == epoch), None)
-        if of is not None:
-            _add(of, event, at, rank, each.event)
-    return History(recoveries=recoveries, counts=counts, ended_at=ended_at)
+            run.lost.setdefault(epoch, []).append((at, rank))
+        elif event in _STAGES or event is JobEvent.TOKENS_LOST:
+            recovery = run.recoveries.setdefault(epoch, Recovery(epoch=epoch, noticed_at=at))
+            _add(recovery, event, at, rank, each.event)
+    recoveries = [recovery for run in runs for recovery in run.told()]
+    return History(recoveries=recoveries, counts=counts, ended_at=runs[-1].ended_at)
 
 
-def _is_new(newest: Recovery | None, epoch: int, ended_at: float | None) -> bool:
-    """Whether an epoch is not the one that other daemons have published; a job of the same name
-    that came later begins with any."""
-    return newest is None or epoch > newest.epoch or ended_at is not None
+@dataclass(slots=True)
+class _Run:
+    """One job of the name, from its start to its end."""
+
+    recoveries: dict[int, Recovery] = field(default_factory=dict)
+    """Epoch → what was published about it."""
+    lost: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
+    """Epoch → (time, rank) of each session that broke off in it."""
+    began_at: float = math.inf
+    ended_at: float | None = None
+
+    def told(self) -> Iterator[Recovery]:
+        """The recoveries whose beginning is known, oldest first."""
+        before = 0
+        for epoch, recovery in sorted(self.recoveries.items()):
+            if RecoveryStage.EPOCH in recovery.ended_at:
+                lost = sorted(
+                    one for at, each in self.lost.items() if before <= at < epoch for one in each
+                )
+                recovery.lost_ranks = list(dict.fromkeys(rank for _, rank in lost if rank >= 0))
+                recovery.noticed_at = min([recovery.noticed_at, *(at for at, _ in lost)])
+                yield recovery
+            before = epoch
 
 
 _STAGES = {
@@ -144,9 +160,12 @@ def _add(
     recovery: Recovery, event: JobEvent, at: float, rank: int, document: Mapping[str, object]
 ) -> None:
     stage = _STAGES.get(event)
+    if stage is RecoveryStage.EPOCH:
+        first = RecoveryStage.EPOCH not in recovery.ended_at
+        recovery.noticed_at = at if first else min(at, recovery.noticed_at)
     if stage is RecoveryStage.PROTECTED:
-        recovery.ended_at.setdefault(stage, at)
-    elif stage is not None and RecoveryStage.PROTECTED not in recovery.ended_at:
+        recovery.ended_at[stage] = min(at, recovery.ended_at.get(stage, at))
+    elif stage is not None and at <= recovery.ended_at.get(RecoveryStage.PROTECTED, math.inf):
         recovery.ended_at[stage] = max(at, recovery.ended_at.get(stage, at))
     match event:
         case JobEvent.LINE:

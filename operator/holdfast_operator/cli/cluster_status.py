@@ -1,8 +1,4 @@
-"""`holdfast status` for jobs in a cluster: shows what the operator wrote.
-
-The API server's client is imported when it is needed: most commands do not need it, and not every
-installation has it.
-"""
+"""`holdfast status` for jobs in a cluster: shows what the operator wrote."""
 
 from __future__ import annotations
 
@@ -18,8 +14,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from holdfast_core import packages
 from holdfast_core.job.status import ENDED, Phase
+from holdfast_operator.cli.cluster_calls import connected
 from holdfast_operator.cli.show import (
     EVENTS_SHOWN,
     PHASE_STYLES,
@@ -50,17 +46,7 @@ def status(options: argparse.Namespace) -> int:
         UnreachableError: when no cluster is known.
         ApiError: when there is no such job, or the API server refuses.
     """
-    return asyncio.run(_show(options))
-
-
-async def _show(options: argparse.Namespace) -> int:
-    with packages.needing("the status of a cluster", packages.PackageGroup.OPERATOR):
-        from holdfast_operator.kube.api import connect  # noqa: PLC0415
-    api = await connect(_Uncounted(), options.kubeconfig or "", options.context or "")
-    try:
-        return await _follow(api, options)
-    finally:
-        await api.close()
+    return connected(options, _follow)
 
 
 async def _follow(api: Api, options: argparse.Namespace) -> int:
@@ -204,10 +190,3 @@ def _event(event: Object) -> TimedEvent:
         message=event.get("note", ""),
         warning=event.get("type") == "Warning",
     )
-
-
-class _Uncounted:
-    """Counter for a command, which counts no requests."""
-
-    def request(self, verb: str, resource: str, code: str) -> None:
-        return

@@ -59,6 +59,14 @@ _INJECT_EPILOG = """
   holdfast inject corrupt 0 --parity   flip a byte of a parity block on rank 0's node
 """
 
+_HISTORY_EPILOG = """
+  holdfast history                     of the only run on this machine; it needs run --redis URL
+  holdfast history llm --plot llm.png  the same as a picture
+  holdfast history -n team-a llm       of a job in a cluster, through a forwarded port; needs
+                                       kubectl, and the right to read the Secret of Redis
+  HOLDFAST_REDIS_URL=redis://:PASSWORD@HOST:6379/0 holdfast history team-a.llm --json
+"""
+
 _PERSIST_EPILOG = """
   holdfast persist                     of the only run on this machine
   holdfast persist llm --wait 60       give up after a minute
@@ -137,6 +145,12 @@ def _persist(options: argparse.Namespace) -> int:
     return int(persist(options) or 0)
 
 
+def _history(options: argparse.Namespace) -> int:
+    from holdfast_operator.cli.history import history
+
+    return int(history(options) or 0)
+
+
 def _plan(options: argparse.Namespace) -> int:
     from holdfast_operator.cli.plan import plan
 
@@ -196,6 +210,7 @@ def build_parser(prog: str = "holdfast") -> argparse.ArgumentParser:
     _add_status(commands)
     _add_inject(commands)
     _add_persist(commands)
+    _add_history(commands)
     _add_plan(commands)
     _add_simulate(commands)
     _add_demo(commands)
@@ -238,10 +253,7 @@ def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = _add(commands, "status", text, _STATUS_EPILOG)
     parser.add_argument("job", nargs="?", metavar="JOB", help="the job's name, or its file")
     _add_directory(parser)
-    cluster = parser.add_argument_group("in a cluster (any of these)")
-    cluster.add_argument("-n", "--namespace", metavar="NAME", help="of the job (default: default)")
-    cluster.add_argument("--kubeconfig", metavar="FILE", help="default: the same as kubectl's")
-    cluster.add_argument("--context", metavar="NAME", help="of the kubeconfig")
+    _add_cluster(parser, "in a cluster (any of these)")
     how = parser.add_mutually_exclusive_group()
     how.add_argument(
         "--once", action="store_true", help="print once and exit (default without a tty)"
@@ -249,6 +261,41 @@ def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     how.add_argument("--watch", action="store_true", help="follow until the job ends")
     how.add_argument("--json", action="store_true", help="print the status as JSON")
     parser.set_defaults(handler=_status)
+
+
+def _add_cluster(
+    parser: argparse.ArgumentParser, title: str = "in a cluster", *, system: bool = False
+) -> None:
+    add = parser.add_argument_group(title).add_argument
+    add("-n", "--namespace", metavar="NAME", help="of the job (default: default)")
+    add("--kubeconfig", metavar="FILE", help="default: the same as kubectl's")
+    add("--context", metavar="NAME", help="of the kubeconfig")
+    if system:
+        add(
+            "--system-namespace",
+            default="holdfast-system",
+            metavar="NAME",
+            help="of Holdfast's own pods (default: %(default)s)",
+        )
+
+
+def _add_history(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = (
+        "Show a job's recoveries, their stages and losses over time, from the catalogue in Redis."
+    )
+    parser = _add(commands, "history", text, _HISTORY_EPILOG)
+    parser.add_argument("job", nargs="?", metavar="JOB", help="the job's name, or its file")
+    _add_directory(parser)
+    parser.add_argument(
+        "--redis",
+        default="",
+        metavar="URL",
+        help="the catalogue (default: $HOLDFAST_REDIS_URL, then that of the run or the cluster)",
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it: .png, .svg or .pdf")
+    parser.add_argument("--json", action="store_true", help="print the history as JSON")
+    _add_cluster(parser, system=True)
+    parser.set_defaults(handler=_history)
 
 
 def _add_inject(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

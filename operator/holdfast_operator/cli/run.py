@@ -147,13 +147,8 @@ def _printer() -> Iterator[Printer]:
 
 def status(options: argparse.Namespace) -> int:
     """Carry out `holdfast status`; returns the exit code."""
-    if options.namespace or options.kubeconfig or options.context:
-        return cluster_status.status(_in_cluster(options))
-    known = kubeconfig() if options.dir is None and not _has_run(options.job) else ""
-    if known:
-        print(f"no such run on this machine; looking at the cluster of {known}", file=sys.stderr)
-        options.kubeconfig = known
-        return cluster_status.status(_in_cluster(options))
+    if (cluster := chosen_cluster(options)) is not None:
+        return cluster_status.status(cluster)
     path = find_run(options.dir, options.job) / "status.json"
     console = Console()
     if options.json:
@@ -170,6 +165,25 @@ def status(options: argparse.Namespace) -> int:
             if found.ended:
                 return 0
             time.sleep(WATCH_S)
+
+
+def chosen_cluster(options: argparse.Namespace) -> argparse.Namespace | None:
+    """The options for a cluster, with the job's namespace and name there; None for a local run. A
+    cluster is chosen by its options, or when this machine has no such run and a kubeconfig."""
+    if options.namespace or options.kubeconfig or options.context:
+        return _in_cluster(options)
+    known = kubeconfig() if options.dir is None and not _has_run(options.job) else ""
+    if not known:
+        return None
+    print(f"no such run on this machine; looking at the cluster of {known}", file=sys.stderr)
+    return _in_cluster(argparse.Namespace(**{**vars(options), "kubeconfig": known}))
+
+
+def key_of(job: str) -> str:
+    """Key of a job that is given by its name, its key or its file."""
+    if Path(job).suffix in _FILES:
+        return load_job(Path(job)).key
+    return job if "." in job else f"default.{job}"
 
 
 def _has_run(job: str | None) -> bool:
@@ -227,9 +241,7 @@ def find_run(directory: Path | None, job: str | None) -> Path:
     if directory is not None:
         return directory
     if job is not None:
-        if Path(job).suffix in _FILES:
-            return default_directory(load_job(Path(job)).key)
-        return default_directory(job if "." in job else f"default.{job}")
+        return default_directory(key_of(job))
     home = default_directory("any").parent
     runs = sorted(path.parent for path in home.glob("*/status.json"))
     living = [path for path in runs if (path / "nodes.json").exists()]

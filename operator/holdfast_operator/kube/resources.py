@@ -30,6 +30,8 @@ class Resource:
 
 
 JOBS = Resource(GROUP, VERSION, "moetrainingjobs")
+SECRETS = Resource("", "v1", "secrets")
+DAEMON_SETS = Resource("apps", "v1", "daemonsets")
 PODS = Resource("", "v1", "pods")
 NODES = Resource("", "v1", "nodes", namespaced=False)
 SERVICES = Resource("", "v1", "services")

@@ -132,6 +132,7 @@ class LocalCluster:
             InvalidJobError: the directory holds a run of another shape.
         """
         self.directory.open()
+        self.directory.note_catalogue(self._settings.redis_url)
         try:
             await self._start()
         except BaseException:

@@ -9,6 +9,7 @@
 <run>/exits/<agent>     exit code that the agent's launcher wrote
 <run>/exits/<agent>.waits  why the launcher cannot start its workers yet
 <run>/exits/<agent>.ready  the launcher can start its workers at once
+<run>/catalogue         URL of the Redis with the run's history; stays when the run has ended
 <run>/logs/             one file for each daemon, member and standby agent
 <run>/tls/              a CA for this run, and what it certified for daemons and the control loop
 <run>/tokens/<job>      token that trainers of the job show to daemons
@@ -126,6 +127,10 @@ class RunDirectory:
     def nodes_file(self) -> Path:
         return self.path / "nodes.json"
 
+    @property
+    def catalogue_file(self) -> Path:
+        return self.path / "catalogue"
+
     def log(self, name: str) -> Path:
         return self.path / "logs" / f"{name}.log"
 
@@ -209,6 +214,14 @@ class RunDirectory:
             _make_private(path)
         for name in ("logs", "exits", "dead", "notices", "tokens"):
             _make_private(self.path / name)
+
+    def note_catalogue(self, url: str) -> None:
+        """Note where the run's history is; `url` is empty when there is none."""
+        if url:
+            replace_file(self.catalogue_file, url.encode())
+            self.catalogue_file.chmod(0o600)
+        else:
+            self.catalogue_file.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Release the directory for another control loop."""

@@ -85,7 +85,9 @@ def runs_in(epoch: int) -> Callable[[Status], bool]:
     return condition
 
 
-def test_a_job_runs_to_its_end_and_leaves_nothing_behind(run_directory: Path) -> None:
+def test_a_job_runs_to_its_end_and_leaves_nothing_behind(
+    run_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     async def scenario() -> None:
         async with LocalCluster(tiny_job(20), settings(run_directory)) as cluster:
             assert await cluster.finished(timeout_s=WAIT_S) is Outcome.COMPLETE
@@ -100,6 +102,8 @@ def test_a_job_runs_to_its_end_and_leaves_nothing_behind(run_directory: Path) ->
         c.type is ConditionType.COMPLETE and c.status for c in status.conditions
     )
     assert not (run_directory / "nodes.json").exists()
+    assert main(["history", "--dir", str(run_directory)]) == 2
+    assert "keeps no history, because it has no catalogue" in capsys.readouterr().err
 
 
 def test_a_rank_a_daemon_and_a_node_can_be_lost(run_directory: Path) -> None:

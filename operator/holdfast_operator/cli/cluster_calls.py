@@ -1,0 +1,48 @@
+"""Calls to the API server for one command. The client is imported when it is needed: most commands
+do not need it, and not every installation has it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from holdfast_core import packages
+
+if TYPE_CHECKING:
+    from holdfast_operator.kube.api import Api
+
+T = TypeVar("T")
+
+
+def connected(
+    options: argparse.Namespace, call: Callable[[Api, argparse.Namespace], Awaitable[T]]
+) -> T:
+    """Carry out `call` with a connection to the cluster that `options` chooses.
+
+    Raises:
+        MissingPackageError: when this installation cannot talk to a cluster.
+        UnreachableError: when no cluster is known.
+        ApiError: when the API server refuses.
+    """
+    return asyncio.run(_connected(options, call))
+
+
+async def _connected(
+    options: argparse.Namespace, call: Callable[[Api, argparse.Namespace], Awaitable[T]]
+) -> T:
+    with packages.needing("a cluster", packages.PackageGroup.OPERATOR):
+        from holdfast_operator.kube.api import connect  # noqa: PLC0415
+    api = await connect(_Uncounted(), options.kubeconfig or "", options.context or "")
+    try:
+        return await call(api, options)
+    finally:
+        await api.close()
+
+
+class _Uncounted:
+    """Counter for a command, which counts no requests."""
+
+    def request(self, verb: str, resource: str, code: str) -> None:
+        return
