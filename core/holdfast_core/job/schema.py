@@ -49,6 +49,10 @@ class Gang(StrEnum):
     COSCHEDULING = "Coscheduling"
 
 
+COPY_ANNOTATION = "holdfast.dev/persist"
+"""Annotation of a job that asks for a copy of the newest generation in durable storage."""
+
+
 class Metadata(Document, frozen=True, kw_only=True):
     """Name, namespace and labels of the document."""
 
@@ -279,6 +283,12 @@ class MoETrainingJob(Document, frozen=True, kw_only=True):
     @property
     def world_size(self) -> int:
         return self.spec.nodes * self.spec.nproc_per_node
+
+    @property
+    def copy_request(self) -> str:
+        """Text of the annotation that asks for a copy in durable storage: each new text asks for
+        one; empty when there is none."""
+        return self.metadata.annotations.get(COPY_ANNOTATION, "")
 
     def topology(self) -> Topology:
         """The parallel topology of the whole job.

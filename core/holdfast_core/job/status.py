@@ -210,6 +210,10 @@ class JobStatus(_Part, frozen=True, kw_only=True):
         | None
     ) = None
     protected_step: Annotated[int, Meta(description="the step of that generation")] | None = None
+    persisted: (
+        Annotated[str, Meta(description="the newest generation known to be in durable storage")]
+        | None
+    ) = None
     restarts: (
         Annotated[int, Meta(description="recoveries that count towards maxRestarts")] | None
     ) = None

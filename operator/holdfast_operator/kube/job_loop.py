@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
+from holdfast_core.job.schema import COPY_ANNOTATION
 from holdfast_operator.kube.acting import Acting
 from holdfast_operator.kube.api import FORBIDDEN, ApiError, Object
 from holdfast_operator.kube.finalizer import FINALIZER
@@ -69,7 +70,7 @@ class JobLoop:
         self._wake = asyncio.Event()
         self._woken_at = world.clock()
         self._rested_at = world.clock()
-        self._generation = -1
+        self._version: tuple[object, object] | None = None
         self._job: MoETrainingJob | None = None
         self.wants: Wants | None = None
         """Requirements of the job's pods on a node; None until a valid document was read."""
@@ -119,7 +120,7 @@ class JobLoop:
 
     def see(self, resource: Object) -> None:
         """Use a newer version of the job from now on."""
-        changed = resource["metadata"].get("generation") != self._generation
+        changed = _version_of(resource) != self._version
         self._resource = resource
         self._writer.see(resource)
         if changed:
@@ -170,7 +171,7 @@ class JobLoop:
         metadata = self._resource["metadata"]
         if FINALIZER not in (metadata.get("finalizers") or ()):
             return FINALIZER_S
-        if metadata.get("generation") != self._generation or self._refusal is not None:
+        if _version_of(self._resource) != self._version or self._refusal is not None:
             await self._admit()
         if self._refusal is not None:
             return await self._refuse(*self._refusal)
@@ -182,11 +183,11 @@ class JobLoop:
     async def _admit(self) -> None:
         """Parse the document, and ask the API server whether it would accept the job's pods."""
         resource = self._resource
-        generation = resource["metadata"].get("generation")
+        version = _version_of(resource)
         try:
             job = parse_job(resource)
         except InvalidJobError as error:
-            self._refusal, self._generation = ("InvalidSpec", str(error)), generation
+            self._refusal, self._version = ("InvalidSpec", str(error)), version
             return
         fresh = self._job is None and not self._pods()
         if fresh or self._refusal is not None or _template(self._job) != _template(job):
@@ -196,10 +197,10 @@ class JobLoop:
                 if error.status not in (FORBIDDEN, *_PERMANENT):
                     raise
                 word = "InvalidTemplate" if error.status in _PERMANENT else "PodsRefused"
-                self._refusal, self._generation = (word, str(error)), generation
+                self._refusal, self._version = (word, str(error)), version
                 return
         self._job, self.wants, self._refusal = job, wants_of(job), None
-        self._generation = generation
+        self._version = version
 
     async def _refuse(self, reason: str, message: str) -> float:
         now = self._world.clocks.text(self._world.clock())
@@ -308,3 +309,9 @@ def _attempts(status: Object) -> dict[int, int]:
         if attempt is not None:
             found[member["index"]] = int(attempt[1])
     return found
+
+
+def _version_of(resource: Object) -> tuple[object, object]:
+    """What of a job makes it another one to look at: its spec, and a user's request."""
+    metadata = resource["metadata"]
+    return metadata.get("generation"), (metadata.get("annotations") or {}).get(COPY_ANNOTATION)

@@ -95,6 +95,7 @@ def status_of(
             nodes_ready=nodes_ready,
             protected=None if protected is None else str(protected),
             protected_step=None if protected is None else protected.step,
+            persisted=None if state.stored is None else str(state.stored),
             restarts=state.counted,
             recoveries=state.recoveries,
             recovery_mode=recovery_mode(observed, membership),

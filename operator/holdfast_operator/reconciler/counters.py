@@ -72,6 +72,8 @@ class Counters:
     no_replacement_since: float | None = None
     noticed: frozenset[str] = frozenset()
     """Nodes with a notice of termination, for which a copy in durable storage was requested."""
+    copy_request: str = ""
+    """Newest request of a user for a copy in durable storage, which was passed on."""
     saved: Generation | None = None
     """Newest generation that was protected (without redundancy: complete). Once there is one, no
     recovery may start from nothing."""

@@ -1,4 +1,5 @@
-"""Copies to durable storage from nodes that will be taken away soon. Pure.
+"""Copies to durable storage that are made at once: because nodes will be taken away soon, or
+because a user asks for one. Pure.
 
 A notice leaves a minute or two. In that time a spare takes over the member if there is one, or the
 job goes on without it (`recovering`), and parity can bear a loss that comes alone. But notices
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from holdfast_core.job.schema import COPY_ANNOTATION
 from holdfast_core.snapshots.membership import Membership
 from holdfast_operator.reconciler.steps import Look, Step
 from holdfast_operator.reconciler.text import listed
@@ -24,8 +26,9 @@ from holdfast_operator.reconciler.views import (
 
 
 def ask_for_copy(look: Look, state: ControlState, before: Membership | None) -> Step:
-    """Ask for a copy for each new notice. This comes after all other rules: a request before the
-    next epoch would be for a generation of the epoch that has ended.
+    """Ask for a copy for each new notice, and for each new request of a user. This comes after all
+    other rules: a request before the next epoch would be for a generation of the epoch that has
+    ended.
 
     Args:
         before: the membership before this look, since a member with a notice may have moved.
@@ -35,14 +38,17 @@ def ask_for_copy(look: Look, state: ControlState, before: Membership | None) -> 
         return Step(state)
     found = dict(_notices(look.observed, before or membership, state))
     new = sorted(found.keys() - state.noticed)
-    step = Step(replace(state, noticed=frozenset(found)))
-    if not new:
+    request = look.job.copy_request
+    step = Step(replace(state, noticed=frozenset(found), copy_request=request))
+    reasons = [found[name] for name in new]
+    if request and request != state.copy_request:
+        reasons.append(f"the annotation {COPY_ANNOTATION} asks for a copy")
+    if not reasons:
         return step
     saved = state.saved
     which = "the next generation" if saved is None else f"generation {saved} or a newer one"
-    why = "; ".join(found[name] for name in new)
-    text = f"{why}; {which} is copied to {membership.tier.uri} now"
-    return step.post(EventReason.COPY_REQUESTED, text, warning=True).act(PersistNow())
+    text = f"{'; '.join(reasons)}; {which} is copied to {membership.tier.uri} now"
+    return step.post(EventReason.COPY_REQUESTED, text, warning=bool(new)).act(PersistNow())
 
 
 def asked_because(state: ControlState) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from virtual_world import World, make_job, running
 
+from holdfast_core.job.schema import COPY_ANNOTATION
 from holdfast_operator.reconciler.views import PersistNow, PublishMembership
 
 TIER: dict[str, Any] = {"persistence": {"uri": "s3://bucket/run1"}}
@@ -75,6 +77,21 @@ def test_notices_that_come_together_are_one_request() -> None:
     assert asked(world) == 1
     assert "node n0 will be" in world.messages("CopyRequested")[0]
     assert "node n1 will be" in world.messages("CopyRequested")[0]
+
+
+def test_each_request_of_a_user_asks_for_one_copy() -> None:
+    world = stored(spares=0)
+    for text, times in (("first", 1), ("first", 1), ("second", 2), ("second", 2)):
+        annotations = {COPY_ANNOTATION: text}
+        world.job = replace(
+            world.job, metadata=replace(world.job.metadata, annotations=annotations)
+        )
+        world.settle(2.0)
+        assert asked(world) == times
+    assert world.messages("CopyRequested")[0] == (
+        "the annotation holdfast.dev/persist asks for a copy; generation 1.10 or a newer one is "
+        "copied to s3://bucket/run1 now"
+    )
 
 
 def test_an_agent_that_the_cluster_takes_away_counts_as_a_notice() -> None:
