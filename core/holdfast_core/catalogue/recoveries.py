@@ -24,7 +24,7 @@ from holdfast_core.snapshots.generations import Generation
 class RecoveryStage(StrEnum):
     """The stages of a recovery, in order."""
 
-    EPOCH = "epoch"
+    EPOCH = "new epoch"
     """The last member's daemon was in the new epoch."""
     LINE = "line"
     """All knew the recovery line."""

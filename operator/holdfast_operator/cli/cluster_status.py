@@ -50,7 +50,7 @@ def status(options: argparse.Namespace) -> int:
 
 
 async def _follow(api: Api, options: argparse.Namespace) -> int:
-    namespace = options.namespace or "default"
+    namespace = options.namespace
     jobs, events = await _read(api, namespace, options.job)
     if options.json:
         print(json.dumps(jobs[0] if options.job else jobs, indent=1))

@@ -56,7 +56,7 @@ def _catalogue(options: argparse.Namespace) -> Iterator[tuple[str, str | None]]:
         yield url, None if options.job is None else key_of(options.job)
         return
     if (cluster := chosen_cluster(options)) is not None:
-        key = None if cluster.job is None else f"{cluster.namespace or 'default'}.{cluster.job}"
+        key = None if cluster.job is None else f"{cluster.namespace}.{cluster.job}"
         with catalogue_places.of_cluster(cluster) as forwarded:
             yield forwarded, key
         return
@@ -119,8 +119,9 @@ def history_view(job: str, found: History) -> RenderableType:
     for each in found.recoveries:
         table.add_row(*_cells(each), *((_loss(each),) if lossy else ()))
     count = sum(not each.is_start for each in found.recoveries)
+    noun = "recovery" if count == 1 else "recoveries"
     ended = f", ended {_clock(found.ended_at)}" if found.ended_at is not None else ""
-    head = Text.assemble((job, "bold"), f"  {count} recoveries{ended}")
+    head = Text.assemble((job, "bold"), f"  {count} {noun}{ended}")
     others = ", ".join(f"{count} × {event.value}" for event, count in sorted(found.counts.items()))
     note = "seconds from the first sign of a loss until the last node or rank was done"
     return Group(head, table, Text(note, style="dim"), *([Text(others)] if others else []))

@@ -57,6 +57,17 @@ _INJECT_EPILOG = """
   holdfast inject notice n2            it will be lost: a copy goes to storage, a spare takes over
   holdfast inject corrupt 0            flip a byte of rank 0's newest snapshot
   holdfast inject corrupt 0 --parity   flip a byte of a parity block on rank 0's node
+
+in a cluster, where each prints what it will do, and does it with --yes:
+  holdfast inject kill-rank 3 -n team-a --job llm --yes    as above, in the pod (needs pods/exec)
+  holdfast inject delete-pod 1 -n team-a --job llm --yes   the pod of member 1 (needs delete pods)
+  holdfast inject kill-daemon node-7 -n team-a --yes       for administrators: a node's daemon
+"""
+
+_LOGS_EPILOG = """
+  holdfast logs -n team-a llm -f --tail 10
+  holdfast logs -n team-a llm --rank 3
+  holdfast logs -n team-a llm --previous
 """
 
 _HISTORY_EPILOG = """
@@ -70,6 +81,8 @@ _HISTORY_EPILOG = """
 _PERSIST_EPILOG = """
   holdfast persist                     of the only run on this machine
   holdfast persist llm --wait 60       give up after a minute
+  holdfast persist -n team-a llm       of a job in a cluster, by the annotation holdfast.dev/persist
+                                       (needs the right to patch the job)
 """
 
 _PLAN_EPILOG = """
@@ -145,6 +158,21 @@ def _persist(options: argparse.Namespace) -> int:
     return int(persist(options) or 0)
 
 
+def _suspend(options: argparse.Namespace) -> int:
+    from holdfast_operator.cli import cluster_commands
+    from holdfast_operator.cli.run import in_cluster_only
+
+    cluster = in_cluster_only(options)
+    return cluster_commands.set_suspended(cluster, options.command == "suspend")
+
+
+def _logs(options: argparse.Namespace) -> int:
+    from holdfast_operator.cli.cluster_logs import logs
+    from holdfast_operator.cli.run import in_cluster_only
+
+    return int(logs(in_cluster_only(options)) or 0)
+
+
 def _history(options: argparse.Namespace) -> int:
     from holdfast_operator.cli.history import history
 
@@ -210,6 +238,8 @@ def build_parser(prog: str = "holdfast") -> argparse.ArgumentParser:
     _add_status(commands)
     _add_inject(commands)
     _add_persist(commands)
+    _add_suspend(commands)
+    _add_logs(commands)
     _add_history(commands)
     _add_plan(commands)
     _add_simulate(commands)
@@ -279,6 +309,36 @@ def _add_cluster(
         )
 
 
+def _add_suspend(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    for name, text in (
+        ("suspend", "End the pods of a job in a cluster; its snapshots stay in memory."),
+        ("resume", "Start a suspended job again, from its newest protected generation."),
+    ):
+        parser = _add(commands, name, text, f"\n  holdfast {name} -n team-a llm\n")
+        parser.add_argument("job", metavar="JOB", help="the job's name, or its file")
+        _add_cluster(parser)
+        parser.set_defaults(handler=_suspend, dir=None)
+
+
+def _add_logs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "Print what the trainers of a job in a cluster write, with their members and ranks."
+    parser = _add(commands, "logs", text, _LOGS_EPILOG)
+    add = parser.add_argument
+    add("job", metavar="JOB", help="the job's name, or its file")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--member", type=int, metavar="M", help="of one member only")
+    which.add_argument("--rank", type=int, metavar="R", help="of the member with this rank only")
+    add("-f", "--follow", action="store_true", help="go on until the job ends, also in new pods")
+    add("--tail", type=_count_or_zero, metavar="N", help="begin with the last N lines of each pod")
+    add(
+        "--previous",
+        action="store_true",
+        help="print the last lines of the newest trainer that failed, whose pod is gone",
+    )
+    _add_cluster(parser)
+    parser.set_defaults(handler=_logs, dir=None)
+
+
 def _add_history(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     text = (
         "Show a job's recoveries, their stages and losses over time, from the catalogue in Redis."
@@ -300,7 +360,7 @@ def _add_history(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def _add_inject(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = _add(
-        commands, "inject", "Inject a fault into a local run, and watch it recover.", _INJECT_EPILOG
+        commands, "inject", "Inject a fault into a job, and watch it recover.", _INJECT_EPILOG
     )
     kinds = parser.add_subparsers(dest="fault", metavar="FAULT", required=True)
     for name, text in (
@@ -316,6 +376,9 @@ def _add_inject(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
                 "--parity", action="store_true", help="of a parity block on the rank's node"
             )
         _add_run_choice(kind)
+    kind = kinds.add_parser("delete-pod", help="delete a member's pod", description="In a cluster.")
+    kind.add_argument("member", type=int, metavar="MEMBER")
+    _add_run_choice(kind)
     for name, text in (
         ("kill-daemon", "SIGKILL a node's daemon; its memory stays"),
         ("kill-node", "lose a node with all its processes and memory"),
@@ -329,13 +392,14 @@ def _add_inject(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _add_persist(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    text = "Write the newest generation of a local run to its durable tier, now."
+    text = "Write the newest generation of a job to its durable tier, now."
     parser = _add(commands, "persist", text, _PERSIST_EPILOG)
     parser.add_argument("job", nargs="?", metavar="JOB", help="the job's name, or its file")
     _add_directory(parser)
     parser.add_argument(
         "--wait", type=_positive, default=600.0, metavar="S", help="default %(default)s"
     )
+    _add_cluster(parser)
     parser.set_defaults(handler=_persist)
 
 
@@ -573,6 +637,8 @@ def _add_insecure(parser: argparse.ArgumentParser) -> None:
 def _add_run_choice(parser: argparse.ArgumentParser) -> None:
     _add_directory(parser)
     parser.add_argument("--job", metavar="JOB", help="the job's name, if there are several runs")
+    _add_cluster(parser, system=True)
+    parser.add_argument("--yes", action="store_true", help="do it, in a cluster")
 
 
 def _size(text: str) -> int:

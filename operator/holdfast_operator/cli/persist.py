@@ -1,4 +1,5 @@
-"""`holdfast persist`: asks a daemon of a local run, and waits until the set is stored."""
+"""`holdfast persist`: asks a daemon of a local run, or the operator of a cluster, and waits until
+the set is stored."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ import grpc
 
 from holdfast_core.errors import InvalidJobError, StorageError, UnreachableError
 from holdfast_core.snapshots.generations import Generation
-from holdfast_operator.cli.run import find_run
+from holdfast_operator.cli import cluster_commands
+from holdfast_operator.cli.run import chosen_cluster, find_run
 from holdfast_operator.local.directory import RunDirectory
 from holdfast_operator.local.status import NodeStatus, read_status
 from holdfast_protos import channels, codec, trainer_pb2, trainer_pb2_grpc
@@ -25,6 +27,10 @@ T = TypeVar("T")
 
 def persist(options: argparse.Namespace) -> int:
     """Carry out `holdfast persist`; returns the exit code."""
+    if (cluster := chosen_cluster(options)) is not None:
+        if cluster.job is None:
+            raise InvalidJobError("name the job in the cluster: holdfast persist JOB")
+        return cluster_commands.persist(cluster)
     path = find_run(options.dir, options.job)
     found = read_status(path / "status.json")
     members = [node for node in found.nodes if node.member is not None and node.connected]

@@ -18,7 +18,7 @@ from rich.spinner import Spinner
 from holdfast_core.errors import InvalidJobError, StorageError
 from holdfast_core.job.parsing import MoETrainingJob, ignored_locally
 from holdfast_operator._environment import given, kubeconfig
-from holdfast_operator.cli import cluster_status, exit_codes
+from holdfast_operator.cli import cluster_commands, cluster_status, exit_codes
 from holdfast_operator.cli.job_files import load_job
 from holdfast_operator.cli.show import event_line, event_text, progress_line, status_view
 from holdfast_operator.local import LocalCluster, LocalSettings, Status, TimedEvent
@@ -170,12 +170,11 @@ def status(options: argparse.Namespace) -> int:
 def chosen_cluster(options: argparse.Namespace) -> argparse.Namespace | None:
     """The options for a cluster, with the job's namespace and name there; None for a local run. A
     cluster is chosen by its options, or when this machine has no such run and a kubeconfig."""
-    if options.namespace or options.kubeconfig or options.context:
-        return _in_cluster(options)
-    known = kubeconfig() if options.dir is None and not _has_run(options.job) else ""
-    if not known:
-        return None
-    print(f"no such run on this machine; looking at the cluster of {known}", file=sys.stderr)
+    known = options.kubeconfig or kubeconfig()
+    if not (options.namespace or options.kubeconfig or options.context):
+        if options.dir is not None or _has_run(options.job) or not known:
+            return None
+        print(f"no such run on this machine; looking at the cluster of {known}", file=sys.stderr)
     return _in_cluster(argparse.Namespace(**{**vars(options), "kubeconfig": known}))
 
 
@@ -202,12 +201,32 @@ def _in_cluster(options: argparse.Namespace) -> argparse.Namespace:
         namespace, found = metadata.namespace, metadata.name
     elif found is not None and "." in found:
         namespace, _, found = found.partition(".")
-    chosen = options.namespace or namespace or None
+    chosen = options.namespace or namespace or "default"
     return argparse.Namespace(**{**vars(options), "job": found, "namespace": chosen})
+
+
+def in_cluster_only(options: argparse.Namespace) -> argparse.Namespace:
+    """The options for a cluster, for commands that local runs do not have.
+
+    Raises:
+        InvalidJobError: when there is no cluster.
+    """
+    cluster = chosen_cluster(options)
+    if cluster is None:
+        raise InvalidJobError(
+            f"`holdfast {options.command}` is for jobs in a cluster, and none is chosen: set "
+            f"KUBECONFIG, or give --kubeconfig FILE. A local run ends with Ctrl-C, and its logs "
+            f"are in the directory that `holdfast run` names"
+        )
+    return cluster
 
 
 def inject(options: argparse.Namespace) -> int:
     """Carry out `holdfast inject`; returns the exit code."""
+    if (cluster := chosen_cluster(options)) is not None:
+        return cluster_commands.inject(cluster)
+    if options.fault == "delete-pod":
+        raise InvalidJobError("a local run has no pods; kill-node loses one of its virtual nodes")
     path = find_run(options.dir, options.job)
     found = read_status(path / "status.json")
     if found.ended or not (path / "nodes.json").exists():

@@ -170,6 +170,23 @@ class Api:
             while line := await response.content.readline():
                 yield json.loads(line)
 
+    async def lines(
+        self, resource: Resource, namespace: str, name: str, subresource: str, **query: str
+    ) -> AsyncIterator[str]:
+        """Lines of a subresource that is text, as the server sends them, until it ends the
+        stream."""
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+        path = resource.path(namespace, name, subresource)
+        answer = self._answer("get", resource, path, None, query, timeout, subresource)
+        async with answer as response:
+            rest = b""
+            async for part in response.content.iter_any():
+                *lines, rest = (rest + part).split(b"\n")
+                for line in lines:
+                    yield line.decode(errors="replace")
+            if rest:
+                yield rest.decode(errors="replace")
+
     async def _json(
         self,
         verb: str,

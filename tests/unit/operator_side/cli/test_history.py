@@ -31,7 +31,7 @@ def test_each_recovery_has_a_line_with_the_seconds_of_its_stages() -> None:
     out = StringIO()
     Console(file=out, width=200).print(history_view("team.moe", HISTORY))
     head, _, start, recovery, *_ = out.getvalue().splitlines()
-    assert head.split() == ["team.moe", "1", "recoveries"]
+    assert head.split() == ["team.moe", "1", "recovery"]
     assert start.split()[2:] == ["1", "(start)", "0.0", "-", "-", "2.0", "-", "-", "-"]
     assert recovery.split()[2:] == ["2", "rank", "0", "0.5", "1.0", "-", "3.0", "-", "1.4", "-"]
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from virtual_world import World, make_job, running
 
 from holdfast_core.job.schema import COPY_ANNOTATION
@@ -82,10 +82,8 @@ def test_notices_that_come_together_are_one_request() -> None:
 def test_each_request_of_a_user_asks_for_one_copy() -> None:
     world = stored(spares=0)
     for text, times in (("first", 1), ("first", 1), ("second", 2), ("second", 2)):
-        annotations = {COPY_ANNOTATION: text}
-        world.job = replace(
-            world.job, metadata=replace(world.job.metadata, annotations=annotations)
-        )
+        metadata = replace(world.job.metadata, annotations={COPY_ANNOTATION: text})
+        world.job = replace(world.job, metadata=metadata)
         world.settle(2.0)
         assert asked(world) == times
     assert world.messages("CopyRequested")[0] == (

@@ -1,0 +1,125 @@
+"""`holdfast logs`: what the trainers of a job in a cluster write, each line with its member."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from typing import TYPE_CHECKING, Any
+
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.job.status import ENDED
+from holdfast_operator.cli.cluster_calls import connected
+from holdfast_operator.kube.manifests import JOB_LABEL, MEMBER_LABEL
+from holdfast_operator.kube.resources import JOBS, PODS
+
+if TYPE_CHECKING:
+    from holdfast_operator.kube.api import Api
+
+LOOK_S = 1.0
+"""Pause between looks for pods that have come."""
+
+Object = dict[str, Any]
+
+
+def logs(options: argparse.Namespace) -> int:
+    """Print the logs of a job's pods; returns the exit code.
+
+    Raises:
+        InvalidJobError: when the job has no such member.
+        ApiError: when there is no such job, or the API server refuses.
+    """
+    return connected(options, _logs)
+
+
+async def _logs(api: Api, options: argparse.Namespace) -> int:
+    job = await api.get(JOBS, options.namespace, options.job)
+    if options.previous:
+        return _print_previous(job)
+    lanes = int(job["spec"].get("nprocPerNode", 1))
+    member = _member(job, options, lanes)
+    followed: dict[str, asyncio.Task[None]] = {}
+    async with asyncio.TaskGroup() as tasks:
+        while True:
+            for pod in await _pods(api, options, member):
+                uid = pod["metadata"]["uid"]
+                if uid not in followed and _has_started(pod):
+                    followed[uid] = tasks.create_task(_follow(api, options, pod, lanes))
+            if not options.follow or await _is_over(api, options, followed):
+                break
+            await asyncio.sleep(LOOK_S)
+    if not followed:
+        print("no trainer of this job has started; `holdfast status` shows why", file=sys.stderr)
+    return 0
+
+
+def _member(job: Object, options: argparse.Namespace, lanes: int) -> int | None:
+    """The chosen member; None for all.
+
+    Raises:
+        InvalidJobError: when there is none.
+    """
+    member: int | None = options.member
+    if options.rank is not None:
+        member = options.rank // lanes
+    count = int(job["spec"]["nodes"])
+    if member is not None and not 0 <= member < count:
+        raise InvalidJobError(
+            f"the job has members 0 to {count - 1} and ranks 0 to {count * lanes - 1}"
+        )
+    return member
+
+
+async def _pods(api: Api, options: argparse.Namespace, member: int | None) -> list[Object]:
+    selector = f"{JOB_LABEL}={options.job},app.kubernetes.io/component=trainer"
+    if member is not None:
+        selector += f",{MEMBER_LABEL}={member}"
+    found: list[Object] = (await api.list(PODS, options.namespace, labelSelector=selector))["items"]
+    return sorted(found, key=lambda pod: int(pod["metadata"]["labels"][MEMBER_LABEL]))
+
+
+def _has_started(pod: Object) -> bool:
+    statuses = (pod.get("status") or {}).get("containerStatuses") or [{}]
+    return not (statuses[0].get("state") or {"waiting": {}}).get("waiting")
+
+
+async def _is_over(
+    api: Api, options: argparse.Namespace, followed: dict[str, asyncio.Task[None]]
+) -> bool:
+    """Whether the job has ended, and everything that was written has been printed."""
+    if not all(task.done() for task in followed.values()):
+        return False
+    job = await api.get(JOBS, options.namespace, options.job)
+    return (job.get("status") or {}).get("phase") in ENDED
+
+
+async def _follow(api: Api, options: argparse.Namespace, pod: Object, lanes: int) -> None:
+    """Print what a pod writes; a pod that is gone ends with a note, and nothing else."""
+    from holdfast_operator.kube.api import ApiError  # noqa: PLC0415
+
+    metadata = pod["metadata"]
+    member = int(metadata["labels"][MEMBER_LABEL])
+    first, last = member * lanes, (member + 1) * lanes - 1
+    ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
+    query = {"container": pod["spec"]["containers"][0]["name"]}
+    if options.follow:
+        query["follow"] = "true"
+    if options.tail is not None:
+        query["tailLines"] = str(options.tail)
+    try:
+        async for line in api.lines(PODS, options.namespace, metadata["name"], "log", **query):
+            print(f"member {member} {ranks} | {line}", flush=True)
+    except ApiError as error:
+        print(f"member {member} {ranks}: pod {metadata['name']}: {error}", file=sys.stderr)
+
+
+def _print_previous(job: Object) -> int:
+    """Print the last lines of the newest trainer that failed. Its pod is gone, and the log with it;
+    daemons keep these lines."""
+    failure = (job.get("status") or {}).get("lastFailure") or {}
+    if not failure:
+        print("no trainer of this job has failed", file=sys.stderr)
+        return 0
+    print(f"{failure.get('text', '')} (epoch {failure.get('epoch', '?')})", file=sys.stderr)
+    print(failure.get("lastLines", ""))
+    return 0

@@ -1,0 +1,236 @@
+"""Commands for jobs in a cluster, against an API server that keeps objects. What needs kubectl and
+pods is in tests/cluster."""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from holdfast_operator.cli.main import main
+
+JOBS = "/apis/holdfast.dev/v1alpha1/namespaces/team-a/moetrainingjobs"
+JOB = f"{JOBS}/llm"
+PODS = "/api/v1/namespaces/team-a/pods"
+SYSTEM = "/api/v1/namespaces/holdfast-system"
+DAEMON_SETS = "/apis/apps/v1/namespaces/holdfast-system/daemonsets"
+
+Object = dict[str, Any]
+
+
+def pod(member: int) -> Object:
+    return {
+        "metadata": {
+            "name": f"llm-{member}-1",
+            "uid": f"u{member}",
+            "labels": {"holdfast.dev/member": str(member)},
+        },
+        "spec": {"containers": [{"name": "trainer"}]},
+        "status": {"containerStatuses": [{"state": {"running": {}}}]},
+    }
+
+
+class ApiServer(ThreadingHTTPServer):
+    """Objects by path. A patch that asks for a copy has one stored at once."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        members = [{"index": n, "pod": f"llm-{n}-1", "node": f"n{n}"} for n in range(2)]
+        self.objects: dict[str, Object] = {
+            JOB: {
+                "metadata": {"name": "llm", "namespace": "team-a"},
+                "spec": {"nodes": 2, "nprocPerNode": 2, "persistence": {"uri": "s3://b"}},
+                "status": {"phase": "Running", "protected": "2.8", "members": members},
+            },
+            **{f"{PODS}/llm-{n}-1": pod(n) for n in range(2)},
+            PODS: {"items": [pod(1), pod(0)]},
+        }
+        self.changes: list[tuple[str, str]] = []
+        self.queries: list[dict[str, list[str]]] = []
+
+    @property
+    def job(self) -> Object:
+        return self.objects[JOB]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: ApiServer
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _path(self) -> str:
+        parts = urlsplit(self.path)
+        self.server.queries.append(parse_qs(parts.query))
+        return parts.path
+
+    def do_GET(self) -> None:
+        path = self._path()
+        if path.endswith("/log"):
+            self._answer(200, f"hello of {path.split('/')[-2]}\nlast".encode())
+        elif path in self.server.objects:
+            self._answer(200, json.dumps(self.server.objects[path]).encode())
+        else:
+            self._answer(404, b'{"message": "there is no such thing"}')
+
+    def do_PATCH(self) -> None:
+        path = self._path()
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.changes.append(("patch", json.dumps(body)))
+        found = self.server.objects[path]
+        found["spec"] |= body.get("spec", {})
+        if "annotations" in body.get("metadata", {}):
+            found["status"]["persisted"] = found["status"]["protected"]
+        self._answer(200, json.dumps(found).encode())
+
+    def do_DELETE(self) -> None:
+        self.server.changes.append(("delete", self._path()))
+        self._answer(200, b"{}")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        return
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
+    with ApiServer() as found:
+        thread = threading.Thread(target=found.serve_forever)
+        thread.start()
+        url = f"http://127.0.0.1:{found.server_port}"
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "c",
+            "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
+            "clusters": [{"name": "c", "cluster": {"server": url}}],
+            "users": [{"name": "u", "user": {}}],
+        }
+        (tmp_path / "config").write_text(json.dumps(config))
+        monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+        yield found
+        found.shutdown()
+        thread.join()
+
+
+def test_a_job_is_suspended_and_resumed_once(
+    server: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in ("suspend", "suspend", "resume"):
+        assert main([command, "-n", "team-a", "llm"]) == 0
+    assert [json.loads(body)["spec"]["suspend"] for _, body in server.changes] == [True, False]
+    assert "nothing has changed" in capsys.readouterr().out
+    server.job["status"]["phase"] = "Complete"
+    assert main(["suspend", "-n", "team-a", "llm"]) == 2
+    assert "job team-a/llm has ended" in capsys.readouterr().err
+
+
+def test_a_copy_is_asked_for_by_an_annotation_and_waited_for(
+    server: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["persist", "team-a.llm"]) == 0
+    assert "generation 2.8 of job team-a/llm is in durable storage" in capsys.readouterr().out
+    ((_, body),) = server.changes
+    assert list(json.loads(body)["metadata"]["annotations"]) == ["holdfast.dev/persist"]
+    del server.job["spec"]["persistence"]
+    assert main(["persist", "-n", "team-a", "llm"]) == 2
+    assert "has no durable storage" in capsys.readouterr().err
+
+
+def test_logs_have_the_member_and_ranks_of_each_line(
+    server: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["logs", "-n", "team-a", "llm", "--tail", "5"]) == 0
+    assert sorted(capsys.readouterr().out.splitlines()) == [
+        "member 0 ranks 0-1 | hello of llm-0-1",
+        "member 0 ranks 0-1 | last",
+        "member 1 ranks 2-3 | hello of llm-1-1",
+        "member 1 ranks 2-3 | last",
+    ]
+    assert {"container": ["trainer"], "tailLines": ["5"]} in server.queries
+
+
+def test_logs_that_are_followed_end_with_the_job(
+    server: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.job["status"]["phase"] = "Complete"
+    assert main(["logs", "-n", "team-a", "llm", "-f", "--rank", "3"]) == 0
+    selectors = [each["labelSelector"][0] for each in server.queries if "labelSelector" in each]
+    assert selectors[0].endswith("holdfast.dev/member=1")
+    assert {"container": ["trainer"], "follow": ["true"]} in server.queries
+    assert main(["logs", "-n", "team-a", "llm", "--rank", "4"]) == 2
+    assert "members 0 to 1 and ranks 0 to 3" in capsys.readouterr().err
+
+
+def test_the_last_lines_of_a_trainer_that_failed_outlive_its_pod(
+    server: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failure = {"text": "rank 1 exited with 1", "lastLines": "ValueError: no", "epoch": 2}
+    server.job["status"]["lastFailure"] = failure
+    assert main(["logs", "-n", "team-a", "llm", "--previous"]) == 0
+    assert capsys.readouterr().out == "ValueError: no\n"
+
+
+def test_a_fault_is_named_first_and_injected_only_with_yes(
+    server: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.objects[f"{SYSTEM}/pods"] = {"items": [{"metadata": {"name": "holdfast-daemon-x"}}]}
+    chosen = ["-n", "team-a", "--job", "llm"]
+    for fault, target in (("delete-pod", "1"), ("kill-daemon", "n1"), ("kill-rank", "3")):
+        assert main(["inject", fault, target, *chosen]) == 2
+        assert "nothing was done; add --yes" in capsys.readouterr().out
+    assert server.changes == []
+    assert main(["inject", "delete-pod", "1", *chosen, "--yes"]) == 0
+    assert main(["inject", "kill-daemon", "n1", *chosen, "--yes"]) == 0
+    assert server.changes == [
+        ("delete", f"{PODS}/llm-1-1"),
+        ("delete", f"{SYSTEM}/pods/holdfast-daemon-x"),
+    ]
+
+
+@pytest.mark.parametrize("fault", ["kill-node", "corrupt"])
+def test_faults_of_local_runs_are_refused_with_what_to_do_instead(
+    server: ApiServer, fault: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inject", fault, "1", "-n", "team-a", "--job", "llm", "--yes"]) == 2
+    assert f"{fault} is for local runs" in capsys.readouterr().err
+
+
+def test_a_cluster_without_a_catalogue_says_how_to_get_one(
+    server: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon: Object = {"spec": {"template": {"spec": {"containers": [{"name": "daemon"}]}}}}
+    server.objects[DAEMON_SETS] = {"items": [daemon]}
+    assert main(["history", "-n", "team-a", "llm"]) == 2
+    assert "install with redis.enabled=true" in capsys.readouterr().err
+
+
+def test_a_catalogue_outside_the_cluster_is_read_where_its_secret_names_it(
+    server: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reference = {"secretKeyRef": {"name": "own", "key": "url"}}
+    container = {"name": "daemon", "env": [{"name": "HOLDFAST_REDIS_URL", "valueFrom": reference}]}
+    daemon: Object = {"spec": {"template": {"spec": {"containers": [container]}}}}
+    server.objects[DAEMON_SETS] = {"items": [daemon]}
+    url = base64.b64encode(b"redis://:secret@127.0.0.1:1/0").decode()
+    server.objects[f"{SYSTEM}/secrets/own"] = {"data": {"url": url}}
+    assert main(["history", "-n", "team-a", "llm"]) == 2
+    said = capsys.readouterr().err
+    assert "Redis did not answer" in said and "secret" not in said
+
+
+def test_without_a_cluster_commands_for_one_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    assert main(["suspend", "llm"]) == 2
+    assert "`holdfast suspend` is for jobs in a cluster" in capsys.readouterr().err
