@@ -37,7 +37,7 @@ class RecoveryStage(StrEnum):
 
 
 @dataclass(slots=True, kw_only=True)
-class Recovery:
+class RecoveryRecord:
     """Everything that was published about one epoch: the first of a job is its start."""
 
     epoch: int
@@ -73,7 +73,7 @@ class Recovery:
 class History:
     """What is known of a job and of earlier ones of its name."""
 
-    recoveries: Sequence[Recovery]
+    recoveries: Sequence[RecoveryRecord]
     """Oldest first."""
     counts: Mapping[JobEvent, int]
     """Number of each event that belongs to no recovery."""
@@ -115,7 +115,7 @@ def history_of(events: Iterable[EventView]) -> History:
         elif event is JobEvent.RANK_LOST:
             run.lost.setdefault(epoch, []).append((at, rank))
         elif event in _STAGES or event is JobEvent.TOKENS_LOST:
-            recovery = run.recoveries.setdefault(epoch, Recovery(epoch=epoch, noticed_at=at))
+            recovery = run.recoveries.setdefault(epoch, RecoveryRecord(epoch=epoch, noticed_at=at))
             _add(recovery, event, at, rank, each.event)
     recoveries = [recovery for run in runs for recovery in run.told()]
     return History(recoveries=recoveries, counts=counts, ended_at=runs[-1].ended_at)
@@ -125,14 +125,14 @@ def history_of(events: Iterable[EventView]) -> History:
 class _Run:
     """One job of the name, from its start to its end."""
 
-    recoveries: dict[int, Recovery] = field(default_factory=dict)
+    recoveries: dict[int, RecoveryRecord] = field(default_factory=dict)
     """Epoch → what was published about it."""
     lost: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
     """Epoch → (time, rank) of each session that broke off in it."""
     began_at: float = math.inf
     ended_at: float | None = None
 
-    def told(self) -> Iterator[Recovery]:
+    def told(self) -> Iterator[RecoveryRecord]:
         """The recoveries whose beginning is known, oldest first."""
         before = 0
         for epoch, recovery in sorted(self.recoveries.items()):
@@ -157,7 +157,7 @@ _STAGES = {
 
 
 def _add(
-    recovery: Recovery, event: JobEvent, at: float, rank: int, document: Mapping[str, object]
+    recovery: RecoveryRecord, event: JobEvent, at: float, rank: int, document: Mapping[str, object]
 ) -> None:
     stage = _STAGES.get(event)
     if stage is RecoveryStage.EPOCH:

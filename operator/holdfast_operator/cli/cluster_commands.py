@@ -156,7 +156,7 @@ def inject(options: argparse.Namespace) -> int:
 _INSTEAD = {
     "kill-node": "power the node off, or cut it off from the network",
     "start-node": "start the node",
-    "notice": "put the taint of your cloud's notice on the node (docs/job.md)",
+    "notice": "put the taint by which your cloud gives notice on the node (docs/persistence.md)",
     "corrupt": "memory of a cluster's daemons belongs to them alone",
 }
 

@@ -15,7 +15,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from holdfast_core.catalogue.records import EventView
-from holdfast_core.catalogue.recoveries import History, Recovery, RecoveryStage, history_of
+from holdfast_core.catalogue.recoveries import History, RecoveryRecord, RecoveryStage, history_of
 from holdfast_core.errors import StorageError
 from holdfast_core.packages import PackageGroup, needing
 from holdfast_core.quantities import format_portion
@@ -127,7 +127,7 @@ def history_view(job: str, found: History) -> RenderableType:
     return Group(head, table, Text(note, style="dim"), *([Text(others)] if others else []))
 
 
-def _cells(each: Recovery) -> list[str]:
+def _cells(each: RecoveryRecord) -> list[str]:
     seconds = [each.seconds(stage) for stage in RecoveryStage]
     repair = [f"{len(ranks)} {how}" for ranks, how in _repairs(each) if ranks]
     return [
@@ -140,7 +140,7 @@ def _cells(each: Recovery) -> list[str]:
     ]
 
 
-def _lost(each: Recovery) -> str:
+def _lost(each: RecoveryRecord) -> str:
     if each.is_start:
         return "(start)"
     if not each.lost_ranks:
@@ -149,11 +149,11 @@ def _lost(each: Recovery) -> str:
     return f"rank {first}" + (f" + {len(others)}" if others else "")
 
 
-def _repairs(each: Recovery) -> tuple[tuple[list[int], str], ...]:
+def _repairs(each: RecoveryRecord) -> tuple[tuple[list[int], str], ...]:
     return (each.rebuilt, "rebuilt"), (each.loaded, "from storage")
 
 
-def _loss(each: Recovery) -> str:
+def _loss(each: RecoveryRecord) -> str:
     if each.loss is None:
         return "-"
     more = f", K {each.loss.k_before} → {each.loss.k_after}"

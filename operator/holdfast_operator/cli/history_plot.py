@@ -13,7 +13,7 @@ from matplotlib.dates import AutoDateLocator, ConciseDateFormatter, date2num
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from holdfast_core.catalogue.recoveries import History, Recovery, RecoveryStage
+from holdfast_core.catalogue.recoveries import History, RecoveryRecord, RecoveryStage
 from holdfast_operator.cli.plan_plot import BEST, LIMIT, LOST, OTHER, REFUSED, write_figure
 
 COLOURS = dict(zip(RecoveryStage, (OTHER, REFUSED, LOST, BEST, "#7bc47f"), strict=True))
@@ -43,7 +43,7 @@ def draw_history(found: History, *, title: str) -> Figure:
     return figure
 
 
-def _draw_stages(axes: Axes, shown: Sequence[Recovery]) -> None:
+def _draw_stages(axes: Axes, shown: Sequence[RecoveryRecord]) -> None:
     for row, each in enumerate(shown):
         since = 0.0
         for stage in RecoveryStage:
@@ -61,7 +61,7 @@ def _draw_stages(axes: Axes, shown: Sequence[Recovery]) -> None:
     axes.legend(fontsize=8, frameon=False)
 
 
-def _draw_over_time(axes: Axes, recoveries: Sequence[Recovery]) -> None:
+def _draw_over_time(axes: Axes, recoveries: Sequence[RecoveryRecord]) -> None:
     times = [float(date2num(datetime.fromtimestamp(each.noticed_at))) for each in recoveries]
     counts: list[int] = []
     for each in recoveries:

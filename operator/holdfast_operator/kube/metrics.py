@@ -81,7 +81,11 @@ DEFINITIONS: tuple[Definition, ...] = (
     _counter("jobs_ended", "Jobs that ended.", outcome=Outcome),
     _counter("pods_created", "Trainer pods created."),
     _counter("pods_deleted", "Trainer pods deleted.", force=("true", "false")),
-    _counter("status_writes", "Writes of a job's status.", "result"),
+    _counter(
+        "status_writes",
+        "Writes of a job's status.",
+        result=("written", "conflict", "failed"),
+    ),
     _counter("events_dropped", "Events that could not be posted."),
     _counter("api_requests", "Requests to the API server.", "verb", "resource", "code"),
     _counter("watch_restarts", "Watches that began again after an error.", "resource"),

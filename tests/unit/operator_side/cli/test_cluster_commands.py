@@ -1,10 +1,14 @@
-"""Commands for jobs in a cluster, against an API server that keeps objects. What needs kubectl and
-pods is in tests/cluster."""
+"""Commands for jobs in a cluster, against an API server that keeps objects, and a kubectl that runs
+a pod's commands here."""
 
 from __future__ import annotations
 
 import base64
 import json
+import os
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -214,15 +218,18 @@ def test_a_cluster_without_a_catalogue_says_how_to_get_one(
     assert "install with redis.enabled=true" in capsys.readouterr().err
 
 
-def test_a_catalogue_outside_the_cluster_is_read_where_its_secret_names_it(
-    server: ApiServer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def has_catalogue(server: ApiServer, url: bytes) -> None:
     reference = {"secretKeyRef": {"name": "own", "key": "url"}}
     container = {"name": "daemon", "env": [{"name": "HOLDFAST_REDIS_URL", "valueFrom": reference}]}
     daemon: Object = {"spec": {"template": {"spec": {"containers": [container]}}}}
     server.objects[DAEMON_SETS] = {"items": [daemon]}
-    url = base64.b64encode(b"redis://:secret@127.0.0.1:1/0").decode()
-    server.objects[f"{SYSTEM}/secrets/own"] = {"data": {"url": url}}
+    server.objects[f"{SYSTEM}/secrets/own"] = {"data": {"url": base64.b64encode(url).decode()}}
+
+
+def test_a_catalogue_outside_the_cluster_is_read_where_its_secret_names_it(
+    server: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    has_catalogue(server, b"redis://:secret@127.0.0.1:1/0")
     assert main(["history", "-n", "team-a", "llm"]) == 2
     said = capsys.readouterr().err
     assert "Redis did not answer" in said and "secret" not in said
@@ -234,3 +241,61 @@ def test_without_a_cluster_commands_for_one_say_so(
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     assert main(["suspend", "llm"]) == 2
     assert "`holdfast suspend` is for jobs in a cluster" in capsys.readouterr().err
+
+
+@pytest.fixture
+def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """File with the words of each call of a kubectl that forwards port 1 and runs commands here."""
+    calls = tmp_path / "calls"
+    script = f"""#!{sys.executable}
+import os, sys
+words = sys.argv[1:]
+with open({str(calls)!r}, "a") as calls:
+    print(*words, file=calls)
+if "port-forward" in words:
+    print("Forwarding from 127.0.0.1:1 -> 6379", flush=True)
+    os.execvp("sleep", ["sleep", "1000"])
+command = words[words.index("--") + 1 :]
+os.execv(sys.executable, [sys.executable, *command[1:]])
+"""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "kubectl").write_text(script)
+    (tmp_path / "bin" / "kubectl").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    return calls
+
+
+def test_a_catalogue_in_the_cluster_is_read_through_a_forwarded_port(
+    server: ApiServer, kubectl: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    has_catalogue(server, b"redis://:secret@holdfast-redis.holdfast-system.svc:6379/0")
+    assert main(["history", "-n", "team-a", "llm"]) == 2
+    assert "Redis did not answer" in capsys.readouterr().err
+    (call,) = kubectl.read_text().splitlines()
+    assert call.endswith(
+        "-n holdfast-system port-forward --address 127.0.0.1 svc/holdfast-redis :6379"
+    )
+
+
+def test_a_signal_goes_to_the_process_that_has_the_arena_of_the_rank(
+    server: ApiServer, kubectl: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arena = tmp_path / "arenas" / "3-1" / "arena"
+    arena.parent.mkdir(parents=True)
+    arena.write_bytes(bytes(4096))
+    maps = f"""
+import mmap, os, time
+file = os.open({str(arena)!r}, os.O_RDWR)
+kept = mmap.mmap(file, 4096)
+print("ready", flush=True)
+time.sleep(1000)
+"""
+    with subprocess.Popen([sys.executable, "-c", maps], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        chosen = ["-n", "team-a", "--job", "llm", "--yes"]
+        assert main(["inject", "kill-rank", "2", *chosen]) == 2
+        assert "rank 2 has no process with snapshots now" in capsys.readouterr().err
+        assert main(["inject", "kill-rank", "3", *chosen]) == 0
+        assert process.wait() == -signal.SIGKILL
+    assert f"sent SIGKILL to rank 3 (pid {process.pid} of its pod)" in capsys.readouterr().out
+    assert "-n team-a exec llm-1-1 -c trainer -- python -c" in kubectl.read_text()
