@@ -346,7 +346,8 @@ def redis_records() -> list[bytes]:
         b"rank\n12",
         b'loss\n{"epoch":2,"step":5,"lost_tokens":3,"plt":0.1,"mlt":0.2,"k_before":1,"k_after":1,'
         b'"total_tokens":9,"total_plt":0.1,"total_mlt":0.1}',
-        b'event\n{"event":"protected","rank":0}',
+        b'event\n{"event":"epoch_began","time":1.5,"epoch":2,"rank":0,"node":"a"}',
+        b'event\n{"event":"line","time":1.5,"epoch":2,"generation":"1.7","detail":"all"}',
     ]
 
 

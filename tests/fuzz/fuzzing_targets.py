@@ -22,6 +22,7 @@ from google.protobuf.message import DecodeError
 
 from holdfast_core.catalogue import records
 from holdfast_core.catalogue.records import losses_of_state, ranks_of_state, stages_of_state
+from holdfast_core.catalogue.recoveries import history_of
 from holdfast_core.errors import CorruptError, HoldfastError, InvalidJobError, known_code
 from holdfast_core.job.parsing import check_local, ignored_locally, parse_job
 from holdfast_core.quantities import parse_bytes
@@ -245,7 +246,8 @@ def _redis(data: bytes) -> None:
     name, _, value = text.partition("=")
     records.stages_from({name: value})
     records.losses_from([text])
-    records.event_from("1-0", {"event": text})
+    event = records.event_from("1-0", {"event": text})
+    history_of([] if event is None else [event])
     del kind
 
 
