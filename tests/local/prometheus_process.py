@@ -19,14 +19,14 @@ from ports import reserve_port
 from waiting import wait_for
 
 FILES = Path(__file__).resolve().parents[2] / "charts" / "holdfast" / "files"
-SCRAPE = "500ms"
+SCRAPE = "1s"
 RATE_INTERVAL = "5m"
 """What Grafana puts in place of $__rate_interval; here, longer than any test."""
 STARTED_S = 30.0
 
 
 class Prometheus:
-    """A server that scrapes every half second."""
+    """A server that scrapes every second."""
 
     def __init__(self, port: int, log: Path) -> None:
         self._url, self._log = f"http://127.0.0.1:{port}", log
@@ -63,18 +63,20 @@ class Prometheus:
         return [each for each in dashboard_queries() if not self.query(each)]
 
 
+Scrapes = Mapping[str, Sequence[tuple[str, Mapping[str, str]]]]
+"""Name of a scrape → (address, labels) of each target."""
+
+
 @contextmanager
-def prometheus(
-    folder: Path, targets: Mapping[str, Sequence[tuple[str, Mapping[str, str]]]]
-) -> Iterator[Prometheus]:
-    """Run one in `folder`. `targets`: name of a scrape → (address, labels) of each target."""
+def prometheus(folder: Path, scrapes: Scrapes) -> Iterator[Prometheus]:
+    """Run one in `folder`."""
     binary = shutil.which("prometheus")
     if binary is None:
         pytest.fail("this needs prometheus: 'make prometheus', or apt-get install prometheus")
     alerts = yaml.safe_load((FILES / "alerts.yaml").read_text())["alerts"]
     rules = {"groups": [{"name": "holdfast", "interval": "1s", "rules": alerts}]}
     (folder / "rules.yaml").write_text(yaml.safe_dump(rules))
-    scrapes = [
+    configs = [
         {
             "job_name": name,
             "honor_labels": True,
@@ -82,12 +84,12 @@ def prometheus(
                 {"targets": [address], "labels": dict(labels)} for address, labels in each
             ],
         }
-        for name, each in targets.items()
+        for name, each in scrapes.items()
     ]
     config = {
         "global": {"scrape_interval": SCRAPE, "scrape_timeout": SCRAPE},
         "rule_files": ["rules.yaml"],
-        "scrape_configs": scrapes,
+        "scrape_configs": configs,
     }
     (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
     port, log = reserve_port(), folder / "prometheus.log"
