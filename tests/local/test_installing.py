@@ -237,7 +237,7 @@ def test_an_import_without_torch_names_what_to_install(environment: Environment)
     [
         ("trainer", ["holdfast"]),
         ("daemon", ["holdfast_daemon", "holdfast_storage"]),
-        ("catalogue", ["holdfast_daemon.observing"]),
+        ("catalogue", ["holdfast_daemon.observing", "holdfast_storage"]),
         ("operator", ["holdfast_operator.kube", "holdfast_operator.reconciler"]),
         ("cli", ["holdfast_operator.cli", "holdfast_operator.local", "holdfast_operator.crd"]),
     ],
@@ -249,7 +249,7 @@ def test_a_group_has_all_that_its_part_imports(
     python = environment(*groups) / "bin" / "python"
     left_out = [f"holdfast.integrations.{framework}" for framework in FRAMEWORKS]
     if group == "daemon":
-        left_out.append("holdfast_daemon.observing.catalogue_redis")
+        left_out += ["holdfast_daemon.observing.catalogue_redis", "holdfast_storage.catalogue"]
     for package in packages:
         run(python, "-c", IMPORT_ALL, package, *left_out, check=True)
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.status import ENDED
 from holdfast_operator.cli.cluster_calls import connected
-from holdfast_operator.kube.manifests import JOB_LABEL, MEMBER_LABEL
-from holdfast_operator.kube.resources import JOBS, PODS
+from holdfast_operator.kube.resources import JOB_LABEL, JOBS, MEMBER_LABEL, PODS
 
 if TYPE_CHECKING:
     from holdfast_operator.kube.api import Api

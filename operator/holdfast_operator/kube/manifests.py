@@ -15,7 +15,10 @@ from holdfast_core.job.parsing import API_VERSION, KIND, MoETrainingJob
 from holdfast_operator.kube.api import Object
 from holdfast_operator.kube.gangs import gang_parts
 from holdfast_operator.kube.resources import (
+    ATTEMPT_LABEL,
     GROUP,
+    JOB_LABEL,
+    MEMBER_LABEL,
     ROLE_BINDINGS,
     ROLES,
     SERVICE_ACCOUNTS,
@@ -23,7 +26,6 @@ from holdfast_operator.kube.resources import (
     Resource,
 )
 
-JOB_LABEL, MEMBER_LABEL, ATTEMPT_LABEL = f"{GROUP}/job", f"{GROUP}/member", f"{GROUP}/attempt"
 NODE_ANNOTATION = f"{GROUP}/node"
 """Annotation that names the node a pod was made for, also while the pod waits for its scheduler."""
 

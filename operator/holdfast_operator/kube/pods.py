@@ -10,11 +10,9 @@ from holdfast_core.last_lines import last_lines, secrets_among
 from holdfast_operator.kube.amounts import Amounts, amounts
 from holdfast_operator.kube.api import Object
 from holdfast_operator.kube.manifests import (
-    ATTEMPT_LABEL,
-    JOB_LABEL,
-    MEMBER_LABEL,
     NODE_ANNOTATION,
 )
+from holdfast_operator.kube.resources import ATTEMPT_LABEL, JOB_LABEL, MEMBER_LABEL
 from holdfast_operator.reconciler.views import AgentState, AgentView, StartAgent
 
 KILLED_CODE = 128 + 9

@@ -1,4 +1,4 @@
-"""The kinds of object that the operator uses, and their paths in the API. Pure."""
+"""The kinds of object that the operator uses, their paths in the API, and labels. Pure."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from holdfast_core.job.parsing import API_VERSION
 
 GROUP, VERSION = API_VERSION.split("/")
+JOB_LABEL, MEMBER_LABEL, ATTEMPT_LABEL = f"{GROUP}/job", f"{GROUP}/member", f"{GROUP}/attempt"
+"""Labels of the pods of trainers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import Membership
 from holdfast_core.states import RestoreSource
 from holdfast_operator.kube.api import Object
-from holdfast_operator.kube.manifests import JOB_LABEL
+from holdfast_operator.kube.resources import JOB_LABEL
 from holdfast_operator.kube.times import ClockPair, micro_timestamp, seconds_of
 from holdfast_operator.reconciler.conditions import newest_protected, newest_step, refused
 from holdfast_operator.reconciler.conditions import phase as phase_of
