@@ -63,7 +63,8 @@ def _flip_parity(job: RawJob, member: int) -> None:
 
 
 def _corrupt(daemon: DaemonProcess, job: RawJob, kind: str) -> float:
-    labels = f'kind="{kind}",moejob="{job.name}",namespace=""'
+    namespace, name = job.name.split(".")
+    labels = f'kind="{kind}",moejob="{name}",namespace="{namespace}"'
     return daemon.metric(f"holdfast_corrupt_total{{{labels}}}")
 
 

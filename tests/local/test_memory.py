@@ -64,7 +64,9 @@ def test_a_tmpfs_that_fills_up_costs_snapshots_and_not_training(
             except grpc.RpcError as failed:
                 assert isinstance(error_of(failed), SnapshotSkippedError)
     assert job.protected() == newest
-    sample = f'holdfast_saves_failed_total{{cause="storage",moejob="{job.name}",namespace=""}}'
+    namespace, name = job.name.split(".")
+    labels = f'cause="storage",moejob="{name}",namespace="{namespace}"'
+    sample = f"holdfast_saves_failed_total{{{labels}}}"
     assert full.metric(sample) >= 1
     hog.unlink()
     wait_for("protection to recover", lambda: job.try_save() == _protected_later(job))
