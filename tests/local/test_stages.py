@@ -26,7 +26,7 @@ from holdfast_operator.local import LocalCluster, LocalSettings, Status
 from holdfast_operator.reconciler.counters import Outcome
 
 WAIT_S = 300.0
-STEPS, EVERY = 70, 20
+STEPS, EVERY, WINDOW = 70, 20, 8
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,10 @@ class Shape:
 TWO_BY_TWO, THREE = Shape(2, 2), Shape(3, 1)
 
 
-def make_job(directory: Path, shape: Shape, log_mib: float, how: str) -> Any:
-    script = [sys.executable, pipeline_trainer.__file__, str(EVERY), how]
+def make_job(directory: Path, shape: Shape, log_mib: float, how: str, window: int) -> Any:
+    every = 1 if window else EVERY
+    script = [sys.executable, pipeline_trainer.__file__, str(every), how]
+    sparse = {"policy": {"type": "Sparse", "sparse": {"window": window}}} if window else {}
     options = ["--steps", str(STEPS), "--stages", str(shape.pp), "--log-mib", str(log_mib)]
     container = {"name": "trainer", "command": [*script, *options, "--directory", str(directory)]}
     return parse_job(
@@ -60,7 +62,7 @@ def make_job(directory: Path, shape: Shape, log_mib: float, how: str) -> Any:
                 "nodes": len(shape.ranks),
                 "nprocPerNode": 1,
                 "parallelism": {"dp": shape.dp, "pp": shape.pp},
-                "snapshot": {"memoryPerNode": "64Mi"},
+                "snapshot": {"memoryPerNode": "64Mi", **sparse},
                 "redundancy": {"type": "RAIM5"},
                 "failurePolicy": {
                     "maxRestarts": 10,
@@ -108,13 +110,21 @@ def undisturbed(shape: Shape) -> list[list[Line]]:
 class Run:
     """A run in which stages lose all their ranks at one time, or one after the other."""
 
-    def __init__(self, directory: Path, shape: Shape, log_mib: float, how: str) -> None:
-        self.directory, self.shape = directory, shape
-        self.line = 0
+    def __init__(
+        self, directory: Path, shape: Shape, log_mib: float, how: str, window: int
+    ) -> None:
+        self.directory, self.shape, self.window = directory, shape, window
+        self.whole = 0
         """Step of the newest protected generation at the newest loss."""
         self.cluster = LocalCluster(
-            make_job(directory, shape, log_mib, how), LocalSettings(directory=directory / "run")
+            make_job(directory, shape, log_mib, how, window),
+            LocalSettings(directory=directory / "run"),
         )
+
+    @property
+    def line(self) -> int:
+        """Step that a restore of that generation brings back."""
+        return self.whole - self.window + 1 if self.window else self.whole
 
     def lines(self) -> list[list[Line]]:
         return [lines_of(self.directory, rank) for rank in self.shape.ranks]
@@ -139,18 +149,25 @@ class Run:
         found = self.lines()
         if not step or not all(found):
             return False
-        self.line = int(step)
+        self.whole = int(step)
         last = min(lines[-1].step for lines in found)
-        return max(self.line, after) + 3 <= last < min(self.line + EVERY, STEPS) - 5
+        if self.window:
+            return self.line > 0 and self.whole < last < self.whole + self.window - 3
+        return max(self.whole, after) + 3 <= last < min(self.whole + EVERY, STEPS) - 5
 
     def check_end(self) -> list[list[Line]]:
         """Check that each rank's final execution of each step is that of the undisturbed run;
         return all executions."""
         found = self.lines()
         for lines, expected in zip(found, undisturbed(self.shape), strict=True):
-            final = {line.step: (line.loss, line.state) for line in lines}
+            final = {line.step: (line.loss, line.state) for line in self.with_whole_states(lines)}
             assert final == {line.step: (line.loss, line.state) for line in expected}
         return found
+
+    def with_whole_states(self, lines: Sequence[Line]) -> list[Line]:
+        """Executions without those in which units of a window were frozen."""
+        first, frozen = lines[0].epoch, range(self.line + 1, self.whole + 1)
+        return [line for line in lines if line.epoch == first or line.step not in frozen]
 
     def report(self) -> str:
         logs = sorted((self.directory / "run" / "logs").glob("*"))
@@ -158,9 +175,11 @@ class Run:
 
 
 @contextmanager
-def running(shape: Shape, *, log_mib: float = 64, how: str = "same") -> Iterator[Run]:
+def running(
+    shape: Shape, *, log_mib: float = 64, how: str = "same", window: int = 0
+) -> Iterator[Run]:
     with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
-        run = Run(Path(path), shape, log_mib, how)
+        run = Run(Path(path), shape, log_mib, how, window)
         try:
             yield run
         finally:
@@ -181,15 +200,26 @@ def check_replay(run: Run, lost: Sequence[int]) -> None:
         anew = [line.step for line in lines if line.pid == pids[-1]]
         assert anew == list(range(run.line + 1, STEPS + 1))
         states = {line.step: line.state for line in undisturbed(run.shape)[rank]}
-        assert all(line.state == states[line.step] for line in lines)  # the first ones as well
+        whole = run.with_whole_states(lines)  # the first ones as well
+        assert all(line.state == states[line.step] for line in whole)
     assert run.cluster.status.recoveries[-1].source is RestoreSource.LIVE
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
-def test_a_lost_stage_repeats_steps_while_the_others_keep_their_state(stage: int) -> None:
-    with running(TWO_BY_TWO) as run:
+@pytest.mark.parametrize(
+    ("stage", "window"),
+    [
+        pytest.param(0, 0, id="first"),
+        pytest.param(1, 0, id="last", marks=pytest.mark.exhaustive),
+        pytest.param(0, WINDOW, id="first-within-a-window", marks=pytest.mark.exhaustive),
+        pytest.param(1, WINDOW, id="last-within-a-window"),
+    ],
+)
+def test_a_lost_stage_repeats_steps_while_the_others_keep_their_state(
+    stage: int, window: int
+) -> None:
+    with running(TWO_BY_TWO, window=window) as run:
         asyncio.run(run.lose([stage]))
         check_replay(run, [stage])
 
@@ -197,9 +227,12 @@ def test_a_lost_stage_repeats_steps_while_the_others_keep_their_state(stage: int
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("window", [0, WINDOW])
 @pytest.mark.parametrize("stages", [(1,), (0, 1), (0, 2)], ids=str)
-def test_lost_stages_repeat_steps_together_or_side_by_side(stages: tuple[int, ...]) -> None:
-    with running(THREE) as run:
+def test_lost_stages_repeat_steps_together_or_side_by_side(
+    stages: tuple[int, ...], window: int
+) -> None:
+    with running(THREE, window=window) as run:
         asyncio.run(run.lose(stages))
         check_replay(run, stages)
 
@@ -231,8 +264,9 @@ def check_all_went_back(run: Run, lost: Sequence[int]) -> None:
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
-def test_all_stages_go_back_where_a_log_is_missing() -> None:
-    with running(TWO_BY_TWO, log_mib=0.01) as run:
+@pytest.mark.parametrize("window", [0, WINDOW])
+def test_all_stages_go_back_where_a_log_is_missing(window: int) -> None:
+    with running(TWO_BY_TWO, log_mib=0.01, window=window) as run:
         asyncio.run(run.lose([0]))
         check_all_went_back(run, [0])
         assert "rank 2 has logged steps" in run.report()
@@ -240,8 +274,9 @@ def test_all_stages_go_back_where_a_log_is_missing() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_all_stages_go_back_where_a_replay_differs() -> None:
-    with running(TWO_BY_TWO, how="diverge") as run:
+@pytest.mark.parametrize("window", [0, pytest.param(WINDOW, marks=pytest.mark.exhaustive)])
+def test_all_stages_go_back_where_a_replay_differs(window: int) -> None:
+    with running(TWO_BY_TWO, how="diverge", window=window) as run:
         asyncio.run(run.lose([0]))
         check_all_went_back(run, [0])
         assert "is not what rank 2 had received" in run.report()

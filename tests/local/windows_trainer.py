@@ -97,7 +97,11 @@ def main() -> None:
     optimizer = make_optimizer(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
     session = holdfast.init(
-        model=model, optimizer=optimizer, stateful={"scheduler": scheduler}, world=world
+        model=model,
+        optimizer=optimizer,
+        stateful={"scheduler": scheduler},
+        settings=holdfast.Settings(go_on_live=False),
+        world=world,
     )
     with (args.directory / f"log-{rank}").open("a", buffering=1) as log:
         for step in session.steps(args.steps):

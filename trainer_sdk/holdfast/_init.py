@@ -142,7 +142,7 @@ class _Maker:
         return (
             self.protects
             and self.settings.go_on_live
-            and (policy is None or isinstance(policy, Full))
+            and (policy is None or isinstance(policy, Full | SparseWindows))
             and all(isinstance(one, torch.optim.Optimizer) for one in self.optimizers)
         )
 

@@ -188,8 +188,8 @@ class ProtectedSession(Session):
         outcome = self._restore.go_on(verdict, problem)
         return outcome is not None and self._goes_on(outcome)
 
-    def line(self) -> tuple[int, str]:
-        """Step of the recovery line, or why no stage can be restored from it by itself; see
+    def line(self) -> tuple[int, int]:
+        """Steps of the recovery line from which lost stages are to be restored; see
         `Restore.line`."""
         return self._restore.line()
 
@@ -204,9 +204,15 @@ class ProtectedSession(Session):
         """
         self._saver.wait_staged()
         if own:
-            self._restore.run()
+            self._replay = self._restore.run().replay
         else:
             self._restore.attend()
+
+    def repeated(self, step: int) -> None:
+        """Go on after a step that this rank has repeated alone, with what a sparse window holds of
+        it."""
+        if self._replay is not None:
+            self._repeated(self._replay, step)
 
     def end_replay(self, step: int) -> bool:
         """Go on after a step, once lost stages have repeated it. Collective; as `go_on`."""

@@ -27,7 +27,10 @@ class ReplayEvidence(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None = None
     """Step whose state it has, whole; None for a new process."""
     line: int = NO_LINE
-    """Step of the recovery line that its daemon names."""
+    """Step that a restore of the line brings back which its daemon names: of a sparse window, the
+    first."""
+    whole: int = NO_LINE
+    """Step after which the state is whole: of a sparse window, the last; otherwise as `line`."""
     logged_from: int = 1
     """First step whose boundary traffic it has logged."""
     logged_to: int = 0
@@ -76,16 +79,16 @@ def plan_replay(ranks: Sequence[ReplayEvidence]) -> ReplayPlan | str:
         if ranks[rank].step is not None:
             return f"stage {stage_of[rank]} is not lost as a whole: rank {rank} has its state"
     kept = {one.step for one in ranks if one.step is not None}
-    lines = {one.line for one in ranks}
+    lines = {(one.line, one.whole) for one in ranks}
     if not lost or len(kept) != 1 or len(lines) != 1:
         return (
             f"lost stages {sorted(lost)}, states of steps {sorted(kept)} and lines "
             f"{sorted(lines)} fit no replay"
         )
-    [target], [line] = kept, lines
+    [target], [(line, whole)] = kept, lines
     assert target is not None
-    if not 0 <= line <= target:
-        return f"from line {line}, no stage can repeat steps to {target}"
+    if not 0 <= line <= whole <= target:
+        return f"from line {line}, whole after {whole}, no stage can repeat steps to {target}"
     sources = {rank: _outside(rank, topology, scope) for rank in scope}
     shared_by = next(rank for rank, stage in enumerate(stage_of) if stage not in lost)
     for giver in sorted({shared_by, *(one for givers in sources.values() for one in givers)}):

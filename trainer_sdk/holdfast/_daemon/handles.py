@@ -57,6 +57,8 @@ class SaveHandle:
         """Done when this generation or a newer one is in durable storage, complete: training
         survives the loss of the cluster. Never reached where the job has no such storage."""
         self._stages = (self.staged, self.committed, self.protected)
+        self._first = step
+        """First step of the window that holds the snapshot. For the session only."""
         self._slots = 0
         """Slots of the arena that has one for the snapshot; 0 before. For the session only."""
         self._lock = threading.Lock()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -164,7 +165,8 @@ class ElasticSession(Session):
         """Whether the newest step has been recovered by a replay, or was to be: a second one would
         fail alike."""
         self._protected = 0
-        """Newest step that is protected, as this process knows. Any thread."""
+        """Step that a restore of the newest protected generation brings back, as far as this
+        process knows. Any thread."""
         self._restored: int | None = None
         """Step to which a replay that differed has led back."""
         self._cause: Exception | None = None
@@ -242,7 +244,7 @@ class ElasticSession(Session):
             return False
         handle = self._session.save(step)
         if self._pipeline is not None:
-            handle.protected.add_done_callback(self._note_protected)
+            handle.protected.add_done_callback(partial(self._note_protected, handle))
         return True
 
     def survives(self, error: Exception) -> bool:
@@ -445,9 +447,9 @@ class ElasticSession(Session):
         if self._pipeline is not None and not keeps_log:
             self._pipeline.log.restart(step)
 
-    def _note_protected(self, protected: Future[int]) -> None:
+    def _note_protected(self, handle: SaveHandle, protected: Future[int]) -> None:
         if protected.exception() is None:
-            self._protected = max(self._protected, protected.result())
+            self._protected = max(self._protected, handle._first)
 
     # --- localized recovery -----------------------------------------------------------------------
 
@@ -477,6 +479,9 @@ class ElasticSession(Session):
     def _complete_repeated(self, plan: ReplayPlan, body: StepBody) -> bool:
         """Go on after a step that this rank has repeated, and that nobody saves again; return False
         when its world has ended, or has gone back to the line."""
+        session = self._session
+        assert isinstance(session, ProtectedSession)
+        session.repeated(body.step)
         self._hold(body)
         if self._world.ended:
             return False

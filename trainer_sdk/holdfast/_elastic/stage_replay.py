@@ -16,7 +16,12 @@ from holdfast._elastic.pipeline import EVERYONE, BoundaryReplay, Pipeline
 from holdfast._exchange import Exchange
 from holdfast._session import ProtectedSession
 from holdfast_core.errors import HoldfastError
-from holdfast_core.protection.replaying import ReplayEvidence, ReplayPlan, plan_replay
+from holdfast_core.protection.replaying import (
+    NO_LINE,
+    ReplayEvidence,
+    ReplayPlan,
+    plan_replay,
+)
 
 _log = logging.getLogger("holdfast")
 _EVIDENCE = msgspec.json.Decoder(ReplayEvidence)
@@ -36,13 +41,15 @@ def agree_on_replay(
     Raises:
         UnreachableError: a rank does not take part.
     """
+    line, whole, problem = NO_LINE, NO_LINE, ""
     try:
-        line, problem = session.line()
+        line, whole = session.line()
     except HoldfastError as error:
-        line, problem = -1, str(error)
+        problem = str(error)
     own = ReplayEvidence(
         step=step,
         line=line,
+        whole=whole,
         logged_from=pipeline.log.first,
         logged_to=pipeline.log.last,
         topology=str(session.topology),

@@ -64,7 +64,6 @@ from holdfast_core.errors import (
     UnreachableError,
     by_code,
 )
-from holdfast_core.protection.replaying import NO_LINE
 from holdfast_core.protection.standing import StandingVerdict
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import Entry, Layout
@@ -192,15 +191,26 @@ class Restore:
         """Result of a restore, where all ranks have the state after a step."""
         return _live_after(self._hello().epoch, step)
 
-    def line(self) -> tuple[int, str]:
-        """Ask the daemon for the recovery line: its step, or why no stage can be restored from it
-        by itself."""
-        line, captured_by = self._line(self._hello().epoch)
-        if line is None:
-            return NO_LINE, "nothing was protected yet"
-        if captured_by:
-            return NO_LINE, f"the line {line} is of another world, of {captured_by} ranks"
-        return line.step, ""
+    def line(self) -> tuple[int, int]:
+        """Ask the daemon for the recovery line, from which lost stages are to be restored.
+
+        Returns:
+            The step that it brings back, and the one after which the state is whole: the first and
+            the last of a sparse window, and otherwise the same.
+
+        Raises:
+            HoldfastError: no stage can be restored from it by itself.
+        """
+        found = self._find(self._hello().epoch)
+        if found is None:
+            raise NoRecoveryLineError("nothing was protected yet")
+        found.close_later()
+        if isinstance(found, OtherWorld):
+            raise LayoutMismatchError(
+                f"the line {found.generation} is of another world, of {found.ranks} ranks"
+            )
+        step, window = found.snapshot.manifest.generation.step, found.snapshot.window
+        return step if window is None else window.first, step
 
     def attend(self) -> None:
         """Take part in the agreements of ranks that restore; nothing changes here. Collective.
@@ -208,18 +218,12 @@ class Restore:
         Raises:
             HoldfastError: a rank could not restore.
         """
-        line, _ = self._line(self._hello().epoch)
-        own = Standing(generation=str(line))
+        own = Standing(generation=str(self._decide(self._hello().epoch).line.generation))
         offers = [one.offers for one in self._agree(None, own)]
         self._agree(None, own)
         sources = {source.name: source for source in self.live.sources()}
         scatter(self.exchange, offers, sources, self.rank)
         self._agree(None, own)
-
-    def _line(self, epoch: int) -> tuple[Generation | None, int]:
-        """The recovery line, and the size of the world that captured it, if that is another."""
-        decision = self._decide(epoch)
-        return decision.line.generation, decision.captured_by
 
     def _run(self) -> Restored:
         found: _Found | OtherWorld | None = None

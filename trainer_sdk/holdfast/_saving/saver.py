@@ -268,7 +268,7 @@ class Saver:
             window = windows.begin(step, link.session, placed)
         else:
             window = windows.going_on(step, link.session)
-        task.handle._slots = link.slots
+        task.handle._slots, task.handle._first = link.slots, window.first
         if not task.hold():
             raise SnapshotSkippedError("training went on before the copy began")
         if due:

@@ -27,12 +27,17 @@ SHAPES = [Topology(pp=pp, dp=dp, tp=tp) for pp in (2, 3, 4) for dp in (1, 2) for
 def kept(topology: Topology) -> ReplayEvidence:
     """Statement of a rank that has its state and all logs."""
     return ReplayEvidence(
-        step=TARGET, line=LINE, logged_from=1, logged_to=TARGET, topology=str(topology)
+        step=TARGET,
+        line=LINE,
+        whole=LINE,
+        logged_from=1,
+        logged_to=TARGET,
+        topology=str(topology),
     )
 
 
 def lost(topology: Topology) -> ReplayEvidence:
-    return ReplayEvidence(line=LINE, topology=str(topology))
+    return ReplayEvidence(line=LINE, whole=LINE, topology=str(topology))
 
 
 def evidence(topology: Topology, stages: Sequence[int]) -> list[ReplayEvidence]:
@@ -111,6 +116,7 @@ def test_what_contradicts_the_others_leads_back_to_the_line(topology: Topology) 
             wrong: list[dict[str, Any]] = [
                 {"problem": "torn"},
                 {"line": LINE - 1},
+                {"whole": LINE + 1},
                 {"topology": "dp9·ep1·tp1·pp9"},
             ]
             if one.step is not None:
@@ -128,14 +134,28 @@ def test_what_contradicts_the_others_leads_back_to_the_line(topology: Topology) 
 @pytest.mark.parametrize("line", [NO_LINE, TARGET + 1])
 def test_there_is_no_replay_from_a_line_that_is_missing_or_too_new(line: int) -> None:
     topology = Topology(pp=2, dp=2)
-    said = [msgspec.structs.replace(one, line=line) for one in evidence(topology, (0,))]
+    said = [msgspec.structs.replace(one, line=line, whole=line) for one in evidence(topology, (0,))]
     assert isinstance(plan_replay(said), str)
+
+
+@pytest.mark.parametrize("topology", SHAPES, ids=str)
+def test_a_window_is_repeated_from_its_first_save_past_its_last(topology: Topology) -> None:
+    for stages in losses(topology):
+        for whole in range(LINE - 1, TARGET + 2):
+            said = [msgspec.structs.replace(one, whole=whole) for one in evidence(topology, stages)]
+            plan = plan_replay(said)
+            if LINE <= whole <= TARGET:
+                assert isinstance(plan, ReplayPlan)
+                assert (plan.line, plan.target) == (LINE, TARGET)
+            else:  # some of its units would stay frozen
+                assert isinstance(plan, str)
+                assert f"from line {LINE}, whole after {whole}" in plan
 
 
 def test_a_line_at_the_others_step_needs_no_logs() -> None:
     topology = Topology(pp=2, dp=1)
     said = [
-        msgspec.structs.replace(one, line=TARGET, logged_from=1, logged_to=0)
+        msgspec.structs.replace(one, line=TARGET, whole=TARGET, logged_from=1, logged_to=0)
         for one in evidence(topology, (1,))
     ]
     plan = plan_replay(said)
