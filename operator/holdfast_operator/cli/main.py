@@ -91,6 +91,7 @@ _PLAN_EPILOG = """
   holdfast plan job.yaml --expert-bytes 335M --other-bytes 8G --step-seconds 2 --plot plan.png
   holdfast plan job.yaml --like-run /tmp/holdfast-0/default.moe --measure-copy
   holdfast plan job.yaml --experts --seats 6 --routing-skew 1 --plot copies.png
+  holdfast plan job.yaml --bytes-per-rank 3Gi --activation-bytes 8Mi --micro-batches 16
 """
 
 _SIMULATE_EPILOG = """
@@ -419,7 +420,22 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     _add_model(parser)
     _add_copies(parser)
+    _add_logs(parser)
     parser.set_defaults(handler=_plan)
+
+
+def _add_logs(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group(
+        "to count the logs of pipeline stages",
+        "In the trainers' memory, so that a lost stage repeats steps alone (elastic.Pipeline)",
+    ).add_argument
+    add(
+        "--activation-bytes",
+        type=_some_bytes,
+        metavar="SIZE",
+        help="of a stage's output for one micro-batch, as one rank sends it",
+    )
+    add("--micro-batches", type=_count, metavar="N", help="of one rank in a step")
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,7 @@ from holdfast_core.errors import InvalidJobError
 from holdfast_core.planning.policy_comparison import Assumptions, Comparison
 from holdfast_operator.cli.copies_plan import plan_copies
 from holdfast_operator.cli.job_files import load_job
-from holdfast_operator.cli.plan_inputs import assumptions_of, model_of, mtbf_days_of
+from holdfast_operator.cli.plan_inputs import assumptions_of, model_of, mtbf_days_of, sent_of
 from holdfast_operator.cli.planning import (
     PlannedModel,
     PlanSettings,
@@ -45,6 +45,7 @@ def plan(options: argparse.Namespace) -> int:
         snapshot_s=options.snapshot_seconds,
         step_s=options.step_seconds,
         days=options.days,
+        sent=sent_of(options),
     )
     console = Console(width=max(Console().width, COLUMNS))
     sizes = model_of(options, job)

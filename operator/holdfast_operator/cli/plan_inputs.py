@@ -23,7 +23,7 @@ from holdfast_core.planning.model_sizes import ModelSizes
 from holdfast_core.planning.policy_comparison import Assumptions
 from holdfast_core.snapshots.layouts import Layout, decode_layout
 from holdfast_core.snapshots.units import UnitKey, UnitKind
-from holdfast_operator.cli.planning import COPY_BYTES_S, DAY_S, NETWORK_BYTES_S
+from holdfast_operator.cli.planning import COPY_BYTES_S, DAY_S, NETWORK_BYTES_S, SentAtBoundaries
 from holdfast_operator.local.directory import RunDirectory
 
 _MEASURED_BYTES = 256 * 1024**2
@@ -66,6 +66,22 @@ def model_of(options: argparse.Namespace, job: MoETrainingJob) -> ModelSizes | N
             raise InvalidJobError(f"--like-run gives the sizes of the model; leave {given[0]} out")
         return sizes_of_run(options.like_run, job)
     return _of_flags(options, job)
+
+
+def sent_of(options: argparse.Namespace) -> SentAtBoundaries | None:
+    """What ranks send over boundaries of stages; None when no flag gives it.
+
+    Raises:
+        InvalidJobError: when one of the flags is missing.
+    """
+    activation_bytes, micro_batches = options.activation_bytes, options.micro_batches
+    if activation_bytes is None and micro_batches is None:
+        return None
+    if activation_bytes is None or micro_batches is None:
+        raise InvalidJobError(
+            "--activation-bytes and --micro-batches count the logs together: give both, or none"
+        )
+    return SentAtBoundaries(activation_bytes=activation_bytes, micro_batches=micro_batches)
 
 
 def _policy_flags(options: argparse.Namespace) -> list[str]:

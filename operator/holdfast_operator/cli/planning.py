@@ -6,15 +6,16 @@ Computes with `holdfast_core` and formats tables; decides nothing and looks at n
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from math import expm1
+from math import ceil, expm1
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 
 from holdfast_core.job.intervals import StepInterval
 from holdfast_core.job.parsing import MoETrainingJob
+from holdfast_core.planning.boundary_logs import BoundaryLogs, plan_logs
 from holdfast_core.planning.fewer_nodes import (
     SlotBytesOf,
     memory_of_sizes,
@@ -43,6 +44,7 @@ from holdfast_core.quantities import format_bytes
 from holdfast_core.snapshots.layouts import PAGE_BYTES, round_up
 from holdfast_core.snapshots.membership import Redundancy
 from holdfast_operator.cli.fewer_nodes_view import fewer_nodes_view
+from holdfast_operator.cli.logs_view import logs_view
 from holdfast_operator.cli.policy_view import comparison_view, effective_view
 from holdfast_operator.cli.seeds import generator
 from holdfast_operator.cli.sources_view import sources_view
@@ -57,6 +59,16 @@ COPY_BYTES_S = 10e9
 """Rate at which the ranks of a node copy snapshots, when none is given."""
 NETWORK_BYTES_S = 2.5e9
 """Rate from node to node, when none is given: about what one stream between daemons reaches."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SentAtBoundaries:
+    """What a rank sends over each boundary of its pipeline stage."""
+
+    activation_bytes: int
+    """Output of a stage for one micro-batch, as one rank sends it."""
+    micro_batches: int
+    """Micro-batches of one rank in a step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +89,8 @@ class PlanSettings:
     """Time of one training step."""
     days: float = 30.0
     """Length of the training."""
+    sent: SentAtBoundaries | None = None
+    """None leaves the logs of pipeline stages out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,9 +200,27 @@ def plan_view(
     if job.spec.may_shrink and slot_bytes_of is not None:
         fewer = memory_of_sizes(job, slot_bytes_of)
         parts += ["", fewer_nodes_view(fewer, job.memory_per_node_bytes)]
+    if settings.sent is not None:
+        of_rank = settings.bytes_per_rank
+        if model is not None:
+            of_rank = model.state_bytes // job.world_size
+        logs = _logs(job, replace(settings, bytes_per_rank=of_rank), settings.sent)
+        parts += ["", logs_view(logs)]
     parts.append("")
     parts.append(_odds(job, settings, with_interval=found is None))
     return Group(*parts)
+
+
+def _logs(job: MoETrainingJob, settings: PlanSettings, sent: SentAtBoundaries) -> BoundaryLogs:
+    slots = _slots_chosen(job, parity_groups(job), settings.bytes_per_rank or 0)
+    found = _interval_steps(job, settings, slots)
+    return plan_logs(
+        job,
+        activation_bytes=sent.activation_bytes,
+        micro_batches=sent.micro_batches,
+        interval_steps=job.spec.snapshot.interval.asked_steps(found),
+        lag_steps=max(1, ceil(sum(_times(job, settings)) / settings.step_s)),
+    )
 
 
 def _slot_bytes_of(

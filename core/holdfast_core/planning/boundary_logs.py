@@ -1,0 +1,91 @@
+"""Memory that trainers need for the logs of what crosses the boundaries of pipeline stages.
+
+A rank keeps what it has sent in each step since the one that a restore of the newest protected
+generation brings back (MoEvement §3.4). This module counts these bytes before a job runs; the log
+itself is the trainers' (`holdfast.elastic.Pipeline`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.job.parsing import MoETrainingJob
+from holdfast_core.job.snapshots import Full, SparseWindows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BoundaryLogs:
+    """Logs of a job's ranks."""
+
+    steps: int
+    """Most steps that a rank keeps."""
+    step_bytes: tuple[int, ...]
+    """For each stage what one of its ranks logs in a step. Sums over all stages, of some bytes
+    each, are not counted."""
+    node_bytes: int
+    """What the ranks of the node that needs most keep."""
+
+    @property
+    def rank_bytes(self) -> tuple[int, ...]:
+        """For each stage what one of its ranks keeps at most."""
+        return tuple(nbytes * self.steps for nbytes in self.step_bytes)
+
+
+def steps_kept(*, interval_steps: int, window: int, lag_steps: int) -> int:
+    """Most steps that a rank keeps: just before the next generation is known to be protected.
+
+    Args:
+        interval_steps: steps from one snapshot to the next.
+        window: steps of a sparse window, from whose first save on all are needed; 0 without one.
+        lag_steps: steps that begin between a save and its protection.
+    """
+    # A save is skipped while the one before it is being protected.
+    apart = max(window or interval_steps, lag_steps)
+    return max(window - 1, 0) + apart + lag_steps
+
+
+def plan_logs(
+    job: MoETrainingJob,
+    *,
+    activation_bytes: int,
+    micro_batches: int,
+    interval_steps: int,
+    lag_steps: int,
+) -> BoundaryLogs:
+    """Plan the logs of `job`.
+
+    Args:
+        activation_bytes: of the output of a stage for one micro-batch, as one rank sends it. The
+            gradient that comes back has as many.
+        micro_batches: of a rank in a step.
+        interval_steps, lag_steps: see `steps_kept`.
+
+    Raises:
+        InvalidJobError: no stage of the job could repeat steps alone.
+    """
+    topology, policy = job.topology(), job.spec.snapshot.policy.chosen
+    if topology.pp == 1:
+        raise InvalidJobError(
+            f"{job.key} has one pipeline stage (spec.parallelism.pp), so nothing crosses a "
+            f"boundary: leave out what is to be logged"
+        )
+    if not isinstance(policy, Full | SparseWindows):
+        raise InvalidJobError(
+            f"with snapshot.policy.type {job.spec.snapshot.policy.type.value}, no stage repeats "
+            f"steps alone, and logs are of no use: leave them out, or use Full or Sparse"
+        )
+    one = activation_bytes * micro_batches
+    sends = ((stage < topology.pp - 1) + (stage > 0) for stage in range(topology.pp))
+    step_bytes = tuple(one * count for count in sends)
+    steps = steps_kept(
+        interval_steps=interval_steps,
+        window=policy.window if isinstance(policy, SparseWindows) else 0,
+        lag_steps=lag_steps,
+    )
+    per_node = job.spec.nproc_per_node
+    of_ranks = [step_bytes[topology.coordinates(rank).pp] for rank in range(topology.world_size)]
+    node_bytes = max(
+        sum(of_ranks[at : at + per_node]) for at in range(0, topology.world_size, per_node)
+    )
+    return BoundaryLogs(steps=steps, step_bytes=step_bytes, node_bytes=steps * node_bytes)
