@@ -28,6 +28,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "holdfast_operator_recovery_seconds",
         "holdfast_operator_replacement_seconds",
         "holdfast_restores_total",
+        "holdfast_steps_repeated_total",
         "holdfast_rebuild_seconds",
         "holdfast_epoch",
         "holdfast_stale_epoch_refusals_total",

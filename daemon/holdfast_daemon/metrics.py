@@ -154,6 +154,11 @@ DEFINITIONS: tuple[Definition, ...] = (
         *JOB_LABELS,
         source=("live", "local", "parity", "storage", "none"),
     ),
+    _counter(
+        "steps_repeated",
+        "Steps that ranks of lost pipeline stages repeated alone.",
+        *JOB_LABELS,
+    ),
     _gauge("sessions_open", "Ranks with an open session.", *JOB_LABELS),
     _gauge("epoch", "Newest membership epoch.", *JOB_LABELS),
     _counter("stale_epoch_refusals", "Messages refused for an ended epoch.", *JOB_LABELS),

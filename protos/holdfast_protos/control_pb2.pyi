@@ -257,6 +257,8 @@ class RankState(_message.Message):
     EXIT_CODE_FIELD_NUMBER: _builtins.int
     LAST_LINES_FIELD_NUMBER: _builtins.int
     FOLLOWS_FIELD_NUMBER: _builtins.int
+    REPEATED_AFTER_FIELD_NUMBER: _builtins.int
+    NO_REPLAY_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     state: _builtins.str
     """HEALTHY, SNAPSHOTTING, UNHEALTHY, OFFLINE (REFT §4.2)"""
@@ -275,6 +277,10 @@ class RankState(_message.Message):
     """last lines that the worker wrote to stderr"""
     follows: _builtins.bool
     """its worker stays in its process when its world changes"""
+    repeated_after: _builtins.int
+    """It has repeated the steps after this one alone, to that of `restored`."""
+    no_replay: _builtins.str
+    """why no pipeline stage repeated steps alone in this epoch"""
     @_builtins.property
     def restored(self) -> _values_pb2.Generation:
         """of "live": the epoch, and the step after which the rank goes on"""
@@ -293,12 +299,16 @@ class RankState(_message.Message):
         exit_code: _builtins.int = ...,
         last_lines: _builtins.str = ...,
         follows: _builtins.bool = ...,
+        repeated_after: _builtins.int | None = ...,
+        no_replay: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["restored", b"restored"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_repeated_after", b"_repeated_after", "repeated_after", b"repeated_after", "restored", b"restored"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit_code", b"exit_code", "follows", b"follows", "idle_s", b"idle_s", "last_lines", b"last_lines", "lost", b"lost", "pid", b"pid", "rank", b"rank", "restored", b"restored", "restored_from", b"restored_from", "state", b"state", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_repeated_after", b"_repeated_after", "exit_code", b"exit_code", "follows", b"follows", "idle_s", b"idle_s", "last_lines", b"last_lines", "lost", b"lost", "no_replay", b"no_replay", "pid", b"pid", "rank", b"rank", "repeated_after", b"repeated_after", "restored", b"restored", "restored_from", b"restored_from", "state", b"state", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__repeated_after: _TypeAlias = _typing.Literal["repeated_after"]  # noqa: Y015
+    _WhichOneofArgType__repeated_after: _TypeAlias = _typing.Literal["_repeated_after", b"_repeated_after"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__repeated_after) -> _WhichOneofReturnType__repeated_after | None: ...
 
 Global___RankState: _TypeAlias = RankState  # noqa: Y015
 

@@ -94,6 +94,8 @@ class RestoreRequest(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     LIVE_FIELD_NUMBER: _builtins.int
+    REPEATED_AFTER_FIELD_NUMBER: _builtins.int
+    NO_REPLAY_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     rank: _builtins.int
     epoch: _builtins.int
@@ -101,6 +103,10 @@ class RestoreRequest(_message.Message):
     """The rank has the state after this step already, and goes on from it: it restores nothing, and
     is answered at once, without a line.
     """
+    repeated_after: _builtins.int
+    """With `live`: the step that it has restored, before it repeated those after it alone."""
+    no_replay: _builtins.str
+    """why no pipeline stage repeats steps alone, where one might have"""
     def __init__(
         self,
         *,
@@ -108,14 +114,21 @@ class RestoreRequest(_message.Message):
         rank: _builtins.int = ...,
         epoch: _builtins.int = ...,
         live: _builtins.int | None = ...,
+        repeated_after: _builtins.int | None = ...,
+        no_replay: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_live", b"_live", "live", b"live"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_live", b"_live", "_repeated_after", b"_repeated_after", "live", b"live", "repeated_after", b"repeated_after"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_live", b"_live", "epoch", b"epoch", "job", b"job", "live", b"live", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_live", b"_live", "_repeated_after", b"_repeated_after", "epoch", b"epoch", "job", b"job", "live", b"live", "no_replay", b"no_replay", "rank", b"rank", "repeated_after", b"repeated_after"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__live: _TypeAlias = _typing.Literal["live"]  # noqa: Y015
     _WhichOneofArgType__live: _TypeAlias = _typing.Literal["_live", b"_live"]  # noqa: Y015
+    _WhichOneofReturnType__repeated_after: _TypeAlias = _typing.Literal["repeated_after"]  # noqa: Y015
+    _WhichOneofArgType__repeated_after: _TypeAlias = _typing.Literal["_repeated_after", b"_repeated_after"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__live) -> _WhichOneofReturnType__live | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__repeated_after) -> _WhichOneofReturnType__repeated_after | None: ...
 
 Global___RestoreRequest: _TypeAlias = RestoreRequest  # noqa: Y015
 

@@ -202,7 +202,12 @@ def check_replay(run: Run, lost: Sequence[int]) -> None:
         states = {line.step: line.state for line in undisturbed(run.shape)[rank]}
         whole = run.with_whole_states(lines)  # the first ones as well
         assert all(line.state == states[line.step] for line in whole)
-    assert run.cluster.status.recoveries[-1].source is RestoreSource.LIVE
+    recovery, scope = run.cluster.status.recoveries[-1], run.shape.ranks_of(lost)
+    assert recovery.source is RestoreSource.LIVE
+    kept = next(rank for rank in run.shape.ranks if rank not in scope)
+    target = max(line.step for line in run.lines()[kept] if line.epoch == 1)
+    ranks = f"ranks {', '.join(map(str, scope))}" if len(scope) > 1 else f"rank {scope[0]}"
+    assert recovery.replay.startswith(f"{ranks} repeated steps {run.line + 1} to {target}")
 
 
 @pytest.mark.slow
@@ -269,7 +274,7 @@ def test_all_stages_go_back_where_a_log_is_missing(window: int) -> None:
     with running(TWO_BY_TWO, log_mib=0.01, window=window) as run:
         asyncio.run(run.lose([0]))
         check_all_went_back(run, [0])
-        assert "rank 2 has logged steps" in run.report()
+        assert "rank 2 has logged steps" in run.cluster.status.recoveries[-1].replay
 
 
 @pytest.mark.slow
@@ -279,4 +284,4 @@ def test_all_stages_go_back_where_a_replay_differs(window: int) -> None:
     with running(TWO_BY_TWO, how="diverge", window=window) as run:
         asyncio.run(run.lose([0]))
         check_all_went_back(run, [0])
-        assert "is not what rank 2 had received" in run.report()
+        assert "is not what rank 2 had received" in run.cluster.status.recoveries[-1].replay

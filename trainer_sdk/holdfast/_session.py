@@ -162,7 +162,12 @@ class ProtectedSession(Session):
     def counters(self) -> SaveCounters:
         return self._saver.tally.counters
 
-    def restore(self) -> int | None:
+    def restore(self, no_replay: str = "") -> int | None:
+        """Restore; see `Session.restore`.
+
+        Args:
+            no_replay: why no pipeline stage repeats steps alone, for people.
+        """
         if self._began:
             raise NoRecoveryLineError(
                 f"restore() after {self._began} of this session: call it once, before the first "
@@ -170,7 +175,7 @@ class ProtectedSession(Session):
                 f"start it again"
             )
         self._saver.wait_staged()
-        return self._resume(self._restore.run(), "restore()")
+        return self._resume(self._restore.run(no_replay), "restore()")
 
     def go_on(self, verdict: StandingVerdict, problem: str) -> bool:
         """Go on after a step from what the ranks have, before the first save. Collective.
@@ -214,18 +219,22 @@ class ProtectedSession(Session):
         if self._replay is not None:
             self._repeated(self._replay, step)
 
-    def end_replay(self, step: int) -> bool:
-        """Go on after a step, once lost stages have repeated it. Collective; as `go_on`."""
-        return self._goes_on(self._restore.live_after(step))
+    def end_replay(self, step: int, repeated_after: int | None) -> bool:
+        """Go on after a step, once lost stages have repeated it. Collective; as `go_on`.
 
-    def _goes_on(self, outcome: Restored) -> bool:
+        Args:
+            repeated_after: step after which this rank has repeated steps; None for none.
+        """
+        return self._goes_on(self._restore.live_after(step), repeated_after)
+
+    def _goes_on(self, outcome: Restored, repeated_after: int | None = None) -> bool:
         """Go on live if all replicas have equal states. Collective."""
         problem = self._compare()
         if problem:
             _log.warning("training does not go on live: %s", problem)
             return False
         assert outcome.step is not None
-        self._restore.client.go_on(outcome.epoch, outcome.step)
+        self._restore.client.go_on(outcome.epoch, outcome.step, repeated_after)
         self._resume(outcome, "going on live")
         return True
 

@@ -203,8 +203,10 @@ class FakeDaemon:
         self._enter("hello")
         return Hello(epoch=self.epoch, world_size=self.world_size)
 
-    def restore(self, epoch: int, timeout_s: float, on_progress: OnProgress) -> RestoreDecision:
-        del timeout_s
+    def restore(
+        self, epoch: int, timeout_s: float, on_progress: OnProgress, no_replay: str = ""
+    ) -> RestoreDecision:
+        del timeout_s, no_replay
         self._enter("restore")
         self._check_epoch(epoch)
         on_progress(RestoreProgress(phase=RestorePhase.READY, done=1, total=1))
@@ -235,8 +237,8 @@ class FakeDaemon:
             snapshots=tuple(map(_readable, held)),
         )
 
-    def go_on(self, epoch: int, step: int) -> None:
-        del step
+    def go_on(self, epoch: int, step: int, repeated_after: int | None = None) -> None:
+        del step, repeated_after
         self._enter("go_on")
         self._check_epoch(epoch)
 

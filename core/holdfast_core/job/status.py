@@ -111,6 +111,16 @@ class RecoveryStatus(_Part, frozen=True, kw_only=True):
         | None
     ) = None
     source: Annotated[str, Meta(description="where the snapshots came from")] | None = None
+    replay: (
+        Annotated[
+            str,
+            Meta(
+                description="which ranks of lost pipeline stages repeated which steps alone, or "
+                "why none did; only for a job with elastic.Pipeline"
+            ),
+        ]
+        | None
+    ) = None
 
 
 class TokenLossStatus(_Part, frozen=True, kw_only=True):

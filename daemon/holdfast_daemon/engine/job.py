@@ -588,14 +588,23 @@ class JobEngine:
         assert state.line is not None
         self.memory.rank(rank).restored = (state.line.generation, state.source)
 
-    def goes_on(self, rank: int, epoch: int, step: int) -> None:
+    def no_replay(self, rank: int, why: str) -> None:
+        """Record why no pipeline stage repeats steps alone, of which `rank` could have one."""
+        self.memory.rank(rank).no_replay = why
+
+    def goes_on(self, rank: int, epoch: int, step: int, repeated_after: int | None) -> None:
         """Record that the trainer of `rank` has the state after `step`, and restores nothing.
+
+        Args:
+            repeated_after: step after which it has repeated steps alone; None for none.
 
         Raises:
             StaleEpochError: the epoch has ended.
         """
         self._check_epoch(epoch, f"rank {rank}")
-        self.memory.rank(rank).restored = (Generation(epoch, step), RestoreSource.LIVE)
+        record = self.memory.rank(rank)
+        record.restored = (Generation(epoch, step), RestoreSource.LIVE)
+        record.repeated_after = repeated_after
 
     # --- questions: the job -----------------------------------------------------------------------
 

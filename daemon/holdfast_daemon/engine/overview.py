@@ -36,6 +36,8 @@ class RankOverview:
     follows: bool
     """Whether its worker stays in its process when its world changes."""
     restored: tuple[Generation | None, RestoreSource] | None
+    repeated_after: int | None
+    no_replay: str
     exit_code: int
     """Exit code with which its worker failed in this epoch; 0 when it has not."""
     last_lines: str
@@ -330,6 +332,8 @@ def _rank(memory: JobMemory, rank: int, committed: set[Generation]) -> RankOverv
         lost=record.lost_in == memory.epoch,
         follows=record.follower is not None,
         restored=record.restored,
+        repeated_after=record.repeated_after,
+        no_replay=record.no_replay,
         exit_code=exit_code(memory, record),
         last_lines=last_lines(memory, record),
         skipped=record.skipped,

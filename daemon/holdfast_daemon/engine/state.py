@@ -107,6 +107,10 @@ class RankRecord:
     """Cost of leaving experts out of snapshots; None where they hold everything."""
     restored: tuple[Generation | None, RestoreSource] | None = None
     """Generation that the rank was given to restore in this epoch, and its source."""
+    repeated_after: int | None = None
+    """Step after which the rank has repeated steps alone in this epoch."""
+    no_replay: str = ""
+    """Why no pipeline stage repeated steps alone in this epoch, in the SDK's words."""
 
 
 @dataclass(slots=True)
@@ -205,6 +209,7 @@ class JobMemory:
             parity.verified = parity.verifying = False
         for record in self.ranks.values():
             record.last_step, record.restored = 0, None
+            record.repeated_after, record.no_replay = None, ""
 
     def revise(self, membership: Membership) -> Epoch | None:
         """Take a membership with new addresses of the same members; return the current epoch with

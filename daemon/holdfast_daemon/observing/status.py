@@ -87,6 +87,8 @@ def _rank(rank: RankOverview, now: float) -> control_pb2.RankState:
         exit_code=rank.exit_code,
         last_lines=rank.last_lines,
         follows=rank.follows,
+        repeated_after=rank.repeated_after,
+        no_replay=rank.no_replay,
     )
 
 

@@ -124,6 +124,9 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
                 yield self._goes_on(host, request)
                 return
             sent = ""
+            if request.no_replay:
+                rank = host.engine.rank_in_world(request.rank, request.epoch)
+                host.engine.no_replay(rank, request_limits.shortened(request.no_replay))
             while True:
                 rank = host.engine.rank_in_world(request.rank, request.epoch)
                 state = host.engine.restore_state(rank, request.epoch)
@@ -147,7 +150,11 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         self, host: JobHost, request: trainer_pb2.RestoreRequest
     ) -> trainer_pb2.RestoreProgress:
         rank = host.engine.rank_in_world(request.rank, request.epoch)
-        host.engine.goes_on(rank, request.epoch, request.live)
+        after = request.repeated_after if request.HasField("repeated_after") else None
+        host.engine.goes_on(rank, request.epoch, request.live, after)
+        if after is not None:
+            steps = request_limits.counted(max(0, request.live - after))
+            self._metrics.add("steps_repeated", steps, job=host.job)
         self._metrics.add("restores", job=host.job, source=RestoreSource.LIVE)
         return trainer_pb2.RestoreProgress(
             phase=RestorePhase.READY,

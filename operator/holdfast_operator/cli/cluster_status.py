@@ -160,7 +160,8 @@ def _recoveries(found: Object) -> Table:
     table = make_table("recovery", "seconds", "from step", "again", "source")
     for each in found.get("lastRecoveries") or []:
         names = ("seconds", "restoredStep", "lostSteps", "source")
-        table.add_row(Text(each["cause"]), *(str(each.get(name, "-")) for name in names))
+        cause = "; ".join(filter(None, [each["cause"], each.get("replay")]))
+        table.add_row(Text(cause), *(str(each.get(name, "-")) for name in names))
     return table
 
 

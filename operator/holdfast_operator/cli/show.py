@@ -16,6 +16,7 @@ from holdfast_operator.local.status import (
     FINISHED,
     LocalMemberStatus,
     NodeStatus,
+    RankStatus,
     Status,
     TimedEvent,
 )
@@ -131,7 +132,7 @@ def _members(status: Status) -> Table:
                 Text("LOST" if rank.lost else rank.state, style=_STATE_STYLES.get(rank.state, "")),
                 str(rank.step),
                 f"{rank.idle_s:.1f} s",
-                f"{rank.restored or '-'} {rank.restored_from}".strip(),
+                _origin(rank),
             )
             for rank in member.ranks
         ] or [("-", _silence(status), "-", "-", "-")]
@@ -145,6 +146,13 @@ def _members(status: Status) -> Table:
                 (member.complete or "-") if first else "",
             )
     return table
+
+
+def _origin(rank: RankStatus) -> str:
+    """What the rank began this epoch from."""
+    found = f"{rank.restored or '-'} {rank.restored_from}".strip()
+    repeated = "" if rank.repeated_after is None else f", repeated from {rank.repeated_after + 1}"
+    return found + repeated
 
 
 def _silence(status: Status) -> Text:

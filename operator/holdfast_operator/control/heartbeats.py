@@ -102,6 +102,8 @@ def _rank_view(state: control_pb2.RankState) -> RankView:
         exit_code=state.exit_code or None,
         last_lines=last_lines(state.last_lines),
         follows=state.follows,
+        repeated_after=state.repeated_after if state.HasField("repeated_after") else None,
+        no_replay=last_lines(state.no_replay),
     )
 
 

@@ -195,6 +195,7 @@ def recoveries_of(status: Object) -> list[Recovery]:
                 restored_step=each.get("restoredStep"),
                 lost_steps=each.get("lostSteps"),
                 sources=((0, source),) if source else (),
+                replay=each.get("replay", ""),
                 advanced_at=None if seconds is None else at + seconds,
             )
         )
@@ -269,6 +270,7 @@ def _recovery(recovery: Recovery) -> RecoveryStatus:
         lost_steps=recovery.lost_steps,
         seconds=None if resumed_at is None else round(resumed_at - recovery.decided_at, 3),
         source=None if resumed_at is None else recovery.source,
+        replay=recovery.replay or None,
     )
 
 

@@ -140,6 +140,7 @@ def _rank(rank: RankView, finished: bool) -> RankStatus:
         lost=rank.lost,
         restored=_text(rank.restored),
         restored_from=rank.restored_from,
+        repeated_after=rank.repeated_after,
     )
 
 

@@ -39,6 +39,8 @@ class RankStatus:
     restored: str
     """Generation that the rank restored in this epoch; empty for none."""
     restored_from: RestoreSource
+    repeated_after: int | None = None
+    """Step after which it has repeated steps alone in this epoch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

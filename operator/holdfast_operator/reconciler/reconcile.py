@@ -65,6 +65,7 @@ from holdfast_operator.reconciler.losses import note_losses
 from holdfast_operator.reconciler.notices import ask_for_copy
 from holdfast_operator.reconciler.placement import form, refreshed
 from holdfast_operator.reconciler.recovering import recover, start_missing
+from holdfast_operator.reconciler.replays import replay_in_words
 from holdfast_operator.reconciler.shape import Shape
 from holdfast_operator.reconciler.stalls import NOTICE_SHARE, signs_of, stall_of
 from holdfast_operator.reconciler.standby import keep_standbys
@@ -308,7 +309,9 @@ def _note_resumption(look: Look, state: ControlState, membership: Membership) ->
     resumed = replace(state, resumed_epoch=membership.epoch, ran=True, unfit=unfit)
     line = _line_of(look, membership)
     start = line.generation if line is not None else None
-    return Step(resumed).post(EventReason.RUNNING, _resumption(look, membership, start))
+    replay = replay_in_words(ranks_in(look.observed, membership)) if state.recoveries else ""
+    came = _resumption(look, membership, start)
+    return Step(resumed).post(EventReason.RUNNING, f"{came}; {replay}" if replay else came)
 
 
 def _resumption(look: Look, membership: Membership, start: Generation | None) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from holdfast_core.states import RestoreSource
 from holdfast_operator.reconciler.conditions import newest_step, training_runs
 from holdfast_operator.reconciler.lookups import ranks_in
+from holdfast_operator.reconciler.replays import replay_in_words
 from holdfast_operator.reconciler.views import Decision, EventReason, Observed
 
 _FARTHEST_FIRST = (
@@ -37,6 +38,8 @@ class Recovery:
     lost_steps: int | None = None
     sources: tuple[tuple[int, RestoreSource], ...] = ()
     """Each rank, and the source of its state."""
+    replay: str = ""
+    """Which ranks repeated which steps alone, or why none did; empty without pipeline stages."""
     advanced_at: float | None = None
     """When the first step after the restored one was completed."""
 
@@ -95,6 +98,7 @@ class Recoveries:
                 sources=tuple(
                     (rank.rank, rank.restored_from or RestoreSource.NONE) for rank in ranks
                 ),
+                replay=replay_in_words(ranks),
             )
         if last.advanced_at is None and start is not None and step > start:
             last = replace(last, advanced_at=time)

@@ -49,6 +49,10 @@ class RankView(Struct, frozen=True, kw_only=True, gc=False):
     kept."""
     follows: bool = False
     """Whether its worker stays in its process when its world changes."""
+    repeated_after: int | None = None
+    """Step after which it has repeated steps alone, to that of `restored`."""
+    no_replay: str = ""
+    """Why no pipeline stage repeated steps alone; empty where none was to."""
 
 
 class JobView(Struct, frozen=True, kw_only=True, gc=False):

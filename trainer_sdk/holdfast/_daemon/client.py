@@ -154,11 +154,21 @@ class DaemonClient(Protocol):
     def hello(self) -> Hello:
         """Get the epoch. Raises StaleEpochError for a worker of a training world that has ended."""
 
-    def restore(self, epoch: int, timeout_s: float, on_progress: OnProgress) -> RestoreDecision:
-        """Block until the epoch's line is decided and this rank's snapshot is ready."""
+    def restore(
+        self, epoch: int, timeout_s: float, on_progress: OnProgress, no_replay: str = ""
+    ) -> RestoreDecision:
+        """Block until the epoch's line is decided and this rank's snapshot is ready.
 
-    def go_on(self, epoch: int, step: int) -> None:
-        """Report that this rank goes on live after `step`, and restores nothing."""
+        Args:
+            no_replay: why no pipeline stage repeats steps alone, for people.
+        """
+
+    def go_on(self, epoch: int, step: int, repeated_after: int | None = None) -> None:
+        """Report that this rank goes on live after `step`, and restores nothing.
+
+        Args:
+            repeated_after: step after which it has repeated steps alone; None for none.
+        """
 
     def open(self, epoch: int, layout: bytes, largest_slot_bytes: int, timeout_s: float) -> Opened:
         """Allocate the arena. Raises MemoryBudgetError, RankInUseError, StaleEpochError."""
@@ -242,8 +252,12 @@ class GrpcClient:
             self._arena_socket = Path(reply.arena_socket)
         return Hello(epoch=reply.epoch, world_size=reply.world_size)
 
-    def restore(self, epoch: int, timeout_s: float, on_progress: OnProgress) -> RestoreDecision:
-        request = trainer_pb2.RestoreRequest(job=self._job, rank=self._rank, epoch=epoch)
+    def restore(
+        self, epoch: int, timeout_s: float, on_progress: OnProgress, no_replay: str = ""
+    ) -> RestoreDecision:
+        request = trainer_pb2.RestoreRequest(
+            job=self._job, rank=self._rank, epoch=epoch, no_replay=no_replay
+        )
 
         def run() -> RestoreDecision:
             for message in self._stub.Restore(
@@ -256,8 +270,10 @@ class GrpcClient:
 
         return self._call(run)
 
-    def go_on(self, epoch: int, step: int) -> None:
-        request = trainer_pb2.RestoreRequest(job=self._job, rank=self._rank, epoch=epoch, live=step)
+    def go_on(self, epoch: int, step: int, repeated_after: int | None = None) -> None:
+        request = trainer_pb2.RestoreRequest(
+            job=self._job, rank=self._rank, epoch=epoch, live=step, repeated_after=repeated_after
+        )
 
         def run() -> None:
             for _ in self._stub.Restore(

@@ -407,9 +407,13 @@ class ElasticSession(Session):
             problem = body.undo() if self._votes else ""
             self._held = replace(self._held, torn=self._held.torn or problem)
 
-    def _enter(self, verdict: StandingVerdict | None) -> int | None:
+    def _enter(self, verdict: StandingVerdict | None, no_replay: str = "") -> int | None:
         """Go on in a world whose groups are formed; return the number of completed steps, None
-        where nothing was protected. Collective."""
+        where nothing was protected. Collective.
+
+        Args:
+            no_replay: why no stage repeats steps alone, where one was to.
+        """
         session, held = self._session, self._held
         live = verdict is not None and verdict.action is StandingAction.LIVE
         if isinstance(session, ProtectedSession):
@@ -426,11 +430,17 @@ class ElasticSession(Session):
                 return verdict.step
         if verdict is not None and verdict.action is StandingAction.REPLAY:
             found = self._replay(held)
-            if found is not None:
+            if not isinstance(found, str):
                 return found
+            no_replay = found
+        elif verdict is not None and not live and self._pipeline is not None:
+            no_replay = verdict.reason
         if held.step is not None:
             self._held = replace(held, torn="its restore was cut off")
-        step = session.restore()
+        if isinstance(session, ProtectedSession):
+            step = session.restore(no_replay)
+        else:
+            step = session.restore()
         if step is not None or held.step is None:
             self._hold_after(step or 0)
         return step
@@ -453,19 +463,19 @@ class ElasticSession(Session):
 
     # --- localized recovery -----------------------------------------------------------------------
 
-    def _replay(self, held: HeldState) -> int | None:
-        """Let lost stages repeat steps alone; return the number of completed steps, None where all
-        ranks have to restore. Collective."""
+    def _replay(self, held: HeldState) -> int | str:
+        """Let lost stages repeat steps alone; return the number of completed steps, or the reason
+        why all ranks have to restore. Collective."""
         session, pipeline = self._session, self._pipeline
         if pipeline is None or not isinstance(session, ProtectedSession):
-            return None
+            return "this rank's script has no pipeline"
         self._tried_replay = True
         plan = agree_on_replay(session, pipeline, self._exchange, held.step, held.torn)
-        if plan is None:
-            return None
+        if isinstance(plan, str):
+            return plan
         replay = hand_over_logs(plan, pipeline, self._exchange, self._world.rank)
-        if replay is None:
-            return None
+        if isinstance(replay, str):
+            return replay
         own = self._world.rank in plan.scope
         session.restore_stages(own=own)
         if not own:
@@ -512,12 +522,13 @@ class ElasticSession(Session):
             _log.error("a replay differs from the first execution: %s", text)
         session = self._session
         assert isinstance(session, ProtectedSession)
-        if not problems and session.end_replay(plan.target):
+        repeated_after = plan.line if self._world.rank in plan.scope else None
+        if not problems and session.end_replay(plan.target, repeated_after):
             self._held = HeldState(plan.target)
             return plan.target
         self._session.close()
         self._begin()
-        step = self._enter(None)
+        step = self._enter(None, problems[0] if problems else "replicas of a stage differ")
         assert step is not None, "the line of an epoch stays"
         return step
 

@@ -31,8 +31,8 @@ _PART = msgspec.msgpack.Decoder(LogPart)
 
 def agree_on_replay(
     session: ProtectedSession, pipeline: Pipeline, exchange: Exchange, step: int | None, torn: str
-) -> ReplayPlan | None:
-    """Agree on a replay; None when all ranks have to restore the line. Collective.
+) -> ReplayPlan | str:
+    """Agree on a replay, or on the reason why all ranks have to restore the line. Collective.
 
     Args:
         step: step whose state this rank has; None for a new process.
@@ -59,19 +59,19 @@ def agree_on_replay(
     plan = plan_replay([_EVIDENCE.decode(text) for text in texts])
     if isinstance(plan, str):
         _log.warning("no stage repeats steps alone: %s", plan)
-        return None
+        return plan
     _log.info("ranks %s repeat steps %d to %d", plan.scope, plan.line + 1, plan.target)
     return plan
 
 
 def hand_over_logs(
     plan: ReplayPlan, pipeline: Pipeline, exchange: Exchange, rank: int
-) -> BoundaryReplay | None:
+) -> BoundaryReplay | str:
     """Give the ranks of the plan's scope what they need of the logs. Collective.
 
     Returns:
-        The replay of this rank; an empty one outside the scope. None when a rank cannot use what it
-        was given: then all ranks have to restore the line.
+        The replay of this rank; an empty one outside the scope. The reason when a rank cannot use
+        what it was given: then all ranks have to restore the line.
 
     Raises:
         UnreachableError: a rank does not take part.
@@ -90,7 +90,7 @@ def hand_over_logs(
     together = bytearray(b"".join(given)) or bytearray(1)
     sent = torch.frombuffer(together, dtype=torch.uint8)[: sum(lengths)]
     exchange.deal(sent, lengths, taken, taken_bytes)
-    replay, problem = None, ""
+    replay, problem = BoundaryReplay(plan, {}), ""
     try:
         parts = taken.split(taken_bytes)
         replay = BoundaryReplay(
@@ -106,4 +106,4 @@ def hand_over_logs(
     problems = [text.decode() for text in exchange.gather(problem.encode()) if text]
     for text in problems:
         _log.warning("no stage repeats steps alone: %s", text)
-    return None if problems else replay
+    return problems[0] if problems else replay

@@ -163,11 +163,15 @@ class Restore:
     settings: Settings
     policy: CapturePolicy
 
-    def run(self) -> Restored:
-        """Run the restore; see `Session.restore`."""
+    def run(self, no_replay: str = "") -> Restored:
+        """Run the restore; see `Session.restore`.
+
+        Args:
+            no_replay: why no pipeline stage repeats steps alone, for people.
+        """
         self.live.begin()
         with without_collector():
-            return self._run()
+            return self._run(no_replay)
 
     def go_on(self, verdict: StandingVerdict, problem: str) -> Restored | None:
         """Bring this rank to the step of `verdict` from what the ranks have; see
@@ -225,7 +229,7 @@ class Restore:
         scatter(self.exchange, offers, sources, self.rank)
         self._agree(None, own)
 
-    def _run(self) -> Restored:
+    def _run(self, no_replay: str) -> Restored:
         found: _Found | OtherWorld | None = None
         epoch = 0
         offers: tuple[Offer, ...] = ()
@@ -233,7 +237,7 @@ class Restore:
         try:
             hello = self._hello()
             epoch = hello.epoch
-            found = self._find(epoch)
+            found = self._find(epoch, no_replay)
             if isinstance(found, _Found) and self.exchange.together:
                 window = found.snapshot.window
                 offers = own_offers(found.entries, self.live, self.topology, self.rank, window)
@@ -369,10 +373,10 @@ class Restore:
             )
         return hello
 
-    def _find(self, epoch: int) -> _Found | OtherWorld | None:
+    def _find(self, epoch: int, no_replay: str = "") -> _Found | OtherWorld | None:
         """Get this rank's snapshot of the recovery line, or those of another world that it reads;
         None for a fresh start."""
-        decision = self._decide(epoch)
+        decision = self._decide(epoch, no_replay)
         _log.info("recovery line: %s", decision.line.reason)
         timeout_s = self.settings.rpc_timeout_s
         if decision.line.generation is None:
@@ -402,7 +406,7 @@ class Restore:
             snapshot.arena.close()
             raise
 
-    def _decide(self, epoch: int) -> RestoreDecision:
+    def _decide(self, epoch: int, no_replay: str = "") -> RestoreDecision:
         """Wait for the daemon's decision.
 
         There is no deadline while the daemon reports that it waits for storage: giving up would
@@ -419,7 +423,7 @@ class Restore:
         while True:
             try:
                 left_s = max(deadline - time.monotonic(), 0.1)
-                return self.client.restore(epoch, left_s, follow)
+                return self.client.restore(epoch, left_s, follow, no_replay)
             except UnreachableError as error:  # the daemon restarts
                 if phase.waits_for_storage:
                     deadline = time.monotonic() + self.settings.restore_timeout_s
