@@ -258,6 +258,10 @@ bench-redundancy: $(STAMP) ## Compare parity from the network with parity from r
 bench-policies: $(STAMP) ## Compute what partial snapshots save, from the units of real models
 	@$(BIN)/python -m benchmarks.policies $(ARGS)
 
+.PHONY: bench-sparse
+bench-sparse: $(STAMP) ## Measure sparse windows, and stages that repeat steps alone
+	@$(BIN)/python -m benchmarks.sparse $(ARGS)
+
 .PHONY: bench-persist
 bench-persist: $(STAMP) ## Measure writing into storage against the bare write path
 	@$(BIN)/python -m benchmarks.persist $(ARGS)

@@ -16,6 +16,7 @@ import hashlib
 import itertools
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +172,8 @@ def main(argv: list[str] | None = None) -> None:
             sampler.advance(len(bytes_BT))
             if args.directory:
                 line: dict[str, Any] = {"step": step, "loss": mean_loss, "epoch": session.epoch}
-                line |= {"pid": os.getpid(), "state": state_sha256(stage, optimizer)}
+                line |= {"time": time.time(), "pid": os.getpid(), "logged": pipeline.log.nbytes}
+                line["state"] = state_sha256(stage, optimizer)
                 with (args.directory / f"log-{world.rank}").open("a") as log:
                     log.write(json.dumps(line) + "\n")
             if world.rank == 0 and step % 10 == 0:

@@ -82,7 +82,9 @@ class Line:
     step: int
     loss: float
     epoch: int
+    time: float
     pid: int
+    logged: int
     state: str
 
 

@@ -270,8 +270,15 @@ def _check_repeatable(optimizers: Sequence[Any]) -> None:
     """Check that steps can be repeated with frozen units.
 
     Raises:
-        InvalidJobError: when an optimizer does not say when it steps, or mixes parameters.
+        InvalidJobError: when an optimizer does not say when it steps, or mixes parameters, or torch
+            may choose kernels that give other bits when a step is repeated.
     """
+    if not torch.are_deterministic_algorithms_enabled():
+        raise InvalidJobError(
+            "sparse windows repeat steps, which must give the bits of their first execution, and "
+            "torch may use algorithms that do not: call torch.use_deterministic_algorithms(True) "
+            "before holdfast.init, or use snapshot.policy.type Full"
+        )
     for optimizer in optimizers:
         name = type(optimizer).__qualname__
         if not isinstance(optimizer, torch.optim.Optimizer):

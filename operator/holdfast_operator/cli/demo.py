@@ -62,6 +62,7 @@ from holdfast_operator.cli.demo_report import (
     worlds_of,
     write,
 )
+from holdfast_operator.cli.demo_stages import run_stages_demo
 from holdfast_operator.cli.show import event_text
 from holdfast_operator.local import LocalCluster, LocalSettings, TimedEvent
 from holdfast_operator.local import faults as injections
@@ -201,15 +202,23 @@ class DemoRun:
 def main(options: argparse.Namespace) -> int:
     """Run the demo; returns the exit code.
 
-    `options` has `report`, `steps`, `quick`, `policy`, `restart` and `keep`.
+    `options` has `report`, `steps`, `quick`, `policy`, `restart`, `stages` and `keep`.
 
     Raises:
-        InvalidJobError: when the examples are missing.
+        InvalidJobError: when the examples are missing, or options contradict each other.
     """
+    if options.stages and (options.restart or options.policy != FULL):
+        raise InvalidJobError(
+            "--stages has a job of its own, whose processes stay and whose policy is Sparse: leave "
+            "--restart and --policy out"
+        )
     console = Console()
     work = Path(tempfile.mkdtemp(prefix="holdfast-demo-"))
     try:
-        success = asyncio.run(_demo(options, work, console))
+        if options.stages:
+            success = run_stages_demo(work, _steps(options), 1, console, options.report)
+        else:
+            success = asyncio.run(_demo(options, work, console))
     except (HoldfastError, TimeoutError):
         console.print(f"logs: {work}")
         raise
@@ -220,9 +229,13 @@ def main(options: argparse.Namespace) -> int:
     return SUCCESS if success else FAILURE
 
 
+def _steps(options: argparse.Namespace) -> int:
+    return int(options.steps or (QUICK_STEPS if options.quick else STEPS))
+
+
 async def _demo(options: argparse.Namespace, work: Path, console: Console) -> bool:
     began = time.monotonic()
-    steps = options.steps or (QUICK_STEPS if options.quick else STEPS)
+    steps = _steps(options)
     columns = (
         TextColumn("{task.description:<16}"),
         BarColumn(),

@@ -591,6 +591,12 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         action="store_true",
         help="start all processes again after a failure; otherwise those not lost stay",
     )
+    add(
+        "--stages",
+        action="store_true",
+        help="lose all ranks of a pipeline stage instead, within a sparse window, and show which "
+        "ranks repeated which steps",
+    )
     add("--keep", action="store_true", help="keep the run's directory")
     parser.set_defaults(handler=_demo)
 

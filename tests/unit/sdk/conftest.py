@@ -144,6 +144,15 @@ def open_session() -> Iterator[OpenSession]:
 
 
 @pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Has torch use deterministic algorithms, which sparse windows need."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture
 def daemon(tmp_path: Path) -> FakeDaemon:
     return FakeDaemon(tmp_path)
 

@@ -25,6 +25,8 @@ from holdfast_core.protection.standing import (
     standing,
 )
 
+pytestmark = pytest.mark.usefixtures("deterministic")
+
 Same = Callable[[dict[str, Any], dict[str, Any]], None]
 WAIT_S = 20
 
@@ -318,6 +320,20 @@ def test_optimizers_whose_steps_cannot_be_repeated_are_refused(
         holdfast.init(
             model=model,
             optimizer=make(list(model.parameters())),
+            daemon=daemon,
+            settings=holdfast.Settings(policy=SparseWindows()),
+        )
+
+
+def test_a_loop_without_deterministic_algorithms_is_refused(daemon: FakeDaemon) -> None:
+    torch.use_deterministic_algorithms(False)
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(
+        holdfast.InvalidJobError, match=r"call torch\.use_deterministic_algorithms\(True\) before"
+    ):
+        holdfast.init(
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters()),
             daemon=daemon,
             settings=holdfast.Settings(policy=SparseWindows()),
         )

@@ -252,8 +252,10 @@ def test_what_experts_owe_goes_to_one_rank_of_those_that_process_them(tmp_path: 
 class Torn(FakeDaemon):
     """Names another version of an expert than the rank that has its other part."""
 
-    def restore(self, epoch: int, timeout_s: float, on_progress: OnProgress) -> RestoreDecision:
-        decision = super().restore(epoch, timeout_s, on_progress)
+    def restore(
+        self, epoch: int, timeout_s: float, on_progress: OnProgress, no_replay: str = ""
+    ) -> RestoreDecision:
+        decision = super().restore(epoch, timeout_s, on_progress, no_replay)
         held = []
         for one in decision.snapshots:
             manifest = one.manifest

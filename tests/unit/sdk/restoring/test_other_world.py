@@ -218,8 +218,10 @@ def test_a_snapshot_that_no_rank_reads_is_named(tmp_path: Path) -> None:
 class Changing(FakeDaemon):
     """A daemon whose decisions a test changes."""
 
-    def restore(self, epoch: int, timeout_s: float, on_progress: OnProgress) -> RestoreDecision:
-        return self.changed(super().restore(epoch, timeout_s, on_progress))
+    def restore(
+        self, epoch: int, timeout_s: float, on_progress: OnProgress, no_replay: str = ""
+    ) -> RestoreDecision:
+        return self.changed(super().restore(epoch, timeout_s, on_progress, no_replay))
 
     def changed(self, decision: RestoreDecision) -> RestoreDecision:
         held = tuple(
@@ -288,6 +290,7 @@ def test_another_way_to_cut_layers_is_refused(now: Topology, words: str, tmp_pat
     new.close()
 
 
+@pytest.mark.usefixtures("deterministic")
 def test_a_sparse_window_is_refused(tmp_path: Path) -> None:
     """Its units are of different steps: a job may have left that policy since, and then shrunk."""
     old = Ranks(tmp_path, Topology(dp=2), settings={"policy": SparseWindows(window=2)})

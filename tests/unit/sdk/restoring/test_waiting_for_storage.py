@@ -21,13 +21,17 @@ class Busy(FakeDaemon):
     asked = 0
 
     def restore(
-        self, epoch: int, timeout_s: float, on_progress: Callable[[RestoreProgress], None]
+        self,
+        epoch: int,
+        timeout_s: float,
+        on_progress: Callable[[RestoreProgress], None],
+        no_replay: str = "",
     ) -> RestoreDecision:
         self.asked += 1
         if self.asked < 3:
             on_progress(RestoreProgress(phase=self.phase, detail="in words"))
             raise UnreachableError("the call took too long")
-        return super().restore(epoch, timeout_s, on_progress)
+        return super().restore(epoch, timeout_s, on_progress, no_replay)
 
 
 @pytest.mark.parametrize("phase", [RestorePhase.STORAGE, RestorePhase.LOAD])
