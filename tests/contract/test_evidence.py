@@ -15,6 +15,7 @@ from holdfast_core.snapshots.layouts import Layout
 from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_core.snapshots.reports import Directive
 from holdfast_core.states import RestoreSource
+from holdfast_daemon.engine import EngineSettings, JobEngine
 from holdfast_daemon.engine.overview import evidence, overview
 from holdfast_daemon.engine.slots import ArenaView, ParityState
 from holdfast_daemon.engine.state import Follower, JobMemory, TrainerSession
@@ -92,6 +93,22 @@ def test_who_follows_is_reported_but_is_not_evidence(memory: JobMemory) -> None:
     memory.rank(0).follower = Follower(number=1, pid=1)
     assert view_of(memory).ranks[0].follows
     assert (evidence(memory), found(memory)) == before
+
+
+def test_a_replay_is_reported_for_its_epoch(memory: JobMemory) -> None:
+    assert view_of(memory).ranks[0].repeated_after is None
+    engine = JobEngine(job="job", node="a", memory_id="m", incarnation=1, settings=EngineSettings())
+    engine.memory = memory
+    engine.no_replay(0, "rank 2 has logged steps 4 to 7")
+    assert view_of(memory).ranks[0].no_replay == "rank 2 has logged steps 4 to 7"
+    engine.goes_on(0, epoch=5, step=7, repeated_after=0)
+    rank = view_of(memory).ranks[0]
+    assert (rank.restored, rank.restored_from) == (Generation(5, 7), RestoreSource.LIVE)
+    assert rank.repeated_after == 0  # not the same as none
+    assert memory.membership is not None
+    memory.begin_epoch(replace(memory.membership, epoch=6))
+    rank = view_of(memory).ranks[0]
+    assert (rank.repeated_after, rank.no_replay) == (None, "")
 
 
 def test_a_newer_step_is_not_evidence(memory: JobMemory) -> None:
