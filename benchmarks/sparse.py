@@ -65,11 +65,11 @@ NEXT_STEP_S_MAX, PLAN_ERROR_MAX = 5.0, 0.02
 class Experts(nn.Module):
     """The worked example's operators: one layer of equal experts."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Module()])
         self.layers[0].experts = nn.ModuleList(
-            nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(EXPERTS)
+            nn.Linear(width, width, bias=False) for _ in range(EXPERTS)
         )
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -77,13 +77,19 @@ class Experts(nn.Module):
         return torch.stack([expert(tokens).float().square().mean() for expert in experts]).sum()
 
 
-def measured_saves(policy: Full | SparseWindows, saves: int) -> tuple[list[int], list[float], int]:
+def measured_saves(
+    policy: Full | SparseWindows, saves: int, width: int = WIDTH
+) -> tuple[list[int], list[float], int]:
     """Bytes that each save of a session copies, its seconds until training can go on, and the bytes
-    of the newest payload."""
+    of the newest payload.
+
+    Args:
+        width: each expert has its square of parameters.
+    """
     sys.path.insert(0, str(EXAMPLES))
     from train_moe import MasterAdamW  # noqa: PLC0415
 
-    model = Experts().bfloat16()
+    model = Experts(width).bfloat16()
     optimizer = MasterAdamW(model.parameters(), lr=1e-3)
     copied, seconds = [], []
     with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
@@ -97,7 +103,7 @@ def measured_saves(policy: Full | SparseWindows, saves: int) -> tuple[list[int],
         session.restore()
         for step in range(1, saves + 1):
             optimizer.zero_grad()
-            model(torch.ones(2, WIDTH, dtype=torch.bfloat16)).backward()
+            model(torch.ones(2, width, dtype=torch.bfloat16)).backward()
             optimizer.step()
             seconds.append(timed(partial(_stage, session, step)))
             copied.append(session.counters.copied_bytes)
@@ -112,6 +118,11 @@ def _stage(session: holdfast.Session, step: int) -> None:
 
 def _log(log: BoundaryLog, step: int, message: torch.Tensor) -> None:
     log.add_sent(1, Key(step, Crossing.ACTIVATION, 0), bytes_of(message))
+
+
+def units_of(saves: Sequence[int], width: int = WIDTH) -> list[float]:
+    """Bytes of the saves of a window, where an expert has one parameter."""
+    return [(nbytes - STEP_BYTES * EXPERTS // WINDOW) / width**2 for nbytes in saves]
 
 
 def planned_saves() -> tuple[int, ...]:
@@ -178,7 +189,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.use_deterministic_algorithms(True)
     sparse, sparse_s, window_bytes = measured_saves(SparseWindows(window=WINDOW), 1 + 5 * WINDOW)
     full, full_s, _ = measured_saves(Full(), 6)
-    per_unit = [(nbytes - STEP_BYTES * EXPERTS // WINDOW) / WIDTH**2 for nbytes in sparse[-WINDOW:]]
+    per_unit = units_of(sparse[-WINDOW:])
     with tempfile.TemporaryDirectory(prefix="holdfast-bench-sparse-") as folder:
         reports, log_errors = recoveries(Path(folder), options.repetitions, options.steps)
     stall = statistics.median(sparse_s[1 + WINDOW :]) / statistics.median(full_s[1:])
