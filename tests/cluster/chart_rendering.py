@@ -73,6 +73,7 @@ VALUE_SETS: dict[str, Document] = {
             ]
         },
         "gangScheduling": {"volcano": True, "coscheduling": True},
+        "kueue": {"enabled": True},
         "redis": {
             "enabled": True,
             "persistence": {"enabled": True, "storageClassName": "fast"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -37,6 +38,19 @@ class Scene:
     def job(self, **spec: Any) -> None:
         """Apply a job of one member, whose pod never gets further than its image."""
         self.cluster.apply(jobs.small_job(self.name, TEAM, **spec))
+
+    def queued_job(self, suspend: bool = False, **labels: str) -> None:
+        """Apply such a job in a queue of Kueue."""
+        document = jobs.small_job(self.name, TEAM, suspend=suspend)
+        named = {f"kueue.x-k8s.io/{name.replace('_', '-')}": each for name, each in labels.items()}
+        document["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team"} | named
+        self.cluster.apply(document)
+
+    def workload(self) -> Document:
+        """The job's Workload; empty without one."""
+        label = f"holdfast.dev/job={self.name}"
+        found = self.cluster.get("workloads.kueue.x-k8s.io", "-n", TEAM, "-l", label)["items"]
+        return found[0] if found else {}
 
     def short_job(self) -> None:
         """Apply a job that is done at once, and goes."""
@@ -220,8 +234,48 @@ def _gang(name: str) -> Callable[[Scene], None]:
     return lambda scene: scene.job(scheduling={"gang": name})
 
 
+def _job_that_leaves_its_queue(scene: Scene) -> None:
+    scene.queued_job()
+    wait_for("the Workload", scene.workload, WAIT_S)
+    scene.queued_job(suspend=True)
+
+
+def _admitted_job(scene: Scene) -> None:
+    """A queued job, admitted in Kueue's place with a flavor that exists."""
+    flavor = {"apiVersion": "kueue.x-k8s.io/v1beta2", "kind": "ResourceFlavor"}
+    scene.cluster.apply({**flavor, "metadata": {"name": "any"}})
+    scene.queued_job()
+    wait_for("the Workload", scene.workload, WAIT_S)
+    time = "2026-01-01T00:00:00Z"
+    admitted = {"type": "Admitted", "status": "True", "reason": "Admitted", "message": ""}
+    status = {
+        "conditions": [{**admitted, "lastTransitionTime": time}],
+        "admission": {"podSetAssignments": [{"name": "main", "flavors": {"cpu": "any"}}]},
+    }
+    name = scene.workload()["metadata"]["name"]
+    words = ("workloads.kueue.x-k8s.io", name, "-n", TEAM, "--subresource=status", "--type=merge")
+    scene.cluster.kubectl("patch", *words, "-p", json.dumps({"status": status}))
+
+
+def _queued_job_of_a_new_leader(scene: Scene) -> None:
+    scene.change_leader()
+    scene.queued_job()
+
+
+def _urgent_job(scene: Scene) -> None:
+    kind = {"apiVersion": "kueue.x-k8s.io/v1beta2", "kind": "WorkloadPriorityClass"}
+    scene.cluster.apply({**kind, "metadata": {"name": "urgent"}, "value": 7})
+    scene.queued_job(priority_class="urgent")
+
+
+def _reports_pods(scene: Scene) -> bool:
+    conditions = (scene.workload().get("status") or {}).get("conditions") or []
+    return any(each["type"] == "PodsReady" for each in conditions)
+
+
 RENEWAL = {"daemon__updateStrategy__type": "Protected", "operator__watchNamespace": TEAM}
 GANGS = {"gangScheduling__volcano": "true", "gangScheduling__coscheduling": "true"}
+KUEUE = {"kueue__enabled": "true"}
 CREATE_ROLE = Permission(verb="create", group="rbac.authorization.k8s.io", resource="roles")
 GET_POD = Permission(verb="get", group="", resource="pods")
 
@@ -261,6 +315,20 @@ CHECKS = {
         done=lambda scene: scene.find("podgroups.scheduling.x-k8s.io"),
         values=GANGS,
     ),
+    "workloads-watch": Check(
+        provoke=_queued_job_of_a_new_leader,
+        done=Scene.workload,
+        changes_leader=True,
+        values=KUEUE,
+    ),
+    "workloads-create": Check(provoke=Scene.queued_job, done=Scene.workload, values=KUEUE),
+    "workloads-delete": Check(
+        provoke=_job_that_leaves_its_queue, done=lambda scene: not scene.workload(), values=KUEUE
+    ),
+    "workloads-status": Check(provoke=_admitted_job, done=_reports_pods, values=KUEUE),
+    "flavors-get": Check(provoke=_admitted_job, done=Scene.pods, values=KUEUE),
+    "workloadpriorities-get": Check(provoke=_urgent_job, done=Scene.workload, values=KUEUE),
+    "priorities-list": Check(provoke=Scene.queued_job, done=Scene.workload, values=KUEUE),
     "nodes-watch": Check(provoke=_job_of_a_new_leader, done=Scene.status, changes_leader=True),
     "daemons-watch": Check(
         provoke=_job_of_a_new_leader,

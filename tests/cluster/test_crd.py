@@ -41,6 +41,10 @@ VALID = {
         }
     ),
     "a gang": changed({"spec.scheduling": {"gang": "KueuePodGroup", "queue": "team-a"}}),
+    "a queue for the whole job": changed(
+        {"spec.scheduling": {"gang": "Kueue", "queue": "team-a"}}
+        | {"spec.managedBy": "kueue.x-k8s.io/multikueue"}
+    ),
     "a gang without a queue": changed({"spec.scheduling": {"gang": "Volcano"}}),
     "deadlines": changed(
         {"spec.activeDeadlineSeconds": 60, "spec.preRunningDeadlineSeconds": 1}

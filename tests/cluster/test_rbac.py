@@ -110,22 +110,24 @@ def without(cluster: Cluster, name: str, account: str) -> Iterator[None]:
 # --- tests --------------------------------------------------------------------------------------
 
 
-def _pod_groups(group: str, version: str) -> Document:
-    """What a gang scheduler brings."""
+def _definition(
+    group: str, version: str, kind: str, plural: str, scope: str = "Namespaced"
+) -> Document:
+    """A resource that a scheduler or Kueue brings."""
     schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
-    names = {"plural": "podgroups", "singular": "podgroup", "kind": "PodGroup"}
-    served = {"name": version, "served": True, "storage": True}
+    names = {"plural": plural, "singular": kind.lower(), "kind": kind}
+    served = {"name": version, "served": True, "storage": True, "subresources": {"status": {}}}
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
         "metadata": {
-            "name": f"podgroups.{group}",
+            "name": f"{plural}.{group}",
             "annotations": {"api-approved.kubernetes.io": "unapproved, for a test"},
         },
         "spec": {
             "group": group,
             "names": names,
-            "scope": "Namespaced",
+            "scope": scope,
             "versions": [{**served, "schema": {"openAPIV3Schema": schema}}],
         },
     }
@@ -134,17 +136,22 @@ def _pod_groups(group: str, version: str) -> Document:
 @pytest.fixture(scope="module")
 def team(cluster: Cluster, holdfast: Holdfast) -> Iterator[None]:
     cluster.kubectl("create", "namespace", TEAM)
-    groups = [
-        _pod_groups("scheduling.volcano.sh", "v1beta1"),
-        _pod_groups("scheduling.x-k8s.io", "v1alpha1"),
+    kueue = ("kueue.x-k8s.io", "v1beta2")
+    classes = ("WorkloadPriorityClass", "workloadpriorityclasses")
+    resources = [
+        _definition("scheduling.volcano.sh", "v1beta1", "PodGroup", "podgroups"),
+        _definition("scheduling.x-k8s.io", "v1alpha1", "PodGroup", "podgroups"),
+        _definition(*kueue, "Workload", "workloads"),
+        _definition(*kueue, "ResourceFlavor", "resourceflavors", "Cluster"),
+        _definition(*kueue, *classes, "Cluster"),
     ]
-    cluster.apply(*groups)
+    cluster.apply(*resources)
     cluster.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=30s")
     Scene(holdfast, "ready").wait_standby()
     yield
     cluster.kubectl("delete", "moejob", "--all", "-n", TEAM, "--timeout=120s")
     cluster.kubectl("delete", "namespace", TEAM, "--wait=false")
-    cluster.kubectl("delete", "crd", *(group["metadata"]["name"] for group in groups))
+    cluster.kubectl("delete", "crd", *(each["metadata"]["name"] for each in resources))
 
 
 @pytest.fixture(scope="module")

@@ -22,11 +22,12 @@ from holdfast_core.job.failures import (
     On,
 )
 from holdfast_core.job.locations import Locations, location_of
-from holdfast_core.job.rules import spec_problems
+from holdfast_core.job.rules import queue_problems, spec_problems
 from holdfast_core.job.schema import (
     API_VERSION,
     KIND,
     MANAGER,
+    QUEUE_LABEL,
     Gang,
     MoETrainingJob,
     Scheduling,
@@ -110,6 +111,7 @@ def parse_job(document: Mapping[str, Any]) -> MoETrainingJob:
         problems.extend(template_problems(at(known, "spec", "trainer", "template")))
         if job is not None:
             problems.extend(spec_problems(job.spec))
+            problems.extend(queue_problems(job))
             if not problems:
                 return job
     name = at(known, "metadata", "name")
@@ -155,6 +157,10 @@ def ignored_locally(job: MoETrainingJob) -> tuple[str, ...]:
         notes.append(
             f"spec.scheduling.gang = {spec.scheduling.gang.value} is ignored here: all nodes of a "
             f"local run start together"
+        )
+    elif job.kueue_queue is not None:
+        notes.append(
+            f"the label {QUEUE_LABEL} = {job.kueue_queue} is ignored here: a local run has no queue"
         )
     if spec.ttl_seconds_after_finished is not None:
         notes.append(

@@ -14,7 +14,15 @@ from holdfast_core.job.documents import MISSING, Problem
 from holdfast_core.job.failures import FailureAction, FailureRule, On
 from holdfast_core.job.intervals import AUTO, StepInterval
 from holdfast_core.job.persistence import persistence_problems
-from holdfast_core.job.schema import MANAGER, Gang, Scheduling, Spec
+from holdfast_core.job.schema import (
+    MANAGER,
+    PREBUILT_LABEL,
+    QUEUE_LABEL,
+    Gang,
+    MoETrainingJob,
+    Scheduling,
+    Spec,
+)
 from holdfast_core.job.snapshots import (
     BANDWIDTH_BYTES_S_MIN,
     POLICY_FIELDS,
@@ -290,7 +298,7 @@ def _fewer_nodes_problems(spec: Spec) -> Iterator[Problem]:
             path="spec.scheduling.gang",
             value=gang,
             wrong=f"schedules no pod while the job has fewer than {spec.nodes}",
-            fix=f"use None or KueuePodGroup, or minNodes = {spec.nodes}",
+            fix=f"use None, Kueue or KueuePodGroup, or minNodes = {spec.nodes}",
         )
 
 
@@ -342,7 +350,7 @@ def _name_problems(spec: Spec) -> Iterator[Problem]:
 
 def _scheduling_problems(scheduling: Scheduling) -> Iterator[Problem]:
     path, gang = "spec.scheduling.queue", scheduling.gang
-    if gang is Gang.KUEUE_POD_GROUP and scheduling.queue is None:
+    if gang in (Gang.KUEUE, Gang.KUEUE_POD_GROUP) and scheduling.queue is None:
         yield Problem(
             path=path,
             value=MISSING,
@@ -354,7 +362,7 @@ def _scheduling_problems(scheduling: Scheduling) -> Iterator[Problem]:
             path=path,
             value=scheduling.queue,
             wrong=f"gang: {gang.value} has a queue",
-            fix="remove it, or use gang: KueuePodGroup or Volcano",
+            fix="remove it, or use gang: Kueue, KueuePodGroup or Volcano",
         )
 
 
@@ -383,3 +391,38 @@ def _rule_problems(rules: tuple[FailureRule, ...]) -> Iterator[Problem]:
                 wrong="when: Any matches everything, so that later rules never apply",
                 fix="move it to the end",
             )
+
+
+def queue_problems(job: MoETrainingJob) -> Iterator[Problem]:
+    """Problems of the labels by which Kueue knows a job, which no rule of an API server sees."""
+    labels, scheduling = job.metadata.labels, job.spec.scheduling
+    label, gang = labels.get(QUEUE_LABEL), scheduling.gang
+    path = f"metadata.labels.{QUEUE_LABEL}"
+    if label is not None and gang not in (Gang.NONE, Gang.KUEUE):
+        yield Problem(
+            path=path,
+            value=label,
+            wrong=f"queues the job as a whole, and spec.scheduling.gang is {gang.value}",
+            fix="remove the label, or use gang: Kueue",
+        )
+    elif label is not None and gang is Gang.KUEUE and label != scheduling.queue:
+        yield Problem(
+            path=path,
+            value=label,
+            wrong=f"another queue than spec.scheduling.queue = {scheduling.queue}",
+            fix="remove one of the two",
+        )
+    elif label is not None and not _DNS_NAME.fullmatch(label):
+        yield Problem(
+            path=path,
+            value=label,
+            wrong="not the name of a LocalQueue",
+            fix="write the name of one in the job's namespace",
+        )
+    if PREBUILT_LABEL in labels:
+        yield Problem(
+            path=f"metadata.labels.{PREBUILT_LABEL}",
+            value=labels[PREBUILT_LABEL],
+            wrong="Holdfast makes the Workload of a job itself",
+            fix="remove the label",
+        )

@@ -32,6 +32,10 @@ API_VERSION = "holdfast.dev/v1alpha1"
 KIND = "MoETrainingJob"
 MANAGER = "holdfast.dev/operator"
 """Controller of a job that does not name another."""
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+"""Label of a job that names a queue of Kueue."""
+PREBUILT_LABEL = "kueue.x-k8s.io/prebuilt-workload-name"
+"""Label of a job that names the Workload which another controller made for it."""
 
 _NodeCount = Annotated[int, Meta(ge=1, le=100_000)]
 _Degree = Annotated[int, Meta(ge=1, le=1_000_000)]
@@ -44,6 +48,7 @@ class Gang(StrEnum):
     """Mechanism that places all pods of a job together, or none."""
 
     NONE = "None"
+    KUEUE = "Kueue"
     KUEUE_POD_GROUP = "KueuePodGroup"
     VOLCANO = "Volcano"
     COSCHEDULING = "Coscheduling"
@@ -111,9 +116,11 @@ class Scheduling(Document, frozen=True, kw_only=True):
         Meta(
             description="the scheduler that places the job's pods together",
             extra={
-                "more": "None: each pod is placed by itself. KueuePodGroup: Kueue admits the "
-                "pods as one plain pod group. Volcano, Coscheduling: a PodGroup of that "
-                "scheduler, which gets the pods unless the template has another schedulerName."
+                "more": "None: each pod is placed by itself. Kueue: Kueue admits the job as a "
+                "whole, and may suspend it; the label kueue.x-k8s.io/queue-name does the same. "
+                "KueuePodGroup: Kueue admits the pods as one plain pod group. Volcano, "
+                "Coscheduling: a PodGroup of that scheduler, which gets the pods unless the "
+                "template has another schedulerName."
             },
         ),
     ] = Gang.NONE
@@ -126,8 +133,8 @@ class Scheduling(Document, frozen=True, kw_only=True):
                 description="the queue that admits the job",
                 examples=["team-a"],
                 extra={
-                    "more": "KueuePodGroup requires one (a LocalQueue of the namespace). Volcano "
-                    "uses its queue `default` without one. The others take none."
+                    "more": "Kueue and KueuePodGroup require one (a LocalQueue of the namespace). "
+                    "Volcano uses its queue `default` without one. The others take none."
                 },
             ),
         ]
@@ -248,8 +255,8 @@ class Spec(Document, frozen=True, kw_only=True):
             description="the controller that runs the job",
             examples=[MANAGER],
             extra={
-                "more": "With any name but the default, Holdfast's operator leaves the job "
-                "alone. Cannot be changed."
+                "more": "With any name but the default, such as kueue.x-k8s.io/multikueue, "
+                "Holdfast's operator leaves the job alone. Cannot be changed."
             },
         ),
     ] = MANAGER
@@ -279,6 +286,12 @@ class MoETrainingJob(Document, frozen=True, kw_only=True):
         """The job's id in protocols and file names: `namespace.name`, unique and safe in a path
         because neither part may hold a dot."""
         return f"{self.metadata.namespace}.{self.metadata.name}"
+
+    @property
+    def kueue_queue(self) -> str | None:
+        """The queue of Kueue that admits the job as a whole; None when none does."""
+        given = self.spec.scheduling
+        return given.queue if given.gang is Gang.KUEUE else self.metadata.labels.get(QUEUE_LABEL)
 
     @property
     def world_size(self) -> int:

@@ -246,8 +246,8 @@ _FEWER_NODES = (
     ),
     CelRule(
         rule=f"{_FEWER} || !(self.scheduling.gang in ['Volcano', 'Coscheduling'])",
-        says="schedules no pod while the job has fewer than %d; use None or KueuePodGroup, or "
-        "minNodes = %d",
+        says="schedules no pod while the job has fewer than %d; use None, Kueue or KueuePodGroup, "
+        "or minNodes = %d",
         values=("self.nodes", "self.nodes"),
         field=".scheduling.gang",
     ),
@@ -307,14 +307,14 @@ _FAILURE_RULE = (
 )
 _SCHEDULING = (
     CelRule(
-        rule="self.gang != 'KueuePodGroup' || has(self.queue)",
-        says="gang: KueuePodGroup has no queue; give the name of a LocalQueue in the job's "
-        "namespace",
+        rule="!(self.gang in ['Kueue', 'KueuePodGroup']) || has(self.queue)",
+        says="gang: %s has no queue; give the name of a LocalQueue in the job's namespace",
+        values=("self.gang",),
         field=".queue",
     ),
     CelRule(
-        rule="!has(self.queue) || self.gang in ['KueuePodGroup', 'Volcano']",
-        says="gang: %s has a queue; remove it, or use gang: KueuePodGroup or Volcano",
+        rule="!has(self.queue) || self.gang in ['Kueue', 'KueuePodGroup', 'Volcano']",
+        says="gang: %s has a queue; remove it, or use gang: Kueue, KueuePodGroup or Volcano",
         values=("self.gang",),
         field=".queue",
     ),

@@ -47,6 +47,7 @@ _WIDE_COLUMNS = (
         ".status.recoveryMode",
         "What a recovery does to workers that have not failed",
     ),
+    ("Manager", "string", ".spec.managedBy", "The controller that runs the job"),
     ("Lost", "string", ".status.tokenLoss.lost", "Tokens that recoveries have lost, of all"),
 )
 

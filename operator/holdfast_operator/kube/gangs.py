@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from holdfast_core.job.parsing import Gang, MoETrainingJob
+from holdfast_core.job.schema import QUEUE_LABEL
 from holdfast_operator.kube.api import Object
 from holdfast_operator.kube.resources import (
     COSCHEDULING_POD_GROUPS,
@@ -40,11 +41,11 @@ def _none(job: MoETrainingJob) -> GangParts:
     return GangParts()
 
 
-def _kueue(job: MoETrainingJob) -> GangParts:
+def _kueue_pods(job: MoETrainingJob) -> GangParts:
     """https://kueue.sigs.k8s.io/docs/tasks/run/plain_pods/"""
     return GangParts(
         labels={
-            "kueue.x-k8s.io/queue-name": job.spec.scheduling.queue or "",
+            QUEUE_LABEL: job.spec.scheduling.queue or "",
             "kueue.x-k8s.io/pod-group-name": job.metadata.name,
         },
         annotations={"kueue.x-k8s.io/pod-group-total-count": str(job.spec.nodes)},
@@ -85,7 +86,8 @@ def _pod_group(resource: Resource, job: MoETrainingJob, spec: Object) -> Object:
 
 _GANGS: dict[Gang, Callable[[MoETrainingJob], GangParts]] = {
     Gang.NONE: _none,
-    Gang.KUEUE_POD_GROUP: _kueue,
+    Gang.KUEUE: _none,  # not the pods: `workloads`
+    Gang.KUEUE_POD_GROUP: _kueue_pods,
     Gang.VOLCANO: _volcano,
     Gang.COSCHEDULING: _coscheduling,
 }

@@ -21,6 +21,7 @@ from holdfast_operator.kube.finalizer import FINALIZER
 from holdfast_operator.kube.nodes import Wants, wants_of
 from holdfast_operator.kube.pacing import pause_s
 from holdfast_operator.kube.pods import TrainerPod, agents
+from holdfast_operator.kube.queueing import Queueing
 from holdfast_operator.kube.recovery_log import RecoveryLog
 from holdfast_operator.kube.status import recoveries_of, refusal_status, status_of
 from holdfast_operator.kube.status_writer import StatusWriter
@@ -36,6 +37,7 @@ from holdfast_operator.reconciler.views import (
     Event,
     NodeView,
     Observed,
+    Suspension,
 )
 
 _log = logging.getLogger(__name__)
@@ -70,7 +72,8 @@ class JobLoop:
         self._wake = asyncio.Event()
         self._woken_at = world.clock()
         self._rested_at = world.clock()
-        self._version: tuple[object, object] | None = None
+        self._edition: object = None
+        """What was last parsed of the job; see `_edition`."""
         self._job: MoETrainingJob | None = None
         self.wants: Wants | None = None
         """Requirements of the job's pods on a node; None until a valid document was read."""
@@ -90,6 +93,9 @@ class JobLoop:
             count=lambda result: world.metrics.add("status_writes", result=result),
         )
         self._acting = Acting(world, _attempts(status))
+        self._queueing = Queueing(world.queues)
+        self._suspension: Suspension | None = None
+        """Why the job's queue keeps it from running."""
         self.looked_at = world.clock()
 
     @property
@@ -116,11 +122,12 @@ class JobLoop:
     @property
     def holds_requests(self) -> bool:
         """Whether the job's pods take up the amounts that they request."""
-        return self._job is not None and not self._job.spec.suspend
+        held = self._suspension is not None
+        return self._job is not None and not self._job.spec.suspend and not held
 
     def see(self, resource: Object) -> None:
         """Use a newer version of the job from now on."""
-        changed = _version_of(resource) != self._version
+        changed = _edition(resource) != self._edition
         self._resource = resource
         self._writer.see(resource)
         if changed:
@@ -171,23 +178,27 @@ class JobLoop:
         metadata = self._resource["metadata"]
         if FINALIZER not in (metadata.get("finalizers") or ()):
             return FINALIZER_S
-        if _version_of(self._resource) != self._version or self._refusal is not None:
+        if _edition(self._resource) != self._edition or self._refusal is not None:
             await self._admit()
         if self._refusal is not None:
             return await self._refuse(*self._refusal)
-        assert self._job is not None and self.wants is not None
-        return await self._look(self._job, self.wants)
+        assert self._job is not None
+        ended = self._state.outcome is not None
+        refusal = self._queueing.refusal(self._job, ended=ended)
+        if refusal is not None:
+            return await self._refuse(*refusal)
+        return await self._look(self._job)
 
     # --- admission ----------------------------------------------------------------------------
 
     async def _admit(self) -> None:
         """Parse the document, and ask the API server whether it would accept the job's pods."""
         resource = self._resource
-        version = _version_of(resource)
+        edition = _edition(resource)
         try:
             job = parse_job(resource)
         except InvalidJobError as error:
-            self._refusal, self._version = ("InvalidSpec", str(error)), version
+            self._refusal, self._edition = ("InvalidSpec", str(error)), edition
             return
         fresh = self._job is None and not self._pods()
         if fresh or self._refusal is not None or _template(self._job) != _template(job):
@@ -197,10 +208,10 @@ class JobLoop:
                 if error.status not in (FORBIDDEN, *_PERMANENT):
                     raise
                 word = "InvalidTemplate" if error.status in _PERMANENT else "PodsRefused"
-                self._refusal, self._version = (word, str(error)), version
+                self._refusal, self._edition = (word, str(error)), edition
                 return
         self._job, self.wants, self._refusal = job, wants_of(job), None
-        self._version = version
+        self._edition = edition
 
     async def _refuse(self, reason: str, message: str) -> float:
         now = self._world.clocks.text(self._world.clock())
@@ -213,7 +224,11 @@ class JobLoop:
 
     # --- looking ------------------------------------------------------------------------------
 
-    async def _look(self, job: MoETrainingJob, wants: Wants) -> float:
+    async def _look(self, asked: MoETrainingJob) -> float:
+        ended = self._state.outcome is not None
+        turn = await self._queueing.look(asked, ended=ended)
+        job, wants = turn.job, turn.wants
+        self.wants, self._suspension = wants, turn.suspension
         world, now = self._world, self._world.clock()
         began_s = world.worked_s()
         before = self._state
@@ -234,6 +249,9 @@ class JobLoop:
         # Written before anything is done: an operator that starts again needs it.
         remembered = await self._writer.write(status)
         failed = await self._acting.carry_out(job, before, decision, pods, observed, remembered)
+        pending, text = len(self._acting.pending), world.clocks.text(now)
+        there = self._pods()  # also those that were created meanwhile
+        failed += await self._queueing.follow(asked, there, pending, observed, decision, text)
         for event in failed:
             world.recorder.post(self._resource, event)
         late = world.attention.late()
@@ -256,7 +274,8 @@ class JobLoop:
         server, now = self._world.server, self._world.clock()
         names = [member.node for member in self._state.membership.members]
         nodes = {name: server.view(name, self.key) or NodeView(name=name) for name in names}
-        return stand_of(self._job, self._state, Observed(nodes=nodes), now)
+        observed = Observed(nodes=nodes, suspension=self._suspension)
+        return stand_of(self._job, self._state, observed, now)
 
     def _pods(self) -> list[TrainerPod]:
         """The job's pods, without those of an earlier job of its name."""
@@ -271,7 +290,11 @@ class JobLoop:
         wanted = job.spec.nodes + job.spec.failure_policy.spares
         others = max(CANDIDATES_MIN, 2 * wanted)
         nodes = self._world.candidate_nodes.views(self.key, wants, near, others)
-        return Observed(nodes=nodes, agents=agents(pods, self._acting.pending))
+        return Observed(
+            nodes=nodes,
+            agents=agents(pods, self._acting.pending),
+            suspension=self._suspension,
+        )
 
     def _status_of(
         self,
@@ -297,6 +320,14 @@ class JobLoop:
         return max(self._world.status_s(), members / 100)
 
 
+def _edition(resource: Object) -> object:
+    """What changes with the job, but not with its status: the version of its spec, its labels, which
+    may name a queue, and a user's request for a copy."""
+    metadata = resource["metadata"]
+    asked = (metadata.get("annotations") or {}).get(COPY_ANNOTATION)
+    return metadata.get("generation"), metadata.get("labels") or {}, asked
+
+
 def _template(job: MoETrainingJob | None) -> Object | None:
     return None if job is None else job.spec.trainer.template
 
@@ -309,9 +340,3 @@ def _attempts(status: Object) -> dict[int, int]:
         if attempt is not None:
             found[member["index"]] = int(attempt[1])
     return found
-
-
-def _version_of(resource: Object) -> tuple[object, object]:
-    """What of a job makes it another one to look at: its spec, and a user's request."""
-    metadata = resource["metadata"]
-    return metadata.get("generation"), (metadata.get("annotations") or {}).get(COPY_ANNOTATION)

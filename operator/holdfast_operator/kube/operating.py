@@ -6,7 +6,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
+from functools import partial
 
 from holdfast_operator.control.server import ControlServer
 from holdfast_operator.kube.api import Api
@@ -31,16 +32,20 @@ from holdfast_operator.kube.nodes import KubeNode, read_node
 from holdfast_operator.kube.notices import NOTICES
 from holdfast_operator.kube.options import Options
 from holdfast_operator.kube.pods import TrainerPod, read_pod
+from holdfast_operator.kube.queueing import Queues
 from holdfast_operator.kube.renewing import Renewing
-from holdfast_operator.kube.resources import CONTROLLER_REVISIONS, NODES, PODS, Resource
+from holdfast_operator.kube.resources import CONTROLLER_REVISIONS, NODES, PODS, WORKLOADS, Resource
 from holdfast_operator.kube.times import ClockPair
 from holdfast_operator.kube.trainers import PodIndex, Trainers
 from holdfast_operator.kube.watches import Cache, Fed, Watch
+from holdfast_operator.kube.workloads import SELECTOR, KueueWorkload, read_workload
 from holdfast_operator.kube.world import LoopContext
 from holdfast_protos.identity import Identity
 
 _log = logging.getLogger(__name__)
 
+KUEUE_S = 10.0
+"""Time for the first list of Workloads before jobs are carried out; queued ones wait for it."""
 LAST_EVENTS_S = 3.0
 """Time limit for posting the last events."""
 
@@ -85,10 +90,8 @@ class Operating:
         )
         self._pods = PodIndex(lambda key: self._fleet.wake((key,)))
         self._pod_cache: Cache[TrainerPod | None] = Cache(read_pod, self._pods.change)
-        notices = NOTICES.union(options.notice)
-        self._nodes: Cache[KubeNode] = Cache(
-            lambda raw: read_node(raw, notices), self._node_changed
-        )
+        read = partial(read_node, notices=NOTICES.union(options.notice))
+        self._nodes: Cache[KubeNode] = Cache(read, self._node_changed)
         self._daemons = Daemons(clock)
         self._daemon_cache: Cache[DaemonPod] = Cache(read_daemon, self._daemons.change)
         selector = {"labelSelector": TRAINER_SELECTOR}
@@ -102,6 +105,8 @@ class Operating:
                 {"labelSelector": options.daemon_selector},
             ),
         }
+        self._workloads: Cache[KueueWorkload] = Cache(read_workload, self._workload_changed)
+        self._workloads_watch = self._watch_workloads()
         self._recorder = Recorder(
             api,
             instance=options.identity,
@@ -173,6 +178,8 @@ class Operating:
                 self._attention.run(),
                 Endpoints(self._api, target).run(),
             ]
+            if options.kueue:
+                work.append(self._workloads_watch.run())
             if options.renew_daemons:
                 work += [self._watch_revisions().run(), self._renewing.run()]
             tasks = [asyncio.create_task(each) for each in work]
@@ -180,6 +187,10 @@ class Operating:
             for kind, watch in self._watches.items():
                 await watch.synced.wait()
                 _log.info("the watch of %s has its first list", kind)
+            if options.kueue:
+                # Jobs without a queue do not wait for a Kueue that is not there.
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._workloads_watch.synced.wait(), KUEUE_S)
             self._fleet.begin(self._world())
             tasks.append(asyncio.create_task(self._fleet.run()))
             stack.push_async_callback(self._recorder.flush, LAST_EVENTS_S)
@@ -215,6 +226,13 @@ class Operating:
             worked_s=time.thread_time,
             clocks=ClockPair(now=clock(), wall=time.time()),
             locations=self._options.storage_locations,
+            queues=Queues(
+                api=self._api,
+                workloads=self._workloads,
+                are_known=self._workloads_watch.synced.is_set,
+            )
+            if self._options.kueue
+            else None,
             insecure=self._options.insecure,
             outdated=self._renewing.condition,
             status_s=self._fleet.status_s,
@@ -238,6 +256,10 @@ class Operating:
             query=query,
         )
 
+    def _watch_workloads(self) -> Watch:
+        selector = {"labelSelector": SELECTOR}
+        return self._watch(WORKLOADS, self._workloads, self._options.watch_namespace, selector)
+
     def _watch_revisions(self) -> Watch:
         """The watch of template revisions. A leader does not wait for it: jobs do not need it."""
         selector = {"labelSelector": self._options.daemon_selector}
@@ -246,6 +268,11 @@ class Operating:
     def _daemons_changed(self, nodes: frozenset[str]) -> None:
         for node in nodes:
             self._fleet.wake(self._server.jobs_on(node))
+
+    def _workload_changed(self, before: KueueWorkload | None, now: KueueWorkload | None) -> None:
+        workload = now or before
+        assert workload is not None
+        self._fleet.wake((f"{workload.namespace}.{workload.job}",))
 
     def _node_changed(self, before: KubeNode | None, now: KubeNode | None) -> None:
         node = now or before

@@ -56,6 +56,8 @@ class Options:
     """Whether to delete the pods of daemons of an older version, when no job loses by it."""
     trainer_volume: TrainerVolume
     """How trainers' pods get at the daemon's sockets."""
+    kueue: bool
+    """Whether jobs may name a queue of Kueue."""
     notice: tuple[str, ...]
     """More taints and conditions that announce the end of a node."""
     storage_locations: tuple[StorageLocation, ...]
@@ -141,6 +143,11 @@ def _add_nodes(parser: argparse.ArgumentParser) -> None:
         help="how trainers' pods get at the daemon's sockets: by an inline volume of the daemons' "
         "CSI driver, or by a hostPath, which Pod Security allows in privileged namespaces only "
         "(default: %(default)s)",
+    )
+    add(
+        "--kueue",
+        action="store_true",
+        help="let Kueue admit jobs that name a queue; needs Kueue's v1beta2 API",
     )
     add(
         "--notice",

@@ -44,5 +44,11 @@ CONTROLLER_REVISIONS = Resource("apps", "v1", "controllerrevisions")
 EVENTS = Resource("events.k8s.io", "v1", "events")
 LEASES = Resource("coordination.k8s.io", "v1", "leases")
 ENDPOINT_SLICES = Resource("discovery.k8s.io", "v1", "endpointslices")
+WORKLOADS = Resource("kueue.x-k8s.io", "v1beta2", "workloads")
+RESOURCE_FLAVORS = Resource("kueue.x-k8s.io", "v1beta2", "resourceflavors", namespaced=False)
+WORKLOAD_PRIORITIES = Resource(
+    "kueue.x-k8s.io", "v1beta2", "workloadpriorityclasses", namespaced=False
+)
+PRIORITIES = Resource("scheduling.k8s.io", "v1", "priorityclasses", namespaced=False)
 VOLCANO_POD_GROUPS = Resource("scheduling.volcano.sh", "v1beta1", "podgroups")
 COSCHEDULING_POD_GROUPS = Resource("scheduling.x-k8s.io", "v1alpha1", "podgroups")

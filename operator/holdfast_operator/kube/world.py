@@ -12,6 +12,7 @@ from holdfast_operator.kube.attention import Attention
 from holdfast_operator.kube.candidates import CandidateNodes
 from holdfast_operator.kube.events import Recorder
 from holdfast_operator.kube.metrics import OperatorMetrics
+from holdfast_operator.kube.queueing import Queues
 from holdfast_operator.kube.times import ClockPair
 from holdfast_operator.kube.trainers import PodIndex, Trainers
 from holdfast_operator.reconciler.views import Condition
@@ -36,6 +37,8 @@ class LoopContext:
     clocks: ClockPair
     locations: Locations
     """Locations that jobs may persist to."""
+    queues: Queues | None = None
+    """Kueue; None when the operator works without."""
     insecure: bool = False
     """Whether daemons and operator run without certificates."""
     outdated: Callable[[Iterable[str]], Condition | None] = lambda nodes: None

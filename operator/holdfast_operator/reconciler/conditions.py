@@ -15,6 +15,7 @@ from holdfast_operator.reconciler.lookups import (
     is_reachable,
     node_of,
     ranks_in,
+    suspension_of,
 )
 from holdfast_operator.reconciler.losses import loss_condition
 from holdfast_operator.reconciler.stalls import stall_of
@@ -93,7 +94,7 @@ def conditions(
     other kinds of jobs. `waiting`: what the loop waits for."""
     refusal = unsupported(job, locations) if state.membership is None else None
     found = (
-        _suspended(job, observed),
+        _suspended(job, observed, state),
         refusal or _scheduled(job, observed, state, now, waiting),
         _running(job, observed, state, now, waiting),
         _recovering(job, observed, state, waiting),
@@ -106,16 +107,18 @@ def conditions(
     return tuple(condition for condition in found if condition is not None)
 
 
-def _suspended(job: MoETrainingJob, observed: Observed) -> Condition:
+def _suspended(job: MoETrainingJob, observed: Observed, state: ControlState) -> Condition:
     kind = ConditionType.SUSPENDED
-    if not job.spec.suspend:
+    suspension = suspension_of(job, observed)
+    if suspension is None:
         return Condition(type=kind, status=False, reason="NotSuspended")
     left = sorted({a.member for a in observed.agents if a.state is not AgentState.EXITED})
     if left:
         message = f"agents of members [{listed(left)}] are being stopped"
         return Condition(type=kind, status=False, reason="Stopping", message=message)
-    message = "spec.suspend is true; snapshots are kept in memory"
-    return Condition(type=kind, status=True, reason="SuspendedByUser", message=message)
+    kept = "" if state.membership is None else "; snapshots are kept in memory"
+    message = f"{suspension.message}{kept}"
+    return Condition(type=kind, status=True, reason=suspension.reason, message=message)
 
 
 def _scheduled(
@@ -197,7 +200,7 @@ def _running(
     kind, membership = ConditionType.RUNNING, state.membership
     if state.outcome is not None:
         return Condition(type=kind, status=False, reason="Ended")
-    if job.spec.suspend:
+    if suspension_of(job, observed) is not None:
         return Condition(type=kind, status=False, reason="Suspended")
     if membership is None or not training_runs(observed, membership):
         if membership is not None and _goes_on(state, membership):
@@ -217,7 +220,7 @@ def _recovering(
     job: MoETrainingJob, observed: Observed, state: ControlState, waiting: str
 ) -> Condition:
     kind, membership = ConditionType.RECOVERING, state.membership
-    if state.outcome is not None or membership is None or job.spec.suspend:
+    if state.outcome is not None or membership is None or suspension_of(job, observed) is not None:
         return Condition(type=kind, status=False, reason="NothingToRecover")
     if _goes_on(state, membership):
         return Condition(type=kind, status=False, reason="TrainingGoesOn")

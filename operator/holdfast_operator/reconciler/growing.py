@@ -24,6 +24,7 @@ from holdfast_operator.reconciler.joining import (
     prepare,
     ready_members,
 )
+from holdfast_operator.reconciler.lookups import suspension_of
 from holdfast_operator.reconciler.placement import choose_joiners, would_forget
 from holdfast_operator.reconciler.recovering import begin_epoch
 from holdfast_operator.reconciler.replacing import Moves
@@ -122,7 +123,7 @@ def strength_condition(look: Look, state: ControlState) -> tuple[Condition, ...]
 
 def _prospect(look: Look, state: ControlState, membership: Membership) -> str:
     """Text on when members join."""
-    if look.job.spec.suspend:
+    if suspension_of(look.job, look.observed) is not None:
         return "they join when the job is resumed, on nodes that are free then"
     ready = ready_members(look, state, membership)
     texts = []

@@ -13,13 +13,21 @@ from holdfast_operator.reconciler.views import (
     NodeView,
     Observed,
     RankView,
+    Suspension,
 )
 
 SUSPECT_AFTER_HEARTBEATS = 2.5
 """Heartbeats of silence after which a daemon is suspect: it is waited for, and nothing that needs
 it is begun."""
 
+BY_USER = Suspension(reason="SuspendedByUser", message="spec.suspend is true")
+
 _rank_number = attrgetter("rank")
+
+
+def suspension_of(job: MoETrainingJob, observed: Observed) -> Suspension | None:
+    """Why the job shall have no agents now; None when it shall run."""
+    return BY_USER if job.spec.suspend else observed.suspension
 
 
 def node_of(observed: Observed, member: Member) -> NodeView:

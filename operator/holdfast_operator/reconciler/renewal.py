@@ -16,6 +16,7 @@ from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import Redundancy
 from holdfast_operator.reconciler.conditions import has_all_who_captured, newest_protected
+from holdfast_operator.reconciler.lookups import suspension_of
 from holdfast_operator.reconciler.protection import ParityGroups
 from holdfast_operator.reconciler.text import listed
 from holdfast_operator.reconciler.views import Condition, ConditionType, ControlState, Observed
@@ -162,7 +163,8 @@ def stand_of(
         if view is None or not view.verified
     }
     hold = ""
-    if not job.spec.suspend and state.resumed_epoch != membership.epoch:
+    suspended = suspension_of(job, observed) is not None
+    if not suspended and state.resumed_epoch != membership.epoch:
         hold = "training does not run"
     elif job.spec.redundancy.type is not Redundancy.NONE and (
         protected is None or not has_all_who_captured(membership, protected)
@@ -173,7 +175,7 @@ def stand_of(
         groups=groups,
         hold=hold,
         weak=frozenset(nodes[index] for index in weak | unsure),
-        protected=None if job.spec.suspend else protected,
+        protected=None if suspended else protected,
     )
 
 

@@ -20,7 +20,7 @@ from holdfast_core.job.parsing import FailureAction as RuleAction
 from holdfast_core.job.parsing import FailureRule, MoETrainingJob, On
 from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_operator.reconciler.joining import arriving_members, ready_members
-from holdfast_operator.reconciler.lookups import node_of
+from holdfast_operator.reconciler.lookups import node_of, suspension_of
 from holdfast_operator.reconciler.placement import would_forget
 from holdfast_operator.reconciler.protection import ParityGroups
 from holdfast_operator.reconciler.replacing import Moves
@@ -118,7 +118,7 @@ def _joining(
 ) -> dict[int, NodeView]:
     """Missing members that join an epoch which begins anyway: those that are ready, and those on
     their way too if the job cannot go on without them, because it lacks `missing` members."""
-    if look.job.spec.suspend or would_forget(membership, state.saved):
+    if suspension_of(look.job, look.observed) is not None or would_forget(membership, state.saved):
         return {}
     ready = ready_members(look, state, membership)
     return ready if missing <= len(ready) else arriving_members(look, state, membership)

@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from holdfast_core.snapshots.membership import Membership
 from holdfast_operator.reconciler.joining import places
+from holdfast_operator.reconciler.lookups import suspension_of
 from holdfast_operator.reconciler.placement import choose_spare
 from holdfast_operator.reconciler.steps import Look, Step
 from holdfast_operator.reconciler.text import exit_in_words
@@ -86,7 +87,9 @@ def _not_before(exits: tuple[int, float] | None) -> float:
 
 def _is_taken_over(look: Look, state: ControlState, standby: StandbyView) -> bool:
     """Whether a member has moved to the node, or will join there, and this is to be its agent."""
-    if state.membership is None or state.outcome is not None or look.job.spec.suspend:
+    if state.membership is None or state.outcome is not None:
+        return False
+    if suspension_of(look.job, look.observed) is not None:
         return False
     joining = {node: member for member, node in state.joining}
     member = state.membership.member_on(standby.node)
@@ -99,7 +102,7 @@ def _wanted(look: Look, state: ControlState) -> list[str]:
     membership = state.membership
     if not look.standbys or membership is None or state.outcome is not None:
         return []
-    if look.job.spec.suspend:
+    if suspension_of(look.job, look.observed) is not None:
         return []
     return _taken_first(membership, _spares(look, state, membership), look.standbys)
 

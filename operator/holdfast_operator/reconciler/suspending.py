@@ -1,9 +1,9 @@
 """Suspend a job, and resume it. Pure.
 
-A suspended job has no agents; daemons keep its snapshots, so that it goes on where it was. If its
-shape was changed meanwhile, no snapshot fits the new training world: snapshots are freed, members
-are placed anew, and training starts from the beginning. The user has asked for that; a failure
-never leads there (rule 5 of `reconcile`).
+A person suspends it, or its queue does. A suspended job has no agents; daemons keep its snapshots,
+so that it goes on where it was. If its shape was changed meanwhile, no snapshot fits the new
+training world: snapshots are freed, members are placed anew, and training starts from the
+beginning. The user has asked for that; a failure never leads there (rule 5 of `reconcile`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from holdfast_operator.reconciler.deadlines import fail_when_overdue
 from holdfast_operator.reconciler.evidence import gather
 from holdfast_operator.reconciler.failure_rules import rule_for
 from holdfast_operator.reconciler.growing import joiners
+from holdfast_operator.reconciler.lookups import suspension_of
 from holdfast_operator.reconciler.recovering import (
     await_replacement,
     begin_epoch,
@@ -35,7 +36,8 @@ from holdfast_operator.reconciler.views import (
 
 def suspend(look: Look, state: ControlState) -> Step:
     """Stop all agents of a job that is to be suspended."""
-    if not look.job.spec.suspend:
+    suspension = suspension_of(look.job, look.observed)
+    if suspension is None:
         return Step(state)
     held = replace(
         state,
@@ -47,12 +49,11 @@ def suspend(look: Look, state: ControlState) -> Step:
         replaced=frozenset(),
         setbacks=(),
     )
-    step = stop(look, held, look.observed.agents).wait("the job is suspended")
+    step = stop(look, held, look.observed.agents).wait(suspension.message)
     if state.suspended:
         return step
-    return step.post(
-        EventReason.SUSPENDED, "spec.suspend is true: agents are stopped, snapshots are kept"
-    )
+    done = "" if state.membership is None else ": agents are stopped, snapshots are kept"
+    return step.post(EventReason.SUSPENDED, f"{suspension.message}{done}")
 
 
 def resume(look: Look, state: ControlState, membership: Membership) -> Step:

@@ -174,6 +174,15 @@ class StandbyView:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Suspension:
+    """Why a job shall have no agents now."""
+
+    reason: str
+    """One word in CamelCase."""
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Observed:
     """Everything that is known now. A missing node was not seen yet. All agents are there: an
     adapter that has not listed them yet must not look."""
@@ -181,6 +190,8 @@ class Observed:
     nodes: Mapping[str, NodeView]
     agents: tuple[AgentView, ...] = ()
     standbys: tuple[StandbyView, ...] = ()
+    suspension: Suspension | None = None
+    """Why the job's queue keeps it from running; None when the job may run."""
     _by_home: dict[tuple[int, str], AgentView] = field(init=False, repr=False, compare=False)
     _views: dict[int, tuple[Membership, tuple[JobView | None, ...]]] = field(
         init=False, repr=False, compare=False, default_factory=dict

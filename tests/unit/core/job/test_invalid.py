@@ -55,6 +55,19 @@ def put(path: str, value: object) -> Callable[[Document], None]:
     return change
 
 
+QUEUE = "metadata.labels.kueue.x-k8s.io/queue-name"
+
+
+def queued(label: str, scheduling: dict[str, str]) -> Callable[[Document], None]:
+    """A change that gives the job a queue by its label, and this scheduling."""
+
+    def change(document: Document) -> None:
+        document["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": label}
+        document["spec"]["scheduling"] = scheduling
+
+    return change
+
+
 def rule(**fields: object) -> Callable[[Document], None]:
     return put("spec.failurePolicy.rules.0", fields)
 
@@ -368,12 +381,29 @@ CASES = [
     ),
     (
         put("spec.scheduling.gang", "Slurm"),
-        "spec.scheduling.gang = \"Slurm\": invalid enum value 'Slurm'; use one of None, "
+        "spec.scheduling.gang = \"Slurm\": invalid enum value 'Slurm'; use one of None, Kueue, "
         "KueuePodGroup, Volcano, Coscheduling",
     ),
     (
         put("spec.scheduling.gang", "KueuePodGroup"),
         "spec.scheduling.queue: gang: KueuePodGroup has no queue; give the name of a LocalQueue",
+    ),
+    (
+        put("spec.scheduling", {"gang": "Kueue"}),
+        "spec.scheduling.queue: gang: Kueue has no queue; give the name of a LocalQueue",
+    ),
+    (
+        queued("a", {"gang": "Kueue", "queue": "b"}),
+        f'{QUEUE} = "a": another queue than spec.scheduling.queue = b; remove one of the two',
+    ),
+    (
+        queued("a", {"gang": "Volcano"}),
+        f'{QUEUE} = "a": queues the job as a whole, and spec.scheduling.gang is Volcano',
+    ),
+    (queued("Team A", {}), f'{QUEUE} = "Team A": not the name of a LocalQueue'),
+    (
+        put("metadata.labels", {"kueue.x-k8s.io/prebuilt-workload-name": "w"}),
+        'metadata.labels.kueue.x-k8s.io/prebuilt-workload-name = "w": Holdfast makes the Workload',
     ),
     (
         put("spec.scheduling.queue", "team-a"),

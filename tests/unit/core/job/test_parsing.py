@@ -284,6 +284,10 @@ def test_fields_without_effect_on_one_machine_are_named() -> None:
     gang, ttl = ignored_locally(parse_job(FULL))
     assert gang.startswith("spec.scheduling.gang = KueuePodGroup is ignored here: all nodes")
     assert ttl.startswith("spec.ttlSecondsAfterFinished = 0 is ignored here: a local run")
+    queued = document()
+    queued["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team-a"}
+    (queue,) = ignored_locally(parse_job(queued))
+    assert queue.endswith("= team-a is ignored here: a local run has no queue")
 
 
 @pytest.mark.parametrize("gang", ["Volcano", "Coscheduling"])

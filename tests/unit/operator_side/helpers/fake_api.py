@@ -67,10 +67,17 @@ class FakeApi:
         body: Object,
         subresource: str = "",
     ) -> Object:
-        """Patch an object's metadata. An object that is being deleted goes with its last
-        finalizer."""
-        self._note("patch", resource, name)
+        """Patch an object's metadata, or its status. An object that is being deleted goes with its
+        last finalizer."""
+        self._note(f"patch {subresource}".strip(), resource, name)
         found = self._find(resource, namespace, name)
+        if subresource:
+            version = body.get("metadata", {}).get("resourceVersion")
+            if version not in (None, found["metadata"]["resourceVersion"]):
+                raise ApiError("changed meanwhile", status=CONFLICT, reason="Conflict")
+            merged = {**(found.get(subresource) or {}), **body[subresource]}
+            kept = {key: value for key, value in merged.items() if value is not None}
+            return self.put(resource, {**found, subresource: kept})
         metadata = {**found["metadata"], **body["metadata"]}
         if "deletionTimestamp" in metadata and not metadata["finalizers"]:
             del self.objects[(resource.plural, namespace, name)]
@@ -93,6 +100,11 @@ class FakeApi:
     def made(self, resource: Resource) -> list[str]:
         """Names of all objects of a kind."""
         return sorted(name for plural, _, name in self.objects if plural == resource.plural)
+
+    async def list(self, resource: Resource, namespace: str = "", **query: str) -> Object:
+        self._note("list", resource, "")
+        found = [body for (plural, _, _), body in self.objects.items() if plural == resource.plural]
+        return {"items": copy.deepcopy(found)}
 
     def _find(self, resource: Resource, namespace: str, name: str) -> Any:
         try:

@@ -27,10 +27,12 @@ from holdfast_operator.kube.manifests import TrainerVolume
 from holdfast_operator.kube.metrics import OperatorMetrics
 from holdfast_operator.kube.nodes import KubeNode, read_node
 from holdfast_operator.kube.pods import TrainerPod, read_pod
-from holdfast_operator.kube.resources import JOBS, PODS, Resource
+from holdfast_operator.kube.queueing import Queues
+from holdfast_operator.kube.resources import JOBS, PODS, WORKLOADS, Resource
 from holdfast_operator.kube.times import ClockPair
 from holdfast_operator.kube.trainers import PodIndex, Trainers
 from holdfast_operator.kube.watches import Cache
+from holdfast_operator.kube.workloads import KueueWorkload, read_workload
 from holdfast_operator.kube.world import LoopContext
 from holdfast_operator.reconciler.views import Condition
 from holdfast_protos import codec, control_pb2, values_pb2
@@ -167,7 +169,7 @@ class Daemon:
 class SmallCluster:
     """A cluster for one test; use `on_a_cluster`. Times are real, but nothing waits for them."""
 
-    def __init__(self, nodes: int, *, insecure: bool = False) -> None:
+    def __init__(self, nodes: int, *, insecure: bool = False, kueue: bool = False) -> None:
         self._count = nodes
         self._node_versions = itertools.count(1)
         self.fleet, self.metrics = Fleet(), OperatorMetrics()
@@ -183,6 +185,14 @@ class SmallCluster:
         self.nodes: Cache[KubeNode] = Cache(read_node, lambda before, now: None)
         self._index = PodIndex(lambda key: self.fleet.wake((key,)))
         self.pods: Cache[TrainerPod | None] = Cache(read_pod, self._index.change)
+        self.workloads: Cache[KueueWorkload] = Cache(read_workload, self._workload_changed)
+        self.knows_workloads = True
+        """Whether the operator has read the Workloads."""
+        queues = Queues(
+            api=cast(Api, self.api),
+            workloads=self.workloads,
+            are_known=lambda: self.knows_workloads,
+        )
         self.outdated: Condition | None = None
         """Condition to report for daemons of an older version."""
         self.runs_pods = True
@@ -214,6 +224,7 @@ class SmallCluster:
                 worked_s=time.thread_time,
                 clocks=ClockPair(now=clock(), wall=time.time()),
                 locations=None,
+                queues=queues if kueue else None,
                 insecure=insecure,
                 outdated=lambda nodes: self.outdated if list(nodes) else None,
                 status_s=lambda: 0.0,
@@ -332,6 +343,11 @@ class SmallCluster:
         """Return once the phase in the job's status is Running."""
         await self.until(lambda: self.phase(resource) == "Running")
 
+    def _workload_changed(self, before: KueueWorkload | None, now: KueueWorkload | None) -> None:
+        workload = now or before
+        assert workload is not None
+        self.fleet.wake((f"{workload.namespace}.{workload.job}",))
+
     def _written(self, resource: Resource, body: Object) -> None:
         """Pass a written object on, as watches would."""
         loop = asyncio.get_running_loop()
@@ -343,6 +359,14 @@ class SmallCluster:
                 loop.call_soon(self._end_pod, body["metadata"])
             elif self.runs_pods and "status" not in body:
                 loop.call_soon(self._run_pod, body)
+        elif resource is WORKLOADS:
+            metadata = body["metadata"]
+            key = (metadata["namespace"], metadata["name"])
+            if "deletionTimestamp" in metadata:
+                loop.call_soon(self.api.objects.pop, (WORKLOADS.plural, *key))
+                loop.call_soon(self.workloads.remove, *key)
+            else:
+                loop.call_soon(self.workloads.put, body)
         self._tell_soon()
 
     def _gone(self, job: Object) -> None:
@@ -373,11 +397,15 @@ class SmallCluster:
 
 
 def on_a_cluster(
-    test: Callable[[SmallCluster], Awaitable[None]], nodes: int = 3, *, insecure: bool = False
+    test: Callable[[SmallCluster], Awaitable[None]],
+    nodes: int = 3,
+    *,
+    insecure: bool = False,
+    kueue: bool = False,
 ) -> None:
     """Run `test` on a cluster of `nodes` nodes."""
 
     async def run() -> None:
-        await SmallCluster(nodes, insecure=insecure).run(test)
+        await SmallCluster(nodes, insecure=insecure, kueue=kueue).run(test)
 
     asyncio.run(run())

@@ -38,6 +38,7 @@ from holdfast_operator.reconciler.views import (
     StartStandby,
     StopAgent,
     StopStandby,
+    Suspension,
 )
 
 STEP_S = 0.25
@@ -105,6 +106,8 @@ class World:
         self.returning: set[str] = set()
         self.locations: Locations = None
         self.cordoned: set[str] = set()
+        self.suspension: Suspension | None = None
+        """Why the job's queue keeps it from running."""
         self.notices: dict[str, str] = {}
         """Node → reason for which it will be taken away."""
         self.full: set[str] = set()
@@ -194,6 +197,7 @@ class World:
             nodes={name: self.node_view(name) for name in self.daemons},
             agents=tuple(agent for _, agent in sorted(self.agents.items())),
             standbys=tuple(standby for _, standby in sorted(self.standbys.items())),
+            suspension=self.suspension,
         )
 
     def node_view(self, name: str) -> NodeView:

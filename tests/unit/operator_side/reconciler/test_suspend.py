@@ -10,6 +10,7 @@ from virtual_world import World, make_job, running
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.snapshots.generations import Generation
 from holdfast_operator.reconciler.counters import Outcome
+from holdfast_operator.reconciler.views import Suspension
 
 
 def suspended(job: MoETrainingJob | None = None) -> World:
@@ -69,6 +70,27 @@ def test_agents_that_are_still_ending_are_waited_for_on_resume() -> None:
     world.reap()
     world.settle(1.0)
     assert world.membership.epoch == 2 and world.phase() == "Running"
+
+
+def test_a_queue_suspends_a_job_in_its_own_words_and_counts_nothing() -> None:
+    world = World(make_job(spec={"preRunningDeadlineSeconds": 10}))
+    world.suspension = Suspension(reason="Queued", message="waits in queue a")
+    world.settle(30.0)
+    assert world.actions == [] and world.phase() == "Suspended"
+    assert world.condition("Suspended") == (True, "Queued", "waits in queue a")
+    world.suspension = None
+    world.settle(1.0)
+    assert world.phase() == "Running"
+    world.train(10)
+    world.suspension = Suspension(reason="Evicted", message="evicted")
+    world.settle(1.0)
+    assert world.agents == {}
+    assert world.condition("Suspended")[2] == "evicted; snapshots are kept in memory"
+    assert world.messages("Suspended")[-1] == "evicted: agents are stopped, snapshots are kept"
+    world.suspension = None
+    world.settle(1.0)
+    assert world.membership.epoch == 2 and world.phase() == "Running"
+    assert (world.state.recoveries, world.state.counted) == (0, 0)
 
 
 def test_a_suspension_survives_a_restart_of_the_control_loop() -> None:
