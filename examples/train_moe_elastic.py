@@ -1,9 +1,9 @@
 """Trains the model of train_moe.py with uneven copies of its experts.
 
-Popular experts have more copies, and every expert at least `--min-copies`, on as many nodes; the
-plan is that of `holdfast plan --experts`. No token is dropped. Start it with `torchrun
---nproc-per-node 2 examples/train_moe_elastic.py`, or on several nodes, protected, with `holdfast
-run examples/moe-elastic-job.yaml`.
+Popular experts have more copies, and every expert at least two, on as many nodes; the plan is that
+of `holdfast plan --experts`, by `spec.elastic` of the job. No token is dropped. Start it with
+`torchrun --nproc-per-node 2 examples/train_moe_elastic.py`, or on several nodes, protected, with
+`holdfast run examples/moe-elastic-job.yaml`.
 
 A step has `--batch` sequences, whatever the number of ranks is, so losses depend on it only by
 rounding (least with `--dtype float32`). A rank with fewer of them weighs less.
@@ -68,15 +68,17 @@ class ElasticLM(ByteLM):
         self.head = nn.Linear(args.dim, BYTE_VALUES, bias=False)
 
 
-def make_plan(args: argparse.Namespace, ranks: int, nproc: int) -> moe.ExpertPlan:
-    """The same plan on all ranks."""
+def make_plan(args: argparse.Namespace, world: elastic.World) -> moe.ExpertPlan:
+    """The same plan on all ranks: the job's, unless --seats is given."""
     loads = [[1] * args.experts] * args.layers
     if args.loads:
         loads = json.loads(args.loads.read_text())
         if [len(layer) for layer in loads] != [args.experts] * args.layers:
             raise SystemExit(f"{args.loads}: not {args.layers} layers of {args.experts} experts")
-    seats = args.seats or -(-args.experts * min(args.min_copies, ranks // nproc) // ranks)
-    room = moe.ExpertRoom(nodes=ranks // nproc, nproc=nproc, rank_seats=seats)
+    if not args.seats:
+        return moe.plan_of_job(loads, world)
+    nodes = world.size // world.nproc
+    room = moe.ExpertRoom(nodes=nodes, nproc=world.nproc, rank_seats=args.seats)
     placement = moe.Placement(args.placement)
     return moe.plan_experts(loads, room, min_copies=args.min_copies, placement=placement)
 
@@ -94,10 +96,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--experts", type=int, default=16, help="experts of a layer")
     parser.add_argument(
-        "--seats", type=int, help="copies on a rank; default: those of --min-copies"
+        "--seats", type=int, help="copies on a rank, instead of the job's spec.elastic"
     )
-    parser.add_argument("--min-copies", type=int, default=2, help="of each expert")
-    parser.add_argument("--placement", choices=list(moe.Placement), default="Auto")
+    parser.add_argument("--min-copies", type=int, default=2, help="with --seats: of each expert")
+    parser.add_argument(
+        "--placement", choices=list(moe.Placement), default="Auto", help="with --seats"
+    )
     parser.add_argument("--loads", type=Path, help="tokens of experts to plan for (JSON)")
     parser.add_argument("--save-loads", type=Path, help="receives them at the end (rank 0)")
     parser.add_argument("--batch", type=int, default=8, help="sequences of a step, over all ranks")
@@ -120,7 +124,7 @@ def main(argv: list[str] | None = None) -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     world = elastic.init("nccl" if on_gpu else "gloo", stay=args.stay, any_size=args.stay)
     group = world.group(lambda size: [range(size)])
-    plan = make_plan(args, world.size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    plan = make_plan(args, world)
     if world.rank == 0:
         print(plan.reason, flush=True)
 

@@ -14,11 +14,13 @@ from pathlib import Path
 import msgspec
 
 from holdfast_core.errors import InvalidJobError
+from holdfast_core.job.elastic import ElasticVariable
 from holdfast_core.job.failures import REFORM_S
 from holdfast_core.job.snapshots import COMPARE_REPLICAS_EVERY, PolicySpec
 from holdfast_core.last_lines import secrets_among
 
 _POLICY = msgspec.json.Decoder(PolicySpec)
+_ELASTIC = msgspec.json.Decoder(ElasticVariable)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +56,8 @@ class Environment:
     """`HOLDFAST_COMPARE_REPLICAS_EVERY`."""
     store_compute_weights: bool
     """`HOLDFAST_STORE_COMPUTE_WEIGHTS`: 1 or 0."""
+    elastic: ElasticVariable | None
+    """`HOLDFAST_ELASTIC`: the job's `spec.elastic`, as JSON; None where it has none."""
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -87,6 +91,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
             found, "HOLDFAST_COMPARE_REPLICAS_EVERY", COMPARE_REPLICAS_EVERY
         ),
         store_compute_weights=_number(found, "HOLDFAST_STORE_COMPUTE_WEIGHTS", 1) != 0,
+        elastic=_elastic(found.get("HOLDFAST_ELASTIC", "")),
         copy_threads=None if threads is None else _number(found, "HOLDFAST_COPY_THREADS", 0),
     )
 
@@ -125,6 +130,15 @@ def _policy(text: str) -> PolicySpec:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidJobError(
             f"HOLDFAST_POLICY={text!r} is not a job's snapshot.policy: {error}"
+        ) from error
+
+
+def _elastic(text: str) -> ElasticVariable | None:
+    try:
+        return _ELASTIC.decode(text) if text else None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidJobError(
+            f"HOLDFAST_ELASTIC={text!r} is not a job's spec.elastic: {error}"
         ) from error
 
 

@@ -1,6 +1,6 @@
 """Mixture-of-Experts layers whose experts have uneven numbers of copies.
 
-    plan = moe.plan_experts(loads, moe.ExpertRoom(nodes=8, nproc=1, rank_seats=6))
+    plan = moe.plan_of_job(loads, world)                    # as spec.elastic of the job says
     group = world.group([range(world.size)])
     layer = moe.MoELayer(dim, 4 * dim, plan, 0, group)     # in the model, for each layer
     gradients = moe.SummedGradients(model, group)
@@ -21,8 +21,9 @@ from holdfast._moe.checks import check_copies, check_optimizer
 from holdfast._moe.dispatcher import Dispatcher
 from holdfast._moe.gradients import SummedGradients
 from holdfast._moe.layer import Gate, MoELayer, SeatedExperts
-from holdfast_core.elastic_experts.allocation import Allocation
-from holdfast_core.elastic_experts.plans import ExpertPlan, ExpertRoom, Placement, plan_experts
+from holdfast._moe.planning import plan_of_job
+from holdfast_core.elastic_experts.plans import ExpertPlan, ExpertRoom, plan_experts
+from holdfast_core.job.elastic import Allocation, Placement
 
 __all__ = [
     "Allocation",
@@ -37,4 +38,5 @@ __all__ = [
     "check_copies",
     "check_optimizer",
     "plan_experts",
+    "plan_of_job",
 ]

@@ -11,16 +11,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from enum import StrEnum
 
 from holdfast_core.errors import InvalidJobError
-
-
-class Allocation(StrEnum):
-    """Rule by which experts get copies."""
-
-    MIN_MAX = "MinMax"
-    PROPORTIONAL = "Proportional"
+from holdfast_core.job.elastic import Allocation
 
 
 def least_copies(experts: int, nodes: int, node_seats: int, min_copies: int) -> int:

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from math import exp, factorial
 
 import numpy as np
 
-from holdfast_core.elastic_experts.allocation import Allocation, allocate, least_copies
+from holdfast_core.elastic_experts.allocation import allocate, least_copies
 from holdfast_core.elastic_experts.placement import (
     CLIMB_NODES_MAX,
     Counts,
@@ -37,20 +36,21 @@ from holdfast_core.elastic_experts.survival import (
     loss_cases,
 )
 from holdfast_core.errors import InvalidJobError
+from holdfast_core.job.elastic import (
+    FALLBACK_S,
+    MIN_COPIES,
+    REPLACE_S,
+    Allocation,
+    ElasticVariable,
+    Placement,
+)
 
 PLANNED_MAX = 1 << 24
 """Most numbers in a plan: for each layer one for each expert on each node, and one for each
 seat."""
 _EXCHANGES_MAX = 200_000
 """Exchanges of copies that a plan looks at, over all layers."""
-
-
-class Placement(StrEnum):
-    """What copies are placed for."""
-
-    AUTO = "Auto"
-    RECOVERY = "Recovery"
-    BALANCE = "Balance"
+_DAY_S = 86400.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +70,12 @@ class ExpertRoom:
     @property
     def ranks(self) -> int:
         return self.nodes * self.nproc
+
+
+def seats_needed(experts: int, nodes: int, nproc: int, min_copies: int) -> int:
+    """The fewest seats of a rank with which every expert of a layer has `min_copies` copies, or as
+    many as there are nodes."""
+    return -(-experts * min(min_copies, nodes) // (nodes * nproc))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,10 +101,28 @@ class LossCost:
 class PlanRules:
     """What plans are made by, whatever the number of nodes; see `plan_experts`."""
 
-    min_copies: int
-    allocation: Allocation
-    placement: Placement
-    cost: LossCost | None
+    min_copies: int = MIN_COPIES
+    allocation: Allocation = Allocation.MIN_MAX
+    placement: Placement = Placement.AUTO
+    cost: LossCost | None = None
+
+    @classmethod
+    def of_job(cls, given: ElasticVariable) -> PlanRules:
+        """The rules of a job's `spec.elastic`."""
+        return cls(
+            min_copies=given.min_copies,
+            allocation=given.allocation,
+            placement=given.placement,
+            cost=LossCost(
+                node_losses_per_s=1 / (given.node_mtbf_days * _DAY_S),
+                together_s=REPLACE_S,
+                fallback_s=FALLBACK_S,
+            ),
+        )
+
+    def plan(self, loads: Sequence[Sequence[int]], room: ExpertRoom) -> ExpertPlan:
+        """Plan by these rules; see `plan_experts`."""
+        return _plan(loads, room, self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,7 +193,7 @@ class ExpertPlan:
                 f"{ranks} ranks are no whole nodes of {self.room.nproc}, for which the expert plan "
                 f"was made; give each node as many"
             )
-        return _plan(loads, replace(self.room, nodes=nodes), self.rules)
+        return self.rules.plan(loads, replace(self.room, nodes=nodes))
 
     def moved_to(self, rank_of: Sequence[int]) -> ExpertPlan:
         """The same plan with other ranks: what was meant for rank i goes to `rank_of[i]`. Ranks of
@@ -204,7 +228,7 @@ def plan_experts(
     loads: Sequence[Sequence[int]],
     room: ExpertRoom,
     *,
-    min_copies: int = 2,
+    min_copies: int = MIN_COPIES,
     allocation: Allocation = Allocation.MIN_MAX,
     placement: Placement = Placement.AUTO,
     cost: LossCost | None = None,
@@ -221,7 +245,7 @@ def plan_experts(
             plan would be too large.
     """
     rules = PlanRules(min_copies=min_copies, allocation=allocation, placement=placement, cost=cost)
-    return _plan(loads, room, rules)
+    return rules.plan(loads, room)
 
 
 def _plan(loads: Sequence[Sequence[int]], room: ExpertRoom, rules: PlanRules) -> ExpertPlan:

@@ -56,6 +56,7 @@ def spec_problems(spec: Spec) -> Iterator[Problem]:
     yield from _redundancy_problems(spec)
     yield from _limit_problems(spec)
     yield from _fewer_nodes_problems(spec)
+    yield from _elastic_problems(spec)
     yield from _name_problems(spec)
     yield from _scheduling_problems(spec.scheduling)
     yield from persistence_problems(spec.persistence, spec.restore, spec.snapshot.policy)
@@ -333,6 +334,40 @@ def _fewer_ranks_problems(spec: Spec) -> Iterator[Problem]:
             value=spec.least_nodes,
             wrong=f"redundancy.type {redundancy.type.value} needs at least {needed} nodes",
             fix=f"use a number from {needed} to {nodes}",
+        )
+
+
+def _elastic_problems(spec: Spec) -> Iterator[Problem]:
+    """Problems of uneven copies of experts, which may lie on any rank."""
+    elastic, nproc = spec.elastic, spec.nproc_per_node
+    if elastic is None:
+        return
+    for name in ("tp", "pp", "ep"):
+        degree = getattr(spec.parallelism, name)
+        if degree > 1:
+            yield Problem(
+                path=f"spec.parallelism.{name}",
+                value=degree,
+                wrong="spec.elastic needs ranks that each hold whole experts, any of them",
+                fix=f"use {name} = 1, or remove spec.elastic",
+            )
+    policy = spec.snapshot.policy.type
+    if policy is not PolicyType.FULL:
+        yield Problem(
+            path="spec.snapshot.policy.type",
+            value=policy,
+            wrong="spec.elastic needs each expert of one step in a snapshot",
+            fix="use Full, or remove spec.elastic",
+        )
+    seats = elastic.seats_per_rank * nproc * spec.least_nodes
+    if spec.model is not None and spec.model.num_experts > seats:
+        yield Problem(
+            path="spec.elastic.seatsPerRank",
+            value=elastic.seats_per_rank,
+            wrong=f"{spec.least_nodes} nodes have {seats} seats in each layer, too few for "
+            f"spec.model.numExperts = {spec.model.num_experts}",
+            fix=f"use at least {-(-spec.model.num_experts // (nproc * spec.least_nodes))}, or a "
+            f"greater minNodes",
         )
 
 

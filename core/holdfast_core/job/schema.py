@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta, field
 
 from holdfast_core.job.documents import YEAR_S, Document
+from holdfast_core.job.elastic import ElasticExperts, ElasticVariable
 from holdfast_core.job.failures import REFORM_S, FailurePolicy
 from holdfast_core.job.persistence import Persistence, RestoreSpec
 from holdfast_core.job.snapshots import (
@@ -200,6 +201,7 @@ class Spec(Document, frozen=True, kw_only=True):
     ] = 1
     parallelism: Parallelism
     model: Model | None = None
+    elastic: ElasticExperts | None = None
     snapshot: Snapshot = Snapshot()
     redundancy: RedundancySpec = RedundancySpec()
     persistence: Persistence | None = None
@@ -362,7 +364,18 @@ class MoETrainingJob(Document, frozen=True, kw_only=True):
             found["HOLDFAST_COMPARE_REPLICAS_EVERY"] = str(snapshot.compare_replicas_every)
         if not snapshot.store_compute_weights:
             found["HOLDFAST_STORE_COMPUTE_WEIGHTS"] = "0"
+        if self.elastic is not None:
+            found["HOLDFAST_ELASTIC"] = msgspec.json.encode(self.elastic).decode()
         return found
+
+    @property
+    def elastic(self) -> ElasticVariable | None:
+        """What the job says about uneven copies of experts, for those who make plans."""
+        given = self.spec.elastic
+        if given is None:
+            return None
+        days = self.spec.snapshot.interval.node_mtbf_days
+        return ElasticVariable(**msgspec.structs.asdict(given), node_mtbf_days=days)
 
     @property
     def recoveries_per_day(self) -> float:

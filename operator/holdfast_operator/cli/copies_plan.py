@@ -8,17 +8,17 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from holdfast_core.elastic_experts.allocation import Allocation
 from holdfast_core.elastic_experts.plans import (
     PLANNED_MAX,
     ExpertPlan,
     ExpertRoom,
     LossCost,
-    Placement,
-    plan_experts,
+    PlanRules,
+    seats_needed,
 )
 from holdfast_core.elastic_experts.survival import loss_cases
 from holdfast_core.errors import InvalidJobError, StorageError
+from holdfast_core.job.elastic import MIN_COPIES, Allocation, Placement
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.planning.expected_loss import shares_of
 from holdfast_core.snapshots.units import UnitKey, UnitKind
@@ -50,20 +50,22 @@ def plan_copies(options: argparse.Namespace, job: MoETrainingJob) -> int:
             )
     loads = _loads(options, job)
     nodes, nproc = job.spec.nodes, job.spec.nproc_per_node
-    needed = -(-len(loads[0]) * min(options.min_copies, nodes) // (nodes * nproc))
-    days, _ = mtbf_days_of(options, job)
-    plan = plan_experts(
-        loads,
-        ExpertRoom(nodes=nodes, rank_seats=options.seats or needed, nproc=nproc),
-        min_copies=options.min_copies,
-        allocation=Allocation(options.allocation),
-        placement=Placement(options.placement),
+    given, days = job.spec.elastic, mtbf_days_of(options, job)[0]
+    rules = PlanRules(
+        min_copies=options.min_copies or (given.min_copies if given else MIN_COPIES),
+        allocation=Allocation(
+            options.allocation or (given.allocation if given else Allocation.MIN_MAX)
+        ),
+        placement=Placement(options.placement or (given.placement if given else Placement.AUTO)),
         cost=LossCost(
             node_losses_per_s=1 / (days * DAY_S),
             together_s=options.replace_seconds,
             fallback_s=options.fallback_seconds,
         ),
     )
+    seats = options.seats or (given.seats_per_rank if given else 0)
+    needed = seats_needed(len(loads[0]), nodes, nproc, rules.min_copies)
+    plan = rules.plan(loads, ExpertRoom(nodes=nodes, rank_seats=seats or needed, nproc=nproc))
     console = Console(width=max(Console().width, 100))
     console.print(copies_view(job.key, plan, _in_memory(job, plan)))
     if options.plot is not None:

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from holdfast_core.errors import HoldfastError
+from holdfast_core.job.elastic import FALLBACK_S, REPLACE_S
 from holdfast_core.packages import PackageGroup, missing, needing
 from holdfast_core.quantities import parse_bytes
 from holdfast_operator.cli import exit_codes
@@ -412,7 +413,13 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add("--bytes-per-rank", type=_size, metavar="SIZE", help="of one snapshot, like 24Gi")
     add("--node-mtbf-days", type=_positive, metavar="D", help="default: the job's, or 180")
     add("--process-mtbf-days", type=_positive, metavar="D", help="default: the job's, or 60")
-    add("--replace-seconds", type=_positive, default=60.0, metavar="S", help="default %(default)s")
+    add(
+        "--replace-seconds",
+        type=_positive,
+        default=REPLACE_S,
+        metavar="S",
+        help="default %(default)s",
+    )
     add("--snapshot-seconds", type=_positive, metavar="S", help="default: at 10 GB/s")
     add("--step-seconds", type=_positive, default=1.0, metavar="S", help="default %(default)s")
     add(
@@ -538,14 +545,14 @@ def _add_copies(parser: argparse.ArgumentParser) -> None:
         "--seats",
         type=_count,
         metavar="N",
-        help="of a rank, for copies; default: what --min-copies needs",
+        help="of a rank, for copies; default: those of the job's spec.elastic, or what "
+        "--min-copies needs",
     )
     add(
         "--min-copies",
         type=_count,
-        default=2,
         metavar="F",
-        help="of each expert; default %(default)s",
+        help="of each expert; default: spec.elastic's, or 2",
     )
     add(
         "--loads", type=Path, metavar="FILE", help="JSON: a list of tokens by expert for each layer"
@@ -553,19 +560,18 @@ def _add_copies(parser: argparse.ArgumentParser) -> None:
     add(
         "--allocation",
         choices=["MinMax", "Proportional"],
-        default="MinMax",
-        help="default %(default)s",
+        help="default: spec.elastic's, or MinMax",
     )
     add(
         "--placement",
         choices=["Auto", "Recovery", "Balance"],
-        default="Auto",
-        help="place for survival or for equal loads; default: whichever costs less",
+        help="place for survival or for equal loads; default: spec.elastic's, or whichever costs "
+        "less (Auto)",
     )
     add(
         "--fallback-seconds",
         type=_positive,
-        default=30.0,
+        default=FALLBACK_S,
         metavar="S",
         help="lost when no copy of an expert is left, beyond other losses; default %(default)s",
     )

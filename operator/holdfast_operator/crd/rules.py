@@ -260,6 +260,45 @@ _FEWER_NODES = (
         field=".failurePolicy.rules",
     ),
 )
+_LEAST = "(has(self.minNodes) ? self.minNodes : self.nodes)"
+_SEATS = f"(self.elastic.seatsPerRank * self.nprocPerNode * {_LEAST})"
+_ELASTIC = (
+    *(
+        CelRule(
+            rule=f"!has(self.elastic) || self.parallelism.{name} == 1",
+            says="spec.elastic needs ranks that each hold whole experts, any of them; use "
+            f"{name} = 1, or remove spec.elastic",
+            field=f".parallelism.{name}",
+        )
+        for name in ("tp", "pp", "ep")
+    ),
+    CelRule(
+        rule="!has(self.elastic) || self.snapshot.policy.type == 'Full'",
+        says="spec.elastic needs each expert of one step in a snapshot; use Full, or remove "
+        "spec.elastic",
+        field=".snapshot.policy.type",
+    ),
+    CelRule(
+        rule=f"!has(self.elastic) || !has(self.model) || self.model.numExperts <= {_SEATS}",
+        says="%d nodes have %d seats in each layer, too few for spec.model.numExperts = %d; use at "
+        "least %d, or a greater minNodes",
+        values=(
+            _LEAST,
+            _SEATS,
+            "self.model.numExperts",
+            f"(self.model.numExperts + self.nprocPerNode * {_LEAST} - 1) / "
+            f"(self.nprocPerNode * {_LEAST})",
+        ),
+        field=".elastic.seatsPerRank",
+    ),
+    CelRule(
+        rule="oldSelf.suspend || has(self.elastic) == has(oldSelf.elastic) && "
+        "(!has(self.elastic) || self.elastic == oldSelf.elastic)",
+        says="cannot be changed while the job runs; set spec.suspend to true first",
+        field=".elastic",
+        forbidden=True,
+    ),
+)
 _MEMORY = (
     CelRule(
         rule=f"type(self) == int ? self >= 0 : self.matches('^[0-9]+([.][0-9]+)?{_UNITS}$')",
@@ -359,6 +398,7 @@ RULES: dict[str, tuple[CelRule, ...]] = {
     "spec": (
         *_WORLD,
         *_FEWER_NODES,
+        *_ELASTIC,
         *(rule for field in _LOSSY_FIELDS for rule in _recompute(field)),
         *_SPARSE,
         *_PERSISTED_EXPERTS,

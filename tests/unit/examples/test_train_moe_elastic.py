@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from ports import reserve_port
 from ranks import run_ranks
 
 from holdfast import moe
+from holdfast_core.errors import InvalidJobError
 from holdfast_operator.cli.job_files import load_job
+from holdfast_operator.cli.main import main
 
 RANKS = 2
 JOB = Path(__file__).resolve().parents[3] / "examples" / "moe-elastic-job.yaml"
@@ -63,9 +66,19 @@ def test_losses_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """What a plan needs of a world."""
+
+    size: int = 4
+    nproc: int = 2
+
+
+def planned(*arguments: str, world: Any = Ranks()) -> moe.ExpertPlan:
+    return train_moe_elastic.make_plan(train_moe_elastic.parse_args([*arguments]), world)
+
+
 def test_the_plan_is_that_of_the_options(tmp_path: Path) -> None:
-    def planned(*arguments: str) -> moe.ExpertPlan:
-        return train_moe_elastic.make_plan(train_moe_elastic.parse_args([*arguments]), 4, 2)
 
     assert planned("--experts", "6").room == moe.ExpertRoom(nodes=2, nproc=2, rank_seats=3)
     assert planned("--seats", "5").room.rank_seats == 5
@@ -78,6 +91,19 @@ def test_the_plan_is_that_of_the_options(tmp_path: Path) -> None:
     assert planned(*arguments).layers[0].counts() == (10, 2)
 
 
-def test_its_job_can_be_applied() -> None:
+def test_without_options_the_plan_is_that_of_its_job(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     job: Any = load_job(JOB)
-    assert job.spec.parallelism.dp == job.spec.nodes * job.spec.nproc_per_node
+    monkeypatch.setenv("HOLDFAST_ELASTIC", job.variables["HOLDFAST_ELASTIC"])
+    nodes = job.spec.nodes
+    plan = planned("--experts", "6", world=Ranks(nodes, 1))
+    assert plan.room == moe.ExpertRoom(nodes=nodes, nproc=1, rank_seats=4)
+    assert main(["plan", str(JOB), "--experts"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert plan.reason in out
+    held = plan.layers[0].experts_of(3)
+    assert f"node 3 rank 3 {' '.join(f'e{expert}' for expert in held)}" in out
+    monkeypatch.setenv("HOLDFAST_ELASTIC", "{}")
+    with pytest.raises(InvalidJobError, match="HOLDFAST_ELASTIC"):
+        planned()

@@ -149,6 +149,11 @@ class World:
         return self._local_rank
 
     @property
+    def nproc(self) -> int:
+        """Number of processes of each node."""
+        return self._nproc
+
+    @property
     def timeout_s(self) -> float:
         """Seconds that one of training's collectives may take."""
         return self._timeout_s

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast_core.elastic_experts.allocation import Allocation, allocate, least_copies
+from holdfast_core.elastic_experts.allocation import allocate, least_copies
 from holdfast_core.errors import InvalidJobError
+from holdfast_core.job.elastic import Allocation
 
 LOADS = st.lists(st.integers(0, 1000), min_size=1, max_size=12)
 

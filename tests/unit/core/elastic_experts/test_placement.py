@@ -11,7 +11,7 @@ from all_placements import SHAPES, copy_counts, fatal_by_size, placements
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast_core.elastic_experts.allocation import Allocation, allocate, least_copies
+from holdfast_core.elastic_experts.allocation import allocate, least_copies
 from holdfast_core.elastic_experts.placement import (
     Counts,
     climb,
@@ -21,6 +21,7 @@ from holdfast_core.elastic_experts.placement import (
     repair,
     spread,
 )
+from holdfast_core.job.elastic import Allocation
 
 EXCHANGES = 20_000
 

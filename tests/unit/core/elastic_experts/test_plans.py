@@ -10,7 +10,6 @@ from math import comb
 import numpy as np
 import pytest
 
-from holdfast_core.elastic_experts.allocation import Allocation
 from holdfast_core.elastic_experts.placement import groups_of
 from holdfast_core.elastic_experts.plans import (
     ExpertPlan,
@@ -21,6 +20,7 @@ from holdfast_core.elastic_experts.plans import (
 )
 from holdfast_core.elastic_experts.survival import Survival, loss_cases
 from holdfast_core.errors import InvalidJobError
+from holdfast_core.job.elastic import Allocation
 
 TEN = ExpertRoom(nodes=10, rank_seats=6)
 

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from holdfast_core.errors import InvalidJobError
+from holdfast_core.job.elastic import ElasticVariable, Placement
 from holdfast_core.job.parsing import (
     DEFAULT_RULES,
     MANAGER,
@@ -260,6 +261,16 @@ def test_the_period_of_comparisons_reaches_the_trainer() -> None:
     assert "HOLDFAST_COMPARE_REPLICAS_EVERY" not in parse_job(document()).variables
     job = parse_job(document(snapshot={"compareReplicasEvery": 3}))
     assert job.variables["HOLDFAST_COMPARE_REPLICAS_EVERY"] == "3"
+
+
+def test_uneven_copies_reach_the_trainer_in_its_environment() -> None:
+    assert "HOLDFAST_ELASTIC" not in parse_job(document()).variables
+    seats = {"seatsPerRank": 4, "placement": "Recovery"}
+    job = parse_job(document(parallelism={"dp": 4}, elastic=seats))
+    text = job.variables["HOLDFAST_ELASTIC"]
+    found = msgspec.json.decode(text, type=ElasticVariable)
+    assert (found.seats_per_rank, found.min_copies, found.placement) == (4, 2, Placement.RECOVERY)
+    assert found.node_mtbf_days == job.spec.snapshot.interval.node_mtbf_days
 
 
 def test_a_trainer_learns_that_weights_follow_from_masters() -> None:

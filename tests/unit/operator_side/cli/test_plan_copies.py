@@ -49,6 +49,16 @@ def test_by_default_there_are_as_many_seats_as_two_copies_need(
     assert "with 5 seats, 50 in all; every expert on at least 3 nodes" in out
 
 
+def test_seats_and_rules_are_those_of_the_job_unless_options_say_otherwise(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.write_text(f"{TEN}  elastic: {{seatsPerRank: 6, minCopies: 3, placement: Recovery}}\n")
+    out = words(capsys, job)
+    assert "with 6 seats, 60 in all; every expert on at least 3 nodes Recovery: " in out
+    out = words(capsys, job, "--seats", "5", "--min-copies", "2", "--placement", "Balance")
+    assert "with 5 seats, 50 in all; every expert on at least" in out and "Balance: " in out
+
+
 def test_a_job_without_redundancy_has_only_live_copies(
     job: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

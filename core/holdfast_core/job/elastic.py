@@ -1,0 +1,105 @@
+"""Part of a job that says how many copies its experts have, and where they lie (docs/elastic.md).
+
+The rules between these fields and others are in `holdfast_core.job.rules`; plans are made from them
+in `holdfast_core.elastic_experts`.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from msgspec import Meta
+
+from holdfast_core.job.documents import Document
+
+MIN_COPIES = 2
+REPLACE_S = 60.0
+"""Time until a lost node has been replaced, where nothing else is said."""
+FALLBACK_S = 30.0
+"""Time that is lost when an expert has no copy left; an assumption, and no measurement."""
+REBALANCE_STEPS = 200
+"""Lazarus plans anew after as many steps (§6.1)."""
+
+
+class Allocation(StrEnum):
+    """Rule by which experts get copies."""
+
+    MIN_MAX = "MinMax"
+    PROPORTIONAL = "Proportional"
+
+
+class Placement(StrEnum):
+    """What copies are placed for."""
+
+    AUTO = "Auto"
+    RECOVERY = "Recovery"
+    BALANCE = "Balance"
+
+
+class ElasticExperts(Document, frozen=True, kw_only=True):
+    """Uneven copies of experts, for models with `holdfast.moe`."""
+
+    seats_per_rank: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=100_000,
+            description="the copies of experts of each layer that a rank has room for",
+            examples=[4],
+            extra={
+                "more": "With seatsPerRank · nprocPerNode · minNodes of at least minCopies times "
+                "the number of experts, every expert has minCopies copies on any number of nodes."
+            },
+        ),
+    ]
+    min_copies: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1_024,
+            description="the copies that every expert has at least, on as many nodes",
+            examples=[MIN_COPIES],
+            extra={"more": "Fewer where the seats of the nodes that are left do not suffice."},
+        ),
+    ] = MIN_COPIES
+    allocation: Annotated[
+        Allocation,
+        Meta(
+            description="the rule by which experts get copies",
+            extra={
+                "more": "MinMax: as few tokens as possible on the busiest copy. Proportional: eq. "
+                "(1) of Lazarus."
+            },
+        ),
+    ] = Allocation.MIN_MAX
+    placement: Annotated[
+        Placement,
+        Meta(
+            description="what copies are placed for",
+            extra={
+                "more": "Recovery: few sets of lost nodes are fatal. Balance: nodes have equal "
+                "loads. Auto: whichever costs less."
+            },
+        ),
+    ] = Placement.AUTO
+    rebalance_steps: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1_000_000,
+            description="the steps from one look at the experts' loads to the next",
+            examples=[REBALANCE_STEPS],
+            extra={
+                "more": "Where another plan saves more time until the next look than its moves "
+                "cost, experts move between two steps. 0: only when the number of nodes changes."
+            },
+        ),
+    ] = REBALANCE_STEPS
+
+
+class ElasticVariable(ElasticExperts, frozen=True, kw_only=True):
+    """What a trainer gets of them, as `HOLDFAST_ELASTIC`."""
+
+    node_mtbf_days: float
+    """Mean days between losses of a node, for `Placement.AUTO`."""
