@@ -274,6 +274,10 @@ bench-loss: $(STAMP) ## Train the example with and without recoveries and compar
 bench-recovery: $(STAMP) ## Measure each phase of a recovery, with processes that stay and without
 	@$(BIN)/python -m benchmarks.recovery $(ARGS)
 
+.PHONY: bench-elastic
+bench-elastic: $(STAMP) ## Compare uneven copies of experts with expert parallelism
+	@$(BIN)/python -m benchmarks.elastic $(ARGS)
+
 .PHONY: protos
 protos: $(STAMP) ## Generate the stubs from the .proto files
 	@$(call generate,protos)

@@ -75,6 +75,12 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "holdfast_tokens_lost",
         "holdfast_tokens_routed",
     ),
+    "Uneven copies of experts": (
+        "holdfast_expert_least_nodes",
+        "holdfast_expert_busiest_node_ratio",
+        "holdfast_expert_seats",
+        "holdfast_expert_plan_step",
+    ),
     "Memory": (
         "holdfast_memory_used_bytes",
         "holdfast_memory_budget_bytes",
@@ -249,6 +255,10 @@ def _queries(definition: Definition) -> Iterator[tuple[str, str]]:
 _KNOWN_TO_ALL = (
     "holdfast_generation_step",
     "holdfast_epoch",
+    "holdfast_expert_least_nodes",
+    "holdfast_expert_busiest_node_ratio",
+    "holdfast_expert_seats",
+    "holdfast_expert_plan_step",
     "holdfast_experts_per_layer",
     "holdfast_tokens_lost",
     "holdfast_tokens_lost_limit_ratio",

@@ -142,6 +142,17 @@ DEFINITIONS: tuple[Definition, ...] = (
         "tokens_lost_limit_ratio", "Highest PLT that the job allows.", *JOB_LABELS, unit="ratio"
     ),
     _gauge("experts_per_layer", "Experts of each layer that a snapshot captures.", *JOB_LABELS),
+    _gauge("expert_least_nodes", "Nodes on which every expert with uneven copies is.", *JOB_LABELS),
+    _gauge(
+        "expert_seats", "Seats of a rank in each layer of experts with uneven copies.", *JOB_LABELS
+    ),
+    _gauge(
+        "expert_busiest_node_ratio",
+        "Planned tokens of the busiest node over the mean, with uneven copies of experts.",
+        *JOB_LABELS,
+        unit="ratio",
+    ),
+    _gauge("expert_plan_step", "Step after which experts took their seats.", *JOB_LABELS),
     _gauge(
         "protection_age_seconds",
         "Time since the newest generation was protected, or since there has been none.",

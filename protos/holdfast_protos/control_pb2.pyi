@@ -105,6 +105,7 @@ class JobState(_message.Message):
     STORED_EPOCH_FIELD_NUMBER: _builtins.int
     PROTECTION_BYTES_S_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
+    PLAN_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     epoch: _builtins.int
     verified: _builtins.bool
@@ -158,6 +159,10 @@ class JobState(_message.Message):
     def persist(self) -> Global___PersistState:
         """absent: the job has no durable tier"""
 
+    @_builtins.property
+    def plan(self) -> _values_pb2.ExpertPlanReport:
+        """of its ranks at work in this epoch; only with uneven copies"""
+
     def __init__(
         self,
         *,
@@ -186,10 +191,11 @@ class JobState(_message.Message):
         stored_epoch: _builtins.int = ...,
         protection_bytes_s: _builtins.float = ...,
         slots: _builtins.int = ...,
+        plan: _values_pb2.ExpertPlanReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_revision", b"_revision", "complete", b"complete", "line", b"line", "loss", b"loss", "membership", b"membership", "persist", b"persist", "protected", b"protected", "revision", b"revision"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_revision", b"_revision", "complete", b"complete", "line", b"line", "loss", b"loss", "membership", b"membership", "persist", b"persist", "plan", b"plan", "protected", b"protected", "revision", b"revision"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_revision", b"_revision", "agent_waiting", b"agent_waiting", "arena_bytes", b"arena_bytes", "complete", b"complete", "epoch", b"epoch", "failed", b"failed", "has_line", b"has_line", "job", b"job", "line", b"line", "loading", b"loading", "loss", b"loss", "membership", b"membership", "parity_bytes", b"parity_bytes", "persist", b"persist", "problem", b"problem", "problem_code", b"problem_code", "protected", b"protected", "protection_bytes_s", b"protection_bytes_s", "ranks", b"ranks", "rebuilding", b"rebuilding", "revision", b"revision", "skipped", b"skipped", "slots", b"slots", "storage_problem", b"storage_problem", "stored_epoch", b"stored_epoch", "verified", b"verified"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_revision", b"_revision", "agent_waiting", b"agent_waiting", "arena_bytes", b"arena_bytes", "complete", b"complete", "epoch", b"epoch", "failed", b"failed", "has_line", b"has_line", "job", b"job", "line", b"line", "loading", b"loading", "loss", b"loss", "membership", b"membership", "parity_bytes", b"parity_bytes", "persist", b"persist", "plan", b"plan", "problem", b"problem", "problem_code", b"problem_code", "protected", b"protected", "protection_bytes_s", b"protection_bytes_s", "ranks", b"ranks", "rebuilding", b"rebuilding", "revision", b"revision", "skipped", b"skipped", "slots", b"slots", "storage_problem", b"storage_problem", "stored_epoch", b"stored_epoch", "verified", b"verified"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__revision: _TypeAlias = _typing.Literal["revision"]  # noqa: Y015
     _WhichOneofArgType__revision: _TypeAlias = _typing.Literal["_revision", b"_revision"]  # noqa: Y015

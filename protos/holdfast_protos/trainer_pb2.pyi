@@ -628,6 +628,7 @@ class ProgressReport(_message.Message):
     STAGED_S_FIELD_NUMBER: _builtins.int
     INTERVAL_STEPS_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
+    PLAN_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     step: _builtins.int
     skipped: _builtins.int
@@ -646,6 +647,10 @@ class ProgressReport(_message.Message):
     def loss(self) -> _values_pb2.LossReport:
         """of this rank; only where snapshots leave experts out"""
 
+    @_builtins.property
+    def plan(self) -> _values_pb2.ExpertPlanReport:
+        """only where experts have uneven copies"""
+
     def __init__(
         self,
         *,
@@ -659,10 +664,11 @@ class ProgressReport(_message.Message):
         staged_s: _builtins.float = ...,
         interval_steps: _builtins.int = ...,
         loss: _values_pb2.LossReport | None = ...,
+        plan: _values_pb2.ExpertPlanReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss", "plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "failure", b"failure", "failure_code", b"failure_code", "interval_steps", b"interval_steps", "loss", b"loss", "save_period_s", b"save_period_s", "session", b"session", "skipped", b"skipped", "staged_s", b"staged_s", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "failure", b"failure", "failure_code", b"failure_code", "interval_steps", b"interval_steps", "loss", b"loss", "plan", b"plan", "save_period_s", b"save_period_s", "session", b"session", "skipped", b"skipped", "staged_s", b"staged_s", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -477,6 +477,57 @@ class LossReport(_message.Message):
 Global___LossReport: _TypeAlias = LossReport  # noqa: Y015
 
 @_typing.final
+class ExpertPlanReport(_message.Message):
+    """Expert plan of a job with uneven copies (holdfast_core.elastic_experts.reports). Equal on all
+    ranks.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    RANK_SEATS_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    EXPERTS_FIELD_NUMBER: _builtins.int
+    LEAST_NODES_FIELD_NUMBER: _builtins.int
+    BUSIEST_NODE_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    step: _builtins.int
+    """after which experts took their seats"""
+    cause: _builtins.str
+    """"start", "world" or "loads" """
+    ranks: _builtins.int
+    rank_seats: _builtins.int
+    layers: _builtins.int
+    experts: _builtins.int
+    """of each layer"""
+    least_nodes: _builtins.int
+    """every expert lies on so many nodes at least"""
+    busiest_node: _builtins.float
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        step: _builtins.int = ...,
+        cause: _builtins.str = ...,
+        ranks: _builtins.int = ...,
+        rank_seats: _builtins.int = ...,
+        layers: _builtins.int = ...,
+        experts: _builtins.int = ...,
+        least_nodes: _builtins.int = ...,
+        busiest_node: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busiest_node", b"busiest_node", "cause", b"cause", "epoch", b"epoch", "experts", b"experts", "layers", b"layers", "least_nodes", b"least_nodes", "rank_seats", b"rank_seats", "ranks", b"ranks", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExpertPlanReport: _TypeAlias = ExpertPlanReport  # noqa: Y015
+
+@_typing.final
 class RecoveryLoss(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -19,6 +19,7 @@ import pytest
 import uneven_trainer
 from world_sizes import is_protected
 
+from holdfast_core.elastic_experts.reports import PlanCause
 from holdfast_core.job.parsing import parse_job
 from holdfast_core.states import RestoreSource
 from holdfast_operator.local import LocalCluster, LocalSettings, Status
@@ -27,11 +28,11 @@ WAIT_S = 120.0
 TOLERANCE = 1e-9
 
 
-def make_job(directory: Path, seats: int, every: int) -> Any:
+def make_job(directory: Path, seats: int, every: int, rebalance: int) -> Any:
     script = [sys.executable, uneven_trainer.__file__, "--directory", str(directory)]
     container = {
         "name": "trainer",
-        "command": [*script, "--seats", str(seats), "--every", str(every)],
+        "command": [*script, "--every", str(every)],
     }
     return parse_job(
         {
@@ -43,6 +44,7 @@ def make_job(directory: Path, seats: int, every: int) -> Any:
                 "minNodes": 2,
                 "nprocPerNode": 1,
                 "parallelism": {"dp": 4},
+                "elastic": {"seatsPerRank": seats, "rebalanceSteps": rebalance},
                 "snapshot": {"memoryPerNode": "64Mi"},
                 "redundancy": {"type": "RAIM5"},
                 "failurePolicy": {
@@ -88,7 +90,7 @@ def undisturbed(steps: int) -> list[Line]:
     with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
         command = [sys.executable, uneven_trainer.__file__, "--directory", path]
         subprocess.run(
-            [*command, "--seats", "8", "--steps", str(steps)],
+            [*command, "--steps", str(steps)],
             check=True,
             timeout=WAIT_S,
             cwd=Path(uneven_trainer.__file__).parent,
@@ -100,10 +102,10 @@ def undisturbed(steps: int) -> list[Line]:
 class Run:
     """A job in a cluster, and what its processes have logged."""
 
-    def __init__(self, directory: Path, seats: int, every: int) -> None:
+    def __init__(self, directory: Path, seats: int, every: int, rebalance: int) -> None:
         self.directory = directory
         self.cluster = LocalCluster(
-            make_job(directory, seats, every),
+            make_job(directory, seats, every, rebalance),
             LocalSettings(directory=directory / "run", standbys=0),
         )
 
@@ -184,10 +186,10 @@ class Run:
 
 
 @asynccontextmanager
-async def running(seats: int, every: int) -> AsyncIterator[Run]:
+async def running(seats: int, every: int, rebalance: int = 0) -> AsyncIterator[Run]:
     """A run whose four ranks train."""
     with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
-        run = Run(Path(path), seats, every)
+        run = Run(Path(path), seats, every, rebalance)
         try:
             async with run.cluster:
                 await run.wait_size(4, 0, "the first steps")
@@ -224,6 +226,37 @@ def test_no_step_is_lost_while_every_expert_has_a_copy() -> None:
             assert len(logs) == 5
             least = {line.size: line.least for line in through[0] if line.epoch > 1}
             assert least == {3: 2, 2: 1}  # two nodes have 12 seats for 8 experts
+
+    asyncio.run(change())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_experts_move_when_loads_are_worth_it_and_no_loss_changes() -> None:
+    """The first plan is for equal loads, which they are not. After the move, a node is lost."""
+
+    async def change() -> None:
+        async with running(seats=4, every=5, rebalance=100) as run:
+            first = run.cluster.status.experts
+            assert first is not None and first.cause is PlanCause.START
+            moved = await run.cluster.wait_for(
+                lambda status: (
+                    status.experts is not None and status.experts.cause is PlanCause.LOADS
+                ),
+                timeout_s=WAIT_S,
+                what="a plan for other loads",
+            )
+            assert moved.epoch == 1
+            smaller = await run.lose(1, left=3)
+            assert smaller.experts is not None and smaller.experts.cause is PlanCause.WORLD
+            assert [one.source for one in smaller.recoveries] == [RestoreSource.LIVE]
+            told = [event.reason for event in run.cluster.events]
+            assert told.count("ExpertsSeated") >= 3
+            await run.cluster.stop()
+            assert await asyncio.to_thread(run.check) == [4, 3]
+            assert run.repeated() == 0
+            seats = {str(line.held) for lines in run.logs().values() for line in lines[:-1]}
+            assert len(seats) > 4  # each of four ranks had its seats, and some had others
 
     asyncio.run(change())
 

@@ -159,6 +159,7 @@ class _Maker:
     def elastic_session(self, world: World, pipeline: Pipeline | None) -> ElasticSession:
         """Make a session for `world` and those that follow it. Collective."""
         check_staying(self.model)
+        given = self.environment.elastic
         uneven = any(isinstance(module, MoELayer) for module in self.model.modules())
         return ElasticSession(
             world,
@@ -169,6 +170,7 @@ class _Maker:
             votes=self.can_go_on_live,
             pipeline=pipeline,
             reseats=Reseating(self.model) if uneven else None,
+            rebalance_steps=given.rebalance_steps if given else 0,
         )
 
     def session(self) -> Session:

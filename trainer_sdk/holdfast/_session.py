@@ -36,6 +36,7 @@ from holdfast._state.capture import LiveState, TensorSource
 from holdfast._state.collect import Stateful, collect
 from holdfast._state.extras import encode_extras
 from holdfast._state.in_place import InPlaceCheck
+from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.errors import (
     HoldfastError,
     InvalidJobError,
@@ -192,6 +193,11 @@ class ProtectedSession(Session):
         """
         outcome = self._restore.go_on(verdict, problem)
         return outcome is not None and self._goes_on(outcome)
+
+    def reseated(self, plan: PlanReport, *, moved: bool) -> None:
+        """Note the experts' plan, and whether they have moved since the last save."""
+        self.counters.plan = plan
+        self._stale = self._stale or moved
 
     def line(self) -> tuple[int, int]:
         """Steps of the recovery line from which lost stages are to be restored; see

@@ -161,6 +161,38 @@ class TokenLossStatus(_Part, frozen=True, kw_only=True):
     text: Annotated[str, Meta(description="all of this in words")] | None = None
 
 
+class ExpertsStatus(_Part, frozen=True, kw_only=True):
+    """Expert plan of the job; only where experts have uneven copies."""
+
+    least_nodes: (
+        Annotated[int, Meta(description="the number of nodes on which every expert is at least")]
+        | None
+    ) = None
+    ranks: Annotated[int, Meta(description="the ranks that the plan is for")] | None = None
+    seats_per_rank: (
+        Annotated[int, Meta(description="the seats of each rank in each layer")] | None
+    ) = None
+    busiest_node_ratio: (
+        Annotated[
+            float, Meta(description="planned tokens of the busiest node over those of the mean")
+        ]
+        | None
+    ) = None
+    epoch: Annotated[int, Meta(description="the epoch in which it was made")] | None = None
+    step: Annotated[int, Meta(description="the step after which it was made")] | None = None
+    cause: (
+        Annotated[
+            str,
+            Meta(
+                description="why it was made: start, world (members had changed) or loads",
+                examples=["world"],
+            ),
+        ]
+        | None
+    ) = None
+    text: Annotated[str, Meta(description="all of this in words")] | None = None
+
+
 class ProtectionTrafficStatus(_Part, frozen=True, kw_only=True):
     """Network traffic between nodes for protection."""
 
@@ -261,7 +293,8 @@ class JobStatus(_Part, frozen=True, kw_only=True):
                 extra={
                     "title": "Suspended, Scheduled, Running, Recovering, Protected, Degraded, "
                     "StorageReachable and Persisted (with durable storage), TokenLossWithinLimit "
-                    "(where snapshots leave experts out), Insecure (where identity is off), "
+                    "(where snapshots leave experts out), ExpertsReplicated (where experts have "
+                    "uneven copies), Insecure (where identity is off), "
                     "DaemonsOutdated (until the daemons of its nodes are renewed), FullStrength "
                     "(where minNodes is below nodes), Complete and Failed."
                 },
@@ -309,6 +342,7 @@ class JobStatus(_Part, frozen=True, kw_only=True):
         | None
     ) = None
     token_loss: TokenLossStatus | None = None
+    experts: ExpertsStatus | None = None
     protection_traffic: ProtectionTrafficStatus | None = None
     slots: (
         Annotated[

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from holdfast_core.catalogue.events import JobEvent
+from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.errors import (
     CorruptError,
     InvalidJobError,
@@ -519,6 +520,7 @@ class JobEngine:
         failure_code: str = "",
         pace: SavePace | None = None,
         loss: LossReport | None = None,
+        plan: PlanReport | None = None,
     ) -> None:
         """Record a rank's sign of life and the state of its saves."""
         session = self._session(session_id)
@@ -529,7 +531,7 @@ class JobEngine:
         record.skipped, record.failed = skipped, failed
         record.failure, record.failure_code = failure, failure_code
         record.pace = pace or SavePace()
-        record.loss = loss
+        record.loss, record.plan = loss, plan
 
     def follows(self, rank: int, pid: int, size: int = 0) -> int:
         """Record that the worker of `rank` follows its worlds from now on, until `unfollows`.

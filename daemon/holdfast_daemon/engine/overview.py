@@ -8,8 +8,10 @@ upon; it is read after every change, and is therefore a tuple of its own.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.errors import MemoryBudgetError
 from holdfast_core.experts.loss_reports import LossReport, merged
 from holdfast_core.snapshots.generations import Generation, Line
@@ -150,6 +152,9 @@ class JobOverview:
     current_loss: LossReport | None
     """Lost tokens of the ranks here that are at work in this epoch, with only the newest
     recovery."""
+    plan: PlanReport | None
+    """Newest expert plan of the ranks here that are at work in this epoch; None without uneven
+    copies."""
     persist: PersistOverview | None
     """State of the durable tier; None where the job has none."""
 
@@ -188,6 +193,7 @@ def overview(memory: JobMemory) -> JobOverview:
         failed=sum(record.failed for record in memory.ranks.values()),
         loss=loss_report(memory),
         current_loss=current_loss(memory),
+        plan=current_plan(memory),
         persist=_persist(memory),
     )
 
@@ -312,13 +318,22 @@ def current_loss(memory: JobMemory) -> LossReport | None:
     """Lost tokens of the ranks here that are at work in this epoch, with only the newest recovery:
     the control loop adds up the reports of all daemons, and older recoveries would not match newer
     ones."""
-    records = (memory.ranks.get(rank) for rank in memory.my_ranks())
-    found = merged(
-        record.loss
-        for record in records
-        if record and record.loss and record.session and record.session.epoch == memory.epoch
-    )
+    found = merged(record.loss for record in _at_work(memory) if record.loss)
     return replace(found, recoveries=found.recoveries[-1:]) if found else None
+
+
+def current_plan(memory: JobMemory) -> PlanReport | None:
+    """Newest expert plan of the ranks here that are at work in this epoch."""
+    plans = [record.plan for record in _at_work(memory) if record.plan]
+    return max(plans, key=lambda plan: (plan.epoch, plan.step), default=None)
+
+
+def _at_work(memory: JobMemory) -> Iterator[RankRecord]:
+    """Records of the ranks here that have a session in this epoch."""
+    for rank in memory.my_ranks():
+        record = memory.ranks.get(rank)
+        if record and record.session and record.session.epoch == memory.epoch:
+            yield record
 
 
 def _rank(memory: JobMemory, rank: int, committed: set[Generation]) -> RankOverview:

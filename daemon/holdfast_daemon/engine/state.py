@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from holdfast_core.catalogue.events import JobEvent
+from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.errors import HoldfastError
 from holdfast_core.experts.loss_reports import LossReport
 from holdfast_core.protection.budget import PARITY_SLOTS
@@ -105,6 +106,8 @@ class RankRecord:
     pace: SavePace = SavePace()
     loss: LossReport | None = None
     """Cost of leaving experts out of snapshots; None where they hold everything."""
+    plan: PlanReport | None = None
+    """Expert plan of its world; None without uneven copies."""
     restored: tuple[Generation | None, RestoreSource] | None = None
     """Generation that the rank was given to restore in this epoch, and its source."""
     repeated_after: int | None = None

@@ -88,6 +88,12 @@ _DURATIONS: dict[type[Effect], str] = {
 
 
 _PACE_GAUGES = ("save_period_seconds", "save_staged_seconds", "save_interval_steps")
+_PLAN_GAUGES = (
+    "expert_least_nodes",
+    "expert_seats",
+    "expert_busiest_node_ratio",
+    "expert_plan_step",
+)
 _LOSS_GAUGES = (
     "tokens_routed",
     "tokens_lost",
@@ -180,6 +186,7 @@ class NodeObserver:
                 self._add_up("saves_failed_reported", job, rank.failed, rank.rank)
             self._pace(found)
             self._tokens(found)
+            self._plan(found)
             self._catalogue.publish_snapshot(job, status.as_json(host, found))
             for rank in found.ranks:
                 self._catalogue.publish_rank_state(job, rank.rank, rank.health)
@@ -221,6 +228,16 @@ class NodeObserver:
         metrics.set("save_period_seconds", max(p.period_s for p in paces), job=found.job)
         metrics.set("save_staged_seconds", max(p.staged_s for p in paces), job=found.job)
         metrics.set("save_interval_steps", max(p.interval_steps for p in paces), job=found.job)
+
+    def _plan(self, found: JobOverview) -> None:
+        """Set what the plan of uneven copies is like."""
+        job, plan, metrics = found.job, found.plan, self._metrics
+        if plan is None:
+            metrics.forget_job(job, _PLAN_GAUGES)
+            return
+        figures = (plan.least_nodes, plan.rank_seats, plan.busiest_node, plan.step)
+        for name, value in zip(_PLAN_GAUGES, figures, strict=True):
+            metrics.set(name, value, job=job)
 
     def _tokens(self, found: JobOverview) -> None:
         """Set what leaving experts out of snapshots costs. There are sums beside the ratios,

@@ -10,6 +10,7 @@ from holdfast_core.snapshots.generations import Generation
 from holdfast_daemon.engine.overview import JobOverview, PersistOverview, RankOverview
 from holdfast_daemon.host import JobHost
 from holdfast_protos import codec, control_pb2
+from holdfast_protos.expert_plans import plan_to_proto
 from holdfast_protos.losses import loss_to_proto
 
 
@@ -41,6 +42,7 @@ def job_state(host: JobHost) -> control_pb2.JobState:
         stored_epoch=job.stored_epoch,
         protection_bytes_s=host.worker.parity_traffic.bytes_s,
         slots=job.slots,
+        plan=None if job.plan is None else plan_to_proto(job.plan),
     )
 
 

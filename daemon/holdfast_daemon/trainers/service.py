@@ -43,6 +43,7 @@ from holdfast_daemon.trainers.auth import Authenticator
 from holdfast_daemon.trainers.claims import Claims, SessionSeal
 from holdfast_daemon.trainers.waiting_agents import WaitingAgents
 from holdfast_protos import codec, trainer_pb2, trainer_pb2_grpc
+from holdfast_protos.expert_plans import plan_from_proto
 from holdfast_protos.losses import rank_loss_from_proto
 
 ASK_AGAIN_S = 1.0
@@ -324,6 +325,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
                 interval_steps=request.interval_steps,
             ),
             loss=rank_loss_from_proto(request.loss) if request.HasField("loss") else None,
+            plan=plan_from_proto(request.plan) if request.HasField("plan") else None,
             now=host.now,
         )
         return trainer_pb2.ProgressReply()

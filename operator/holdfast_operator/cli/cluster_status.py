@@ -132,6 +132,8 @@ def job_view(job: Object, events: Sequence[Object]) -> RenderableType:
         parts.append(failure_text(failure.get("text", ""), failure.get("lastLines", "")))
     if "tokenLoss" in found:
         parts.append(Text(found["tokenLoss"].get("text", "")))
+    if "experts" in found:
+        parts.append(Text(found["experts"].get("text", "")))
     if "protectionTraffic" in found:
         parts.append(Text(found["protectionTraffic"].get("text", ""), style="dim"))
     parts += [_members(found), _recoveries(found), conditions_view(_conditions(found))]

@@ -21,6 +21,7 @@ from holdfast_operator.local.status import (
     TimedEvent,
 )
 from holdfast_operator.reconciler.losses import loss_text
+from holdfast_operator.reconciler.seats import plan_text
 from holdfast_operator.reconciler.views import Condition
 
 EVENTS_SHOWN = 8
@@ -107,6 +108,8 @@ def status_view(status: Status, *, stale: str = "") -> RenderableType:
         parts.append(Text(f"started from {line}: {status.line_reason}", style="dim"))
     if status.token_loss is not None:
         parts.append(Text(loss_text(status.token_loss)))
+    if status.experts is not None:
+        parts.append(Text(plan_text(status.experts)))
     parts.append(_members(status))
     parts.append(_nodes(status))
     parts.extend(_standby(node) for node in status.nodes if node.standby)

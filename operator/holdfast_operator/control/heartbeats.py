@@ -11,6 +11,7 @@ from holdfast_core.snapshots.membership import Membership
 from holdfast_core.states import RankHealth, RestoreSource
 from holdfast_operator.reconciler.views import JobView, NodeView, RankView
 from holdfast_protos import codec, control_pb2, values_pb2
+from holdfast_protos.expert_plans import plan_from_proto
 from holdfast_protos.losses import loss_from_proto
 
 
@@ -34,7 +35,7 @@ def job_view(state: control_pb2.JobState) -> JobView:
     """View of one job as a daemon reports it.
 
     Raises:
-        ProtocolError: when its membership or its report of lost tokens is malformed.
+        ProtocolError: when its membership or a report of its ranks is malformed.
     """
     return JobView(
         epoch=state.epoch,
@@ -73,6 +74,7 @@ def job_view(state: control_pb2.JobState) -> JobView:
         protection_bytes_s=_rate(state.protection_bytes_s),
         slots=state.slots,
         loss=loss_from_proto(state.loss) if state.HasField("loss") else None,
+        plan=plan_from_proto(state.plan) if state.HasField("plan") else None,
     )
 
 

@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.experts.loss_reports import JobLoss
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.job.status import (
+    ExpertsStatus,
     FailureStatus,
     JobCondition,
     JobStatus,
@@ -42,6 +44,7 @@ from holdfast_operator.reconciler.protection_traffic import (
     traffic_text,
 )
 from holdfast_operator.reconciler.recoveries import Recovery
+from holdfast_operator.reconciler.seats import plan_text
 from holdfast_operator.reconciler.shrinking import Strength, strength
 from holdfast_operator.reconciler.staying import recovery_mode
 from holdfast_operator.reconciler.views import (
@@ -111,6 +114,7 @@ def status_of(
             joining=_joining(observed, state.joining, pods),
             last_recoveries=tuple(_recovery(each) for each in recoveries[-RECOVERIES_SHOWN:]),
             token_loss=None if state.losses is None else _token_loss(state.losses),
+            experts=None if state.plan is None else _experts(state.plan),
             protection_traffic=None if traffic is None else _traffic(traffic),
             slots=fewest_slots(observed, membership) or None,
             counters=to_document(state, now=clocks.now, wall=clocks.wall),
@@ -295,6 +299,19 @@ def _token_loss(loss: JobLoss) -> TokenLossStatus:
         limit=loss.limit,
         experts_per_layer=loss.k,
         text=loss_text(loss),
+    )
+
+
+def _experts(plan: PlanReport) -> ExpertsStatus:
+    return ExpertsStatus(
+        least_nodes=plan.least_nodes,
+        ranks=plan.ranks,
+        seats_per_rank=plan.rank_seats,
+        busiest_node_ratio=round(plan.busiest_node, RATIO_DIGITS),
+        epoch=plan.epoch,
+        step=plan.step,
+        cause=plan.cause.value,
+        text=plan_text(plan),
     )
 
 

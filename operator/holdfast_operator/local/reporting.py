@@ -80,6 +80,7 @@ def status_of(
         recovery_mode=recovery_mode(observed, membership),
         failure=state.failure,
         token_loss=state.losses,
+        experts=state.plan,
         conditions=decision.conditions,
         members=(
             ()

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.errors import StorageError
 from holdfast_core.experts.loss_reports import JobLoss
 from holdfast_core.job.status import Phase, RecoveryMode
@@ -135,6 +136,8 @@ class Status:
     """The newest rank or agent that failed by itself, and what it wrote last."""
     token_loss: JobLoss | None = None
     """Cost of recoveries in tokens; None where snapshots hold all experts, or it is not known."""
+    experts: PlanReport | None = None
+    """Newest expert plan; None without uneven copies."""
     conditions: tuple[Condition, ...] = ()
     members: tuple[LocalMemberStatus, ...] = ()
     nodes: tuple[NodeStatus, ...] = ()

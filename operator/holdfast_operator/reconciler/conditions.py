@@ -18,6 +18,7 @@ from holdfast_operator.reconciler.lookups import (
     suspension_of,
 )
 from holdfast_operator.reconciler.losses import loss_condition
+from holdfast_operator.reconciler.seats import plan_condition
 from holdfast_operator.reconciler.stalls import stall_of
 from holdfast_operator.reconciler.text import listed
 from holdfast_operator.reconciler.views import (
@@ -101,6 +102,7 @@ def conditions(
         _protected(job, observed, state),
         _degraded(job, observed, state, now),
         loss_condition(job, state),
+        plan_condition(job, state),
         _ended(ConditionType.COMPLETE, Outcome.COMPLETE, state),
         _ended(ConditionType.FAILED, Outcome.FAILED, state),
     )

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.errors import HoldfastError
 from holdfast_core.experts.loss_reports import JobLoss
 from holdfast_core.snapshots.generations import Generation
@@ -84,6 +85,8 @@ class Counters:
     losses: JobLoss | None = None
     """Tokens that recoveries have cost, when all ranks last reported them; None before that, and
     for jobs whose snapshots hold all experts."""
+    plan: PlanReport | None = None
+    """Newest expert plan that trainers have reported; None without uneven copies."""
     failure: TrainerFailure | None = None
     """First failure of a trainer in the newest epoch that had one."""
     stepped: bool = False

@@ -66,6 +66,7 @@ from holdfast_operator.reconciler.notices import ask_for_copy
 from holdfast_operator.reconciler.placement import form, refreshed
 from holdfast_operator.reconciler.recovering import recover, start_missing
 from holdfast_operator.reconciler.replays import replay_in_words
+from holdfast_operator.reconciler.seats import note_plan
 from holdfast_operator.reconciler.shape import Shape
 from holdfast_operator.reconciler.stalls import NOTICE_SHARE, signs_of, stall_of
 from holdfast_operator.reconciler.standby import keep_standbys
@@ -415,6 +416,7 @@ _RULES = (
     note_first_step,
     note_copies,
     note_losses,
+    note_plan,
     note_unprotected,
     _note_resumption,
     _note_signs,

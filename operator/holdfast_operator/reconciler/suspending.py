@@ -115,6 +115,7 @@ def _forget_snapshots(look: Look, state: ControlState, membership: Membership) -
         shape=None,
         saved=None,
         losses=None,
+        plan=None,
         resized_at=None,
         renewed=frozenset(),
         silent=frozenset(),

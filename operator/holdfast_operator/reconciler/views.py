@@ -17,6 +17,7 @@ from enum import StrEnum
 
 from msgspec import Struct
 
+from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.experts.loss_reports import LossReport
 from holdfast_core.job.status import ConditionStatus
 from holdfast_core.snapshots.generations import Generation, Line
@@ -96,6 +97,8 @@ class JobView(Struct, frozen=True, kw_only=True, gc=False):
     loss: LossReport | None = None
     """Losses of its ranks that have a session in this epoch; None when snapshots hold all experts,
     or no rank has reported yet."""
+    plan: PlanReport | None = None
+    """Expert plan of its ranks that have a session in this epoch; None without uneven copies."""
 
 
 class NodeView(Struct, frozen=True, kw_only=True, gc=False):
@@ -325,6 +328,7 @@ class ConditionType(StrEnum):
     PROTECTED = "Protected"
     DEGRADED = "Degraded"
     TOKEN_LOSS = "TokenLossWithinLimit"
+    EXPERTS_REPLICATED = "ExpertsReplicated"
     COMPLETE = "Complete"
     FAILED = "Failed"
     FULL_STRENGTH = "FullStrength"
@@ -370,6 +374,7 @@ class EventReason(StrEnum):
     SLOW_END = "SlowEnd"
     LAST_LINES = "LastLines"
     TOKEN_LOSS_LIMIT_PASSED = "TokenLossLimitPassed"
+    EXPERTS_SEATED = "ExpertsSeated"
     COPY_REQUESTED = "CopyRequested"
     SUSPENDED = "Suspended"
     RESUMED = "Resumed"

@@ -21,12 +21,14 @@ import grpc
 from holdfast._copying.arena import MappedArena, claim_arena, read_arena
 from holdfast._daemon.token import Metadata, Token
 from holdfast._experts.loss import NO_LOSS, Loss
+from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.errors import HoldfastError, ProtocolError, UnreachableError
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.layouts import Layout, decode_layout, decode_manifest
 from holdfast_core.snapshots.manifests import ExpertVersion, Manifest
 from holdfast_core.states import RestoreProgress, RestoreSource
 from holdfast_protos import channels, codec, persisting, trainer_pb2, trainer_pb2_grpc
+from holdfast_protos.expert_plans import plan_to_proto
 from holdfast_protos.loading import progress_from_proto
 from holdfast_protos.losses import loss_to_proto
 
@@ -146,6 +148,7 @@ class TrainerReport:
     staged_s: float
     interval_steps: int = 0
     loss: Loss = NO_LOSS
+    plan: PlanReport | None = None
 
 
 class DaemonClient(Protocol):
@@ -371,6 +374,7 @@ class GrpcClient:
             staged_s=report.staged_s,
             interval_steps=report.interval_steps,
             loss=loss_to_proto(report.loss.report) if report.loss.report else None,
+            plan=plan_to_proto(report.plan) if report.plan else None,
         )
         self._ask(self._stub.Progress, request)
 

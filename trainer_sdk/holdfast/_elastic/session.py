@@ -8,6 +8,7 @@ objects stay; the restore writes into them.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -32,6 +33,7 @@ from holdfast._state.beginning import Beginning
 from holdfast._state.capture import LiveState
 from holdfast._state.dtensors import is_dtensor
 from holdfast._steps import TrainStep, steps_of
+from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.errors import (
     HoldfastError,
     InvalidJobError,
@@ -129,6 +131,14 @@ class Reseats(Protocol):
     ) -> None:
         """Take the seats of a plan for the present ranks. Collective."""
 
+    def rebalance(
+        self, live: LiveState, exchange: Exchange, rank: int, *, step_s: float, steps: int
+    ) -> bool:
+        """Take other seats in the same world, if loads are worth it. Collective."""
+
+    def report(self, epoch: int, step: int) -> PlanReport:
+        """The plan in numbers."""
+
 
 class ElasticSession(Session):
     """A session in each world, one after the other.
@@ -142,6 +152,8 @@ class ElasticSession(Session):
             what they have. Equal on all ranks.
         pipeline: the script's boundaries between pipeline stages, if it has any.
         reseats: the model's experts in seats, if it has any.
+        rebalance_steps: steps from one look at their loads to the next; 0: none. Equal on all
+            ranks.
     """
 
     def __init__(
@@ -154,8 +166,14 @@ class ElasticSession(Session):
         votes: bool = False,
         pipeline: Pipeline | None = None,
         reseats: Reseats | None = None,
+        rebalance_steps: int = 0,
     ) -> None:
         self._world, self._make, self._reseats = world, make, reseats
+        self._rebalance_steps = rebalance_steps
+        self._bodies_s = 0.0
+        """Time of the bodies of steps since the last look at loads."""
+        self._began_s = 0.0
+        """When the newest body began."""
         self._optimizers, self._timeout_s = tuple(optimizers), exchange_timeout_s
         self._votes = votes and world.stays
         self._pipeline = pipeline
@@ -208,7 +226,7 @@ class ElasticSession(Session):
 
     def begin(self, step: int) -> None:
         """Note the state before `step`; see `Runner`."""
-        self._body = StepBody(step)
+        self._body, self._began_s = StepBody(step), time.monotonic()
         if self._pipeline is not None:
             self._pipeline.log.drop_to(self._protected)
             self._pipeline.begin(step)
@@ -245,7 +263,7 @@ class ElasticSession(Session):
         handle = self._session.save(step)
         if self._pipeline is not None:
             handle.protected.add_done_callback(partial(self._note_protected, handle))
-        return True
+        return self._rebalance(step)
 
     def survives(self, error: Exception) -> bool:
         """Whether the loop goes on after `error`; see `Runner`."""
@@ -454,12 +472,37 @@ class ElasticSession(Session):
     def _hold_after(self, step: int, *, keeps_log: bool = False) -> None:
         """Take the state after `step`, to which this process was brought, as what it has."""
         self._held = HeldState(step)
+        if self._reseats is not None and isinstance(self._session, ProtectedSession):
+            self._session.reseated(self._reseats.report(self.epoch, step), moved=False)
         if self._pipeline is not None and not keeps_log:
             self._pipeline.log.restart(step)
 
     def _note_protected(self, handle: SaveHandle, protected: Future[int]) -> None:
         if protected.exception() is None:
             self._protected = max(self._protected, handle._first)
+
+    def _rebalance(self, step: int) -> bool:
+        """After each `rebalance_steps` steps, let experts take other seats if loads are worth it;
+        return False when the world has ended meanwhile. Collective."""
+        self._bodies_s += time.monotonic() - self._began_s
+        session, steps = self._session, self._rebalance_steps
+        if self._reseats is None or not steps or step % steps:
+            return True
+        step_s, self._bodies_s = self._bodies_s / steps, 0.0
+        if not isinstance(session, ProtectedSession):
+            return True
+        try:
+            session.wait_staged()
+            moved = self._reseats.rebalance(
+                session.live, self._exchange, session.rank, step_s=step_s, steps=steps
+            )
+        except Exception as error:
+            if not self.survives(error):
+                raise
+            return False
+        if moved:
+            session.reseated(self._reseats.report(self.epoch, step), moved=True)
+        return True
 
     # --- localized recovery -----------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Experts that take other seats when the world changes (Lazarus §4.3).
+"""Experts that take other seats when the world or their loads change (Lazarus §4.3).
 
 All ranks of the new world state what they hold, and how many tokens experts got lately; from that
 each computes the same plan. An expert that stays on a rank keeps its seat; the others come from
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from math import prod
 
 import msgspec
 import torch
@@ -26,6 +27,8 @@ from holdfast._state.capture import LiveState
 from holdfast._state.extras import dtype_name, dtype_named
 from holdfast_core.elastic_experts.moving import ExpertMove, moves_of, renumbered
 from holdfast_core.elastic_experts.plans import ExpertPlan
+from holdfast_core.elastic_experts.rebalancing import weigh
+from holdfast_core.elastic_experts.reports import PlanCause, PlanReport
 from holdfast_core.errors import InvalidJobError, NoRecoveryLineError
 
 _log = logging.getLogger("holdfast")
@@ -43,13 +46,18 @@ class _Stack(msgspec.Struct, frozen=True):
     """Shape of one seat."""
     device: str
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one seat."""
+        return prod(self.shape) * dtype_named(self.dtype).itemsize
+
 
 class _Statement(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank has."""
 
-    planned: int
-    """Ranks of its plan."""
     loads: tuple[tuple[int, ...], ...]
+    step_s: float = 0.0
+    """Time of a step, as this rank sees it."""
     held: tuple[tuple[int, ...], ...] = ()
     """For each layer the experts in its seats; empty for a rank without training state."""
     stacks: tuple[_Stack, ...] = ()
@@ -76,6 +84,7 @@ class Reseating:
                 f"layers {[layer.layer for layer in self._layers]} of an expert plan with "
                 f"{planned}: give each MoELayer its own number, and plan for all of them together"
             )
+        self._cause = PlanCause.START
 
     @property
     def experts(self) -> int:
@@ -105,26 +114,21 @@ class Reseating:
                 another number of ranks.
             UnreachableError: when a rank does not take part.
         """
-        own = _Statement(
-            planned=self._layers[0].plan.room.ranks,
-            loads=tuple(layer.history.tokens for layer in self._layers),
-            held=self.held() if outlived else (),
-            stacks=tuple(self._stacks(live)) if outlived else (),
-        )
-        said = [_STATEMENT.decode(one) for one in exchange.gather(msgspec.msgpack.encode(own))]
+        said = self._gather(live, exchange, outlived=outlived)
         first = next((one for one in said if one.held), None)
         if first is None:
-            if own.planned != len(said):
+            began = self._layers[0].plan.room.ranks
+            if began != len(said):
                 raise NoRecoveryLineError(
-                    f"this process began with an expert plan for {own.planned} ranks, and now "
+                    f"this process began with an expert plan for {began} ranks, and now "
                     f"there are {len(said)}; it ends so that a new one can begin"
                 )
             return
         held = [one.held for one in said]
         plan = renumbered(self._layers[0].plan.renewed(len(said), first.loads), held)
+        self._cause = PlanCause.WORLD
         if moves:
-            stacks = dict.fromkeys(stack for one in said for stack in one.stacks)
-            self._move(live, exchange, rank, plan, moves_of(plan, held), list(stacks))
+            self._move(live, exchange, rank, plan, moves_of(plan, held), _all_stacks(said))
         else:
             for layer in self._layers:
                 layer.take_seats(plan)
@@ -136,7 +140,77 @@ class Reseating:
             plan.reason,
         )
 
+    @torch.no_grad()
+    def rebalance(
+        self, live: LiveState, exchange: Exchange, rank: int, *, step_s: float, steps: int
+    ) -> bool:
+        """Take other seats in the same world, if the newest loads are worth the moves; return
+        whether experts have moved. Collective, between two steps.
+
+        Args:
+            live: state of the model.
+            step_s: time of a step lately.
+            steps: steps until the next call.
+
+        Raises:
+            UnreachableError: when a rank does not take part.
+        """
+        said = self._gather(live, exchange, outlived=True, step_s=step_s)
+        held, now = [one.held for one in said], self._layers[0].plan
+        plan = renumbered(now.renewed(len(said), said[0].loads), held)
+        moves, stacks = moves_of(plan, held), _all_stacks(said)
+        found = weigh(
+            now,
+            plan,
+            moves,
+            expert_bytes=sum(stack.nbytes for stack in stacks) // len(self._layers),
+            step_s=said[0].step_s,
+            steps=steps,
+        )
+        _log.log(
+            logging.INFO if found.worth else logging.DEBUG,
+            "%s: %s",
+            "experts move" if found.worth else "experts stay",
+            found.reason,
+        )
+        if found.worth:
+            self._cause = PlanCause.LOADS
+            self._move(live, exchange, rank, plan, moves, stacks)
+            live.discover()
+        return found.worth
+
+    def report(self, epoch: int, step: int) -> PlanReport:
+        """The plan in numbers.
+
+        Args:
+            step: after which experts took their seats, in `epoch`.
+        """
+        plan = self._layers[0].plan
+        return PlanReport(
+            epoch=epoch,
+            step=step,
+            cause=self._cause,
+            ranks=plan.room.ranks,
+            rank_seats=plan.room.rank_seats,
+            layers=len(plan.layers),
+            experts=self.experts,
+            least_nodes=plan.least_nodes,
+            busiest_node=1 + plan.chosen.imbalance,
+        )
+
     # --- inside -----------------------------------------------------------------------------------
+
+    def _gather(
+        self, live: LiveState, exchange: Exchange, *, outlived: bool, step_s: float = 0.0
+    ) -> list[_Statement]:
+        """State what this rank has, and return the statements of all. Collective."""
+        own = _Statement(
+            loads=tuple(layer.history.tokens for layer in self._layers),
+            step_s=step_s,
+            held=self.held() if outlived else (),
+            stacks=tuple(self._stacks(live)) if outlived else (),
+        )
+        return [_STATEMENT.decode(one) for one in exchange.gather(msgspec.msgpack.encode(own))]
 
     def _stacks(self, live: LiveState) -> Iterator[_Stack]:
         """Tensors that have a part for each seat."""
@@ -234,6 +308,11 @@ class Reseating:
                 into = _bytes(tensor[seat_of[expert]])
                 into.copy_(arrived[start : start + into.numel()])
                 start += into.numel()
+
+
+def _all_stacks(said: Sequence[_Statement]) -> list[_Stack]:
+    """The stacks that any rank has."""
+    return list(dict.fromkeys(stack for one in said for stack in one.stacks))
 
 
 def _all(plan: ExpertPlan) -> range:

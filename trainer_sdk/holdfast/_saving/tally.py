@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from holdfast._daemon.client import TrainerReport
 from holdfast._experts.loss import NO_LOSS, Loss
+from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.errors import HoldfastError, SnapshotSkippedError
 
 _log = logging.getLogger("holdfast")
@@ -32,6 +33,8 @@ class SaveCounters:
     """Time between the last two saves."""
     loss: Loss = NO_LOSS
     """Loss of training in experts that snapshots leave out; all 0 when they capture everything."""
+    plan: PlanReport | None = None
+    """Expert plan of this world; None without uneven copies."""
     staged_s: float = 0.0
     """Time from the call of the newest staged save until its tensors could change again."""
     copied_bytes: int = 0
@@ -110,4 +113,5 @@ class Tally:
                 staged_s=counters.staged_s,
                 interval_steps=counters.interval_steps,
                 loss=counters.loss,
+                plan=counters.plan,
             )

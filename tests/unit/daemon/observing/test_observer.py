@@ -8,6 +8,7 @@ from typing import cast
 
 import pytest
 
+from holdfast_core.elastic_experts.reports import PlanCause, PlanReport
 from holdfast_core.experts.loss_reports import LossReport, RecoveryLoss
 from holdfast_core.metric_definitions import job_labels
 from holdfast_core.snapshots.generations import Generation
@@ -148,6 +149,30 @@ def test_tokens_are_reported_where_snapshots_leave_experts_out() -> None:
         "experts_per_layer": 2,
     }
     assert {name: bench.read(2.0, name) for name in expected} == expected
+
+
+def test_the_expert_plan_is_reported_where_experts_have_uneven_copies() -> None:
+    bench = Bench()
+    memory = bench.host.engine.memory
+    names = ("least_nodes", "seats", "busiest_node_ratio", "plan_step")
+    assert bench.read(1.0, "expert_least_nodes") is None
+    plan = PlanReport(
+        epoch=memory.epoch,
+        step=9,
+        cause=PlanCause.START,
+        ranks=2,
+        rank_seats=3,
+        layers=2,
+        experts=6,
+        least_nodes=2,
+        busiest_node=1.125,
+    )
+    record = memory.rank(0)
+    record.plan = plan
+    record.session = TrainerSession(id="s", rank=0, epoch=memory.epoch, layout_id="l", pid=1)
+    assert [bench.read(2.0, f"expert_{name}") for name in names] == [2, 3, 1.125, 9]
+    record.session = None
+    assert bench.read(3.0, "expert_least_nodes") is None
 
 
 def test_ranks_that_moved_away_take_their_tokens_with_them() -> None:

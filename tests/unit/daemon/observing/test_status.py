@@ -8,12 +8,14 @@ from typing import cast
 
 import pytest
 
-from holdfast_core.errors import InvalidJobError, MemoryBudgetError
+from holdfast_core.elastic_experts.reports import PlanCause, PlanReport
+from holdfast_core.errors import InvalidJobError, MemoryBudgetError, ProtocolError
 from holdfast_core.experts.loss_reports import LossReport, RecoveryLoss
 from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_daemon.engine import EngineSettings, JobEngine
 from holdfast_daemon.engine.overview import (
     current_loss,
+    current_plan,
     exit_code,
     last_lines,
     loss_report,
@@ -24,6 +26,7 @@ from holdfast_daemon.engine.state import JobMemory, RankRecord, TrainerSession
 from holdfast_daemon.host import JobHost
 from holdfast_daemon.observing.status import as_json
 from holdfast_daemon.parity.traffic import NodeTraffic
+from holdfast_protos.expert_plans import plan_from_proto, plan_to_proto
 
 
 @pytest.fixture
@@ -138,6 +141,32 @@ def test_heartbeats_add_up_the_ranks_at_work_and_name_the_newest_recovery(
         (2,),
     )
     assert loss_now.recoveries == (recovery(5),)
+
+
+def test_heartbeats_tell_the_newest_expert_plan_of_the_ranks_at_work(memory: JobMemory) -> None:
+    first = PlanReport(
+        epoch=5,
+        step=0,
+        cause=PlanCause.START,
+        ranks=2,
+        rank_seats=3,
+        layers=2,
+        experts=6,
+        least_nodes=2,
+        busiest_node=1.125,
+    )
+    memory.rank(0).plan = first
+    assert current_plan(memory) is None
+    memory.rank(0).session = session(5)
+    assert current_plan(memory) == first
+    memory.rank(0).session = session(4)
+    assert current_plan(memory) is None
+    newest = replace(first, step=9, cause=PlanCause.LOADS)
+    assert plan_from_proto(plan_to_proto(newest)) == newest
+    message = plan_to_proto(newest)
+    message.cause = "whim"
+    with pytest.raises(ProtocolError, match="whim"):
+        plan_from_proto(message)
 
 
 def test_what_a_rank_reported_in_an_ended_epoch_is_kept_for_people_alone(memory: JobMemory) -> None:

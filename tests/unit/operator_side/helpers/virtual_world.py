@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.experts.loss_reports import LossReport
 from holdfast_core.job.locations import Locations
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
@@ -140,6 +141,8 @@ class World:
         """Whether no rank knows yet what it begins from."""
         self.losses: dict[str, LossReport] = {}
         """Node → its daemon's report of lost tokens."""
+        self.plans: dict[str, PlanReport] = {}
+        """Node → its daemon's report of the expert plan."""
         self.fetched: dict[str, float] = {}
         self.slots: dict[str, int] = {}
         """Node → bytes per second that its daemon fetches for parity."""
@@ -268,6 +271,7 @@ class World:
             ),
             agent_waiting=daemon.waiting,
             loss=self.losses.get(name),
+            plan=self.plans.get(name),
             protection_bytes_s=self.fetched.get(name, 0.0),
             slots=self.slots.get(name, 0),
             rebuilding=self.busy.get(name) is not None,

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from dataclasses import replace
 
 import msgspec
 import pytest
 from fake_api import FakeApi
+from rich.console import Console
 from samples import job_resource
 from virtual_world import World
 from virtual_world import make_job as virtual_job
 
+from holdfast_core.elastic_experts.reports import PlanCause, PlanReport
 from holdfast_core.experts.loss_reports import LossReport
 from holdfast_core.job.status import JobStatus
 from holdfast_core.states import RestoreSource
+from holdfast_operator.cli.cluster_status import job_view
 from holdfast_operator.kube.api import ApiError, Object
 from holdfast_operator.kube.resources import JOBS, Resource
 from holdfast_operator.kube.status import (
@@ -28,6 +32,7 @@ from holdfast_operator.kube.status_writer import StatusWriter
 from holdfast_operator.kube.times import ClockPair
 from holdfast_operator.reconciler.counters import from_document
 from holdfast_operator.reconciler.recoveries import Recovery
+from holdfast_operator.reconciler.seats import plan_text
 from holdfast_operator.reconciler.views import Condition, ConditionType
 
 CLOCKS = ClockPair(now=0.0, wall=1_700_000_000.0)
@@ -333,6 +338,41 @@ def test_a_status_that_could_not_be_written_is_written_at_the_next_call() -> Non
     assert not writing.write(phase="Running")
     assert writing.write(phase="Running")
     assert writing.counts == ["failed", "written"]
+
+
+def test_the_expert_plan_is_in_the_status() -> None:
+    world = World(virtual_job())
+    world.settle(3.0)
+    assert "experts" not in status(world)
+    report = PlanReport(
+        epoch=1,
+        step=7,
+        cause=PlanCause.WORLD,
+        ranks=4,
+        rank_seats=3,
+        layers=2,
+        experts=6,
+        least_nodes=2,
+        busiest_node=1.125,
+    )
+    world.plans = {world.nodes_of_members()[0]: report}
+    world.look()
+    found = status(world)
+    assert found["experts"] == {
+        "leastNodes": 2,
+        "ranks": 4,
+        "seatsPerRank": 3,
+        "busiestNodeRatio": 1.125,
+        "epoch": 1,
+        "step": 7,
+        "cause": "world",
+        "text": plan_text(report),
+    }
+    assert msgspec.convert(found, JobStatus).experts is not None
+    job = {"metadata": {"name": "moe", "namespace": "ns"}, "status": found}
+    out = io.StringIO()
+    Console(width=400, file=out).print(job_view(job, []))
+    assert plan_text(report) in out.getvalue()
 
 
 def test_lost_tokens_are_in_the_status_and_their_condition_is_unknown_before_a_report() -> None:

@@ -183,6 +183,7 @@ def test_conditions_keep_their_order() -> None:
     absent = {
         *(ConditionType.FULL_STRENGTH, ConditionType.STORAGE_REACHABLE, ConditionType.PERSISTED),
         *(ConditionType.INSECURE, ConditionType.DAEMONS_OUTDATED),
+        ConditionType.EXPERTS_REPLICATED,
     }
     assert [c.type for c in found] == [t for t in ConditionType if t not in absent]
 

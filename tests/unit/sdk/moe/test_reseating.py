@@ -17,6 +17,7 @@ from holdfast import elastic, moe
 from holdfast._exchange import make_exchange
 from holdfast._moe.reseating import Reseating
 from holdfast._state.capture import LiveState
+from holdfast_core.elastic_experts.reports import PlanCause
 from holdfast_core.errors import InvalidJobError, NoRecoveryLineError
 from holdfast_core.topology import Topology
 
@@ -123,6 +124,43 @@ def test_experts_move_with_all_of_their_state_and_whoever_stays_keeps_its_seat(
     make: Any,
 ) -> None:
     run_ranks(move, (reserve_port(), make, NEW), RANKS)
+
+
+def rebalance(rank: int, port: int, directory: str) -> None:
+    """Loads become skewed in a world that stays; then they are as planned."""
+    world, group = join(rank, port, RANKS)
+    trainer = Trainer(group, make_adamw, [[1] * EXPERTS] * LAYERS)
+    trainer.train(rank)
+    reseating = Reseating(trainer.layers)
+    exchange = make_exchange(RANKS, WAIT_S)
+    before: dict[str, torch.Tensor] = {}
+    for of_rank in every(trainer.state()):
+        before.update(of_rank)
+
+    def look(tokens: list[list[int]], step_s: float) -> bool:
+        for layer in trainer.layers:
+            layer.history.add([1000 * each for each in tokens[layer.layer]])
+        # Only what the first rank has measured counts, so that all decide alike.
+        measured_s = step_s if rank == 0 else 1e9 - step_s
+        live = trainer.live
+        return reseating.rebalance(live, exchange, rank, step_s=measured_s, steps=200)
+
+    assert not look(SKEWED, 0.0)
+    assert reseating.report(1, 0).cause is PlanCause.START
+    assert look(SKEWED, 10.0)
+    assert not look(SKEWED, 10.0)
+    report = reseating.report(1, 200)
+    assert (report.cause, report.ranks, report.least_nodes) == (PlanCause.LOADS, RANKS, 2)
+    assert trainer.layers[0].plan.layers[0].counts()[2] > 2
+    for name, tensor in trainer.state().items():
+        assert torch.equal(tensor, before[name]), name
+    trainer.train(rank)
+    moe.check_copies(trainer.layers, trainer.optimizer, group)
+    world.close()
+
+
+def test_experts_move_in_a_world_that_stays_when_their_loads_are_worth_it() -> None:
+    run_ranks(rebalance, (reserve_port(), ""), RANKS)
 
 
 def refuse(rank: int, port: int, directory: str) -> None:

@@ -1,0 +1,1 @@
+"""Uneven copies of experts beside expert parallelism; see `__main__`."""
