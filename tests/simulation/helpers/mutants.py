@@ -1,4 +1,5 @@
 """Plant bugs in a copy of the sources and check that the simulation finds them: `make mutants`.
+Those in the seats of experts are for tests to find: the simulation has daemons and no tensors.
 
 A simulation that finds nothing may be blind. Each mutant breaks one rule of the protocol; a mutant
 that survives shows a hole in the simulation, or a rule that another rule already enforces.
@@ -19,6 +20,7 @@ SOURCES = ("core", "protos", "storage", "daemon", "trainer_sdk")
 SIMULATION = Path(__file__).resolve().parent
 DAEMON = "daemon/holdfast_daemon"
 ENGINE = f"{DAEMON}/engine"
+MOE = "trainer_sdk/holdfast/_moe"
 SCHEDULES = 1500
 TIME_LIMIT_S = 1800
 """Far more than all schedules take: an engine that never returns is broken, too."""
@@ -37,6 +39,8 @@ class Mutant:
     """Whether members leave and come in all schedules, because the bug is in that."""
     votes: bool = False
     """Whether the model of votes is to find it (`voting`), and not the simulation of daemons."""
+    test: str = ""
+    """Test below tests/unit that is to find it, and not the simulation."""
     enforced_by: str = ""
     """What else enforces the rule, so that the simulation cannot find the bug."""
 
@@ -424,6 +428,59 @@ MUTANTS = (
             ),
         ),
     ),
+    Mutant(
+        name="seats: give nodes their part of a plan by what they hold of the first layer",
+        edits=(
+            (
+                "core/holdfast_core/elastic_experts/moving.py",
+                "    for at, layer in enumerate(plan.layers):\n"
+                "        for expert, holders in enumerate(layer.copies):\n"
+                "            wants",
+                "    for at, layer in enumerate(plan.layers[:1]):\n"
+                "        for expert, holders in enumerate(layer.copies):\n"
+                "            wants",
+            ),
+        ),
+        test="core/elastic_experts/test_moving.py",
+    ),
+    Mutant(
+        name="seats: divide the gradient of an expert by the number of its holders",
+        edits=(
+            (
+                f"{MOE}/gradients.py",
+                "            sums[id(one)].to(self._stacks[0].dtype)",
+                "            (sums[id(one)] / len(one.holders)).to(self._stacks[0].dtype)",
+            ),
+        ),
+        test="sdk/moe/test_layer.py",
+    ),
+    Mutant(
+        name="seats: forget a moment when experts move",
+        edits=(
+            (
+                f"{MOE}/reseating.py",
+                "                if stack.layer == at\n",
+                '                if stack.layer == at and stack.key != "exp_avg"\n',
+            ),
+        ),
+        test="sdk/moe/test_reseating.py",
+    ),
+    Mutant(
+        name="seats: put an expert that arrives into the seat that it had elsewhere",
+        edits=(
+            (
+                f"{MOE}/reseating.py",
+                "                into = _bytes(tensor[seat_of[expert]])\n",
+                "                into = _bytes(tensor[expert % len(tensor)])\n",
+            ),
+        ),
+        test="sdk/moe/test_reseating.py",
+    ),
+    Mutant(
+        name="seats: weigh moves by each rank's own time",
+        edits=((f"{MOE}/reseating.py", "step_s=said[0].step_s", "step_s=step_s"),),
+        test="sdk/moe/test_reseating.py",
+    ),
 )
 
 
@@ -453,6 +510,9 @@ def survives(mutant: Mutant) -> str:
         command = ["-m", "simulation", "--steps", "8", "--count", str(SCHEDULES)]
         if mutant.votes:
             command = ["-m", "voting"]
+        if mutant.test:
+            test = str(ROOT / "tests" / "unit" / mutant.test)
+            command = ["-m", "pytest", "-qx", "-n0", "-p", "no:cacheprovider", test]
         command += ["--tier"] if mutant.tier else []
         command += ["--worlds"] if mutant.worlds else []
         try:
@@ -466,11 +526,13 @@ def survives(mutant: Mutant) -> str:
             )
         except subprocess.TimeoutExpired:
             return f"no end within {TIME_LIMIT_S} s"
-    complaints = ("AssertionError: seed", "AssertionError: crash")
-    found = [line for line in result.stderr.splitlines() if line.startswith(complaints)]
+    complaints = ("AssertionError: seed", "AssertionError: crash", "FAILED ")
+    told = [*result.stderr.splitlines(), *result.stdout.splitlines()]
+    found = [line for line in told if line.startswith(complaints)]
     if result.returncode and not found:
         raise SystemExit(
-            f"{mutant.name}: no schedule ran; mend the mutant\n{result.stderr[-2000:]}"
+            f"{mutant.name}: nothing ran; mend the mutant\n{result.stdout[-2000:]}"
+            f"{result.stderr[-2000:]}"
         )
     return found[0][:60] if found else ""
 

@@ -15,12 +15,11 @@ from holdfast_core.elastic_experts.plans import (
     ExpertPlan,
     ExpertRoom,
     LossCost,
-    Placement,
     plan_experts,
 )
 from holdfast_core.elastic_experts.survival import Survival, loss_cases
 from holdfast_core.errors import InvalidJobError
-from holdfast_core.job.elastic import Allocation
+from holdfast_core.job.elastic import Allocation, Placement
 
 TEN = ExpertRoom(nodes=10, rank_seats=6)
 
