@@ -3,21 +3,15 @@
 1. Tokens on the busiest rank, EP over uneven copies, for the models of Lazarus on 10 to 5 nodes and
    four shapes of loads. Computed; no clock is involved.
 2. The dispatcher's share of a layer's processor time, on one process.
-3. Seconds from the kill of a node to the next completed step, in place with uneven copies, and by a
-   restart with one EP group fewer, alternating.
 
 How much faster parallel ranks train cannot be measured on one machine: its cores are the same
-whatever their number. Writes build/bench/elastic.json and elastic.png; the exit code is 1 when a
-run failed or uneven copies took longer to go on.
+whatever their number. Writes build/bench/elastic.json and elastic.png.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -30,13 +24,10 @@ from rich.table import Table
 
 from benchmarks.elastic.counted import MODELS, NODES, SHAPES, nodes_of_groups, ratios
 from benchmarks.elastic.dispatching import dispatcher_share
-from benchmarks.elastic.losing import Way, seconds_lost
 from benchmarks.machine import facts
-from benchmarks.measure import REPETITIONS, Figure
-from holdfast_core.errors import HoldfastError
+from benchmarks.measure import REPETITIONS
 
 ROOT = Path(__file__).resolve().parents[2]
-RUNS = 3
 Counted = Mapping[str, Mapping[str, Mapping[int, float]]]
 """Model → shape of loads → number of nodes → multiple."""
 
@@ -49,17 +40,8 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add(
-        "--runs",
-        type=int,
-        default=RUNS,
-        help="runs of each way to go on; 0: compute and time the dispatcher only "
-        "(default: %(default)s)",
-    )
     add("--output", type=Path, default=ROOT / "build" / "bench" / "elastic.json")
     options = parser.parse_args(argv)
-    if options.runs < 0:
-        parser.error("give 0 runs or more")
     console, machine = Console(width=max(Console().width, 100)), facts()
     counted = {m.name: {shape: ratios(m, shape) for shape in SHAPES} for m in MODELS}
     print_counted(console, counted)
@@ -69,56 +51,16 @@ def main(argv: list[str] | None = None) -> int:
             f"dispatcher with {name}'s experts: {share.value:.0f} % of a layer's processor time "
             f"(shortest of {share.repetitions} repetitions)"
         )
-    folder = Path(tempfile.mkdtemp(prefix="holdfast-bench-elastic-"))
-    lost, problems = losses(options.runs, folder, console)
     report = {
         "busiest_rank_multiples": counted,
         "dispatcher_percent": shares,
-        "seconds_to_next_step": lost,
-        "problems": problems,
         "machine": machine,
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
-    draw(options.output.with_suffix(".png"), counted, lost)
-    for way, figure in lost.items():
-        console.print(f"next step, {way}: {shown(figure)}")
-    for problem in problems:
-        console.print(f"[bold red]left out: {problem}[/]", soft_wrap=True)
-    console.print(f"wrote {options.output}; logs: {folder}", soft_wrap=True)
-    slower = len(lost) == 2 and lost[Way.COPIES].value > lost[Way.GROUPS].value
-    return 1 if problems or slower else 0
-
-
-def losses(runs: int, folder: Path, console: Console) -> tuple[dict[str, Figure], list[str]]:
-    """Figures of each way to go on after a loss, and why runs have none."""
-    taken: dict[Way, list[float]] = {way: [] for way in Way}
-    problems = []
-    for run in range(runs):
-        for way in list(Way) if run % 2 == 0 else list(Way)[::-1]:
-            began = time.monotonic()
-            try:
-                taken[way].append(seconds_lost(way, folder / f"{way.name.lower()}-{run + 1}"))
-            except HoldfastError as error:
-                problems.append(f"{way}, run {run + 1}: {error}")
-                continue
-            console.print(
-                f"{way}, run {run + 1}: {taken[way][-1]:.2f} s to the next step "
-                f"(the run took {time.monotonic() - began:.0f} s)",
-                style="dim",
-            )
-    figures = {
-        way.value: Figure(
-            value=statistics.median(seconds),
-            unit="s",
-            low=min(seconds),
-            high=max(seconds),
-            repetitions=len(seconds),
-        )
-        for way, seconds in taken.items()
-        if seconds
-    }
-    return figures, problems
+    draw(options.output.with_suffix(".png"), counted)
+    console.print(f"wrote {options.output}", soft_wrap=True)
+    return 0
 
 
 def print_counted(console: Console, counted: Counted) -> None:
@@ -139,17 +81,12 @@ def print_counted(console: Console, counted: Counted) -> None:
     console.print(table)
 
 
-def shown(figure: Figure) -> str:
-    """A figure in seconds, with its range."""
-    return f"{figure.value:.2f} s ({figure.low:.2f} – {figure.high:.2f}, {figure.repetitions} runs)"
-
-
-def draw(path: Path, counted: Counted, lost: Mapping[str, Figure]) -> None:
-    """Draw the multiples of each model, and the seconds to the next step."""
-    drawing = Drawing(figsize=(4 * (len(MODELS) + 1), 3.6), layout="constrained")
+def draw(path: Path, counted: Counted) -> None:
+    """Draw the multiples of each model."""
+    drawing = Drawing(figsize=(4 * len(MODELS), 3.6), layout="constrained")
     FigureCanvasAgg(drawing)
-    *left, right = drawing.subplots(1, len(MODELS) + 1)
-    for axes, (name, shapes) in zip(left, counted.items(), strict=True):
+    all_axes = drawing.subplots(1, len(MODELS), sharey=True)
+    for axes, (name, shapes) in zip(all_axes, counted.items(), strict=True):
         for shape, found in shapes.items():
             axes.plot(list(found), list(found.values()), marker="o", label=shape)
         axes.invert_xaxis()
@@ -157,15 +94,8 @@ def draw(path: Path, counted: Counted, lost: Mapping[str, Figure]) -> None:
         axes.set_title(name)
         axes.set_xlabel("nodes")
         axes.set_ylim(bottom=0)
-    left[0].set_ylabel("tokens on the busiest rank,\nEP over uneven copies")
-    left[0].legend()
-    for place, figure in enumerate(lost.values()):
-        right.bar(place, figure.value, color=("#0b6e4f", "#9aa5b1")[place], width=0.6)
-        right.vlines(place, figure.low, figure.high, color="black")
-        right.text(place, figure.value / 2, f"{figure.value:.1f} s", ha="center", color="white")
-    right.set_xticks(range(len(lost)), [way.replace(", ", "\n") for way in lost])
-    right.set_title("node lost → next step")
-    right.set_ylabel("seconds")
+    all_axes[0].set_ylabel("tokens on the busiest rank,\nEP over uneven copies")
+    all_axes[0].legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     drawing.savefig(path, dpi=150)
 

@@ -23,7 +23,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,11 +53,11 @@ from holdfast_operator.cli.demo_report import (
     LoggedStep,
     WorldReport,
     account,
+    fault_table,
     history,
     loss_difference,
     partial_verdict,
     read_log,
-    table,
     versions,
     worlds_of,
     write,
@@ -83,6 +83,8 @@ RECOVERY_S = 120.0
 """Limit for a recovery: a fault that training has not survived by then counts as not survived."""
 RUN_S = 600.0
 SUCCESS, FAILURE = 0, 1
+Play = Callable[[argparse.Namespace, Path, Console], Coroutine[Any, Any, bool]]
+"""A demo: plays in a directory, and returns whether all was as promised."""
 FULL = "Full"
 
 
@@ -97,7 +99,7 @@ class Fault:
     """Injects the fault; returns its time (seconds since the Unix epoch), and what was hit, in
     words."""
     returns: bool = False
-    """Whether the node that was lost comes back once training has gone on without it."""
+    """Whether the nodes that were lost come back once training has gone on without them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,7 +160,7 @@ class DemoRun:
                 done = await self._inject(fault)
                 injected.append(done)
                 faults.append(await self._survive(done))
-                if fault.returns:
+                while fault.returns and self.lost:
                     await cluster.start_node(self.lost.pop())
             log = await self.until(lambda _: False, RUN_S)
             outcome = await cluster.finished(timeout_s=RUN_S)
@@ -199,8 +201,8 @@ class DemoRun:
         return so_far()
 
 
-def main(options: argparse.Namespace) -> int:
-    """Run the demo; returns the exit code.
+def main(options: argparse.Namespace, play: Play | None = None) -> int:
+    """Run the demo, or `play` instead; returns the exit code.
 
     `options` has `report`, `steps`, `quick`, `policy`, `restart`, `stages` and `keep`.
 
@@ -218,7 +220,7 @@ def main(options: argparse.Namespace) -> int:
         if options.stages:
             success = run_stages_demo(work, _steps(options), 1, console, options.report)
         else:
-            success = asyncio.run(_demo(options, work, console))
+            success = asyncio.run((play or _demo)(options, work, console))
     except (HoldfastError, TimeoutError):
         console.print(f"logs: {work}")
         raise
@@ -236,16 +238,9 @@ def _steps(options: argparse.Namespace) -> int:
 async def _demo(options: argparse.Namespace, work: Path, console: Console) -> bool:
     began = time.monotonic()
     steps = _steps(options)
-    columns = (
-        TextColumn("{task.description:<16}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[note]:<18}"),
-        TimeElapsedColumn(),
-    )
     full = options.policy == FULL
     script = (*SCRIPT, WITHOUT_SPARE) if full else SCRIPT
-    with Progress(*columns, console=console) as screen:
+    with progress(console) as screen:
         console.print(
             f"A run with {len(script)} faults, then the same without; {steps} steps each. "
             + ("All processes start again." if options.restart else "Processes not lost stay.")
@@ -294,9 +289,21 @@ async def _demo(options: argparse.Namespace, work: Path, console: Console) -> bo
     return report.success
 
 
+def progress(console: Console) -> Progress:
+    """A line on the screen for each run."""
+    return Progress(
+        TextColumn("{task.description:<16}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[note]:<18}"),
+        TimeElapsedColumn(),
+        console=console,
+    )
+
+
 def show(console: Console, report: DemoReport) -> None:
     """Print the table of faults, the hashes, and what they mean."""
-    console.print(table(report))
+    console.print(fault_table(report.faults))
     names = ("without faults", report.fault_free_sha256), ("with faults", report.final_state_sha256)
     for name, sha256 in names:
         console.print(f"{name}: {sha256 or 'no final state'}", highlight=False, soft_wrap=True)
@@ -325,12 +332,20 @@ async def replay(
     hash where this failed."""
     folder.mkdir()
     log_file, hash_file = folder / "log.jsonl", folder / "sha256"
-    line = screen.add_task("without faults", total=steps, note="starting processes")
     command = [
         *(sys.executable, str(EXAMPLES / "replay_moe.py")),
         *("--worlds", *(f"{world.ranks}x{world.steps}" for world in worlds)),
         *_arguments(folder, steps, FULL),
     ]
+    await run_trainer(command, folder, screen, steps)
+    sha256 = hash_file.read_text().strip() if hash_file.exists() else ""
+    return RunResult(sha256=sha256, log=read_log(log_file), injected=[], faults=[])
+
+
+async def run_trainer(command: Sequence[str], folder: Path, screen: Progress, steps: int) -> None:
+    """Run a trainer without Holdfast and without faults. Its log is in `folder`."""
+    log_file = folder / "log.jsonl"
+    line = screen.add_task("without faults", total=steps, note="starting processes")
     with (folder / "output").open("wb") as output:
         process = await asyncio.create_subprocess_exec(*command, stdout=output, stderr=output)
         ended = asyncio.ensure_future(process.wait())
@@ -345,9 +360,7 @@ async def replay(
             await ended
     if process.returncode != 0:
         screen.console.print(f"the run without faults failed: {folder / 'output'}")
-    sha256 = hash_file.read_text().strip() if hash_file.exists() else ""
-    log = shown_log(log_file, screen, line)
-    return RunResult(sha256=sha256, log=log, injected=[], faults=[])
+    shown_log(log_file, screen, line)
 
 
 def demo_job(folder: Path, steps: int, policy: str = FULL, *, stay: bool = False) -> MoETrainingJob:

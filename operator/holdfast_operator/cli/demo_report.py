@@ -239,14 +239,14 @@ def versions() -> dict[str, str]:
     return found
 
 
-def table(report: DemoReport) -> Table:
+def fault_table(faults: Sequence[FaultReport]) -> Table:
     """Table of the faults, one per row."""
     shown = Table(box=box.SIMPLE, pad_edge=False, collapse_padding=True)
     shown.add_column("killed", no_wrap=True)
     for name in ("at step", "noticed", "restored", "lost", "next step"):
         shown.add_column(name, justify="right", no_wrap=True)
     shown.add_column("from", no_wrap=True)
-    for fault in report.faults:
+    for fault in faults:
         shown.add_row(
             fault.what,
             str(fault.step),

@@ -204,6 +204,10 @@ def _demo(options: argparse.Namespace) -> int:
     _check_processes("holdfast demo")
     from holdfast_operator.cli.demo import main
 
+    if options.elastic:
+        from holdfast_operator.cli.demo_elastic import play
+
+        return int(main(options, play) or 0)
     return int(main(options) or 0)
 
 
@@ -597,11 +601,18 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         action="store_true",
         help="start all processes again after a failure; otherwise those not lost stay",
     )
-    add(
+    other = parser.add_mutually_exclusive_group().add_argument
+    other(
         "--stages",
         action="store_true",
         help="lose all ranks of a pipeline stage instead, within a sparse window, and show which "
         "ranks repeated which steps",
+    )
+    other(
+        "--elastic",
+        action="store_true",
+        help="another demo: uneven copies of experts on five nodes, four, three and five again; "
+        "no step is lost. --policy and --restart have no effect",
     )
     add("--keep", action="store_true", help="keep the run's directory")
     parser.set_defaults(handler=_demo)

@@ -321,8 +321,8 @@ class JobLoop:
 
 
 def _edition(resource: Object) -> object:
-    """What changes with the job, but not with its status: the version of its spec, its labels, which
-    may name a queue, and a user's request for a copy."""
+    """What changes with the job, but not with its status: the version of its spec, its labels,
+    which may name a queue, and a user's request for a copy."""
     metadata = resource["metadata"]
     asked = (metadata.get("annotations") or {}).get(COPY_ANNOTATION)
     return metadata.get("generation"), metadata.get("labels") or {}, asked

@@ -18,7 +18,6 @@ from benchmarks.elastic.counted import (
     nodes_of_groups,
     ratios,
 )
-from benchmarks.elastic.losing import Way, make_job
 from benchmarks.policies.models import Gpt, Shape
 
 from holdfast_core.elastic_experts.allocation import least_copies
@@ -98,11 +97,3 @@ def test_the_table_of_the_documentation_is_what_is_computed() -> None:
         for shape in SHAPES:
             found = (f"{ratio:.2f}" for ratio in ratios(model, shape).values())
             assert f"| {shape} | {' | '.join(found)} |\n" in text
-
-
-def test_both_ways_to_go_on_train_on_as_many_nodes() -> None:
-    jobs = [make_job(way, Path("log")) for way in Way]
-    shapes = [(job.spec.nodes, job.spec.least_nodes, job.spec.nproc_per_node) for job in jobs]
-    assert shapes == [(3, 2, 2)] * 2
-    assert jobs[0].spec.elastic is not None and jobs[1].spec.elastic is None
-    assert [("--stay" in job.command) for job in jobs] == [True, False]

@@ -17,10 +17,10 @@ from holdfast_operator.cli.demo_report import (
     LoggedStep,
     WorldReport,
     account,
+    fault_table,
     history,
     plot,
     read_log,
-    table,
     versions,
     worlds_of,
     write,
@@ -159,7 +159,7 @@ def test_a_plot_without_any_steps_is_drawn_all_the_same(tmp_path: Path) -> None:
 
 def test_the_table_fits_a_narrow_terminal() -> None:
     console = Console(width=80, file=io.StringIO(), record=True)
-    console.print(table(make_report()))
+    console.print(fault_table(make_report().faults))
     text = console.export_text()
     for word in ("node n13 and its memory", "restored", "next step", "3.6 s", "parity"):
         assert word in text
