@@ -13,6 +13,7 @@ from holdfast_daemon.observing.catalogue import Catalogue, MemoryCatalogue
 from holdfast_daemon.settings import Auth, DaemonSettings
 from holdfast_daemon.trainers.auth import (
     Authenticator,
+    Pods,
     Reviewer,
     TokenAuthenticator,
     TrustingAuthenticator,
@@ -22,7 +23,9 @@ from holdfast_daemon.trainers.token_review import TokenReviewApi
 from holdfast_daemon.trainers.volume_tokens import VolumeTokenReviewer
 
 
-def make_authenticator(settings: DaemonSettings, metrics: DaemonMetrics) -> Authenticator:
+def make_authenticator(
+    settings: DaemonSettings, metrics: DaemonMetrics, hosts: Mapping[str, JobHost]
+) -> Authenticator:
     """The authenticator of trainers that the settings select."""
     if settings.auth is Auth.NONE:
         return TrustingAuthenticator()
@@ -35,7 +38,15 @@ def make_authenticator(settings: DaemonSettings, metrics: DaemonMetrics) -> Auth
         reviewer,
         time.time,
         lambda outcome: metrics.add("token_reviews", outcome=outcome),
+        lambda job: _pods_of(hosts.get(job)),
     )
+
+
+def _pods_of(host: JobHost | None) -> Pods:
+    membership = None if host is None else host.engine.membership
+    if membership is None:
+        return Pods.UNKNOWN
+    return Pods.ANY if membership.external else Pods.NAMED
 
 
 def make_catalogue(

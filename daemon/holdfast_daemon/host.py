@@ -19,6 +19,7 @@ from holdfast_core.catalogue.events import JobEvent
 from holdfast_core.errors import HoldfastError, MemoryBudgetError, StorageError
 from holdfast_core.last_lines import last_lines
 from holdfast_core.snapshots.layouts import encode_layout
+from holdfast_core.snapshots.membership import Membership
 from holdfast_daemon.engine import JobEngine
 from holdfast_daemon.engine.effects import (
     Completion,
@@ -160,6 +161,16 @@ class JobHost:
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
+
+    def hello(self, rank: int, store_address: str, world: str) -> Membership:
+        """The membership that a worker belongs to; what its coming changes is reported at once.
+        Raises as `JobEngine.hello` does."""
+        effects: list[Effect] = []
+        try:
+            membership, effects = self.engine.hello(rank, store_address, world, self.now)
+        finally:
+            self.carry_out(effects)
+        return membership
 
     def agent_waits(self, after_epoch: int) -> None:
         """Note that the member's agent left the world of `after_epoch`, and report it to the

@@ -90,7 +90,7 @@ class Node:
             on_refused=self._claims.refused,
             mode=settings.permissions,
         )
-        self._authenticator = make_authenticator(settings, self.metrics)
+        self._authenticator = make_authenticator(settings, self.metrics, self.hosts)
         self._scrub = ScrubPlan(
             ScrubSettings(
                 interval_s=settings.scrub_interval_s, rate_bytes_s=settings.scrub_rate_bytes_s

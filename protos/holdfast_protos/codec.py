@@ -184,11 +184,14 @@ def membership_to_proto(value: Membership) -> values_pb2.Membership:
         protection_bytes_s=value.protection_bytes_s,
         restarting=sorted(value.restarting),
         since=value.since,
+        external=value.external,
+        order=value.order,
         past=[
             values_pb2.PastWorld(
                 since=world.since,
                 members=world.members,
                 groups=[values_pb2.ParityGroup(members=group) for group in world.groups],
+                order=world.order,
             )
             for world in value.past
         ],
@@ -213,6 +216,8 @@ def membership_from_proto(message: values_pb2.Membership) -> Membership:
             groups=tuple(tuple(group.members) for group in message.groups),
             redundancy=Redundancy(message.redundancy),
             replicas=message.replicas or 1,  # older peers do not send it
+            external=message.external,
+            order=tuple(message.order),
             tier=_tier(message.tier) if message.HasField("tier") else None,
             memory_bytes=message.memory_bytes,
             slots=message.slots,
@@ -231,6 +236,7 @@ def _past_world(message: values_pb2.PastWorld, nproc_per_node: int) -> MemberWor
         members=tuple(message.members),
         nproc_per_node=nproc_per_node,
         groups=tuple(tuple(group.members) for group in message.groups),
+        order=tuple(message.order),
     )
 
 

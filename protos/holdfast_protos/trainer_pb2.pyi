@@ -36,11 +36,17 @@ class HelloRequest(_message.Message):
     JOB_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     STORE_ADDRESS_FIELD_NUMBER: _builtins.int
+    WORLD_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     job: _builtins.str
     rank: _builtins.int
     store_address: _builtins.str
     """MASTER_ADDR:MASTER_PORT, empty outside torchrun"""
+    world: _builtins.str
+    """Name that the ranks of a world have agreed upon, where no agent of Holdfast has formed it; only
+    read of a job whose pods another controller makes. The first world that comes to an epoch has
+    it; another one waits, and the control loop begins a new epoch for it.
+    """
     def __init__(
         self,
         *,
@@ -48,10 +54,11 @@ class HelloRequest(_message.Message):
         job: _builtins.str = ...,
         rank: _builtins.int = ...,
         store_address: _builtins.str = ...,
+        world: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "protocol_version", b"protocol_version", "rank", b"rank", "store_address", b"store_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "protocol_version", b"protocol_version", "rank", b"rank", "store_address", b"store_address", "world", b"world"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

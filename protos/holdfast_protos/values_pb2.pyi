@@ -103,22 +103,28 @@ class PastWorld(_message.Message):
     SINCE_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
     since: _builtins.int
     """its first epoch"""
     @_builtins.property
     def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___ParityGroup]: ...
+    @_builtins.property
+    def order(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """members as torch counts them; empty: ascending"""
+
     def __init__(
         self,
         *,
         since: _builtins.int = ...,
         members: _abc.Iterable[_builtins.int] | None = ...,
         groups: _abc.Iterable[Global___ParityGroup] | None = ...,
+        order: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "members", b"members", "since", b"since"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "members", b"members", "order", b"order", "since", b"since"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -143,6 +149,8 @@ class Membership(_message.Message):
     SINCE_FIELD_NUMBER: _builtins.int
     PAST_FIELD_NUMBER: _builtins.int
     PROTECTION_BYTES_S_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
+    EXTERNAL_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     epoch: _builtins.int
     revision: _builtins.int
@@ -158,6 +166,8 @@ class Membership(_message.Message):
     """first epoch of the present world; 0: the job has had no other"""
     protection_bytes_s: _builtins.int
     """limit of each node's fetching for new parity; 0: no limit"""
+    external: _builtins.bool
+    """another controller makes the pods and starts the processes"""
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]: ...
     @_builtins.property
@@ -173,6 +183,10 @@ class Membership(_message.Message):
     @_builtins.property
     def past(self) -> _containers.RepeatedCompositeFieldContainer[Global___PastWorld]:
         """worlds before it, oldest first"""
+
+    @_builtins.property
+    def order(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """members as torch counts them; empty: ascending"""
 
     def __init__(
         self,
@@ -192,10 +206,12 @@ class Membership(_message.Message):
         since: _builtins.int = ...,
         past: _abc.Iterable[Global___PastWorld] | None = ...,
         protection_bytes_s: _builtins.int = ...,
+        order: _abc.Iterable[_builtins.int] | None = ...,
+        external: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tier", b"tier"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "groups", b"groups", "job", b"job", "members", b"members", "memory_bytes", b"memory_bytes", "nproc_per_node", b"nproc_per_node", "past", b"past", "protection_bytes_s", b"protection_bytes_s", "redundancy", b"redundancy", "replicas", b"replicas", "restarting", b"restarting", "revision", b"revision", "since", b"since", "slots", b"slots", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "external", b"external", "groups", b"groups", "job", b"job", "members", b"members", "memory_bytes", b"memory_bytes", "nproc_per_node", b"nproc_per_node", "order", b"order", "past", b"past", "protection_bytes_s", b"protection_bytes_s", "redundancy", b"redundancy", "replicas", b"replicas", "restarting", b"restarting", "revision", b"revision", "since", b"since", "slots", b"slots", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

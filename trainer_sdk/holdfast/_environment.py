@@ -41,6 +41,8 @@ class Environment:
     """`LOCAL_WORLD_SIZE`."""
     store_address: str
     """`MASTER_ADDR:MASTER_PORT` of the training world's store; empty outside torchrun."""
+    run_id: str
+    """`TORCHELASTIC_RUN_ID`: the job's key where Holdfast's rendezvous has formed the world."""
     copy_threads: int | None
     """`HOLDFAST_COPY_THREADS`."""
     token_file: Path | None
@@ -83,6 +85,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         local_rank=_number(found, "LOCAL_RANK", 0),
         local_world_size=_number(found, "LOCAL_WORLD_SIZE", 1),
         store_address=f"{address}:{port}" if address and port else "",
+        run_id=found.get("TORCHELASTIC_RUN_ID", ""),
         token_file=read_token_file(found),
         reform_s=_rate(found, "HOLDFAST_REFORM_SECONDS") or REFORM_S,
         policy=_policy(found.get("HOLDFAST_POLICY", "")),

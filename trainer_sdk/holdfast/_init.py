@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -185,7 +186,6 @@ class _Maker:
         live = LiveState(
             self.model, self.optimizers, topology, rank, units=self.units, private=self.private
         )
-        client = self.daemon or self._connect(rank)
 
         def exchange() -> Exchange:
             timeout_s = self.settings.exchange_timeout_s
@@ -193,13 +193,14 @@ class _Maker:
                 return self.world.exchange(timeout_s)
             return make_exchange(world_size, timeout_s)
 
+        ranks = exchange()
         return ProtectedSession(
             live=live,
             stateful=self.stateful,
             topology=topology,
             rank=rank,
-            client=client,
-            exchange=exchange(),
+            client=self.daemon or self._connect(rank, ranks),
+            exchange=ranks,
             policy=_policy(live, rank, world_size, self.settings, exchange),
             comparing=_comparing(topology, self.settings, exchange),
             pacing=_pacing(self.settings, exchange),
@@ -208,7 +209,7 @@ class _Maker:
             hooks=self.world is None,
         )
 
-    def _connect(self, rank: int) -> DaemonClient:
+    def _connect(self, rank: int, ranks: Exchange) -> DaemonClient:
         if not self.job or self.socket is None:
             raise InvalidJobError("a daemon is named without a job; set HOLDFAST_JOB or pass job=")
         store = self.environment.store_address
@@ -221,7 +222,13 @@ class _Maker:
             store,
             self.settings.rpc_timeout_s,
             self.environment.token_file,
+            "" if self.environment.run_id == self.job else _world_name(ranks),
         )
+
+
+def _world_name(ranks: Exchange) -> str:
+    """Agree on a name of this world, which no other world has. Collective."""
+    return ranks.gather(uuid4().hex.encode())[0].decode()
 
 
 def _check_pipeline(

@@ -134,7 +134,7 @@ def check_local(job: MoETrainingJob) -> None:
     """Refuse what must not run without Kubernetes.
 
     Raises:
-        InvalidJobError: the job belongs to another controller.
+        InvalidJobError: the job, or its pods, belong to another controller.
     """
     problems = []
     if job.spec.managed_by != MANAGER:
@@ -144,6 +144,15 @@ def check_local(job: MoETrainingJob) -> None:
                 value=job.spec.managed_by,
                 wrong="the job belongs to another controller",
                 fix=f"remove the field, or write {MANAGER}, to run it here",
+            )
+        )
+    if job.spec.trainer.external:
+        problems.append(
+            Problem(
+                path="spec.trainer.external",
+                value=True,
+                wrong="another controller makes the pods, and there is none here",
+                fix="give a template with the trainer's command to run it here",
             )
         )
     refuse(f"job {job.key} cannot run on this machine alone", problems)

@@ -25,6 +25,7 @@ from holdfast_core.job.schema import (
 )
 from holdfast_core.job.snapshots import (
     BANDWIDTH_BYTES_S_MIN,
+    COMPARE_REPLICAS_EVERY,
     POLICY_FIELDS,
     PolicySpec,
     PolicyType,
@@ -34,6 +35,10 @@ from holdfast_core.protection.intervals import STEPS_MAX
 from holdfast_core.quantities import parse_bytes
 from holdfast_core.snapshots.layouts import SLOTS_MAX, SLOTS_MIN
 from holdfast_core.snapshots.membership import Redundancy
+
+NOT_FOR_EXTERNAL = "needs pods that Holdfast makes, and spec.trainer.external is true"
+SUSPEND_THERE = "suspend what makes the pods"
+IN_THE_SCRIPT = "pass holdfast.Settings in the script"
 
 _DNS_NAME = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?")
 _MANAGER = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?/[-._~A-Za-z0-9]+")
@@ -61,6 +66,7 @@ def spec_problems(spec: Spec) -> Iterator[Problem]:
     yield from _scheduling_problems(spec.scheduling)
     yield from persistence_problems(spec.persistence, spec.restore, spec.snapshot.policy)
     yield from _rule_problems(spec.failure_policy.rules)
+    yield from _trainer_problems(spec)
 
 
 def _parallelism_problems(spec: Spec) -> Iterator[Problem]:
@@ -399,6 +405,53 @@ def _scheduling_problems(scheduling: Scheduling) -> Iterator[Problem]:
             wrong=f"gang: {gang.value} has a queue",
             fix="remove it, or use gang: Kueue, KueuePodGroup or Volcano",
         )
+
+
+def _trainer_problems(spec: Spec) -> Iterator[Problem]:
+    """Problems of who makes the pods."""
+    trainer, path = spec.trainer, "spec.trainer.template"
+    if not trainer.external:
+        if trainer.template is None:
+            yield Problem(
+                path=path,
+                value=MISSING,
+                wrong="is required",
+                fix="give a pod template; its first container is the trainer. Or write "
+                "spec.trainer.external: true for pods that another controller makes",
+            )
+        return
+    if trainer.template is not None:
+        yield Problem(
+            path=path,
+            value=MISSING,
+            wrong="is given, but spec.trainer.external is true",
+            fix="remove one of the two",
+        )
+    snapshot, policy = spec.snapshot, spec.failure_policy
+    for path, value, usual, fix in (
+        ("spec.suspend", spec.suspend, False, SUSPEND_THERE),
+        ("spec.minNodes", spec.least_nodes, spec.nodes, "remove it"),
+        ("spec.scheduling.gang", spec.scheduling.gang, Gang.NONE, "remove it"),
+        ("spec.failurePolicy.spares", policy.spares, 0, "remove it"),
+        ("spec.snapshot.policy.type", snapshot.policy.type, PolicyType.FULL, IN_THE_SCRIPT),
+        ("spec.snapshot.interval.steps", snapshot.interval.auto, False, IN_THE_SCRIPT),
+        (
+            "spec.snapshot.compareReplicasEvery",
+            snapshot.compare_replicas_every,
+            COMPARE_REPLICAS_EVERY,
+            IN_THE_SCRIPT,
+        ),
+        (
+            "spec.snapshot.storeComputeWeights",
+            snapshot.store_compute_weights,
+            True,
+            IN_THE_SCRIPT,
+        ),
+    ):
+        if value != usual:
+            yield Problem(
+                path=path, value=value, wrong=NOT_FOR_EXTERNAL, fix=f"{fix}, or give a template"
+            )
 
 
 def _rule_problems(rules: tuple[FailureRule, ...]) -> Iterator[Problem]:

@@ -146,16 +146,31 @@ class Scheduling(Document, frozen=True, kw_only=True):
 class Trainer(Document, frozen=True, kw_only=True):
     """The pod that trains."""
 
-    template: Annotated[
-        dict[str, Any],
+    template: (
+        Annotated[
+            dict[str, Any],
+            Meta(
+                description="a pod template; its first container is the trainer",
+                extra={
+                    "more": "The trainer must have a command, which is started nprocPerNode times "
+                    "on each node. All other fields are passed on to Kubernetes unchanged."
+                },
+            ),
+        ]
+        | None
+    ) = None
+    external: Annotated[
+        bool,
         Meta(
-            description="a pod template; its first container is the trainer",
+            description="true where another controller makes the pods, or false",
             extra={
-                "more": "The trainer must have a command, which is started nprocPerNode times on "
-                "each node. All other fields are passed on to Kubernetes unchanged."
+                "title": "Whether another controller makes the pods.",
+                "more": "Then there is no template. The pods of the namespace with the label "
+                "`holdfast.dev/job` are the job's; who made them starts them again, and Holdfast "
+                "holds, rebuilds and restores their state.",
             },
         ),
-    ]
+    ] = False
 
 
 class Spec(Document, frozen=True, kw_only=True):
@@ -332,14 +347,16 @@ class MoETrainingJob(Document, frozen=True, kw_only=True):
 
     @property
     def container(self) -> dict[str, Any]:
-        """The trainer's container: the first of the template."""
-        first: dict[str, Any] = self.spec.trainer.template["spec"]["containers"][0]
+        """The trainer's container: the first of the template; empty where another controller makes
+        the pods."""
+        template = self.spec.trainer.template
+        first: dict[str, Any] = {} if template is None else template["spec"]["containers"][0]
         return first
 
     @property
     def command(self) -> tuple[str, ...]:
         """The trainer's command line: `command`, then `args`."""
-        return (*self.container["command"], *self.container.get("args", ()))
+        return (*self.container.get("command", ()), *self.container.get("args", ()))
 
     @property
     def launcher_options(self) -> tuple[str, ...]:

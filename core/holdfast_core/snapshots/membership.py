@@ -101,8 +101,14 @@ class Membership:
     """Members whose workers are started anew in this epoch, even if they could be kept: the causes
     of the recovery, and members that move. Agents of the others keep workers that can stay."""
 
+    external: bool = False
+    """Whether another controller makes the pods and starts the processes: any pod of the job's
+    namespace may hold a rank, and each training world names itself."""
+
     since: int = 0
     """First epoch of the present world. Epochs that only restart or move members go on with it."""
+    order: tuple[int, ...] = ()
+    """See `MemberWorld.order`."""
     past: tuple[MemberWorld, ...] = ()
     """Worlds before the present one, oldest first: their generations can still be the recovery
     line. At most `PAST_WORLDS_MAX`."""
@@ -117,6 +123,7 @@ class Membership:
                 members=indices,
                 nproc_per_node=self.nproc_per_node,
                 groups=self.groups,
+                order=self.order,
             )
         except InvalidJobError as error:
             raise InvalidJobError(f"{self.job}: {error}") from error
@@ -158,7 +165,7 @@ class Membership:
         return generation.epoch >= self.since
 
     def member(self, index: int) -> Member:
-        return self.members[self.position(index)]
+        return self.members[self.world.place(index)]
 
     def has(self, member: int) -> bool:
         """Whether the job has this member in this epoch."""

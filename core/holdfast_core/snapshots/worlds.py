@@ -19,7 +19,8 @@ class MemberWorld:
 
     A member's ranks are numbered by its index, so they keep their numbers when other members
     leave. torch counts the ranks that are present: that is a rank's *world rank*, here a number
-    from 0 to `size` - 1. The two differ only behind a member that is missing.
+    from 0 to `size` - 1. The two differ behind a member that is missing, and where there is an
+    `order`.
     """
 
     since: int
@@ -30,6 +31,9 @@ class MemberWorld:
     groups: tuple[tuple[int, ...], ...]
     """Parity groups: member indices, each member in exactly one group. Constant for a world's life,
     because parity in memory was made for them."""
+    order: tuple[int, ...] = ()
+    """Members in the order in which torch counts them; empty where it is `members`. Only another
+    controller, which numbers its pods, needs another one: a member stays where its memory is."""
 
     def __post_init__(self) -> None:
         if list(self.members) != sorted(set(self.members)) or not self.members:
@@ -37,6 +41,10 @@ class MemberWorld:
         if sorted(m for group in self.groups for m in group) != list(self.members):
             raise InvalidJobError(
                 f"parity groups {self.groups} must hold each member of {list(self.members)} once"
+            )
+        if self.order and sorted(self.order) != list(self.members):
+            raise InvalidJobError(
+                f"order {list(self.order)} must hold each member of {list(self.members)} once"
             )
 
     @property
@@ -59,6 +67,11 @@ class MemberWorld:
         Raises:
             ValueError: it is no member of this world.
         """
+        place = self.place(member)
+        return self.order.index(member) if self.order else place
+
+    def place(self, member: int) -> int:
+        """The member's place in `members`. Raises as `position` does."""
         place = self._place(member)
         if place is None:
             raise ValueError(f"{member} is not in the world of members {list(self.members)}")
@@ -92,7 +105,7 @@ class MemberWorld:
         Raises:
             IndexError: the world has fewer ranks.
         """
-        member = self.members[world_rank // self.nproc_per_node]
+        member = (self.order or self.members)[world_rank // self.nproc_per_node]
         return self.rank_at(member, self.lane_of(world_rank))
 
     def group_of(self, member: int) -> tuple[int, ...]:

@@ -255,15 +255,23 @@ class JobEngine:
 
     # --- what happened: trainers ------------------------------------------------------------------
 
-    def hello(self, rank: int, store_address: str) -> Membership:
+    def hello(
+        self, rank: int, store_address: str, world: str = "", now: float = 0.0
+    ) -> tuple[Membership, list[Effect]]:
         """The membership that a worker of the world behind `store_address` belongs to; it has
         arrived there, unless that store may still be an earlier epoch's.
 
+        Args:
+            world: name of the worker's world, where no agent has formed it.
+
         Raises:
             StaleEpochError: that world has ended.
-            UnreachableError, InvalidJobError: the rank does not live here, or not yet.
+            UnreachableError, InvalidJobError: the rank does not live here, or not yet; or the epoch
+                of its world has yet to begin.
         """
         epoch = self._epoch_with(rank)
+        if world and epoch.membership.external:
+            return epoch.membership, self._enter_world(epoch, rank, world, now)
         rendezvous = epoch.directive.rendezvous
         if store_address and rendezvous and store_address != rendezvous:
             raise StaleEpochError(
@@ -272,7 +280,34 @@ class JobEngine:
             )
         if not store_address or rendezvous:
             self.memory.rank(rank).arrived_in = epoch.number
-        return epoch.membership
+        return epoch.membership, []
+
+    def _enter_world(self, epoch: Epoch, rank: int, world: str, now: float) -> list[Effect]:
+        """Let a worker enter the epoch with its world, which has it if it came first: the world's
+        first rank gives it the name.
+
+        Raises:
+            UnreachableError: that rank has not come yet, or the epoch is another world's; then the
+                control loop is asked for the next one.
+        """
+        memory, name = self.memory, epoch.directive.rendezvous
+        first = rank == epoch.membership.ranks_of(epoch.membership.leader).start
+        effects: list[Effect] = []
+        if not name and first:
+            effects, name = self.publish_store(epoch.number, world, now), world
+        if name == world:
+            memory.rank(rank).arrived_in = epoch.number
+            return effects
+        if not name:
+            raise UnreachableError(
+                f"rank {rank} of {memory.job}: epoch {epoch.number} waits for the first rank of "
+                f"its world"
+            )
+        memory.agent_waiting = True
+        raise UnreachableError(
+            f"rank {rank} of {memory.job}: epoch {epoch.number} belongs to an earlier training "
+            f"world; the control loop begins the next one"
+        )
 
     def open(
         self,
@@ -543,9 +578,15 @@ class JobEngine:
             The number of its stream, which replaces any earlier one of the rank.
 
         Raises:
-            UnreachableError, InvalidJobError: the rank does not live here, or not yet.
+            UnreachableError, InvalidJobError: the rank does not live here, or not yet; or nobody
+                would form a new world around it.
         """
-        self._epoch_with(rank)
+        if self._epoch_with(rank).membership.external:
+            raise InvalidJobError(
+                f"another controller makes the pods of {self.memory.job} (spec.trainer.external), "
+                f"and starts all processes again when one is lost; none can stay: call "
+                f"holdfast.elastic.init with stay=False"
+            )
         self._followers_made += 1
         self.memory.rank(rank).follower = Follower(self._followers_made, pid, size)
         return self._followers_made
@@ -618,6 +659,11 @@ class JobEngine:
     def epoch(self) -> int:
         """Number of the newest membership; 0 before there is one."""
         return self.memory.epoch
+
+    @property
+    def membership(self) -> Membership | None:
+        """The newest membership; None before there is one."""
+        return self.memory.membership
 
     @property
     def takes_part(self) -> bool:
@@ -740,7 +786,8 @@ class JobEngine:
 
         Raises:
             StaleEpochError: `epoch` has ended, or the rank had this number in an earlier world.
-            UnreachableError: this node takes part in no epoch, or not yet in `epoch`.
+            UnreachableError: this node takes part in no epoch, or not yet in `epoch`; or the pods
+                are another controller's, which may have changed places.
             InvalidJobError: the rank does not live here.
         """
         memory = self.memory
@@ -752,6 +799,12 @@ class JobEngine:
         if world.world_rank(rank) == world_rank:
             return rank
         hosts = f"hosts ranks {first}..{first + world.nproc_per_node - 1} of {memory.job}"
+        if here.membership.external and epoch is None:
+            raise UnreachableError(
+                f"rank {world_rank} is not on node {memory.node}, which {hosts} in epoch "
+                f"{here.number}: the ranks of a pod must follow from its number (torchrun "
+                f"--node-rank), and the next epoch begins once all pods have a node"
+            )
         if world.since > 0:
             raise StaleEpochError(
                 f"a worker of an earlier world calls itself rank {world_rank}: since epoch "

@@ -21,6 +21,7 @@ from base64 import urlsafe_b64decode
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Protocol
 
 from holdfast_core.errors import (
@@ -119,17 +120,27 @@ class TrustingAuthenticator:
         """Do nothing: there is nothing to end."""
 
 
-def may_act_for(identity: PodIdentity, job: str) -> bool:
-    """Whether the pod is one of the job's: in its namespace, and named `<job>-<member>-<attempt>`.
+class Pods(StrEnum):
+    """Pods of a namespace that hold the ranks of a job of that namespace."""
+
+    NAMED = "named"
+    """Those that the operator has made, which are named `<job>-<member>-<attempt>`."""
+    ANY = "any"
+    """Another controller makes them, and gives them any name."""
+    UNKNOWN = "unknown"
+    """The job is not on this node."""
+
+
+def may_act_for(identity: PodIdentity, job: str, pods: Pods = Pods.NAMED) -> bool:
+    """Whether the pod is one of the job's: in its namespace, and one of `pods`.
 
     Job keys are `<namespace>.<name>`, and neither part has a dot.
     """
     namespace, dot, name = job.partition(".")
-    return (
-        bool(dot)
-        and identity.namespace == namespace
-        and re.fullmatch(rf"{re.escape(name)}-[0-9]+-[0-9]+", identity.pod) is not None
-    )
+    if not dot or identity.namespace != namespace:
+        return False
+    named = re.fullmatch(rf"{re.escape(name)}-[0-9]+-[0-9]+", identity.pod) is not None
+    return named or pods is Pods.ANY
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,6 +162,7 @@ class TokenAuthenticator:
         now: Unix time in seconds, the clock by which tokens expire.
         reviewed: called after each review with `allowed`, `denied` or `failed`, and with `shed`
             when a review was not begun because too many were waiting.
+        pods_of: the pods that may hold ranks of a job.
     """
 
     def __init__(
@@ -158,8 +170,10 @@ class TokenAuthenticator:
         reviewer: Reviewer,
         now: Callable[[], float],
         reviewed: Callable[[str], None] = lambda outcome: None,
+        pods_of: Callable[[str], Pods] = lambda job: Pods.NAMED,
     ) -> None:
         self._reviewer, self._now, self._reviewed = reviewer, now, reviewed
+        self._pods_of = pods_of
         self._known: dict[bytes, _Known] = {}
         """Tokens that the API server accepted."""
         self._refused: dict[bytes, _Known] = {}
@@ -174,17 +188,24 @@ class TokenAuthenticator:
 
     async def authorize(self, token: str, job: str) -> None:
         identity = await self._identify(token)
-        if not may_act_for(identity, job):
+        pods = self._pods_of(job)
+        if not may_act_for(identity, job, pods):
             namespace, _, name = job.partition(".")
+            if pods is Pods.UNKNOWN and may_act_for(identity, job, Pods.ANY):
+                raise UnreachableError(
+                    f"job {job} is not on this node, so that it is not known whether pod "
+                    f"{identity.pod} is one of its pods"
+                )
             raise AccessDeniedError(
                 f"pod {identity.pod} of namespace {identity.namespace} may not act for job {job}: "
                 f"only pods of namespace {namespace} that are named {name}-<member>-<attempt> may; "
-                f"run the trainer in the pods that the operator makes for the job"
+                f"run the trainer in the pods that the operator makes for the job, or set "
+                f"spec.trainer.external"
             )
 
     async def visible(self, token: str, jobs: Iterable[str]) -> list[str]:
         identity = await self._identify(token)
-        return [job for job in jobs if may_act_for(identity, job)]
+        return [job for job in jobs if may_act_for(identity, job, self._pods_of(job))]
 
     async def job_of(self, token: str) -> str:
         identity = await self._identify(token)

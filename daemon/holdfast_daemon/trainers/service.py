@@ -107,7 +107,8 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         host = self._placed(request.job)
         request_limits.check_address(request.store_address)
         rank = host.engine.rank_in_world(request.rank)
-        membership = host.engine.hello(rank, request.store_address)
+        request_limits.check_address(request.world)
+        membership = host.hello(rank, request.store_address, request.world)
         return trainer_pb2.HelloReply(
             protocol_version=codec.PROTOCOL_VERSION,
             epoch=membership.epoch,

@@ -13,8 +13,14 @@ from holdfast_core.job.intervals import AUTO
 from holdfast_core.job.locations import HOW_TO_WRITE_A_STORAGE_URI, NOT_A_STORAGE_URI, URI_PATTERN
 from holdfast_core.job.parsing import MAX_NAME_CHARACTERS
 from holdfast_core.job.persistence import GENERATION_PATTERN, LATEST
+from holdfast_core.job.rules import IN_THE_SCRIPT, NOT_FOR_EXTERNAL, SUSPEND_THERE
 from holdfast_core.job.schema import MANAGER
-from holdfast_core.job.snapshots import BANDWIDTH_BYTES_S_MIN, POLICY_FIELDS, PolicyType
+from holdfast_core.job.snapshots import (
+    BANDWIDTH_BYTES_S_MIN,
+    COMPARE_REPLICAS_EVERY,
+    POLICY_FIELDS,
+    PolicyType,
+)
 from holdfast_core.protection.groups import MIN_GROUP_SIZE
 from holdfast_core.protection.intervals import STEPS_MAX
 from holdfast_core.snapshots.layouts import SLOTS_MAX, SLOTS_MIN
@@ -393,6 +399,48 @@ _PERSISTED_EXPERTS = (
     ),
 )
 
+
+def _not_for_external(path: str, refused: str, fix: str) -> CelRule:
+    """Rule that what needs pods of ours is not asked for where another controller makes them."""
+    return CelRule(
+        rule=f"!self.trainer.external || !({refused})",
+        says=f"{NOT_FOR_EXTERNAL}; {fix}, or give a template",
+        field=path,
+    )
+
+
+_TRAINER = (
+    CelRule(
+        rule="self.trainer.external || has(self.trainer.template)",
+        says="is required; give a pod template; its first container is the trainer. Or write "
+        "spec.trainer.external: true for pods that another controller makes",
+        field=".trainer.template",
+    ),
+    CelRule(
+        rule="!self.trainer.external || !has(self.trainer.template)",
+        says="is given, but spec.trainer.external is true; remove one of the two",
+        field=".trainer.template",
+    ),
+    _not_for_external(".suspend", "self.suspend", SUSPEND_THERE),
+    _not_for_external(".minNodes", "has(self.minNodes) && self.minNodes < self.nodes", "remove it"),
+    _not_for_external(".scheduling.gang", "self.scheduling.gang != 'None'", "remove it"),
+    _not_for_external(".failurePolicy.spares", "self.failurePolicy.spares != 0", "remove it"),
+    _not_for_external(
+        ".snapshot.policy.type", "self.snapshot.policy.type != 'Full'", IN_THE_SCRIPT
+    ),
+    _not_for_external(
+        ".snapshot.interval.steps", f"self.snapshot.interval.steps == '{AUTO}'", IN_THE_SCRIPT
+    ),
+    _not_for_external(
+        ".snapshot.compareReplicasEvery",
+        f"self.snapshot.compareReplicasEvery != {COMPARE_REPLICAS_EVERY}",
+        IN_THE_SCRIPT,
+    ),
+    _not_for_external(
+        ".snapshot.storeComputeWeights", "!self.snapshot.storeComputeWeights", IN_THE_SCRIPT
+    ),
+)
+
 RULES: dict[str, tuple[CelRule, ...]] = {
     "": _NAME,
     "spec": (
@@ -402,6 +450,7 @@ RULES: dict[str, tuple[CelRule, ...]] = {
         *(rule for field in _LOSSY_FIELDS for rule in _recompute(field)),
         *_SPARSE,
         *_PERSISTED_EXPERTS,
+        *_TRAINER,
         *(_fixed(f) for f in ("nodes", "nprocPerNode", "parallelism", "redundancy", "trainer")),
     ),
     "spec.parallelism": (

@@ -20,7 +20,7 @@ from holdfast_operator.kube.api import FORBIDDEN, ApiError, Object
 from holdfast_operator.kube.finalizer import FINALIZER
 from holdfast_operator.kube.nodes import Wants, wants_of
 from holdfast_operator.kube.pacing import pause_s
-from holdfast_operator.kube.pods import TrainerPod, agents
+from holdfast_operator.kube.pods import TrainerPod, adopted_agents, agents, pod_names
 from holdfast_operator.kube.queueing import Queueing
 from holdfast_operator.kube.recovery_log import RecoveryLog
 from holdfast_operator.kube.status import recoveries_of, refusal_status, status_of
@@ -201,7 +201,8 @@ class JobLoop:
             self._refusal, self._edition = ("InvalidSpec", str(error)), edition
             return
         fresh = self._job is None and not self._pods()
-        if fresh or self._refusal is not None or _template(self._job) != _template(job):
+        changed = self._refusal is not None or _template(self._job) != _template(job)
+        if (fresh or changed) and not job.spec.trainer.external:
             try:
                 await self._world.trainers.try_out(job)
             except ApiError as error:
@@ -248,7 +249,8 @@ class JobLoop:
         self._rested_at = world.clock() + DUTY * (world.worked_s() - began_s)
         # Written before anything is done: an operator that starts again needs it.
         remembered = await self._writer.write(status)
-        failed = await self._acting.carry_out(job, before, decision, pods, observed, remembered)
+        ours = [pod for pod in pods if not pod.adopted]
+        failed = await self._acting.carry_out(job, before, decision, ours, observed, remembered)
         pending, text = len(self._acting.pending), world.clocks.text(now)
         there = self._pods()  # also those that were created meanwhile
         failed += await self._queueing.follow(asked, there, pending, observed, decision, text)
@@ -278,8 +280,12 @@ class JobLoop:
         return stand_of(self._job, self._state, observed, now)
 
     def _pods(self) -> list[TrainerPod]:
-        """The job's pods, without those of an earlier job of its name."""
-        return [pod for pod in self._world.pods.of(self.key) if pod.owner == self.uid]
+        """The job's pods, without those of an earlier job of its name; where another controller
+        makes them, all that have the job's label."""
+        found = self._world.pods.of(self.key)
+        if self._job is not None and self._job.spec.trainer.external:
+            return [pod for pod in found if pod.adopted]
+        return [pod for pod in found if pod.owner == self.uid and not pod.adopted]
 
     def _observe(self, job: MoETrainingJob, wants: Wants, pods: list[TrainerPod]) -> Observed:
         near = {pod.node for pod in pods} | self._members_before
@@ -288,13 +294,15 @@ class JobLoop:
             self._members_before = frozenset()
             near |= {member.node for member in self._state.membership.members}
         wanted = job.spec.nodes + job.spec.failure_policy.spares
-        others = max(CANDIDATES_MIN, 2 * wanted)
+        external = job.spec.trainer.external
+        others = 0 if external else max(CANDIDATES_MIN, 2 * wanted)
         nodes = self._world.candidate_nodes.views(self.key, wants, near, others)
-        return Observed(
-            nodes=nodes,
-            agents=agents(pods, self._acting.pending),
-            suspension=self._suspension,
+        found = (
+            adopted_agents(pods, self._state.membership)
+            if external
+            else agents(pods, self._acting.pending)
         )
+        return Observed(nodes=nodes, agents=found, suspension=self._suspension)
 
     def _status_of(
         self,
@@ -309,7 +317,7 @@ class JobLoop:
             observed,
             decision,
             previous=self._writer.written,
-            pods={(pod.member, pod.node): pod.name for pod in pods},
+            pods=pod_names(pods, decision.state.membership),
             recoveries=self._recovery_log.recoveries,
             clocks=self._world.clocks,
             now=now,

@@ -29,7 +29,8 @@ from holdfast_operator.kube.resources import (
 NODE_ANNOTATION = f"{GROUP}/node"
 """Annotation that names the node a pod was made for, also while the pod waits for its scheduler."""
 
-TRAINER_SELECTOR = "app.kubernetes.io/component=trainer,app.kubernetes.io/part-of=holdfast"
+TRAINER_SELECTOR = JOB_LABEL
+"""Pods of jobs, whoever made them."""
 
 VOLUME_PATH = "/run/holdfast"
 SOCKETS_PATH = f"{VOLUME_PATH}/sockets"
@@ -73,6 +74,7 @@ def pod_manifest(
 ) -> Object:
     """The pod that runs `member` on `node`."""
     gang = gang_parts(job)
+    assert job.spec.trainer.template is not None, "another controller makes the job's pods"
     template = deepcopy(job.spec.trainer.template)
     given = template.get("metadata") or {}
     labels = {

@@ -86,8 +86,8 @@ def read_node(raw: Object, notices: Collection[str] = NOTICES) -> KubeNode:
 
 
 def wants_of(job: MoETrainingJob) -> Wants:
-    """Requirements of the job's template."""
-    spec = job.spec.trainer.template["spec"]
+    """Requirements of the job's template; none where another controller makes the pods."""
+    spec = (job.spec.trainer.template or {}).get("spec") or {}
     affinity = (spec.get("affinity") or {}).get("nodeAffinity") or {}
     required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}
     return Wants(

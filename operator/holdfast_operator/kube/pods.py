@@ -1,12 +1,18 @@
 """Reads trainers' pods for the reconciler. Pure, and tolerant: a pod is what a cluster made of it,
-not what was asked for."""
+not what was asked for.
+
+A pod with a job's label and without an attempt's is adopted: another controller has made it. Its
+number comes from that controller (`NUMBERS`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 
 from holdfast_core.last_lines import last_lines, secrets_among
+from holdfast_core.snapshots.membership import Membership
 from holdfast_operator.kube.amounts import Amounts, amounts
 from holdfast_operator.kube.api import Object
 from holdfast_operator.kube.manifests import (
@@ -18,8 +24,21 @@ from holdfast_operator.reconciler.views import AgentState, AgentView, StartAgent
 KILLED_CODE = 128 + 9
 """Exit code of a container whose end was not observed, such as that of an evicted pod."""
 
+NUMBERS = (
+    MEMBER_LABEL,
+    "batch.kubernetes.io/job-completion-index",
+    "apps.kubernetes.io/pod-index",
+)
+"""Labels that number the pods of another controller, the first that is there: our own, those of an
+indexed Job and of a StatefulSet."""
+JOBSET = "jobset.sigs.k8s.io"
+UNNUMBERED = -1
+"""Member of an adopted pod without a number."""
+
 SCHEDULED = "PodScheduled"
 DISRUPTED = "DisruptionTarget"
+_ENDED = ("Succeeded", "Failed")
+"""Phases in which no container of a pod starts again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +53,9 @@ class TrainerPod:
     owner: str
     """Uid of the job that the pod was made for."""
     member: int
+    """Of an adopted pod its number, which is the position of its member."""
     attempt: int
+    """Grows with each pod of a member; of an adopted pod, the time when it was made."""
     node: str
     state: AgentState
     exit_code: int | None = None
@@ -44,6 +65,8 @@ class TrainerPod:
     last_lines: str = ""
     """Last lines that the pod's container wrote before it failed."""
     requests: Amounts = ()
+    adopted: bool = False
+    """Whether another controller has made it."""
 
     @property
     def job_key(self) -> str:
@@ -54,14 +77,21 @@ def read_pod(raw: Object) -> TrainerPod | None:
     """Read a pod from the API's form; None when its labels are not those of a trainer."""
     metadata, spec, status = raw["metadata"], raw.get("spec") or {}, raw.get("status") or {}
     labels = metadata.get("labels") or {}
+    adopted = ATTEMPT_LABEL not in labels
     try:
         job = labels[JOB_LABEL]
-        member, attempt = int(labels[MEMBER_LABEL]), int(labels[ATTEMPT_LABEL])
+        if adopted:
+            member = _number_of(labels)
+            attempt = int(datetime.fromisoformat(metadata["creationTimestamp"]).timestamp())
+        else:
+            member, attempt = int(labels[MEMBER_LABEL]), int(labels[ATTEMPT_LABEL])
     except (KeyError, ValueError):
         return None
     owners = metadata.get("ownerReferences") or []
     annotations = metadata.get("annotations") or {}
     state, exit_code, reason, message = _state(metadata, spec, status)
+    if adopted and state is AgentState.EXITED and status.get("phase") not in _ENDED:
+        state, exit_code = AgentState.STARTING, None
     return TrainerPod(
         namespace=metadata["namespace"],
         name=metadata["name"],
@@ -78,7 +108,57 @@ def read_pod(raw: Object) -> TrainerPod | None:
         disruption=_condition(status, DISRUPTED, "True").get("reason", ""),
         last_lines=_last_lines(spec, status) if state is AgentState.EXITED and exit_code else "",
         requests=amounts(spec),
+        adopted=adopted,
     )
+
+
+def _number_of(labels: Mapping[str, str]) -> int:
+    """Number that its controller has given to a pod; UNNUMBERED when there is none, or it is
+    ambiguous."""
+    found = next((labels[name] for name in NUMBERS if name in labels), "")
+    if MEMBER_LABEL not in labels and labels.get(f"{JOBSET}/replicatedjob-replicas", "1") != "1":
+        # Many Jobs of the same pods: the Job's number counts, where each has one pod.
+        found = labels.get(f"{JOBSET}/job-index", "") if found in ("", "0") else ""
+    return int(found) if found.isascii() and found.isdigit() else UNNUMBERED
+
+
+def adopted_agents(
+    pods: Iterable[TrainerPod], membership: Membership | None
+) -> tuple[AgentView, ...]:
+    """The agents where another controller makes the pods: the newest pod of each number, of the
+    member on its node. One that has failed, or is to be removed, is not there any more, since its
+    controller makes another; but a container that has ended starts again in its pod."""
+    on = {} if membership is None else {m.node: m.index for m in membership.members}
+    newest: dict[object, TrainerPod] = {}
+    for pod in pods:
+        key = pod.name if pod.member == UNNUMBERED else pod.member
+        other = newest.get(key)
+        if other is None or _rank(pod) > _rank(other):
+            newest[key] = pod
+    return tuple(
+        AgentView(
+            member=on.get(pod.node, UNNUMBERED),
+            node=pod.node,
+            state=pod.state,
+            exit_code=pod.exit_code,
+            reason=pod.reason,
+            message=pod.message or f"pod {pod.name}",
+            number=pod.member,
+        )
+        for pod in sorted(newest.values(), key=lambda pod: (pod.member, pod.name))
+        if pod.state is not AgentState.STOPPING and not pod.exit_code
+    )
+
+
+def pod_names(
+    pods: Iterable[TrainerPod], membership: Membership | None
+) -> dict[tuple[int, str], str]:
+    """(member, node) → the name of its newest pod."""
+    on = {} if membership is None else {m.node: m.index for m in membership.members}
+    return {
+        (on.get(pod.node, UNNUMBERED) if pod.adopted else pod.member, pod.node): pod.name
+        for pod in sorted(pods, key=_rank)
+    }
 
 
 def agents(pods: Iterable[TrainerPod], pending: Iterable[StartAgent] = ()) -> tuple[AgentView, ...]:

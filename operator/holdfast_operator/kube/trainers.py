@@ -166,4 +166,4 @@ class Trainers:
 
 
 def _has_account(job: MoETrainingJob) -> bool:
-    return "serviceAccountName" in job.spec.trainer.template["spec"]
+    return "serviceAccountName" in (job.spec.trainer.template or {})["spec"]

@@ -39,14 +39,14 @@ def member_at(index: int, node: NodeView) -> Member:
     )
 
 
-def form(job: MoETrainingJob, nodes: Iterable[NodeView], epoch: int) -> Membership:
-    """The first membership: members on the first nodes by name, parity groups over their domains.
+def form(job: MoETrainingJob, nodes: Sequence[NodeView], epoch: int) -> Membership:
+    """The first membership: a member on each of `nodes`, in their order, and parity groups over
+    their domains.
 
     Raises:
         InvalidJobError: when parity groups of the job's size cannot be formed.
     """
-    chosen = sorted(nodes, key=lambda node: node.name)[: job.spec.nodes]
-    members = tuple(member_at(index, node) for index, node in enumerate(chosen))
+    members = tuple(member_at(index, node) for index, node in enumerate(nodes))
     return Membership(
         job=job.key,
         epoch=epoch,
@@ -59,6 +59,7 @@ def form(job: MoETrainingJob, nodes: Iterable[NodeView], epoch: int) -> Membersh
         slots=slots if isinstance(slots := job.spec.snapshot.slots, int) else 0,
         protection_bytes_s=min(job.spec.redundancy.bandwidth_bytes_s, BYTES_MAX),
         tier=tier_of(job.spec.persistence, job.spec.restore),
+        external=job.spec.trainer.external,
     )
 
 
@@ -80,23 +81,27 @@ def following(
     *,
     epoch: int,
     saved: Generation | None,
+    order: tuple[int, ...] = (),
 ) -> Membership:
-    """The membership of the next epoch. When members left or joined it begins another world, with
-    parity groups of its own.
+    """The membership of the next epoch. When members left or joined, or torch counts them in
+    another order, it begins another world, with parity groups of its own.
 
     Args:
         saved: newest generation that was safe.
+        order: see `MemberWorld.order`.
 
     Raises:
         InvalidJobError: when parity groups of `members` cannot be formed.
     """
     like = replace(membership, epoch=epoch, revision=0, restarting=frozenset())
-    if [member.index for member in members] == list(membership.world.members):
+    same = [member.index for member in members] == list(membership.world.members)
+    if same and order == membership.order:
         return replace(like, members=members)
     return replace(
         like,
         members=members,
         groups=_parity_groups(job, members),
+        order=order,
         since=epoch,
         past=past_worlds(membership, saved),
     )

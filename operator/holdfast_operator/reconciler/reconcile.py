@@ -52,6 +52,7 @@ from holdfast_operator.reconciler import conditions as judge
 from holdfast_operator.reconciler.counters import Outcome
 from holdfast_operator.reconciler.deadlines import delete_when_due, fail_when_overdue, note_activity
 from holdfast_operator.reconciler.evidence import is_left_over
+from holdfast_operator.reconciler.external import homes, leave_pods, missing_homes
 from holdfast_operator.reconciler.growing import grow, strength_condition
 from holdfast_operator.reconciler.joining import absent_members
 from holdfast_operator.reconciler.lookups import (
@@ -88,6 +89,7 @@ from holdfast_operator.reconciler.views import (
     Decision,
     DropJob,
     EventReason,
+    NodeView,
     Observed,
     PublishMembership,
 )
@@ -114,6 +116,8 @@ def reconcile(
     waiting = step.waiting or ""
     step = step.then(ask_for_copy(look, step.state, state.membership))
     step = step.then(keep_standbys(look, step.state))
+    if job.spec.trainer.external:
+        step = replace(step, actions=leave_pods(step.actions))
     return Decision(
         state=step.state,
         actions=step.actions,
@@ -182,6 +186,8 @@ def _refuse(look: Look, state: ControlState) -> Step:
 def _choose_nodes(look: Look, state: ControlState) -> Step:
     """Form the first membership. Daemons get time to dial in, since one of them may hold the job
     already."""
+    if look.job.spec.trainer.external:
+        return _choose_homes(look, state)
     nodes, ready = look.observed.nodes.values(), look.candidates(state)
     names = {node.name for node in ready}
     absent = sorted(n.name for n in nodes if n.name not in names and n.schedulable and not n.gone)
@@ -192,8 +198,22 @@ def _choose_nodes(look: Look, state: ControlState) -> Step:
         )
     if absent and look.now - state.attentive_since < PLACEMENT_S:
         return Step(state, waiting=f"waiting for the daemon on {listed(absent)}")
+    return _place_on(look, state, sorted(ready, key=lambda node: node.name)[:need])
+
+
+def _choose_homes(look: Look, state: ControlState) -> Step:
+    """Form the first membership where the pods of another controller are."""
+    found = homes(look, state)
+    missing = missing_homes(look, found)
+    if missing:
+        return Step(state, waiting=missing)
+    return _place_on(look, state, [node for _, node in sorted(found.items())])
+
+
+def _place_on(look: Look, state: ControlState, nodes: list[NodeView]) -> Step:
+    """Form the first membership, with a member on each of `nodes`, in their order."""
     try:
-        membership = form(look.job, ready, state.epoch + 1)
+        membership = form(look.job, nodes, state.epoch + 1)
     except InvalidJobError as error:
         return end(look, state, Outcome.FAILED, str(error), "CannotBePlaced")
     placed = replace(state, suspended=False, shape=Shape.of(look.job))

@@ -20,6 +20,7 @@ from holdfast_operator.reconciler.evidence import (
     is_unschedulable,
     principal,
 )
+from holdfast_operator.reconciler.external import follow_pods, homes, missing_homes
 from holdfast_operator.reconciler.failure_rules import distinguishes_exit_codes, rule_for
 from holdfast_operator.reconciler.joining import with_setback
 from holdfast_operator.reconciler.lookups import agent_at
@@ -74,10 +75,14 @@ def recover(look: Look, state: ControlState, membership: Membership) -> Step:
     if evidence.suspects:
         return Step(state, waiting=waits_for(evidence))
     causes = principal(evidence.causes)
-    rules = [rule_for(look.job, cause) for cause in causes]
-    moves = replacements(look, state, membership, causes, rules, evidence.groups)
-    moves = leave_out(look, state, membership, moves, rules, evidence.groups)
-    causes, rules = _worthwhile(causes, rules, moves)
+    if look.job.spec.trainer.external:
+        causes, moves = follow_pods(look, state, membership, causes)
+        rules = [rule_for(look.job, cause) for cause in causes]
+    else:
+        rules = [rule_for(look.job, cause) for cause in causes]
+        moves = replacements(look, state, membership, causes, rules, evidence.groups)
+        moves = leave_out(look, state, membership, moves, rules, evidence.groups)
+        causes, rules = _worthwhile(causes, rules, moves)
     if not causes:
         return Step(replace(state, no_replacement_since=None, codes_awaited_since=None))
     case = _Case(membership=membership, causes=causes, rules=tuple(rules), moves=moves)
@@ -127,6 +132,9 @@ def _pause(look: Look, state: ControlState, case: _Case) -> Step:
 def _await_nodes(look: Look, state: ControlState, case: _Case) -> Step:
     """Wait for nodes that members can move to."""
     moves = case.moves
+    if look.job.spec.trainer.external:
+        missing = missing_homes(look, homes(look, state))
+        return Step(state, waiting=f"{case.text}; {missing}" if missing else None)
     if moves.unplaced:
         return await_replacement(look, state, case.membership, case.text, moves.unplaced)
     if (
@@ -191,6 +199,8 @@ def _response(look: Look, begun: ControlState, case: _Case) -> str:
         here = restarting.intersection(case.membership.world.members)
         in_place = here.difference(case.moves.away(case.membership))
         return partial_restart(in_place, takes, all_stay=not restarting)
+    if look.job.spec.trainer.external:
+        return takes or "who started the processes starts them again"
     return takes or "restart in place"
 
 
@@ -304,7 +314,9 @@ def begin_epoch(
     ended = [agent for agent in stays if _ends(agent)]
     step = step.then(stop(look, step.state, ended))
     failed = {cause.member for cause in causes if cause.member is not None}
-    step = step.then(publish_next(look, step.state, membership, moves.to, failed, moves.leaving))
+    step = step.then(
+        publish_next(look, step.state, membership, moves.to, failed, moves.leaving, moves.order)
+    )
     step = step.then(stop(look, step.state, leaving))
     assert step.state.membership is not None
     return step.then(start_missing(look, step.state, step.state.membership))

@@ -46,6 +46,8 @@ class Moves:
     """Members whose memory is lost."""
     leaving: frozenset[int] = frozenset()
     """Members that the next epoch goes on without."""
+    order: tuple[int, ...] = ()
+    """Order of the members, where it is not that of their indices."""
     later: dict[int, NodeView] = field(default_factory=dict)
     """Members among these whose agents get ready meanwhile → the node on which they will join."""
 

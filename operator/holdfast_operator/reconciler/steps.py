@@ -232,6 +232,7 @@ def publish_next(
     moved: dict[int, NodeView],
     failed: Collection[int],
     leaving: Collection[int] = (),
+    order: tuple[int, ...] = (),
 ) -> Step:
     """Publish the next epoch: without the members that are `leaving`, with `moved` members on new
     nodes, those that join among them, and all others where their daemons report that they are now.
@@ -245,7 +246,7 @@ def publish_next(
     renewed = {index for index, node in nodes.items() if node.memory_id != memory.get(index)}
     members = tuple(member_at(index, node) for index, node in sorted(nodes.items()))
     epoch = state.epoch + 1
-    after = following(look.job, membership, members, epoch=epoch, saved=state.saved)
+    after = following(look.job, membership, members, epoch=epoch, saved=state.saved, order=order)
     after = replace(
         after,
         tier=_tier(look, state, membership),

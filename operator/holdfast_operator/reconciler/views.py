@@ -158,6 +158,8 @@ class AgentView:
     it did not."""
     last_lines: str = ""
     """Last lines that the agent wrote, if it failed itself."""
+    number: int | None = None
+    """Number that another controller has given to its pod: the position of its member."""
 
     @property
     def why(self) -> str:

@@ -218,7 +218,12 @@ class DaemonClient(Protocol):
 
 
 class GrpcClient:
-    """Client of the daemon at the Unix socket `socket`; calls carry the token in `token_file`."""
+    """Client of the daemon at the Unix socket `socket`; calls carry the token in `token_file`.
+
+    Args:
+        world: name on which the ranks of this world have agreed, where no agent of Holdfast has
+            formed it.
+    """
 
     def __init__(
         self,
@@ -228,10 +233,12 @@ class GrpcClient:
         store_address: str,
         timeout_s: float,
         token_file: Path | None = None,
+        world: str = "",
     ) -> None:
         self._job = job
         self._rank = rank
         self._store_address = store_address
+        self._world = world
         self._timeout_s = timeout_s
         self._socket = socket
         self._token = Token(token_file)
@@ -248,6 +255,7 @@ class GrpcClient:
             job=self._job,
             rank=self._rank,
             store_address=self._store_address,
+            world=self._world,
         )
         reply = self._ask(self._stub.Hello, request)
         codec.check_version(reply.protocol_version, f"the daemon at {self._socket}")

@@ -440,7 +440,7 @@ CASES = [
     ),
     (
         put("spec.trainer.template", "pod.yaml"),
-        'spec.trainer.template = "pod.yaml": expected object, got str; give a pod template',
+        'spec.trainer.template = "pod.yaml": expected object | null, got str; give a pod template',
     ),
     (
         put("spec.trainer.template.spec", {}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from contextlib import nullcontext
 
 import pytest
 from api_server import web_token
@@ -24,6 +25,7 @@ from holdfast_daemon.trainers.auth import (
     REMEMBERED_MAX,
     REVIEWS_WAITING_MAX,
     PodIdentity,
+    Pods,
     TokenAuthenticator,
     TrustingAuthenticator,
     may_act_for,
@@ -91,6 +93,38 @@ def token_until(expires_at: float) -> str:
 )
 def test_a_pod_acts_for_its_own_job_only(namespace: str, pod: str, job: str, allowed: bool) -> None:
     assert may_act_for(PodIdentity(namespace=namespace, pod=pod), job) is allowed
+
+
+def test_any_pod_of_the_namespace_acts_for_a_job_whose_pods_another_controller_makes() -> None:
+    pod = PodIdentity(namespace="team", pod="train-0-x7k2p")
+    assert may_act_for(pod, JOB, Pods.ANY)
+    assert not may_act_for(pod, "other.moe", Pods.ANY)
+    assert not may_act_for(pod, JOB, Pods.UNKNOWN)
+
+
+@pytest.mark.parametrize(
+    ("pods", "job", "error"),
+    [
+        (Pods.ANY, JOB, None),
+        (Pods.NAMED, JOB, AccessDeniedError),
+        (Pods.UNKNOWN, JOB, UnreachableError),
+        (Pods.UNKNOWN, "other.moe", AccessDeniedError),
+        (Pods.ANY, "other.moe", AccessDeniedError),
+    ],
+)
+def test_a_pod_waits_for_its_job_and_is_kept_out_of_others(
+    pods: Pods, job: str, error: type[HoldfastError] | None
+) -> None:
+    async def run() -> None:
+        reviewer = FakeReviewer()
+        reviewer.pod = "train-0-x7k2p"
+        auth = TokenAuthenticator(reviewer, lambda: NOW, pods_of=lambda job: pods)
+        with pytest.raises(error) if error is not None else nullcontext():
+            await auth.authorize("token", job)
+        seen = await auth.visible("token", [JOB, "other.moe"])
+        assert seen == ([JOB] if pods is Pods.ANY else [])
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize(

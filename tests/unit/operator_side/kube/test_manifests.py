@@ -94,7 +94,7 @@ def test_a_pod_comes_to_its_node_whatever_alternatives_the_template_gives() -> N
         assert [term["matchFields"][0]["values"] for term in found] == [["n7"]] * len(found)
     assert (
         "matchFields"
-        not in job.spec.trainer.template["spec"]["affinity"]["nodeAffinity"][
+        not in (job.spec.trainer.template or {})["spec"]["affinity"]["nodeAffinity"][
             "requiredDuringSchedulingIgnoredDuringExecution"
         ]["nodeSelectorTerms"][0]
     )
