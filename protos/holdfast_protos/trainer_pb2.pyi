@@ -550,8 +550,13 @@ class WatchEvent(_message.Message):
     EPOCH_ENDED_FIELD_NUMBER: _builtins.int
     UNPROTECTABLE_FIELD_NUMBER: _builtins.int
     PERSISTED_FIELD_NUMBER: _builtins.int
+    END_PROCESS_FIELD_NUMBER: _builtins.int
     epoch_ended: _builtins.int
     """the epoch that replaced the session's"""
+    end_process: _builtins.bool
+    """With `epoch_ended`: the worker is to end its process. No agent of Holdfast does, and without
+    that a worker would wait in a collective for a node that is gone.
+    """
     @_builtins.property
     def protected(self) -> _values_pb2.Generation:
         """this and every older kept generation of this session"""
@@ -576,10 +581,11 @@ class WatchEvent(_message.Message):
         epoch_ended: _builtins.int = ...,
         unprotectable: _values_pb2.Generation | None = ...,
         persisted: _values_pb2.Generation | None = ...,
+        end_process: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["dead", b"dead", "epoch_ended", b"epoch_ended", "event", b"event", "persisted", b"persisted", "protected", b"protected", "unprotectable", b"unprotectable"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead", b"dead", "epoch_ended", b"epoch_ended", "event", b"event", "persisted", b"persisted", "protected", b"protected", "unprotectable", b"unprotectable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead", b"dead", "end_process", b"end_process", "epoch_ended", b"epoch_ended", "event", b"event", "persisted", b"persisted", "protected", b"protected", "unprotectable", b"unprotectable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["protected", "dead", "epoch_ended", "unprotectable", "persisted"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015

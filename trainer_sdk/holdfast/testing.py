@@ -164,9 +164,18 @@ class FakeDaemon:
             self._events.put(UnreachableError("the daemon restarted"))
             self._events = queue.SimpleQueue()
 
-    def announce(self, stage: str, generation: Generation | None = None, *, epoch: int = 0) -> None:
+    def announce(
+        self,
+        stage: str,
+        generation: Generation | None = None,
+        *,
+        epoch: int = 0,
+        ends_process: bool = False,
+    ) -> None:
         """Send the trainer an event: a `Stage`, such as `protected`."""
-        event = DaemonEvent(stage=Stage(stage), generation=generation, epoch=epoch)
+        event = DaemonEvent(
+            stage=Stage(stage), generation=generation, epoch=epoch, ends_process=ends_process
+        )
         with self._lock:
             if event.stage is Stage.PROTECTED:
                 self._protected = generation

@@ -86,6 +86,8 @@ class EpochProgress:
 
     epoch_ended: int = 0
     """Number of the newer epoch that has begun; 0 while the session's own is current."""
+    ends_process: bool = False
+    """Whether the worker is then to end its process."""
     redundant: bool = False
     """Whether the job has redundancy. Without it, a generation gets no further than committed by
     all ranks."""
@@ -200,7 +202,11 @@ def watched(memory: JobMemory, session: TrainerSession) -> EpochProgress:
     """Progress to report to a session now."""
     epoch = memory.current
     if epoch is None or epoch.number > session.epoch:
-        return EpochProgress(epoch_ended=memory.epoch if memory.epoch > session.epoch else 0)
+        membership = memory.membership
+        return EpochProgress(
+            epoch_ended=memory.epoch if memory.epoch > session.epoch else 0,
+            ends_process=membership is not None and membership.external,
+        )
     redundant = epoch.membership.redundancy is not Redundancy.NONE
     directive = epoch.directive
     return EpochProgress(

@@ -288,7 +288,9 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         sent_stored: Generation | None = None
         while (now := host.engine.watched(name)) is not None and not host.dropped:
             if now.epoch_ended:
-                yield trainer_pb2.WatchEvent(epoch_ended=now.epoch_ended)
+                yield trainer_pb2.WatchEvent(
+                    epoch_ended=now.epoch_ended, end_process=now.ends_process
+                )
                 return
             if now.newest is not None and now.newest != sent:
                 sent, message = now.newest, codec.generation_to_proto(now.newest)

@@ -196,7 +196,11 @@ def memberships(draw: st.DrawFn) -> Membership:
         since=since,
         past=tuple(
             MemberWorld(
-                since=begun, members=tuple(indices), nproc_per_node=nproc_per_node, groups=groups
+                since=begun,
+                members=tuple(indices),
+                nproc_per_node=nproc_per_node,
+                groups=groups,
+                order=draw(st.sampled_from([(), tuple(shuffled)])),
             )
             for begun in past
         ),
@@ -213,6 +217,8 @@ def memberships(draw: st.DrawFn) -> Membership:
         ),
         nproc_per_node=nproc_per_node,
         groups=groups,
+        order=draw(st.sampled_from([(), tuple(shuffled)])),
+        external=draw(st.booleans()),
         redundancy=draw(st.sampled_from(Redundancy)),
         memory_bytes=draw(U64),
         protection_bytes_s=draw(U64),

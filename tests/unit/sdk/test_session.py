@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import wait
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 import holdfast
+from holdfast._saving.saver import EXIT_EPOCH_ENDED
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import (
     HoldfastError,
@@ -257,6 +260,34 @@ def test_events_of_the_daemon_reach_the_handles(
     session.close()
     with pytest.raises(SnapshotSkippedError, match="closed"):
         session.save(5).staged.result(WAIT_S)
+
+
+HANGS = """
+import sys, threading, torch, holdfast
+from pathlib import Path
+from holdfast._saving.saver import EXIT_EPOCH_ENDED
+from holdfast.testing import FakeDaemon
+
+model = torch.nn.Linear(2, 2)
+daemon = FakeDaemon(Path(sys.argv[1]))
+session = holdfast.init(
+    model=model, optimizer=torch.optim.SGD(model.parameters()), daemon=daemon
+)
+session.save(1).committed.result(60)
+daemon.announce("epoch_ended", epoch=2, ends_process=True)
+threading.Event().wait(60)  # as in a collective with a node that is gone
+"""
+
+
+def test_a_process_that_another_launcher_has_started_ends_with_its_epoch(tmp_path: Path) -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", HANGS, str(tmp_path)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert process.returncode == EXIT_EPOCH_ENDED, process.stderr
 
 
 def test_progress_is_reported(trainer: Any, open_session: Any, daemon: FakeDaemon) -> None:

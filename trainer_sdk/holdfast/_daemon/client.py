@@ -115,6 +115,8 @@ class DaemonEvent:
     stage: Stage
     generation: Generation | None = None
     epoch: int = 0
+    ends_process: bool = False
+    """Whether this process is to end with the epoch, because no agent of Holdfast would end it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -471,7 +473,11 @@ def _held(message: trainer_pb2.RestoreDecision | trainer_pb2.HeldSnapshot) -> He
 def _event(message: trainer_pb2.WatchEvent) -> DaemonEvent | None:
     match message.WhichOneof("event"):
         case "epoch_ended":
-            return DaemonEvent(stage=Stage.EPOCH_ENDED, epoch=message.epoch_ended)
+            return DaemonEvent(
+                stage=Stage.EPOCH_ENDED,
+                epoch=message.epoch_ended,
+                ends_process=message.end_process,
+            )
         case "protected" | "dead" | "unprotectable" | "persisted" as name:
             generation = codec.generation_from_proto(getattr(message, name))
             return DaemonEvent(stage=Stage(name), generation=generation)

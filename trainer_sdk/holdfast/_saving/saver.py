@@ -10,6 +10,7 @@ Only this thread uses the plan, the connection's arena and, after a restore, the
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 import time
@@ -52,6 +53,9 @@ from holdfast_core.snapshots.units import UnitKey
 from holdfast_core.topology import Topology
 
 _log = logging.getLogger("holdfast")
+
+EXIT_EPOCH_ENDED = 75
+"""Exit code of a process whose epoch has ended, and which another launcher starts again."""
 
 
 class Saver:
@@ -486,6 +490,9 @@ class Saver:
                 f"process saves nothing more"
             )
             _log.warning("%s", self.problem)
+            if event.ends_process:
+                # Training may hang in a collective, where no exception would reach it.
+                os._exit(EXIT_EPOCH_ENDED)
             return
         self._awaiting.apply(event)
 

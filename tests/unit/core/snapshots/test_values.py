@@ -86,6 +86,17 @@ def test_worlds_that_do_not_follow_each_other_are_refused(
         )
 
 
+def test_torch_may_count_members_in_an_order_of_its_own() -> None:
+    turned = replace(MEMBERSHIP, order=(6, 1, 7, 4))
+    world = turned.world
+    assert [turned.position(member) for member in (1, 4, 6, 7)] == [1, 3, 0, 2]
+    assert [world.world_rank(rank) for rank in (12, 13, 2, 8)] == [0, 1, 2, 6]
+    assert [world.rank_of(number) for number in range(8)] == [12, 13, 2, 3, 14, 15, 8, 9]
+    assert turned.member(7).node == "node-7" and turned.leader == 1
+    with pytest.raises(InvalidJobError, match="must hold each member"):
+        replace(MEMBERSHIP, order=(6, 1, 7))
+
+
 def test_members_are_found_by_node_and_groups_by_member() -> None:
     assert MEMBERSHIP.member_on("node-4") == 4
     assert MEMBERSHIP.member_on("spare") is None

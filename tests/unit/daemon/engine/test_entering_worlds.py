@@ -74,12 +74,12 @@ def test_ranks_follow_the_order_of_pods_and_members_stay_on_their_nodes() -> Non
 
 def test_a_rank_whose_pod_has_come_before_the_epoch_waits_for_it() -> None:
     engine = engine_of(MEMBERSHIP, 2)
-    with pytest.raises(UnreachableError, match="rank 0 is not on node n2, which hosts ranks 2..2"):
+    with pytest.raises(UnreachableError, match="rank 0 is not on node n2, which hosts"):
         engine.rank_in_world(0)
     with pytest.raises(InvalidJobError):
         engine.rank_in_world(0, 1)
 
 
 def test_no_worker_stays_where_nobody_would_form_its_next_world() -> None:
-    with pytest.raises(InvalidJobError, match="call holdfast.elastic.init with stay=False"):
+    with pytest.raises(InvalidJobError, match="init with stay=False"):
         engine_of(MEMBERSHIP, 1).follows(1, 100)

@@ -7,9 +7,17 @@ from typing import Any
 import pytest
 from samples import make_job
 
+from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_operator.kube.api import Object
 from holdfast_operator.kube.manifests import TrainerVolume, pod_manifest
-from holdfast_operator.kube.pods import TrainerPod, agents, read_pod
+from holdfast_operator.kube.pods import (
+    UNNUMBERED,
+    TrainerPod,
+    adopted_agents,
+    agents,
+    pod_names,
+    read_pod,
+)
 from holdfast_operator.reconciler.views import AgentState
 
 UNSCHEDULABLE = {
@@ -144,3 +152,78 @@ def test_of_two_pods_of_a_member_on_a_node_the_one_that_stays_counts() -> None:
 def test_a_member_that_moves_has_an_agent_on_each_node() -> None:
     views = agents([seen(pod(attempt=1, node="n0")), seen(pod(attempt=2, node="n1"))])
     assert [(view.member, view.node) for view in views] == [(0, "n0"), (0, "n1")]
+
+
+def adopted(
+    number: str | None, status: Object | None = None, node: str = "n0", second: int = 0, **more: Any
+) -> Object:
+    """A pod of an indexed Job."""
+    labels = {"holdfast.dev/job": "moe"}
+    if number is not None:
+        labels["batch.kubernetes.io/job-completion-index"] = number
+    name = f"train-{number}-{second}"
+    return {
+        "metadata": {
+            "namespace": "team",
+            "name": name,
+            "uid": name,
+            "labels": labels | more.pop("labels", {}),
+            "creationTimestamp": f"2026-01-01T00:00:{second:02}Z",
+            **more,
+        },
+        "spec": {"nodeName": node, "containers": [{"name": "trainer"}]},
+        "status": status or {"phase": "Running", "containerStatuses": [container(running={})]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("labels", "number"),
+    [
+        ({}, 3),
+        ({"holdfast.dev/member": "1"}, 1),
+        ({"jobset.sigs.k8s.io/replicatedjob-replicas": "1"}, 3),
+        ({"jobset.sigs.k8s.io/replicatedjob-replicas": "4"}, UNNUMBERED),
+        ({"holdfast.dev/member": "first"}, UNNUMBERED),
+    ],
+)
+def test_a_pod_of_another_controller_has_the_number_that_its_labels_give(
+    labels: dict[str, str], number: int
+) -> None:
+    found = seen(adopted("3", labels=labels))
+    assert found.adopted and found.member == number and found.job_key == "team.moe"
+    stateful = adopted(None, labels={"apps.kubernetes.io/pod-index": "7"})
+    assert seen(stateful).member == 7 and seen(adopted(None)).member == UNNUMBERED
+
+
+def test_many_jobs_of_one_pod_each_are_numbered_by_their_job() -> None:
+    jobs = {
+        "jobset.sigs.k8s.io/replicatedjob-replicas": "4",
+        "jobset.sigs.k8s.io/job-index": "2",
+    }
+    assert seen(adopted("0", labels=jobs)).member == 2
+
+
+def test_the_newest_pod_of_each_number_counts_and_ended_ones_do_not() -> None:
+    crashed = {"phase": "Running", "containerStatuses": [container(terminated={"exitCode": 75})]}
+    pods = [
+        seen(adopted("0", {"phase": "Failed"}, "n0", 1)),
+        seen(adopted("0", None, "n5", 2)),
+        seen(adopted("1", crashed, "n1")),
+        seen(adopted("2", {"phase": "Failed"}, "n2")),
+        seen(adopted("3", {"phase": "Succeeded"}, "n3")),
+        seen(adopted("4", None, "n4", deletionTimestamp="2026-01-01T00:00:09Z")),
+    ]
+    places = tuple(
+        Member(index=i, node=f"n{i}", memory_id="m", peer_address="", bulk_address="")
+        for i in range(5)
+    )
+    membership = Membership(
+        job="team.moe", epoch=1, members=places, nproc_per_node=1, groups=((0, 1, 2, 3, 4),)
+    )
+    found = [(a.number, a.member, a.state) for a in adopted_agents(pods, membership)]
+    assert found == [
+        (0, UNNUMBERED, AgentState.RUNNING),
+        (1, 1, AgentState.STARTING),
+        (3, 3, AgentState.EXITED),
+    ]
+    assert pod_names(pods, membership)[1, "n1"] == "train-1-0"

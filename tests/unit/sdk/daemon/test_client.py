@@ -159,7 +159,7 @@ class Trainer(trainer_pb2_grpc.TrainerServicer):
         yield trainer_pb2.WatchEvent(dead=generation)
         yield trainer_pb2.WatchEvent(unprotectable=generation)
         yield trainer_pb2.WatchEvent()  # of a newer daemon
-        yield trainer_pb2.WatchEvent(epoch_ended=3)
+        yield trainer_pb2.WatchEvent(epoch_ended=3, end_process=True)
         if request.session == "endless":
             context.add_callback(self.ended.set)
             self.ended.wait(WAIT_S)
@@ -264,7 +264,7 @@ def test_events_arrive_until_the_session_ends(client: GrpcClient) -> None:
         DaemonEvent(stage=Stage.PROTECTED, generation=generation),
         DaemonEvent(stage=Stage.DEAD, generation=generation),
         DaemonEvent(stage=Stage.UNPROTECTABLE, generation=generation),
-        DaemonEvent(stage=Stage.EPOCH_ENDED, epoch=3),
+        DaemonEvent(stage=Stage.EPOCH_ENDED, epoch=3, ends_process=True),
     ]
 
 
