@@ -55,7 +55,7 @@ class Starting:
         new = {each.member: each for each in starts if each not in self._under_way}
         self._wanted.update(new)
         if new:
-            for pod in self._world.pods.of(job.key):
+            for pod in (each for each in self._world.pods.of(job.key) if not each.adopted):
                 self._attempts[pod.member] = max(pod.attempt, self._attempts.get(pod.member, 0))
         for _ in range(min(len(self._wanted), AT_ONCE - len(self._tasks))):
             task = asyncio.get_running_loop().create_task(self._work(job))
