@@ -62,6 +62,7 @@ class Launcher:
     """Starts a process for each rank where it is told to, and again whenever it has ended."""
 
     cluster: RawCluster
+    control: OperatorControl
     log: Path
     homes: list[str]
     """Node of each rank."""
@@ -107,18 +108,17 @@ class Launcher:
                 self.start(rank)
         known = self.state.membership
         on = {} if known is None else {m.node: m.index for m in known.members}
-        nodes = {}
+        nodes = dict[str, NodeView]()
         for name, daemon in self.cluster.daemons.items():
-            with suppress(KeyError):
-                nodes[name] = self.cluster.control.beats[name]
             if not daemon.alive:
                 nodes[name] = NodeView(name=name, gone=True)
-        views = {name: with_job(self.cluster, view) for name, view in nodes.items()}
+            elif (view := self.control.get(name)) is not None:
+                nodes[name] = replace(view, job=self.control.state(name, JOB.key))
         agents = tuple(
             AgentView(member=on.get(node, -1), node=node, state=AgentState.RUNNING, number=number)
             for number, node in enumerate(self.homes)
         )
-        observed = Observed(nodes=views, agents=agents)
+        observed = Observed(nodes=nodes, agents=agents)
         decision = reconcile(JOB, observed, self.state, time.monotonic())
         self.state = decision.state
         for action in decision.actions:
@@ -126,7 +126,7 @@ class Launcher:
             message = control_pb2.ControlMessage(
                 membership=codec.membership_to_proto(action.membership)
             )
-            self.cluster.control.send("", message)
+            self.control.send("", message)
 
     def steps(self) -> list[dict[str, Any]]:
         """Lines of the trainer's log."""
@@ -146,16 +146,12 @@ class Launcher:
         wait_for(f"protected steps of epoch {epoch}", there, WAIT_S)
 
 
-def with_job(cluster: RawCluster, view: NodeView) -> NodeView:
-    state = cluster.control.state(view.name, JOB.key)
-    return view if state is None or view.gone else replace(view, job=state)
-
-
 @pytest.fixture
 def launcher(tmp_path: Path) -> Iterator[Launcher]:
-    with RawCluster(arguments=("--metrics-port", "0"), control=OperatorControl()) as cluster:
-        nodes = cluster.start_nodes(RANKS + 1)
-        made = Launcher(cluster=cluster, log=tmp_path / "log.jsonl", homes=nodes[:RANKS])
+    control: Any = OperatorControl()
+    with RawCluster(arguments=("--metrics-port", "0"), control=control) as cluster:
+        homes = cluster.start_nodes(RANKS + 1)[:RANKS]
+        made = Launcher(cluster=cluster, control=control, log=tmp_path / "log.jsonl", homes=homes)
         yield made
         made.kill(*made.processes)
         for process in made.processes.values():
