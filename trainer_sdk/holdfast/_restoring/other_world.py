@@ -231,6 +231,8 @@ def plan_world(
     alike = [was.rank_at(dp=dp, tp=at.tp, pp=at.pp) for dp in range(was.dp)]
     read = [one.manifest.rank for one in world.snapshots if one.manifest.rank in alike]
     chosen = read[0] if read else alike[at.dp % was.dp]
+    if was == topology:  # every rank has an old self, wherever its snapshot lies
+        chosen = rank
     extras = {old: decode_extras(offers[old].extras) for old in alike}
     put_back_groups(live, extras[chosen])
     tensors = assembled(layouts, was, tp=at.tp, pp=at.pp)
