@@ -140,6 +140,14 @@ check: $(STAMP) ## Format, lint, types, import contracts, generated files
 	echo "== types"; $(BIN)/python -m mypy $(CHECKED)
 	$(BIN)/python -m mypy tests/cluster/conftest.py
 
+# No link is checked outside the site, and nothing is fetched.
+.PHONY: docs
+docs: $(STAMP) ## Build the documents as a site into build/site; a link or page that is missing is an error
+	@$(call overlay,docs)
+	PATH="$(CURDIR)/$(BIN):$$PATH" NO_MKDOCS_2_WARNING=1 "$$overlay/bin/python" -m mkdocs build \
+	  --strict --quiet --config-file docs/site/mkdocs.yml
+	echo "build/site/index.html; with search: python3 -m http.server --bind 127.0.0.1 --directory build/site"
+
 .PHONY: mutants
 mutants: $(STAMP) ## Plant bugs and see the simulation find them (long); ARGS="block change"
 	@$(BIN)/python tests/simulation/helpers/mutants.py $(ARGS)
@@ -350,7 +358,7 @@ $(STAMP): constraints.txt pyproject.toml Makefile
 	  exit 1
 	}
 	mkdir -p build "$(HOLDFAST_CACHE)"
-	$(call requirements,extra not in {"bench"$(comma) "fuzz"}) > build/requirements.txt
+	$(call requirements,extra not in {"bench"$(comma) "docs"$(comma) "fuzz"}) > build/requirements.txt
 	key=$$({ $(PYTHON) -VV; uname -m; cat build/requirements.txt constraints.txt; } \
 	  | sha256sum | cut -c1-16)
 	deps="$(HOLDFAST_CACHE)/deps-$$key"
