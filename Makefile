@@ -24,6 +24,9 @@ STAMP := .venv/installed
 SOURCES := core protos storage daemon operator trainer_sdk
 CHECKED := $(wildcard $(SOURCES) charts tests benchmarks examples gpu)
 STUBS := protos/holdfast_protos
+PROTOC := 1.62.3
+OLDEST := $(addprefix tests/unit/,protos daemon/transport daemon/trainers daemon/csi sdk/daemon \
+	sdk/copying sdk/test_session.py) tests/contract/test_control_stream.py
 CLUSTER := $(BIN)/python tests/cluster/cli.py
 CRD := crds/holdfast.dev_moetrainingjobs.yaml
 
@@ -119,6 +122,18 @@ demo: $(STAMP) ## Watch a training job lose trainers, a daemon and two nodes, an
 .PHONY: test
 test: $(STAMP) redis versitygw prometheus ## Run the tests; ARGS="tests/unit -k raim5" narrows them
 	@$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal $(ARGS)
+
+# In an environment where what the distribution asks for is of the oldest version that it allows.
+.PHONY: test-oldest
+test-oldest: $(STAMP) ## Run tests with the oldest grpcio, protobuf, numpy, ... that are allowed
+	@oldest=$$($(PYTHON) -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb")); \
+		print(*(r.replace(">=", "==") for r in p["project"]["dependencies"]))')
+	rm -rf build/oldest
+	$(BIN)/python -m venv --without-pip build/oldest
+	echo "import site; site.addsitedir('$$($(BIN)/python $(site))')" \
+	  > "$$(build/oldest/bin/python $(site))/deps.pth"
+	build/oldest/bin/python -m pip install --quiet --no-deps $$oldest
+	build/oldest/bin/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal $(or $(ARGS),$(OLDEST))
 
 .PHONY: check
 check: $(STAMP) ## Format, lint, types, import contracts, generated files
@@ -286,6 +301,16 @@ bench-recovery: $(STAMP) ## Measure each phase of a recovery, with processes tha
 bench-elastic: $(STAMP) ## Compare uneven copies of experts with expert parallelism
 	@$(BIN)/python -m benchmarks.elastic $(ARGS)
 
+.PHONY: dist
+dist: $(STAMP) ## Make the source distribution, the wheel and the chart of this commit in build/dist
+	@$(call overlay,release)
+	PYTHON="$$overlay/bin/python" .ci/release --dist
+
+.PHONY: release
+release: $(STAMP) ## The same, if the commit is fit for a release; says how to upload it
+	@$(call overlay,release)
+	PYTHON="$$overlay/bin/python" .ci/release
+
 .PHONY: protos
 protos: $(STAMP) ## Generate the stubs from the .proto files
 	@$(call generate,protos)
@@ -306,12 +331,21 @@ clean: ## Delete everything that can be made again (the shared environment stays
 		.import_linter_cache
 	find $(CHECKED) -name __pycache__ -prune -exec rm -rf {} +
 
-# Writes the stubs of every .proto below the folder $(1).
-generate = $(BIN)/python -m grpc_tools.protoc -I protos \
+# Writes the stubs of every .proto below the folder $(1). The compiler is an old one, so that what it
+# writes works with old versions of protobuf and grpcio, too; it needs no other package (0062).
+define generate
+protoc="$(HOLDFAST_CACHE)/protoc-$(PROTOC)-$$(basename "$$(<$(STAMP))")"
+	if [ ! -d "$$protoc" ]; then
+	  tree=$$(mktemp -d "$$protoc.XXXX")
+	  $(BIN)/python -m pip install --quiet --no-deps --target "$$tree" grpcio-tools==$(PROTOC)
+	  mv -T "$$tree" "$$protoc" 2>/dev/null || rm -rf "$$tree"  # another clone was faster
+	fi
+	PYTHONPATH="$$protoc" $(BIN)/python -m grpc_tools.protoc -I protos \
 	--plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \
 	--plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
 	--python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) \
 	$(STUBS)/*.proto
+endef
 
 # The tests start their own redis-server on a free port.
 .PHONY: redis
@@ -358,7 +392,7 @@ $(STAMP): constraints.txt pyproject.toml Makefile
 	  exit 1
 	}
 	mkdir -p build "$(HOLDFAST_CACHE)"
-	$(call requirements,extra not in {"bench"$(comma) "docs"$(comma) "fuzz"}) > build/requirements.txt
+	$(call requirements,extra not in {"bench"$(comma) "docs"$(comma) "fuzz"$(comma) "release"}) > build/requirements.txt
 	key=$$({ $(PYTHON) -VV; uname -m; cat build/requirements.txt constraints.txt; } \
 	  | sha256sum | cut -c1-16)
 	deps="$(HOLDFAST_CACHE)/deps-$$key"
