@@ -49,8 +49,7 @@ def load_into(
 
     Args:
         optimizer: a torch optimizer, or several in a list.
-        uri: the durable tier's location, as for `HoldfastReader`; so are `job`, `generation`,
-            `reading` and `options`.
+        uri: see `HoldfastReader`, also for job, generation, reading and options.
         topology: topology of this run, which determines the experts that this rank holds; by
             default all ranks hold all.
         units: as for `holdfast.init`.
