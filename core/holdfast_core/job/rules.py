@@ -431,6 +431,7 @@ def _trainer_problems(spec: Spec) -> Iterator[Problem]:
     for path, value, usual, fix in (
         ("spec.suspend", spec.suspend, False, SUSPEND_THERE),
         ("spec.minNodes", spec.least_nodes, spec.nodes, "remove it"),
+        ("spec.elastic", spec.elastic is not None, False, "remove it"),
         ("spec.scheduling.gang", spec.scheduling.gang, Gang.NONE, "remove it"),
         ("spec.failurePolicy.spares", policy.spares, 0, "remove it"),
         ("spec.snapshot.policy.type", snapshot.policy.type, PolicyType.FULL, IN_THE_SCRIPT),
@@ -506,6 +507,10 @@ def queue_problems(job: MoETrainingJob) -> Iterator[Problem]:
             value=label,
             wrong="not the name of a LocalQueue",
             fix="write the name of one in the job's namespace",
+        )
+    elif label is not None and job.spec.trainer.external:
+        yield Problem(
+            path=path, value=label, wrong=NOT_FOR_EXTERNAL, fix="queue what makes the pods"
         )
     if PREBUILT_LABEL in labels:
         yield Problem(

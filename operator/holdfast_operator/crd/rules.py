@@ -423,6 +423,7 @@ _TRAINER = (
     ),
     _not_for_external(".suspend", "self.suspend", SUSPEND_THERE),
     _not_for_external(".minNodes", "has(self.minNodes) && self.minNodes < self.nodes", "remove it"),
+    _not_for_external(".elastic", "has(self.elastic)", "remove it"),
     _not_for_external(".scheduling.gang", "self.scheduling.gang != 'None'", "remove it"),
     _not_for_external(".failurePolicy.spares", "self.failurePolicy.spares != 0", "remove it"),
     _not_for_external(

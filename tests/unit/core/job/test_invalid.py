@@ -68,6 +68,13 @@ def queued(label: str, scheduling: dict[str, str]) -> Callable[[Document], None]
     return change
 
 
+def queued_elsewhere(document: Document) -> None:
+    """A change that has another controller make the pods of a job with a queue."""
+    document["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "a"}
+    document["spec"]["trainer"] = {"external": True}
+    document["spec"].pop("failurePolicy", None)
+
+
 def rule(**fields: object) -> Callable[[Document], None]:
     return put("spec.failurePolicy.rules.0", fields)
 
@@ -399,6 +406,11 @@ CASES = [
     (
         queued("a", {"gang": "Volcano"}),
         f'{QUEUE} = "a": queues the job as a whole, and spec.scheduling.gang is Volcano',
+    ),
+    (
+        queued_elsewhere,
+        f'{QUEUE} = "a": needs pods that Holdfast makes, and spec.trainer.external is true; queue '
+        f"what makes the pods",
     ),
     (queued("Team A", {}), f'{QUEUE} = "Team A": not the name of a LocalQueue'),
     (
