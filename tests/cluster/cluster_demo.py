@@ -21,7 +21,7 @@ from machine import ClusterError
 from rich.console import Console
 from survival import DEMO, Run
 
-from holdfast_operator.cli.demo_report import DemoReport, table, versions, write
+from holdfast_operator.cli.demo_report import DemoReport, fault_table, versions, write
 
 STEPS = 250
 
@@ -73,7 +73,7 @@ def _demo(cluster: Cluster, options: argparse.Namespace, console: Console) -> in
         faults=tuple(disturbed.faults),
         versions=versions(),
     )
-    console.print(table(report))
+    console.print(fault_table(report.faults))
     console.print(f"undisturbed: {fault_free}\nwith faults: {final}", highlight=False)
     console.print("[bold green]The same bytes.[/]" if report.equal else "[bold red]They differ.[/]")
     picture = write(
