@@ -431,11 +431,11 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     _add_model(parser)
     _add_copies(parser)
-    _add_logs(parser)
+    _add_boundary_logs(parser)
     parser.set_defaults(handler=_plan)
 
 
-def _add_logs(parser: argparse.ArgumentParser) -> None:
+def _add_boundary_logs(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group(
         "to count the logs of pipeline stages",
         "In the trainers' memory, so that a lost stage repeats steps alone (elastic.Pipeline)",

@@ -69,13 +69,19 @@ def pod_name(job: MoETrainingJob, member: int, attempt: int) -> str:
     return f"{job.metadata.name}-{member}-{attempt}"
 
 
+def template_of(job: MoETrainingJob) -> Object:
+    """The template of the job's pods, which Holdfast makes."""
+    template = job.spec.trainer.template
+    assert template is not None, "another controller makes the job's pods"
+    return template
+
+
 def pod_manifest(
     job: MoETrainingJob, member: int, node: str, attempt: int, volume: TrainerVolume
 ) -> Object:
     """The pod that runs `member` on `node`."""
     gang = gang_parts(job)
-    assert job.spec.trainer.template is not None, "another controller makes the job's pods"
-    template = deepcopy(job.spec.trainer.template)
+    template = deepcopy(template_of(job))
     given = template.get("metadata") or {}
     labels = {
         **(given.get("labels") or {}),

@@ -23,7 +23,7 @@ import msgspec
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.parsing import KIND, MoETrainingJob
 from holdfast_operator.kube.api import Object
-from holdfast_operator.kube.manifests import common_labels, owner_reference
+from holdfast_operator.kube.manifests import common_labels, owner_reference, template_of
 from holdfast_operator.kube.resources import GROUP, WORKLOADS
 from holdfast_operator.kube.times import seconds_of
 from holdfast_operator.reconciler.counters import Outcome
@@ -193,7 +193,7 @@ def _asked(job: MoETrainingJob) -> Object:
 def priority_of(job: MoETrainingJob, classes: Iterable[Object]) -> Object:
     """The priority in the spec of a Workload that has no priority class of Kueue's own: that of the
     job's pods. `classes` are the cluster's PriorityClasses."""
-    wanted = job.spec.trainer.template["spec"].get("priorityClassName", "")
+    wanted = template_of(job)["spec"].get("priorityClassName", "")
     for each in classes:
         name = each["metadata"]["name"]
         if name == wanted or (not wanted and each.get("globalDefault")):
@@ -242,7 +242,7 @@ def admitted_job(
     Raises:
         InvalidJobError: when that contradicts the template, or itself.
     """
-    template = deepcopy(job.spec.trainer.template)
+    template = deepcopy(template_of(job))
     for flavor in flavors:
         spec = flavor.get("spec") or {}
         given = {"nodeSelector": spec.get("nodeLabels"), "tolerations": spec.get("tolerations")}

@@ -9,8 +9,9 @@ import yaml
 
 from holdfast._environment import read_environment
 from holdfast_core.job.parsing import parse_job
-from holdfast_operator.kube.manifests import JOB_LABEL, SOCKET_PATH, VOLUME_PATH
+from holdfast_operator.kube.manifests import SOCKET_PATH, VOLUME_PATH
 from holdfast_operator.kube.pods import read_pod
+from holdfast_operator.kube.resources import JOB_LABEL
 
 FILE = Path(__file__).resolve().parents[3] / "examples" / "indexed-job.yaml"
 

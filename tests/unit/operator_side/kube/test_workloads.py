@@ -10,6 +10,7 @@ from samples import job_resource
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
 from holdfast_operator.kube.api import Object
+from holdfast_operator.kube.manifests import template_of
 from holdfast_operator.kube.workloads import (
     Create,
     Delete,
@@ -127,7 +128,7 @@ def test_an_admission_adds_labels_and_tolerations_of_flavors_and_what_checks_ask
     }
     update = {"name": "main", "annotations": {"nodes": "n7"}, "nodeSelector": {"pool": "p1"}}
     found = workload(job, *ADMITTED, admissionChecks=[{"name": "c", "podSetUpdates": [update]}])
-    template = admitted_job(job, found, [flavor]).spec.trainer.template
+    template = template_of(admitted_job(job, found, [flavor]))
     assert template["spec"]["nodeSelector"] == {"zone": "a", "gpu": "h200", "pool": "p1"}
     assert template["spec"]["tolerations"] == [{"key": "mine"}, {"key": "gpu"}]
     assert template["metadata"]["annotations"] == {"nodes": "n7"}
