@@ -110,6 +110,11 @@ class _Host:
     def writer(self) -> JobEngine:
         return self.engine
 
+    def hello(self, rank: int, store_address: str, world: str) -> Membership:
+        membership, effects = self.engine.hello(rank, store_address, world, self.now)
+        self.carry_out(effects)
+        return membership
+
     def save(self, step: int) -> None:
         granted, effects = self.engine.grant(self.session, epoch=1, step=step, now=0.0)
         self.carry_out(effects)
