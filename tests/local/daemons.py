@@ -29,7 +29,7 @@ from holdfast_protos import trainer_pb2, trainer_pb2_grpc
 BUDGET_BYTES = 256 << 20
 
 _forking = multiprocessing.get_context("forkserver")
-# grpc imports the last one only when it serves, when a daemon of another user can no longer read it.
+# grpc imports the last one when it serves, when a daemon of another user can no longer read it.
 _PRELOADED = ["holdfast_daemon.__main__", "faulty_daemon", "grpc._utilities"]
 _forking.set_forkserver_preload(_PRELOADED)
 
