@@ -42,7 +42,6 @@ from holdfast_core.job.snapshots import Full, SparseWindows
 from holdfast_core.planning.boundary_logs import plan_logs
 from holdfast_core.snapshots.units import UnitKey, UnitKind
 from holdfast_operator.cli.demo_stages import (
-    EXAMPLES,
     RANKS,
     StagesReport,
     account,
@@ -86,7 +85,7 @@ def measured_saves(
     Args:
         width: each expert has its square of parameters.
     """
-    sys.path.insert(0, str(EXAMPLES))
+    sys.path.insert(0, str(ROOT / "examples"))
     from train_moe import MasterAdamW  # noqa: PLC0415
 
     model = Experts(width).bfloat16()

@@ -62,7 +62,6 @@ from holdfast_operator.cli.demo_report import (
     worlds_of,
     write,
 )
-from holdfast_operator.cli.demo_stages import run_stages_demo
 from holdfast_operator.cli.show import event_text
 from holdfast_operator.local import LocalCluster, LocalSettings, TimedEvent
 from holdfast_operator.local import faults as injections
@@ -204,23 +203,15 @@ class DemoRun:
 def main(options: argparse.Namespace, play: Play | None = None) -> int:
     """Run the demo, or `play` instead; returns the exit code.
 
-    `options` has `report`, `steps`, `quick`, `policy`, `restart`, `stages` and `keep`.
+    `options` has `report`, `steps`, `quick`, `policy`, `restart` and `keep`.
 
     Raises:
-        InvalidJobError: when the examples are missing, or options contradict each other.
+        InvalidJobError: when the examples are missing.
     """
-    if options.stages and (options.restart or options.policy != FULL):
-        raise InvalidJobError(
-            "--stages has a job of its own, whose processes stay and whose policy is Sparse: leave "
-            "--restart and --policy out"
-        )
     console = Console()
     work = Path(tempfile.mkdtemp(prefix="holdfast-demo-"))
     try:
-        if options.stages:
-            success = run_stages_demo(work, _steps(options), 1, console, options.report)
-        else:
-            success = asyncio.run((play or _demo)(options, work, console))
+        success = asyncio.run((play or _demo)(options, work, console))
     except (HoldfastError, TimeoutError):
         console.print(f"logs: {work}")
         raise
@@ -231,13 +222,14 @@ def main(options: argparse.Namespace, play: Play | None = None) -> int:
     return SUCCESS if success else FAILURE
 
 
-def _steps(options: argparse.Namespace) -> int:
+def steps_of(options: argparse.Namespace) -> int:
+    """Number of steps to train."""
     return int(options.steps or (QUICK_STEPS if options.quick else STEPS))
 
 
 async def _demo(options: argparse.Namespace, work: Path, console: Console) -> bool:
     began = time.monotonic()
-    steps = _steps(options)
+    steps = steps_of(options)
     full = options.policy == FULL
     script = (*SCRIPT, WITHOUT_SPARE) if full else SCRIPT
     with progress(console) as screen:
@@ -363,6 +355,24 @@ async def run_trainer(command: Sequence[str], folder: Path, screen: Progress, st
     shown_log(log_file, screen, line)
 
 
+def example_job(name: str, script: Path) -> dict[str, Any]:
+    """The document of a job of the examples.
+
+    Args:
+        script: the example that it trains with.
+
+    Raises:
+        InvalidJobError: when one of them is missing.
+    """
+    document = EXAMPLES / name
+    if not (document.exists() and script.exists()):
+        raise InvalidJobError(
+            f"{EXAMPLES} holds no example job; run the demo from a clone of the repository"
+        )
+    job: dict[str, Any] = yaml.safe_load(document.read_text(encoding="utf-8"))
+    return job
+
+
 def demo_job(folder: Path, steps: int, policy: str = FULL, *, stay: bool = False) -> MoETrainingJob:
     """The job of the examples, with its log and hash in `folder`. With full snapshots it can go on
     with three nodes.
@@ -373,12 +383,8 @@ def demo_job(folder: Path, steps: int, policy: str = FULL, *, stay: bool = False
     Raises:
         InvalidJobError: when the examples are missing.
     """
-    document, script = EXAMPLES / "moe-job.yaml", EXAMPLES / "train_moe.py"
-    if not (document.exists() and script.exists()):
-        raise InvalidJobError(
-            f"{EXAMPLES} holds no example job; run the demo from a clone of the repository"
-        )
-    job: dict[str, Any] = yaml.safe_load(document.read_text(encoding="utf-8"))
+    script = EXAMPLES / "train_moe.py"
+    job = example_job("moe-job.yaml", script)
     spec = job["spec"]
     spec.setdefault("snapshot", {})["policy"] = {"type": policy}
     if policy == FULL:

@@ -13,15 +13,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-import msgspec
-import yaml
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
 from holdfast_core.states import RestoreSource
 from holdfast_operator.cli.demo import (
@@ -30,6 +26,7 @@ from holdfast_operator.cli.demo import (
     WITHOUT_SPARE,
     DemoRun,
     Fault,
+    example_job,
     progress,
     run_trainer,
 )
@@ -43,8 +40,10 @@ from holdfast_operator.cli.demo_report import (
     read_log,
     versions,
     worlds_of,
+    write_json,
 )
 
+TRAINER = EXAMPLES / "train_moe_elastic.py"
 STEPS, QUICK_STEPS = 500, 350
 """Many more than the script needs: what is lost has to start again before the end."""
 NODES, NODES_MIN, EXPERTS, LAYERS = 5, 3, 8, 2
@@ -98,11 +97,7 @@ async def play(options: argparse.Namespace, work: Path, console: Console) -> boo
         disturbed = await run.carry_out(SCRIPT)
         alone = work / "one-process"
         alone.mkdir()
-        command = [
-            sys.executable,
-            str(EXAMPLES / "train_moe_elastic.py"),
-            *_arguments(alone, steps),
-        ]
+        command = [sys.executable, str(TRAINER), *_arguments(alone, steps)]
         await run_trainer(command, alone, screen, steps)
     undisturbed = read_log(alone / "log.jsonl")
     report = ElasticReport(
@@ -125,9 +120,7 @@ async def play(options: argparse.Namespace, work: Path, console: Console) -> boo
             f"{report.difference:.1e}."
         )
     if options.report is not None:
-        options.report.parent.mkdir(parents=True, exist_ok=True)
-        encoded = msgspec.json.encode(asdict(report) | {"problem": problem})
-        options.report.write_bytes(msgspec.json.format(encoded, indent=2) + b"\n")
+        write_json(options.report, asdict(report) | {"problem": problem})
         picture = options.report.with_suffix(".png")
         plot(undisturbed, disturbed.log).savefig(picture, dpi=150)
         console.print(f"report: {options.report}   plot: {picture}", soft_wrap=True)
@@ -140,12 +133,7 @@ def demo_job(folder: Path, steps: int) -> MoETrainingJob:
     Raises:
         InvalidJobError: when the examples are missing.
     """
-    document = EXAMPLES / "moe-elastic-job.yaml"
-    if not document.exists():
-        raise InvalidJobError(
-            f"{EXAMPLES} holds no example job; run the demo from a clone of the repository"
-        )
-    job: dict[str, Any] = yaml.safe_load(document.read_text(encoding="utf-8"))
+    job = example_job("moe-elastic-job.yaml", TRAINER)
     spec = job["spec"]
     spec |= {"nodes": NODES, "minNodes": NODES_MIN, "parallelism": {"dp": NODES}}
     spec["model"] = {"numExperts": EXPERTS, "numMoELayers": LAYERS}
@@ -153,7 +141,7 @@ def demo_job(folder: Path, steps: int) -> MoETrainingJob:
     spec["redundancy"] = {"type": "RAIM5"}
     spec["failurePolicy"] |= {"spares": 0, "joinWaitSeconds": JOIN_WAIT_S}
     container = spec["trainer"]["template"]["spec"]["containers"][0]
-    container["command"] = ["python", str(EXAMPLES / "train_moe_elastic.py")]
+    container["command"] = ["python", str(TRAINER)]
     container["args"] = [*_arguments(folder, steps), "--stay"]
     return parse_job(job)
 

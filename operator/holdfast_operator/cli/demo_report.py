@@ -276,11 +276,16 @@ def write(
     injected: Sequence[Injected],
 ) -> Path:
     """Write the JSON report at `path` and the plot beside it; returns the plot's path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(asdict(report)), indent=2) + b"\n")
+    write_json(path, asdict(report))
     picture = path.with_suffix(".png")
     plot(report, undisturbed, disturbed, injected).savefig(picture, dpi=150)
     return picture
+
+
+def write_json(path: Path, report: object) -> None:
+    """Write a report for scripts."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
 
 
 def plot(

@@ -9,16 +9,15 @@ its final bytes are compared with.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import yaml
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -26,15 +25,17 @@ from rich.table import Table
 from holdfast_core.errors import InvalidJobError, UnreachableError
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
 from holdfast_operator._environment import given
+from holdfast_operator.cli.demo import EXAMPLES, FULL, example_job, steps_of
+from holdfast_operator.cli.demo_report import write_json
 from holdfast_operator.cli.show import event_text
 from holdfast_operator.local import LocalCluster, LocalSettings, Status, TimedEvent
 from holdfast_operator.reconciler.counters import Outcome
 from holdfast_operator.reconciler.recoveries import Recovery
 from holdfast_protos.identity import is_insecure
 
-EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
-SCRIPT, DOCUMENT = EXAMPLES / "train_moe_pipeline.py", EXAMPLES / "moe-pipeline-job.yaml"
+SCRIPT = EXAMPLES / "train_moe_pipeline.py"
 STAGES, REPLICAS, WINDOW = 2, 2, 6
+LOST_STAGE = 1
 RANKS = range(STAGES * REPLICAS)
 RUN_S = 300.0
 
@@ -77,7 +78,7 @@ class StagesReport(msgspec.Struct, frozen=True, kw_only=True):
     lost_stage: int
     lost_at_step: int
     next_step_seconds: float
-    """From the kill until some rank had completed a step that none had before."""
+    """Time from the kill until some rank had completed a step that none had before."""
     replay: str
     """As in the job's status."""
     ranks: tuple[RankReport, ...]
@@ -96,15 +97,26 @@ class StageLoss:
     """A run that has lost a stage."""
 
     lines: list[list[TrainedStep]]
-    """By rank."""
+    """Steps that each rank has trained, in the order of ranks."""
     killed_at: float
     recoveries: list[Recovery]
 
 
-def run_stages_demo(
-    folder: Path, steps: int, lost_stage: int, console: Console, report: Path | None
-) -> bool:
-    """Run the demo and print its table; return whether it succeeded.
+def check_options(options: argparse.Namespace) -> None:
+    """Refuse options that the job of this demo leaves no choice for.
+
+    Raises:
+        InvalidJobError: when there are some.
+    """
+    if options.restart or options.policy != FULL:
+        raise InvalidJobError(
+            "--stages has a job of its own, whose processes stay and whose policy is Sparse: leave "
+            "--restart and --policy out"
+        )
+
+
+async def play(options: argparse.Namespace, work: Path, console: Console) -> bool:
+    """Play the demo and print its table; returns whether all was as promised.
 
     Raises:
         InvalidJobError: when the examples are missing.
@@ -115,18 +127,18 @@ def run_stages_demo(
     def show(event: TimedEvent) -> None:
         console.print(event_text(event), soft_wrap=True)
 
+    steps = steps_of(options)
     console.print(
         f"{STAGES} stages of {REPLICAS} ranks with sparse windows of at most {WINDOW} steps, of "
-        f"which stage {lost_stage} is lost; then the same without; {steps} steps each."
+        f"which stage {LOST_STAGE} is lost; then the same without; {steps} steps each."
     )
-    found = asyncio.run(lose_stage(folder, steps, lost_stage, show))
-    result = account(found, asyncio.run(undisturbed(folder, steps)), lost_stage)
+    found = await lose_stage(work, steps, LOST_STAGE, show)
+    result = account(found, await undisturbed(work, steps), LOST_STAGE)
     console.print(_table(result))
     console.print(result.replay, highlight=False)
-    if report is not None:
-        report.parent.mkdir(parents=True, exist_ok=True)
-        report.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
-        console.print(f"report: {report}", soft_wrap=True)
+    if options.report is not None:
+        write_json(options.report, result)
+        console.print(f"report: {options.report}", soft_wrap=True)
     if result.success:
         console.print("[bold green]The same bytes.[/] The other stage repeated nothing.")
     else:
@@ -143,7 +155,7 @@ async def lose_stage(
     """Train, lose a stage within a window, and train to the end.
 
     Raises:
-        InvalidJobError, UnreachableError, TimeoutError: see `run_stages_demo`.
+        InvalidJobError, UnreachableError, TimeoutError: see `play`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     settings = LocalSettings(directory=folder / "run", insecure=is_insecure(given()))
@@ -242,11 +254,7 @@ def stages_job(folder: Path, steps: int) -> MoETrainingJob:
     Raises:
         InvalidJobError: when the examples are missing.
     """
-    if not (DOCUMENT.exists() and SCRIPT.exists()):
-        raise InvalidJobError(
-            f"{EXAMPLES} holds no example job; run the demo from a clone of the repository"
-        )
-    job: dict[str, Any] = yaml.safe_load(DOCUMENT.read_text(encoding="utf-8"))
+    job = example_job("moe-pipeline-job.yaml", SCRIPT)
     job["spec"]["snapshot"]["policy"] = {"type": "Sparse", "sparse": {"window": WINDOW}}
     container = job["spec"]["trainer"]["template"]["spec"]["containers"][0]
     container["command"] = ["python", str(SCRIPT)]

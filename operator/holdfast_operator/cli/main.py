@@ -208,6 +208,11 @@ def _demo(options: argparse.Namespace) -> int:
         from holdfast_operator.cli.demo_elastic import play
 
         return int(main(options, play) or 0)
+    if options.stages:
+        from holdfast_operator.cli import demo_stages
+
+        demo_stages.check_options(options)
+        return int(main(options, demo_stages.play) or 0)
     return int(main(options) or 0)
 
 

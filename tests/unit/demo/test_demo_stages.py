@@ -9,7 +9,6 @@ import pytest
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.snapshots import SparseWindows
-from holdfast_operator.cli.demo import main
 from holdfast_operator.cli.demo_stages import (
     SCRIPT,
     WINDOW,
@@ -50,7 +49,7 @@ def test_the_job_is_the_example_with_sparse_windows(tmp_path: Path) -> None:
 def test_what_the_job_has_already_is_refused(other: list[str]) -> None:
     options: argparse.Namespace = build_parser().parse_args(["demo", "--stages", *other])
     with pytest.raises(InvalidJobError, match="--stages has a job of its own"):
-        main(options)
+        options.handler(options)
 
 
 @pytest.mark.parametrize("wrong", ["", "loss", "survivor"])
