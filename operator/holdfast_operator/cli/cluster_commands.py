@@ -17,6 +17,7 @@ from holdfast_core.job.schema import COPY_ANNOTATION
 from holdfast_core.job.status import ENDED
 from holdfast_core.snapshots.generations import Generation
 from holdfast_operator.cli import exit_codes, kubectl
+from holdfast_operator.cli.catalogue_places import DAEMONS
 from holdfast_operator.cli.cluster_calls import connected
 from holdfast_operator.kube.resources import JOBS, PODS
 from holdfast_operator.reconciler.views import ConditionType
@@ -146,7 +147,7 @@ def inject(options: argparse.Namespace) -> int:
         case "kill-rank" | "stop-rank" | "cont-rank":
             return _signal_rank(options)
         case "delete-pod":
-            return _delete(options, *_pod_of(options, options.member))
+            return _delete(options, _pod_of(options, _job(options), options.member))
         case "kill-daemon":
             return _kill_daemon(options)
         case fault:
@@ -164,16 +165,18 @@ _INSTEAD = {
 def _signal_rank(options: argparse.Namespace) -> int:
     job = _job(options)
     lanes = int(job["spec"].get("nprocPerNode", 1))
-    pod, container = _pod_of(options, options.rank // lanes)
+    pod = _pod_of(options, job, options.rank // lanes)
     name = SIGNALS[options.fault]
     if not _is_confirmed(options, f"send SIG{name} to rank {options.rank} in pod {pod}"):
         return exit_codes.BAD_INPUT
+    found = connected(options, lambda api, _: api.get(PODS, options.namespace, pod))
+    container = str(found["spec"]["containers"][0]["name"])
     command = ("python", "-c", _SIGNAL, str(options.rank), name)
     print(kubectl.execute(options, pod, container, *command))
     return 0
 
 
-def _delete(options: argparse.Namespace, pod: str, _container: str) -> int:
+def _delete(options: argparse.Namespace, pod: str) -> int:
     if not _is_confirmed(options, f"delete pod {pod}, so that its member starts anew"):
         return exit_codes.BAD_INPUT
     connected(options, lambda api, _: api.delete(PODS, options.namespace, pod))
@@ -187,7 +190,7 @@ def _kill_daemon(options: argparse.Namespace) -> int:
             await api.list(
                 PODS,
                 options.system_namespace,
-                labelSelector="app.kubernetes.io/component=daemon",
+                labelSelector=DAEMONS,
                 fieldSelector=f"spec.nodeName={options.node}",
             )
         )["items"]
@@ -225,21 +228,20 @@ def _job(options: argparse.Namespace) -> Object:
     return connected(options, lambda api, _: api.get(JOBS, options.namespace, options.job))
 
 
-def _pod_of(options: argparse.Namespace, member: int) -> tuple[str, str]:
-    """(pod, container) of a member.
+def _pod_of(options: argparse.Namespace, job: Object, member: int) -> str:
+    """Name of a member's pod.
 
     Raises:
         InvalidJobError: when it has none now.
     """
-    members = (_job(options).get("status") or {}).get("members") or []
+    members = (job.get("status") or {}).get("members") or []
     pods = {int(each["index"]): each["pod"] for each in members if each.get("pod")}
     if member not in pods:
         raise InvalidJobError(
             f"{_name(options)} has no pod of member {member} now; there are pods of members "
             f"{sorted(pods)}"
         )
-    pod = connected(options, lambda api, _: api.get(PODS, options.namespace, pods[member]))
-    return pods[member], str(pod["spec"]["containers"][0]["name"])
+    return str(pods[member])
 
 
 def _name(options: argparse.Namespace) -> str:
