@@ -180,10 +180,8 @@ def digest_of(job: MoETrainingJob) -> str:
 
 
 def _asked(job: MoETrainingJob) -> Object:
-    template = job.spec.trainer.template
-    found: Object = {
-        "podSets": [{"name": POD_SET, "count": job.spec.nodes, "template": deepcopy(template)}]
-    }
+    pods = {"name": POD_SET, "count": job.spec.nodes, "template": job.spec.trainer.template}
+    found: Object = {"podSets": [pods]}
     limit_s = job.metadata.labels.get(TIME_LABEL, "")
     if limit_s.isdecimal():
         found["maximumExecutionTimeSeconds"] = int(limit_s)
