@@ -53,7 +53,7 @@ class TrainerPod:
     owner: str
     """Uid of the job that the pod was made for."""
     member: int
-    """Of an adopted pod its number, which is the position of its member."""
+    """Index of the member; for an adopted pod its number, which is the position of its member."""
     attempt: int
     """Grows with each pod of a member; of an adopted pod, the time when it was made."""
     node: str

@@ -69,6 +69,15 @@ def suspended(cluster: SmallCluster) -> tuple[str, str]:
     return next(((c["status"], c["reason"]) for c in listed if c["type"] == "Suspended"), ("", ""))
 
 
+async def run_admitted(cluster: SmallCluster) -> None:
+    """Apply the job, admit it, and wait until it runs."""
+    cluster.api.put(RESOURCE_FLAVORS, FLAVOR)
+    cluster.apply(JOB)
+    await cluster.until(lambda: workload(cluster))
+    admit(cluster)
+    await cluster.runs(JOB)
+
+
 def test_a_job_waits_for_its_admission_and_its_pods_get_what_it_was_given() -> None:
     async def test(cluster: SmallCluster) -> None:
         cluster.api.put(RESOURCE_FLAVORS, FLAVOR)
@@ -89,11 +98,7 @@ def test_a_job_waits_for_its_admission_and_its_pods_get_what_it_was_given() -> N
 
 def test_an_evicted_job_gives_its_quota_back_keeps_its_snapshots_and_goes_on() -> None:
     async def test(cluster: SmallCluster) -> None:
-        cluster.api.put(RESOURCE_FLAVORS, FLAVOR)
-        cluster.apply(JOB)
-        await cluster.until(lambda: workload(cluster))
-        admit(cluster)
-        await cluster.runs(JOB)
+        await run_admitted(cluster)
         decide(cluster, Evicted="True")
         await cluster.until(lambda: suspended(cluster) == ("True", "Evicted"))
         await cluster.until(lambda: conditions(workload(cluster))["QuotaReserved"] == "False")
@@ -110,11 +115,7 @@ def test_an_evicted_job_gives_its_quota_back_keeps_its_snapshots_and_goes_on() -
 
 def test_an_operator_that_starts_again_leaves_an_admitted_job_running() -> None:
     async def test(cluster: SmallCluster) -> None:
-        cluster.api.put(RESOURCE_FLAVORS, FLAVOR)
-        cluster.apply(JOB)
-        await cluster.until(lambda: workload(cluster))
-        admit(cluster)
-        await cluster.runs(JOB)
+        await run_admitted(cluster)
         await cluster.stop_operator()
         cluster.knows_workloads = False  # its watch has not listed them yet
         await cluster.start_operator()
@@ -126,11 +127,7 @@ def test_an_operator_that_starts_again_leaves_an_admitted_job_running() -> None:
 
 def test_a_job_that_a_person_suspends_leaves_its_queue() -> None:
     async def test(cluster: SmallCluster) -> None:
-        cluster.api.put(RESOURCE_FLAVORS, FLAVOR)
-        cluster.apply(JOB)
-        await cluster.until(lambda: workload(cluster))
-        admit(cluster)
-        await cluster.runs(JOB)
+        await run_admitted(cluster)
         metadata = {**JOB["metadata"], "generation": 4}
         cluster.apply({**queued(suspend=True), "metadata": metadata})
         await cluster.until(lambda: not workload(cluster))
@@ -167,11 +164,7 @@ def test_a_queued_job_is_refused_by_an_operator_without_kueue() -> None:
 
 def test_a_person_can_suspend_a_running_job_while_kueue_is_away() -> None:
     async def test(cluster: SmallCluster) -> None:
-        cluster.api.put(RESOURCE_FLAVORS, FLAVOR)
-        cluster.apply(JOB)
-        await cluster.until(lambda: workload(cluster))
-        admit(cluster)
-        await cluster.runs(JOB)
+        await run_admitted(cluster)
         cluster.knows_workloads = False
         cluster.apply({**queued(suspend=True), "metadata": {**JOB["metadata"], "generation": 4}})
         await cluster.until(lambda: suspended(cluster) == ("True", "SuspendedByUser"))
