@@ -6,7 +6,7 @@ of `holdfast plan --experts`, by `spec.elastic` of the job. No token is dropped.
 `holdfast run examples/moe-elastic-job.yaml`.
 
 A step has `--batch` sequences, whatever the number of ranks is, so losses depend on it only by
-rounding (least with `--dtype float32`). A rank with fewer of them weighs less.
+rounding (least with `--dtype float64`). A rank with fewer of them weighs less.
 
 With `--stay`, processes stay when nodes are lost or join (`minNodes`): experts move to other seats,
 and training goes on with the next step while every expert has a copy left. Each expert is captured
@@ -106,7 +106,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--save-loads", type=Path, help="receives them at the end (rank 0)")
     parser.add_argument("--batch", type=int, default=8, help="sequences of a step, over all ranks")
     parser.add_argument("--per-rank", action="store_true", help="--batch is that of each rank")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32", "float64"], default="bfloat16")
     parser.add_argument("--seq", type=int, default=128, help="bytes per sequence")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--stay", action="store_true", help="stay when other ranks are lost")
