@@ -34,6 +34,7 @@ from train_moe import (
     CHOICES,
     Block,
     ByteLM,
+    Linear,
     MasterAdamW,
     Passages,
     report,
@@ -65,7 +66,7 @@ class ElasticLM(ByteLM):
             for layer in range(args.layers)
         )
         self.norm = nn.RMSNorm(args.dim)
-        self.head = nn.Linear(args.dim, BYTE_VALUES, bias=False)
+        self.head = Linear(args.dim, BYTE_VALUES)
 
 
 def make_plan(args: argparse.Namespace, world: elastic.World) -> moe.ExpertPlan:
@@ -106,7 +107,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--save-loads", type=Path, help="receives them at the end (rank 0)")
     parser.add_argument("--batch", type=int, default=8, help="sequences of a step, over all ranks")
     parser.add_argument("--per-rank", action="store_true", help="--batch is that of each rank")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32", "float64"], default="bfloat16")
+    parser.add_argument(
+        "--dtype",
+        choices=["bfloat16", "float32", "float64"],
+        default="bfloat16" if torch.cuda.is_available() else "float32",
+        help="default here: %(default)s (many CPUs are slow in bfloat16)",
+    )
     parser.add_argument("--seq", type=int, default=128, help="bytes per sequence")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--stay", action="store_true", help="stay when other ranks are lost")

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from train_moe import BALANCE_WEIGHT, BYTE_VALUES, Block, MasterAdamW, MoE, Passages
+from train_moe import BALANCE_WEIGHT, BYTE_VALUES, Block, Linear, MasterAdamW, MoE, Passages
 
 import holdfast
 from holdfast import elastic
@@ -41,7 +41,7 @@ class Stage(nn.Module):
         self.embedding = nn.Embedding(BYTE_VALUES, DIM) if pipeline.is_first else None
         block = Block(DIM, MoE(DIM, EXPERTS, 1, alone))
         self.layers = nn.ModuleDict({str(pipeline.stage): block})  # numbered as in the whole model
-        self.head = nn.Linear(DIM, BYTE_VALUES, bias=False) if pipeline.is_last else None
+        self.head = Linear(DIM, BYTE_VALUES) if pipeline.is_last else None
 
     def forward(self, bytes_BT: Tensor, x_BSD: Tensor | None) -> tuple[Tensor, Tensor]:
         """What goes to the next stage, or the cross entropy; and the load-balancing loss."""

@@ -26,7 +26,7 @@ STATE = Path("/var/lib/holdfast-cluster")
 """Where running clusters keep their files and locks. One place for the whole machine, as there is
 one set of namespaces: clones with caches of their own see each other's clusters here."""
 
-POLL_S = 0.1
+POLL_S = 0.25
 
 _DEBIAN_PACKAGES = {
     "buildah": "buildah",

@@ -20,6 +20,8 @@ from survival import DETECTION_S, EVERYTHING, Fault, Run
 from holdfast_operator.cli.demo_report import FaultReport
 
 STEPS = 400
+ARGUMENTS = ("--seq", "32")
+"""Small steps: what a machine is slow in is not tested here."""
 UNCOUNTED = {"kill-daemon", "rollout", "drain", "delete-redis"}
 """Faults that do not count towards `maxRestarts`: training goes on, or the rules say so."""
 
@@ -49,7 +51,7 @@ Short = tuple[Shortages, Outcome]
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster: Cluster, holdfast: Holdfast) -> Undisturbed:
-    run = Run(cluster, "undisturbed", STEPS)
+    run = Run(cluster, "undisturbed", STEPS, arguments=ARGUMENTS)
     sha256 = run.carry_out()
     nodes = tuple(run.job.member(index)[1] for index in range(4))
     run.job.delete()
@@ -58,7 +60,7 @@ def undisturbed(cluster: Cluster, holdfast: Holdfast) -> Undisturbed:
 
 @pytest.fixture(scope="module")
 def outcome(cluster: Cluster, undisturbed: Undisturbed) -> Outcome:
-    return _outcome(Run(cluster, "survivor", STEPS, stays=True), EVERYTHING)
+    return _outcome(Run(cluster, "survivor", STEPS, stays=True, arguments=ARGUMENTS), EVERYTHING)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +73,8 @@ def short(cluster: Cluster, holdfast: Holdfast, undisturbed: Undisturbed) -> Ite
         with cluster.disk_of_its_own(slow) as device:
             holdfast.wait_daemon(slow)
             shortages = Shortages(slow_node=slow, slow_device=device)
-            yield shortages, _outcome(Run(cluster, "short", STEPS), shortages.script)
+            run = Run(cluster, "short", STEPS, arguments=ARGUMENTS)
+            yield shortages, _outcome(run, shortages.script)
     finally:
         cluster.kubectl("uncordon", other)
 
