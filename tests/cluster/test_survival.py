@@ -19,7 +19,7 @@ from survival import DETECTION_S, EVERYTHING, Fault, Run
 
 from holdfast_operator.cli.demo_report import FaultReport
 
-STEPS = 400
+STEPS = 300
 ARGUMENTS = ("--seq", "32")
 """Small steps: what a machine is slow in is not tested here."""
 UNCOUNTED = {"kill-daemon", "rollout", "drain", "delete-redis"}

@@ -81,7 +81,7 @@ def seen(cluster: Cluster, holdfast: Holdfast) -> Iterator[Seen]:
         "fewer",
         STEPS,
         stays=True,
-        arguments=("--ep", "1"),
+        arguments=("--ep", "1", "--seq", "32"),
         spec={
             "nodes": NODES,
             "minNodes": MINIMUM,
