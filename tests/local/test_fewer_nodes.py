@@ -229,3 +229,62 @@ def test_training_goes_on_at_once_and_the_replacement_joins_when_it_is_ready(wha
             assert sum(lines[-1].epoch == grown.epoch for lines in through) == 3
 
     asyncio.run(change())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "stay",
+    [
+        pytest.param(False, id="restart", marks=pytest.mark.exhaustive),
+        pytest.param(True, id="stay", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_suspended_job_resumes_on_the_nodes_that_are_there(stay: bool) -> None:
+    """A node goes while the job is suspended, and comes back while it is suspended again."""
+
+    async def change() -> None:
+        async with running(stay=stay) as run:
+            first = run.cluster
+            home = first.status.members[1].node
+            try:
+                before = await _suspend(run, stay)
+                await run.cluster.kill_node(home)
+                await _edit(run, stay=stay, suspend=False)
+                await _goes_on(run, before, 3)
+                before = await _suspend(run, stay)
+                await run.cluster.start_node(home)
+                await _edit(run, stay=stay, suspend=False)
+                await _goes_on(run, before, 4)
+                assert run.cluster.status.restarts == 0
+            finally:
+                if run.cluster is not first:
+                    await run.cluster.stop()
+            assert await asyncio.to_thread(run.check) == [4, 3, 4]
+
+    asyncio.run(change())
+
+
+async def _goes_on(run: Run, before: Status, members: int) -> None:
+    """Wait until so many members train, from what was in memory before."""
+    now = await run.wait_size(members, before.epoch, f"{members} members", START_S)
+    begun = f"{members} ranks train in epoch {now.epoch} from generation {before.epoch}."
+    assert any(event.message.startswith(begun) for event in run.cluster.events)
+
+
+async def _suspend(run: Run, stay: bool) -> Status:
+    """Suspend the job; return its status once no process of it is left."""
+    await _edit(run, stay=stay, suspend=True)
+    return await run.cluster.wait_for(
+        lambda status: not any(one.ranks for one in status.members),
+        timeout_s=WAIT_S,
+        what="the job to be suspended",
+    )
+
+
+async def _edit(run: Run, *, stay: bool, **spec: Any) -> None:
+    """Change the spec of the running job."""
+    await run.cluster.detach()
+    job = make_job(run.directory, stay=stay, spares=0, **spec)
+    run.cluster = LocalCluster(job, LocalSettings(directory=run.directory / "run", standbys=0))
+    await run.cluster.start()

@@ -104,6 +104,9 @@ async def changing(**more: Any) -> AsyncIterator[Change]:
     [
         "after-stand",
         pytest.param("backward", marks=pytest.mark.exhaustive),
+        pytest.param("before-stand", marks=pytest.mark.exhaustive),
+        pytest.param("before-form", marks=pytest.mark.exhaustive),
+        pytest.param("after-form", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_second_node_is_lost_in_the_middle_of_a_shrink(point: str) -> None:
@@ -129,7 +132,7 @@ def test_a_second_node_is_lost_in_the_middle_of_a_shrink(point: str) -> None:
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("point", ["after-form", "backward"])
+@pytest.mark.parametrize("point", ["before-stand", "after-form", "backward"])
 def test_a_second_rank_dies_in_the_middle_of_a_shrink(point: str) -> None:
     async def change() -> None:
         async with changing() as it:
@@ -148,7 +151,7 @@ def test_a_second_rank_dies_in_the_middle_of_a_shrink(point: str) -> None:
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("point", ["before-subgroups"])
+@pytest.mark.parametrize("point", ["start", "before-scatter", "before-subgroups"])
 def test_a_rank_dies_while_its_member_joins(point: str) -> None:
     async def change() -> None:
         async with changing() as it:
