@@ -129,6 +129,27 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 }
 """Metrics of each section, by their names in the exposition."""
 
+TITLES: dict[str, str] = {
+    "holdfast_certificate_expires_timestamp_seconds": (
+        "Time until a daemon's certificate, or the last of its CAs, expires"
+    ),
+    "holdfast_operator_certificate_expires_timestamp_seconds": (
+        "Time until the operator's certificate, or the last of its CAs, expires"
+    ),
+    "holdfast_insecure": "1 while this daemon authenticates nobody",
+    "holdfast_operator_insecure": "1 while the operator authenticates no daemon",
+    "holdfast_save_period_seconds": "Time between the newest two saves, of the slowest rank",
+    "holdfast_save_staged_seconds": (
+        "Time from a save until its tensors could change again, of the slowest rank"
+    ),
+    "holdfast_tokens_at_risk_ratio": "Portion of all tokens that a recovery would lose now (PLT)",
+    "holdfast_tokens_lost_ratio": "Portion of all tokens that recoveries have lost (PLT)",
+    "holdfast_tokens_routed": "Routings of a token to an expert",
+    "holdfast_saves_skipped_reported_total": "Saves skipped, as counted by ranks",
+    "holdfast_saves_failed_reported_total": "Saves failed, as counted by ranks",
+}
+"""Titles of panels that show something else than the metric of one process."""
+
 COLUMNS = 3
 WIDTH, HEIGHT = 24 // COLUMNS, 8
 
@@ -208,7 +229,7 @@ def _panel(definition: Definition, number: int, place: Json) -> Json:
     return {
         "id": number,
         "type": "timeseries",
-        "title": definition.help.rstrip("."),
+        "title": TITLES.get(definition.exposed_name) or definition.help.rstrip("."),
         "description": f"`{definition.exposed_name}`",
         "datasource": _DATASOURCE,
         "gridPos": place,
@@ -227,6 +248,8 @@ def _unit(definition: Definition) -> str:
         return "binBps" if counter else "bytes"
     if name.endswith("_seconds"):
         return "s"
+    if "_tokens_" in name and name.endswith("_ratio"):
+        return "percentunit"
     return "ops" if counter else "short"
 
 
@@ -269,6 +292,18 @@ _KNOWN_TO_ALL = (
 """Gauges of a whole job that every daemon exposes; some may lag behind."""
 
 
+_SLOWEST = (
+    "holdfast_save_period_seconds",
+    "holdfast_save_staged_seconds",
+    "holdfast_save_interval_steps",
+)
+"""Gauges of the slowest rank of a node, which all nodes of the job wait for."""
+
+
+_NEWEST = ("holdfast_protection_age_seconds", "holdfast_persist_age_seconds")
+"""Ages of what a whole job has; a daemon that lags behind knows an older one."""
+
+
 _OF_TOKENS = (
     "holdfast_tokens_at_risk_ratio",
     "holdfast_tokens_at_risk_mlt",
@@ -285,8 +320,8 @@ def _gauge_query(name: str, by: str, chosen: str) -> str:
         return f"sum{by} ({gauge} * {routed}) / sum{by} ({routed})"
     if name.endswith("_expires_timestamp_seconds"):
         return f"min{by} ({gauge}) - time()"
-    if name in _KNOWN_TO_ALL:
+    if name in _NEWEST:
+        return f"min{by} ({gauge})"
+    if name in _KNOWN_TO_ALL or name in _SLOWEST:
         return f"max{by} ({gauge})"
-    return (
-        f"min{by} ({gauge})" if name == "holdfast_protection_age_seconds" else f"sum{by} ({gauge})"
-    )
+    return f"sum{by} ({gauge})"

@@ -140,6 +140,11 @@ def test_a_section_with_a_metric_that_is_gone_is_refused_by_name() -> None:
         dashboard(left)
 
 
+def test_no_two_panels_have_the_same_title() -> None:
+    titles = [panel["title"] for panel in dashboard(DEFINITIONS)["panels"]]
+    assert sorted(titles) == sorted(set(titles))
+
+
 def test_no_two_panels_overlap() -> None:
     taken: set[tuple[int, int]] = set()
     panels = dashboard(DEFINITIONS)["panels"]

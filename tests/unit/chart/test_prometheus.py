@@ -4,6 +4,7 @@ evaluates alerts over series that are written here."""
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,45 @@ def fires(tmp_path: Path, name: str, at: str, labels: dict[str, str], **series: 
         assert "got:[]" in str(error), error
         return False
     return True
+
+
+@pytest.mark.parametrize(
+    ("metric", "of_nodes", "expected"),
+    [
+        ("holdfast_save_period_seconds", (20, 30), 30),
+        ("holdfast_save_staged_seconds", (3, 2), 3),
+        ("holdfast_save_interval_steps", (7, 7), 7),
+        ("holdfast_persist_age_seconds", (50, 40), 40),
+        ("holdfast_protection_age_seconds", (50, 40), 40),
+        ("holdfast_epoch", (4, 5), 5),
+        ("holdfast_sessions_open", (8, 8), 16),
+        ("holdfast_arena_bytes", (100, 50), 150),
+    ],
+)
+def test_a_panel_combines_what_the_nodes_of_a_job_expose(
+    tmp_path: Path, metric: str, of_nodes: tuple[int, int], expected: int
+) -> None:
+    (expression,) = (each for each in shown() if re.search(rf"\b{metric}\b", each))
+    test = {
+        "interval": "1m",
+        "input_series": [
+            {
+                "series": f'{metric}{{namespace="a",moejob="llm",node="n{n}"}}',
+                "values": f"{value}x5",
+            }
+            for n, value in enumerate(of_nodes)
+        ],
+        "promql_expr_test": [
+            {
+                "expr": re.sub(r"\$\w+", ".*", expression),
+                "eval_time": "2m",
+                "exp_samples": [{"labels": '{namespace="a",moejob="llm"}', "value": expected}],
+            }
+        ],
+    }
+    path = tmp_path / "test.yaml"
+    path.write_text(yaml.safe_dump({"evaluation_interval": "1m", "tests": [test]}))
+    promtool("test", "rules", path)
 
 
 JOB = '{}{{namespace="a",moejob="llm",node="n1"}}'
