@@ -18,7 +18,7 @@ from holdfast_core.errors import CorruptError, StorageError
 from holdfast_storage.failing import WriteStoppedError
 from holdfast_storage.retrying import Retry
 from holdfast_storage.s3 import IN_FLIGHT, S3Root
-from holdfast_storage.s3_calls import PartBody
+from holdfast_storage.s3_calls import SENT_BYTES, PartBody
 
 PART = 100
 SIZE = 1050
@@ -121,6 +121,18 @@ def test_parts_go_from_where_they_lie_two_at_a_time(client: Client, root: S3Root
     assert set(client.objects) == {id(DATA)}
     assert client.most == IN_FLIGHT == 2
     assert client.calls == ["create", "complete"]
+
+
+async def _sent(body: PartBody) -> list[memoryview]:
+    return [view async for view in body]
+
+
+def test_no_more_is_sent_at_once_than_a_socket_takes() -> None:
+    data = bytes(index % 251 for index in range(2 * SENT_BYTES + 1))
+    sent = asyncio.run(_sent(PartBody([memoryview(data)[:9], memoryview(data)[9:]])))
+    assert b"".join(sent) == data
+    assert [len(view) for view in sent] == [9, SENT_BYTES, SENT_BYTES - 8]
+    assert {id(view.obj) for view in sent} == {id(data)}
 
 
 def test_what_fits_into_a_part_is_one_request(client: Client, root: S3Root) -> None:
