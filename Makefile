@@ -291,6 +291,18 @@ bench-sparse: $(STAMP) ## Measure sparse windows, and stages that repeat steps a
 bench-persist: $(STAMP) ## Measure writing into storage against the bare write path
 	@$(BIN)/python -m benchmarks.persist $(ARGS)
 
+.PHONY: bench-s3
+bench-s3: $(STAMP) versitygw ## Measure our requests to S3 beside those of obstore
+	@$(call overlay,bench)
+	HOLDFAST_CACHE="$(HOLDFAST_CACHE)" \
+	  PYTHONPATH="$$("$$overlay/bin/python" $(site)):tests/contract/storage/helpers" \
+	  $(BIN)/python -m benchmarks.object_storage $(ARGS)
+
+.PHONY: bench-dependencies
+bench-dependencies: $(STAMP) ## Measure what libraries would add to a daemon in place of code of ours
+	@$(call overlay,bench)
+	PYTHONPATH=$$("$$overlay/bin/python" $(site)) $(BIN)/python -m benchmarks.dependencies $(ARGS)
+
 .PHONY: bench-loss
 bench-loss: $(STAMP) ## Train the example with and without recoveries and compare its loss
 	@$(BIN)/python -m benchmarks.loss $(ARGS)

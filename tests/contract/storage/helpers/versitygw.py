@@ -70,8 +70,14 @@ class S3Server:
     """One versitygw process with one bucket, over `directory`. It may have more users than its
     tester, each with a bucket of its own."""
 
-    def __init__(self, directory: Path, users: Mapping[str, str] | None = None) -> None:
-        """`users`: names, which are those of their buckets, too, and their secrets."""
+    def __init__(
+        self,
+        directory: Path,
+        users: Mapping[str, str] | None = None,
+        tls: tuple[Path, Path] | None = None,
+    ) -> None:
+        """`users`: names, which are those of their buckets, too, and their secrets. `tls`: files of
+        a certificate and its key; None: plain HTTP, as users need."""
         self._root = directory / "buckets"
         (self._root / BUCKET).mkdir(parents=True)
         (directory / "users").mkdir()
@@ -79,6 +85,7 @@ class S3Server:
         self._process = subprocess.Popen(
             [
                 *(build(), "--access", ACCESS, "--secret", SECRET, "--quiet"),
+                *(("--cert", str(tls[0]), "--key", str(tls[1])) if tls else ()),
                 *("--port", f"127.0.0.1:{self.port}", "--iam-dir", str(directory / "users")),
                 *("--iam-cache-disable", "posix", str(self._root)),
             ],
