@@ -29,7 +29,7 @@ class Prometheus:
     """A server that scrapes every second."""
 
     def __init__(self, port: int, log: Path) -> None:
-        self._url, self._log = f"http://127.0.0.1:{port}", log
+        self.url, self._log = f"http://127.0.0.1:{port}", log
 
     def query(self, expression: str) -> list[dict[str, Any]]:
         """The series that an expression gives now."""
@@ -46,7 +46,7 @@ class Prometheus:
         return all(rule["health"] != "unknown" for rule in self.rules())
 
     def _get(self, what: str, **query: str) -> dict[str, Any]:
-        url = f"{self._url}/api/v1/{what}?{urllib.parse.urlencode(query)}"
+        url = f"{self.url}/api/v1/{what}?{urllib.parse.urlencode(query)}"
         with urllib.request.urlopen(url, timeout=10) as answer:
             found: dict[str, Any] = json.loads(answer.read())
         return found

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import pytest
+from dashboard_picture import Span, draw
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_process import Scrapes, prometheus
 from waiting import wait_for
@@ -75,3 +77,21 @@ def test_panels_have_data_from_the_start_and_first_events_raise_their_alerts(
                 "kind": "wire",
             }
             assert [rule["lastError"] for rule in server.rules() if "lastError" in rule] == []
+
+
+def test_the_dashboard_is_drawn_from_what_a_prometheus_holds(tmp_path: Path) -> None:
+    daemon = DaemonMetrics()
+    for step in (3, 4):
+        daemon.set("epoch", step, job=f"team-a.llm{step}")
+    with (
+        exposed(daemon.registry) as address,
+        prometheus(tmp_path, {"daemons": [(address, {"node": "n1"})]}) as server,
+    ):
+        seen = "count_over_time(holdfast_epoch[1m]) > 2"
+        wait_for("enough scrapes for rates", lambda: len(server.query(seen)) == 2)
+        span = Span(start=time.time() - 60, end=time.time(), rate_interval_s=10)
+        empty = draw(server.url, span, tmp_path / "picture.png")
+    assert "Newest membership epoch" not in empty
+    assert "Ranks at work" in empty  # the operator's
+    assert "Delay of the daemon's event loop" in empty  # quantiles of no observation
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
