@@ -40,10 +40,11 @@ async def _logs(api: Api, options: argparse.Namespace) -> int:
     followed: dict[str, asyncio.Task[None]] = {}
     async with asyncio.TaskGroup() as tasks:
         while True:
-            for pod in await _pods(api, options, member):
+            for number, pod in await _pods(api, options, job, member):
                 uid = pod["metadata"]["uid"]
                 if uid not in followed and _has_started(pod):
-                    followed[uid] = tasks.create_task(_follow(api, options, pod, lanes))
+                    reading = _follow(api, options, pod, number, lanes)
+                    followed[uid] = tasks.create_task(reading)
             if not options.follow or await _is_over(api, options, followed):
                 break
             await asyncio.sleep(LOOK_S)
@@ -69,12 +70,21 @@ def _member(job: Object, options: argparse.Namespace, lanes: int) -> int | None:
     return member
 
 
-async def _pods(api: Api, options: argparse.Namespace, member: int | None) -> list[Object]:
-    selector = f"{JOB_LABEL}={options.job},app.kubernetes.io/component=trainer"
-    if member is not None:
-        selector += f",{MEMBER_LABEL}={member}"
-    found: list[Object] = (await api.list(PODS, options.namespace, labelSelector=selector))["items"]
-    return sorted(found, key=lambda pod: int(pod["metadata"]["labels"][MEMBER_LABEL]))
+async def _pods(
+    api: Api, options: argparse.Namespace, job: Object, member: int | None
+) -> list[tuple[int, Object]]:
+    """(Member, pod) of the job's pods, or of those of one member. Where another controller makes
+    them, its number of a pod is that of the member."""
+    from holdfast_operator.kube.pods import UNNUMBERED, number_of  # noqa: PLC0415
+
+    selector = f"{JOB_LABEL}={options.job}"
+    if not job["spec"]["trainer"].get("external"):
+        selector += ",app.kubernetes.io/component=trainer"
+        selector += "" if member is None else f",{MEMBER_LABEL}={member}"
+    found = (await api.list(PODS, options.namespace, labelSelector=selector))["items"]
+    numbered = [(number_of(pod["metadata"]["labels"]), pod) for pod in found]
+    chosen = [one for one in numbered if one[0] != UNNUMBERED and member in (None, one[0])]
+    return sorted(chosen, key=lambda one: one[0])
 
 
 def _has_started(pod: Object) -> bool:
@@ -92,12 +102,13 @@ async def _is_over(
     return (job.get("status") or {}).get("phase") in ENDED
 
 
-async def _follow(api: Api, options: argparse.Namespace, pod: Object, lanes: int) -> None:
+async def _follow(
+    api: Api, options: argparse.Namespace, pod: Object, member: int, lanes: int
+) -> None:
     """Print what a pod writes; a pod that is gone ends with a note, and nothing else."""
     from holdfast_operator.kube.api import ApiError  # noqa: PLC0415
 
     metadata = pod["metadata"]
-    member = int(metadata["labels"][MEMBER_LABEL])
     first, last = member * lanes, (member + 1) * lanes - 1
     ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
     query = {"container": pod["spec"]["containers"][0]["name"]}

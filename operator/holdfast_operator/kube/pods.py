@@ -81,7 +81,7 @@ def read_pod(raw: Object) -> TrainerPod | None:
     try:
         job = labels[JOB_LABEL]
         if adopted:
-            member = _number_of(labels)
+            member = number_of(labels)
             attempt = int(datetime.fromisoformat(metadata["creationTimestamp"]).timestamp())
         else:
             member, attempt = int(labels[MEMBER_LABEL]), int(labels[ATTEMPT_LABEL])
@@ -112,7 +112,7 @@ def read_pod(raw: Object) -> TrainerPod | None:
     )
 
 
-def _number_of(labels: Mapping[str, str]) -> int:
+def number_of(labels: Mapping[str, str]) -> int:
     """Number that its controller has given to a pod; UNNUMBERED when there is none, or it is
     ambiguous."""
     found = next((labels[name] for name in NUMBERS if name in labels), "")

@@ -50,7 +50,12 @@ class ApiServer(ThreadingHTTPServer):
         self.objects: dict[str, Object] = {
             JOB: {
                 "metadata": {"name": "llm", "namespace": "team-a"},
-                "spec": {"nodes": 2, "nprocPerNode": 2, "persistence": {"uri": "s3://b"}},
+                "spec": {
+                    "nodes": 2,
+                    "nprocPerNode": 2,
+                    "persistence": {"uri": "s3://b"},
+                    "trainer": {},
+                },
                 "status": {"phase": "Running", "protected": "2.8", "members": members},
             },
             **{f"{PODS}/llm-{n}-1": pod(n) for n in range(2)},
@@ -173,6 +178,26 @@ def test_logs_that_are_followed_end_with_the_job(
     assert {"container": ["trainer"], "follow": ["true"]} in server.queries
     assert main(["logs", "-n", "team-a", "llm", "--rank", "4"]) == 2
     assert "members 0 to 1 and ranks 0 to 3" in capsys.readouterr().err
+
+
+def test_logs_of_pods_that_another_controller_makes_have_its_numbers(
+    server: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.job["spec"]["trainer"] = {"external": True}
+    pods = server.objects[PODS]["items"]
+    for each, number in zip(pods, ("1", "0"), strict=True):
+        each["metadata"]["labels"] = {"batch.kubernetes.io/job-completion-index": number}
+    pods.append({"metadata": {"name": "other", "uid": "u", "labels": {}}})  # without a number
+    assert main(["logs", "-n", "team-a", "llm"]) == 0
+    firsts = [line for line in capsys.readouterr().out.splitlines() if "hello" in line]
+    assert sorted(firsts) == [
+        "member 0 ranks 0-1 | hello of llm-0-1",
+        "member 1 ranks 2-3 | hello of llm-1-1",
+    ]
+    selectors = [each["labelSelector"] for each in server.queries if "labelSelector" in each]
+    assert selectors == [["holdfast.dev/job=llm"]]
+    assert main(["logs", "-n", "team-a", "llm", "--rank", "2"]) == 0
+    assert "llm-0-1" not in capsys.readouterr().out
 
 
 def test_the_last_lines_of_a_trainer_that_failed_outlive_its_pod(
