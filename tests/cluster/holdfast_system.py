@@ -35,6 +35,9 @@ VALUES = {
 """Our images, and what a machine of two cores that plays five nodes has to spare. No daemon is
 replaced while a test looks at it; test_as_printed.py is about that."""
 
+TIER = "/mnt/tier"
+"""Durable storage of jobs: a folder of this machine, which all nodes share."""
+
 
 class Holdfast:
     """The release on `cluster`."""
@@ -51,7 +54,19 @@ class Holdfast:
         Raises:
             ClusterError: with helm's words.
         """
-        chosen = VALUES | {name.replace("__", "."): value for name, value in values.items()}
+        tier = self.cluster.home / "shared" / "tier"
+        tier.mkdir(parents=True, exist_ok=True)
+        tier.chmod(0o777)
+        storage = {
+            "persistence.locations[0].prefix": TIER,
+            "daemon.storage.volumes[0].name": "tier",
+            "daemon.storage.volumes[0].hostPath.path": str(tier),
+            "daemon.storage.volumeMounts[0].name": "tier",
+            "daemon.storage.volumeMounts[0].mountPath": TIER,
+        }
+        chosen = (
+            VALUES | storage | {name.replace("__", "."): value for name, value in values.items()}
+        )
         settings = [word for name, value in chosen.items() for word in ("--set", f"{name}={value}")]
         self.cluster.helm(
             *("upgrade", "--install", RELEASE, chart, "--namespace", NAMESPACE),
