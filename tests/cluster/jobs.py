@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,39 +15,53 @@ from machine import ROOT, ClusterError
 TORCH = "/opt/torch"
 """Where trainers find the packages of the environment that runs the tests."""
 
-_EXAMPLE = ROOT / "examples" / "moe-job.yaml"
+OUTPUT = "/output"
+"""Where trainers find the folder that `lend_folder` gives them."""
+
+_EXAMPLES = ROOT / "examples"
 
 
 def trainer_job(
     name: str = "moe",
     *,
+    example: str = "moe-job.yaml",
     namespace: str = "default",
     steps: int = 200,
     memory: str = "2Gi",
     arguments: tuple[str, ...] = (),
     **spec: Any,
 ) -> dict[str, Any]:
-    """`examples/moe-job.yaml` for this cluster.
+    """A job of the examples for this cluster.
 
     Args:
+        example: its file.
         steps: how long the trainer trains.
         memory: limit of each trainer container; arenas are charged to the daemon.
         arguments: more for the trainer's command line.
         spec: replaces fields of the job's spec as they are.
     """
-    job: dict[str, Any] = yaml.safe_load(_EXAMPLE.read_text(encoding="utf-8"))
+    [job] = example_documents(example)
     job["metadata"] = {"name": name, "namespace": namespace}
     pod = job["spec"]["trainer"]["template"]["spec"]
-    trainer = pod["containers"][0]
-    trainer |= {
+    pod["containers"][0]["args"] = ["--steps", str(steps), *arguments]
+    fit(pod, memory)
+    job["spec"] |= copy.deepcopy(spec)
+    return job
+
+
+def example_documents(file: str) -> list[dict[str, Any]]:
+    """The objects in a file of the examples, as they are."""
+    return list(yaml.safe_load_all((_EXAMPLES / file).read_text(encoding="utf-8")))
+
+
+def fit(pod: dict[str, Any], memory: str) -> None:
+    """Give a trainer's pod this cluster's image, this machine's torch and limits."""
+    pod["containers"][0] |= {
         "image": images.TRAINER,
         "imagePullPolicy": "IfNotPresent",
-        "args": ["--steps", str(steps), *arguments],
         "resources": {"requests": {"cpu": "100m", "memory": memory}, "limits": {"memory": memory}},
     }
     lend_torch(pod)
-    job["spec"] |= copy.deepcopy(spec)
-    return job
 
 
 def small_job(
@@ -87,6 +102,20 @@ def lend_torch(pod: dict[str, Any]) -> None:
         mount = {"name": "torch", "mountPath": TORCH, "readOnly": True}
         container.setdefault("volumeMounts", []).append(mount)
         container.setdefault("env", []).append({"name": "PYTHONPATH", "value": TORCH})
+
+
+def lend_folder(pod: dict[str, Any], folder: Path) -> None:
+    """Give the trainer of a pod's spec a folder of this machine, the same on every node."""
+    pod.setdefault("volumes", []).append({"name": "output", "hostPath": {"path": str(folder)}})
+    mount = {"name": "output", "mountPath": OUTPUT}
+    pod["containers"][0].setdefault("volumeMounts", []).append(mount)
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder empty, for trainers of any user."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
 
 
 def site_packages() -> Path:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from typing import Any
 
 from cluster import Cluster
 from holdfast_system import NAMESPACE, Holdfast, Job
-from jobs import trainer_job
+from jobs import OUTPUT, lend_folder, make_folder, trainer_job
 from machine import ClusterError
 
 from holdfast_operator.cli.demo_report import FaultReport, Injected, LoggedStep, account, read_log
@@ -36,7 +35,8 @@ DETECTION: dict[str, Any] = {
 DETECTION_S = 2.0
 """When `DETECTION` calls a silent node lost."""
 
-_OUTPUT = "/output"
+OUTPUTS = ("--log-file", f"{OUTPUT}/log.jsonl", "--hash-file", f"{OUTPUT}/sha256")
+"""Arguments of examples that name the files which they write."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +68,9 @@ class Run:
     """More for the trainer's command line."""
     spec: dict[str, Any] = field(default_factory=dict)
     """Fields of the job's spec that replace those of the example."""
+    example: str = "moe-job.yaml"
+    """File of the example."""
+    outputs: tuple[str, ...] = OUTPUTS
     job: Job = field(init=False)
     injected: list[Injected] = field(default_factory=list)
     faults: list[FaultReport] = field(default_factory=list)
@@ -95,21 +98,14 @@ class Run:
     def _document(self) -> dict[str, Any]:
         document = trainer_job(
             self.name,
+            example=self.example,
             steps=self.steps,
             memory="1500Mi",
-            arguments=(
-                *("--log-file", f"{_OUTPUT}/log.jsonl"),
-                *("--hash-file", f"{_OUTPUT}/sha256"),
-                *["--stay"][: self.stays],
-                *self.arguments,
-            ),
+            arguments=(*self.outputs, *["--stay"][: self.stays], *self.arguments),
             **self.spec,
         )
         document["spec"]["failurePolicy"]["detection"] = DETECTION
-        pod = document["spec"]["trainer"]["template"]["spec"]
-        pod["volumes"].append({"name": "output", "hostPath": {"path": str(self.folder)}})
-        mount = {"name": "output", "mountPath": _OUTPUT}
-        pod["containers"][0].setdefault("volumeMounts", []).append(mount)
+        lend_folder(document["spec"]["trainer"]["template"]["spec"], self.folder)
         return document
 
     def log(self) -> list[LoggedStep]:
@@ -117,9 +113,7 @@ class Run:
 
     def begin(self) -> None:
         """Start the job, with nothing left of an earlier one of its name."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True)
-        self.folder.chmod(0o777)
+        make_folder(self.folder)
         with suppress(ClusterError):
             self.job.delete()
         self.job.apply()
@@ -160,7 +154,7 @@ class Run:
             return on and enough and status.get("protectedStep", 0) > done.step + 1
 
         job.wait(f"{what} to be survived", survived, RECOVERY_S)
-        report = account(done, self.log(), _recoveries(job.status()), job.events())
+        report = account(done, self.log(), recoveries_in(job.status()), job.events())
         self.faults.append(report)
         self.say(
             f"  {what}: noticed after {report.detected_seconds} s, next step after "
@@ -169,7 +163,7 @@ class Run:
         fault.after(self)
 
 
-def _recoveries(status: dict[str, Any]) -> list[Recovery]:
+def recoveries_in(status: dict[str, Any]) -> list[Recovery]:
     """The recoveries in a job's status, with the epochs that they began."""
     return [replace(each, epoch=_epoch_in(each.cause)) for each in recoveries_of(status)]
 
