@@ -9,7 +9,7 @@ import jobs
 from cluster import Cluster
 from machine import ClusterError, wait_for
 
-_RUN_S = 300.0
+_RUN_S = 600.0
 
 
 def train_alone(
