@@ -21,7 +21,10 @@ SIMULATION = Path(__file__).resolve().parent
 DAEMON = "daemon/holdfast_daemon"
 ENGINE = f"{DAEMON}/engine"
 MOE = "trainer_sdk/holdfast/_moe"
+ELASTIC = "trainer_sdk/holdfast/_elastic"
+RESTORING = "trainer_sdk/holdfast/_restoring"
 SCHEDULES = 1500
+STAGE_SCHEDULES = 40
 TIME_LIMIT_S = 1800
 """Far more than all schedules take: an engine that never returns is broken, too."""
 
@@ -39,6 +42,8 @@ class Mutant:
     """Whether members leave and come in all schedules, because the bug is in that."""
     votes: bool = False
     """Whether the model of votes is to find it (`voting`), and not the simulation of daemons."""
+    stages: bool = False
+    """Whether the model of stages is to find it (`staging`), and not the simulation of daemons."""
     test: str = ""
     """Test below tests/unit that is to find it, and not the simulation."""
     enforced_by: str = ""
@@ -429,6 +434,110 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        name="stages: drop logs up to the last save of a protected window, not to its first",
+        stages=True,
+        edits=((f"{ELASTIC}/session.py", "handle._first)", "handle.step)"),),
+    ),
+    Mutant(
+        name="stages: log nothing of what a replay sends",
+        stages=True,
+        edits=(
+            (
+                f"{ELASTIC}/pipeline.py",
+                "digest = self.log.add_sent(to, key, data)",
+                "log = self.log if self.replay is None else BoundaryLog(0)\n"
+                "        digest = log.add_sent(to, key, data)",
+            ),
+        ),
+    ),
+    Mutant(
+        name="stages: do not log what all ranks have added up",
+        stages=True,
+        edits=(
+            (
+                f"{ELASTIC}/pipeline.py",
+                "        self.log.add_sent(EVERYONE, key, bytes_of(tensor))\n",
+                "",
+            ),
+        ),
+    ),
+    Mutant(
+        name="stages: add up in a replay what a stage has alone",
+        stages=True,
+        edits=(
+            (
+                f"{ELASTIC}/pipeline.py",
+                "            self.replay.take(EVERYONE, key, tensor)\n",
+                "            self.replay.take(EVERYONE, key, tensor.clone())\n",
+            ),
+        ),
+    ),
+    Mutant(
+        name="stages: restore the stages that have their state, too",
+        stages=True,
+        edits=(
+            (
+                f"{ELASTIC}/session.py",
+                "        own = self._world.rank in plan.scope\n",
+                "        own = True\n",
+            ),
+        ),
+    ),
+    Mutant(
+        name="stages: trust what a replay sends",
+        stages=True,
+        edits=(
+            (
+                f"{ELASTIC}/pipeline.py",
+                "if self._expected.pop((rank, key), None) != digest:",
+                "if self._expected.pop((rank, key), None) is None:",
+            ),
+        ),
+    ),
+    Mutant(
+        name="stages: use a log whatever its checksum",
+        stages=True,
+        edits=(
+            (
+                f"{ELASTIC}/boundary_log.py",
+                "if xxhash.xxh3_64_intdigest(self.data) != self.digest:",
+                "if False:",
+            ),
+        ),
+    ),
+    Mutant(
+        name="windows: go on live while units are frozen",
+        stages=True,
+        edits=((f"{ELASTIC}/session.py", "        if session.repeats:\n", "        if False:\n"),),
+    ),
+    Mutant(
+        name="windows: load the weights of the save after",
+        stages=True,
+        edits=(
+            (
+                f"{RESTORING}/replay.py",
+                "frame = self.frames[slot]",
+                "frame = self.frames[min(slot + 1, len(self.frames) - 1)]",
+            ),
+        ),
+    ),
+    Mutant(
+        name="windows: let optimizers step with the gradients of frozen units",
+        stages=True,
+        edits=(
+            (
+                f"{RESTORING}/replay.py",
+                "if self._schedule.slot(anchor.place.unit) > at:",
+                "if False:",
+            ),
+        ),
+    ),
+    Mutant(
+        name="windows: begin with the extras of the last save",
+        stages=True,
+        edits=((f"{RESTORING}/reading.py", "else window.extras[0])", "else window.extras[-1])"),),
+    ),
+    Mutant(
         name="seats: give nodes their part of a plan by what they hold of the first layer",
         edits=(
             (
@@ -510,6 +619,8 @@ def survives(mutant: Mutant) -> str:
         command = ["-m", "simulation", "--steps", "8", "--count", str(SCHEDULES)]
         if mutant.votes:
             command = ["-m", "voting"]
+        if mutant.stages:
+            command = ["-m", "staging", "--count", str(STAGE_SCHEDULES)]
         if mutant.test:
             test = str(ROOT / "tests" / "unit" / mutant.test)
             command = ["-m", "pytest", "-qx", "-n0", "-p", "no:cacheprovider", test]

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 import xxhash
 
 from holdfast._elastic.boundary_log import BoundaryLog, Crossing, Key, LogPart, bytes_of
@@ -145,7 +144,7 @@ class Pipeline:
         key = Key(self._step, Crossing.SHARED, self._sums)
         self._sums += 1
         if self.replay is None:
-            self.world.wait(dist.all_reduce(tensor, async_op=True))
+            self.world.add_up(tensor)
         else:
             self.replay.take(EVERYONE, key, tensor)
         self.log.add_sent(EVERYONE, key, bytes_of(tensor))
@@ -189,7 +188,7 @@ class Pipeline:
         if self.replay is not None and self.replay.has(to):
             self.replay.compare(to, key, digest)
         else:
-            dist.send(_flat(tensor.contiguous()), to)
+            self.world.send(_flat(tensor.contiguous()), to)
 
     def _receive(
         self, source: int, crossing: Crossing, number: int, into: torch.Tensor
@@ -200,7 +199,7 @@ class Pipeline:
         if self.replay is not None and self.replay.has(source):
             self.replay.take(source, key, into)
         else:
-            dist.recv(_flat(into), source)
+            self.world.receive(_flat(into), source)
         self.log.add_received(source, key, xxhash.xxh3_64_intdigest(bytes_of(into)))
         return into
 

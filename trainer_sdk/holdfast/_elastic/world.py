@@ -16,6 +16,7 @@ from datetime import timedelta
 from math import inf
 
 import msgspec
+import torch
 import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined]  # re-exported by torch
     HashStore,
@@ -232,6 +233,18 @@ class World:
         except Exception as error:
             self.failure = error
             raise
+
+    def send(self, flat: torch.Tensor, to: int) -> None:
+        """Send bytes, uint8 [n], to rank `to`."""
+        dist.send(flat, to)
+
+    def receive(self, flat: torch.Tensor, source: int) -> None:
+        """Fill `flat`, uint8 [n], with the bytes that rank `source` sends."""
+        dist.recv(flat, source)
+
+    def add_up(self, tensor: torch.Tensor) -> None:
+        """Sum `tensor` over all ranks, in place. Collective."""
+        self.wait(dist.all_reduce(tensor, async_op=True))
 
     def close(self) -> None:
         """Leave the groups for good. From now on, a failure elsewhere ends this process."""

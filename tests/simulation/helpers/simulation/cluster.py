@@ -89,6 +89,7 @@ class Cluster(Faults):
         self.turns = rng.choice((2, 3, 5))
         self.slots = options.slots or rng.choice((SLOTS_MIN, SLOTS_MAX))
         self.captured: dict[tuple[int, Generation], bytes] = {}
+        self.windows: dict[Generation, int] = {}
         self.fibers: list[Fiber[Completion]] = []
         for _ in range(self.members + options.faults * options.losses + 2):
             self._boot_new_node()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from simulation.checking import check_all_is_read
+from simulation.disk import DiskArena
 from simulation.world import Daemon, World
 
 from holdfast_core.errors import (
@@ -61,6 +63,31 @@ def layout_of(rank: int, world_size: int, world_rank: int) -> bytes:
     )
 
 
+def window_content(rank: int, world_size: int, first: int, last: Generation) -> bytes:
+    """Payload of the window from step `first` to `last`: its saves capture pieces in turns, and the
+    last one the extras."""
+    data = bytearray(content(rank, world_size, last))
+    window = last.step - first + 1
+    for piece in range(tensor_bytes_of(rank, world_size) // PIECE_BYTES):
+        captured = Generation(last.epoch, first + piece % window)
+        part = slice(piece * PIECE_BYTES, (piece + 1) * PIECE_BYTES)
+        data[part] = content(rank, world_size, captured)[part]
+    return bytes(data)
+
+
+@dataclass(kw_only=True, slots=True)
+class OpenWindow:
+    """A window that a worker is writing."""
+
+    first: int
+    last: Generation
+    session: str
+    granted: Granted
+    arena: DiskArena
+    data: bytes
+    next_step: int
+
+
 class TrainingWorld:
     """The workers of one epoch. They restore together, step together and die separately."""
 
@@ -71,7 +98,8 @@ class TrainingWorld:
         self.restored: dict[int, Generation | None] = {}
         self.read: set[int] = set()
         """Ranks of an earlier world whose snapshots the workers read for all."""
-        self.step = 0
+        self.step = self.repeats_to = 0
+        """Newest step, and the last one that is repeated from a window: those are not saved."""
 
     def arrived(self, rank: int, line: Generation | None) -> None:
         """Record that a worker restored. When all have, they must agree, and training continues."""
@@ -82,7 +110,9 @@ class TrainingWorld:
         assert len(lines) == 1, f"ranks of epoch {self.epoch} restored {lines}"
         check_all_is_read(self.membership, line, self.read)
         self.cluster.resumed(self.epoch, line)
-        self.step = line.step if line else 0
+        self.cluster.counts["resumed_from_window"] += line in self.cluster.windows
+        self.step = self.cluster.windows.get(line, line.step) if line else 0
+        self.repeats_to = line.step if line else 0
         self._later()
 
     def _later(self) -> None:
@@ -95,7 +125,7 @@ class TrainingWorld:
                 self._later()
             return
         self.step += 1
-        for worker in self.workers.values():
+        for worker in self.workers.values() if self.step > self.repeats_to else ():
             worker.save(Generation(self.epoch, self.step))
         if not self.cluster.is_finished(self.epoch, self.step):
             self._later()
@@ -119,6 +149,9 @@ class Worker:
         self._arena = ""
         self._base: Generation | None = None
         """The snapshot that the next one may carry pieces over from."""
+        self._origin: int | None = None
+        """Step of the first save, which captures everything and after which windows follow."""
+        self._window: OpenWindow | None = None
         world.workers[rank] = self
         self._poll(self._restore)
 
@@ -240,6 +273,7 @@ class Worker:
     def save(self, generation: Generation) -> None:
         """Save as the SDK does: skip when the last save is still copying, never wait, never
         raise."""
+        slot, window = self._slot(generation.step), self._window
         daemon, session = self._opened_on, self._session
         if daemon is None or session is None or self._copying:
             return
@@ -247,15 +281,24 @@ class Worker:
             self._session, self.claimed = None, False
             self._poll(self._open)
             return
+        if slot:
+            if window and (window.session, window.next_step) == (session, generation.step):
+                self._save_slot(daemon, window, slot)
+            return
         if daemon.paused:
             return
         cluster = self.world.cluster
         try:
+            self._drop_window(daemon)
             unchanged = self._unchanged(generation.step)
+            first = generation.step if slot is not None else 0
+            if first:
+                generation = Generation(generation.epoch, first + cluster.turns - 1)
             granted, effects = daemon.engine.grant(
                 session,
                 epoch=generation.epoch,
                 step=generation.step,
+                first_step=first,
                 now=daemon.now,
                 base=self._base if unchanged else None,
                 unchanged=bit_map(unchanged, 64),
@@ -265,12 +308,27 @@ class Worker:
         daemon.carry_out(effects)
         if not daemon.alive:
             return
-        carried = unchanged if granted.carried else frozenset()
-        data = self._captured(generation, carried)
         opened = daemon.engine.opened(session)
         assert opened is not None
         arena = daemon.disk.arenas[(self.rank, opened.arena.layout_id)]
         assert granted.slot not in arena.sealed, "a sealed slot was granted"
+        if first:
+            data = window_content(self.rank, self.world.size, first, generation)
+            cluster.captured[self.rank, generation] = data
+            cluster.windows[generation] = first
+            self._window = OpenWindow(
+                first=first,
+                last=generation,
+                session=session,
+                granted=granted,
+                arena=arena,
+                data=data,
+                next_step=first,
+            )
+            self._save_slot(daemon, self._window, 0)
+            return
+        carried = unchanged if granted.carried else frozenset()
+        data = self._captured(generation, carried)
         self._arena = opened.arena.layout_id
         arena.capture(PieceMap(granted.slot, granted.places), data[: len(data) // 2], carried)
         self._copying = True
@@ -280,12 +338,60 @@ class Worker:
         )
         cluster.writing(self)
 
+    def _slot(self, step: int) -> int | None:
+        """Slot of a window that the save of `step` fills; None where it is of one step."""
+        cluster = self.world.cluster
+        if cluster.policy is not PolicyType.SPARSE:
+            return None
+        if self._origin is None:
+            self._origin = step
+        return (step - self._origin - 1) % cluster.turns if step > self._origin else None
+
+    def _save_slot(self, daemon: Daemon, window: OpenWindow, slot: int) -> None:
+        """Write the pieces of one save of a window, and commit it with its last one. Nothing asks
+        the daemon meanwhile whether the slot is still this trainer's."""
+        cluster, granted, arena = self.world.cluster, window.granted, window.arena
+        assert granted.slot not in arena.sealed, "the slot of an open window is sealed"
+        window.next_step += 1
+        self._copying = True
+        size, last = PIECE_BYTES, slot == cluster.turns - 1
+        whole = tensor_bytes_of(self.rank, self.world.size) // size
+        turn = frozenset(range(slot, whole, cluster.turns))
+        pieces = range(layouts.piece_count(len(window.data), size))
+        others = frozenset(p for p in pieces if p not in turn and not (last and p >= whole))
+
+        def write() -> None:
+            if self.paused:
+                self._waiting.append(write)
+                return
+            self._copying = False
+            if not self.alive:
+                return
+            arena.capture(PieceMap(granted.slot, granted.places), window.data, others)
+            if last:
+                self._window = None
+                self._commit(daemon, window.session, window.last, granted, window.data)
+
+        late = cluster.clock.rng.random() < 0.02  # then the next save misses the window
+        cluster.clock.after(cluster.clock.rng.uniform(0.001, 0.09 if late else 0.019), write)
+        cluster.writing(self)
+
+    def _drop_window(self, daemon: Daemon) -> None:
+        """Give up the window that lacks a save, if there is one, before the next one begins."""
+        window, self._window = self._window, None
+        if window is not None and window.session == self._session:
+            daemon.carry_out(
+                daemon.engine.abort(
+                    window.session, epoch=window.last.epoch, step=window.last.step, now=daemon.now
+                )
+            )
+
     def _unchanged(self, step: int) -> frozenset[int]:
         """The pieces that this save does not capture: only whole pieces of tensors."""
         cluster = self.world.cluster
         whole = range(tensor_bytes_of(self.rank, self.world.size) // PIECE_BYTES)
         match cluster.policy:
-            case PolicyType.FULL:
+            case PolicyType.FULL | PolicyType.SPARSE:
                 return frozenset()
             case PolicyType.SELECTIVE:  # some are used often, others hardly ever
                 rng = cluster.clock.rng
@@ -326,6 +432,17 @@ class Worker:
         if arena is not None:
             # A living process writes, whatever others have decided meanwhile.
             arena.capture(PieceMap(granted.slot, granted.places), data, carried)
+        self._commit(daemon, session, generation, granted, data, carried)
+
+    def _commit(
+        self,
+        daemon: Daemon,
+        session: str,
+        generation: Generation,
+        granted: Granted,
+        data: bytes,
+        carried: frozenset[int] = frozenset(),
+    ) -> None:
         digests = bytearray(layouts.piece_digests(data, PIECE_BYTES))
         for piece in carried:
             digests[8 * piece : 8 * piece + 8] = bytes(8)

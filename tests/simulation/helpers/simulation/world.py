@@ -87,7 +87,10 @@ class World(Protocol):
     done: bool
     policy: PolicyType
     turns: int
-    """Number of saves in which each piece is captured once, where pieces take turns."""
+    """Number of saves in which each piece is captured once, where pieces take turns: the steps of a
+    window."""
+    windows: dict[Generation, int]
+    """Generation that is a window → the step of its first save."""
     captured: dict[tuple[int, Generation], bytes]
     """By rank and generation, the bytes that the rank captured, or would have."""
     bearable: Bearable

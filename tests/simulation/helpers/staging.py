@@ -1,0 +1,811 @@
+"""Model of a pipeline whose stages are lost: the SDK's loop, windows, logs and replays, in threads.
+
+Four ranks train in two or four stages, each in a thread of its own with a real session, real
+boundaries and real snapshots; what is played is the world: messages, deaths, and when a window is
+protected. One seed decides who dies when, together or one after another, in a step, a replay or a
+restore, and what a replay does wrong. After every completed step each rank must have the bytes of
+an undisturbed run; a stage whose neighbours have logged enough must repeat steps alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import logging
+import os
+import random
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+
+import holdfast
+from holdfast._daemon.handles import SaveHandle
+from holdfast._elastic.pipeline import Pipeline
+from holdfast._elastic.session import ElasticSession
+from holdfast._exchange import Broadcast
+from holdfast._interface import Session
+from holdfast._session import ProtectedSession
+from holdfast.testing import FakeDaemon
+from holdfast_core.errors import UnreachableError
+from holdfast_core.job.snapshots import SparseWindows
+from holdfast_core.protection.standing import (
+    RankStanding,
+    StandingAction,
+    StandingVerdict,
+    standing,
+)
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.units import UnitKey, UnitKind
+from holdfast_core.topology import Topology
+
+RANKS, MICROBATCHES, WIDTH = 4, 2, 3
+STEPS_MAX = 36
+"""Most steps of a schedule."""
+ROOM = 1 << 20
+"""Bytes for logs that never make room."""
+WAIT_S = 20.0
+POINTS = ("forward", "backward", "reduce", "sum", "vote", "optimizer", "settle", "restore")
+"""Where a rank may die: before the call of that name."""
+ENDED = "the training world has ended"
+
+
+class Killed(BaseException):
+    """The process dies here."""
+
+
+class Stopped(BaseException):
+    """Another process has failed, and the schedule ends here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """Processes that die at the same instant."""
+
+    step: int
+    """First step in which it strikes, or in a later one, when `victims[0]` comes to `point`."""
+    point: str
+    victims: tuple[int, ...]
+    unseen: frozenset[int] = frozenset()
+    """Ranks that do not see the result of the vote in which the others die."""
+    corrupts: bool = False
+    """Whether a bit of a survivor's log flips at that instant."""
+    diverges: bool = False
+    """Whether the next replay computes something else."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """What one seed decides."""
+
+    seed: int
+    topology: Topology
+    window: int
+    steps: int
+    losses: tuple[Loss, ...] = ()
+    log_bytes: int = ROOM
+
+    @classmethod
+    def of(cls, seed: int) -> Schedule:
+        rng = random.Random(seed)
+        topology = Topology(dp=1, pp=4) if rng.random() < 0.7 else Topology(dp=2, pp=2)
+        window, count = rng.choice((2, 3, 4)), rng.choice((1, 2, 2, 3))
+        losses, step = [], rng.choice((2, window + 2, window + 3))
+        for _ in range(count):
+            step += rng.choice((0, 0, 1, 2, window))
+            losses.append(_loss(rng, step))
+        return cls(
+            seed=seed,
+            topology=topology,
+            window=window,
+            steps=step + 2 * window + 2,
+            losses=tuple(losses),
+            log_bytes=ROOM if rng.random() < 0.8 else rng.choice((200, 1000)),
+        )
+
+
+def _loss(rng: random.Random, step: int) -> Loss:
+    victims = tuple(rng.sample(range(RANKS), rng.choice((1, 1, 1, 1, 2, 2, 4))))
+    point = rng.choice(POINTS)
+    others = [rank for rank in range(RANKS) if rank not in victims]
+    unseen = rng.sample(others, rng.randint(0, len(others))) if point == "vote" else ()
+    kind = rng.random()
+    return Loss(
+        step=step,
+        point=point,
+        victims=victims,
+        unseen=frozenset(unseen),
+        corrupts=kind < 0.1,
+        diverges=0.1 <= kind < 0.25,
+    )
+
+
+@dataclass(eq=False)
+class Process:
+    """One trainer."""
+
+    rank: int
+    alive: bool = True
+    world: PlayedWorld | None = None
+    session: ElasticSession | None = None
+    pipeline: Pipeline | None = None
+    newest: SaveHandle | None = None
+    """Handle of the newest save."""
+    daemon: FakeDaemon | None = None
+    completed: int | None = None
+    """Newest step that it has completed in its life."""
+    first_in: dict[int, int] = field(default_factory=dict)
+    """Epoch → the first step that it began there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """What a loss is to lead to."""
+
+    loss: Loss
+    expected: str
+    """`live`, `alone` or `global`; empty where several are right."""
+    survivors: tuple[Process, ...]
+    completed: dict[int, int]
+    """Rank of a survivor → the newest step that it had completed."""
+
+
+class Cluster:
+    """What all processes share.
+
+    Args:
+        directory: folder of all daemons.
+    """
+
+    def __init__(self, schedule: Schedule, directory: Path) -> None:
+        self.schedule, self.directory = schedule, directory
+        self.topology = schedule.topology
+        self.epoch = 1
+        self.changed = threading.Condition()
+        self.processes: dict[int, Process] = {}
+        self.threads: list[threading.Thread] = []
+        self.failures: list[BaseException] = []
+        self.states: dict[tuple[int, int], int] = {}
+        """(Rank, step) → digest of the state after it."""
+        self.recoveries: dict[int, Recovery] = {}
+        """Epoch → the loss that led to it."""
+        self.diverging: set[int] = set()
+        """Epochs whose replays compute something else."""
+        self.counts: Counter[str] = Counter()
+        self._left = list(schedule.losses)
+        self._gathered: dict[tuple[Any, ...], dict[int, Any]] = {}
+        self._messages: dict[tuple[Any, ...], list[bytes]] = {}
+        self._lines: dict[int, Generation | None] = {}
+        self._settled = 0
+        """Newest step that all ranks have completed since the last loss."""
+
+    # --- processes --------------------------------------------------------------------------------
+
+    def start(self, rank: int) -> None:
+        """Start a process."""
+        process = self.processes[rank] = Process(rank)
+        thread = threading.Thread(target=self._run, args=(process,), daemon=True)
+        self.threads.append(thread)
+        thread.start()
+
+    def _run(self, process: Process) -> None:
+        try:
+            try:
+                train(self, process)
+            finally:
+                if process.session is not None:
+                    process.session.close()  # the kernel closes the claim of its arena
+        except Killed:
+            self.start(process.rank)
+        except Stopped:
+            pass
+        except BaseException as error:
+            with self.changed:
+                self.failures.append(error)
+                self.epoch += 1  # wakes all others
+                self.changed.notify_all()
+
+    def at(self, point: str, process: Process, step: int) -> None:
+        """Die here, if that is what comes next."""
+        with self.changed:
+            self._live_or_die(process)
+            loss = self._left[0] if self._left else None
+            if loss is None or step < loss.step or loss.victims[0] != process.rank:
+                return
+            if loss.point == point and not (point == "vote" and loss.unseen):
+                self._strike(loss)
+                raise Killed
+
+    def _live_or_die(self, process: Process) -> None:
+        if self.failures:
+            raise Stopped
+        if not process.alive:
+            raise Killed
+
+    def _strike(self, loss: Loss) -> None:
+        """Let the victims of `loss` die, and begin the next epoch. With the lock held."""
+        self._left.pop(0)
+        dead = [self.processes[rank] for rank in loss.victims]
+        living = tuple(one for one in self.processes.values() if one not in dead)
+        expected = self._expected(loss, living)
+        for one in dead:
+            one.alive = False
+        self.epoch += 1
+        self._settled = 0
+        self.recoveries[self.epoch] = Recovery(
+            loss=loss,
+            expected=expected,
+            survivors=living,
+            completed={one.rank: one.completed or 0 for one in living},
+        )
+        if loss.corrupts:
+            for one in living:
+                _flip(one)
+        if loss.diverges:
+            self.diverging.add(self.epoch)
+        self.changed.notify_all()
+
+    def _expected(self, loss: Loss, living: Sequence[Process]) -> str:
+        """Where `loss` is to lead, if that is plain."""
+        if not living:
+            return "global"
+        if not self._settled or self.schedule.log_bytes < ROOM or loss.corrupts or loss.diverges:
+            return ""
+        stages = [self.topology.coordinates(rank).pp for rank in loss.victims]
+        whole = {stage for stage in stages if stages.count(stage) == self.topology.dp}
+        if not whole:
+            return "live"
+        return "alone" if whole == set(stages) else "global"
+
+    # --- between processes ------------------------------------------------------------------------
+
+    def meet(
+        self,
+        process: Process,
+        epoch: int,
+        what: tuple[Any, ...],
+        value: Any,
+        ranks: Sequence[int] = range(RANKS),
+        *,
+        votes_on: int = 0,
+    ) -> list[Any]:
+        """Exchange values between `ranks`; UnreachableError when the epoch ends before."""
+        rank = process.rank
+        with self.changed:
+            self._live_or_die(process)
+            values = self._gathered.setdefault((epoch, *what), {})
+            values[rank] = value
+            self.changed.notify_all()
+            loss = self._left[0] if self._left else None
+            unseen = loss is not None and loss.point == "vote" and loss.unseen and votes_on
+            seen = loss is None or rank not in loss.unseen
+            if loss is not None and unseen and votes_on >= loss.step and rank == loss.victims[0]:
+                everyone = self.changed.wait_for(
+                    lambda: len(values) == len(ranks) or self.epoch > epoch, WAIT_S
+                )
+                if everyone and self.epoch == epoch:
+                    self._strike(loss)
+                    raise Killed
+            self.changed.wait_for(lambda: len(values) == len(ranks) or self.epoch > epoch, WAIT_S)
+            if unseen and loss is not None and votes_on >= loss.step and not seen:
+                self.changed.wait_for(lambda: self.epoch > epoch, WAIT_S)
+                raise UnreachableError(ENDED)
+            self._live_or_die(process)
+            if len(values) < len(ranks):
+                raise UnreachableError(ENDED)
+            return [values[other] for other in ranks]
+
+    def put(self, process: Process, epoch: int, to: int, data: bytes) -> None:
+        with self.changed:
+            self._live_or_die(process)
+            if self.epoch > epoch:
+                raise UnreachableError(ENDED)
+            self._messages.setdefault((epoch, process.rank, to), []).append(data)
+            self.changed.notify_all()
+
+    def take(self, process: Process, epoch: int, source: int) -> bytes:
+        with self.changed:
+            queue = self._messages.setdefault((epoch, source, process.rank), [])
+            self.changed.wait_for(lambda: queue or self.epoch > epoch or not process.alive, WAIT_S)
+            self._live_or_die(process)
+            if not queue:
+                raise UnreachableError(ENDED)
+            return queue.pop(0)
+
+    def line(self, epoch: int) -> Generation | None:
+        """Newest generation of which every rank has its snapshot, when the epoch begins."""
+        with self.changed:
+            if epoch not in self._lines:
+                held = [
+                    FakeDaemon(self.directory, rank=rank, world_size=RANKS).sealed()
+                    for rank in range(RANKS)
+                ]
+                common = set.intersection(*(set(one) for one in held))
+                self._lines[epoch] = max(common, default=None)
+            return self._lines[epoch]
+
+    # --- what must hold ---------------------------------------------------------------------------
+
+    def begins(self, process: Process, epoch: int, step: int) -> None:
+        """Check where a process goes on in an epoch."""
+        if epoch in process.first_in:
+            return
+        process.first_in[epoch] = step
+        recovery = self.recoveries.get(epoch)
+        if recovery is None or process not in recovery.survivors:
+            return
+        back = step <= recovery.completed[process.rank]
+        self.counts["goes back" if back else "goes on"] += 1
+        if recovery.expected:
+            wrong = back != (recovery.expected == "global")
+            assert not wrong, (
+                f"rank {process.rank} goes on with step {step} in epoch {epoch} after step "
+                f"{recovery.completed[process.rank]}, and {recovery.expected} was to follow from "
+                f"{recovery.loss}"
+            )
+            self.counts[recovery.expected] += 1
+
+    def completes(self, process: Process, epoch: int, step: int, *, alone: bool) -> None:
+        """Check what a process has after a step that it has completed."""
+        assert process.session is not None and process.pipeline is not None
+        process.completed = max(step, process.completed or 0)
+        inner = process.session._session
+        assert isinstance(inner, ProtectedSession)
+        if inner.repeats:
+            return
+        self.counts["step alone" if alone else "step"] += 1
+        digest = digest_of(inner)
+        if alone and epoch in self.diverging:
+            return  # what it has computed is compared when the replay ends
+        if self.schedule.losses:
+            wanted = undisturbed(self.topology, self.schedule.window)
+            assert digest == wanted[process.rank, step], (
+                f"rank {process.rank} has another state after step {step} in epoch {epoch}"
+            )
+        self.states[process.rank, step] = digest
+        if not self.recoveries and self.schedule.log_bytes == ROOM:
+            kept = process.pipeline.log.last - process.pipeline.log.first + 1
+            most = 2 * self.schedule.window + 1
+            assert kept <= most, f"rank {process.rank} logs {kept} steps after step {step}"
+
+    def all_completed(self, step: int) -> None:
+        """Note that all ranks have completed a step, and that none is restoring."""
+        with self.changed:
+            frozen = any(
+                one.session is None or one.session._session.repeats  # type: ignore[attr-defined]
+                for one in self.processes.values()
+            )
+            self._settled = 0 if frozen else step
+
+
+class PlayedGroup:
+    """Ranks of one stage."""
+
+    def __init__(self, world: PlayedWorld, ranks: Sequence[int]) -> None:
+        self._world, self._ranks = world, tuple(ranks)
+
+    def add_up(self, tensor: torch.Tensor) -> None:
+        """Sum over the stage's ranks, in their order."""
+        parts = self._world.gather("group", tensor.clone(), self._ranks)
+        tensor.copy_(functools.reduce(torch.add, parts))
+
+
+class PlayedWorld:
+    """The part of `World` that a session and a pipeline use."""
+
+    stays, size = True, RANKS
+    failure: Exception | None = None
+
+    def __init__(self, cluster: Cluster, process: Process) -> None:
+        self._cluster, self._process, self.rank = cluster, process, process.rank
+        self.epoch, self._met, self._rounds, self._left = 0, 0, 0, True
+        self._calls: Counter[tuple[Any, ...]] = Counter()
+        process.world = self
+        self.verdict = self.stand(RankStanding())
+        while self.verdict.action is StandingAction.FORWARD:
+            self.verdict = self.stand(RankStanding())
+        self.form()
+
+    @property
+    def ended(self) -> bool:
+        return self._left or self._cluster.epoch > self.epoch
+
+    def check_process(self) -> None:
+        """Threads do not fork."""
+
+    def group(self, parts: Sequence[Sequence[int]]) -> PlayedGroup:
+        return PlayedGroup(self, next(part for part in parts if self.rank in part))
+
+    def survives(self, error: Exception) -> bool:
+        if not isinstance(error, UnreachableError):
+            return False
+        self._left = True
+        return True
+
+    def stand(self, own: RankStanding, cause: Exception | None = None) -> StandingVerdict:
+        del cause
+        self._left, cluster = True, self._cluster
+        while True:
+            with cluster.changed:
+                cluster.changed.wait_for(lambda: cluster.epoch > self.epoch, WAIT_S)
+                if self._met != cluster.epoch:
+                    self._met, self._rounds = cluster.epoch, 0
+            self._rounds += 1
+            try:
+                said = cluster.meet(self._process, self._met, ("stand", self._rounds), own)
+            except UnreachableError:
+                continue
+            return standing(said)
+
+    def form(self) -> None:
+        self.epoch, self._left = self._met, False
+        self._calls.clear()
+
+    def gather(
+        self, name: str, value: Any, ranks: Sequence[int] = range(RANKS), *, votes_on: int = 0
+    ) -> list[Any]:
+        """Exchange values with `ranks`, in the order in which they call it."""
+        self._calls[name, ranks] += 1
+        what = (name, tuple(ranks), self._calls[name, ranks])
+        return self._cluster.meet(self._process, self.epoch, what, value, ranks, votes_on=votes_on)
+
+    def gather_patiently(self, text: str) -> list[str]:
+        return self.gather("patiently", text)
+
+    def send(self, flat: torch.Tensor, to: int) -> None:
+        self._cluster.put(self._process, self.epoch, to, flat.numpy().tobytes())
+
+    def receive(self, flat: torch.Tensor, source: int) -> None:
+        data = self._cluster.take(self._process, self.epoch, source)
+        flat.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def add_up(self, tensor: torch.Tensor) -> None:
+        tensor.copy_(functools.reduce(torch.add, self.gather("sum", tensor.clone())))
+
+    def exchange(self, timeout_s: float) -> PlayedExchange:
+        del timeout_s
+        return PlayedExchange(self._cluster, self._process, self, "loop")
+
+
+class PlayedExchange:
+    """Exchange of one epoch."""
+
+    together = True
+
+    def __init__(self, cluster: Cluster, process: Process, world: PlayedWorld, name: str) -> None:
+        self._cluster, self._process, self._world, self._name = cluster, process, world, name
+
+    def gather(self, data: bytes) -> list[bytes]:
+        if self._name == "restore" and self._world.epoch > 1:
+            self._cluster.at("restore", self._process, self._cluster.schedule.steps)
+        return self._world.gather(self._name, data)
+
+    def add(self, numbers: Sequence[int]) -> list[int]:
+        self._cluster.at("vote", self._process, numbers[0])
+        found = self._world.gather("vote", list(numbers), votes_on=numbers[0])
+        return [sum(column) for column in zip(*found, strict=True)]
+
+    def subgroups(
+        self, groups: Sequence[tuple[int, ...]], device: torch.device
+    ) -> Iterator[tuple[tuple[int, ...], Broadcast]]:
+        del device
+        for ranks in groups:
+            if self._world.rank not in ranks:
+                continue
+
+            def broadcast(
+                buffer: torch.Tensor, source: int, ranks: tuple[int, ...] = ranks
+            ) -> None:
+                found = self._world.gather("broadcast", buffer.clone(), ranks)
+                buffer.copy_(found[ranks.index(source)])
+
+            yield ranks, broadcast
+
+    def deal(
+        self,
+        given: torch.Tensor,
+        given_bytes: Sequence[int],
+        taken: torch.Tensor,
+        taken_bytes: Sequence[int],
+    ) -> None:
+        parts = self._world.gather("deal", given.split(list(given_bytes)))
+        mine = [of[self._world.rank] for of in parts]
+        assert [len(one) for one in mine] == list(taken_bytes)
+        taken.copy_(torch.cat(mine))
+
+
+class Position:
+    """Position in the data: what a step computes follows from it, as it would from a sampler."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step = state["step"]
+
+
+class Stage(nn.Module):
+    """As many equal units as a window has steps."""
+
+    def __init__(self, units: int, stage: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(units))
+        generator = torch.Generator().manual_seed(stage)  # threads share torch's own
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.uniform_(-0.5, 0.5, generator=generator)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) + x
+        return x
+
+
+def unit_of(name: str, tensor: torch.Tensor) -> UnitKey:
+    del tensor
+    return UnitKey(int(name.split(".")[1]), UnitKind.DENSE)
+
+
+def digest_of(session: ProtectedSession) -> int:
+    """Digest of everything that training changes."""
+    hasher = xxhash.xxh3_64()
+    for source in sorted(session.live.sources(), key=lambda one: one.name):
+        hasher.update(source.name.encode() + source.tensor.detach().numpy().tobytes())
+    for name, one in sorted(session.stateful.items()):
+        hasher.update(f"{name} {one.state_dict()}".encode())
+    return hasher.intdigest()
+
+
+def _flip(process: Process) -> None:
+    """Flip a bit in all that a process has logged."""
+    log = process.pipeline.log if process.pipeline is not None else None
+    for step in log._steps.values() if log is not None else ():
+        for key, message in step.sent.items():
+            data = bytearray(message.data)
+            data[0] ^= 1
+            step.sent[key] = type(message)(message.key, bytes(data), message.digest)
+
+
+# --- the script -----------------------------------------------------------------------------------
+
+
+def make_session(
+    cluster: Cluster,
+    process: Process,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    stateful: dict[str, Any],
+) -> Session:
+    world = process.world
+    assert world is not None
+    process.daemon = FakeDaemon(
+        cluster.directory,
+        rank=world.rank,
+        world_size=RANKS,
+        epoch=world.epoch,
+        protects=False,
+        line=cluster.line(world.epoch),
+    )
+    made = holdfast.init(
+        model=model,
+        optimizer=optimizer,
+        stateful=stateful,
+        daemon=process.daemon,
+        rank=world.rank,
+        job="j",
+        topology=cluster.topology,
+        units=unit_of,
+        settings=holdfast.Settings(
+            policy=SparseWindows(window=cluster.schedule.window),
+            check_replicas=False,
+            start_wait_s=WAIT_S,
+            nan_check_every=0,
+        ),
+    )
+    assert isinstance(made, ProtectedSession)
+    made._restore = replace(
+        made._restore, exchange=PlayedExchange(cluster, process, world, "restore")
+    )
+    save, process.newest = made.save, None
+
+    def noted(step: int) -> SaveHandle:
+        process.newest = save(step)
+        return process.newest
+
+    made.save = noted  # type: ignore[method-assign]
+    return made
+
+
+def settle(cluster: Cluster, process: Process, session: ElasticSession, step: int) -> None:
+    """Wait for what the save before `step` leads to: with a window's last one, for its
+    protection."""
+    handle, inner = process.newest, session._session
+    process.newest = None
+    if handle is None or session._replaying is not None or process.world is None:
+        return
+    session.wait_staged()
+    if handle.error is not None:  # a step that was repeated
+        return
+    handle.staged.result(WAIT_S)
+    windows = inner._saver._windows  # type: ignore[attr-defined]
+    slot = windows.slot(handle.step)
+    if slot is not None and slot != windows.window - 1:
+        return
+    cluster.at("settle", process, step)
+    handle.committed.result(WAIT_S)
+    process.world.gather("settle", None)
+    assert process.daemon is not None
+    process.daemon.announce("protected", Generation(process.world.epoch, handle.step))
+    handle.protected.result(WAIT_S)
+
+
+def run_step(
+    cluster: Cluster,
+    process: Process,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    position: Position,
+) -> None:
+    """Train one step, as a script with two micro-batches does."""
+    pipeline, world = process.pipeline, process.world
+    assert pipeline is not None and world is not None and process.session is not None
+    position.step += 1
+    step, at = position.step, cluster.topology.coordinates(process.rank)
+    wrong = world.epoch in cluster.diverging and process.session._replaying is not None
+    outputs, inputs = [], []
+    for m in range(MICROBATCHES):
+        cluster.at("forward", process, step)
+        x = torch.zeros(2, WIDTH)
+        if pipeline.is_first:
+            x += torch.arange(2 * WIDTH).view(2, WIDTH) / 7 + step / 5 + at.dp / 3 - m / 2
+        else:
+            pipeline.receive_activation(m, x)
+        inputs.append(x.requires_grad_(not pipeline.is_first))
+        outputs.append(model(x) * (1.5 if wrong else 1.0))
+        if not pipeline.is_last:
+            pipeline.send_activation(m, outputs[-1])
+    for m, out in enumerate(outputs):
+        cluster.at("backward", process, step)
+        gradient = torch.zeros(2, WIDTH)
+        if pipeline.is_last:
+            gradient += out.detach() / (1 + m)
+        else:
+            pipeline.receive_gradient(m, gradient)
+        out.backward(gradient)
+        if not pipeline.is_first:
+            entering = inputs[m].grad
+            assert entering is not None
+            pipeline.send_gradient(m, entering)
+    cluster.at("reduce", process, step)
+    squares = torch.zeros(1)
+    group: Any = pipeline.group
+    for parameter in model.parameters():
+        group.add_up(parameter.grad)
+        squares += parameter.grad.square().sum() if parameter.grad is not None else 0
+    cluster.at("sum", process, step)
+    norm = pipeline.add_up(squares).sqrt()
+    for parameter in model.parameters():
+        parameter.grad = parameter.grad / (1 + norm) if parameter.grad is not None else None
+    optimizer.step()
+    cluster.at("optimizer", process, step)
+    optimizer.zero_grad()
+
+
+def train(cluster: Cluster, process: Process) -> None:
+    """One process."""
+    schedule = cluster.schedule
+    world: Any = PlayedWorld(cluster, process)
+    at = cluster.topology.coordinates(process.rank)
+    model, position = Stage(schedule.window, at.pp), Position()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
+    stateful = {"position": position, "scheduler": scheduler}
+    process.pipeline = Pipeline(world, cluster.topology, log_bytes=schedule.log_bytes)
+    session = process.session = ElasticSession(
+        world,
+        lambda: make_session(cluster, process, model, optimizer, stateful),
+        [optimizer],
+        WAIT_S,
+        votes=True,
+        pipeline=process.pipeline,
+    )
+    for step in session.steps(schedule.steps):
+        alone = session._replaying is not None
+        frozen = session._session.repeats  # type: ignore[attr-defined]
+        with step:
+            cluster.begins(process, world.epoch, int(step))
+            settle(cluster, process, session, int(step))
+            run_step(cluster, process, model, optimizer, position)
+            scheduler.step()
+        if step._completed:
+            cluster.counts["frozen step"] += frozen
+            cluster.completes(process, world.epoch, int(step), alone=alone)
+            if not alone and not world.ended:
+                with suppress(UnreachableError):
+                    world.gather("completed", None)
+                    cluster.all_completed(int(step))
+
+
+# --- schedules ------------------------------------------------------------------------------------
+
+
+@functools.cache
+def undisturbed(topology: Topology, window: int) -> dict[tuple[int, int], int]:
+    """State of each rank after each step of a run without losses."""
+    return play(Schedule(seed=-1, topology=topology, window=window, steps=STEPS_MAX)).states
+
+
+def play(schedule: Schedule) -> Cluster:
+    """Train through one schedule, and check it."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
+        if schedule.losses:
+            undisturbed(schedule.topology, schedule.window)
+        cluster = Cluster(schedule, Path(path))
+        for rank in range(RANKS):
+            cluster.start(rank)
+        for thread in iter(cluster.threads):
+            thread.join(2 * WAIT_S)
+            assert not thread.is_alive(), "a rank does not end"
+    if cluster.failures:
+        raise cluster.failures[0]
+    last = {rank for rank, step in cluster.states if step == schedule.steps}
+    assert last == set(range(RANKS)), f"only ranks {sorted(last)} end"
+    return cluster
+
+
+@contextmanager
+def surroundings() -> Iterator[None]:
+    """Have what a script's process has."""
+    size, before = os.environ.get("WORLD_SIZE"), torch.are_deterministic_algorithms_enabled()
+    os.environ["WORLD_SIZE"] = str(RANKS)
+    torch.use_deterministic_algorithms(True)
+    logging.disable(logging.ERROR)  # of losses that are played, and what follows from them
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+        torch.use_deterministic_algorithms(before)
+        del os.environ["WORLD_SIZE"]
+        if size is not None:
+            os.environ["WORLD_SIZE"] = size
+
+
+def run(first: int, count: int) -> Counter[str]:
+    """Run `count` schedules; the summed counts of their events.
+
+    Raises:
+        AssertionError: when an invariant broke; the message begins with the seed.
+    """
+    total: Counter[str] = Counter()
+    with surroundings():
+        for seed in range(first, first + count):
+            schedule = Schedule.of(seed)
+            try:
+                total.update(play(schedule).counts)
+            except Exception as error:
+                raise AssertionError(f"seed {seed} failed: {error!r}\n{schedule}") from error
+    return total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--count", type=int, default=150)
+    options = parser.parse_args()
+    for name, count in sorted(run(options.first, options.count).items()):
+        print(f"  {name:20} {count}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""Seeded schedules in which pipeline stages are lost, in sparse windows and in their replays.
+
+`make test-schedules` runs five times as many.
+"""
+
+from __future__ import annotations
+
+import pytest
+import staging
+
+from holdfast_core.topology import Topology
+
+CHUNK = 8
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test for each chunk of a 250th of the `--schedules` that are asked for."""
+    if "first_seed" in metafunc.fixturenames:
+        count = metafunc.config.getoption("--schedules") // 250
+        metafunc.parametrize("first_seed", range(0, max(count, CHUNK), CHUNK))
+
+
+@pytest.mark.timeout(300)
+def test_every_rank_has_the_bytes_of_a_run_without_losses(first_seed: int) -> None:
+    counts = staging.run(first_seed, CHUNK)
+    # Schedules in which no stage repeats steps alone, or no unit is frozen, prove nothing.
+    assert counts["step alone"] > 0
+    assert counts["goes on"] > CHUNK
+    assert counts["frozen step"] > 0
+
+
+def test_a_stage_that_repeats_a_window_alone_leaves_all_others_where_they_are() -> None:
+    with staging.surroundings():
+        cluster = staging.play(
+            staging.Schedule(
+                seed=-1,
+                topology=Topology(dp=1, pp=4),
+                window=3,
+                steps=12,
+                losses=tuple(
+                    staging.Loss(step=step, point="sum", victims=(rank,))
+                    for step, rank in ((6, 1), (8, 2), (10, 3))
+                ),
+            )
+        )
+    assert cluster.counts["alone"] == 3 * (staging.RANKS - 1)
+    assert not cluster.counts["goes back"]
+    assert cluster.counts["frozen step"] >= 2
