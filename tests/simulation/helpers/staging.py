@@ -98,10 +98,17 @@ class Schedule:
         rng = random.Random(seed)
         topology = Topology(dp=1, pp=4) if rng.random() < 0.7 else Topology(dp=2, pp=2)
         window, count = rng.choice((2, 3, 4)), rng.choice((1, 2, 2, 3))
-        losses, step = [], rng.choice((2, window + 2, window + 3))
+        losses: list[Loss] = []
+        step = rng.choice((2, window + 2, window + 3))
         for _ in range(count):
-            step += rng.choice((0, 0, 1, 2, window))
-            losses.append(_loss(rng, step))
+            loss = _loss(rng, step + rng.choice((0, 0, 1, 2, window)))
+            kind = rng.random()
+            if losses and (kind < 0.3 or len(losses[-1].victims) == RANKS):  # within the replay
+                loss = replace(loss, step=2)
+            elif losses and kind < 0.6:  # before anything newer is protected
+                loss = replace(loss, step=step + 1, point="settle", unseen=frozenset())
+            losses.append(loss)
+            step = max(step, loss.step)
         return cls(
             seed=seed,
             topology=topology,
