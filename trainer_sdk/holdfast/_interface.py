@@ -92,17 +92,19 @@ class Session(ABC):
 
     @abstractmethod
     def count_tokens(
-        self, layer: int, counts: Sequence[int] | torch.Tensor, assignments: int | None = None
+        self, layer: int, counts: Sequence[float] | torch.Tensor, assignments: int | None = None
     ) -> None:
         """Count this rank's tokens that went to each expert of a layer since the last call.
 
         Snapshots that leave experts out use the counts to measure what a recovery loses. Without
-        them only these numbers are missing. The call is cheap: counts on a device are added up
+        them only these numbers are missing. Sparse windows order experts by them, where the policy
+        says so. The call is cheap: counts on a device are added up
         there, without waiting.
 
         Args:
             counts: for each expert of the layer, over all ranks, the tokens that it processed;
-                whole numbers [experts], on any device.
+                whole numbers [experts], on any device. With SparseWindows(order="SoftCount"), the
+                sums of the gate's probabilities of these tokens.
             assignments: tokens times the experts that each was sent to, dropped ones included; by
                 default the sum of `counts`.
         """

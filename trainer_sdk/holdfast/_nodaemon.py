@@ -47,7 +47,7 @@ class UnprotectedSession(Session):
         return handle
 
     def count_tokens(
-        self, layer: int, counts: Sequence[int] | torch.Tensor, assignments: int | None = None
+        self, layer: int, counts: Sequence[float] | torch.Tensor, assignments: int | None = None
     ) -> None:
         del layer, counts, assignments
 

@@ -20,6 +20,7 @@ from holdfast._daemon.client import DaemonClient
 from holdfast._daemon.handles import SaveHandle, completed_steps
 from holdfast._exchange import Exchange
 from holdfast._experts.capacity import Capacity
+from holdfast._experts.ordering import Ordering
 from holdfast._experts.policy import CapturePolicy
 from holdfast._experts.tokens import Tokens
 from holdfast._interface import Session
@@ -68,14 +69,14 @@ class ProtectedSession(Session):
         comparing: Comparing,
         policy: CapturePolicy,
         pacing: DueSaves,
+        ordering: Ordering | None = None,
         hooks: bool = True,
     ) -> None:
         self._live, self._pacing = live, pacing
         self._stateful = dict(stateful)
-        self._settings = settings
-        self._device = device
+        self._settings, self._device = settings, device
         self._engine = CopyEngine(settings.copy_threads, device)
-        self._counts_tokens = policy.leaves_out
+        self._counts_tokens = policy.leaves_out or ordering is not None
         self._gradients = policy.gradients
         self._saver = Saver(
             client,
@@ -87,6 +88,7 @@ class ProtectedSession(Session):
             settings,
             comparing,
             policy,
+            ordering,
         )
         self._restore = Restore(
             client=client,
@@ -105,10 +107,9 @@ class ProtectedSession(Session):
         self._last_step: int | None = None
         self._began = ""
         """Newest call after which it is too late to restore."""
-        self._number = 0
-        self._tokens = Tokens()
+        self._number, self._last_save_s = 0, 0.0
+        self._tokens = Tokens(1 if ordering is None else ordering.parts)
         self._capacity = Capacity()
-        self._last_save_s = 0.0
         self._closed = False
         self._replay: Replay | None = None
         """Replay of a sparse window, until its last step is repeated."""
@@ -367,7 +368,7 @@ class ProtectedSession(Session):
         extras = encode_extras(collect(self._live, self._stateful, handle.step))
         # The saver's thread takes them over; kept here until a task has carried them there.
         sources, self._sources = self._sources, None
-        tokens, self._tokens = self._tokens, Tokens()
+        tokens, self._tokens = self._tokens, self._tokens.emptied()
         return Task(
             handle,
             sources=sources,
@@ -381,7 +382,7 @@ class ProtectedSession(Session):
         )
 
     def count_tokens(
-        self, layer: int, counts: Sequence[int] | torch.Tensor, assignments: int | None = None
+        self, layer: int, counts: Sequence[float] | torch.Tensor, assignments: int | None = None
     ) -> None:
         if self._counts_tokens:
             self._tokens.add(layer, counts, assignments)

@@ -74,11 +74,21 @@ class Settings:
         """Most steps of a sparse window; 0 where snapshots are of one step."""
         return self.policy.window if isinstance(self.policy, SparseWindows) else 0
 
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether sparse windows order experts by what the script counts."""
+        return isinstance(self.policy, SparseWindows) and self.policy.counts_tokens
+
     def __post_init__(self) -> None:
         if not isinstance(self.policy, Policy | None):
             raise InvalidJobError(
                 f"policy={self.policy!r}: give Full(), PartialExperts(...), Selective(...) or "
                 f"SparseWindows(...)"
+            )
+        if isinstance(self.policy, SparseWindows) and self.policy.unused_decay:
+            raise InvalidJobError(
+                f"decay={self.policy.decay} is given, but order is {self.policy.order.value}: "
+                f"remove it, or set the order to TimeDecayed"
             )
         if self.recoveries_per_day is not None:
             if not 0 < self.recoveries_per_day < inf:

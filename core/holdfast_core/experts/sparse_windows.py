@@ -91,6 +91,56 @@ def ordered(operators: Sequence[Operator]) -> tuple[Operator, ...]:
     return tuple(sorted(operators, key=lambda one: (keys[one.unit], one.unit)))
 
 
+def alike(operators: Sequence[Operator]) -> tuple[tuple[UnitKey, ...], ...]:
+    """Groups of experts of one home and equal bytes: any of them can take the slot of another, and
+    every save of every rank in that home keeps its size."""
+    groups: dict[tuple[tuple[int, int], int, int], list[UnitKey]] = {}
+    for one in operators:
+        if one.unit.kind is UnitKind.EXPERT:
+            key = one.home, one.state_bytes, one.compute_bytes
+            groups.setdefault(key, []).append(one.unit)
+    return tuple(tuple(sorted(units)) for _, units in sorted(groups.items()) if len(units) > 1)
+
+
+def reordered(
+    schedule: Schedule,
+    groups: Sequence[Sequence[UnitKey]],
+    popularity: Mapping[UnitKey, float],
+) -> Schedule:
+    """`schedule` with the slots of each group given out anew: the later ones to the experts that
+    are used more (MoEvement §3.5); of equally popular ones, to those of higher numbers."""
+    slot_of = dict(schedule.slot_of)
+    for units in groups:
+        slots = sorted(schedule.slot(unit) for unit in units)
+        by_use = sorted(units, key=lambda unit: (popularity.get(unit, 0.0), unit))
+        slot_of.update(zip(by_use, slots, strict=True))
+    return Schedule(
+        tuple(
+            tuple(sorted(unit for unit, at in slot_of.items() if at == slot))
+            for slot in range(schedule.window)
+        )
+    )
+
+
+def room_for_any_order(
+    schedule: Schedule,
+    groups: Sequence[Sequence[UnitKey]],
+    frame_bytes: Mapping[UnitKey, int],
+) -> int:
+    """Most bytes of all frames of one rank, however the slots of each group are given out.
+
+    Args:
+        frame_bytes: compute weights of each unit that the rank captures.
+    """
+    total = sum(schedule.slot(unit) * nbytes for unit, nbytes in frame_bytes.items())
+    for units in groups:
+        slots = sorted(schedule.slot(unit) for unit in units)
+        sizes = sorted(frame_bytes.get(unit, 0) for unit in units)
+        total += sum(slot * nbytes for slot, nbytes in zip(slots, sizes, strict=True))
+        total -= sum(schedule.slot(unit) * frame_bytes.get(unit, 0) for unit in units)
+    return total
+
+
 def cut(operators: Sequence[Operator], window: int) -> Schedule:
     """Divide `operators`, in this order, into at most `window` slots, so that the save with the
     most bytes has as few as possible.

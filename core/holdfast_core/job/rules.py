@@ -27,6 +27,7 @@ from holdfast_core.job.snapshots import (
     BANDWIDTH_BYTES_S_MIN,
     COMPARE_REPLICAS_EVERY,
     POLICY_FIELDS,
+    ExpertOrder,
     PolicySpec,
     PolicyType,
     RedundancySpec,
@@ -128,6 +129,15 @@ def _policy_problems(policy: PolicySpec) -> Iterator[Problem]:
             value=MISSING,
             wrong="is given, but spec.snapshot.policy.selective.experts already sets the number",
             fix="remove one of the two",
+        )
+
+    sparse = policy.sparse
+    if sparse is not None and sparse.unused_decay:
+        yield Problem(
+            path="spec.snapshot.policy.sparse.decay",
+            value=sparse.decay,
+            wrong=f"is given, but spec.snapshot.policy.sparse.order is {sparse.order.value}",
+            fix=f"remove it, or set the order to {ExpertOrder.TIME_DECAYED.value}",
         )
 
 

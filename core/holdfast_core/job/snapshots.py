@@ -30,6 +30,9 @@ WINDOW_MAX = 16
 """Most steps of a sparse window: a recovery repeats one and a half windows on average (MoEvement
 §3.6)."""
 
+DECAY = 0.9
+"""Default part of an expert's popularity that is left after a window."""
+
 _Count = Annotated[int, Meta(ge=1, le=1_000_000)]
 
 
@@ -47,6 +50,16 @@ class ExpertChoice(StrEnum):
 
     SEQUENTIAL = "Sequential"
     LOAD_AWARE = "LoadAware"
+
+
+class ExpertOrder(StrEnum):
+    """Order in which a sparse window captures experts."""
+
+    FIXED = "Fixed"
+    HARD_COUNT = "HardCount"
+    SOFT_COUNT = "SoftCount"
+    TIME_DECAYED = "TimeDecayed"
+    CAPACITY_AWARE = "CapacityAware"
 
 
 _LossLimit = Annotated[
@@ -184,6 +197,43 @@ class SparseWindows(Document, frozen=True, kw_only=True):
             },
         ),
     ] = 4
+    order: Annotated[
+        ExpertOrder,
+        Meta(
+            description="which experts of a rank a window captures first",
+            extra={
+                "more": "Fixed: by number. The others put those last that most tokens use, so that "
+                "they are frozen longest while steps are repeated. HardCount: by tokens. "
+                "SoftCount: by sums of the gate's probabilities, which the trainer counts in "
+                "place of tokens. TimeDecayed: by tokens, of which those of older windows count "
+                "less. CapacityAware: by tokens for each that the expert's layer has room for. "
+                "All but Fixed need a trainer that counts tokens."
+            },
+        ),
+    ] = ExpertOrder.FIXED
+    decay: (
+        Annotated[
+            float,
+            Meta(
+                gt=0,
+                lt=1,
+                description="the part of an expert's popularity that is left after a window",
+                examples=[0.9],
+                extra={"more": "Only with order TimeDecayed. Without it, 0.9."},
+            ),
+        ]
+        | None
+    ) = None
+
+    @property
+    def unused_decay(self) -> bool:
+        """Whether there is a decay of which the order makes no use."""
+        return self.decay is not None and self.order is not ExpertOrder.TIME_DECAYED
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether experts are ordered by what the trainer counts."""
+        return self.order is not ExpertOrder.FIXED
 
     @property
     def recompute(self) -> bool:

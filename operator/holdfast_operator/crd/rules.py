@@ -488,6 +488,15 @@ RULES: dict[str, tuple[CelRule, ...]] = {
             field=".budget",
         ),
     ),
+    "spec.snapshot.policy.sparse": (
+        CelRule(
+            rule="!has(self.decay) || self.order == 'TimeDecayed'",
+            says="is given, but spec.snapshot.policy.sparse.order is %s; remove it, or set the "
+            "order to TimeDecayed",
+            values=("self.order",),
+            field=".decay",
+        ),
+    ),
     "spec.redundancy": tuple(
         _only_with("spec.redundancy", kind.value, kind.value.lower())
         for kind in Redundancy

@@ -15,15 +15,17 @@ from mixed_precision import MasterOptimizer
 import holdfast
 from holdfast._elastic.session import ElasticSession
 from holdfast._exchange import Alone
+from holdfast._experts.windows import decode_record
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import UnreachableError
-from holdfast_core.job.snapshots import Full, SparseWindows
+from holdfast_core.job.snapshots import ExpertOrder, Full, SparseWindows
 from holdfast_core.protection.standing import (
     RankStanding,
     StandingAction,
     StandingVerdict,
     standing,
 )
+from holdfast_core.snapshots.layouts import decode_layout
 
 pytestmark = pytest.mark.usefixtures("deterministic")
 
@@ -337,6 +339,92 @@ def test_a_loop_without_deterministic_algorithms_is_refused(daemon: FakeDaemon) 
             daemon=daemon,
             settings=holdfast.Settings(policy=SparseWindows()),
         )
+
+
+def test_a_decay_that_no_order_uses_is_refused() -> None:
+    with pytest.raises(holdfast.InvalidJobError, match=r"decay=0\.5 is given, but order is Fixed"):
+        holdfast.Settings(policy=SparseWindows(decay=0.5))
+
+
+def orders_of(daemon: FakeDaemon) -> list[list[tuple[str, ...]]]:
+    """The schedules of the windows that a daemon holds, the oldest first."""
+    found = []
+    for generation, held in sorted(daemon.sealed().items()):
+        layout = decode_layout((held.home / "layout.json").read_bytes())
+        slot = held.piece_map.slot
+        with (held.home / "arena").open("rb") as arena:
+            arena.seek(slot * layout.slot_bytes + held.manifest.extras_offset)
+            record = decode_record(arena.read(held.manifest.extras_bytes))
+        found += [[*record.slots]] if record is not None and generation.step > 1 else []
+    return found
+
+
+class SixExperts:
+    """Six experts in training, each of which changes in every step."""
+
+    def __init__(self) -> None:
+        experts = torch.nn.ModuleList(torch.nn.Linear(4, 4, bias=False) for _ in range(6))
+        self.model = torch.nn.ModuleDict(
+            {"layers": torch.nn.ModuleList([torch.nn.ModuleDict({"experts": experts})])}
+        )
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        with torch.no_grad():
+            for number, p in enumerate(self.model.parameters()):
+                p.fill_(number + 1)
+
+    def train(self) -> None:
+        parameters = [*self.model.parameters()]
+        for one, other in zip(parameters, parameters[1:] + parameters[:1], strict=True):
+            one.grad = torch.sin(one.detach() + 2 * other.detach())
+        self.optimizer.step()
+
+    def state(self) -> dict[str, Any]:
+        moments = {
+            f"moment {at}": one["momentum_buffer"].clone()
+            for at, one in enumerate(self.optimizer.state.values())
+        }
+        return {**{k: v.clone() for k, v in self.model.state_dict().items()}, **moments}
+
+
+def test_a_replay_follows_the_order_in_which_its_window_was_captured(
+    tmp_path: Path, same: Same
+) -> None:
+    """The order changes with the window that is lost, and the next session begins with the first
+    order again."""
+    policy, last = SparseWindows(window=3, order=ExpertOrder.HARD_COUNT), 1 + 3 * 36
+    settings = holdfast.Settings(policy=policy, start_wait_s=WAIT_S)
+    trainer, daemon = SixExperts(), FakeDaemon(tmp_path)
+
+    def init(one: SixExperts, on: FakeDaemon) -> holdfast.Session:
+        return holdfast.init(model=one.model, optimizer=one.optimizer, daemon=on, settings=settings)
+
+    session = init(trainer, daemon)
+    states = [trainer.state()]
+    for step in range(1, last + 4):
+        trainer.train()
+        states.append(trainer.state())
+        if step <= last:  # the lower an expert's number, the more it is used
+            session.count_tokens(0, [11, 9, 7, 5, 3, 1])
+            session.save(step).staged.result(WAIT_S)
+        if step == last:
+            session.close()
+    before, after = orders_of(daemon)[-2:]
+    units = [f"layer0/expert{number}" for number in range(6)]
+    assert [one for slot in before for one in slot] == units
+    least_used, expected = units[::-1], []
+    for slot in before:
+        expected.append(tuple(sorted(least_used[: len(slot)])))
+        del least_used[: len(slot)]
+    assert after == expected
+    replayed = SixExperts()
+    session = init(replayed, FakeDaemon(tmp_path, epoch=2))
+    assert session.restore() == last - 2
+    for step in range(last - 1, last + 4):
+        replayed.train()
+        session.save(step)
+        if step >= last:
+            same(replayed.state(), states[step])
+    session.close()
 
 
 def test_an_interval_that_is_measured_is_refused() -> None:

@@ -600,7 +600,7 @@ class ElasticSession(Session):
         return handle
 
     def count_tokens(
-        self, layer: int, counts: Sequence[int] | torch.Tensor, assignments: int | None = None
+        self, layer: int, counts: Sequence[float] | torch.Tensor, assignments: int | None = None
     ) -> None:
         self._session.count_tokens(layer, counts, assignments)
 

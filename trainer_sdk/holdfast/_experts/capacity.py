@@ -34,7 +34,7 @@ class Capacity:
         self.room = CAPACITY_BOOST if someone else 1.0
         self._tracker, self._processed = tracker, Tokens()
 
-    def count(self, layer: int, counts: Sequence[int] | torch.Tensor) -> None:
+    def count(self, layer: int, counts: Sequence[float] | torch.Tensor) -> None:
         """Count this rank's tokens that each expert of a layer processed."""
         if self._tracker.owed:
             self._processed.add(layer, counts)

@@ -17,9 +17,14 @@ from holdfast_core.snapshots.units import UnitKey, UnitKind
 
 
 class Tokens:
-    """Sums of counts, by layer and expert."""
+    """Sums of counts, by layer and expert.
 
-    def __init__(self) -> None:
+    Args:
+        parts: parts of one in which they are added up; 1 for counts that are whole numbers.
+    """
+
+    def __init__(self, parts: int = 1) -> None:
+        self._parts = parts
         self._counts: dict[int, list[int]] = {}
         self._assignments: dict[int, int] = {}
         self._sums: dict[tuple[int, bool, int, torch.device], torch.Tensor] = {}
@@ -27,21 +32,28 @@ class Tokens:
         [experts]."""
 
     def add(
-        self, layer: int, counts: Sequence[int] | torch.Tensor, assignments: int | None = None
+        self, layer: int, counts: Sequence[float] | torch.Tensor, assignments: int | None = None
     ) -> None:
         """Add counts; see `Session.count_tokens`."""
         if isinstance(counts, torch.Tensor):
             with torch.no_grad():
                 flat = counts.reshape(-1)
+                if self._parts > 1:
+                    flat = (flat.to(torch.float64) * self._parts).round()
                 key = (layer, assignments is None, flat.numel(), flat.device)
                 if key in self._sums:
                     self._sums[key] += flat.to(torch.int64)
                 else:
                     self._sums[key] = flat.to(torch.int64, copy=True)
         else:
-            self._add(layer, [int(n) for n in counts], assigns=assignments is None)
+            numbers = [round(n * self._parts) for n in counts]
+            self._add(layer, numbers, assigns=assignments is None)
         if assignments is not None:
             self._assignments[layer] = self._assignments.get(layer, 0) + assignments
+
+    def emptied(self) -> Tokens:
+        """Sums of the same kind to which nothing was added."""
+        return Tokens(self._parts)
 
     def read(self) -> tuple[dict[UnitKey, int], dict[int, int]]:
         """Read the sums; waits once for each device.

@@ -8,12 +8,12 @@ places follow from the layout and the schedule alone.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 import msgspec
 
 from holdfast_core.errors import CorruptError
-from holdfast_core.experts.sparse_windows import Schedule
+from holdfast_core.experts.sparse_windows import Schedule, room_for_any_order
 from holdfast_core.snapshots.layouts import TENSOR_ALIGNMENT, Entry, Layout, TensorRole, round_up
 from holdfast_core.snapshots.units import UnitKey
 
@@ -102,6 +102,20 @@ def frames_of(layout: Layout, schedule: Schedule, start: int) -> tuple[tuple[Ent
                 end = offset + entry.nbytes
         frames.append(tuple(frame))
     return tuple(frames)
+
+
+def end_of_frames(
+    layout: Layout, schedule: Schedule, groups: Sequence[Sequence[UnitKey]], start: int
+) -> int:
+    """First byte behind all frames that begin at `start`, however the experts of each group change
+    places; that of `schedule` without groups."""
+    if not groups:
+        return end_of(frames_of(layout, schedule, start), start)
+    nbytes: dict[UnitKey, int] = {}
+    for entry in compute_entries(layout):
+        unit = UnitKey.parse(entry.unit)
+        nbytes[unit] = nbytes.get(unit, 0) + round_up(entry.nbytes, TENSOR_ALIGNMENT)
+    return round_up(start, TENSOR_ALIGNMENT) + room_for_any_order(schedule, groups, nbytes)
 
 
 def end_of(frames: Collection[Collection[Entry]], start: int) -> int:

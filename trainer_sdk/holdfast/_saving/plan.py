@@ -24,7 +24,14 @@ from holdfast._state.capture import TensorSource, Whole
 from holdfast._state.extras import dtype_name
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.experts.recompute import BESIDE_STATE
-from holdfast_core.experts.sparse_windows import Operator, Schedule, cut, ordered
+from holdfast_core.experts.sparse_windows import (
+    Operator,
+    Schedule,
+    alike,
+    cut,
+    ordered,
+    room_for_any_order,
+)
 from holdfast_core.experts.tables import NO_EXPERTS, ExpertTable
 from holdfast_core.snapshots.layouts import (
     PAGE_BYTES,
@@ -73,6 +80,8 @@ class BasePlan:
     piece_bytes: int = PIECE_BYTES
     schedule: Schedule = field(default=Schedule(()))
     """Units of each slot of a window; empty where snapshots are of one step."""
+    alike: tuple[tuple[UnitKey, ...], ...] = ()
+    """Groups of experts that may change slots; none where their order is fixed."""
 
     @property
     def apart(self) -> frozenset[UnitKey]:
@@ -119,10 +128,11 @@ def plan_alone(
     partial: bool = False,
     casts: Mapping[str, str] | None = None,
     window: int = 0,
+    reorders: bool = False,
 ) -> BasePlan:
     """Plan for a rank that captures everything it holds; `partial` and `window` need its table."""
     casts = casts or {}
-    schedule = schedule_of({0: table}, Topology(dp=1), casts, window)
+    operators = operators_of({0: table}, Topology(dp=1), casts)
     table = [size for size in table if size.tensor not in casts]
     experts = experts_apart({0: table}, Topology(dp=1)) if partial else NO_EXPERTS
     return BasePlan(
@@ -134,20 +144,15 @@ def plan_alone(
         experts=experts,
         casts=casts,
         piece_bytes=piece_bytes_for(experts, {}),
-        schedule=schedule,
+        schedule=cut(operators, window) if window else Schedule(()),
+        alike=alike(operators) if reorders else (),
     )
 
 
-def schedule_of(
-    tables: Mapping[int, Sequence[TensorSize]],
-    topology: Topology,
-    casts: Mapping[str, str],
-    window: int,
-) -> Schedule:
-    """Divide the units of all ranks into the slots of a window of at most `window` steps; 0 for no
-    windows."""
-    if not window:
-        return Schedule(())
+def operators_of(
+    tables: Mapping[int, Sequence[TensorSize]], topology: Topology, casts: Mapping[str, str]
+) -> tuple[Operator, ...]:
+    """Units of all ranks, in the order of their slots in a window."""
     compute: dict[UnitKey, int] = {}
     state: dict[UnitKey, int] = {}
     homes: dict[UnitKey, tuple[int, int]] = {}
@@ -173,31 +178,32 @@ def schedule_of(
         )
         for unit, nbytes in state.items()
     ]
-    return cut(ordered(operators), window)
+    return ordered(operators)
 
 
 def frames_bytes(
     shards: Sequence[Shard],
     sizes: Mapping[str, TensorSize],
     masters: Mapping[str, TensorSize],
-    schedule: Schedule,
+    base: BasePlan,
 ) -> int:
-    """Room for the compute weights in a window's saves of a rank that captures `shards`.
+    """Room for the compute weights in a window's saves of a rank that captures `shards`, whatever
+    the order of experts.
 
     Args:
         sizes: tensors of the rank, by name.
         masters: weights without bytes of their own, by the name of their master.
     """
-    total = 0
-    for shard in shards if schedule.slots else ():
-        slots, size = schedule.slot(shard.unit), sizes[shard.tensor]
+    found: dict[UnitKey, int] = {}
+    for shard in shards if base.schedule.slots else ():
+        size, nbytes = sizes[shard.tensor], 0
         weights = masters.get(shard.tensor)
         if weights is not None:
             nbytes = shard.nbytes * weights.nbytes // max(size.nbytes, 1)
-            total += slots * round_up(nbytes, TENSOR_ALIGNMENT)
         elif size.role is TensorRole.COMPUTE:
-            total += slots * round_up(shard.nbytes, TENSOR_ALIGNMENT)
-    return total
+            nbytes = shard.nbytes
+        found[shard.unit] = found.get(shard.unit, 0) + round_up(nbytes, TENSOR_ALIGNMENT)
+    return room_for_any_order(base.schedule, base.alike, found)
 
 
 def experts_apart(tables: Mapping[int, Sequence[TensorSize]], topology: Topology) -> ExpertTable:
@@ -246,6 +252,7 @@ def plan_together(
     partial: bool = False,
     casts: Mapping[str, str] | None = None,
     window: int = 0,
+    reorders: bool = False,
 ) -> BasePlan:
     """Compute the plan that every rank derives from the same exchanged tables; with `partial`,
     experts can be left out of snapshots.
@@ -253,12 +260,14 @@ def plan_together(
     Args:
         casts: see `BasePlan.casts`; equal on all ranks.
         window: most steps of a sparse window; 0 where snapshots are of one step.
+        reorders: whether experts may change slots from window to window.
 
     Raises:
         ReplicaMismatchError: when declared replicas hold different tensors.
     """
     casts = casts or {}
-    schedule = schedule_of(tables, topology, casts, window)
+    operators = operators_of(tables, topology, casts)
+    schedule = cut(operators, window) if window else Schedule(())
     weights = {
         r: {casts[size.tensor]: size for size in table if size.tensor in casts}
         for r, table in tables.items()
@@ -279,13 +288,14 @@ def plan_together(
         casts=casts,
         piece_bytes=piece_bytes_for(experts, holders),
         schedule=schedule,
+        alike=alike(operators) if reorders else (),
     )
     largest = 0
     for r in tables:
         sizes = {size.tensor: size for size in tables[r]}
         extras = extras_bytes[r] * max(schedule.window, 1)
         layout = layout_of(replace(empty, rank=r), tables[r], plan.shards[r], extras)
-        frames = frames_bytes(plan.shards[r], sizes, weights[r], schedule)
+        frames = frames_bytes(plan.shards[r], sizes, weights[r], empty)
         largest = max(largest, layout.slot_bytes + round_up(frames, PAGE_BYTES))
     return replace(
         empty,

@@ -66,6 +66,7 @@ def agree(
     *,
     partial: bool = False,
     window: int = 0,
+    reorders: bool = False,
 ) -> BasePlan:
     """Exchange statements and compute the base plan; see `plan_together`. Collective.
 
@@ -82,6 +83,7 @@ def agree(
             partial=partial,
             casts=statement.casts,
             window=window,
+            reorders=reorders,
         )
     texts = exchange.gather(msgspec.json.encode(statement))
     statements = [_STATEMENT.decode(text) for text in texts]
@@ -92,7 +94,15 @@ def agree(
         {r: {size.tensor for size in table} for r, table in tables.items()},
     )
     plan = plan_together(
-        rank, topology, tables, extras, strategy, partial=partial, casts=casts, window=window
+        rank,
+        topology,
+        tables,
+        extras,
+        strategy,
+        partial=partial,
+        casts=casts,
+        window=window,
+        reorders=reorders,
     )
     if len({one.step for one in statements}) == 1:
         _compare({r: one.digests for r, one in enumerate(statements) if one.digests}, topology)

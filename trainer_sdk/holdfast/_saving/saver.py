@@ -26,6 +26,7 @@ from holdfast._daemon.client import Commit, DaemonClient, DaemonEvent, Stage
 from holdfast._daemon.handles import SaveHandle
 from holdfast._daemon.link import Link
 from holdfast._exchange import Exchange
+from holdfast._experts.ordering import Ordering
 from holdfast._experts.partial_state import PartialState
 from holdfast._experts.policy import CaptureChoice, CapturePolicy
 from holdfast._restoring.restore import Restored
@@ -72,6 +73,7 @@ class Saver:
         settings: Settings,
         comparing: Comparing,
         policy: CapturePolicy,
+        ordering: Ordering | None,
     ) -> None:
         self._client, self._exchange = client, exchange
         self._device, self._engine = device, engine
@@ -83,7 +85,7 @@ class Saver:
         """Reason why no save of this session can succeed any more; None while saves can."""
         self._window = settings.window
         """Most steps of a sparse window; 0 where snapshots are of one step."""
-        self._windows = Windows()
+        self._windows = Windows(ordering)
         # A window holds each weight once more anyway.
         find = bool(self._window) or not settings.store_compute_weights
         self._casts = Casts(engine, enabled=find)
@@ -163,6 +165,7 @@ class Saver:
         self._tasks.put(None)
         self._thread.join(timeout_s)
         self._policy.close(timeout_s)
+        self._windows.close(timeout_s)
         self.comparing.close(timeout_s)
         if self._thread.is_alive():
             _log.warning("the last save did not end in %.0f s; closing without it", timeout_s)
@@ -222,7 +225,9 @@ class Saver:
         if task.tokens:
             # A device may be a whole step behind; the counts are read beside what comes after it.
             with task.held(), self._device.after(task.fence):
-                self._policy.count(*task.tokens.read())
+                counts, assigned = task.tokens.read()
+                self._policy.count(counts, assigned)
+                self._windows.count(counts, assigned)
         self._open(task)
         if not task.copies:
             task.handle._reach(task.handle.staged)
@@ -268,6 +273,7 @@ class Saver:
         due = self.comparing.due(task.number, self._settings.start_wait_s / 2)
         if slot == 0:
             self._drop_window("the next window begins")
+            windows.take_order(step, self._settings.start_wait_s / 2)
             placed, _ = link.grant(step + windows.window - 1, first_step=step)
             window = windows.begin(step, link.session, placed)
         else:
@@ -363,6 +369,7 @@ class Saver:
             strategy,
             partial=partial,
             window=self._window,
+            reorders=self._settings.counts_tokens,
         )
         if self._window:
             try:

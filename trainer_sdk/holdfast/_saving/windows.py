@@ -16,10 +16,11 @@ import numpy as np
 from holdfast._copying.engine import CopyPlan, Digests, plan_copy
 from holdfast._copying.placed import Flags, Placed
 from holdfast._daemon.handles import SaveHandle
+from holdfast._experts.ordering import Ordering
 from holdfast._experts.windows import (
     WindowRecord,
     encode_record,
-    end_of,
+    end_of_frames,
     frames_of,
     state_slot,
 )
@@ -64,15 +65,23 @@ class OpenWindow:
 
 
 class Windows:
-    """Windows of one rank's session."""
+    """Windows of one rank's session.
 
-    def __init__(self) -> None:
+    Args:
+        ordering: orders experts by their tokens; None where their order is fixed.
+    """
+
+    def __init__(self, ordering: Ordering | None) -> None:
+        self._ordering = ordering
         self._origin: int | None = None
         self._schedule = Schedule(())
+        self._alike: tuple[tuple[UnitKey, ...], ...] = ()
         self._early: tuple[str, ...] = ()
         self.state_end = 0
         """First byte behind the state in a slot: of the frames, if there are any."""
         self._plans: tuple[SlotPlan, ...] = ()
+        self._planned: tuple[Layout, Sequence[TensorSource]] | None = None
+        """Layout and tensors for which the saves are planned."""
         self.open: OpenWindow | None = None
 
     # --- the grid ---------------------------------------------------------------------------------
@@ -82,6 +91,8 @@ class Windows:
         the training thread."""
         if self._origin is None:
             self._origin = step
+        if self._ordering is not None and self._schedule.window:
+            self._ordering.ended(max(step - self._origin - 1, 0) // self._schedule.window)
 
     def slot(self, step: int) -> int | None:
         """Slot of the save of `step`; None for the first of a session, which captures all."""
@@ -110,7 +121,35 @@ class Windows:
                 f"windows need whole experts: shard only what is no expert, or use "
                 f"snapshot.policy.type Full"
             )
-        self._schedule = base.schedule
+        self._schedule, self._alike = base.schedule, base.alike
+        if self._ordering is not None:
+            self._ordering.start(base.schedule, base.alike)
+
+    def count(self, counts: Mapping[UnitKey, int], assigned: Mapping[int, int]) -> None:
+        """Add the tokens that this rank has counted."""
+        if self._ordering is not None:
+            self._ordering.count(counts, assigned)
+
+    def take_order(self, step: int, wait_s: float) -> None:
+        """Plan the window whose first save is that of `step` in the order that the ranks have
+        agreed on.
+
+        Raises:
+            SnapshotSkippedError: they have not.
+        """
+        if self._ordering is None:
+            return
+        assert self._origin is not None and self._planned is not None
+        number = (step - self._origin - 1) // self._schedule.window
+        schedule = self._ordering.schedule(number, wait_s)
+        if schedule != self._schedule:
+            self._schedule = schedule
+            self.opened(*self._planned)
+
+    def close(self, timeout_s: float) -> None:
+        """End what runs beside the saves. For the training thread."""
+        if self._ordering is not None:
+            self._ordering.close(timeout_s)
 
     def extras_bytes(self, of_step: int) -> int:
         """Room for the extras of a window whose steps have `of_step` bytes each."""
@@ -129,11 +168,12 @@ class Windows:
         """`layout` with room for frames between the state and the extras."""
         self._early = _early(sources)
         self.state_end = layout.extras_offset
-        frames = frames_of(layout, self._schedule, self.state_end)
-        return replace(layout, extras_offset=end_of(frames, self.state_end))
+        end = end_of_frames(layout, self._schedule, self._alike, self.state_end)
+        return replace(layout, extras_offset=end)
 
     def opened(self, layout: Layout, sources: Sequence[TensorSource]) -> None:
         """Plan the saves of windows in `layout`, which `with_frames` returned."""
+        self._planned = layout, sources
         by_name = {source.name: source for source in sources}
         schedule = self._schedule
         frames = frames_of(layout, schedule, self.state_end)

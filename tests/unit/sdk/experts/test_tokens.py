@@ -120,3 +120,15 @@ def test_a_step_reads_counts_once_while_capacities_depend_on_them_and_never_othe
             session.capacity_factors(layer, 5)
     assert (scalars.taken, reads.seen.total()) == (0, 0)
     session.close()
+
+
+def test_sums_of_probabilities_are_added_up_in_parts_of_one() -> None:
+    tokens = Tokens(1 << 20)
+    tokens.add(0, torch.tensor([0.25, 0.5]))
+    tokens.add(0, [0.25, 1.0])
+    first, second = (UnitKey(0, UnitKind.EXPERT, number) for number in range(2))
+    assert tokens.read()[0] == {first: 1 << 19, second: 3 << 19}
+    again = tokens.emptied()
+    assert not again
+    again.add(0, [1.0, 0.0])
+    assert again.read()[0] == {first: 1 << 20, second: 0}
