@@ -16,32 +16,17 @@ from typing import Any
 
 import pytest
 from cluster import Cluster
-from holdfast_system import NAMESPACE, Holdfast
+from holdfast_system import Holdfast
+from standings import Standing, member_without_operator, stand, wait_members
 from survival import RECOVERY_S, RUN_S, Run
 
 from holdfast_operator.cli.demo_report import LoggedStep
 
 STEPS = 100_000
 """More than any test waits for."""
-FIRST_STEPS = 20
 NODES, MINIMUM = 4, 3
 
 pytestmark = pytest.mark.timeout(1200)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Standing:
-    """The job at one moment."""
-
-    status: dict[str, Any]
-    row: dict[str, str]
-    """What `kubectl get moejob` shows, by column."""
-    strength: dict[str, Any]
-    """Its condition FullStrength."""
-    pods: dict[str, str]
-    """Name → uid."""
-    processes: dict[int, int]
-    """Member → pid of its rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,22 +85,22 @@ def seen(cluster: Cluster, holdfast: Holdfast) -> Iterator[Seen]:
 
 def _shrink_and_grow(run: Run) -> Seen:
     run.begin()
-    _wait(run, "the first steps", NODES, RUN_S)
+    wait_members(run, "the first steps", NODES, RUN_S)
     deleted = _delete_pod(run)
-    _wait(run, "the deleted pod's member to join", NODES, RECOVERY_S)
-    before = _stand(run)
-    lost = _member_without_operator(run, before)
+    wait_members(run, "the deleted pod's member to join", NODES, RECOVERY_S)
+    before = stand(run)
+    lost = member_without_operator(run, before)
     _, run.broken = run.job.member(lost)
     run.cluster.kill_node(run.broken)
-    _wait(run, "the job to go on with three members", MINIMUM, RECOVERY_S)
-    shrunk = _stand(run)
+    wait_members(run, "the job to go on with three members", MINIMUM, RECOVERY_S)
+    shrunk = stand(run)
     run.cluster.boot_node(run.broken)
     run.holdfast.wait_daemon(run.broken)
-    _wait(run, "the job to grow", NODES, RECOVERY_S)
+    wait_members(run, "the job to grow", NODES, RECOVERY_S)
     return Seen(
         deleted=deleted,
         lost=lost,
-        standings=[before, shrunk, _stand(run)],
+        standings=[before, shrunk, stand(run)],
         log=run.log(),
         events=[(event.reason, event.message) for event in run.job.events()],
     )
@@ -146,53 +131,15 @@ def _delete_pod(run: Run) -> DeletedPod:
     return DeletedPod(member=member, at=at, short=short, started_at=started_at)
 
 
-def _wait(run: Run, what: str, members: int, timeout_s: float) -> None:
-    """Wait until so many members train, and something that they captured is protected."""
-
-    def trains(status: dict[str, Any]) -> bool:
-        epoch, _, step = status.get("protected", "0.0").partition(".")
-        return (
-            status.get("phase") == "Running"
-            and status.get("strength", {}).get("active") == members
-            and int(epoch) == status.get("epoch")
-            and int(step) >= FIRST_STEPS
-        )
-
-    run.job.wait(what, trains, timeout_s)
-
-
-def _stand(run: Run) -> Standing:
-    job = run.job
-    status = job.status()
-    header, row = run.cluster.kubectl("get", "moejob", job.name, "-n", job.namespace).splitlines()
-    label = f"holdfast.dev/job={job.name}"
-    pods = run.cluster.get("pods", "-n", job.namespace, "-l", label)["items"]
-    return Standing(
-        status=status,
-        row=dict(zip(header.split(), row.split(), strict=True)),
-        strength=job.condition("FullStrength"),
-        pods={pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in pods},
-        processes={m["index"]: job.rank_process(m["index"]) for m in status["members"]},
-    )
-
-
-def _member_without_operator(run: Run, standing: Standing) -> int:
-    """A member between others, on a node that the leading operator is not on."""
-    leader = run.cluster.get("pod", run.holdfast.leader(), "-n", NAMESPACE)
-    inner = standing.status["members"][1:-1]
-    home = leader["spec"]["nodeName"]
-    return next(int(each["index"]) for each in inner if each["node"] != home)
-
-
 def test_the_status_says_how_many_members_there_are(seen: Seen) -> None:
     for standing, active in zip(seen.standings, (NODES, MINIMUM, NODES), strict=True):
         desired = {"active": active, "desired": NODES, "minimum": MINIMUM}
         assert standing.status["strength"] == desired
         assert (standing.row["ACTIVE"], standing.row["DESIRED"]) == (str(active), str(NODES))
         assert standing.row["READY"] == f"{active}/{NODES}"
-        assert standing.strength["status"] == str(active == NODES)
+        assert standing.conditions["FullStrength"]["status"] == str(active == NODES)
     _, shrunk, _ = seen.standings
-    assert f"members [{seen.lost}] are missing" in shrunk.strength["message"]
+    assert f"members [{seen.lost}] are missing" in shrunk.conditions["FullStrength"]["message"]
 
 
 def test_members_that_are_left_keep_their_pods_and_processes(seen: Seen) -> None:
