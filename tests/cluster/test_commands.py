@@ -21,7 +21,7 @@ from survival import Run
 NAME, STEPS, FIRST_STEPS, WAIT_S = "commanded", 100_000, 5, 180.0
 """More steps than any test waits for."""
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(900)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

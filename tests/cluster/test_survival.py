@@ -140,12 +140,14 @@ def test_a_lost_node_is_replaced_soon_after_it_counts_as_lost(outcome: Outcome) 
 # --- everything that can be short ---------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1500)
 def test_shortages_do_not_show_in_the_final_bytes(short: Short, undisturbed: str) -> None:
     _, outcome = short
     assert outcome.sha256 == undisturbed
 
 
+@pytest.mark.exhaustive
 def test_only_crashes_stop_training(short: Short) -> None:
     _, outcome = short
     restarted = {kind for kind, report in outcome.faults.items() if report.restarted}
@@ -153,6 +155,7 @@ def test_only_crashes_stop_training(short: Short) -> None:
     assert outcome.status["restarts"] == 2
 
 
+@pytest.mark.exhaustive
 def test_daemons_tell_redis_what_they_hold_and_tell_it_again_when_it_has_forgotten(
     short: Short,
 ) -> None:
@@ -163,6 +166,7 @@ def test_daemons_tell_redis_what_they_hold_and_tell_it_again_when_it_has_forgott
     assert all(afterwards.protected[rank] > step for rank, step in before.protected.items())
 
 
+@pytest.mark.exhaustive
 def test_a_full_memory_is_counted_and_reported_and_stops_nothing(short: Short) -> None:
     shortages, _ = short
     seen = shortages.full
@@ -173,6 +177,7 @@ def test_a_full_memory_is_counted_and_reported_and_stops_nothing(short: Short) -
     assert seen.recoveries == 0
 
 
+@pytest.mark.exhaustive
 def test_a_slow_disk_was_slow(short: Short) -> None:
     shortages, _ = short
     assert shortages.write_s > 1.0

@@ -33,7 +33,7 @@ ARGUMENTS = (
 ALONE = ("--seats", str(EXPERTS), "--min-copies", "1")
 """Of a single process, which has no job: it holds each expert once."""
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(900)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
