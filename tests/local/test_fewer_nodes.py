@@ -196,7 +196,8 @@ def test_a_job_goes_from_four_nodes_to_three_to_two_and_back(stay: bool) -> None
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("what", ["node", pytest.param("launcher", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("what", ["node", "launcher"])
 def test_training_goes_on_at_once_and_the_replacement_joins_when_it_is_ready(what: str) -> None:
     """A node is lost whose spare has no launcher yet; a launcher is killed, and another starts on
     its node."""

@@ -69,7 +69,10 @@ async def run_killed(name: str, folder: Path, memory: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["huggingface", "lightning", "accelerate"])
+@pytest.mark.parametrize(
+    "name",
+    ["huggingface", "lightning", pytest.param("accelerate", marks=pytest.mark.exhaustive)],
+)
 def test_an_example_that_is_killed_ends_like_one_that_was_not(directory: Path, name: str) -> None:
     asyncio.run(run_killed(name, directory / "killed", directory / "memory"))
     undisturbed = ["--nnodes=1", "--nproc-per-node=2", str(EXAMPLES / f"train_{name}.py")]

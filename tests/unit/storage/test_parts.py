@@ -108,7 +108,7 @@ def test_a_body_reads_as_a_file_and_goes_as_it_lies(data: bytes, cuts: list[int]
         return [view async for view in body]
 
     for _ in range(2):
-        assert [view.obj for view in asyncio.run(sent())] == [data] * len(views)
+        assert [view.obj for view in asyncio.run(sent())] == [data for view in views if view.nbytes]
 
 
 @pytest.mark.parametrize(
