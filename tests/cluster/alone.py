@@ -32,7 +32,7 @@ def train_alone(
         "env": [{"name": "OMP_NUM_THREADS", "value": "1"}],
     }
     pod = {"restartPolicy": "Never", "containers": [container]}
-    jobs.fit(pod, "2Gi")
+    jobs.fit(pod, f"{1 + processes}Gi")
     jobs.lend_folder(pod, folder)
     cluster.apply({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": pod})
 
