@@ -270,7 +270,11 @@ async def _goes_on(run: Run, before: Status, members: int) -> None:
     """Wait until so many members train, from what was in memory before."""
     now = await run.wait_size(members, before.epoch, f"{members} members", START_S)
     begun = f"{members} ranks train in epoch {now.epoch} from generation {before.epoch}."
-    assert any(event.message.startswith(begun) for event in run.cluster.events)
+    await run.cluster.wait_for(
+        lambda _: any(event.message.startswith(begun) for event in run.cluster.events),
+        timeout_s=WAIT_S,
+        what="the event that says so",
+    )
 
 
 async def _suspend(run: Run, stay: bool) -> Status:
