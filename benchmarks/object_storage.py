@@ -37,7 +37,7 @@ import msgspec
 import numpy as np
 import obstore
 import versitygw
-from fault_proxy import Fault, FaultProxy, Request
+from fault_proxy import Fault, FaultProxy, Request, silent_parts
 from fsspec.asyn import get_loop
 from obstore.store import S3Store
 from rich.console import Console
@@ -385,27 +385,13 @@ def _fail_source(make: Callable[[], Client], proxy: FaultProxy) -> str:
 
 def _stop(make: Callable[[], Client], proxy: FaultProxy) -> str:
     stop = threading.Event()
-
-    def silence(request: Request) -> Fault:
-        if request.what != "PUT partNumber":
-            return Fault.NONE
-        stop.set()
-        return Fault.SILENCE
-
-    proxy.play(silence)
+    proxy.play(silent_parts(stop))
     return _write(make(), _views(memoryview(bytes(FAULTY_BYTES))), stop)
 
 
 def _kill(make: Callable[[], Client], proxy: FaultProxy) -> str:
     began = threading.Event()
-
-    def silence(request: Request) -> Fault:
-        if request.what != "PUT partNumber":
-            return Fault.NONE
-        began.set()
-        return Fault.SILENCE
-
-    proxy.play(silence)
+    proxy.play(silent_parts(began))
     way, port = type(make()), proxy.port
     writer = multiprocessing.get_context("spawn").Process(target=_write_to, args=(way, port))
     writer.start()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import interrupted_writer
 import pytest
-from fault_proxy import Fault, FaultProxy, Request
+from fault_proxy import Fault, FaultProxy, Request, silent_parts
 from interrupted_writer import LARGE, NEW, OLD, s3_store
 from stored_snapshots import check_set, snapshot
 from tiers import TierUnderTest
@@ -98,14 +98,7 @@ def test_a_stopped_write_does_not_wait_for_the_server(
 ) -> None:
     stop = threading.Event()
     one = snapshot(0, NEW, world_size=1, nbytes=LARGE)
-
-    def silence(request: Request) -> Fault:
-        if request.what != "PUT partNumber":
-            return Fault.NONE
-        stop.set()
-        return Fault.SILENCE
-
-    proxy.play(silence)
+    proxy.play(silent_parts(stop))
     with pytest.raises(WriteStoppedError):
         store.write_rank(NEW, 0, layout=one.layout, manifest=one.manifest, read=one.read, stop=stop)
     assert s3_tier.files() == {}

@@ -55,6 +55,18 @@ class Request:
 Script = Callable[[Request], Fault]
 
 
+def silent_parts(began: threading.Event) -> Script:
+    """Faults that leave each part of an upload without an answer, and set `began` at the first."""
+
+    def silence(request: Request) -> Fault:
+        if request.what != "PUT partNumber":
+            return Fault.NONE
+        began.set()
+        return Fault.SILENCE
+
+    return silence
+
+
 class FaultProxy:
     """One listening port before the server at `server_port`."""
 
