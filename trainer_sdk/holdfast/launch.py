@@ -20,7 +20,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import forkserver
 from pathlib import Path
 from types import FrameType
 
@@ -33,6 +32,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from holdfast._environment import read_secrets, read_token_file, set_for_workers
 from holdfast._launch.agent import RESTARTS_MAX, EpochEndedError, HoldfastAgent
+from holdfast._launch.forking import start_fork_server
 from holdfast._launch.rendezvous import GrpcDaemon, HoldfastRendezvous
 from holdfast._launch.script import do_nothing, run_script
 from holdfast._launch.stderr import StderrLogs, WorkerStderr
@@ -97,10 +97,13 @@ class LaunchSettings:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
-    settings, exit_file = _parse(argv)
+    args = _parse(argv)
+    settings, exit_file = _settings(args), args.exit_file
     signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
-        code = launch(settings)
+        script = _set_up_workers(settings)
+        _log_to_stderr(args.member_node)
+        code = launch(settings, script)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
     if exit_file is not None:
@@ -110,8 +113,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def launch(settings: LaunchSettings) -> int:
-    """Run the workers until they are done or the job has ended; return the exit code."""
+def _set_up_workers(settings: LaunchSettings) -> tuple[str, ...] | None:
+    """Set what workers inherit, and start the fork server if they are forked; return what its forks
+    run, see `script_of`, or None where workers are started afresh."""
     set_for_workers(
         socket=settings.socket,
         job=settings.job,
@@ -120,9 +124,17 @@ def launch(settings: LaunchSettings) -> int:
     )
     script = None if settings.fresh else script_of(settings.command, sys.executable)
     if script is not None:
-        # Started now, so that it imports while this process waits for the world.
-        multiprocessing.set_forkserver_preload(PRELOAD)
-        forkserver.ensure_running()
+        start_fork_server(PRELOAD)
+    return script
+
+
+def launch(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
+    """Run the workers until they are done or the job has ended; return the exit code.
+
+    Args:
+        script: what forks of the fork server run; None starts `settings.command`.
+    """
+    if script is not None:
         # An agent that asks for a world is one that can start workers at once: a member that is to
         # join a world that trains joins when its agent asks.
         probe = multiprocessing.get_context("forkserver").Process(target=do_nothing)
@@ -223,7 +235,7 @@ def script_of(command: Sequence[str], interpreter: str) -> tuple[str, ...] | Non
     return tuple(rest) if ours and plain else None
 
 
-def _parse(argv: Sequence[str] | None) -> tuple[LaunchSettings, Path | None]:
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m holdfast.launch",
         description="Start this node's workers of a training job under torchrun; who trains with "
@@ -265,20 +277,24 @@ def _parse(argv: Sequence[str] | None) -> tuple[LaunchSettings, Path | None]:
     )
     add("command", nargs=argparse.REMAINDER, metavar="-- COMMAND …", help="the trainer's command")
     args = parser.parse_args(argv)
-    command = args.command[1:] if args.command[:1] == ["--"] else args.command
-    if not command:
+    if args.command[:1] == ["--"]:
+        args.command = args.command[1:]
+    if not args.command:
         parser.error("the trainer's command is missing; give it after `--`")
     if args.nproc < 1 or args.nodes < 1:
         parser.error(f"--nodes {args.nodes} and --nproc {args.nproc} must be at least 1")
     if not args.reform_s > 0:  # not NaN either
         parser.error(f"--reform-s {args.reform_s:g} must be above 0")
-    _log_to_stderr(args.member_node)
-    settings = LaunchSettings(
+    return args
+
+
+def _settings(args: argparse.Namespace) -> LaunchSettings:
+    return LaunchSettings(
         socket=args.socket,
         job=args.job,
         nproc=args.nproc,
         host=args.host,
-        command=tuple(command),
+        command=tuple(args.command),
         fresh=args.fresh,
         log_dir=args.log_dir,
         wait_file=args.wait_file,
@@ -286,7 +302,6 @@ def _parse(argv: Sequence[str] | None) -> tuple[LaunchSettings, Path | None]:
         grace_s=args.grace_s,
         reform_s=args.reform_s,
     )
-    return settings, args.exit_file
 
 
 def _log_to_stderr(node: str | None) -> None:

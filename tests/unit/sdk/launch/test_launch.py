@@ -26,12 +26,18 @@ RESTART_S = 20.0
 """Far above what a restart takes, and far below the 30 s that torchrun gives a stopped worker."""
 
 WORKER = """
-import json, os, signal, sys, time
+import json, logging, os, signal, sys, time
+from multiprocessing import util
+imported = [name for name in ("torch", "torch._dynamo") if name in sys.modules]
+handlers, sigterm = len(logging.getLogger().handlers), signal.getsignal(signal.SIGTERM)
+files = [os.path.realpath(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")]
 import torch.distributed as dist
 dist.init_process_group("gloo")
 note = {"pid": os.getpid(), "epoch": os.environ["TORCHELASTIC_RESTART_COUNT"], "argv": sys.argv[1:],
         "main": __name__, "world": dist.get_world_size(), "job": os.environ["HOLDFAST_JOB"],
-        "store": os.environ["MASTER_ADDR"] + ":" + os.environ["MASTER_PORT"]}
+        "store": os.environ["MASTER_ADDR"] + ":" + os.environ["MASTER_PORT"],
+        "imported": imported, "handlers": handlers, "terminates": sigterm == signal.SIG_DFL,
+        "files": files, "spawns": util.spawnv_passfds.__module__}
 print("epoch", note["epoch"], file=sys.stderr, flush=True)
 with open(sys.argv[1], "a") as file:
     file.write(json.dumps(note) + "\\n")
@@ -107,7 +113,10 @@ class Agent:
         command += ["--exit-file", str(self.exit_file), "--wait-file", str(self.wait_file)]
         command += [*options, "--", "python", str(script)]
         self.process = subprocess.Popen(
-            [*before, *command, str(self.notes)], start_new_session=True, stderr=stderr
+            [*before, *command, str(self.notes)],
+            start_new_session=True,
+            stderr=stderr,
+            pass_fds=(self._pipe,),
         )
 
     def workers(self, timeout_s: float) -> list[dict[str, Any]]:
@@ -147,6 +156,11 @@ def test_workers_that_are_stopped_or_killed_are_replaced_and_the_agent_ends_with
     assert all(worker["main"] == "__main__" and worker["world"] == 2 for worker in first)
     assert all(worker["argv"] == [str(agent.notes)] for worker in first)
     for worker in first:
+        assert worker["imported"] == ["torch", "torch._dynamo"]  # before the script did
+        # The fork server is a fork of the launcher, and passes on nothing that is the launcher's.
+        assert (worker["handlers"], worker["terminates"]) == (0, True)
+        assert str(agent.notes) not in worker["files"]
+        assert worker["spawns"] == "multiprocessing.util"
         os.kill(worker["pid"], signal.SIGSTOP)
     daemon.begin(3)
     second = agent.workers(RESTART_S)
