@@ -84,10 +84,11 @@ def leave_out(
     rules: Iterable[FailureRule],
     groups: ParityGroups,
 ) -> Moves:
-    """`moves`, with the members that the next epoch goes on without, and those that join it."""
+    """`moves`, with the members that the next epoch goes on without beside those in `leaving`, and
+    those that join it."""
     job, since = look.job, state.no_replacement_since
     at_once = any(rule.action is RuleAction.SHRINK for rule in rules)
-    may_leave = len(membership.members) - job.spec.least_nodes
+    may_leave = len(membership.members) - len(moves.leaving) - job.spec.least_nodes
     waited_s = 0.0 if since is None else look.now - since
     lost = [*moves.unplaced, *(moves.held if waited_s >= patience_s(job) else ())]
     joining = _joining(look, state, membership, missing=len(lost) - may_leave)
@@ -104,7 +105,7 @@ def leave_out(
         leaving.update(moves.warned[: may_leave - len(leaving)])
     left = replace(
         moves,
-        leaving=frozenset(leaving),
+        leaving=moves.leaving | leaving,
         unplaced=[],
         held=[member for member in moves.held if member not in leaving],
     )

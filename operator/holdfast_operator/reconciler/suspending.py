@@ -1,21 +1,26 @@
 """Suspend a job, and resume it. Pure.
 
 A person suspends it, or its queue does. A suspended job has no agents; daemons keep its snapshots,
-so that it goes on where it was. If its shape was changed meanwhile, no snapshot fits the new
-training world: snapshots are freed, members are placed anew, and training starts from the
-beginning. The user has asked for that; a failure never leads there (rule 5 of `reconcile`).
+so that it goes on where it was. A job with `minNodes` does so with another number of nodes, too, if
+it was given one meanwhile: members that it has no longer leave, as in `shrinking`, and those that
+are new join. After any other change of its shape, no snapshot fits the new training world:
+snapshots are freed, members are placed anew, and training starts from the beginning. The user has
+asked for that; a failure never leads there (rule 5 of `reconcile`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
+from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.snapshots.membership import Membership
 from holdfast_operator.reconciler.deadlines import fail_when_overdue
 from holdfast_operator.reconciler.evidence import gather
 from holdfast_operator.reconciler.failure_rules import rule_for
 from holdfast_operator.reconciler.growing import joiners
 from holdfast_operator.reconciler.lookups import suspension_of
+from holdfast_operator.reconciler.protection import ParityGroups
 from holdfast_operator.reconciler.recovering import (
     await_replacement,
     begin_epoch,
@@ -72,16 +77,33 @@ def _begin_again(look: Look, state: ControlState, membership: Membership) -> Ste
     evidence = gather(look.job, membership, look.observed, state, look.now)
     if evidence.suspects:
         return Step(state, waiting=waits_for(evidence))
-    homeless = tuple(cause for cause in evidence.causes if cause.node_lost or cause.evicted)
+    surplus = _surplus(look, membership)
+    homeless = tuple(
+        cause
+        for cause in evidence.causes
+        if (cause.node_lost or cause.evicted) and cause.member not in surplus
+    )
     rules = [rule_for(look.job, cause) for cause in homeless]
+    needed = _needed(surplus, evidence.groups)
+    if needed:
+        return Step(
+            state,
+            waiting=f"members [{listed(needed)}] are beyond spec.nodes = {look.job.spec.nodes} and "
+            f"hold what the others could not rebuild: resume with {needed[-1] + 1} nodes, and with "
+            f"fewer once a generation is protected there",
+        )
     moves = replacements(look, state, membership, homeless, rules, evidence.groups)
-    moves = leave_out(look, state, membership, moves, rules, evidence.groups)
+    moves = leave_out(
+        look, state, membership, replace(moves, leaving=surplus), rules, evidence.groups
+    )
     if moves.unplaced:
         return await_replacement(look, state, membership, in_words(homeless), moves.unplaced)
     taken = [node.name for node in moves.to.values()]
     moves.to.update(joiners(look, state, membership, taken))
     step = begin_epoch(look, state, membership, moves, homeless)
-    begun = replace(step.state, suspended=False, fruitless=state.fruitless)
+    begun = replace(
+        step.state, suspended=False, fruitless=state.fruitless, shape=Shape.of(look.job)
+    )
     changes = moves.in_words(membership)
     how = f"; {changes}" if changes else ""
     step = replace(step, state=begun)
@@ -93,11 +115,39 @@ def _begin_again(look: Look, state: ControlState, membership: Membership) -> Ste
 def _is_reshaped(look: Look, state: ControlState, membership: Membership) -> bool:
     spec, known = look.job.spec, state.shape
     if known is not None or membership.nproc_per_node != spec.nproc_per_node:
-        return known != Shape.of(look.job)
+        return known != Shape.of(look.job) and not _is_resized(look.job, known)
     if not membership.since:
         return len(membership.members) != spec.nodes
     few = len(membership.members) < spec.least_nodes
     return few or membership.members[-1].index >= spec.nodes
+
+
+def _is_resized(job: MoETrainingJob, known: Shape | None) -> bool:
+    """Whether only the number of nodes, and dp with it, is another, in a job whose ranks restore
+    what another number of ranks has saved."""
+    if known is None or job.spec.min_nodes is None:
+        return False
+    asked = Shape.of(job)
+    grouped = known.group_size is not None
+    group_size = job.spec.redundancy.group_size(known.nodes) if grouped else None
+    return known == replace(asked, nodes=known.nodes, dp=known.dp, group_size=group_size)
+
+
+def _surplus(look: Look, membership: Membership) -> frozenset[int]:
+    """Members beyond the number of nodes that the job has now."""
+    indices = {member.index for member in membership.members}
+    return frozenset(index for index in indices if index >= look.job.spec.nodes)
+
+
+def _needed(surplus: Collection[int], groups: ParityGroups) -> list[int]:
+    """Members among `surplus`, ascending, that cannot leave together with those above them."""
+    needed: list[int] = []
+    for member in sorted(surplus, reverse=True):
+        if needed or not groups.bear_loss_of(member):
+            needed.insert(0, member)
+        else:
+            groups.give_up(member)
+    return needed
 
 
 def _forget_snapshots(look: Look, state: ControlState, membership: Membership) -> Step:

@@ -5,17 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec import structs
 from virtual_world import World, make_job, running
 
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.snapshots.generations import Generation
 from holdfast_operator.reconciler.counters import Outcome
+from holdfast_operator.reconciler.shape import Shape
 from holdfast_operator.reconciler.views import Suspension
 
 
 def suspended(job: MoETrainingJob | None = None) -> World:
     world = running(job)
-    world.job = make_job(suspend=True)
+    spec = structs.replace(world.job.spec, suspend=True)
+    world.job = structs.replace(world.job, spec=spec)
     world.settle(5.0)
     assert world.agents == {} and world.phase() == "Suspended"
     return world
@@ -141,6 +144,75 @@ def test_a_changed_number_of_nodes_frees_the_snapshots_and_begins_anew_in_a_high
         "restored and are freed; training starts over"
     ]
     assert world.messages("Running")[-1] == "3 ranks train in epoch 2 from the beginning"
+
+
+def resized(before: int, after: int, **options: Any) -> World:
+    """A job that may shrink, which ran on `before` nodes and is resumed on `after`."""
+    world = suspended(make_job(before, spec={"minNodes": 2}, **options))
+    world.job = make_job(after, spec={"minNodes": 2}, **options)
+    return world
+
+
+def test_a_job_that_may_shrink_goes_on_with_fewer_nodes_from_memory() -> None:
+    world = resized(4, 3)
+    world.settle(2.0)
+    assert not world.dropped and world.messages("Reshaped") == []
+    assert world.nodes_of_members() == ["n0", "n1", "n2"]
+    assert world.membership.epoch == 2 and world.membership.groups == ((0, 1, 2),)
+    assert world.messages("Resumed") == [
+        "no longer suspended; 3 of 4 members go on; epoch 2 begins"
+    ]
+    assert "from generation 1.10" in world.messages("Running")[-1]
+    assert (world.state.recoveries, world.state.counted) == (0, 0)
+    assert world.state.shape == Shape.of(world.job)
+
+
+def test_a_job_that_may_shrink_goes_on_with_more_nodes_from_memory() -> None:
+    world = resized(3, 4)
+    world.settle(2.0)
+    assert not world.dropped and world.messages("Reshaped") == []
+    assert world.nodes_of_members() == ["n0", "n1", "n2", "n3"]
+    assert "from generation 1.10" in world.messages("Running")[-1]
+
+
+def test_members_beyond_the_nodes_stay_while_the_others_could_not_rebuild_what_they_hold() -> None:
+    world = resized(4, 2)
+    world.settle(5.0)
+    assert not world.dropped and world.membership.epoch == 1 and world.agents == {}
+    assert world.decision.reason == (
+        "members [2] are beyond spec.nodes = 2 and hold what the others could not rebuild: resume "
+        "with 3 nodes, and with fewer once a generation is protected there"
+    )
+    world.job = make_job(3, spec={"minNodes": 2})
+    world.settle(2.0)
+    assert world.nodes_of_members() == ["n0", "n1", "n2"]
+
+
+def test_a_lost_node_of_a_member_beyond_the_nodes_needs_no_spare() -> None:
+    world = resized(4, 3, spares=0)
+    world.kill_node("n3")
+    world.settle(15.0)
+    assert not world.dropped and world.nodes_of_members() == ["n0", "n1", "n2"]
+    assert world.state.recoveries == 0
+
+
+def test_as_many_members_stay_as_the_job_needs_at_least() -> None:
+    groups = {"redundancy": {"type": "RAIM5", "raim5": {"groupSize": 3}}}
+    world = suspended(make_job(6, spec={"minNodes": 5, **groups}, spares=0))
+    world.kill_node("n0")
+    world.job = make_job(5, spec={"minNodes": 5, **groups}, spares=0)
+    world.settle(15.0)
+    assert world.membership.epoch == 1
+    assert "members [0] have no node" in world.decision.reason
+
+
+@pytest.mark.parametrize("options", [{"redundancy": "Replication"}, {"spec": {"minNodes": None}}])
+def test_other_changes_beside_the_number_of_nodes_begin_anew(options: dict[str, Any]) -> None:
+    world = resized(4, 3)
+    world.job = make_job(3, **{"spec": {"minNodes": 2}, **options})
+    world.protected = None
+    world.settle(2.0)
+    assert world.dropped and len(world.messages("Reshaped")) == 1
 
 
 def test_a_changed_parallelism_of_the_same_world_is_another_layout_too() -> None:
