@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 from combinations import BY_REDUNDANCY, Combination, is_drawn
 from harness import RawCluster
 from small_tmpfs import mounted
+from warm_processes import WarmProcesses
 
 from holdfast_core.job.snapshots import PolicyType
+from holdfast_operator.local import processes, supervisor
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -45,3 +47,26 @@ def combination(request: pytest.FixtureRequest) -> Combination:
 def policy(request: pytest.FixtureRequest) -> PolicyType:
     """A policy for a job's saves: all of them, or Full and one more for each case."""
     return PolicyType(request.param)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm_processes() -> Iterator[None]:
+    """Local runs fork their processes from one that has imported what these need; the first run
+    starts that one."""
+    warm: list[WarmProcesses] = []
+
+    def spawn(
+        arguments: Sequence[str], environment: Mapping[str, str], log: Path
+    ) -> processes.ProcessId:
+        if not warm:
+            warm.append(WarmProcesses())
+        pid = warm[0].fork(arguments, environment, log)
+        if pid is None:
+            return processes.spawn(arguments, environment, log)
+        return processes.identify(pid) or processes.ProcessId(pid, -1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(supervisor, "spawn", spawn)
+        yield
+    for each in warm:
+        each.close()
