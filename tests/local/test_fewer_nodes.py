@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,15 @@ class Run:
 
     def __init__(self, directory: Path, *, stay: bool, spares: int = 0, **spec: Any) -> None:
         self.directory = directory
-        job = make_job(directory, stay=stay, spares=spares, **spec)
-        settings = LocalSettings(directory=directory / "run", standbys=0)
-        self.cluster = LocalCluster(job, settings)
+        self._make_job = partial(make_job, directory, stay=stay)
+        self._settings = LocalSettings(directory=directory / "run", standbys=0)
+        self.cluster = LocalCluster(self._make_job(spares=spares, **spec), self._settings)
+
+    async def edit(self, *, spares: int = 0, **spec: Any) -> None:
+        """Have another control loop go on with a job of which fields have changed."""
+        await self.cluster.detach()
+        self.cluster = LocalCluster(self._make_job(spares=spares, **spec), self._settings)
+        await self.cluster.start()
 
     def lines(self) -> dict[int, list[Line]]:
         """Steps that each process has run, by process id."""
@@ -145,10 +152,11 @@ async def running(*, stay: bool, members: int = 4, **more: Any) -> AsyncIterator
     with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
         run = Run(Path(path), stay=stay, **more)
         try:
-            async with run.cluster:
-                await run.wait_size(members, 0, "the first steps", START_S)
-                yield run
+            await run.cluster.start()
+            await run.wait_size(members, 0, "the first steps", START_S)
+            yield run
         finally:
+            await run.cluster.stop()
             print(run.report())
 
 
@@ -190,6 +198,32 @@ def test_a_job_goes_from_four_nodes_to_three_to_two_and_back(stay: bool) -> None
                 through = [lines for lines in run.lines().values() if lines[0].epoch == 1]
                 assert sum({line.size for line in lines} >= {4, 2} for lines in through) == 2
             return run
+
+    asyncio.run(change())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_suspended_job_goes_on_with_the_number_of_nodes_that_it_is_given() -> None:
+    async def resize(run: Run, before: int, after: int) -> None:
+        epoch = run.cluster.status.epoch
+        for nodes, suspend in ((before, True), (after, True), (after, False)):
+            await run.edit(
+                nodes=nodes, spares=4 - nodes, parallelism={"dp": nodes}, suspend=suspend
+            )
+            if suspend:
+                await run.cluster.wait_for(
+                    lambda status: status.phase == "Suspended", timeout_s=WAIT_S, what="suspension"
+                )
+        await run.wait_size(after, epoch, f"{after} members after the suspension", START_S)
+        assert "Reshaped" not in {event.reason for event in run.cluster.events}
+
+    async def change() -> None:
+        async with running(stay=False) as run:
+            await resize(run, 4, 3)
+            await resize(run, 3, 4)
+            await run.cluster.stop()
+            assert await asyncio.to_thread(run.check) == [4, 3, 4]
 
     asyncio.run(change())
 
