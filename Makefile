@@ -98,6 +98,7 @@ for python in "$(PYTHON312)" python3.12 "$$HOME"/.pyenv/versions/3.12.*/bin/pyth
 	    rm -rf "$$machine.new"
 	    "$$python" -m venv "$$machine.new"
 	    "$$machine.new/bin/python" -m pip install --quiet --no-compile -r build/machine-requirements.txt
+	    "$$machine.new/bin/python" -m compileall -q -j 0 "$$("$$machine.new/bin/python" $(site))" || true
 	    mv -T "$$machine.new" "$$machine"
 	  fi
 	  exec 9>&-
@@ -180,8 +181,8 @@ test-faults: $(STAMP) redis ## Run every fault test for every policy and redunda
 
 .PHONY: test-schedules
 test-schedules: $(STAMP) ## Run ten thousand schedules of the simulation, and more of lost stages (long)
-	@$(BIN)/python -m pytest tests/simulation/test_schedules.py tests/simulation/test_stages.py -n $(PYTEST_WORKERS) --dist worksteal \
-	  --schedules 10000 $(ARGS)
+	@$(BIN)/python -m pytest tests/simulation/test_schedules.py tests/simulation/test_stages.py \
+	  -n $(PYTEST_WORKERS) --dist worksteal --schedules 10000 $(ARGS)
 
 # Not with -m: each daemon that is forked would import the main module anew, pictures and all.
 .PHONY: chaos
@@ -302,6 +303,10 @@ bench-s3: $(STAMP) versitygw ## Measure our requests to S3 beside those of obsto
 bench-dependencies: $(STAMP) ## Measure what libraries would add to a daemon in place of code of ours
 	@$(call overlay,bench)
 	PYTHONPATH=$$("$$overlay/bin/python" $(site)) $(BIN)/python -m benchmarks.dependencies $(ARGS)
+
+.PHONY: bench-launching
+bench-launching: $(STAMP) ## Measure the start of a launcher, up to when it could start workers
+	@$(BIN)/python -m benchmarks.launching $(ARGS)
 
 .PHONY: bench-loss
 bench-loss: $(STAMP) ## Train the example with and without recoveries and compare its loss

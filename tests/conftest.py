@@ -28,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--schedules",
         type=int,
-        default=2000,
+        default=1000,
         help="how many seeded schedules of a whole cluster the simulation runs",
     )
 
