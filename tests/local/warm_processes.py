@@ -29,6 +29,8 @@ MODULES = ("holdfast_daemon", "holdfast.launch")
 """Those that `python -m` may name. The first one is imported with all that it needs."""
 READ_ON_IMPORT = ("PYTHON", "OMP_", "MKL_", "KMP_", "GOMP_", "TORCH", "GRPC_", "LD_")
 """Beginnings of the names of variables that are read during imports."""
+UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
+"""What every launcher gets."""
 REQUEST_BYTES = 1 << 20
 
 
@@ -47,12 +49,11 @@ class WarmProcesses:
     """The process that others are forked from, until `close`."""
 
     def __init__(self) -> None:
-        self._environment = dict(os.environ) | {"PYTHONUNBUFFERED": "1"}
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, __file__, str(theirs.fileno())],
-                env=self._environment | {MARK: "." * MARK_BYTES},
+                env=os.environ | UNBUFFERED | {MARK: "." * MARK_BYTES},
                 pass_fds=(theirs.fileno(),),
             )
         assert self._socket.recv(1), "the imports have failed"
@@ -66,7 +67,8 @@ class WarmProcesses:
     ) -> int | None:
         """Start what `processes.spawn` would; return its pid, or None for what cannot be forked."""
         request = _request(list(arguments), environment, log)
-        if request is None or _read_on_import(environment) != _read_on_import(self._environment):
+        ours = _read_on_import(os.environ | UNBUFFERED)
+        if request is None or _read_on_import({**environment, **UNBUFFERED}) != ours:
             return None
         self._socket.send(json.dumps(asdict(request)).encode())
         return int(self._socket.recv(REQUEST_BYTES))
