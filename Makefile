@@ -9,6 +9,8 @@ SHELL := bash
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Tests start hundreds of processes: without compiled modules each of them would compile ours anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 PYTHON ?= python3
 HOLDFAST_CACHE ?= $(HOME)/.cache/holdfast
@@ -98,7 +100,6 @@ for python in "$(PYTHON312)" python3.12 "$$HOME"/.pyenv/versions/3.12.*/bin/pyth
 	    rm -rf "$$machine.new"
 	    "$$python" -m venv "$$machine.new"
 	    "$$machine.new/bin/python" -m pip install --quiet --no-compile -r build/machine-requirements.txt
-	    "$$machine.new/bin/python" -m compileall -q -j 0 "$$("$$machine.new/bin/python" $(site))" || true
 	    mv -T "$$machine.new" "$$machine"
 	  fi
 	  exec 9>&-

@@ -267,7 +267,9 @@ class Session:
         return os.environ | {
             "PYTHONPATH": os.pathsep.join([*map(str, roots), own]).rstrip(os.pathsep),
             "PYTHONFAULTHANDLER": "1",
-            "PYTHONPYCACHEPREFIX": str(self._scratch / "pycache"),  # the bundle stays as it came
+            # The bundle stays as it came, and only the first process compiles what it imports.
+            "PYTHONPYCACHEPREFIX": str(self._scratch / "pycache"),
+            "PYTHONDONTWRITEBYTECODE": "",
             "PYTHONUNBUFFERED": "1",
             "HOLDFAST_SHARED_MEMORY": str(shared),  # for large files, which a killed step leaves
             "TMPDIR": str(temporary),

@@ -14,7 +14,9 @@ from hypothesis import settings
 
 # The same examples in every run: a failure here is a failure everywhere. To search for new ones:
 # `make test ARGS="--hypothesis-profile=explore"`.
-settings.register_profile("fixed", derandomize=True, database=None, deadline=None, print_blob=True)
+settings.register_profile(
+    "fixed", max_examples=50, derandomize=True, database=None, deadline=None, print_blob=True
+)
 settings.register_profile("explore", deadline=None, max_examples=2000, print_blob=True)
 settings.load_profile("fixed")
 
@@ -23,7 +25,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every-combination",
         action="store_true",
-        help="run each fault test for every policy and redundancy, not for one of them (long)",
+        help="run each fault test for every policy and redundancy, not for one of them, and tests "
+        "marked `exhaustive` (long)",
     )
     parser.addoption(
         "--schedules",
@@ -34,11 +37,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with tests marked `slow`: one that begins last runs beside an idle core.
 
-    Skip tests marked `gpu` where there is none; imports torch only if there are such tests.
+    Without `--every-combination`, leave out those marked `exhaustive`. Skip tests marked `gpu`
+    where there is none; imports torch only if there are such tests.
     """
+    if not config.getoption("--every-combination"):
+        left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     # A process has one fork server, and what starts it first decides what it has imported.
     if daemons := sys.modules.get("daemons"):  # some test forks daemons

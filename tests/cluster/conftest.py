@@ -27,14 +27,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of this folder: they take minutes, not the usual seconds. Files that install
-    Holdfast come last: others run an operator of their own, and two would work on the same jobs.
-    Without `--every-combination`, leave out the tests that are marked `exhaustive`."""
-    if not config.getoption("--every-combination"):
-        left_out = [each for each in items if each.get_closest_marker("exhaustive")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [each for each in items if each not in left_out]
+    Holdfast come last: others run an operator of their own, and two would work on the same jobs."""
     installing = {each.path for each in items if "holdfast" in getattr(each, "fixturenames", ())}
     items.sort(key=lambda item: item.path in installing)
     for item in items:

@@ -3,7 +3,7 @@ the fault tests.
 
 A test that uses the fixture `combination` is collected with each of them. `make test-faults` runs
 all; `make test` runs one for each case, drawn from the case's own name, so that all combinations
-occur and each case has the same one in every run. It leaves out cases marked `exhaustive`.
+occur and each case has the same one in every run.
 """
 
 from __future__ import annotations
@@ -60,10 +60,7 @@ CARRYING = tuple(policy for policy in PolicyType if policy is not PolicyType.FUL
 
 
 def is_drawn(item: pytest.Item) -> bool:
-    """Whether `make test` runs this case: one combination for each set of other parameters, none
-    where the case is marked `exhaustive`."""
-    if item.get_closest_marker("exhaustive"):
-        return False
+    """Whether `make test` runs this case: one combination for each set of other parameters."""
     params = item.callspec.params if isinstance(item, pytest.Function) and _is_many(item) else {}
     combination, policy = params.get("combination"), params.get("policy")
     if isinstance(combination, Combination):

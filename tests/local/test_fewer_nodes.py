@@ -204,6 +204,7 @@ def test_a_job_goes_from_four_nodes_to_three_to_two_and_back(stay: bool) -> None
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.exhaustive
 def test_a_suspended_job_goes_on_with_the_number_of_nodes_that_it_is_given() -> None:
     async def resize(run: Run, before: int, after: int) -> None:
         epoch = run.cluster.status.epoch

@@ -71,7 +71,11 @@ async def run_killed(name: str, folder: Path, memory: Path) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "name",
-    ["huggingface", "lightning", pytest.param("accelerate", marks=pytest.mark.exhaustive)],
+    [
+        "huggingface",
+        pytest.param("lightning", marks=pytest.mark.exhaustive),
+        pytest.param("accelerate", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_an_example_that_is_killed_ends_like_one_that_was_not(directory: Path, name: str) -> None:
     asyncio.run(run_killed(name, directory / "killed", directory / "memory"))

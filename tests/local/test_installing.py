@@ -255,6 +255,7 @@ def test_a_group_has_all_that_its_part_imports(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("group", FRAMEWORKS)
 def test_a_framework_has_a_group_that_is_named_without_it(
     environment: Environment, group: str

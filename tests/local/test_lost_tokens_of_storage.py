@@ -71,6 +71,7 @@ def expected_loss(store: SetStore, stored: StoredSet) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.exhaustive
 def test_what_older_experts_cost_is_counted_to_the_token(directory: Path) -> None:
     tier = directory / "tier"
     job = two_level_job(str(tier))

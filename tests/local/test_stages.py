@@ -217,7 +217,7 @@ def check_replay(run: Run, lost: Sequence[int]) -> None:
 @pytest.mark.parametrize(
     ("stage", "window"),
     [
-        pytest.param(0, 0, id="first"),
+        pytest.param(0, 0, id="first", marks=pytest.mark.exhaustive),
         pytest.param(1, 0, id="last", marks=pytest.mark.exhaustive),
         pytest.param(0, WINDOW, id="first-within-a-window", marks=pytest.mark.exhaustive),
         pytest.param(1, WINDOW, id="last-within-a-window"),

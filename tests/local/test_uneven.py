@@ -232,6 +232,7 @@ def test_no_step_is_lost_while_every_expert_has_a_copy() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.exhaustive
 def test_experts_move_when_loads_are_worth_it_and_no_loss_changes() -> None:
     """The first plan is for equal loads, which they are not. After the move, a node is lost."""
 
