@@ -54,7 +54,7 @@ except grpc.RpcError as error:
 """
 """What strangers do: greet their node's daemon for the job, with the token in a file."""
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(1200)]
 
 Document = dict[str, Any]
 
