@@ -77,12 +77,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="run these steps alone: %(choices)s",
     )
     parser.add_argument(
+        "--without",
+        nargs="+",
+        default=[],
+        metavar="STEP",
+        choices=[step.path for step in STEPS],
+        help="leave these steps out",
+    )
+    parser.add_argument(
         "--deadline-s", type=float, default=DEADLINE_S, metavar="S", help="default: %(default)s"
     )
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     processes.adopt_orphans()
-    steps = [step for step in STEPS if not options.only or step.path in options.only]
+    asked = [step for step in STEPS if not options.only or step.path in options.only]
+    steps = [step for step in asked if step.path not in options.without]
     options.out.mkdir(parents=True, exist_ok=True)
     memory = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
     with (

@@ -261,3 +261,9 @@ def test_after_the_deadline_the_rest_is_listed_as_not_reached(tmp_path: Path) ->
     late = _run(_bundle(tmp_path), "--deadline-s", "0", "--only", "tests/gpu/test_sound.py")
     assert late.records()["test_sound"].state is State.NOT_REACHED
     assert late.code == 1
+
+
+def test_a_step_can_be_left_out(tmp_path: Path) -> None:
+    steps = ("tests/gpu/test_sound.py", "benchmarks/gpu/measuring.py")
+    run = _run(_bundle(tmp_path), "--deadline-s", "0", "--only", *steps, "--without", steps[1])
+    assert "test_sound" in run.records() and "measuring" not in run.records()
