@@ -192,14 +192,15 @@ def test_a_plan_that_would_be_too_large_is_refused() -> None:
 @pytest.mark.parametrize(
     ("nodes", "experts", "seats", "layers", "most_s"),
     [
-        pytest.param(10, 16, 6, 12, 0.1, id="10 nodes"),
-        pytest.param(64, 256, 16, 58, 2.0, id="64 nodes"),
+        pytest.param(10, 16, 6, 12, 0.2, id="10 nodes"),
+        pytest.param(64, 256, 16, 58, 4.0, id="64 nodes"),
     ],
 )
 def test_a_plan_is_made_in_time(
     nodes: int, experts: int, seats: int, layers: int, most_s: float
 ) -> None:
-    """Processor time, the best of three, as other tests run beside this one."""
+    """Processor time, the best of three and twice what it takes alone: beside other tests, a core
+    does less in the same time."""
     loads = zipf(layers, experts, 1.0)
     room = ExpertRoom(nodes=nodes, rank_seats=seats)
     took = []

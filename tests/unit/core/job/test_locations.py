@@ -7,7 +7,7 @@ import re
 from pathlib import Path, PurePosixPath
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from holdfast_core.errors import InvalidJobError
@@ -21,7 +21,8 @@ from holdfast_core.job.locations import (
 
 CHART = json.loads((Path(__file__).parents[4] / "charts/holdfast/values.schema.json").read_text())
 LOCATIONS = CHART["properties"]["persistence"]["properties"]["locations"]["items"]["properties"]
-PREFIX_PATTERN: str = LOCATIONS["prefix"]["pattern"]
+PREFIX_PATTERN: str = LOCATIONS["prefix"]["pattern"].removesuffix("$") + r"\Z"
+"""As Helm reads it: `$` is the end of the text, and not a newline before it."""
 
 TEAMS = (
     StorageLocation(prefix="s3://team-{namespace}"),
@@ -211,6 +212,7 @@ def test_a_place_that_is_written_out_is_read_as_the_same_place(uri: str) -> None
 
 
 @given(URIS)
+@example("s3://0\n")
 def test_the_charts_pattern_admits_the_prefixes_that_can_be_read(prefix: str) -> None:
     matches = re.search(PREFIX_PATTERN, prefix) is not None
     if is_storage_uri(prefix.replace("{namespace}", "x")):
