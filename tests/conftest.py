@@ -6,6 +6,7 @@ Fixtures of one part live beside that part's tests, not here.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import sys
 
@@ -55,6 +56,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if marked and not _cuda_is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Have the collector leave alone what was collected, and look at the rest less often: going
+    through thousands of tests again and again takes longer than many of them."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
 
 
 def _cuda_is_available() -> bool:
