@@ -66,6 +66,11 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(100_000, 50, 100)
 
 
+def pytest_unconfigure() -> None:
+    """Leave nothing frozen: libraries report as leaked what is not freed before they end."""
+    gc.unfreeze()
+
+
 def _cuda_is_available() -> bool:
     if importlib.util.find_spec("torch") is None:
         return False
