@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from rich.console import Console
 from rich.table import Table
 
@@ -53,7 +54,7 @@ class Start:
     """Time from the command to when a worker could be forked."""
     cpu_s: float
     memory_bytes: int
-    """Memory of all its processes; what several share is counted once."""
+    """Memory of all its processes: of a page that n share, each has 1/n."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,39 +86,15 @@ def _start(folder: Path, program: str, more: Sequence[str]) -> Start:
                 assert time.monotonic() - began < WAIT_S, "the launcher is not ready"
                 time.sleep(0.005)
             took_s = time.monotonic() - began
-            pids = _session(process.pid)
+            launcher = psutil.Process(process.pid)
+            every = (launcher, *launcher.children(recursive=True))
             return Start(
                 ready_s=took_s,
-                cpu_s=sum(_cpu_s(pid) for pid in pids),
-                memory_bytes=sum(_memory_bytes(pid) for pid in pids),
+                cpu_s=sum(sum(each.cpu_times()[:2]) for each in every),
+                memory_bytes=sum(each.memory_full_info().pss for each in every),
             )
         finally:
             os.killpg(process.pid, signal.SIGKILL)
-
-
-def _session(leader: int) -> list[int]:
-    """Processes of a session."""
-    every = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
-    return [pid for pid in every if _stat(pid)[3:4] == [str(leader)]]
-
-
-def _stat(pid: int) -> list[str]:
-    """Fields of /proc/<pid>/stat from the state on; empty when the process has ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def _cpu_s(pid: int) -> float:
-    ticks = sum(map(int, _stat(pid)[11:13]))
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
-def _memory_bytes(pid: int) -> int:
-    """Proportional set size: a page that n processes share counts as 1/n of a page."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
 
 def _show(found: dict[str, list[Start]]) -> None:

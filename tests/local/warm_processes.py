@@ -26,7 +26,7 @@ MARK = "HOLDFAST_LOCAL"
 """As in `holdfast_operator.local.processes`, which neither a daemon nor a launcher imports."""
 MARK_BYTES = 1024
 MODULES = ("holdfast_daemon", "holdfast.launch")
-"""Those that `python -m` may name. The first one is imported with all that it needs."""
+"""Those that are forked, as `python -m` names them."""
 READ_ON_IMPORT = ("PYTHON", "OMP_", "MKL_", "KMP_", "GOMP_", "TORCH", "GRPC_", "LD_")
 """Beginnings of the names of variables that are read during imports."""
 UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
