@@ -151,7 +151,7 @@ def test_a_second_rank_dies_in_the_middle_of_a_shrink(point: str) -> None:
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("point", ["start", "before-scatter", "before-subgroups"])
+@pytest.mark.parametrize("point", ["start", "before-scatter", "before-subgroups", "backward"])
 def test_a_rank_dies_while_its_member_joins(point: str) -> None:
     async def change() -> None:
         async with changing() as it:
@@ -163,6 +163,30 @@ def test_a_rank_dies_while_its_member_joins(point: str) -> None:
             await it.ends_as_it_began()
             sizes = await it.check(0, 2, 3)
             assert sizes[0] == 4 and sizes[-1] == 4 and 3 in sizes
+
+    asyncio.run(change())
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("point", ["start", "before-scatter", "backward"])
+def test_the_node_of_a_member_that_joins_is_lost(point: str) -> None:
+    async def change() -> None:
+        async with changing() as it:
+            home = it.node(1)
+            await lose(it.run, 1, left=3)
+            it.fail("new", point, "SIGSTOP")
+            await it.cluster.start_node(home)
+            await it.suffered()
+            joins = it.cluster.status
+            assert len(joins.members) == 4
+            await it.cluster.kill_node(home)
+            await it.run.wait_size(3, joins.epoch, "three members again")
+            await it.cluster.start_node(home)
+            await it.ends_as_it_began()
+            sizes = await it.check(0, 2, 3)
+            assert sizes in ([4, 3, 4], [4, 3, 4, 3, 4])
 
     asyncio.run(change())
 
@@ -233,7 +257,7 @@ def _scheduled(status: Status) -> str | None:
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("point", ["before-stand"])
+@pytest.mark.parametrize("point", ["before-stand", "after-form"])
 def test_the_leaders_daemon_dies_in_the_middle_of_a_shrink(point: str) -> None:
     async def change() -> None:
         async with changing() as it:
@@ -255,7 +279,7 @@ def test_the_leaders_daemon_dies_in_the_middle_of_a_shrink(point: str) -> None:
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("point", ["after-stand"])
+@pytest.mark.parametrize("point", ["after-stand", "backward"])
 def test_a_shrink_ends_without_the_control_loop(point: str) -> None:
     """Once it has published the epoch, nobody needs it: those that are left train, and a control
     loop that comes later takes the job over as it is."""
