@@ -120,7 +120,7 @@ class GlooExchange:
         self._rank = dist.get_rank()
 
     def leave(self) -> None:
-        """Let go of the group: its sockets close with the last reference to it. Any thread."""
+        """Let go of the group, which is about to be disconnected. Any thread."""
         self._group = None
 
     def _here(self) -> dist.ProcessGroup:

@@ -1,8 +1,10 @@
 """Process groups that are formed, left and formed again in one process.
 
-Facts of torch behind this module, on gloo: `abort()` wakes nobody; a group's sockets close only
-with the last reference to it; and dropping that reference waits for collectives that are still
-pending. So groups are dropped on a thread of their own.
+Facts of torch behind this module, on gloo: `abort()` wakes nobody; dropping the last reference to a
+group waits for collectives that are still pending, and they write into their tensors whenever the
+ranks that they wait for come back; a wait for a message that times out closes all connections of
+its group. So groups are disconnected in this way before they are dropped, which happens on a thread
+of its own.
 """
 
 from __future__ import annotations
@@ -13,11 +15,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from math import inf
 from typing import Any
 
 import msgspec
+import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed import (  # type: ignore[attr-defined]  # re-exported by torch
@@ -36,9 +40,14 @@ FORM_S = 15.0
 """Time to form a group once all ranks have met. A rank that dies in between costs that much."""
 DROP_S = 5.0
 """Time that a process which ends gives its groups to be destroyed."""
+SETTLE_S = 1.0
+"""Longest wait for threads of groups that are left: a failed collective may be adding up still."""
 CONNECT_S = 10.0
 """Time to reach the store of an epoch."""
 _POLL_S, _POLL_S_MAX = 0.002, 0.05
+_NO_TIME = timedelta(milliseconds=1)
+_UNUSED_TAG = 2**30
+"""Tag of messages that nobody sends."""
 _SAID = msgspec.json.Decoder(list[str])
 
 
@@ -141,8 +150,8 @@ def split(partition: Sequence[Sequence[int]], rank: int, timeout_s: float) -> di
 
 
 def leave(given: Iterable[Any] = ()) -> None:
-    """Destroy all process groups. Their sockets close as soon as nothing else refers to them,
-    which wakes the ranks that wait for this one.
+    """Destroy all process groups. Their connections close, which wakes the ranks that wait for this
+    one, and from then on their collectives write nothing.
 
     Args:
         given: groups that the script was given, and may have kept. No thread uses them now.
@@ -150,6 +159,8 @@ def leave(given: Iterable[Any] = ()) -> None:
     if not dist.is_initialized():
         return
     held: list[Any] = [*c10d._world.pg_map]
+    for group in held:
+        _disconnect(group)
     for group in (dist.group.WORLD, *given):
         _retire(group)
     wake()
@@ -157,7 +168,30 @@ def leave(given: Iterable[Any] = ()) -> None:
         dist.destroy_process_group()
     dropping = threading.Thread(target=held.clear, name="holdfast-leave", daemon=True)
     dropping.start()
-    atexit.register(dropping.join, DROP_S)  # a group that is half destroyed aborts the process
+    dropping.join(SETTLE_S)
+    if dropping.is_alive():
+        atexit.register(dropping.join, DROP_S)  # a group that is half destroyed aborts the process
+
+
+def _disconnect(group: Any) -> None:
+    """Close all connections of `group`, which ends what it has begun.
+
+    A collective that waits for a rank whose node is cut off, or stands still, would otherwise write
+    when that rank comes back: into gradients of a later world, or into parameters that an
+    interrupted restore was filling.
+    """
+    for _, backend in _gloo_backends(group):
+        for other in range(group.size()):
+            if other != group.rank():
+                # Of those that are lost already it raises at once; the first other one times out.
+                with suppress(RuntimeError):
+                    backend.recv([torch.empty(1)], other, _UNUSED_TAG).wait(_NO_TIME)
+
+
+def _gloo_backends(group: Any) -> list[tuple[torch.device, Any]]:
+    """Devices of `group` that gloo serves, with their backends."""
+    served = [(device, group._get_backend(device)) for device in group._device_types]
+    return [each for each in served if isinstance(each[1], dist.ProcessGroupGloo)]
 
 
 class _NoStore(Store):
@@ -183,9 +217,8 @@ def _retire(group: Any) -> None:
     The ranks that are left could still reach each other in it, and what one of them began before
     the end of the world would answer what another one calls after it.
     """
-    for device in group._device_types:
-        if isinstance(group._get_backend(device), dist.ProcessGroupGloo):
-            group._register_backend(device, dist.ProcessGroup.BackendType.CUSTOM, _nowhere())
+    for device, _ in _gloo_backends(group):
+        group._register_backend(device, dist.ProcessGroup.BackendType.CUSTOM, _nowhere())
 
 
 @functools.cache

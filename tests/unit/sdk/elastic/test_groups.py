@@ -1,0 +1,87 @@
+"""What a world has begun ends when its groups are left, whoever comes back later."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from holdfast._elastic import groups
+
+TIMEOUT_S = 30.0
+
+
+def _reduce(buffer: torch.Tensor, rank: int) -> dist.Work | None:
+    del rank
+    return dist.all_reduce(buffer, async_op=True)
+
+
+def _broadcast(buffer: torch.Tensor, rank: int) -> dist.Work | None:
+    del rank
+    return dist.broadcast(buffer, src=dist.get_world_size() - 1, async_op=True)
+
+
+def _message(buffer: torch.Tensor, rank: int) -> dist.Work | None:
+    return dist.isend(buffer, 0) if rank else dist.irecv(buffer, dist.get_world_size() - 1)
+
+
+BEGINS: dict[str, Callable[[torch.Tensor, int], dist.Work | None]] = {
+    "all_reduce": _reduce,
+    "broadcast": _broadcast,
+    "irecv": _message,
+}
+
+
+def stand_still(rank: int, kind: str, size: int, port: str) -> None:
+    """The last rank comes to a collective only when rank 0 has left the groups; those between the
+    two die first."""
+    clock: Any = TCPStore("127.0.0.1", int(port), timeout=timedelta(seconds=TIMEOUT_S))
+    dist.init_process_group(
+        "gloo",
+        store=PrefixStore("groups", clock),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )
+    everyone = dist.group.WORLD  # a script may keep it
+    if 0 < rank < size - 1:
+        dist.all_reduce(torch.ones(1))
+        clock.get("begun")
+        os._exit(0)
+    if rank == 0:
+        dist.all_reduce(torch.ones(1))
+        buffer = torch.full((1000,), 5.0)
+        work = BEGINS[kind](buffer, rank)
+        assert work is not None
+        clock.set("begun", "")
+        groups.leave([everyone])
+        with pytest.raises(RuntimeError):
+            work.wait(timedelta(seconds=TIMEOUT_S))
+        buffer.fill_(6.0)
+        clock.set("left", "")
+        clock.get("came-back")
+        assert bool((buffer == 6.0).all())
+        return
+    dist.all_reduce(torch.ones(1))
+    clock.get("left")
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        late = BEGINS[kind](torch.full((1000,), 7.0), rank)
+        assert late is not None
+        late.wait()
+    clock.set("came-back", "")
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("kind", BEGINS)
+def test_a_rank_that_comes_back_writes_into_no_tensor_of_those_that_have_left_it(
+    kind: str, size: int
+) -> None:
+    clock = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    run_ranks(stand_still, (kind, size, str(clock.port)), size)
