@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from staying_trainer import PACE_S, Faults
@@ -25,6 +26,7 @@ from torch import nn
 
 import holdfast
 from holdfast.elastic import World, WorldGroup
+from holdfast_core.protection.standing import RankStanding
 
 EXPERTS, WIDTH, TOKENS = 4, 8, 12
 
@@ -97,8 +99,16 @@ class Misuse:
         self._everyone = everyone
         self.step = 0
         self.refused: set[str] = set()
+        if kind == "claims-vote":
+            self._stand = session._standing
+            session._standing = self._claim
         if kind == "saves-elsewhere":
             threading.Thread(target=self._save_on_and_on, daemon=True).start()
+
+    def _claim(self, voting: Any = None) -> RankStanding:
+        """State that the vote of one more step has passed, and that it has been completed."""
+        own: RankStanding = self._stand(voting)
+        return own if own.step < 0 else msgspec.structs.replace(own, step=own.step + 1, torn="")
 
     def _save_on_and_on(self) -> None:
         while True:

@@ -234,6 +234,7 @@ def test_experts_return_to_their_versions_in_every_process(policy: Any, redundan
         pytest.param("child-trains", 0, {1}, marks=pytest.mark.exhaustive),
         pytest.param("saves-elsewhere", 0, {1}, marks=pytest.mark.exhaustive),
         pytest.param("changes-outside", -1, {1}, marks=pytest.mark.exhaustive),
+        pytest.param("claims-vote", 0, {1}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_script_that_misuses_its_world_is_started_anew_or_goes_on_with_right_bytes(

@@ -38,6 +38,8 @@ from holdfast_core.protection.standing import (
 RANKS, STEPS, FAULTY_STEP = 3, 5, 3
 WAIT_S = 30.0
 LEARNING_RATE = 0.25
+CHANGE = 0.125
+"""What a script adds to the parameter by itself."""
 
 
 class Killed(BaseException):
@@ -59,6 +61,8 @@ SCRIPTS = {
     "swallows the end of its steps": StandingAction.LIVE,
     "adds gradients up over steps": StandingAction.LINE,
     "changes a parameter before the vote": StandingAction.LINE,
+    "changes a parameter after the vote": StandingAction.LIVE,
+    "steps without the vote": StandingAction.LINE,
     "reduces after its optimizer": StandingAction.LINE,
 }
 """What a script may do → where a death then leads."""
@@ -127,6 +131,9 @@ class Cluster:
         """Die here, if that is the crash."""
         if (self.crash.rank, self.crash.point) == (rank, point) and step == FAULTY_STEP:
             with self.changed:
+                if self.script == "steps without the vote":
+                    reduces = (1, "reduce", FAULTY_STEP)
+                    self.changed.wait_for(lambda: 0 in self.said.get(reduces, ()), WAIT_S)
                 self._kill()
 
     def _kill(self) -> None:
@@ -265,10 +272,11 @@ def gradient(step: int, rank: int) -> float:
     return ((step * 7 + rank * 3) % 11) / 8
 
 
-def expected(step: int) -> float:
+def expected(step: int, script: str) -> float:
     """The parameter after `step` steps."""
     value = 1.0
     for one in range(1, step + 1):
+        value += CHANGE if script == "changes a parameter after the vote" else 0.0
         value -= LEARNING_RATE * sum(gradient(one, rank) for rank in range(RANKS))
     return value
 
@@ -276,13 +284,20 @@ def expected(step: int) -> float:
 def run_step(
     cluster: Cluster,
     world: Any,
+    session: Any,
     model: Any,
     optimizer: torch.optim.Optimizer,
     step: int,
 ) -> None:
     """Reduce gradients and run the optimizer, as the script does."""
     script, rank, number = cluster.script, world.rank, int(step)
-    parts = cluster.meet(world.epoch, ("reduce", number), rank, gradient(number, rank))
+    try:
+        parts = cluster.meet(world.epoch, ("reduce", number), rank, gradient(number, rank))
+    except UnreachableError:
+        if script != "steps without the vote" or rank != 0:
+            raise
+        parts = [gradient(number, rank)]
+        session._body.voted = True
     total = torch.tensor([[sum(parts)]])
     before = model.weight.grad
     model.weight.grad = total if before is None else total + before
@@ -314,15 +329,20 @@ def train(cluster: Cluster, rank: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     make: Callable[[], Session] = lambda: make_session(cluster, world, model, optimizer)  # noqa: E731
     session = ElasticSession(world, make, [optimizer], 30.0, votes=True)
-    optimizer.register_step_pre_hook(
-        lambda *_: cluster.at("in-optimizer", rank, int(now[0]))  # after the vote
-    )
+
+    def after_vote(*_: Any) -> None:
+        cluster.at("in-optimizer", rank, now[0])
+        if cluster.script == "changes a parameter after the vote":
+            with torch.no_grad():
+                model.weight.add_(CHANGE)
+
+    optimizer.register_step_pre_hook(after_vote)
     now = [0]
     for step in session.steps(STEPS):
         with step:
             now[0] = int(step)
             cluster.at("before-reduce", rank, step)
-            run_step(cluster, world, model, optimizer, step)
+            run_step(cluster, world, session, model, optimizer, step)
             cluster.states.setdefault(int(step), {})[rank] = model.weight.item()
             cluster.at("after-optimizer", rank, step)
     cluster.states.setdefault(STEPS, {})[rank] = model.weight.item()
@@ -347,7 +367,7 @@ def run(crash: Crash, script: str = "") -> None:
     wrong = StandingAction.LINE in second
     assert not wrong, f"crash {crash}: a rank that could go on live does not"
     for step, values in cluster.states.items():
-        assert set(values.values()) == {expected(step)}, f"crash {crash}: {step}: {values}"
+        assert set(values.values()) == {expected(step, script)}, f"crash {crash}: {step}: {values}"
     assert len(cluster.states[STEPS]) == RANKS
 
 
