@@ -20,6 +20,7 @@ from holdfast_core.job.snapshots import PolicyType
 from holdfast_core.snapshots import layouts
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import Layout
+from holdfast_core.snapshots.manifests import Manifest
 from holdfast_core.snapshots.pieces import PieceMap, bit_map, runs
 from holdfast_protos import codec, trainer_pb2
 
@@ -132,18 +133,41 @@ class RawTrainer:
     def restore(self) -> tuple[Generation | None, bytes, str]:
         """Restore: (generation, payload, source), or (None, b"", reason) for a fresh start. The
         payload is verified as in the SDK."""
+        decision = self._decision()
+        if not decision.line.HasField("generation"):
+            return None, b"", decision.line.reason
+        manifest, payload = self._read(decision)
+        assert manifest.generation == codec.generation_from_proto(decision.line.generation)
+        self._base = manifest.generation
+        return manifest.generation, payload, decision.source
+
+    def restore_earlier(self) -> tuple[Generation, dict[int, bytes]]:
+        """Restore what another world captured: the generation and, by the rank that captured it,
+        each payload that this rank reads for all."""
+        decision = self._decision()
+        assert decision.captured_by
+        read = [self._read(held) for held in decision.snapshots]
+        generation = codec.generation_from_proto(decision.line.generation)
+        assert {manifest.generation for manifest, _ in read} <= {generation}
+        return generation, {manifest.rank: payload for manifest, payload in read}
+
+    def _decision(self) -> trainer_pb2.RestoreDecision:
         request = trainer_pb2.RestoreRequest(job=self.job, rank=self.rank, epoch=self.epoch)
         decision = None
         for progress in self.daemon.stub().Restore(request, timeout=WAIT_S):
             if progress.HasField("decision"):
                 decision = progress.decision
         assert decision is not None
-        if not decision.line.HasField("generation"):
-            return None, b"", decision.line.reason
-        manifest = layouts.decode_manifest(decision.manifest)
-        connection, descriptor = receive_descriptor(self.arena_socket, decision.token)
+        return decision
+
+    def _read(
+        self, held: trainer_pb2.RestoreDecision | trainer_pb2.HeldSnapshot
+    ) -> tuple[Manifest, bytes]:
+        """Manifest and payload of a snapshot on this node, verified."""
+        manifest = layouts.decode_manifest(held.manifest)
+        connection, descriptor = receive_descriptor(self.arena_socket, held.token)
         try:
-            slot_bytes = layouts.decode_layout(decision.layout).slot_bytes
+            slot_bytes = layouts.decode_layout(held.layout).slot_bytes
             pieces = layouts.piece_count(manifest.payload_bytes, PIECE_BYTES)
             payload = b"".join(
                 os.pread(
@@ -151,7 +175,7 @@ class RawTrainer:
                     PIECE_BYTES * (run.end - run.first),
                     run.slot * slot_bytes + PIECE_BYTES * run.first,
                 )
-                for run in runs(PieceMap(decision.slot, decision.places), 0, pieces)
+                for run in runs(PieceMap(held.slot, held.places), 0, pieces)
             )[: manifest.payload_bytes]
         finally:
             os.close(descriptor)
@@ -160,9 +184,7 @@ class RawTrainer:
             raise CorruptError(
                 f"rank {self.rank}: {manifest.generation} does not match its manifest"
             )
-        assert manifest.generation == codec.generation_from_proto(decision.line.generation)
-        self._base = manifest.generation
-        return manifest.generation, payload, decision.source
+        return manifest, payload
 
     def open(self) -> trainer_pb2.OpenReply:
         """Open a session and claim the arena. Raises grpc.RpcError, or the error that the arena

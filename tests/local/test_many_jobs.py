@@ -5,15 +5,21 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 from combinations import Combination
 from control_plane import ControlServer
 from harness import RawCluster, RawJob
+from raw_trainer import RawTrainer
 from waiting import wait_for
 
+from holdfast_core.job.snapshots import PolicyType
+from holdfast_core.snapshots.worlds import MemberWorld
 from holdfast_daemon.control import HEARTBEAT_S
+from holdfast_protos import codec, control_pb2
 
 MEMBERS = 4
 QUIET_S = 5.0
@@ -54,6 +60,101 @@ def test_jobs_share_daemons_and_one_that_ends_leaves_nothing(
         job.form()
         assert job.check_restored(job.start_trainers(), newest) == newest
         job.train(2)
+
+
+class ChangingJob:
+    """A job whose members leave and come back, while its nodes stay."""
+
+    def __init__(self, cluster: RawCluster, nodes: list[str]) -> None:
+        self.job = RawJob(cluster, nodes, name="team/changing", policy=PolicyType.FULL)
+        self._nodes = list(nodes)
+        self.job.form()
+        self.job.start_trainers()
+        self._world = self.job.membership().world
+        self._past: list[MemberWorld] = []
+        self.newest = self.job.train(2)
+
+    def change(self, *members: int) -> None:
+        """Begin an epoch with these members. What the world before had captured must be there, and
+        no rank have other bytes; then the new one is protected."""
+        job, saved = self.job, self.job.trainers
+        job.stop_trainers()
+        job.nodes = [self._nodes[index] for index in members]
+        job.epoch += 1
+        self._past.append(self._world)
+        places = tuple(
+            replace(place, index=index)
+            for place, index in zip(job.membership().members, members, strict=True)
+        )
+        membership = replace(
+            job.membership(),
+            members=places,
+            groups=(members,),
+            since=job.epoch,
+            past=tuple(self._past),
+        )
+        self._world = membership.world
+        message = control_pb2.ControlMessage(membership=codec.membership_to_proto(membership))
+        for node in job.nodes:
+            job.cluster.control.send(node, message)
+        job.trainers = [job.make_trainer(rank) for rank in range(job.size)]
+        with ThreadPoolExecutor(job.size) as pool:
+            list(pool.map(lambda trainer: trainer.join(job.epoch), job.trainers))
+            restored = list(pool.map(RawTrainer.restore_earlier, job.trainers))
+            list(pool.map(RawTrainer.open, job.trainers))
+        assert {generation for generation, _ in restored} == {self.newest}
+        found = {rank: data for _, read in restored for rank, data in read.items()}
+        assert found == {trainer.rank: trainer.content_at(self.newest) for trainer in saved}
+        self.newest = job.train(2)
+
+
+def test_a_job_that_changes_its_world_leaves_another_one_on_its_nodes_alone(
+    cluster: RawCluster,
+) -> None:
+    nodes = cluster.start_nodes(MEMBERS)
+    steady = RawJob(cluster, list(nodes), name="team/steady")
+    steady.form()
+    steady.start_trainers()
+    steady.train(2)
+    changing = ChangingJob(cluster, nodes)
+
+    def files() -> dict[Path, int]:
+        """Arenas of the steady job, and their inodes."""
+        roots = [steady.daemon(member).root / "jobs" for member in range(MEMBERS)]
+        arenas = [one for root in roots for one in root.glob("*steady*/arenas/*/*arena*")]
+        return {arena: arena.stat().st_ino for arena in arenas}
+
+    def used() -> list[int]:
+        return [cluster.daemons[node].status()["memory_used_bytes"] for node in nodes]
+
+    arenas, memory = files(), used()
+    assert len(arenas) == MEMBERS
+    over = threading.Event()
+
+    def train() -> int:
+        while not over.is_set():
+            steady.train()
+        return steady.step
+
+    with ThreadPoolExecutor(1) as beside:
+        training = beside.submit(train)
+        try:
+            begun = []
+            for members in ((0, 2, 3), (0, 2), (0, 1, 2, 3)):
+                begun.append(steady.step)
+                changing.change(*members)
+        finally:
+            over.set()
+        ended = training.result()
+    assert sorted({*begun, ended}) == [*begun, ended]  # it trained during each change
+    wait_for(
+        "the memory of earlier worlds to be free",
+        lambda: changing.job.train() and used() == memory,
+    )
+    newest = steady.generation
+    assert newest.epoch == 1 and files() == arenas
+    steady.form()
+    assert steady.check_restored(steady.start_trainers(), newest) == newest
 
 
 def test_sigterm_ends_a_daemon_at_once_and_the_next_one_takes_everything_over(

@@ -73,6 +73,9 @@ class JobStorage:
         self._node = node
         self._files = node.files
         self._arenas: dict[tuple[int, str], Arena] = {}
+        self._needs: dict[tuple[int, str], dict[int, int]] = {}
+        """Bytes that a parity block has to have for each arena, by lane; unknown of an arena that
+        was adopted, until it is asked for."""
         self._arena_files = ArenaFiles(self.directory / "arenas", job, self._files, node.grants)
         self._blocks = ParityBlocks(self.directory / "parity", self._files)
         self._kept = PeerManifests(self.directory / "peers", self._files)
@@ -213,6 +216,7 @@ class JobStorage:
             if arena is not None:
                 self._arena_files.remove(arena)
                 del self._arenas[rank, layout]
+                self._needs.pop((rank, layout), None)
                 self._node.budget.release(arena.nbytes)
 
     # --- parity ----------------------------------------------------------------------------------
@@ -230,6 +234,7 @@ class JobStorage:
         try:
             self.free_parity(lane, slot)
             with storage_errors(f"taking memory for parity {slot} of lane {lane} of {self.job}"):
+                self._trim(lane, slot)
                 self._blocks.fill(lane, slot)
             yield self.block_view(lane, slot)
         finally:
@@ -243,6 +248,19 @@ class JobStorage:
             with self._lock:
                 given = self._blocks.empty_idle()
             del given  # outside of the lock: freeing gigabytes takes a while
+
+    def _trim(self, lane: int, slot: int) -> None:
+        """Give back the room that no arena needs any more of a block about to be built."""
+        if not self._allocating.acquire(blocking=False):
+            return  # it is about to change what is needed; the next build looks again
+        try:
+            with self._lock:
+                if self._arenas.keys() == self._needs.keys():
+                    needed = max((need.get(lane, 0) for need in self._needs.values()), default=0)
+                    if needed:
+                        self._node.budget.release(self._blocks.trim(lane, slot, needed))
+        finally:
+            self._allocating.release()
 
     def block_view(self, lane: int, slot: int) -> memoryview:
         """All bytes of a parity block; StorageError when there is none."""
@@ -437,6 +455,7 @@ class JobStorage:
             self._raise_full(error, rank, needed + PARITY_SLOTS * len(lanes) * parity_bytes)
         with self._lock:
             self._arenas[rank, arena.layout_id] = arena
+            self._needs[rank, arena.layout_id] = dict.fromkeys(lanes, parity_bytes)
         return arena
 
     def _raise_full(self, error: OSError, rank: int, needed: int) -> NoReturn:

@@ -3,9 +3,10 @@
 A block's `.entry` describes the content and is written last, so a parity block exists exactly when
 it is whole. While one block holds the newest protected generation, the next is built in the other.
 A block that holds nothing gives its memory back: its file keeps the size, for which room stays
-reserved, and is a hole until the next build fills it. The file is replaced and never cut, because
-another thread may still read a mapping of it. This module reserves no budget and takes no lock:
-`memory.job_storage` does."""
+reserved, and is a hole until the next build fills it. One that was larger than what the job's
+arenas need now, as after a smaller world, gets their size with its next build. The file is replaced
+and never cut, because another thread may still read a mapping of it. This module reserves no budget
+and takes no lock: `memory.job_storage` does."""
 
 from __future__ import annotations
 
@@ -150,14 +151,28 @@ class ParityBlocks:
         given = []
         for key in sorted(idle & self._idle):
             given.append(self._map(*key))
-            hole = self.path(*key).with_suffix(".hole")
-            self._files.write(hole, b"")
-            self._files.truncate(hole, self._sizes[key])
-            self._files.rename(hole, self.path(*key))
-            self._held.discard(key)
-            del self._views[key]
+            self._empty(key, self._sizes[key])
         self._idle = idle - self._idle
         return given
+
+    def trim(self, lane: int, slot: int, nbytes: int) -> int:
+        """Make a free block that is larger than `nbytes` a hole of that size; return the bytes of
+        room that it had beyond. Raises OSError."""
+        key = (lane, slot)
+        beyond = self._sizes.get(key, 0) - nbytes
+        if beyond <= 0:
+            return 0
+        self._empty(key, nbytes)
+        return beyond
+
+    def _empty(self, key: tuple[int, int], nbytes: int) -> None:
+        hole = self.path(*key).with_suffix(".hole")
+        self._files.write(hole, b"")
+        self._files.truncate(hole, nbytes)
+        self._files.rename(hole, self.path(*key))
+        self._sizes[key] = nbytes
+        self._held.discard(key)
+        self._views.pop(key, None)
 
     def path(self, lane: int, slot: int) -> Path:
         return self._directory / f"{lane}-{slot}.block"

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from small_jobs import LAYOUT, PIECE, opened, record_of, seal
+from small_jobs import LAYOUT, PIECE, layout_of, opened, record_of, seal
 
 from holdfast_core.errors import StorageError
 from holdfast_core.snapshots.layouts import decode_layout
 from holdfast_daemon.memory.job_storage import JobStorage
 
 BLOCK = 2 * PIECE
+OTHER_LAYOUT = layout_of(0, 5 * PIECE)
 ARENA = decode_layout(LAYOUT).arena_bytes(3)
 
 
@@ -126,3 +127,32 @@ def test_an_arena_whose_number_of_slots_was_damaged_is_removed(tmp_path: Path) -
     with opened(tmp_path) as (_, adopted, _):
         assert adopted.arenas == ()
         assert "its number of slots is '7', not 1 to 3" in adopted.problems[0]
+
+
+def test_blocks_have_the_size_again_that_is_needed_once_the_arena_of_a_smaller_world_is_gone(
+    tmp_path: Path,
+) -> None:
+    with opened(tmp_path) as (job, _, node):
+        smaller = job.allocate(0, OTHER_LAYOUT, parity_lanes=(0,), parity_bytes=3 * BLOCK)
+        with job.block_to_build(0, 0) as kept:
+            kept[:3] = b"xyz"
+            job.seal_parity(0, record_of(1))
+        job.allocate(0, LAYOUT, parity_lanes=(0,), parity_bytes=BLOCK)
+        with job.block_to_build(0, 1) as block:
+            assert len(block) == 3 * BLOCK  # the earlier world's generation is protected again
+        job.remove_arena(0, smaller.layout_id)
+        for slot in (1, 0):
+            with job.block_to_build(0, slot) as block:
+                assert len(block) == BLOCK
+        assert taken(job) == job.parity_bytes == 2 * BLOCK
+        assert node.reserved_bytes == job.reserved_bytes == ARENA + 2 * BLOCK
+        assert bytes(kept[:3]) == b"xyz"  # a reader has the old file still
+
+
+def test_blocks_stay_as_they_are_while_it_is_not_known_what_an_arena_needs(tmp_path: Path) -> None:
+    with opened(tmp_path) as (job, _, _):
+        job.allocate(0, OTHER_LAYOUT, parity_lanes=(0,), parity_bytes=3 * BLOCK)
+    with opened(tmp_path) as (job, _, _):
+        job.allocate(0, LAYOUT, parity_lanes=(0,), parity_bytes=BLOCK)
+        with job.block_to_build(0, 0) as block:
+            assert len(block) == 3 * BLOCK
