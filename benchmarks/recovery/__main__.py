@@ -36,6 +36,7 @@ from benchmarks.recovery.figures import AFTER_NOTICED, Results, key
 from benchmarks.recovery.picture import draw
 from benchmarks.recovery.runs import RANKS, Kind, Mode, Plan, carry_out
 from benchmarks.recovery.traces import Phase
+from benchmarks.recovery.votes import measure as measure_votes
 from benchmarks.report import verdict, write_json
 from benchmarks.targets import TARGETS
 from holdfast_core.errors import HoldfastError
@@ -63,12 +64,19 @@ def main(argv: list[str] | None = None) -> int:
         help="runs of each kind; 1 is a short run (default: %(default)s)",
     )
     add("--steps", type=int, default=STEPS, help="steps of each run (default: %(default)s)")
+    add("--votes", action="store_true", help="measure only what the vote costs a step")
     add("--output", type=Path, default=ROOT / "build" / "bench" / "recovery.json")
     options = parser.parse_args(argv)
     if options.repetitions < 1 or options.steps < STEPS_MIN:
         parser.error(f"give at least 1 repetition and {STEPS_MIN} steps")
     began, console, machine = time.monotonic(), Console(), facts()
     folder = Path(tempfile.mkdtemp(prefix="holdfast-bench-recovery-"))
+    if options.votes:
+        for name, found in measure_votes(folder / "votes", options.steps).items():
+            spread = f"{found.low:.1f} – {found.high:.1f}, {found.repetitions} pairs of steps"
+            console.print(f"{name}: {found.value:.1f} ms ({spread})")
+        console.print(f"{machine['cores']} cores, load {machine['load_before']:.1f} before")
+        return 0
     results = Results()
     try:
         measure(results, folder, options.repetitions, options.steps, console)

@@ -18,6 +18,7 @@ import yaml
 
 from benchmarks.recovery import traces
 from benchmarks.recovery.traces import Traces
+from benchmarks.recovery.worker import EVERY_OTHER_VOTE
 from holdfast_core.errors import UnreachableError
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
 from holdfast_operator.local import LocalCluster, LocalSettings, Status
@@ -97,6 +98,8 @@ class Plan:
     """Directory of the run, which is made."""
     rank: int = 0
     """The rank that is lost, each time."""
+    every_other_vote: bool = False
+    """Whether ranks vote in even steps only."""
     kinds: tuple[Kind, ...] = WITH_SPARE
     """Faults, in this order, all in the first three quarters; none for an undisturbed run."""
 
@@ -142,7 +145,8 @@ def make_job(plan: Plan) -> MoETrainingJob:
         spec["parallelism"] = {"dp": RANKS, "ep": 1}
         spec["failurePolicy"]["spares"] = 0
     container = spec["trainer"]["template"]["spec"]["containers"][0]
-    container["command"] = ["python", str(WORKER), str(plan.workers)]
+    options = [EVERY_OTHER_VOTE] if plan.every_other_vote else []
+    container["command"] = ["python", str(WORKER), *options, str(plan.workers)]
     container["args"] = [
         *(*MODEL, "--seq", "64", "--steps", str(plan.steps)),
         *("--log-file", str(plan.log)),

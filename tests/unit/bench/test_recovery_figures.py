@@ -13,6 +13,7 @@ from benchmarks.recovery.figures import Results, check, figure, key
 from benchmarks.recovery.picture import COLOURS, draw
 from benchmarks.recovery.runs import Fault, Kind, Mode, Plan, Run, make_job
 from benchmarks.recovery.traces import MissingError, Phase, read
+from benchmarks.recovery.votes import LEFT_OUT, figures
 
 from holdfast_operator.local import TimedEvent
 
@@ -188,3 +189,17 @@ def test_only_processes_that_are_to_stay_are_told_to(tmp_path: Path, mode: Mode)
     job = make_job(Plan(mode=mode, steps=40, folder=tmp_path))
     assert ("--stay" in job.command) is (mode is Mode.STAY)
     assert job.spec.nodes == 4 and job.spec.failure_policy.spares == 1
+
+
+def test_a_vote_costs_what_even_steps_take_longer_than_the_ones_before_them() -> None:
+    at, ended_s = 100.0, {}
+    for step in range(1, LEFT_OUT + 42):
+        late = step <= LEFT_OUT  # the first steps take longer, and count for nothing
+        at += (5.0 if late else 0.010) + (0.002 if step % 2 == 0 else 0.0) + step / 1e6
+        ended_s[step] = at
+    found = figures(ended_s)
+    assert found["vote"].repetitions == 20
+    assert found["vote"].value == pytest.approx(2.001, abs=1e-6)
+    middle = LEFT_OUT + 21
+    assert found["step_without_vote"].value == pytest.approx(10.0 + middle / 1e3 - 1e-3, abs=2e-3)
+    assert found["step_with_vote"].value == pytest.approx(12.0 + middle / 1e3, abs=2e-3)
