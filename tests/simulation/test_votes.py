@@ -26,9 +26,4 @@ def test_what_a_script_does_otherwise_never_leads_to_wrong_bytes(
     script: str, monkeypatch: Any
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", str(voting.RANKS))
-    crash = {
-        "reduces after its optimizer": voting.Crash(1, "in-report", frozenset({0})),
-        "changes a parameter after the vote": voting.Crash(1, "in-vote", frozenset({0})),
-        "steps without the vote": voting.Crash(1, "before-reduce"),
-    }.get(script, voting.Crash(1, "before-vote"))
-    voting.run(crash, script)
+    voting.run(voting.crash_of(script), script)

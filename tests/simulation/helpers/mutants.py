@@ -412,6 +412,17 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        name="take a completed step for one whose vote has passed elsewhere",
+        votes=True,
+        edits=(
+            (
+                "core/holdfast_core/protection/standing.py",
+                "if live[rank].step != newest - 1 or not live[rank].ready:",
+                "if live[rank].step < newest - 1:",
+            ),
+        ),
+    ),
+    Mutant(
         name="go on live at different steps",
         votes=True,
         edits=(

@@ -80,6 +80,19 @@ def crashes() -> Iterator[Crash]:
                     yield Crash(rank, point, frozenset(unseen))
 
 
+def crash_of(script: str) -> Crash:
+    """The death that meets what `script` does."""
+    match script:
+        case "reduces after its optimizer":
+            return Crash(1, "in-report", frozenset({0}))
+        case "changes a parameter after the vote":
+            return Crash(1, "in-vote", frozenset({0}))
+        case "steps without the vote":
+            return Crash(1, "before-reduce")
+        case _:
+            return Crash(1, "before-vote")
+
+
 @dataclass
 class Cluster:
     """What all processes share."""
@@ -375,6 +388,8 @@ def main() -> None:
     os.environ["WORLD_SIZE"] = str(RANKS)
     for crash in crashes():
         run(crash)
+    for script in SCRIPTS:
+        run(crash_of(script), script)
 
 
 if __name__ == "__main__":
