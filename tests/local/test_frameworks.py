@@ -1,5 +1,5 @@
-"""The examples for training frameworks, as users run them: a rank is killed in the middle, and the
-run ends with the losses and the bytes of one that nothing disturbed."""
+"""The examples for training frameworks, as users run them, and a loop of its own: a rank is killed
+in the middle, and the run ends with the losses and the bytes of one that nothing disturbed."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from holdfast_core.job.parsing import parse_job
+from holdfast_core.job.status import RecoveryMode
 from holdfast_operator.local import LocalCluster, LocalSettings
 from holdfast_operator.reconciler.counters import Outcome
 
@@ -48,11 +49,12 @@ def by_step(folder: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines(folder)}
 
 
-async def run_killed(name: str, folder: Path, memory: Path) -> None:
-    """Run the example's job, and kill a rank once some steps are logged."""
+async def run_killed(name: str, script: Path, folder: Path, memory: Path) -> RecoveryMode | None:
+    """Run the example's job with a script, and kill a rank once some steps are logged. Return what
+    the job had announced for that case."""
     document = yaml.safe_load((EXAMPLES / f"{name}-job.yaml").read_text(encoding="utf-8"))
     (container,) = document["spec"]["trainer"]["template"]["spec"]["containers"]
-    container["command"] = [sys.executable, str(EXAMPLES / f"train_{name}.py")]
+    container["command"] = [sys.executable, str(script)]
     container["args"] = options(folder)
     cluster = LocalCluster(parse_job(document), LocalSettings(directory=memory))
     async with cluster:
@@ -60,11 +62,23 @@ async def run_killed(name: str, folder: Path, memory: Path) -> None:
             lambda status: bool(status.protected) and len(lines(folder)) > KILL_AFTER,
             timeout_s=WAIT_S,
         )
+        announced = cluster.status.recovery_mode
         await cluster.kill_rank(1)
         assert await cluster.finished(timeout_s=WAIT_S) is Outcome.COMPLETE
         assert cluster.status.restarts == 1
         (recovery,) = cluster.status.recoveries
         assert recovery.restored_step
+    return announced
+
+
+def check_undisturbed(script: Path, directory: Path) -> None:
+    """Check that a run which nothing disturbs has the losses and the state of `killed`."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2"]
+    arguments = [*launcher, str(script), *options(directory / "whole")]
+    subprocess.run(arguments, check=True, timeout=WAIT_S)
+    assert by_step(directory / "killed") == by_step(directory / "whole")
+    hashes = [(directory / one / "hash").read_text() for one in ("killed", "whole")]
+    assert hashes[0] == hashes[1]
 
 
 @pytest.mark.slow
@@ -78,19 +92,20 @@ async def run_killed(name: str, folder: Path, memory: Path) -> None:
     ],
 )
 def test_an_example_that_is_killed_ends_like_one_that_was_not(directory: Path, name: str) -> None:
-    asyncio.run(run_killed(name, directory / "killed", directory / "memory"))
-    undisturbed = ["--nnodes=1", "--nproc-per-node=2", str(EXAMPLES / f"train_{name}.py")]
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            *undisturbed,
-            *options(directory / "whole"),
-        ],
-        check=True,
-        timeout=WAIT_S,
-    )
-    assert by_step(directory / "killed") == by_step(directory / "whole")
-    hashes = [(directory / one / "hash").read_text() for one in ("killed", "whole")]
-    assert hashes[0] == hashes[1]
+    script = EXAMPLES / f"train_{name}.py"
+    asyncio.run(run_killed(name, script, directory / "killed", directory / "memory"))
+    check_undisturbed(script, directory)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+def test_a_model_of_transformers_in_a_loop_of_its_own_keeps_the_processes_that_are_left(
+    directory: Path,
+) -> None:
+    script, killed = Path(__file__).with_name("huggingface_trainer.py"), directory / "killed"
+    announced = asyncio.run(run_killed("huggingface", script, killed, directory / "memory"))
+    assert announced is RecoveryMode.IN_PLACE
+    check_undisturbed(script, directory)
+    processes = [line.split()[0] for line in (killed / "pids").read_text().splitlines()]
+    assert sorted(processes) == ["0", "1", "1"]

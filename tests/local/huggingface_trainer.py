@@ -1,0 +1,104 @@
+"""A small Qwen3 MoE of Hugging Face in a loop of its own, in a process that stays.
+
+Rank 0 appends the loss of each step to `--log-file`; each rank appends its process id to `pids` in
+the same folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+import holdfast
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+from train_huggingface import Passages  # noqa: E402
+
+CONFIG = Qwen3MoeConfig(
+    vocab_size=256,
+    hidden_size=32,
+    intermediate_size=64,
+    moe_intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    num_experts=4,
+    num_experts_per_tok=2,
+    output_router_logits=True,
+    attention_dropout=0.1,  # so that a run depends on its random generators
+)
+BATCH = 4
+
+
+def state_sha256(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """SHA-256 of all parameters and optimizer states."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        state = optimizer.state[parameter]
+        for tensor in (parameter.detach(), *(state[name] for name in sorted(state))):
+            digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--log-file", type=Path, required=True)
+    parser.add_argument("--hash-file", type=Path, required=True)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    world = holdfast.elastic.init("gloo")
+    torch.manual_seed(1)
+    model = Qwen3MoeForCausalLM(CONFIG).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=args.steps)
+    data = Passages()
+    sampler = holdfast.RecoverableSampler(data, rank=world.rank, replicas=world.size)
+    own = torch.Generator()  # each new iterator draws a number
+    loader = DataLoader(data, BATCH, sampler=sampler, drop_last=True, generator=own)
+    session = holdfast.init(
+        model=model,
+        optimizer=optimizer,
+        stateful={"sampler": sampler, "schedule": schedule},
+        world=world,
+    )
+    with (args.log_file.parent / "pids").open("a") as pids:
+        pids.write(f"{world.rank} {os.getpid()}\n")
+    with args.log_file.open("a", buffering=1) as log:
+        for step in session.steps(args.steps):
+            with step:
+                if step.resumed:
+                    batches = itertools.chain.from_iterable(itertools.repeat(loader))
+                optimizer.zero_grad()
+                loss = model(**next(batches)).loss
+                loss.backward()
+                for parameter in model.parameters():
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                    world.wait(dist.all_reduce(parameter.grad, async_op=True))
+                    parameter.grad /= world.size
+                optimizer.step()
+                schedule.step()
+                sampler.advance(BATCH)
+                if world.rank == 0:
+                    log.write(json.dumps({"step": int(step), "loss": loss.item()}) + "\n")
+    if world.rank == 0:
+        args.hash_file.write_text(state_sha256(model, optimizer))
+    session.close()
+    world.close()
+
+
+if __name__ == "__main__":
+    main()
