@@ -265,3 +265,42 @@ def test_training_goes_on_at_once_and_the_replacement_joins_when_it_is_ready(wha
             assert sum(lines[-1].epoch == grown.epoch for lines in through) == 3
 
     asyncio.run(change())
+
+
+def newest_set(tier: Path) -> int:
+    """Epoch of the newest set that is complete in storage; 0 for none."""
+    return max((int(one.parent.name[:8]) for one in tier.glob("*/*/manifest.json")), default=0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.exhaustive
+def test_storage_that_is_away_keeps_no_job_from_changing_its_world(tmp_path: Path) -> None:
+    tier, away = tmp_path / "tier", tmp_path / "away"
+    tier.mkdir()
+    persistence = {"uri": str(tier), "interval": {"steps": 5}}
+
+    async def change() -> None:
+        async with running(stay=True, persistence=persistence) as run:
+            cluster = run.cluster
+            await cluster.wait_for(
+                lambda _: newest_set(tier) > 0, timeout_s=WAIT_S, what="a set in storage"
+            )
+            (home,) = [one.node for one in cluster.status.members if one.index == 1]
+            tier.rename(away)
+            tier.write_text("a file where storage should be")
+            smaller = await lose(run, 1, left=3)
+            await cluster.start_node(home)
+            grown = await run.wait_size(4, smaller.epoch, "four members again", START_S)
+            assert newest_set(away) < smaller.epoch
+            tier.unlink()
+            away.rename(tier)
+            await cluster.wait_for(
+                lambda _: newest_set(tier) == grown.epoch, timeout_s=WAIT_S, what="storage in use"
+            )
+            await cluster.stop()
+            assert await asyncio.to_thread(run.check) == [4, 3, 4]
+            through = [lines for lines in run.lines().values() if lines[0].epoch == 1]
+            assert sum(lines[-1].epoch == grown.epoch for lines in through) == 3
+
+    asyncio.run(change())
