@@ -176,7 +176,8 @@ class MoELayer(nn.Module):
         experts = plan.layers[self.layer].experts_of(dist.get_rank(group.now))
         self.experts.seat_experts = seats_after(before, experts)
         self.dispatcher = Dispatcher(plan, self.layer, group, self.experts.seat_experts)
-        self.plan, self.experts.captured = plan, self._captured()
+        self.plan = plan
+        self.experts.captured = self._captured()
 
     def _captured(self) -> frozenset[int]:
         """Experts that the plan has this rank capture."""
