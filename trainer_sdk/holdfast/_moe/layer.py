@@ -168,6 +168,8 @@ class MoELayer(nn.Module):
         """Tokens that all ranks routed to each expert lately."""
         self.tokens_E: list[int] = []
         """Those of the newest batch."""
+        self.routed_E: list[int] = []
+        """Tokens of the newest batch that this rank routed, for `Session.count_tokens`."""
 
     def take_seats(self, plan: ExpertPlan) -> None:
         """Seat the experts that this rank has in another plan; whoever stays keeps its seat. No
@@ -200,6 +202,7 @@ class MoELayer(nn.Module):
         out_ND = self.dispatcher.combine(answers, route, weights_NK.to(x_ND.dtype))
         total_E = route.tokens.sum(0)
         self.tokens_E = total_E.tolist()
+        self.routed_E = route.tokens[self.dispatcher.rank].tolist()
         self.history.add(self.tokens_E)
         choices = max(1, int(total_E.sum()))
         portion_E = (total_E / choices).to(probs_NE)
