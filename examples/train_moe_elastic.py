@@ -164,6 +164,7 @@ def main(argv: list[str] | None = None) -> None:
             sampler.advance()
             for total, layer in zip(loads, layers, strict=True):
                 total[:] = map(sum, zip(total, layer.tokens_E, strict=True))
+                session.count_tokens(layer.layer, layer.routed_E)
             line: dict[str, Any] = {"step": step, "loss": sum_over(world, loss), "norm": norm}
             line |= {"time": time.time(), "epoch": session.epoch, "ranks": world.size}
             line["least_nodes"] = layers[0].plan.least_nodes

@@ -184,7 +184,9 @@ class WholeSet:
                 continue
             shape = tuple(end - low for low, end in zip(lows, ends, strict=True))
             inner = tuple(low - b for low, b in zip(lows, box.offsets, strict=True))
-            target = out[tuple(map(slice, *_within(lows, ends, offsets)))]
+            # With the ellipsis it is a view even where there is no dimension.
+            place: tuple[Any, ...] = (..., *map(slice, *_within(lows, ends, offsets)))
+            target = out[place]
             part = target if target.flags.c_contiguous else np.empty(shape, out.dtype)
             into = part.reshape(-1).view(np.uint8).data
             wants.append(Want(tensor=tensor, box=box, offsets=inner, lengths=shape, into=into))

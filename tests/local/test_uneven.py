@@ -16,19 +16,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import uneven_trainer
+from torch.distributed.checkpoint import state_dict_loader
 from world_sizes import is_protected
 
+from holdfast.dcp import HoldfastReader
 from holdfast_core.elastic_experts.reports import PlanCause
 from holdfast_core.job.parsing import parse_job
+from holdfast_core.snapshots.generations import Generation
 from holdfast_core.states import RestoreSource
 from holdfast_operator.local import LocalCluster, LocalSettings, Status
+from holdfast_storage.sets import SetStore
 
 WAIT_S = 120.0
 TOLERANCE = 1e-9
 
 
-def make_job(directory: Path, seats: int, every: int, rebalance: int) -> Any:
+def make_job(
+    directory: Path, seats: int, every: int, rebalance: int, nproc: int, spec: dict[str, Any]
+) -> Any:
     script = [sys.executable, uneven_trainer.__file__, "--directory", str(directory)]
     container = {
         "name": "trainer",
@@ -42,10 +49,9 @@ def make_job(directory: Path, seats: int, every: int, rebalance: int) -> Any:
             "spec": {
                 "nodes": 4,
                 "minNodes": 2,
-                "nprocPerNode": 1,
-                "parallelism": {"dp": 4},
+                "nprocPerNode": nproc,
+                "parallelism": {"dp": 4 * nproc},
                 "elastic": {"seatsPerRank": seats, "rebalanceSteps": rebalance},
-                "snapshot": {"memoryPerNode": "64Mi"},
                 "redundancy": {"type": "RAIM5"},
                 "failurePolicy": {
                     "spares": 0,
@@ -58,6 +64,8 @@ def make_job(directory: Path, seats: int, every: int, rebalance: int) -> Any:
                     },
                 },
                 "trainer": {"template": {"spec": {"containers": [container]}}},
+                **spec,
+                "snapshot": {"memoryPerNode": "64Mi", **spec.get("snapshot", {})},
             },
         }
     )
@@ -77,6 +85,10 @@ class Line:
     loss: float
     least: int
     held: list[list[int | None]]
+    found: dict[str, str]
+    """Digests before the step, where the process has come back to it."""
+    left: dict[str, str]
+    """Digests after the step."""
 
 
 def lines_of(path: Path) -> list[Line]:
@@ -102,10 +114,10 @@ def undisturbed(steps: int) -> list[Line]:
 class Run:
     """A job in a cluster, and what its processes have logged."""
 
-    def __init__(self, directory: Path, seats: int, every: int, rebalance: int) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, job: Any) -> None:
+        self.directory, self.nproc = directory, job.spec.nproc_per_node
         self.cluster = LocalCluster(
-            make_job(directory, seats, every, rebalance),
+            job,
             LocalSettings(directory=directory / "run", standbys=0),
         )
 
@@ -115,7 +127,7 @@ class Run:
         return {lines[0].pid: lines for lines in found if lines}
 
     async def wait_size(self, size: int, after_epoch: int, what: str) -> Status:
-        """Wait until `size` ranks train in an epoch newer than `after_epoch`, and a generation of
+        """Wait until `size` members train in an epoch newer than `after_epoch`, and a generation of
         it is protected."""
         return await self.cluster.wait_for(
             lambda status: is_protected(status, size, after_epoch), timeout_s=WAIT_S, what=what
@@ -129,9 +141,10 @@ class Run:
         return await self.wait_size(left, status.epoch, f"{left} members")
 
     async def fail(self, *faults: tuple[int, str]) -> None:
-        """Kill ranks where they come to a point, and wait until all four train again."""
+        """Kill ranks where they come to a point, and wait until as many train again."""
         epoch = self.cluster.status.epoch
         newest = {lines[-1].rank: lines[-1] for lines in self.logs().values() if self._now(lines)}
+        size = len(self.cluster.status.members) * self.nproc
         for rank, point in faults:
             written = self.directory / f"fault-{newest[rank].pid}.tmp"
             written.write_text(f"{point} SIGKILL")
@@ -142,7 +155,7 @@ class Run:
             pending = [path for path in self.directory.glob("fault-*") if path.suffix != ".tmp"]
             return (
                 status.epoch > epoch
-                and len(working) == 4
+                and len(working) == size
                 and not pending
                 and status.protected.startswith(f"{status.epoch}.")
             )
@@ -180,16 +193,81 @@ class Run:
         ]
         return sum(abs(step - before - 1) for before, step in pairs)
 
+    def left(self) -> dict[tuple[str, int], set[str]]:
+        """What processes have left of each expert, and of what is none, after each step."""
+        found: dict[tuple[str, int], set[str]] = {}
+        for line in (line for lines in self.logs().values() for line in lines):
+            for name, digest in line.left.items():
+                found.setdefault((name, line.step), set()).add(digest)
+        return found
+
+    def age(self, name: str, digest: str, step: int) -> int:
+        """Steps by which a state is older than the one after `step`; what is no expert is not."""
+        left = self.left()
+        steps = [at for at in range(step + 1) if digest in left.get((name, at), ())]
+        assert steps, (name, step)
+        assert name != "dense" or steps[-1] == step
+        return step - steps[-1]
+
+    def check_found(self) -> int:
+        """Check that all that processes have found is what some had left; return the number of
+        experts that were older than the rest."""
+        lines = [line for of_process in self.logs().values() for line in of_process]
+        ages = [
+            self.age(name, digest, line.step - 1)
+            for line in lines
+            for name, digest in line.found.items()
+            if line.step > 1
+        ]
+        return sum(age > 0 for age in ages)
+
+    def check_set(self, generation: Generation) -> int:
+        """Load a set into one process that has every expert once, with torch's own function; check
+        it as `check_found` does."""
+        experts, width = uneven_trainer.EXPERTS, uneven_trainer.WIDTH
+        shapes = {"w_in": (experts, width, 2 * width), "w_out": (experts, 2 * width, width)}
+        state: dict[str, torch.Tensor] = {
+            "head.weight": torch.zeros(1, width),
+            "head.bias": torch.zeros(1),
+        }
+        for at in range(uneven_trainer.LAYERS):
+            state[f"layers.{at}.gate.weight"] = torch.zeros(experts, width)
+            for name, shape in shapes.items():
+                whole = f"layers.{at}.experts.{name}"
+                state[whole] = torch.zeros(shape)
+                state[f"optim.state.{whole}.exp_avg"] = torch.zeros(shape)
+        state = {name: tensor.double() for name, tensor in state.items()}
+        reader = HoldfastReader(f"{self.directory}/tier", job="default.uneven")
+        state_dict_loader.load(state, storage_reader=reader, checkpoint_id=str(generation))
+        dense = [f"layers.{at}.gate.weight" for at in range(uneven_trainer.LAYERS)]
+        found = {
+            "dense": uneven_trainer.digest_of(
+                state[name] for name in (*dense, "head.weight", "head.bias")
+            )
+        }
+        for at in range(uneven_trainer.LAYERS):
+            names = [f"layers.{at}.experts.{name}" for name in shapes]
+            names += [f"optim.state.{name}.exp_avg" for name in names]
+            for expert in range(experts):
+                parts = (state[name][expert] for name in names)
+                found[f"{at}.{expert}"] = uneven_trainer.digest_of(parts)
+        ages = [self.age(name, digest, generation.step) for name, digest in found.items()]
+        return sum(age > 0 for age in ages)
+
     def report(self) -> str:
         logs = sorted((self.directory / "run" / "logs").glob("*"))
         return "\n".join(f"--- {path.name}\n{path.read_text()[-6000:]}" for path in logs)
 
 
 @asynccontextmanager
-async def running(seats: int, every: int, rebalance: int = 0) -> AsyncIterator[Run]:
-    """A run whose four ranks train."""
+async def running(
+    seats: int, every: int, rebalance: int = 0, nproc: int = 1, **spec: Any
+) -> AsyncIterator[Run]:
+    """A run whose four nodes train."""
     with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
-        run = Run(Path(path), seats, every, rebalance)
+        if spec.pop("persists", False):
+            spec["persistence"] = {"uri": f"{path}/tier", "interval": {"steps": 1}}
+        run = Run(Path(path), make_job(Path(path), seats, every, rebalance, nproc, spec))
         try:
             async with run.cluster:
                 await run.wait_size(4, 0, "the first steps")
@@ -305,5 +383,83 @@ def test_ranks_that_die_at_any_point_of_a_step_and_of_a_move_cost_no_step() -> N
             await run.cluster.stop()
             assert set(await asyncio.to_thread(run.check)) == {4}
             assert run.repeated() == 0
+
+    asyncio.run(change())
+
+
+PARTIAL = {"type": "PartialExperts", "partialExperts": {"expertsPerLayer": 1}}
+SELECTIVE = {"type": "Selective", "selective": {"experts": 3}}
+FULL = {"type": "Full"}
+REPLICATION = {"type": "Replication", "replication": {"replicas": 1}}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("policy", "redundancy", "least"),
+    [
+        (FULL, {"type": "RAIM6"}, 3),
+        (FULL, REPLICATION, 2),
+        (PARTIAL, {"type": "RAIM5"}, 2),
+        (SELECTIVE, {"type": "RAIM5"}, 2),
+        (SELECTIVE, {"type": "RAIM6"}, 3),
+        (PARTIAL, REPLICATION, 2),
+    ],
+    ids=lambda one: one["type"] if isinstance(one, dict) else None,
+)
+def test_every_policy_and_redundancy_goes_on_live_restores_and_loads_densely(
+    policy: Any, redundancy: Any, least: int
+) -> None:
+    """A node is lost and experts move; then all processes die at once and restore what the smaller
+    world has captured; and what it has persisted loads into one process."""
+
+    async def change() -> None:
+        more = {"snapshot": {"policy": policy}, "redundancy": redundancy, "minNodes": least}
+        async with running(seats=6, every=1, persists=True, **more) as run:
+            smaller = await run.lose(1, left=3)
+            assert [one.source for one in smaller.recoveries] == [RestoreSource.LIVE]
+            store = SetStore(f"{run.directory}/tier", "default.uneven")
+            first = Generation.parse(smaller.protected)
+
+            def persists(status: Status) -> bool:
+                newest = max((one.generation for one in store.complete()), default=first)
+                return newest >= Generation(first.epoch, first.step + 5)
+
+            await run.cluster.wait_for(persists, timeout_s=WAIT_S, what="a set of three ranks")
+            await run.fail(*((rank, "after-forward") for rank in range(3)))
+            assert run.cluster.status.recoveries[-1].source is RestoreSource.LOCAL
+            await run.cluster.stop()
+            older = run.check_found()
+            older += run.check_set(store.complete()[0].generation)
+            assert (older > 0) == (policy is not FULL)
+            if policy is FULL:
+                assert await asyncio.to_thread(run.check) == [4, 3, 3]
+            assert run.repeated() == 0
+
+    asyncio.run(change())
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(400)
+def test_ranks_of_a_node_are_lost_and_come_back_together() -> None:
+    """Four nodes of two ranks each, then three, then four."""
+
+    async def change() -> None:
+        async with running(seats=3, every=5, nproc=2) as run:
+            cluster = run.cluster
+            smaller = await run.lose(2, left=3)
+            gone = [one.name for one in smaller.nodes if not one.connected]
+            await cluster.start_node(gone[0])
+            await run.wait_size(4, smaller.epoch, "four members again")
+            assert {one.source for one in cluster.status.recoveries} == {RestoreSource.LIVE}
+            await cluster.stop()
+            assert await asyncio.to_thread(run.check) == [8, 6, 8]
+            assert run.repeated() == 0
+            logs = run.logs()
+            assert len(logs) == 10  # six stay, two are lost, two come
+            assert {line.least for lines in logs.values() for line in lines} == {2}
 
     asyncio.run(change())

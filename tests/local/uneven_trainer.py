@@ -12,11 +12,13 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from staying_trainer import Faults, save_every
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -62,6 +64,28 @@ class Model(nn.Module):
         return self.head(x_ND).squeeze(1), torch.stack(balances).sum()
 
 
+def digest_of(parts: Iterable[torch.Tensor]) -> str:
+    digest = xxhash.xxh3_64()
+    for part in parts:
+        digest.update(part.detach().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def digests(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Digests of the experts in this rank's seats with what the optimizer knows of them, and of all
+    parameters that are no experts."""
+    found = {}
+    layers: Any = model.layers
+    for at, layer in enumerate(layers):
+        stacks = [layer.experts.w_in, layer.experts.w_out]
+        moments = (optimizer.state[one].get("exp_avg") for one in tuple(stacks))
+        stacks += [one for one in moments if one is not None]
+        for expert, seat in layer.experts.seat_of.items():
+            found[f"{at}.{expert}"] = digest_of(one[seat] for one in stacks)
+    dense = (p for name, p in model.named_parameters() if "experts" not in name)
+    return {**found, "dense": digest_of(dense)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--directory", type=Path, required=True)
@@ -85,9 +109,11 @@ def main() -> None:
         model=model, optimizer=optimizer, stateful={"sampler": sampler}, world=world
     )
     alone = session.epoch == 0
+    layers: Any = model.layers
     with (args.directory / f"log-{os.getpid()}").open("a", buffering=1) as log:
         for step in session.steps(args.steps):
             with step:
+                found = digests(model, optimizer) if step.resumed else {}
                 if step.resumed:
                     batches = iter(loader)
                     moe.check_copies(model, optimizer, group)
@@ -95,9 +121,9 @@ def main() -> None:
                 indices, samples = next(batches)
                 tokens = samples.flatten(0, 1)
                 optimizer.zero_grad()
-                found, balance = model(tokens[:, :-1])
+                answers, balance = model(tokens[:, :-1])
                 faults.at("after-forward")
-                loss = (found - tokens[:, -1]).square().sum() / (TOKENS * BATCH) + 0.01 * balance
+                loss = (answers - tokens[:, -1]).square().sum() / (TOKENS * BATCH) + 0.01 * balance
                 loss.backward()
                 faults.at("before-sum")
                 gradients.sum()
@@ -107,6 +133,8 @@ def main() -> None:
                 faults.at("before-optimizer")
                 optimizer.step()
                 sampler.advance()
+                for layer in layers:
+                    session.count_tokens(layer.layer, layer.routed_E)
                 line = {
                     "step": int(step),
                     "epoch": world.epoch,
@@ -115,8 +143,10 @@ def main() -> None:
                     "resumed": step.resumed,
                     "samples": indices.tolist(),
                     "loss": float(total),
-                    "least": model.layers[0].plan.least_nodes,  # type: ignore[union-attr]
-                    "held": [layer.experts.seat_experts for layer in model.layers],  # type: ignore[union-attr]
+                    "least": layers[0].plan.least_nodes,
+                    "held": [layer.experts.seat_experts for layer in layers],
+                    "found": found,
+                    "left": digests(model, optimizer),
                 }
                 log.write(json.dumps(line) + "\n")
     moe.check_copies(model, optimizer, group)

@@ -144,7 +144,9 @@ class _Maker:
         return (
             self.protects
             and self.settings.go_on_live
-            and (policy is None or isinstance(policy, Full | SparseWindows))
+            and (
+                policy is None or isinstance(policy, Full | SparseWindows) or _has_seats(self.model)
+            )
             and all(isinstance(one, torch.optim.Optimizer) for one in self.optimizers)
         )
 
@@ -153,7 +155,7 @@ class _Maker:
         model."""
         if self.protects and self.topology is not None:
             self.topology.check_world(_world(self.environment, self.rank)[1])
-        if any(isinstance(module, Seats) for module in self.model.modules()):
+        if _has_seats(self.model):
             _check_seats(self.topology, self.settings.policy)
             for one in self.optimizers:
                 check_same_optimizer(one)
@@ -248,11 +250,16 @@ def _check_pipeline(
         )
 
 
+def _has_seats(model: nn.Module) -> bool:
+    """Whether the model has experts in seats, whose copies lie on ranks that the plan chooses."""
+    return any(isinstance(module, Seats) for module in model.modules())
+
+
 def _check_seats(topology: Topology | None, policy: Policy | None) -> None:
-    """Check what experts in seats need, whose copies lie on ranks that the plan chooses.
+    """Check what experts in seats need.
 
     Raises:
-        InvalidJobError: when the topology gives ranks other parts, or experts may be left out.
+        InvalidJobError: when the topology gives ranks other parts, or snapshots are windows.
     """
     if topology is not None and topology != Topology(dp=topology.world_size):
         raise InvalidJobError(
@@ -260,10 +267,10 @@ def _check_seats(topology: Topology | None, policy: Policy | None) -> None:
             f"not what {topology} describes: leave topology out, and give the job parallelism "
             f"{{dp: {topology.world_size}}}"
         )
-    if policy is not None and not isinstance(policy, Full):
+    if isinstance(policy, SparseWindows):
         raise InvalidJobError(
-            f"the policy {type(policy).__name__} captures some experts at a time, and copies of "
-            f"holdfast.moe need each expert of one step: use snapshot.policy.type Full"
+            "only the ranks that captured a sparse window can repeat its steps, and experts of "
+            "holdfast.moe change ranks: use snapshot.policy.type Full, PartialExperts or Selective"
         )
 
 

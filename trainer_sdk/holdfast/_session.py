@@ -21,6 +21,7 @@ from holdfast._daemon.handles import SaveHandle, completed_steps
 from holdfast._exchange import Exchange
 from holdfast._experts.capacity import Capacity
 from holdfast._experts.ordering import Ordering
+from holdfast._experts.partial_state import START, PartialState
 from holdfast._experts.policy import CapturePolicy
 from holdfast._experts.tokens import Tokens
 from holdfast._interface import Session
@@ -101,7 +102,7 @@ class ProtectedSession(Session):
             settings=settings,
             policy=policy,
         )
-        self._stale = True
+        self._stale, self._reseated = True, False
         self._sources: Sequence[TensorSource] | None = None
         self._eager: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
         self._last_step: int | None = None
@@ -110,7 +111,7 @@ class ProtectedSession(Session):
         self._number, self._last_save_s = 0, 0.0
         self._tokens = Tokens(1 if ordering is None else ordering.parts)
         self._capacity = Capacity()
-        self._closed = False
+        self._closed, self._kept = False, START
         self._replay: Replay | None = None
         """Replay of a sparse window, until its last step is repeated."""
         optimizers = [one for one in live.optimizers if isinstance(one, torch.optim.Optimizer)]
@@ -192,13 +193,26 @@ class ProtectedSession(Session):
         Raises:
             UnreachableError: a rank did not take part.
         """
-        outcome = self._restore.go_on(verdict, problem)
+        outcome = self._restore.go_on(verdict, problem, self._kept)
         return outcome is not None and self._goes_on(outcome)
 
     def reseated(self, plan: PlanReport, *, moved: bool) -> None:
         """Note the experts' plan, and whether they have moved since the last save."""
         self.counters.plan = plan
-        self._stale = self._stale or moved
+        self._stale, self._reseated = self._stale or moved, self._reseated or moved
+
+    def follow(self, kept: PartialState) -> None:
+        """Take what the session of the world before has left."""
+        self._kept = kept
+
+    def leave(self) -> PartialState:
+        """Close the session of a world that has ended, and return the state of its policy for the
+        next one to `follow`."""
+        self.close()
+        if self._began:
+            tokens, self._tokens = self._tokens, self._tokens.emptied()
+            self._kept = self._saver.leave(self._number, tokens, self._capacity.tracker)
+        return self._kept
 
     def line(self) -> tuple[int, int]:
         """Steps of the recovery line from which lost stages are to be restored; see
@@ -368,6 +382,7 @@ class ProtectedSession(Session):
         extras = encode_extras(collect(self._live, self._stateful, handle.step))
         # The saver's thread takes them over; kept here until a task has carried them there.
         sources, self._sources = self._sources, None
+        reseated, self._reseated = self._reseated, False
         tokens, self._tokens = self._tokens, self._tokens.emptied()
         return Task(
             handle,
@@ -379,6 +394,7 @@ class ProtectedSession(Session):
             tokens=tokens,
             replenishing=self._capacity.tracker,
             unchanged=InPlaceCheck(self._live.watched) if copies else None,
+            reseated=reseated,
         )
 
     def count_tokens(

@@ -159,6 +159,11 @@ class ExpertLedger:
             },
         )
 
+    def begun_anew(self) -> ExpertLedger:
+        """The ledger when no snapshot of before counts any more, because experts have changed
+        ranks: the next one captures all of them."""
+        return replace(self, versions=dict.fromkeys(self.versions, ()))
+
     def pruned(self, kept: Mapping[UnitKey, Collection[Generation]]) -> ExpertLedger:
         """The ledger without versions that no longer exist.
 

@@ -368,12 +368,13 @@ def _elastic_problems(spec: Spec) -> Iterator[Problem]:
                 fix=f"use {name} = 1, or remove spec.elastic",
             )
     policy = spec.snapshot.policy.type
-    if policy is not PolicyType.FULL:
+    if policy is PolicyType.SPARSE:
         yield Problem(
             path="spec.snapshot.policy.type",
             value=policy,
-            wrong="spec.elastic needs each expert of one step in a snapshot",
-            fix="use Full, or remove spec.elastic",
+            wrong="spec.elastic moves experts between ranks, and only the ranks of a sparse window "
+            "can repeat its steps",
+            fix="use Full, PartialExperts or Selective, or remove spec.elastic",
         )
     seats = elastic.seats_per_rank * nproc * spec.least_nodes
     if spec.model is not None and spec.model.num_experts > seats:

@@ -279,9 +279,9 @@ _ELASTIC = (
         for name in ("tp", "pp", "ep")
     ),
     CelRule(
-        rule="!has(self.elastic) || self.snapshot.policy.type == 'Full'",
-        says="spec.elastic needs each expert of one step in a snapshot; use Full, or remove "
-        "spec.elastic",
+        rule="!has(self.elastic) || self.snapshot.policy.type != 'Sparse'",
+        says="spec.elastic moves experts between ranks, and only the ranks of a sparse window can "
+        "repeat its steps; use Full, PartialExperts or Selective, or remove spec.elastic",
         field=".snapshot.policy.type",
     ),
     CelRule(

@@ -21,6 +21,7 @@ SIMULATION = Path(__file__).resolve().parent
 DAEMON = "daemon/holdfast_daemon"
 ENGINE = f"{DAEMON}/engine"
 MOE = "trainer_sdk/holdfast/_moe"
+EXPERTS = "trainer_sdk/holdfast/_experts"
 ELASTIC = "trainer_sdk/holdfast/_elastic"
 RESTORING = "trainer_sdk/holdfast/_restoring"
 SCHEDULES = 1500
@@ -600,6 +601,50 @@ MUTANTS = (
         name="seats: weigh moves by each rank's own time",
         edits=((f"{MOE}/reseating.py", "step_s=said[0].step_s", "step_s=step_s"),),
         test="sdk/moe/test_reseating.py",
+    ),
+    Mutant(
+        name="seats: capture experts by the plan before",
+        edits=(
+            (
+                f"{MOE}/layer.py",
+                "        self.plan = plan\n        self.experts.captured = self._captured()\n",
+                "        self.experts.captured = self._captured()\n        self.plan = plan\n",
+            ),
+        ),
+        test="sdk/moe/test_reseating.py",
+    ),
+    Mutant(
+        name="seats: leave experts out of the first snapshot after they have moved",
+        edits=(
+            (
+                f"{EXPERTS}/partial.py",
+                "        self._ledger, self._marks = self._ledger.begun_anew(), {}\n",
+                "",
+            ),
+        ),
+        test="sdk/moe/test_snapshots_of_some_experts.py",
+    ),
+    Mutant(
+        name="seats: go on live with the captures of another world",
+        edits=(
+            (
+                f"{EXPERTS}/partial.py",
+                "replace(self._ledger.begun_anew(), snapshots=number)",
+                "replace(self._ledger, snapshots=number)",
+            ),
+        ),
+        test="sdk/moe/test_snapshots_of_some_experts.py",
+    ),
+    Mutant(
+        name="seats: count saves on from each rank's own when going on live",
+        edits=(
+            (
+                f"{RESTORING}/live.py",
+                "snapshots=max(one.saves for one in given)",
+                "snapshots=self.experts.ledger.snapshots",
+            ),
+        ),
+        test="sdk/moe/test_snapshots_of_some_experts.py",
     ),
 )
 

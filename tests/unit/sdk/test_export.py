@@ -160,6 +160,26 @@ def test_torch_loads_the_export_without_holdfast(
     assert bool(state["optim"]["state"]["norm.weight"]["momentum_buffer"].eq(1).all())
 
 
+def test_numbers_are_exported_as_they_are(tmp_path: Path) -> None:
+    """An optimizer's counters of steps have no dimension."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    counts = {"weight": 7.0, "bias": 3.0}
+    for name, p in model.named_parameters():
+        optimizer.state[p]["step"].fill_(counts[name])
+    with holdfast.init(
+        model=model, optimizer=optimizer, daemon=FakeDaemon(tmp_path / "daemon")
+    ) as session:
+        session.save(1).protected.result(20)
+    persist(tmp_path / "daemon", tmp_path, 1, Generation(1, 1))
+    assert main([str(tmp_path), "--job", JOB, "--to", str(tmp_path / "dcp")]) == 0
+    found = {f"optim.state.{name}.step": torch.zeros(()) for name in counts}
+    state_dict_loader.load(found, checkpoint_id=tmp_path / "dcp")
+    assert found == {f"optim.state.{name}.step": count for name, count in counts.items()}
+
+
 def test_the_command_names_what_is_there_instead(tier: Path, tmp_path: Path, capsys: Any) -> None:
     command = [str(tier), "--job", JOB, "--to", str(tmp_path), "--generation", "9.9"]
     assert main(command) == 2

@@ -26,6 +26,7 @@ from holdfast._elastic.pipeline import Pipeline
 from holdfast._elastic.stage_replay import agree_on_replay, hand_over_logs
 from holdfast._elastic.world import World
 from holdfast._exchange import Exchange
+from holdfast._experts.partial_state import START, PartialState
 from holdfast._interface import Session
 from holdfast._saving.tally import SaveCounters
 from holdfast._session import ProtectedSession
@@ -204,9 +205,15 @@ class ElasticSession(Session):
             if isinstance(one, torch.optim.Optimizer)
         ]
 
-    def _begin(self) -> None:
-        """Make what belongs to one world. Collective."""
+    def _begin(self, kept: PartialState = START) -> None:
+        """Make what belongs to one world. Collective.
+
+        Args:
+            kept: state of the policy in the world before.
+        """
         self._session = self._make()
+        if isinstance(self._session, ProtectedSession):
+            self._session.follow(kept)
         self._exchange = self._world.exchange(self._timeout_s)
 
     # --- the loop ---------------------------------------------------------------------------------
@@ -293,10 +300,10 @@ class ElasticSession(Session):
             verdict, self._verdict = self._verdict, None
             while verdict is None or verdict.action is StandingAction.FORWARD:
                 verdict = self._world.stand(self._standing(), cause)
-            self._session.close()
+            kept = self._leave()
             try:
                 self._world.form()
-                self._begin()
+                self._begin(kept)
                 step = self._enter(verdict)
             except Exception as error:
                 if not self.survives(error):
@@ -308,6 +315,13 @@ class ElasticSession(Session):
                     f"protected yet; this process ends so that a new one can"
                 )
             return step
+
+    def _leave(self) -> PartialState:
+        """Close the session of the world that has ended; return the state of its policy."""
+        if isinstance(self._session, ProtectedSession):
+            return self._session.leave()
+        self._session.close()
+        return START
 
     def finish_steps(self) -> bool:
         """Wait until all ranks have completed all steps; see `Runner`."""

@@ -26,7 +26,7 @@ from holdfast._experts.partial_state import START, PartialState
 from holdfast._experts.policy import CaptureChoice, CapturePolicy, FullCapture
 from holdfast._experts.turns import Chooser, Turns
 from holdfast_core.errors import SnapshotSkippedError
-from holdfast_core.experts.counts import NO_COUNTS, NONE_SPREAD, CountStatement, Mark
+from holdfast_core.experts.counts import NO_COUNTS, NONE_SPREAD, UNKNOWN, CountStatement, Mark
 from holdfast_core.experts.ledger import ExpertLedger
 from holdfast_core.experts.loss_reports import LossReport
 from holdfast_core.experts.policies import ExpertPolicy
@@ -127,7 +127,7 @@ class PartialCapture:
         self._marks = {unit: mark for unit, mark in self._marks.items() if unit in own}
         self._settle_marks()
         if not (spread or self._policy.needs_counts):
-            self._chooser = Turns(table, own, self._k, lambda: self._ledger)
+            self._take_turns()
             return self
         together = self._counting.ranks
         self._counting.start(
@@ -138,6 +138,18 @@ class PartialCapture:
             spread,
         )
         return self
+
+    def reseated(self, own: frozenset[UnitKey]) -> None:
+        # Other ranks then still state their marks of before, or not: the sum is one for all, and
+        # whoever captures an expert now captures it whatever was chosen.
+        self._own = own
+        self._ledger, self._marks = self._ledger.begun_anew(), {}
+        self._settle_marks()
+        if isinstance(self._chooser, Turns):
+            self._take_turns()
+
+    def _take_turns(self) -> None:
+        self._chooser = Turns(self._table, self._own, self._k, lambda: self._ledger)
 
     def called(self, number: int, step: int, now_s: float) -> None:
         self._measuring.saved(step, now_s)
@@ -264,6 +276,17 @@ class PartialCapture:
 
     def close(self, timeout_s: float) -> None:
         self._chooser.close(timeout_s)
+
+    def kept(self, number: int, replenishing: Replenishing) -> PartialState:
+        return PartialState(
+            ledger=replace(self._ledger.begun_anew(), snapshots=number),
+            account=self._account,
+            k=self._k,
+            recoveries=self._recoveries,
+            marks={},
+            measures=UNKNOWN,
+            replenishing=replenishing,
+        )
 
     def _settle_marks(self) -> None:
         """Note that no snapshot is in progress."""

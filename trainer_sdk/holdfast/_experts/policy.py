@@ -96,6 +96,10 @@ class CapturePolicy(Protocol):
             spread: expert → number of ranks that capture parts of it, where more than one does.
         """
 
+    def reseated(self, own: frozenset[UnitKey]) -> None:
+        """Note that experts have changed ranks, on all ranks before the same save, and that this
+        rank captures `own` from now on: no snapshot of before holds pieces for the next one."""
+
     # --- a save, in this order --------------------------------------------------------------------
 
     def called(self, number: int, step: int, now_s: float) -> None:
@@ -156,6 +160,10 @@ class CapturePolicy(Protocol):
     def close(self, timeout_s: float) -> None:
         """End what runs beside the saves, within about `timeout_s`. For the training thread."""
 
+    def kept(self, number: int, replenishing: Replenishing) -> PartialState:
+        """State with which this rank goes on in another world, without a restore, after `number`
+        calls of save. After `close`; for the training thread."""
+
 
 class FullCapture:
     """Policy of snapshots that capture everything: it chooses, counts and records nothing."""
@@ -186,6 +194,9 @@ class FullCapture:
         spread: Mapping[UnitKey, int] = NONE_SPREAD,
     ) -> CapturePolicy:
         return self
+
+    def reseated(self, own: frozenset[UnitKey]) -> None:
+        pass
 
     def called(self, number: int, step: int, now_s: float) -> None:
         pass
@@ -231,3 +242,6 @@ class FullCapture:
 
     def close(self, timeout_s: float) -> None:
         pass
+
+    def kept(self, number: int, replenishing: Replenishing) -> PartialState:
+        return START

@@ -168,6 +168,8 @@ class MoELayer(nn.Module):
         """Tokens that all ranks routed to each expert lately."""
         self.tokens_E: list[int] = []
         """Those of the newest batch."""
+        self.routed_E: list[int] = []
+        """Tokens of the newest batch that this rank routed, for `Session.count_tokens`."""
 
     def take_seats(self, plan: ExpertPlan) -> None:
         """Seat the experts that this rank has in another plan; whoever stays keeps its seat. No
@@ -176,7 +178,8 @@ class MoELayer(nn.Module):
         experts = plan.layers[self.layer].experts_of(dist.get_rank(group.now))
         self.experts.seat_experts = seats_after(before, experts)
         self.dispatcher = Dispatcher(plan, self.layer, group, self.experts.seat_experts)
-        self.plan, self.experts.captured = plan, self._captured()
+        self.plan = plan
+        self.experts.captured = self._captured()
 
     def _captured(self) -> frozenset[int]:
         """Experts that the plan has this rank capture."""
@@ -199,6 +202,7 @@ class MoELayer(nn.Module):
         out_ND = self.dispatcher.combine(answers, route, weights_NK.to(x_ND.dtype))
         total_E = route.tokens.sum(0)
         self.tokens_E = total_E.tolist()
+        self.routed_E = route.tokens[self.dispatcher.rank].tolist()
         self.history.add(self.tokens_E)
         choices = max(1, int(total_E.sum()))
         portion_E = (total_E / choices).to(probs_NE)

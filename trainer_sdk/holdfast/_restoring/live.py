@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -20,6 +20,8 @@ import xxhash
 
 from holdfast._copying.strided import fill_strided
 from holdfast._exchange import Exchange
+from holdfast._experts.partial_state import PartialState
+from holdfast._experts.taking_over import shared_of
 from holdfast._restoring.fit import Offer, Wanted, check_cover, make_room, wanted_of_offers
 from holdfast._restoring.other_world import with_all_values
 from holdfast._restoring.scatter import scatter
@@ -51,9 +53,24 @@ class _Given(msgspec.Struct, frozen=True, kw_only=True):
     """Its extras, where it gives anything."""
     generators: int = 0
     """Digest of the states of its random generators."""
+    saves: int = 0
+    """Saves that its loop has called."""
+    owes: bool = False
+    """Whether it has lost tokens to make up for."""
+    policy: bytes = b""
+    """What all ranks know alike of the policy's state, from the lowest rank that is not new."""
 
 
 _GIVEN = msgspec.msgpack.Decoder(_Given)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptExperts:
+    """State of the policy with which a rank goes on."""
+
+    state: PartialState
+    replenishing: bool
+    """Whether any rank has lost tokens to make up for: equal on all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +80,7 @@ class HandOver:
     Args:
         rank: this rank in the new world.
         verdict: which ranks are new, and from whom they get their state.
+        experts: state of the policy in this rank's session before.
     """
 
     live: LiveState
@@ -70,9 +88,10 @@ class HandOver:
     rank: int
     exchange: Exchange
     verdict: StandingVerdict
+    experts: PartialState
 
-    def run(self, epoch: int, problem: str) -> bool:
-        """Run it; return whether all ranks succeeded. Collective.
+    def run(self, epoch: int, problem: str) -> KeptExperts | None:
+        """Run it; None when a rank did not succeed. Collective.
 
         Args:
             problem: why this rank cannot take part; empty when it can.
@@ -85,9 +104,9 @@ class HandOver:
             own = self._try(self._give)
         given = self._agree(own)
         if given is None:
-            return False
+            return None
         if not self.verdict.sources:
-            return True
+            return self._kept(given)
         extras: dict[str, Any] = {}
         sources: dict[str, TensorSource] = {}
 
@@ -101,7 +120,7 @@ class HandOver:
             return _Given()
 
         if self._agree(self._try(prepare)) is None:
-            return False
+            return None
         scatter(self.exchange, [one.offers for one in given], sources, self.rank)
 
         def finish() -> _Given:
@@ -109,7 +128,7 @@ class HandOver:
                 self._finish(epoch, given, extras, sources)
             return _Given()
 
-        return self._agree(self._try(finish)) is not None
+        return None if self._agree(self._try(finish)) is None else self._kept(given)
 
     # --- inside -----------------------------------------------------------------------------------
 
@@ -133,9 +152,9 @@ class HandOver:
     def _give(self) -> _Given:
         """What this rank has for new ranks."""
         found = []
-        sources = self.verdict.sources.items()
-        dense = {new for new, (one, _) in sources if one == self.rank}
-        experts = {new for new, (_, one) in sources if one == self.rank}
+        sources = self.verdict.sources
+        dense = {new for new, (one, _) in sources.items() if one == self.rank}
+        experts = {new for new, (_, one) in sources.items() if one == self.rank}
         for source in self.live.sources():
             if source.seats is not None:  # they have moved already
                 continue
@@ -155,7 +174,25 @@ class HandOver:
         if dense or experts:
             extras = encode_extras(collect(self.live, self.stateful, self.verdict.step))
         generators = xxhash.xxh3_64_intdigest(generators_of(self.live))
-        return _Given(offers=tuple(found), extras=extras, generators=generators)
+        first = min(set(range(self.rank + 1)).difference(sources))
+        return _Given(
+            offers=tuple(found),
+            extras=extras,
+            generators=generators,
+            saves=self.experts.ledger.snapshots,
+            owes=bool(self.experts.replenishing.owed),
+            policy=shared_of(self.experts).encode() if self.rank == first else b"",
+        )
+
+    def _kept(self, given: Sequence[_Given]) -> KeptExperts:
+        """A new rank knows what all know alike, and has counted nothing. Where some ranks have
+        called a save more, before their world ended, all count on from there."""
+        state = self.experts
+        if self.rank in self.verdict.sources:
+            first = next(one for rank, one in enumerate(given) if rank not in self.verdict.sources)
+            state = PartialState.decode(first.policy)
+        ledger = replace(state.ledger, snapshots=max(one.saves for one in given))
+        return KeptExperts(replace(state, ledger=ledger), any(one.owes for one in given))
 
     def _extras(self, given: Sequence[_Given]) -> dict[str, Any]:
         """Extras for this new rank."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -173,9 +173,13 @@ class Restore:
         with without_collector():
             return self._run(no_replay)
 
-    def go_on(self, verdict: StandingVerdict, problem: str) -> Restored | None:
+    def go_on(self, verdict: StandingVerdict, problem: str, kept: PartialState) -> Restored | None:
         """Bring this rank to the step of `verdict` from what the ranks have; see
-        `ProtectedSession.go_on`. None when a rank cannot."""
+        `ProtectedSession.go_on`. None when a rank cannot.
+
+        Args:
+            kept: state of the policy in this rank's session before.
+        """
         self.live.begin()
         _log.info("nothing is restored: %s", verdict.reason)
         handing = HandOver(
@@ -184,12 +188,18 @@ class Restore:
             rank=self.rank,
             exchange=self.exchange,
             verdict=verdict,
+            experts=kept,
         )
         with without_collector():
             epoch = self._hello().epoch
-            if not handing.run(epoch, problem):
-                return None
-        return _live_after(epoch, verdict.step)
+            experts = handing.run(epoch, problem)
+        if experts is None:
+            return None
+        return replace(
+            _live_after(epoch, verdict.step),
+            experts=experts.state,
+            replenishing=self.policy.leaves_out and experts.replenishing,
+        )
 
     def live_after(self, step: int) -> Restored:
         """Result of a restore, where all ranks have the state after a step."""

@@ -98,6 +98,12 @@ class BasePlan:
         shards = own_shards(self, table)
         return self.apart.intersection(shard.unit for shard in shards if shard.nbytes)
 
+    def reseated(self, sources: Sequence[TensorSource]) -> BasePlan:
+        """The plan once experts in seats have changed ranks, and this one captures those of
+        `sources`."""
+        here = {one.unit: (self.rank,) for one in sources if one.seats is not None}
+        return replace(self, holders={**self.holders, **here})
+
     @property
     def state_bytes(self) -> int:
         """Room in the extras for the policy's state."""

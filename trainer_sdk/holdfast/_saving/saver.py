@@ -29,6 +29,7 @@ from holdfast._exchange import Exchange
 from holdfast._experts.ordering import Ordering
 from holdfast._experts.partial_state import PartialState
 from holdfast._experts.policy import CaptureChoice, CapturePolicy
+from holdfast._experts.tokens import Tokens
 from holdfast._restoring.restore import Restored
 from holdfast._saving.casts import Casts
 from holdfast._saving.comparing import Comparing
@@ -48,6 +49,7 @@ from holdfast_core.errors import (
     SnapshotSkippedError,
     StaleEpochError,
 )
+from holdfast_core.experts.replenish import Replenishing
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import Layout
 from holdfast_core.snapshots.units import UnitKey
@@ -175,6 +177,16 @@ class Saver:
         self._client.close()
         self._engine.close()
 
+    def leave(self, number: int, tokens: Tokens, replenishing: Replenishing) -> PartialState:
+        """State of the policy for the session of another world. After `close`.
+
+        Args:
+            number: calls of save.
+            tokens: those counted since the last task.
+        """
+        self._policy.count(*tokens.read())
+        return self._policy.kept(number, replenishing)
+
     # --- the worker -------------------------------------------------------------------------------
 
     def _loop(self) -> None:
@@ -216,6 +228,9 @@ class Saver:
     def _save(self, task: Task) -> None:
         if task.sources is not None:
             self._sources = task.sources
+        if task.reseated and self._base is not None:
+            self._base = self._base.reseated(self._sources)
+            self._policy.reseated(self._base.own_experts(table_of(self._sources)))
         if self.problem is not None:
             raise self.problem
         if task.sources is not None and self._casts.enabled:

@@ -34,6 +34,7 @@ class Task:
         tokens: Tokens | None = None,
         replenishing: Replenishing | None = None,
         unchanged: InPlaceCheck | None = None,
+        reseated: bool = False,
     ) -> None:
         self.handle = handle
         self.sources = sources
@@ -48,6 +49,8 @@ class Task:
         """Tokens routed since the last save."""
         self.replenishing = replenishing or Replenishing.start()
         """Lost tokens that this rank still makes up for."""
+        self.reseated = reseated
+        """Whether experts have changed ranks since the last task."""
         self._unchanged = unchanged
         self.began_s = time.monotonic()
         self.let_go = threading.Event()

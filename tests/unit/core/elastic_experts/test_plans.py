@@ -10,6 +10,7 @@ from math import comb
 import numpy as np
 import pytest
 
+from holdfast_core.elastic_experts.loads import LoadHistory
 from holdfast_core.elastic_experts.placement import groups_of
 from holdfast_core.elastic_experts.plans import (
     ExpertPlan,
@@ -221,3 +222,18 @@ def test_each_expert_is_captured_by_one_of_its_holders_and_holders_share_the_wor
     captured = [sum(of.count(rank) for of in plan.capturers) for rank in range(6)]
     assert sum(captured) == 12
     assert max(captured) <= 3
+
+
+def test_an_expert_without_tokens_keeps_its_copies_and_one_with_all_of_them_gets_the_rest() -> None:
+    """For thousands of steps; then the two change roles."""
+    plan = plan_experts([[1] * 8] * 2, ExpertRoom(nodes=4, rank_seats=6))
+    history = LoadHistory(plan.layers[0].tokens)
+    for all_of_them in (7, 0):
+        for _ in range(3000):
+            history.add([512 * (expert == all_of_them) for expert in range(8)])
+        plan = plan.renewed(4, [history.tokens] * 2)
+        assert plan.least_nodes == 2
+        for layer in plan.layers:
+            assert [layer.counts()[e] for e in range(8) if e != all_of_them] == [2] * 7
+            assert layer.counts()[all_of_them] == 4 * 6 - 2 * 7
+            assert {rank for rank, _ in layer.copies[all_of_them]} == {0, 1, 2, 3}

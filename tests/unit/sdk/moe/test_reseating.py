@@ -62,6 +62,14 @@ def every(own: Any) -> list[Any]:
     return found
 
 
+def check_capturers(trainer: Trainer) -> None:
+    """Each expert is captured by one rank, which has it."""
+    for layer in trainer.layers:
+        of_ranks = every((layer.experts.captured, set(layer.experts.seat_of)))
+        assert all(captured <= held for captured, held in of_ranks)
+        assert sorted(e for captured, _ in of_ranks for e in captured) == list(range(EXPERTS))
+
+
 def make_adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
 
@@ -92,6 +100,7 @@ def move(rank: int, port: int, make: Any, new: int) -> None:
     reseating.follow(live, exchange, rank, outlived=rank != new, moves=True)
 
     trainer.live = live
+    check_capturers(trainer)
     found = trainer.state()
     for name, tensor in found.items():
         assert torch.equal(tensor, before[name]), name
@@ -152,6 +161,7 @@ def rebalance(rank: int, port: int, directory: str) -> None:
     report = reseating.report(1, 200)
     assert (report.cause, report.ranks, report.least_nodes) == (PlanCause.LOADS, RANKS, 2)
     assert trainer.layers[0].plan.layers[0].counts()[2] > 2
+    check_capturers(trainer)
     for name, tensor in trainer.state().items():
         assert torch.equal(tensor, before[name]), name
     trainer.train(rank)
