@@ -1,10 +1,10 @@
 """Trains a small Mixture-of-Experts model in pipeline stages, each of which can be lost.
 
 The model is that of `train_moe.py`, cut between its layers; the schedule of micro-batches is
-written out, so that one sees where tensors cross a boundary. With processes that stay, a stage
-whose ranks are all lost repeats steps alone, with what its neighbours have logged. Start it with
-`torchrun --nproc-per-node 4 examples/train_moe_pipeline.py`, or protected with `holdfast run
-examples/moe-pipeline-job.yaml`.
+written out, so that one sees where tensors cross a boundary, or, with `--schedule`, one of
+`torch.distributed.pipelining`. With processes that stay, a stage whose ranks are all lost repeats
+steps alone, with what its neighbours have logged. Start it with `torchrun --nproc-per-node 4
+examples/train_moe_pipeline.py`, or protected with `holdfast run examples/moe-pipeline-job.yaml`.
 
 Shape suffixes as in `train_moe.py`.
 """
@@ -17,6 +17,7 @@ import itertools
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torch.utils.data import DataLoader
 from train_moe import BALANCE_WEIGHT, BYTE_VALUES, Block, Linear, MasterAdamW, MoE, Passages
 
@@ -33,27 +36,37 @@ from holdfast import elastic
 DIM, EXPERTS, CLIP, DROPOUT = 64, 4, 0.5, 0.1
 
 
+SCHEDULES = {
+    "GPipe": lambda rank, ranks: [rank],
+    "1F1B": lambda rank, ranks: [rank],
+    "Interleaved1F1B": lambda rank, ranks: [rank, ranks + rank],
+    "InterleavedZeroBubble": lambda rank, ranks: [rank, ranks + rank],
+    "ZBVZeroBubble": lambda rank, ranks: [rank, 2 * ranks - 1 - rank],
+}
+"""Schedules of torch, and the layers that each gives to a rank of a pipeline."""
+
+
 class Stage(nn.Module):
     """One layer, with the embedding before the first one and the head behind the last one."""
 
-    def __init__(self, pipeline: elastic.Pipeline, alone: elastic.WorldGroup) -> None:
+    def __init__(self, layer: int, layers: int, alone: elastic.WorldGroup) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(BYTE_VALUES, DIM) if pipeline.is_first else None
+        self.embedding = nn.Embedding(BYTE_VALUES, DIM) if layer == 0 else None
         block = Block(DIM, MoE(DIM, EXPERTS, 1, alone))
-        self.layers = nn.ModuleDict({str(pipeline.stage): block})  # numbered as in the whole model
-        self.head = Linear(DIM, BYTE_VALUES) if pipeline.is_last else None
+        self.layers = nn.ModuleDict({str(layer): block})  # numbered as in the whole model
+        self.head = Linear(DIM, BYTE_VALUES) if layer == layers - 1 else None
 
-    def forward(self, bytes_BT: Tensor, x_BSD: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What goes to the next stage, or the cross entropy; and the load-balancing loss."""
-        if self.embedding is not None:
-            x_BSD = self.embedding(bytes_BT[:, :-1])
-        assert x_BSD is not None
+    def forward(self, given: Tensor) -> tuple[Tensor, Tensor]:
+        """From bytes, or from what came of the stage before: what goes to the next stage, or
+        logits; and the load-balancing loss."""
+        x_BSD = given if self.embedding is None else self.embedding(given)
         [layer] = self.layers.values()
         x_BSD, balance = layer(F.dropout(x_BSD, DROPOUT))
-        if self.head is None:
-            return x_BSD, balance
-        logits_BSV = self.head(x_BSD).float()
-        return F.cross_entropy(logits_BSV.flatten(0, 1), bytes_BT[:, 1:].flatten()), balance
+        return x_BSD if self.head is None else self.head(x_BSD).float(), balance
+
+
+def loss_of(logits_BSV: Tensor, next_BS: Tensor) -> Tensor:
+    return F.cross_entropy(logits_BSV.flatten(0, 1), next_BS.flatten())
 
 
 def run_microbatches(
@@ -69,8 +82,10 @@ def run_microbatches(
             x_BSD = torch.empty(B, T - 1, DIM, dtype=dtype, device=bytes_BT.device)
             pipeline.receive_activation(number, x_BSD)
             x_BSD.requires_grad_()
-        out, balance = stage(part_BT, x_BSD)
-        if not pipeline.is_last:
+        out, balance = stage(part_BT[:, :-1] if x_BSD is None else x_BSD)
+        if pipeline.is_last:
+            out = loss_of(out, part_BT[:, 1:])
+        else:
             pipeline.send_activation(number, out)
         forwards.append((x_BSD, out, balance))
     total = 0.0
@@ -88,8 +103,70 @@ def run_microbatches(
     return total
 
 
+class AddBalance(torch.autograd.Function):
+    """Adds the load-balancing loss to whatever loss comes of `out`: torch's stages know no other
+    loss than the last one's."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, balance: Tensor) -> Tensor:
+        del ctx, balance
+        return out.clone()  # zero-bubble schedules detach it in place, which a view refuses
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        del ctx
+        return grad, torch.tensor(BALANCE_WEIGHT)
+
+
+class TorchStage(nn.Module):
+    """A stage with one output."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, given: Tensor) -> Tensor:
+        out: Tensor = AddBalance.apply(*self.stage(given))
+        return out
+
+
+def make_schedule(
+    name: str, stages: list[Stage], layers: int, group: dist.ProcessGroup, shape_BT: torch.Size
+) -> Callable[[Tensor], float]:
+    """A schedule of torch for batches of this shape, each sequence a micro-batch of its own. What
+    it returns is called with a batch, accumulates gradients and returns the loss, 0 on ranks
+    without the last layer."""
+    kind: Any = get_schedule_class(name)
+    tokens_BS = torch.zeros(1, shape_BT[1] - 1, dtype=torch.int64)
+    x_BSD = torch.zeros(*tokens_BS.shape, DIM, dtype=torch.bfloat16, requires_grad=True)
+    logits_BSV = torch.zeros(*tokens_BS.shape, BYTE_VALUES, requires_grad=True)
+    parts = [
+        PipelineStage(
+            TorchStage(stage),
+            int(next(iter(stage.layers))),
+            layers,
+            torch.device("cpu"),
+            input_args=tokens_BS if stage.embedding is not None else x_BSD,
+            output_args=logits_BSV if stage.head is not None else x_BSD,
+            group=group,
+        )
+        for stage in stages
+    ]
+    several = issubclass(kind, PipelineScheduleMulti)
+    schedule = kind(parts if several else parts[0], shape_BT[0], loss_fn=loss_of)
+
+    def run(bytes_BT: Tensor) -> float:
+        losses: list[Tensor] = []
+        given = [bytes_BT[:, :-1]] if any(part.is_first for part in parts) else []
+        target = bytes_BT[:, 1:] if any(part.is_last for part in parts) else None
+        schedule.step(*given, target=target, losses=losses)
+        return sum(float(loss.detach()) for loss in losses) / shape_BT[0]
+
+    return run
+
+
 @torch.no_grad()
-def reduce_gradients(pipeline: elastic.Pipeline, stage: Stage, loss: float) -> float:
+def reduce_gradients(pipeline: elastic.Pipeline, stage: nn.Module, loss: float) -> float:
     """Average gradients over the stage's ranks and clip them by the norm of all stages; return the
     mean loss."""
     grads = [p.grad for p in stage.parameters() if p.grad is not None]
@@ -107,7 +184,7 @@ def reduce_gradients(pipeline: elastic.Pipeline, stage: Stage, loss: float) -> f
 
 
 @torch.no_grad()
-def state_sha256(stage: Stage, optimizer: MasterAdamW) -> str:
+def state_sha256(stage: nn.Module, optimizer: MasterAdamW) -> str:
     """SHA-256 of this rank's parameters and optimizer states."""
     digest = hashlib.sha256()
     for name, p in sorted(stage.named_parameters()):
@@ -122,6 +199,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--microbatches", type=int, default=2)
+    parser.add_argument("--schedule", choices=[*SCHEDULES], help="of torch.distributed.pipelining")
     parser.add_argument("--seq", type=int, default=32, help="bytes per sequence")
     parser.add_argument("--log-mib", type=float, default=64, help="bound of each rank's log")
     parser.add_argument(
@@ -139,13 +217,19 @@ def main(argv: list[str] | None = None) -> None:
     pipeline = elastic.Pipeline(world, topology, log_bytes=int(args.log_mib * 2**20))
     alone = world.group([[rank] for rank in range(world.size)])
 
+    group = pipeline.torch_group() if args.schedule else None
+
+    held = SCHEDULES[args.schedule](pipeline.stage, args.stages) if group else [pipeline.stage]
+    layers = args.stages * len(held)
     torch.manual_seed(pipeline.stage)
-    stage = Stage(pipeline, alone)
-    for name, p in stage.named_parameters():
+    stages = [Stage(layer, layers, alone) for layer in held]
+    # Names number layers as in the whole model, and nothing else.
+    model = nn.ModuleDict({f"layer{layer}": each for layer, each in zip(held, stages, strict=True)})
+    for name, p in model.named_parameters():
         if ".experts." in name:
             nn.init.normal_(p, std=p.shape[1] ** -0.5)
-    stage.to(torch.bfloat16)
-    optimizer = MasterAdamW(stage.parameters(), lr=1e-3)
+    model.to(torch.bfloat16)
+    optimizer = MasterAdamW(model.parameters(), lr=1e-3)
     torch.manual_seed(world.rank)  # dropout
     data = Passages(args.seq + 1)
     replica = topology.coordinates(world.rank).dp
@@ -153,7 +237,7 @@ def main(argv: list[str] | None = None) -> None:
     # Its own generator: an iterator that is made anew would draw a number from that of dropout.
     loader = DataLoader(data, args.microbatches, sampler=sampler, generator=torch.Generator())
     session = holdfast.init(
-        model=stage,
+        model=model,
         optimizer=optimizer,
         stateful={"sampler": sampler},
         topology=topology,
@@ -166,14 +250,19 @@ def main(argv: list[str] | None = None) -> None:
                 batches = itertools.chain.from_iterable(itertools.repeat(loader))
             bytes_BT = next(batches)
             optimizer.zero_grad()
-            loss = run_microbatches(pipeline, stage, bytes_BT, args.microbatches)
-            mean_loss = reduce_gradients(pipeline, stage, loss)
+            if group is None:
+                loss = run_microbatches(pipeline, stages[0], bytes_BT, args.microbatches)
+            else:
+                if step.resumed:
+                    run = make_schedule(args.schedule, stages, layers, group.now, bytes_BT.shape)
+                loss = run(bytes_BT)
+            mean_loss = reduce_gradients(pipeline, model, loss)
             optimizer.step()
             sampler.advance(len(bytes_BT))
             if args.directory:
                 line: dict[str, Any] = {"step": step, "loss": mean_loss, "epoch": session.epoch}
                 line |= {"time": time.time(), "pid": os.getpid(), "logged": pipeline.log.nbytes}
-                line["state"] = state_sha256(stage, optimizer)
+                line["state"] = state_sha256(model, optimizer)
                 with (args.directory / f"log-{world.rank}").open("a") as log:
                     log.write(json.dumps(line) + "\n")
             if world.rank == 0 and step % 10 == 0:

@@ -35,6 +35,15 @@ class Shape:
 
     pp: int
     dp: int
+    schedule: str = ""
+    """Of torch; empty for that of the script."""
+
+    @property
+    def options(self) -> list[str]:
+        """Arguments of the script."""
+        stages = ["--stages", str(self.pp)]
+        micro_batches = ["--microbatches", str(self.pp)]
+        return [*stages, *micro_batches, "--schedule", self.schedule] if self.schedule else stages
 
     @property
     def ranks(self) -> range:
@@ -51,7 +60,7 @@ def make_job(directory: Path, shape: Shape, log_mib: float, how: str, window: in
     every = 1 if window else EVERY
     script = [sys.executable, pipeline_trainer.__file__, str(every), how]
     sparse = {"policy": {"type": "Sparse", "sparse": {"window": window}}} if window else {}
-    options = ["--steps", str(STEPS), "--stages", str(shape.pp), "--log-mib", str(log_mib)]
+    options = ["--steps", str(STEPS), *shape.options, "--log-mib", str(log_mib)]
     container = {"name": "trainer", "command": [*script, *options, "--directory", str(directory)]}
     return parse_job(
         {
@@ -103,7 +112,7 @@ def undisturbed(shape: Shape) -> list[list[Line]]:
     with tempfile.TemporaryDirectory() as path:
         count = str(len(shape.ranks))
         script = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", count]
-        trainer = [pipeline_trainer.__file__, str(EVERY), "same", "--stages", str(shape.pp)]
+        trainer = [pipeline_trainer.__file__, str(EVERY), "same", *shape.options]
         options = ["--steps", str(STEPS), "--directory", path]
         subprocess.run([*script, *trainer, *options], check=True, timeout=WAIT_S)
         return [lines_of(Path(path), rank) for rank in shape.ranks]
@@ -229,6 +238,29 @@ def test_a_lost_stage_repeats_steps_while_the_others_keep_their_state(
     with running(TWO_BY_TWO, window=window) as run:
         asyncio.run(run.lose([stage]))
         check_replay(run, [stage])
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("shape", "lost", "window"),
+    [
+        (Shape(2, 2, "GPipe"), 0, 0),
+        (Shape(2, 2, "GPipe"), 1, WINDOW),
+        (Shape(2, 2, "1F1B"), 0, WINDOW),
+        (Shape(2, 2, "1F1B"), 1, 0),
+        (Shape(3, 1, "1F1B"), 1, WINDOW),
+        (Shape(3, 1, "Interleaved1F1B"), 0, WINDOW),  # it sends to the last rank, and from there
+        (Shape(2, 2, "InterleavedZeroBubble"), 1, WINDOW),
+        (Shape(2, 2, "ZBVZeroBubble"), 0, WINDOW),
+    ],
+    ids=str,
+)
+def test_a_lost_stage_repeats_the_schedules_of_torch(shape: Shape, lost: int, window: int) -> None:
+    with running(shape, window=window) as run:
+        asyncio.run(run.lose([lost]))
+        check_replay(run, [lost])
 
 
 @pytest.mark.slow

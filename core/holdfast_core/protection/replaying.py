@@ -37,6 +37,8 @@ class ReplayEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """Last of these steps; all in between are logged as well."""
     topology: str = ""
     """Topology of its script."""
+    ring: bool = False
+    """Whether its script's last stage may send to the first one."""
     problem: str = ""
     """Why it cannot take part; empty when it can."""
 
@@ -89,7 +91,8 @@ def plan_replay(ranks: Sequence[ReplayEvidence]) -> ReplayPlan | str:
     assert target is not None
     if not 0 <= line <= whole <= target:
         return f"from line {line}, whole after {whole}, no stage can repeat steps to {target}"
-    sources = {rank: _outside(rank, topology, scope) for rank in scope}
+    ring = any(one.ring for one in ranks)
+    sources = {rank: _outside(rank, topology, scope, ring) for rank in scope}
     shared_by = next(rank for rank, stage in enumerate(stage_of) if stage not in lost)
     for giver in sorted({shared_by, *(one for givers in sources.values() for one in givers)}):
         one = ranks[giver]
@@ -108,16 +111,20 @@ def stages_lost(lacking: Sequence[int], topology: Topology) -> bool:
     return 0 < len(stages) < topology.pp and len(lacking) == whole
 
 
-def _outside(rank: int, topology: Topology, scope: Sequence[int]) -> tuple[int, ...]:
+def _outside(rank: int, topology: Topology, scope: Sequence[int], ring: bool) -> tuple[int, ...]:
     """Neighbours of `rank` in its pipeline that are not in the scope."""
-    return tuple(one for one in pipeline_neighbours(rank, topology) if one not in scope)
+    return tuple(one for one in pipeline_neighbours(rank, topology, ring) if one not in scope)
 
 
-def pipeline_neighbours(rank: int, topology: Topology) -> tuple[int, ...]:
-    """Ranks of the stages before and after that of `rank`, in its pipeline, ascending."""
-    at = topology.coordinates(rank)
+def pipeline_neighbours(rank: int, topology: Topology, ring: bool = False) -> tuple[int, ...]:
+    """Ranks of the stages before and after that of `rank`, in its pipeline, ascending.
+
+    Args:
+        ring: whether the first stage comes after the last one: where a rank holds several parts of
+            the model, the last rank's first part is followed by the first rank's second one.
+    """
+    at, count = topology.coordinates(rank), topology.pp
+    stages = {pp % count if ring else pp for pp in (at.pp - 1, at.pp + 1)}
     return tuple(
-        topology.rank_at(dp=at.dp, tp=at.tp, pp=pp)
-        for pp in (at.pp - 1, at.pp + 1)
-        if 0 <= pp < topology.pp
+        topology.rank_at(dp=at.dp, tp=at.tp, pp=pp) for pp in sorted(stages) if 0 <= pp < count
     )

@@ -26,6 +26,8 @@ class Crossing(StrEnum):
     """Output of a stage, for the stage after it."""
     GRADIENT = "gradient"
     """Gradient of a stage's input, for the stage before it."""
+    TENSOR = "tensor"
+    """What a schedule of torch sends, whatever it is."""
     SHARED = "shared"
     """Sum over all ranks."""
 
@@ -36,7 +38,8 @@ class Key(msgspec.Struct, frozen=True, order=True):
     step: int
     crossing: Crossing
     number: int
-    """Number of the micro-batch, from 0; of a sum, its place in the step."""
+    """Number of the micro-batch, from 0; of a sum, or of a schedule's tensor between two ranks in
+    one direction, its place in the step."""
 
     def __str__(self) -> str:
         return f"{self.crossing} {self.number} of step {self.step}"

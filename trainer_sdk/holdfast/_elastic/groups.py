@@ -31,6 +31,8 @@ from torch.distributed import (  # type: ignore[attr-defined]  # re-exported by 
 )
 
 from holdfast._causes import chain_of
+from holdfast._elastic import stage_group
+from holdfast._elastic.stage_group import Carrier
 from holdfast._exchange import set_timeout
 from holdfast_core.errors import StaleEpochError, UnreachableError
 
@@ -136,15 +138,28 @@ class MeetingPoint:
         set_timeout(dist.group.WORLD, timeout_s)
 
 
-def split(partition: Sequence[Sequence[int]], rank: int, timeout_s: float) -> dist.ProcessGroup:
-    """Form one group for each part, on all ranks alike; return the one that has `rank`."""
+def split(
+    partition: Sequence[Sequence[int]], rank: int, timeout_s: float, carrier: Carrier | None = None
+) -> dist.ProcessGroup:
+    """Form one group for each part, on all ranks alike; return the one that has `rank`.
+
+    Args:
+        timeout_s: time that a collective may take.
+        carrier: sends and receives in these groups, which have no collectives.
+    """
     mine: Any = None
     for part in partition:
-        group: Any = dist.new_group(list(part), timeout=timedelta(seconds=FORM_S))
+        group: Any = dist.new_group(
+            list(part),
+            timeout=timedelta(seconds=FORM_S),
+            backend=None if carrier is None else stage_group.BACKEND,
+            pg_options=carrier,
+        )
         if rank in part:
             mine = group
     assert mine is not None
-    set_timeout(mine, timeout_s)
+    if carrier is None:
+        set_timeout(mine, timeout_s)
     found: dist.ProcessGroup = mine
     return found
 

@@ -1,4 +1,5 @@
-"""`Pipeline`: boundaries of the pipeline stages of a training script that moves tensors itself.
+"""`Pipeline`: boundaries of the pipeline stages of a training script that moves tensors itself, or
+lets a schedule of `torch.distributed.pipelining` move them.
 
 All that a stage learns of the others passes here, so it can be logged, and a lost stage can repeat
 steps alone: what its neighbours have sent comes from their logs, and what it sends is compared with
@@ -7,13 +8,16 @@ what they had received.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 import xxhash
 
+from holdfast._elastic import stage_group
 from holdfast._elastic.boundary_log import BoundaryLog, Crossing, Key, LogPart, bytes_of
-from holdfast._elastic.world import World
+from holdfast._elastic.world import World, WorldGroup
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.protection.replaying import ReplayPlan
 from holdfast_core.topology import Topology
@@ -75,6 +79,22 @@ class BoundaryReplay:
         self.divergence = self.divergence or what
 
 
+class _Arrival:
+    """A tensor of a schedule that is being received.
+
+    Args:
+        arrive: waits for it, and logs it.
+    """
+
+    def __init__(self, arrive: Callable[[], None]) -> None:
+        self._arrive = arrive
+        self.complete = False
+
+    def finish(self) -> None:
+        self._arrive()
+        self.complete = True
+
+
 class Pipeline:
     """This rank's place in its pipeline, and the ways to the stages beside it.
 
@@ -106,7 +126,14 @@ class Pipeline:
         self.log = BoundaryLog(log_bytes)
         self.replay: BoundaryReplay | None = None
         """Replay in which this rank repeats steps."""
+        self.is_ring = False
+        """Whether the last stage may send to the first one."""
         self._step, self._sums = 0, 0
+        self._sent: Counter[int] = Counter()
+        self._received: Counter[int] = Counter()
+        """By rank the tensors of a schedule in this step."""
+        self._arriving: dict[int, deque[_Arrival]] = {}
+        """By rank those that are not yet known to be here, in their order."""
 
     @property
     def stage(self) -> int:
@@ -150,12 +177,82 @@ class Pipeline:
         self.log.add_sent(EVERYONE, key, bytes_of(tensor))
         return tensor
 
+    def torch_group(self) -> WorldGroup:
+        """Form the process groups of pipelines for `torch.distributed.pipelining`. All ranks call
+        it, before `holdfast.init`.
+
+        Make each `PipelineStage` with `group=….now`, and with `input_args` and `output_args`; make
+        it and its schedule anew in each step that is `resumed`. What the schedule sends is logged.
+        A rank may hold several stages of torch's, which are lost and repeated together.
+        """
+        stage_group.register()
+        self.is_ring = True
+        at = self.topology
+        return self.world.form_group(
+            [
+                [at.rank_at(dp=dp, tp=tp, pp=pp) for pp in range(at.pp)]
+                for dp in range(at.dp)
+                for tp in range(at.tp)
+            ],
+            self,
+        )
+
+    # --- called by torch's schedules --------------------------------------------------------------
+
+    def start_send(self, to: int, tensor: torch.Tensor) -> Callable[[], None]:
+        """Begin to send to rank `to`; see `Carrier`."""
+        key = Key(self._step, Crossing.TENSOR, self._sent[to])
+        self._sent[to] += 1
+        digest = self.log.add_sent(to, key, bytes_of(tensor))
+        if self.replay is not None and self.replay.has(to):
+            self.replay.compare(to, key, digest)
+            return lambda: None
+        work = self.world.start_send(_flat(tensor.contiguous()), to)
+        return partial(_wait, work)
+
+    def start_receive(self, source: int, into: torch.Tensor) -> Callable[[], None]:
+        """Begin to receive from rank `source`; see `Carrier`.
+
+        Tensors of one rank come in their order, so waiting for one ends the wait for those before
+        it: before 2.8, torch waits only for the last one of a batch.
+        """
+        key = Key(self._step, Crossing.TENSOR, self._received[source])
+        self._received[source] += 1
+        if not into.is_contiguous():
+            raise InvalidJobError(f"{key} is to be received into a tensor that is not contiguous")
+        work = None
+        if self.replay is not None and self.replay.has(source):
+            self.replay.take(source, key, into)
+        else:
+            work = self.world.start_receive(_flat(into), source)
+        queue = self._arriving.setdefault(source, deque())
+        arrival = _Arrival(partial(self._arrive, source, key, into, work))
+        queue.append(arrival)
+        return partial(_finish, queue, arrival)
+
     # --- called by the session --------------------------------------------------------------------
 
     def begin(self, step: int) -> None:
         """Begin the body of a step."""
         self._step, self._sums = step, 0
+        self._sent.clear()
+        self._received.clear()
+        self._arriving.clear()
         self.log.begin(step)
+
+    def complete(self, step: int) -> None:
+        """Note that a step is complete.
+
+        Raises:
+            InvalidJobError: a schedule has not waited for all that it receives.
+        """
+        for source, queue in self._arriving.items():
+            if queue:
+                raise InvalidJobError(
+                    f"the schedule of step {step} has not waited for {len(queue)} of the tensors "
+                    f"from rank {source}: with several stages on a rank, torch does since 2.8"
+                )
+        self.log.complete(step)
 
     def end_replay(self) -> str:
         """End this rank's replay, if there is one; return how it differed from the first execution,
@@ -202,6 +299,24 @@ class Pipeline:
             self.world.receive(_flat(into), source)
         self.log.add_received(source, key, xxhash.xxh3_64_intdigest(bytes_of(into)))
         return into
+
+    def _arrive(
+        self, source: int, key: Key, into: torch.Tensor, work: torch.distributed.Work | None
+    ) -> None:
+        if work is not None:
+            _wait(work)
+        self.log.add_received(source, key, xxhash.xxh3_64_intdigest(bytes_of(into)))
+
+
+def _wait(work: torch.distributed.Work) -> None:
+    work.wait()
+
+
+def _finish(queue: deque[_Arrival], arrival: _Arrival) -> None:
+    """Finish the arrivals of a queue up to this one."""
+    while not arrival.complete:
+        queue[0].finish()
+        queue.popleft()
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -481,7 +481,7 @@ class ElasticSession(Session):
         """Take the state after a completed step as what this process has."""
         self._held, self._body = HeldState(body.step, adds_up=not body.stepped), None
         if self._pipeline is not None:
-            self._pipeline.log.complete(body.step)
+            self._pipeline.complete(body.step)
 
     def _hold_after(self, step: int, *, keeps_log: bool = False) -> None:
         """Take the state after `step`, to which this process was brought, as what it has."""

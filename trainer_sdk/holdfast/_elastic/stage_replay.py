@@ -53,6 +53,7 @@ def agree_on_replay(
         logged_from=pipeline.log.first,
         logged_to=pipeline.log.last,
         topology=str(session.topology),
+        ring=pipeline.is_ring,
         problem=torn or problem,
     )
     texts = exchange.gather(msgspec.json.encode(own))

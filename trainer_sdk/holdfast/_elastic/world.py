@@ -24,6 +24,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # re-exported by 
 
 from holdfast._daemon.following import Following, Meeting
 from holdfast._elastic import groups
+from holdfast._elastic.stage_group import Carrier
 from holdfast._exchange import Exchange, GlooExchange, make_exchange, wait
 from holdfast_core.errors import (
     HoldfastError,
@@ -52,9 +53,9 @@ class WorldGroup:
     Pass `group.now` to a collective each time, and keep no reference to it.
     """
 
-    def __init__(self, world: World, partition: Partition) -> None:
+    def __init__(self, world: World, partition: Partition, carrier: Carrier | None = None) -> None:
         self._world = world
-        self._partition = partition
+        self._partition, self._carrier = partition, carrier
         self._now: dist.ProcessGroup | None = None
 
     @property
@@ -196,21 +197,7 @@ class World:
             InvalidJobError: when a rank is missing, or in several parts; when lists are given with
                 `any_size`; after `holdfast.init`.
         """
-        if self._has_session:
-            raise InvalidJobError(
-                "world.group after holdfast.init: processes that stay would form groups in another "
-                "order than new ones; form all groups before holdfast.init"
-            )
-        if self._any_size and not callable(partition):
-            raise InvalidJobError(
-                f"partition {[list(part) for part in partition]} is for {self._size} ranks only, "
-                f"and this process is to stay for any number (any_size=True): give a function of "
-                f"the number of ranks"
-            )
-        made = WorldGroup(self, partition)
-        self._split(made)
-        self._groups.append(made)
-        return made
+        return self.form_group(partition, None)
 
     def wait(self, work: dist.Work | None) -> None:
         """Wait for `work` of a collective with `async_op=True`, no longer than this world lasts.
@@ -242,6 +229,18 @@ class World:
         """Fill `flat`, uint8 [n], with the bytes that rank `source` sends."""
         dist.recv(flat, source)
 
+    def start_send(self, flat: torch.Tensor, to: int) -> dist.Work:
+        """Begin `send`."""
+        work = dist.isend(flat, to)
+        assert work is not None, "this rank is in the default group"
+        return work
+
+    def start_receive(self, flat: torch.Tensor, source: int) -> dist.Work:
+        """Begin `receive`."""
+        work = dist.irecv(flat, source)
+        assert work is not None, "this rank is in the default group"
+        return work
+
     def add_up(self, tensor: torch.Tensor) -> None:
         """Sum `tensor` over all ranks, in place. Collective."""
         self.wait(dist.all_reduce(tensor, async_op=True))
@@ -253,6 +252,24 @@ class World:
         self.leave()
 
     # --- called by the session --------------------------------------------------------------------
+
+    def form_group(self, partition: Partition, carrier: Carrier | None) -> WorldGroup:
+        """Form groups as `group` does, in which `carrier`, if given, sends and receives."""
+        if self._has_session:
+            raise InvalidJobError(
+                "world.group after holdfast.init: processes that stay would form groups in another "
+                "order than new ones; form all groups before holdfast.init"
+            )
+        if self._any_size and not callable(partition):
+            raise InvalidJobError(
+                f"partition {[list(part) for part in partition]} is for {self._size} ranks only, "
+                f"and this process is to stay for any number (any_size=True): give a function of "
+                f"the number of ranks"
+            )
+        made = WorldGroup(self, partition, carrier)
+        self._split(made)
+        self._groups.append(made)
+        return made
 
     def exchange(self, timeout_s: float) -> Exchange:
         """Make an exchange of this world's ranks. Collective."""
@@ -438,7 +455,7 @@ class World:
         parts = group._parts(self._size)
         if self._point is not None:
             self._point.meet()
-        group._now = groups.split(parts, self._rank, self._timeout_s)
+        group._now = groups.split(parts, self._rank, self._timeout_s, group._carrier)
 
     def _form_alone(self) -> None:
         """Form the groups that torchrun's environment names, or those of one process."""

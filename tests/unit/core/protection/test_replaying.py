@@ -109,6 +109,22 @@ def test_a_plan_needs_exactly_the_logs_without_which_there_is_none(topology: Top
 
 
 @pytest.mark.parametrize("topology", SHAPES, ids=str)
+def test_in_a_ring_the_first_and_the_last_stage_are_neighbours(topology: Topology) -> None:
+    for stages in losses(topology):
+        line = evidence(topology, stages)
+        plan = plan_replay([msgspec.structs.replace(one, ring=True) for one in line])
+        without = plan_replay(line)
+        assert isinstance(plan, ReplayPlan) and isinstance(without, ReplayPlan)
+        assert plan.scope == without.scope
+        for rank, sources in plan.sources.items():
+            at = topology.coordinates(rank)
+            ends = {0: topology.pp - 1, topology.pp - 1: 0}
+            other = topology.rank_at(dp=at.dp, tp=at.tp, pp=ends.get(at.pp, at.pp))
+            across = {other} - set(plan.scope)
+            assert sources == tuple(sorted({*without.sources[rank], *across}))
+
+
+@pytest.mark.parametrize("topology", SHAPES, ids=str)
 def test_what_contradicts_the_others_leads_back_to_the_line(topology: Topology) -> None:
     for stages in losses(topology):
         complete = evidence(topology, stages)

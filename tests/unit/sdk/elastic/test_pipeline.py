@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import holdfast
 from holdfast._elastic.boundary_log import BoundaryLog, Crossing, Key
 from holdfast._elastic.pipeline import EVERYONE, BoundaryReplay, Pipeline
+from holdfast._elastic.stage_group import StageGroup
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.protection.replaying import ReplayPlan
 from holdfast_core.topology import Topology
@@ -19,14 +21,40 @@ TOPOLOGY = Topology(dp=1, pp=2)
 PLAN = ReplayPlan(scope=(0,), line=0, target=1, sources={0: (1,)}, shared_by=1)
 
 
+class FakeWork:
+    """A tensor that another rank sends, which has come when it was waited for."""
+
+    def __init__(self, flat: torch.Tensor, came: list[int]) -> None:
+        self.flat, self.came = flat, came
+
+    def wait(self) -> None:
+        self.came.append(len(self.came) + 1)
+        self.flat.fill_(self.came[-1])
+
+
 class FakeWorld:
-    """World without process groups."""
+    """World without process groups. What comes of a rank is 1, then 2, and so on."""
 
     def __init__(self, rank: int, size: int = 2) -> None:
         self.rank, self.size = rank, size
+        self.parts: list[list[int]] = []
+        self.came: list[int] = []
+        self.sent: list[tuple[int, list[int]]] = []
 
     def group(self, parts: Any) -> None:
         assert sorted(rank for part in parts for rank in part) == list(range(self.size))
+
+    def form_group(self, parts: Any, carrier: Pipeline) -> None:
+        del carrier
+        self.parts = [list(part) for part in parts]
+
+    def start_send(self, flat: torch.Tensor, to: int) -> FakeWork:
+        self.sent.append((to, flat.tolist()))
+        return FakeWork(torch.empty(1), [])
+
+    def start_receive(self, flat: torch.Tensor, source: int) -> FakeWork:
+        del source
+        return FakeWork(flat, self.came)
 
 
 def make(rank: int, topology: Topology = TOPOLOGY) -> Pipeline:
@@ -103,3 +131,102 @@ def test_a_replay_is_answered_by_the_log_of_the_neighbour(wrong: str) -> None:
     kept = pipeline.log.part_for([1], after=0, to=1)  # a neighbour may need it in its turn
     assert [message.key.crossing for message in kept.sent] == [Crossing.ACTIVATION]
     assert len(kept.received) == 1
+
+
+# --- tensors of torch's schedules ---------------------------------------------------------------
+
+
+def group_of(pipeline: Pipeline) -> StageGroup:
+    """Group of the two ranks of `pipeline`."""
+    return StageGroup("1", pipeline.world.rank, [0, 1], pipeline)
+
+
+def schedule(pipeline: Pipeline, tensor: torch.Tensor) -> list[list[int]]:
+    """A step in which a schedule sends a tensor twice, and receives two."""
+    group, first, second = group_of(pipeline), torch.zeros(1), torch.zeros(1)
+    pipeline.begin(1)
+    works = [group.recv([first], 1), group.send([tensor], 1)]
+    works += [group.send([tensor + 1], 1), group.recv([second], 1)]
+    works[-1].wait()  # which ends the wait for the one before, as old versions of torch need it
+    assert first.any()
+    for work in works:
+        work.wait()
+    pipeline.complete(1)
+    return [each.view(torch.uint8).tolist() for each in (first, second)]
+
+
+def test_groups_for_torch_are_those_of_pipelines() -> None:
+    pipeline = make(0, Topology(dp=2, pp=3))
+    pipeline.torch_group()
+    world: Any = pipeline.world
+    assert world.parts == [[0, 2, 4], [1, 3, 5]]
+    assert pipeline.is_ring
+
+
+@pytest.mark.parametrize("wrong", ["", "sent"])
+def test_a_schedule_is_repeated_from_the_neighbours_log(wrong: str) -> None:
+    lost, kept = make(0), make(1)
+    world: Any = lost.world
+    found = schedule(lost, torch.ones(1))
+    assert found == [[1] * 4, [2] * 4]
+    assert [to for to, _ in world.sent] == [1, 1]
+    mine = lost.log.part_for([1], after=0, to=1)
+
+    # What rank 1 has logged of the same messages.
+    kept.begin(1)
+    for number, data in enumerate(found):
+        kept.log.add_sent(0, Key(1, Crossing.TENSOR, number), bytes(data))
+    for message in mine.sent:
+        kept.log.add_received(0, message.key, message.digest)
+    kept.complete(1)
+    parts = {1: kept.log.part_for([0, EVERYONE], after=0, to=1)}
+
+    again = make(0)
+    again.replay = BoundaryReplay(PLAN, parts)
+    assert schedule(again, torch.ones(1) * (2 if wrong else 1)) == found
+    world = again.world
+    assert not world.sent and not world.came
+    text = "rank 0: tensor 0 of step 1 is not what rank 1 had received" if wrong else ""
+    assert again.end_replay() == text
+    if not wrong:
+        assert again.log.part_for([1], after=0, to=1) == mine
+
+
+def test_a_step_that_leaves_a_tensor_unreceived_is_refused() -> None:
+    pipeline = make(0)
+    pipeline.begin(1)
+    group_of(pipeline).recv([torch.zeros(1)], 1)
+    with pytest.raises(InvalidJobError, match="has not waited for 1 of the tensors from rank 1"):
+        pipeline.complete(1)
+    pipeline.begin(1)  # nothing is left of a step that was cut off
+    pipeline.complete(1)
+
+
+def test_stages_that_ask_others_for_shapes_are_refused() -> None:
+    group, options = group_of(make(0)), dist.AllreduceOptions()
+    opens = torch.zeros(1)
+    group.allreduce([opens], options).wait()  # a sum, to open connections
+    options.reduceOp = dist.ReduceOp.MIN
+    group.allreduce([torch.ones(1)], options).wait()
+    with pytest.raises(InvalidJobError, match="input_args and output_args"):
+        group.allreduce([torch.zeros(1)], options)
+    pickled = torch.zeros(3, dtype=torch.uint8)
+    for call in (group.send, group.recv):
+        with pytest.raises(InvalidJobError, match="input_args and output_args"):
+            call([pickled], 1)
+
+
+def test_what_opens_connections_is_no_message() -> None:
+    pipeline = make(0)
+    group, world = group_of(pipeline), pipeline.world
+    pipeline.begin(1)
+    taken = torch.ones(1, dtype=torch.int32)
+    group.recv([taken], 1).wait()
+    assert taken.item() == 0
+    group.send([taken], 1).wait()
+    pipeline.complete(1)
+    fake: Any = world
+    assert not fake.sent and not fake.came
+    assert not pipeline.log.part_for([1], after=0, to=1).sent
+    with pytest.raises(InvalidJobError, match="int32 tensor of one number"):
+        group.send([torch.ones(1, dtype=torch.int32)], 1)
