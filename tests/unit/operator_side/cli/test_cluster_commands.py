@@ -318,8 +318,10 @@ time.sleep(1000)
 """
     with subprocess.Popen([sys.executable, "-c", maps], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-        yield process
-        process.kill()
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def test_a_signal_goes_to_the_process_that_has_the_arena_of_the_rank(
