@@ -80,7 +80,7 @@ class Controller:
         self._definitions: list[Document] = []
 
     def __enter__(self) -> Self:
-        self._certificates.mkdir(parents=True)
+        self._certificates.mkdir(parents=True, exist_ok=True)
         self._make_certificate()
         documents = list(self._manifests())
         self._definitions = [d for d in documents if d["kind"] == "CustomResourceDefinition"]

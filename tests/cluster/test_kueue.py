@@ -18,7 +18,7 @@ from holdfast_system import Holdfast, Job
 from machine import wait_for
 
 TEAM = "queued"
-LABEL = "queued-test"
+LABEL, LABELLED = "queued-test", ("node1", "node2", "node3", "node4")
 WAIT_S = 180.0
 STEPS, URGENT_STEPS = 100_000, 20
 """More than the test waits for, and few enough to end while it does."""
@@ -171,13 +171,12 @@ def _object(kind: str, name: str, namespace: str = "", **fields: Any) -> Documen
 
 @pytest.fixture(scope="module")
 def seen(cluster: Cluster, holdfast: Holdfast) -> Iterator[Seen]:
-    labelled = list(cluster.nodes)[:4]
     flavor = {
         "nodeLabels": {LABEL: "yes"},
         "tolerations": [{"key": LABEL, "operator": "Exists", "effect": "NoSchedule"}],
     }
     cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": TEAM}})
-    cluster.kubectl("label", "nodes", *labelled, f"{LABEL}=yes")
+    cluster.kubectl("label", "nodes", *LABELLED, f"{LABEL}=yes")
     queued = Queued(cluster)
     try:
         with Controller(cluster, KUEUE):
@@ -194,7 +193,7 @@ def seen(cluster: Cluster, holdfast: Holdfast) -> Iterator[Seen]:
                 cluster.kubectl("delete", "moejob", "--all", "-n", TEAM, "--timeout=120s")
                 holdfast.install()
     finally:
-        cluster.kubectl("label", "nodes", *labelled, f"{LABEL}-")
+        cluster.kubectl("label", "nodes", *LABELLED, f"{LABEL}-")
         cluster.kubectl("delete", "namespace", TEAM, "--timeout=120s")
 
 
@@ -208,7 +207,7 @@ def _live(queued: Queued) -> Seen:
     admitted = queued.protected("the first steps", calm, 1)
 
     urgent.apply()
-    preempted = queued.suspended("the preemption", calm, "Evicted")
+    queued.suspended("the preemption", calm, "Evicted")
     working = queued.protected("the urgent job to train", urgent, 1)
     preempted = queued.stand(calm)
     urgent_ended = queued.until("its end", urgent, ("Finished", "True", "Succeeded"))
@@ -241,7 +240,7 @@ def _live(queued: Queued) -> Seen:
     )
 
 
-def test_a_job_waits_for_quota_in_kueues_own_words(seen: Seen) -> None:
+def test_a_job_that_waits_for_quota_has_a_workload_and_no_pods(seen: Seen) -> None:
     assert seen.waiting.pods == []
     assert seen.waiting.workload["spec"]["queueName"] == "team"
     assert seen.waiting.workload["spec"]["podSets"][0]["count"] == 4
@@ -253,12 +252,7 @@ def test_an_admitted_job_trains_on_the_nodes_of_its_flavor(seen: Seen) -> None:
     for pod in seen.admitted.pods:
         assert pod["spec"]["nodeSelector"][LABEL] == "yes"
         assert LABEL in [each.get("key") for each in pod["spec"]["tolerations"]]
-    assert {pod["spec"]["nodeName"] for pod in seen.admitted.pods} == {
-        "node1",
-        "node2",
-        "node3",
-        "node4",
-    }
+    assert {pod["spec"]["nodeName"] for pod in seen.admitted.pods} == set(LABELLED)
     assert seen.admitted.of_workload("Admitted") == ("True", "Admitted")
 
 
