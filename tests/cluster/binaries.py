@@ -1,4 +1,5 @@
-"""Compiles Kubernetes, containerd, CoreDNS and helm from Go modules, once, into the cache.
+"""Compiles Kubernetes, containerd, CoreDNS, helm and other projects' controllers from Go modules,
+once, into the cache.
 
 Each folder below `go/` is a Go module that names the commands it wants as tools; its `go.sum` is
 what makes the result the same everywhere. The compiled commands are static, so that they need no
@@ -21,6 +22,10 @@ SOURCES = Path(__file__).resolve().parent / "go"
 KWOK_STAGES = "kwok-stages.yaml"
 """What simulated nodes and pods do; KWOK does nothing without it."""
 
+MANIFESTS = "manifests.yaml"
+"""Resources and webhooks of a controller."""
+
+_COMPONENT_FILES = ("crd/bases/*.yaml", "webhook/manifests.yaml")
 _KWOK_FOLDERS = ("node/fast", "node/heartbeat-with-lease", "pod/fast")
 _PROGRESS_PACKAGES = 250
 
@@ -46,6 +51,8 @@ MODULES = (
     Module(name="helm"),
     Module(name="kubernetes"),
 )
+CONTROLLERS = {name: Module(name=name) for name in ("jobset", "kueue")}
+"""Compiled for the tests that need one, since no cluster does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +81,18 @@ def build() -> Binaries:
         ClusterError: with the compiler's words.
     """
     return Binaries(tuple(_build(module) for module in MODULES))
+
+
+def build_controller(name: str) -> Path:
+    """Compile another project's controller, if the cache does not have it yet.
+
+    Returns:
+        The folder with the command `name` and `MANIFESTS`.
+
+    Raises:
+        ClusterError: with the compiler's words.
+    """
+    return _build(CONTROLLERS[name])
 
 
 def kubernetes_version() -> str:
@@ -118,6 +137,8 @@ def _build(module: Module) -> Path:
         if module.name == "kubernetes":
             (new / "server").rename(new / "etcd")  # go names a command after its folder
             (new / KWOK_STAGES).write_text("---\n".join(_kwok_stages(module)))
+        if module.name in CONTROLLERS:
+            (new / MANIFESTS).write_text("---\n".join(_components(module)))
         new.rename(target)
         print(f"{module.name}: compiled in {time.monotonic() - started:.0f} s", flush=True)
     return target
@@ -144,9 +165,20 @@ def _compile(module: Module, target: Path) -> None:
         raise ClusterError(f"go build of {module.name} failed:\n{''.join(lines[-20:])}")
 
 
+def _sources(module: Module, path: str) -> Path:
+    """Where the sources of a Go module lie that `module` requires."""
+    return Path(run("go", "list", "-m", "-f", "{{.Dir}}", path, cwd=module.source).strip())
+
+
+def _components(module: Module) -> Iterator[str]:
+    components = _sources(module, f"sigs.k8s.io/{module.name}") / "config" / "components"
+    for pattern in _COMPONENT_FILES:
+        for file in sorted(components.glob(pattern)):
+            yield file.read_text()
+
+
 def _kwok_stages(module: Module) -> Iterator[str]:
-    listed = run("go", "list", "-m", "-f", "{{.Dir}}", "sigs.k8s.io/kwok", cwd=module.source)
-    stages = Path(listed.strip()) / "kustomize" / "stage"
+    stages = _sources(module, "sigs.k8s.io/kwok") / "kustomize" / "stage"
     for folder in _KWOK_FOLDERS:
         for file in sorted((stages / folder).glob("*.yaml")):
             if file.name != "kustomization.yaml":

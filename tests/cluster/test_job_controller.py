@@ -11,10 +11,8 @@ import json
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import images
@@ -22,19 +20,11 @@ import jobs
 import pytest
 from alone import train_alone
 from cluster import Cluster
-from holdfast_system import Holdfast, Job
+from holdfast_system import Holdfast
+from launched import ARGUMENTS, INDEX, NODES, WAIT_S, Launched, Standing
 from machine import wait_for
 
 TEAM, OTHER_TEAM = "launched", "launched-too"
-NODES, STEPS, FIRST_STEPS = 4, 100_000, 5
-"""More steps than the test waits for."""
-WAIT_S = 300.0
-ARGUMENTS = (
-    *("--seq", "32", "--dim", "32", "--layers", "1", "--experts", "8"),
-    *("--hash-steps", "--log-file", f"{jobs.OUTPUT}/log.jsonl"),
-)
-INDEX = "batch.kubernetes.io/job-completion-index"
-IF_THERE = ("--ignore-not-found", "--timeout=120s")
 VOLUME_TOKEN = "/run/holdfast/token"
 ACCOUNT_TOKEN = "/var/run/secrets/kubernetes.io/serviceaccount/token"
 GREET = f"""
@@ -59,29 +49,6 @@ pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(1200)]
 Document = dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Standing:
-    """The job at one moment."""
-
-    status: Document
-    pods: dict[str, Document]
-    """Completion index → the pod that is not being removed."""
-
-    def on(self, index: int) -> str:
-        """Node of a pod."""
-        return str(self.pods[str(index)]["spec"]["nodeName"])
-
-    @property
-    def uids(self) -> dict[str, str]:
-        return {index: pod["metadata"]["uid"] for index, pod in self.pods.items()}
-
-    @property
-    def restarts(self) -> dict[str, int]:
-        """How often kubelets have started each pod's container again."""
-        statuses = {i: pod["status"]["containerStatuses"] for i, pod in self.pods.items()}
-        return {index: found[0]["restartCount"] for index, found in statuses.items()}
-
-
 @dataclass(kw_only=True, slots=True)
 class Seen:
     """The job before a process, a pod and a node were lost, and after the last of them."""
@@ -91,61 +58,12 @@ class Seen:
     """Namespace of a stranger → the daemon's answer."""
     while_missing: Document = field(default_factory=dict)
     """Status of the job when the strangers had been there, and the pod of rank 0 was not."""
+    addresses: list[str] = field(default_factory=list)
+    """Those of rank 0's name after its node was lost."""
     log: list[Document] = field(default_factory=list)
     """Each step that rank 0 has trained."""
     undisturbed: dict[int, str] = field(default_factory=dict)
     """Step → hash of the state after it, of a run without Holdfast in one pod."""
-
-
-class Launched:
-    """`examples/indexed-job.yaml` for this cluster, in a namespace of its own."""
-
-    def __init__(self, cluster: Cluster, folder: Path) -> None:
-        self.cluster, self.folder = cluster, folder
-        self.documents = jobs.example_documents("indexed-job.yaml")
-        for document in self.documents:
-            document["metadata"]["namespace"] = TEAM
-        moejob, _, launcher = self.documents
-        pod = launcher["spec"]["template"]["spec"]
-        pod["containers"][0]["args"] = ["--steps", str(STEPS), *ARGUMENTS]
-        jobs.fit(pod, "1500Mi")
-        jobs.lend_folder(pod, folder)
-        self.job = Job(cluster, moejob)
-
-    def log(self) -> list[Document]:
-        with suppress(FileNotFoundError):
-            text = (self.folder / "log.jsonl").read_text()
-            return [json.loads(line) for line in text.split("\n")[:-1]]
-        return []
-
-    def pods(self) -> dict[str, Document]:
-        """Completion index → the newest pod that is not being removed."""
-        found = self.cluster.get("pods", "-n", TEAM, "-l", "batch.kubernetes.io/job-name=train")
-        there = [pod for pod in found["items"] if "deletionTimestamp" not in pod["metadata"]]
-        there.sort(key=lambda pod: str(pod["metadata"]["creationTimestamp"]))
-        return {pod["metadata"]["labels"][INDEX]: pod for pod in there}
-
-    def delete(self) -> None:
-        """Delete what makes the pods, and then the job."""
-        self.cluster.kubectl("delete", "job/train", "-n", TEAM, *IF_THERE)
-        self.cluster.kubectl("delete", "moejob/moe", "-n", TEAM, *IF_THERE)
-
-    def stand(self, what: str, recoveries: int) -> Standing:
-        """The job, once it has recovered so often and has protected some steps since."""
-        first = self.log()[-1]["step"] if recoveries else 0
-
-        def trains(status: Document) -> bool:
-            epoch, _, step = status.get("protected", "0.0").partition(".")
-            return (
-                status.get("phase") == "Running"
-                and status.get("recoveries", 0) >= recoveries
-                and int(epoch) == status.get("epoch")
-                and int(step) >= first + FIRST_STEPS
-            )
-
-        self.job.wait(what, trains, WAIT_S)
-        pods = self.pods()
-        return Standing(status=self.job.status(), pods=pods)
 
 
 def _stranger(namespace: str, node: str, token: str) -> Document:
@@ -186,7 +104,7 @@ def _answer_to(cluster: Cluster, stranger: Document) -> str:
 
 @pytest.fixture(scope="module")
 def seen(cluster: Cluster, holdfast: Holdfast) -> Iterator[Seen]:
-    launched = Launched(cluster, cluster.home / "shared" / "launched")
+    launched = Launched(cluster, "indexed-job.yaml", TEAM)
     jobs.make_folder(launched.folder)
     for name in (TEAM, OTHER_TEAM):
         cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
@@ -220,6 +138,7 @@ def _lose_everything(launched: Launched, holdfast: Holdfast) -> Seen:
         found.strangers[namespace] = _answer_to(cluster, stranger)
     found.while_missing = job.status()
     found.standings.append(launched.stand("a node to be replaced", 3))
+    found.addresses = launched.addresses("train-0")
     cluster.boot_node(lost)
     holdfast.wait_daemon(lost)
     found.log = launched.log()
@@ -259,6 +178,10 @@ def test_kubernetes_starts_again_what_was_lost_and_nobody_removes_a_pod(seen: Se
     for old, new, index in ((killed, deleted, "1"), (deleted, moved, "0")):
         assert {i for i, uid in old.uids.items() if new.uids[i] != uid} == {index}
     assert moved.on(0) not in {deleted.on(index) for index in range(NODES)}
+
+
+def test_the_name_of_rank_0_has_no_address_of_the_lost_node(seen: Seen) -> None:
+    assert seen.addresses == [seen.standings[-1].pods["0"]["status"]["podIP"]]
 
 
 def test_strangers_are_no_members_and_daemons_refuse_them(seen: Seen) -> None:

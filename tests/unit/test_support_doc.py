@@ -37,7 +37,13 @@ def test_the_second_torch_and_python_are_those_of_the_bundle() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "module"), [("Kubernetes", "k8s.io/kubernetes"), ("Helm", "helm.sh/helm/v4")]
+    ("row", "module"),
+    [
+        ("Kubernetes", "k8s.io/kubernetes"),
+        ("Helm", "helm.sh/helm/v4"),
+        ("Kueue", "sigs.k8s.io/kueue"),
+        ("JobSet", "sigs.k8s.io/jobset"),
+    ],
 )
 def test_the_cluster_is_the_one_that_is_built(row: str, module: str) -> None:
     folder = row.lower()

@@ -19,7 +19,7 @@ from holdfast_core.snapshots.generations import Generation
 from holdfast_operator.cli import exit_codes, kubectl
 from holdfast_operator.cli.catalogue_places import DAEMONS
 from holdfast_operator.cli.cluster_calls import connected
-from holdfast_operator.kube.resources import JOBS, PODS
+from holdfast_operator.kube.resources import JOB_LABEL, JOBS, PODS
 from holdfast_operator.reconciler.views import ConditionType
 
 if TYPE_CHECKING:
@@ -115,12 +115,12 @@ SIGNALS = {"kill-rank": "KILL", "stop-rank": "STOP", "cont-rank": "CONT"}
 # works also for one that was forked itself, whose environment /proc does not show.
 _SIGNAL = """
 import os, signal, sys
-rank, name = sys.argv[1:]
+rank, arena, name = sys.argv[1:]
 parents = {}
 for pid in filter(str.isdigit, os.listdir("/proc")):
     try:
         with open(f"/proc/{pid}/maps") as maps:
-            if f"/arenas/{rank}-" not in maps.read():
+            if f"/arenas/{arena}-" not in maps.read():
                 continue
         with open(f"/proc/{pid}/stat") as stat:
             parents[pid] = stat.read().rpartition(")")[2].split()[1]
@@ -147,7 +147,7 @@ def inject(options: argparse.Namespace) -> int:
         case "kill-rank" | "stop-rank" | "cont-rank":
             return _signal_rank(options)
         case "delete-pod":
-            return _delete(options, _pod_of(options, _job(options), options.member))
+            return _delete(options, _pod_of(options, _job(options), options.member)[1])
         case "kill-daemon":
             return _kill_daemon(options)
         case fault:
@@ -165,13 +165,15 @@ _INSTEAD = {
 def _signal_rank(options: argparse.Namespace) -> int:
     job = _job(options)
     lanes = int(job["spec"].get("nprocPerNode", 1))
-    pod = _pod_of(options, job, options.rank // lanes)
+    number, lane = divmod(options.rank, lanes)
+    member, pod = _pod_of(options, job, number)
     name = SIGNALS[options.fault]
     if not _is_confirmed(options, f"send SIG{name} to rank {options.rank} in pod {pod}"):
         return exit_codes.BAD_INPUT
     found = connected(options, lambda api, _: api.get(PODS, options.namespace, pod))
     container = str(found["spec"]["containers"][0]["name"])
-    command = ("python", "-c", _SIGNAL, str(options.rank), name)
+    arena = member * lanes + lane
+    command = ("python", "-c", _SIGNAL, str(options.rank), str(arena), name)
     print(kubectl.execute(options, pod, container, *command))
     return 0
 
@@ -228,20 +230,35 @@ def _job(options: argparse.Namespace) -> Object:
     return connected(options, lambda api, _: api.get(JOBS, options.namespace, options.job))
 
 
-def _pod_of(options: argparse.Namespace, job: Object, member: int) -> str:
-    """Name of a member's pod.
+def _pod_of(options: argparse.Namespace, job: Object, number: int) -> tuple[int, str]:
+    """Member and name of the pod with this number. Members have the numbers of their pods, unless
+    another controller makes the pods: it may start a pod again where another member's memory is.
 
     Raises:
-        InvalidJobError: when it has none now.
+        InvalidJobError: when there is none now.
     """
     members = (job.get("status") or {}).get("members") or []
-    pods = {int(each["index"]): each["pod"] for each in members if each.get("pod")}
-    if member not in pods:
+    pods = {int(each["index"]): str(each["pod"]) for each in members if each.get("pod")}
+    found = {member: (member, pod) for member, pod in pods.items()}
+    if job["spec"]["trainer"].get("external"):
+        numbers = connected(options, _numbers)
+        found = {numbers[pod]: (m, pod) for m, pod in pods.items() if pod in numbers}
+    if number not in found:
         raise InvalidJobError(
-            f"{_name(options)} has no pod of member {member} now; there are pods of members "
-            f"{sorted(pods)}"
+            f"{_name(options)} has no pod of member {number} now; there are pods of members "
+            f"{sorted(found)}"
         )
-    return str(pods[member])
+    return found[number]
+
+
+async def _numbers(api: Api, options: argparse.Namespace) -> dict[str, int]:
+    """Name of each pod of the job → the number that another controller has given it."""
+    from holdfast_operator.kube.pods import UNNUMBERED, number_of  # noqa: PLC0415
+
+    selector = f"{JOB_LABEL}={options.job}"
+    pods = (await api.list(PODS, options.namespace, labelSelector=selector))["items"]
+    numbers = {each["metadata"]["name"]: number_of(each["metadata"]["labels"]) for each in pods}
+    return {pod: number for pod, number in numbers.items() if number != UNNUMBERED}
 
 
 def _name(options: argparse.Namespace) -> str:

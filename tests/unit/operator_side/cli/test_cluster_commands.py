@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -302,10 +303,10 @@ def test_a_catalogue_in_the_cluster_is_read_through_a_forwarded_port(
     )
 
 
-def test_a_signal_goes_to_the_process_that_has_the_arena_of_the_rank(
-    server: ApiServer, kubectl: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arena = tmp_path / "arenas" / "3-1" / "arena"
+@contextmanager
+def process_with_arena(folder: Path, rank: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that maps the arena that its daemon has made for a rank, as a trainer does."""
+    arena = folder / "arenas" / f"{rank}-1" / "arena"
     arena.parent.mkdir(parents=True)
     arena.write_bytes(bytes(4096))
     maps = f"""
@@ -317,6 +318,16 @@ time.sleep(1000)
 """
     with subprocess.Popen([sys.executable, "-c", maps], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_signal_goes_to_the_process_that_has_the_arena_of_the_rank(
+    server: ApiServer, kubectl: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with process_with_arena(tmp_path, 3) as process:
         chosen = ["-n", "team-a", "--job", "llm", "--yes"]
         assert main(["inject", "kill-rank", "2", *chosen]) == 2
         assert "rank 2 has no process with snapshots now" in capsys.readouterr().err
@@ -324,3 +335,22 @@ time.sleep(1000)
         assert process.wait() == -signal.SIGKILL
     assert f"sent SIGKILL to rank 3 (pid {process.pid} of its pod)" in capsys.readouterr().out
     assert "-n team-a exec llm-1-1 -c trainer -- python -c" in kubectl.read_text()
+
+
+def test_pods_that_another_controller_has_let_change_places_are_known_by_its_numbers(
+    server: ApiServer, kubectl: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.job["spec"]["trainer"] = {"external": True}
+    for each, number in zip(server.objects[PODS]["items"], ("0", "1"), strict=True):
+        each["metadata"]["labels"] = {"batch.kubernetes.io/job-completion-index": number}
+    chosen = ["-n", "team-a", "--job", "llm", "--yes"]
+    with process_with_arena(tmp_path, 1) as process:  # member 0's, where pod 1 is
+        assert main(["inject", "kill-rank", "3", *chosen]) == 0
+        assert process.wait() == -signal.SIGKILL
+    assert "sent SIGKILL to rank 3" in capsys.readouterr().out
+    assert "-n team-a exec llm-0-1 -c trainer -- python -c" in kubectl.read_text()
+    assert main(["inject", "delete-pod", "0", *chosen]) == 0
+    assert server.changes == [("delete", f"{PODS}/llm-1-1")]
+    server.objects[PODS]["items"].clear()
+    assert main(["inject", "kill-rank", "3", *chosen]) == 2
+    assert "has no pod of member 1 now" in capsys.readouterr().err

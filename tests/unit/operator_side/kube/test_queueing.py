@@ -137,6 +137,19 @@ def test_a_job_that_a_person_suspends_leaves_its_queue() -> None:
     on_a_cluster(test, kueue=True)
 
 
+def test_a_queued_job_that_multikueue_manages_is_left_alone() -> None:
+    async def test(cluster: SmallCluster) -> None:
+        theirs = queued(managedBy="kueue.x-k8s.io/multikueue")
+        theirs["metadata"] |= {"name": "theirs", "uid": "another"}
+        cluster.apply(theirs)
+        await run_admitted(cluster)
+        assert {name for _, _, name in cluster.api.objects if "theirs" in name} == {"theirs"}
+        assert "status" not in cluster.job(theirs)
+        assert "finalizers" not in cluster.job(theirs)["metadata"]
+
+    on_a_cluster(test, kueue=True)
+
+
 def test_a_queue_that_is_named_later_holds_the_job_back() -> None:
     async def test(cluster: SmallCluster) -> None:
         unqueued = {**JOB, "metadata": {**JOB["metadata"], "labels": {}}}
