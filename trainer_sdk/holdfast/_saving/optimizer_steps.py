@@ -1,0 +1,314 @@
+"""What a recovery needs to repeat the steps of optimizers: their gradients and hyperparameters.
+
+In sparse windows that repeat the optimizer, each save but the first holds the gradients that the
+step before it has used, of the units whose state an earlier save of the window holds. They are
+copied aside right before the step, after whatever the loop does with gradients: sums over ranks,
+clipping, loss scaling.
+
+A recovery runs the optimizer's own code (`holdfast._restoring.repeating`), so nothing is assumed of
+its arithmetic but this: a parameter's step follows from its own gradient, state and
+hyperparameters, and in a stack of experts an expert's from its own part of them. The first step of
+a session that is captured is done once more, on copies of two small parameters of each group, and
+compared to the bit. The training thread uses this, except where noted.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from holdfast._state.capture import LiveState, TensorSource
+from holdfast._state.collect import RandomGenerators
+from holdfast._state.dtensors import is_dtensor, local_of
+from holdfast._state.extras import encode_extras
+from holdfast._state.room import room_like
+from holdfast_core.errors import InvalidJobError, SnapshotSkippedError
+from holdfast_core.experts.sparse_windows import Schedule
+from holdfast_core.snapshots.layouts import TensorRole
+from holdfast_core.snapshots.units import UnitKey
+
+SCALING = ("grad_scale", "found_inf")
+"""Attributes by which a gradient scaler tells an optimizer how to read gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepsTaken:
+    """What the optimizers did between two saves."""
+
+    data: bytes = b""
+    """Encoded steps."""
+    error: InvalidJobError | SnapshotSkippedError | None = None
+    """Why they cannot be repeated."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Room:
+    """Memory for the gradient of a parameter."""
+
+    parameter: torch.Tensor
+    gradient: torch.Tensor
+    """Of the local shape of the parameter."""
+    name: str
+    stacked: bool
+    units: Sequence[UnitKey]
+    """Its unit, or those of the slices of a stacked one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Trial:
+    """A step of one parameter that is done a second time, on copies."""
+
+    name: str
+    optimizer: Any
+    """Copy of the optimizer that has this parameter alone."""
+    parameter: torch.Tensor
+    """Copy of the parameter, with its gradient: of the first slice only, where it is stacked."""
+    live: torch.Tensor
+    state: Mapping[str, Any]
+    """Live state of the parameter."""
+    stacked: bool
+
+
+@dataclass(kw_only=True, eq=False)
+class _Taken:
+    """What was noted since the last save."""
+
+    groups: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    """Number of each optimizer that has stepped → hyperparameters of its groups."""
+    scaling: dict[int, dict[str, Any]] = field(default_factory=dict)
+    without: list[str] = field(default_factory=list)
+    """Parameters, or stacks, that had no gradient."""
+    error: InvalidJobError | SnapshotSkippedError | None = None
+
+
+class OptimizerSteps:
+    """Gradients and hyperparameters of one rank's steps.
+
+    Args:
+        live: state that is captured.
+    """
+
+    def __init__(self, live: LiveState) -> None:
+        self._live = live
+        self._rooms: dict[int, _Room] = {}
+        """`id` of each parameter that an optimizer holds → its room."""
+        self._taken = _Taken()
+        self._tried = False
+        self._trials: list[_Trial] = []
+
+    def sources(self) -> tuple[TensorSource, ...]:
+        """Make room for the gradient of each parameter. Call after each discovery.
+
+        Returns:
+            The rooms under the names of their parameters, or of the slices of stacked ones.
+        """
+        parts: dict[int, list[TensorSource]] = defaultdict(list)
+        for source in self._live.sources():
+            if source.role is TensorRole.COMPUTE:
+                parts[id(self._live.anchors[source.name].parameter)].append(source)
+        known, self._rooms = self._rooms, {}
+        found: list[TensorSource] = []
+        for key, held in parts.items():
+            anchor = self._live.anchors[held[0].name]
+            room = known.get(key)
+            if room is None or room.parameter is not anchor.parameter:
+                room = _Room(
+                    parameter=anchor.parameter,
+                    gradient=room_like(local_of(anchor.parameter)).zero_(),
+                    name=anchor.place.name,
+                    stacked=anchor.place.stacked,
+                    units=[source.unit for source in held],
+                )
+            self._rooms[key] = room
+            for source in held:
+                index = self._live.anchors[source.name].index
+                gradient = room.gradient if index is None else room.gradient[index]
+                found.append(
+                    replace(
+                        source,
+                        role=TensorRole.GRADIENT,
+                        tensor=gradient,
+                        staging=None,
+                    )
+                )
+        return tuple(found)
+
+    @property
+    def room_bytes(self) -> int:
+        """Most bytes that one step needs in the extras of a window."""
+        optimizers = range(len(self._live.optimizers))
+        everything = _Taken(
+            groups={index: _groups_of(self._live.optimizers[index]) for index in optimizers},
+            without=[room.name for room in self._rooms.values()],
+        )
+        scaling = len(optimizers) * len(SCALING) * 64
+        units = {str(unit) for room in self._rooms.values() for unit in room.units}
+        return len(_encode(everything)) + scaling + sum(len(unit) + 16 for unit in units)
+
+    def before_step(self, optimizer: object, schedule: Schedule, slot: int) -> None:
+        """Copy the gradients that `optimizer` is about to use and the save of `slot` holds. No save
+        needs the rooms any more."""
+        index = next(i for i, one in enumerate(self._live.optimizers) if one is optimizer)
+        taken = self._taken
+        if index in taken.groups:
+            taken.error = SnapshotSkippedError(
+                "an optimizer has stepped twice since the last save; windows that repeat the "
+                "optimizer need a save after every step"
+            )
+            return
+        taken.groups[index] = _groups_of(optimizer)
+        taken.scaling[index] = {
+            name: value.detach().to("cpu", copy=True)
+            for name in SCALING
+            if isinstance(value := getattr(optimizer, name, None), torch.Tensor)
+        }
+        rooms = [self._rooms[id(p)] for p in _parameters(optimizer) if id(p) in self._rooms]
+        with torch.no_grad():
+            for room in rooms:
+                if any(slot in schedule.frames(unit) for unit in room.units):
+                    self._stage(room)
+        if not self._tried:
+            self._trials += _trials(optimizer, rooms)
+
+    def _stage(self, room: _Room) -> None:
+        gradient = room.parameter.grad
+        if gradient is None:
+            self._taken.without.append(room.name)
+            return
+        local = local_of(gradient)
+        if local.dtype is not room.gradient.dtype:
+            self._taken.error = InvalidJobError(
+                f"{room.name} is {room.gradient.dtype} and its gradient {local.dtype}; use "
+                f"snapshot.policy.sparse.repeats Training"
+            )
+            return
+        room.gradient.copy_(local)
+
+    def take(self) -> StepsTaken:
+        """What was done since the last call. Call within `save`."""
+        taken, self._taken = self._taken, _Taken()
+        trials, self._trials = self._trials, []
+        error = taken.error
+        if trials:
+            self._tried = True
+            wrong = [trial.name for trial in trials if not _repeats(trial)]
+            if wrong:
+                error = InvalidJobError(
+                    f"the optimizer's step of {', '.join(wrong[:3])} does not follow from the "
+                    f"gradient, state and hyperparameters that it began with, so a recovery could "
+                    f"not repeat it: a hook that changes gradients, a closure, or one update for "
+                    f"several parameters; use snapshot.policy.sparse.repeats Training"
+                )
+        return StepsTaken(_encode(taken), error)
+
+
+def _encode(taken: _Taken) -> bytes:
+    return encode_extras(
+        {"groups": taken.groups, "scaling": taken.scaling, "without": taken.without}
+    )
+
+
+def _groups_of(optimizer: Any) -> list[dict[str, Any]]:
+    return [
+        {key: copy.copy(value) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def _parameters(optimizer: Any) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+# --- trials ---------------------------------------------------------------------------------------
+
+
+def step_alone(optimizer: Any) -> None:
+    """Run the optimizer's step, without its hooks."""
+    step = type(optimizer).step
+    (step.__wrapped__ if hasattr(step, "hooked") else step)(optimizer)
+
+
+def _trials(optimizer: Any, rooms: Sequence[_Room]) -> Iterator[_Trial]:
+    """Copy the smallest parameter, and the smallest stack, of each group."""
+    stacked = {id(room.parameter): room.stacked for room in rooms}
+    names = {id(room.parameter): room.name for room in rooms}
+    for group in optimizer.param_groups:
+        for in_stack in (False, True):
+            fitting = [
+                p
+                for p in group["params"]
+                if p.grad is not None
+                and not is_dtensor(p)
+                and optimizer.state.get(p)
+                and stacked.get(id(p)) is in_stack
+            ]
+            if fitting:
+                chosen = min(fitting, key=lambda p: p.numel())
+                yield _trial(optimizer, group, chosen, names[id(chosen)], stacked=in_stack)
+
+
+def _trial(
+    optimizer: Any, group: Mapping[str, Any], live: Any, name: str, *, stacked: bool
+) -> _Trial:
+    parameter = live.detach().clone()
+    parameter.grad = live.grad.detach().clone()
+    if stacked:
+        parameter.grad[1:] = 0
+    state = {
+        key: value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+        for key, value in optimizer.state[live].items()
+    }
+    one = object.__new__(type(optimizer))
+    one.__dict__.update(optimizer.__dict__)  # a copy of an optimizer has no other attributes
+    one.state = defaultdict(dict, {parameter: state})
+    one.param_groups = [
+        {
+            **{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items()},
+            "params": [parameter],
+        }
+    ]
+    return _Trial(
+        name=name,
+        optimizer=one,
+        parameter=parameter,
+        live=live,
+        state=optimizer.state[live],
+        stacked=stacked,
+    )
+
+
+def _repeats(trial: _Trial) -> bool:
+    """Whether the step of the copies has the live step's result."""
+    generators = RandomGenerators.now()
+    try:
+        with torch.no_grad():
+            step_alone(trial.optimizer)
+    except Exception:  # raised by the user's optimizer
+        return False
+    finally:
+        generators.put_back()
+    state = trial.optimizer.state[trial.parameter]
+    pairs = [(trial.parameter, trial.live.detach())]
+    pairs += [
+        (value, trial.state.get(key))
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor)
+    ]
+    return all(_equal(made, live, stacked=trial.stacked) for made, live in pairs)
+
+
+def _equal(made: torch.Tensor, live: Any, *, stacked: bool) -> bool:
+    if not isinstance(live, torch.Tensor) or made.shape != live.shape:
+        return False
+    if stacked and made.ndim:
+        made, live = made[:1], live[:1]
+    return torch.equal(
+        made.contiguous().reshape(-1).view(torch.uint8),
+        live.contiguous().reshape(-1).view(torch.uint8),
+    )
