@@ -80,8 +80,7 @@ class ProtectedSession(Session):
         self._engine = CopyEngine(settings.copy_threads, device)
         self._counts_tokens = policy.leaves_out or ordering is not None
         self._gradients = policy.gradients
-        repeated = settings.repeats is Repeats.OPTIMIZER
-        self._optimizer_steps = OptimizerSteps(live) if repeated else None
+        self._optimizer_steps = OptimizerSteps(live, noted=settings.repeats is Repeats.OPTIMIZER)
         self._saver = Saver(
             client,
             exchange,
@@ -107,10 +106,6 @@ class ProtectedSession(Session):
         )
         self._stale = True
         self._sources: Sequence[TensorSource] | None = None
-        self._of_steps: Sequence[TensorSource] = ()
-        """Gradients that windows hold."""
-        self._step_bytes = 0
-        """Most bytes of the extras that describe one step of the optimizers."""
         self._eager: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
         self._last_step: int | None = None
         self._began = ""
@@ -364,9 +359,7 @@ class ProtectedSession(Session):
             if self._stale or self._live.changed():
                 found = (*self._live.discover(), *self._gradients.sources())
                 self._sources = tuple(source for source in found if source.captured)
-                if self._optimizer_steps is not None:
-                    self._of_steps = self._optimizer_steps.sources()
-                    self._step_bytes = self._optimizer_steps.room_bytes
+                self._optimizer_steps.make_room()
                 self._eager = [
                     (source.staging, source.tensor)
                     for source in self._sources
@@ -383,10 +376,10 @@ class ProtectedSession(Session):
         return Task(
             handle,
             sources=sources,
-            gradients=self._of_steps,
+            gradients=self._optimizer_steps.gradients,
             extras=extras,
-            optimizer_steps=self._optimizer_steps.take() if self._optimizer_steps else None,
-            more_extras_bytes=self._step_bytes,
+            optimizer_steps=self._optimizer_steps.take(),
+            more_extras_bytes=self._optimizer_steps.extras_bytes,
             fence=self._device.fence(),
             copies=copies,
             number=self._number - 1,
@@ -441,10 +434,9 @@ class ProtectedSession(Session):
         self._saver.wait_staged()
         self._waited(began_s)
         self._gradients.before_step(optimizer)
-        if self._optimizer_steps is not None:
-            due = self._saver.gradients_due((self._last_step or 0) + 1)
-            if due is not None:
-                self._optimizer_steps.before_step(optimizer, *due)
+        due = self._saver.gradients_due((self._last_step or 0) + 1)
+        if due is not None:
+            self._optimizer_steps.before_step(optimizer, *due)
         if self._replay is not None:
             self._replay.before_step(optimizer)
 

@@ -78,7 +78,7 @@ class Settings:
     def repeats(self) -> Repeats:
         """What a recovery repeats of a sparse window."""
         policy = self.policy
-        return policy.repeats if isinstance(policy, SparseWindows) else Repeats.TRAINING
+        return Repeats(policy.repeats if isinstance(policy, SparseWindows) else Repeats.TRAINING)
 
     @property
     def counts_tokens(self) -> bool:
@@ -95,6 +95,10 @@ class Settings:
             raise InvalidJobError(
                 f"decay={self.policy.decay} is given, but order is {self.policy.order.value}: "
                 f"remove it, or set the order to TimeDecayed"
+            )
+        if isinstance(self.policy, SparseWindows) and self.policy.repeats not in [*Repeats]:
+            raise InvalidJobError(
+                f"repeats={self.policy.repeats!r}: give {' or '.join(one.value for one in Repeats)}"
             )
         if isinstance(self.policy, SparseWindows) and self.policy.unused_order:
             raise InvalidJobError(

@@ -247,7 +247,7 @@ class SparseWindows(Document, frozen=True, kw_only=True):
     def unused_order(self) -> bool:
         """Whether there is an order of experts of which a recovery makes no use: none is frozen
         while only the optimizer repeats steps."""
-        return self.counts_tokens and self.repeats is Repeats.OPTIMIZER
+        return self.counts_tokens and self.repeats == Repeats.OPTIMIZER
 
     @property
     def unused_decay(self) -> bool:

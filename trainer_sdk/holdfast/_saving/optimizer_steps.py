@@ -91,22 +91,29 @@ class OptimizerSteps:
 
     Args:
         live: state that is captured.
+        noted: whether saves hold them.
     """
 
-    def __init__(self, live: LiveState) -> None:
-        self._live = live
+    def __init__(self, live: LiveState, *, noted: bool) -> None:
+        self._live, self._noted = live, noted
+        self.gradients: tuple[TensorSource, ...] = ()
+        """Room for the gradient of each parameter, under its name, or those of the slices of a
+        stacked one."""
+        self.extras_bytes = 0
+        """Most bytes that one step needs in the extras of a window."""
         self._rooms: dict[int, _Room] = {}
         """`id` of each parameter that an optimizer holds → its room."""
         self._taken = _Taken()
         self._tried = False
         self._trials: list[_Trial] = []
 
-    def sources(self) -> tuple[TensorSource, ...]:
-        """Make room for the gradient of each parameter. Call after each discovery.
+    def make_room(self) -> None:
+        """Make room for what the saves hold. Call after each discovery."""
+        if self._noted:
+            self.gradients = self._make_rooms()
+            self.extras_bytes = self._step_bytes()
 
-        Returns:
-            The rooms under the names of their parameters, or of the slices of stacked ones.
-        """
+    def _make_rooms(self) -> tuple[TensorSource, ...]:
         parts: dict[int, list[TensorSource]] = defaultdict(list)
         for source in self._live.sources():
             if source.role is TensorRole.COMPUTE:
@@ -138,9 +145,7 @@ class OptimizerSteps:
                 )
         return tuple(found)
 
-    @property
-    def room_bytes(self) -> int:
-        """Most bytes that one step needs in the extras of a window."""
+    def _step_bytes(self) -> int:
         optimizers = range(len(self._live.optimizers))
         everything = _Taken(
             groups={index: _groups_of(self._live.optimizers[index]) for index in optimizers},
@@ -191,6 +196,8 @@ class OptimizerSteps:
 
     def take(self) -> StepsTaken:
         """What was done since the last call. Call within `save`."""
+        if not self._noted:
+            return StepsTaken()
         taken, self._taken = self._taken, _Taken()
         trials, self._trials = self._trials, []
         error = taken.error

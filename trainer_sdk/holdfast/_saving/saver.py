@@ -288,7 +288,7 @@ class Saver:
             window = windows.going_on(step, link.session)
         task.handle._slots, task.handle._first = link.slots, windows.brings_back(window)
         steps = task.optimizer_steps
-        if slot and steps is not None and steps.error is not None:
+        if slot and steps.error is not None:
             if isinstance(steps.error, InvalidJobError):
                 self.problem = steps.error
             raise steps.error
@@ -305,7 +305,7 @@ class Saver:
         of_state = self._state_digests(task, windows.state_of_others(slot)) if last else {}
         task.check()
         self._staged(task, plan.nbytes)
-        windows.captured(window, slot, digests, task.extras, steps.data if steps else b"")
+        windows.captured(window, slot, digests, task.extras, steps.data)
         self.comparing.settle(task.number)
         window.handles.append(task.handle)
         if len(window.handles) == windows.window:

@@ -30,7 +30,7 @@ class Task:
         sources: Sequence[TensorSource] | None,
         gradients: Sequence[TensorSource] = (),
         extras: bytes,
-        optimizer_steps: StepsTaken | None = None,
+        optimizer_steps: StepsTaken = StepsTaken(),
         more_extras_bytes: int = 0,
         fence: Fence,
         copies: bool = True,
