@@ -104,7 +104,7 @@ class ProtectedSession(Session):
             settings=settings,
             policy=policy,
         )
-        self._stale = True
+        self._stale, self._closed = True, False
         self._sources: Sequence[TensorSource] | None = None
         self._eager: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
         self._last_step: int | None = None
@@ -113,7 +113,6 @@ class ProtectedSession(Session):
         self._number, self._last_save_s = 0, 0.0
         self._tokens = Tokens(1 if ordering is None else ordering.parts)
         self._capacity = Capacity()
-        self._closed = False
         self._replay: Replay | None = None
         """Replay of a sparse window, until its last step is repeated."""
         optimizers = [one for one in live.optimizers if isinstance(one, torch.optim.Optimizer)]

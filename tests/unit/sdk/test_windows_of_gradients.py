@@ -219,9 +219,10 @@ def test_masters_beside_the_model_are_refused(daemon: FakeDaemon) -> None:
 
 
 def test_the_word_of_a_job_file_will_do_and_others_are_refused() -> None:
-    assert holdfast.Settings(policy=SparseWindows(repeats="Optimizer")).repeats is Repeats.OPTIMIZER
+    word: Any = "Optimizer"
+    assert holdfast.Settings(policy=SparseWindows(repeats=word)).repeats is Repeats.OPTIMIZER
     with pytest.raises(holdfast.InvalidJobError, match="give Training or Optimizer"):
-        holdfast.Settings(policy=SparseWindows(repeats="optimizer"))
+        holdfast.Settings(policy=SparseWindows(repeats=word.lower()))
 
 
 def test_an_order_of_experts_is_refused() -> None:

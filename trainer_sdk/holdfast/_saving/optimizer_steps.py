@@ -46,6 +46,9 @@ class StepsTaken:
     """Why they cannot be repeated."""
 
 
+NO_STEPS = StepsTaken()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Room:
     """Memory for the gradient of a parameter."""
@@ -197,7 +200,7 @@ class OptimizerSteps:
     def take(self) -> StepsTaken:
         """What was done since the last call. Call within `save`."""
         if not self._noted:
-            return StepsTaken()
+            return NO_STEPS
         taken, self._taken = self._taken, _Taken()
         trials, self._trials = self._trials, []
         error = taken.error

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from holdfast._copying.devices import Fence
 from holdfast._daemon.handles import SaveHandle
 from holdfast._experts.tokens import Tokens
-from holdfast._saving.optimizer_steps import StepsTaken
+from holdfast._saving.optimizer_steps import NO_STEPS, StepsTaken
 from holdfast._state.capture import TensorSource
 from holdfast._state.in_place import InPlaceCheck
 from holdfast_core.experts.replenish import Replenishing
@@ -30,7 +30,7 @@ class Task:
         sources: Sequence[TensorSource] | None,
         gradients: Sequence[TensorSource] = (),
         extras: bytes,
-        optimizer_steps: StepsTaken = StepsTaken(),
+        optimizer_steps: StepsTaken = NO_STEPS,
         more_extras_bytes: int = 0,
         fence: Fence,
         copies: bool = True,
