@@ -36,7 +36,7 @@ from holdfast._interface import Session
 from holdfast._session import ProtectedSession
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import UnreachableError
-from holdfast_core.job.snapshots import SparseWindows
+from holdfast_core.job.snapshots import Repeats, SparseWindows
 from holdfast_core.protection.standing import (
     RankStanding,
     StandingAction,
@@ -92,6 +92,8 @@ class Schedule:
     steps: int
     losses: tuple[Loss, ...] = ()
     log_bytes: int = ROOM
+    repeats: Repeats = Repeats.TRAINING
+    """What a restore of a window repeats."""
 
     @classmethod
     def of(cls, seed: int) -> Schedule:
@@ -116,6 +118,7 @@ class Schedule:
             steps=step + 2 * window + 2,
             losses=tuple(losses),
             log_bytes=ROOM if rng.random() < 0.8 else rng.choice((200, 1000)),
+            repeats=rng.choice(tuple(Repeats)),
         )
 
 
@@ -614,13 +617,14 @@ def make_session(
         topology=cluster.topology,
         units=unit_of,
         settings=holdfast.Settings(
-            policy=SparseWindows(window=cluster.schedule.window),
+            policy=SparseWindows(window=cluster.schedule.window, repeats=cluster.schedule.repeats),
             check_replicas=False,
             start_wait_s=WAIT_S,
             nan_check_every=0,
         ),
     )
     assert isinstance(made, ProtectedSession)
+    made._hooks.pop(0).remove()  # the loop's hook calls it, as in a session with a world
     made._restore = replace(
         made._restore, exchange=PlayedExchange(cluster, process, world, "restore")
     )
