@@ -386,9 +386,11 @@ class Cluster:
             most = 2 * self.schedule.window + 1
             assert kept <= most, f"rank {process.rank} logs {kept} steps after step {step}"
 
-    def all_completed(self, step: int) -> None:
-        """Note that all ranks have completed a step, and that none is restoring."""
+    def all_completed(self, epoch: int, step: int) -> None:
+        """Note that all ranks of an epoch have completed a step, and that none is restoring."""
         with self.changed:
+            if epoch != self.epoch:
+                return
             frozen = any(
                 one.session is None or one.session._session.repeats  # type: ignore[attr-defined]
                 for one in self.processes.values()
@@ -745,7 +747,7 @@ def train(cluster: Cluster, process: Process) -> None:
             if not alone and not world.ended:
                 with suppress(UnreachableError):
                     world.gather("completed", None)
-                    cluster.all_completed(int(step))
+                    cluster.all_completed(world.epoch, int(step))
 
 
 # --- schedules ------------------------------------------------------------------------------------
