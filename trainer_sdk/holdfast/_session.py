@@ -434,15 +434,15 @@ class ProtectedSession(Session):
         self._waited(began_s)
         self._gradients.before_step(optimizer)
         due = self._saver.gradients_due((self._last_step or 0) + 1)
-        if due is not None:
-            self._optimizer_steps.before_step(optimizer, *due)
+        self._optimizer_steps.before_step(optimizer, due)
         if self._replay is not None:
             self._replay.before_step(optimizer)
 
     def _after_step(self, optimizer: object, args: Any, kwargs: Any) -> None:
-        del optimizer, args, kwargs
+        del args, kwargs
         if self._replay is not None:
             self._replay.after_step()
+        self._optimizer_steps.after_step(optimizer)
 
     def close(self) -> None:
         if self._closed:

@@ -190,16 +190,40 @@ def test_a_second_step_between_two_saves_costs_its_window(
     assert max(FakeDaemon(tmp_path).sealed()).step == 4
 
 
-def test_a_change_beside_the_optimizer_is_never_restored_in_silence(
+def clamp(trainer: Any, step: int = 0) -> None:
+    with torch.no_grad():
+        trainer.model.layers[0].listed["experts"][0].weight.clamp_(-0.2, 0.2)
+
+
+def test_a_change_beside_the_optimizer_is_noticed_in_the_first_window(
     make_trainer: Any, open_session: Any, tmp_path: Path
 ) -> None:
-    def clamp(trainer: Any, step: int) -> None:
-        with torch.no_grad():
-            trainer.model.layers[0].listed["experts"][0].weight.clamp_(-0.2, 0.2)
-
     trainer = make_trainer()
     session = open_session(trainer, FakeDaemon(tmp_path), policy=windows(3), start_wait_s=WAIT_S)
-    trained(trainer, session, 7, clamp)
+    _, handles = trained(trainer, session, 7, clamp)
+    assert "layer0/expert0 changed after the optimizer's step" in str(handles[2].error)
+    assert session.problem is handles[2].error
+
+
+def test_a_change_before_the_optimizer_is_noticed_in_the_first_window(
+    make_trainer: Any, open_session: Any, tmp_path: Path
+) -> None:
+    trainer = make_trainer()
+    session = open_session(trainer, FakeDaemon(tmp_path), policy=windows(2), start_wait_s=WAIT_S)
+    train = trainer.train
+    trainer.train = lambda: (clamp(trainer), train())
+    _, handles = trained(trainer, session, 7)
+    assert "layer0/expert0 changed after the optimizer's step" in str(session.problem)
+    assert handles[6].error is session.problem
+
+
+def test_a_later_change_beside_the_optimizer_is_never_restored_in_silence(
+    make_trainer: Any, open_session: Any, tmp_path: Path
+) -> None:
+    trainer = make_trainer()
+    session = open_session(trainer, FakeDaemon(tmp_path), policy=windows(3), start_wait_s=WAIT_S)
+    later = [clamp if step > 6 else (lambda trainer, step: None) for step in range(11)]
+    trained(trainer, session, 7, lambda trainer, step: later[step](trainer, step))
     with pytest.raises(
         holdfast.CorruptError, match=r"steps 6 to 7 does not give the state .*expert0"
     ):

@@ -30,7 +30,7 @@ from holdfast_core.snapshots.units import UnitKey
 _log = logging.getLogger("holdfast")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class OptimizerReplay:
     """The steps of a window that was restored."""
 
@@ -38,6 +38,14 @@ class OptimizerReplay:
     record: WindowRecord
     gradients: Sequence[Mapping[str, torch.Tensor]]
     """For each slot: parameter, or slice of a stacked one → its gradient, in host memory."""
+
+    def __post_init__(self) -> None:
+        self._slices: dict[int, list[tuple[int, str]]] = {}
+        """`id` of a stacked parameter → index and name of each slice."""
+        for name, anchor in self.live.anchors.items():
+            if anchor.index is not None:
+                known = self._slices.setdefault(id(anchor.parameter), [])
+                known.append((anchor.index, name))
 
     def run(self) -> None:
         """Repeat them all.
@@ -101,11 +109,9 @@ class OptimizerReplay:
         if not place.stacked:
             return with_placement_of(parameter, gradients[place.name].to(local.device))
         found = torch.zeros_like(local)
-        for source in self.live.sources():
-            anchor = self.live.anchors.get(source.name)
-            if anchor is not None and anchor.parameter is parameter and source.name in gradients:
-                assert anchor.index is not None
-                found[anchor.index].copy_(gradients[source.name])
+        for index, name in self._slices[id(parameter)]:
+            if name in gradients:
+                found[index].copy_(gradients[name])
         return with_placement_of(parameter, found)
 
     def _frozen_of_stacks(

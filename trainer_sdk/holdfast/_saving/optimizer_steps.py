@@ -7,9 +7,11 @@ clipping, loss scaling.
 
 A recovery runs the optimizer's own code (`holdfast._restoring.repeating`), so nothing is assumed of
 its arithmetic but this: a parameter's step follows from its own gradient, state and
-hyperparameters, and in a stack of experts an expert's from its own part of them. The first step of
-a session that is captured is done once more, on copies of two small parameters of each group, and
-compared to the bit. The training thread uses this, except where noted.
+hyperparameters, in a stack of experts an expert's from its own part of them, and nothing else
+changes them. The first step of a session that is captured is done once more, on copies of two small
+parameters of each group, and compared to the bit; and throughout the first window, what a step of
+an optimizer has left is compared with what its save and its next step find. The training thread
+uses this.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any
 
 import torch
 
+from holdfast._saving.digests import digest_of, state_of_units
 from holdfast._state.capture import LiveState, TensorSource
 from holdfast._state.collect import RandomGenerators
 from holdfast._state.dtensors import is_dtensor, local_of
@@ -107,8 +110,13 @@ class OptimizerSteps:
         self._rooms: dict[int, _Room] = {}
         """`id` of each parameter that an optimizer holds → its room."""
         self._taken = _Taken()
-        self._tried = False
-        self._trials: list[_Trial] = []
+        self._trials: list[_Trial] | None = []
+        """None once they are over."""
+        self._watched = 0
+        """Steps that were watched."""
+        self._left: dict[int, dict[UnitKey, int]] = {}
+        """Number of an optimizer → digests of what its newest step has left, while it is
+        watched."""
 
     def make_room(self) -> None:
         """Make room for what the saves hold. Call after each discovery."""
@@ -158,11 +166,20 @@ class OptimizerSteps:
         units = {str(unit) for room in self._rooms.values() for unit in room.units}
         return len(_encode(everything)) + scaling + sum(len(unit) + 16 for unit in units)
 
-    def before_step(self, optimizer: object, schedule: Schedule, slot: int) -> None:
-        """Copy the gradients that `optimizer` is about to use and the save of `slot` holds. No save
-        needs the rooms any more."""
-        index = next(i for i, one in enumerate(self._live.optimizers) if one is optimizer)
-        taken = self._taken
+    def before_step(self, optimizer: object, due: tuple[Schedule, int] | None) -> None:
+        """Copy the gradients that `optimizer` is about to use, which no save needs any more.
+
+        Args:
+            due: schedule and slot of the save that is to hold them; None when none is.
+        """
+        if not self._noted:
+            return
+        index = self._number_of(optimizer)
+        self._compare_left(index)
+        self._left.pop(index, None)
+        if due is None:
+            return
+        (schedule, slot), taken = due, self._taken
         if index in taken.groups:
             taken.error = SnapshotSkippedError(
                 "an optimizer has stepped twice since the last save; windows that repeat the "
@@ -180,8 +197,43 @@ class OptimizerSteps:
             for room in rooms:
                 if any(slot in schedule.frames(unit) for unit in room.units):
                     self._stage(room)
-        if not self._tried:
+        if self._trials is not None:
             self._trials += _trials(optimizer, rooms)
+        if self._watched < schedule.window:
+            self._left[index] = {}
+
+    def after_step(self, optimizer: object) -> None:
+        """Note what a step has left, if it is watched."""
+        index = self._number_of(optimizer)
+        if index in self._left:
+            self._left[index] = self._digests(index)
+
+    def _number_of(self, optimizer: object) -> int:
+        return next(i for i, one in enumerate(self._live.optimizers) if one is optimizer)
+
+    def _digests(self, index: int) -> dict[UnitKey, int]:
+        """Digest what an optimizer changes, by unit."""
+        sources = [
+            source
+            for source in self._live.sources()
+            if (anchor := self._live.anchors.get(source.name.partition(":")[0])) is not None
+            and anchor.optimizer == index
+        ]
+        held = state_of_units(sources, {source.unit for source in sources})
+        return {unit: digest_of(tensors) for unit, tensors in held.items()}
+
+    def _compare_left(self, index: int) -> None:
+        left = self._left.get(index)
+        if not left:
+            return
+        found = self._digests(index)
+        changed = [str(unit) for unit in sorted(left) if found.get(unit) != left[unit]]
+        if changed:
+            self._taken.error = InvalidJobError(
+                f"{', '.join(changed[:3])} changed after the optimizer's step, which a recovery "
+                f"that repeats the optimizer alone could not do again: a clamp, a copy of weights, "
+                f"an average; use snapshot.policy.sparse.repeats Training"
+            )
 
     def _stage(self, room: _Room) -> None:
         gradient = room.parameter.grad
@@ -201,12 +253,14 @@ class OptimizerSteps:
         """What was done since the last call. Call within `save`."""
         if not self._noted:
             return NO_STEPS
+        for index in self._left:
+            self._compare_left(index)
         taken, self._taken = self._taken, _Taken()
-        trials, self._trials = self._trials, []
+        self._watched += bool(taken.groups)
         error = taken.error
-        if trials:
-            self._tried = True
-            wrong = [trial.name for trial in trials if not _repeats(trial)]
+        if self._trials:
+            wrong = [trial.name for trial in self._trials if not _repeats(trial)]
+            self._trials = None
             if wrong:
                 error = InvalidJobError(
                     f"the optimizer's step of {', '.join(wrong[:3])} does not follow from the "
@@ -304,7 +358,7 @@ def _repeats(trial: _Trial) -> bool:
     finally:
         generators.put_back()
     state = trial.optimizer.state[trial.parameter]
-    pairs = [(trial.parameter, trial.live.detach())]
+    pairs: list[tuple[torch.Tensor, Any]] = [(trial.parameter, trial.live.detach())]
     pairs += [
         (value, trial.state.get(key))
         for key, value in state.items()

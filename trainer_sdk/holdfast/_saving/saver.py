@@ -288,7 +288,7 @@ class Saver:
             window = windows.going_on(step, link.session)
         task.handle._slots, task.handle._first = link.slots, windows.brings_back(window)
         steps = task.optimizer_steps
-        if slot and steps.error is not None:
+        if steps.error is not None:
             if isinstance(steps.error, InvalidJobError):
                 self.problem = steps.error
             raise steps.error
