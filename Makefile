@@ -289,6 +289,10 @@ bench-policies: $(STAMP) ## Compute what partial snapshots save, from the units 
 bench-sparse: $(STAMP) ## Measure sparse windows, and stages that repeat steps alone
 	@$(BIN)/python -m benchmarks.sparse $(ARGS)
 
+.PHONY: bench-windows
+bench-windows: $(STAMP) ## Measure what a recovery of a window repeats: training, or its optimizer
+	@$(BIN)/python -m benchmarks.windows $(ARGS)
+
 .PHONY: bench-persist
 bench-persist: $(STAMP) ## Measure writing into storage against the bare write path
 	@$(BIN)/python -m benchmarks.persist $(ARGS)

@@ -39,7 +39,7 @@ from holdfast._state.conventions import Seats, UnitNamer
 from holdfast._state.dtensors import raw
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.experts.policies import policy_of
-from holdfast_core.job.snapshots import Full, Policy, SparseWindows
+from holdfast_core.job.snapshots import Full, Policy, Repeats, SparseWindows
 from holdfast_core.topology import Topology
 
 
@@ -182,7 +182,7 @@ class _Maker:
         if not self.protects:
             return UnprotectedSession()
         if self.settings.window:
-            _check_repeatable(self.optimizers)
+            _check_repeatable(self.model, self.optimizers, self.settings.repeats)
         rank, world_size = _world(self.environment, self.rank)
         given = self.topology
         topology = Topology(dp=world_size) if given is None else given.resized(world_size)
@@ -284,14 +284,16 @@ def _comparing(
     return Comparing(exchange(), topology, every)
 
 
-def _check_repeatable(optimizers: Sequence[Any]) -> None:
+def _check_repeatable(model: nn.Module, optimizers: Sequence[Any], repeats: Repeats) -> None:
     """Check that steps can be repeated with frozen units.
 
     Raises:
         InvalidJobError: when an optimizer does not say when it steps, or mixes parameters, or torch
-            may choose kernels that give other bits when a step is repeated.
+            may choose kernels that give other bits when a step is repeated; or, where optimizers
+            repeat theirs, when one holds parameters that the model does not.
     """
-    if not torch.are_deterministic_algorithms_enabled():
+    trained = {id(parameter) for parameter in model.parameters()}
+    if repeats is Repeats.TRAINING and not torch.are_deterministic_algorithms_enabled():
         raise InvalidJobError(
             "sparse windows repeat steps, which must give the bits of their first execution, and "
             "torch may use algorithms that do not: call torch.use_deterministic_algorithms(True) "
@@ -308,6 +310,13 @@ def _check_repeatable(optimizers: Sequence[Any]) -> None:
             raise InvalidJobError(
                 f"{name} computes one update from all parameters, so none can be frozen when steps "
                 f"of a sparse window are repeated; use snapshot.policy.type Full"
+            )
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        if repeats is Repeats.OPTIMIZER and not trained.issuperset(map(id, held)):
+            raise InvalidJobError(
+                f"{name} holds parameters that the model does not, such as masters beside it, and "
+                f"their gradients are made in its step: keep masters in the optimizer's state, or "
+                f"use snapshot.policy.sparse.repeats Training"
             )
 
 

@@ -28,6 +28,7 @@ from holdfast._interface import Session
 from holdfast._restoring.replay import Replay
 from holdfast._restoring.restore import Restore, Restored
 from holdfast._saving.comparing import Comparing
+from holdfast._saving.optimizer_steps import OptimizerSteps
 from holdfast._saving.pacing import DueSaves
 from holdfast._saving.replicas import differing, digests_of
 from holdfast._saving.saver import Saver
@@ -46,6 +47,7 @@ from holdfast_core.errors import (
     SnapshotSkippedError,
     StepOrderError,
 )
+from holdfast_core.job.snapshots import Repeats
 from holdfast_core.protection.standing import StandingVerdict
 from holdfast_core.topology import Topology
 
@@ -79,6 +81,7 @@ class ProtectedSession(Session):
         self._engine = CopyEngine(settings.copy_threads, device)
         self._counts_tokens = policy.leaves_out or ordering is not None
         self._gradients = policy.gradients
+        self._optimizer_steps = OptimizerSteps(live, noted=settings.repeats is Repeats.OPTIMIZER)
         self._saver = Saver(
             client,
             exchange,
@@ -370,6 +373,7 @@ class ProtectedSession(Session):
             if self._stale or self._live.changed():
                 found = (*self._live.discover(), *self._gradients.sources())
                 self._sources = tuple(source for source in found if source.captured)
+                self._optimizer_steps.make_room()
                 self._eager = [
                     (source.staging, source.tensor)
                     for source in self._sources
@@ -387,7 +391,10 @@ class ProtectedSession(Session):
         return Task(
             handle,
             sources=sources,
+            gradients=self._optimizer_steps.gradients,
             extras=extras,
+            optimizer_steps=self._optimizer_steps.take(),
+            more_extras_bytes=self._optimizer_steps.extras_bytes,
             fence=self._device.fence(),
             copies=copies,
             number=self._number - 1,
@@ -443,13 +450,16 @@ class ProtectedSession(Session):
         self._saver.wait_staged()
         self._waited(began_s)
         self._gradients.before_step(optimizer)
+        due = self._saver.gradients_due((self._last_step or 0) + 1)
+        self._optimizer_steps.before_step(optimizer, due)
         if self._replay is not None:
             self._replay.before_step(optimizer)
 
     def _after_step(self, optimizer: object, args: Any, kwargs: Any) -> None:
-        del optimizer, args, kwargs
+        del args, kwargs
         if self._replay is not None:
             self._replay.after_step()
+        self._optimizer_steps.after_step(optimizer)
 
     def close(self) -> None:
         if self._closed:

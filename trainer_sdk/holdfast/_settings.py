@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import inf
 
 from holdfast_core.errors import InvalidJobError
-from holdfast_core.job.snapshots import Policy, SparseWindows
+from holdfast_core.job.snapshots import Policy, Repeats, SparseWindows
 from holdfast_core.snapshots.sharding import ShardStrategy
 
 
@@ -75,6 +75,12 @@ class Settings:
         return self.policy.window if isinstance(self.policy, SparseWindows) else 0
 
     @property
+    def repeats(self) -> Repeats:
+        """What a recovery repeats of a sparse window."""
+        policy = self.policy
+        return Repeats(policy.repeats if isinstance(policy, SparseWindows) else Repeats.TRAINING)
+
+    @property
     def counts_tokens(self) -> bool:
         """Whether sparse windows order experts by what the script counts."""
         return isinstance(self.policy, SparseWindows) and self.policy.counts_tokens
@@ -89,6 +95,15 @@ class Settings:
             raise InvalidJobError(
                 f"decay={self.policy.decay} is given, but order is {self.policy.order.value}: "
                 f"remove it, or set the order to TimeDecayed"
+            )
+        if isinstance(self.policy, SparseWindows) and self.policy.repeats not in [*Repeats]:
+            raise InvalidJobError(
+                f"repeats={self.policy.repeats!r}: give {' or '.join(one.value for one in Repeats)}"
+            )
+        if isinstance(self.policy, SparseWindows) and self.policy.unused_order:
+            raise InvalidJobError(
+                f"order={self.policy.order.value} makes no difference with repeats=Optimizer, "
+                f"which freezes no expert: remove one of the two"
             )
         if self.recoveries_per_day is not None:
             if not 0 < self.recoveries_per_day < inf:

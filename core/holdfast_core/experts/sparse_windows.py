@@ -1,13 +1,17 @@
-"""Sparse windows: which units a save captures in full, and of which only the compute weights.
+"""Sparse windows: which units a save captures in full, and what it holds of others.
 
-A window of W steps captures each unit's whole state once, in its slot; until then each save of the
-window holds the unit's compute weights, so that training can be repeated from the first of these
-saves while the unit is frozen (MoEvement §3.2). This module divides units into slots by bytes
-(§3.5, algorithm 1) and says what a save holds. It deals with neither places nor tensors.
+A window of W steps captures each unit's whole state once, in its slot. This module divides units
+into slots by bytes (MoEvement §3.5, algorithm 1) and says what a save holds. It deals with neither
+places nor tensors. What a recovery repeats decides what a save holds besides:
+
+- Training: before its slot, the unit's compute weights, so that training can be repeated from the
+  first save while the unit is frozen (§3.2).
+- Optimizer: after its slot, the gradient that the step has used, so that the optimizer alone can
+  bring the unit from its own save to the last one.
 
 Two things differ from algorithm 1. Units have different sizes, so slots are cut where their bytes
-are balanced, not their numbers. And a later slot holds fewer compute weights, which leaves it more
-room: the window is never longer than the paper's, and can be shorter.
+are balanced, not their numbers. And saves hold weights, or gradients, of different numbers of
+units, so that some have more room: the window is never longer than the paper's, and can be shorter.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from holdfast_core.errors import InvalidJobError
+from holdfast_core.job.snapshots import Repeats
 from holdfast_core.snapshots.units import UnitKey, UnitKind
 
 _LAST = (
@@ -41,7 +46,7 @@ class Operator:
 
     unit: UnitKey
     compute_bytes: int
-    """Its weights as the forward pass uses them."""
+    """Its weights as the forward pass uses them; its gradient has as many."""
     state_bytes: int
     """All that a restore needs of it: masters and optimizer state, and weights that do not follow
     from masters."""
@@ -61,6 +66,7 @@ class Schedule:
     """The units of each slot of a window: every unit is in exactly one."""
 
     slots: tuple[tuple[UnitKey, ...], ...]
+    repeats: Repeats = Repeats.TRAINING
 
     @property
     def window(self) -> int:
@@ -75,6 +81,13 @@ class Schedule:
     def slot(self, unit: UnitKey) -> int:
         """Slot of `unit`; the last one for a unit that was not there when ranks agreed."""
         return self.slot_of.get(unit, self.window - 1)
+
+    def frames(self, unit: UnitKey) -> range:
+        """Saves that hold the compute weights of `unit`, or its gradient, in place of its state."""
+        slot = self.slot(unit)
+        if self.repeats is Repeats.OPTIMIZER:
+            return range(slot + 1, self.window)
+        return range(slot)
 
 
 def ordered(operators: Sequence[Operator]) -> tuple[Operator, ...]:
@@ -107,8 +120,9 @@ def reordered(
     groups: Sequence[Sequence[UnitKey]],
     popularity: Mapping[UnitKey, float],
 ) -> Schedule:
-    """`schedule` with the slots of each group given out anew: the later ones to the experts that
-    are used more (MoEvement §3.5); of equally popular ones, to those of higher numbers."""
+    """`schedule`, which repeats training, with the slots of each group given out anew: the later
+    ones to the experts that are used more (MoEvement §3.5); of equally popular ones, to those of
+    higher numbers."""
     slot_of = dict(schedule.slot_of)
     for units in groups:
         slots = sorted(schedule.slot(unit) for unit in units)
@@ -132,22 +146,27 @@ def room_for_any_order(
     Args:
         frame_bytes: compute weights of each unit that the rank captures.
     """
-    total = sum(schedule.slot(unit) * nbytes for unit, nbytes in frame_bytes.items())
+    total = sum(len(schedule.frames(unit)) * nbytes for unit, nbytes in frame_bytes.items())
     for units in groups:
-        slots = sorted(schedule.slot(unit) for unit in units)
+        counts = sorted(len(schedule.frames(unit)) for unit in units)
         sizes = sorted(frame_bytes.get(unit, 0) for unit in units)
-        total += sum(slot * nbytes for slot, nbytes in zip(slots, sizes, strict=True))
-        total -= sum(schedule.slot(unit) * frame_bytes.get(unit, 0) for unit in units)
+        total += sum(count * nbytes for count, nbytes in zip(counts, sizes, strict=True))
+        total -= sum(len(schedule.frames(unit)) * frame_bytes.get(unit, 0) for unit in units)
     return total
 
 
-def cut(operators: Sequence[Operator], window: int) -> Schedule:
+def cut(
+    operators: Sequence[Operator], window: int, repeats: Repeats = Repeats.TRAINING
+) -> Schedule:
     """Divide `operators`, in this order, into at most `window` slots, so that the save with the
     most bytes has as few as possible.
 
     Raises:
         InvalidJobError: when there is no operator, or no slot.
     """
+    if repeats is Repeats.OPTIMIZER:
+        # Gradients of what comes before, read backwards, are weights of what comes after.
+        return Schedule(cut(operators[::-1], window).slots[::-1], repeats)
     if not operators or window < 1:
         raise InvalidJobError(
             f"{len(operators)} units in a window of {window} steps; give at least one of each"
@@ -163,21 +182,27 @@ def cut(operators: Sequence[Operator], window: int) -> Schedule:
     return Schedule(tuple(tuple(one.unit for one in run) for run in _within(operators, high)))
 
 
-def find_window(operators: Sequence[Operator], budget_bytes: int) -> Schedule:
+def find_window(
+    operators: Sequence[Operator], budget_bytes: int, repeats: Repeats = Repeats.TRAINING
+) -> Schedule:
     """The shortest window whose saves hold at most `budget_bytes` each (MoEvement §3.5). A unit
     that exceeds them alone has a slot of its own; the window is then as good as it can be.
 
     Raises:
         InvalidJobError: when there is no operator.
     """
-    return cut(operators, len(_within(operators, budget_bytes)))
+    in_order = operators[::-1] if repeats is Repeats.OPTIMIZER else operators
+    return cut(operators, len(_within(in_order, budget_bytes)), repeats)
 
 
 def save_bytes(schedule: Schedule, operators: Sequence[Operator]) -> tuple[int, ...]:
     """Bytes of the save of each slot: the state of its units, and the compute weights of those in
-    later slots (MoEvement fig. 6)."""
+    later slots (MoEvement fig. 6), or the gradients of those in earlier ones."""
     found = {one.unit: one for one in operators}
-    return slot_bytes([[found[unit] for unit in units] for units in schedule.slots])
+    runs = [[found[unit] for unit in units] for units in schedule.slots]
+    if schedule.repeats is Repeats.OPTIMIZER:
+        return slot_bytes(runs[::-1])[::-1]
+    return slot_bytes(runs)
 
 
 def slot_bytes(runs: Sequence[Sequence[Operator]]) -> tuple[int, ...]:

@@ -31,6 +31,7 @@ from holdfast_core.job.snapshots import (
     PolicySpec,
     PolicyType,
     RedundancySpec,
+    Repeats,
 )
 from holdfast_core.protection.intervals import STEPS_MAX
 from holdfast_core.quantities import parse_bytes
@@ -138,6 +139,14 @@ def _policy_problems(policy: PolicySpec) -> Iterator[Problem]:
             value=sparse.decay,
             wrong=f"is given, but spec.snapshot.policy.sparse.order is {sparse.order.value}",
             fix=f"remove it, or set the order to {ExpertOrder.TIME_DECAYED.value}",
+        )
+    if sparse is not None and sparse.unused_order:
+        yield Problem(
+            path="spec.snapshot.policy.sparse.order",
+            value=sparse.order,
+            wrong=f"makes no difference with spec.snapshot.policy.sparse.repeats "
+            f"{Repeats.OPTIMIZER.value}, which freezes no expert",
+            fix="remove one of the two",
         )
 
 

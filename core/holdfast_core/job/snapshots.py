@@ -62,6 +62,13 @@ class ExpertOrder(StrEnum):
     CAPACITY_AWARE = "CapacityAware"
 
 
+class Repeats(StrEnum):
+    """What a recovery repeats of the steps of a sparse window."""
+
+    TRAINING = "Training"
+    OPTIMIZER = "Optimizer"
+
+
 _LossLimit = Annotated[
     float,
     Meta(
@@ -224,6 +231,23 @@ class SparseWindows(Document, frozen=True, kw_only=True):
         ]
         | None
     ) = None
+    repeats: Annotated[
+        Repeats,
+        Meta(
+            description="what a recovery repeats of a window",
+            extra={
+                "more": "Training: its steps, with the weights that its saves hold of units in "
+                "later slots. Optimizer: the optimizer's steps alone, with the gradients that its "
+                "saves hold of units in earlier slots."
+            },
+        ),
+    ] = Repeats.TRAINING
+
+    @property
+    def unused_order(self) -> bool:
+        """Whether there is an order of experts of which a recovery makes no use: none is frozen
+        while only the optimizer repeats steps."""
+        return self.counts_tokens and self.repeats == Repeats.OPTIMIZER
 
     @property
     def unused_decay(self) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.parsing import MoETrainingJob
-from holdfast_core.job.snapshots import Full, SparseWindows
+from holdfast_core.job.snapshots import Full, Repeats, SparseWindows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,11 +78,10 @@ def plan_logs(
     one = activation_bytes * micro_batches
     sends = ((stage < topology.pp - 1) + (stage > 0) for stage in range(topology.pp))
     step_bytes = tuple(one * count for count in sends)
-    steps = steps_kept(
-        interval_steps=interval_steps,
-        window=policy.window if isinstance(policy, SparseWindows) else 0,
-        lag_steps=lag_steps,
-    )
+    window = policy.window if isinstance(policy, SparseWindows) else 0
+    if isinstance(policy, SparseWindows) and policy.repeats is Repeats.OPTIMIZER:
+        interval_steps, window = window, 0  # a line is the last step of its window
+    steps = steps_kept(interval_steps=interval_steps, window=window, lag_steps=lag_steps)
     per_node = job.spec.nproc_per_node
     of_ranks = [step_bytes[topology.coordinates(rank).pp] for rank in range(topology.world_size)]
     node_bytes = max(

@@ -27,6 +27,7 @@ from holdfast_core.experts.recompute import GRADIENT_SHARE
 from holdfast_core.experts.tables import ExpertTable
 from holdfast_core.experts.token_loss import check_limit
 from holdfast_core.job.parsing import MoETrainingJob, PolicyType
+from holdfast_core.job.snapshots import Repeats
 from holdfast_core.planning.expected_loss import routed_tokens, selective_loss, sequential_loss
 from holdfast_core.planning.model_sizes import CapturePlan, ModelSizes, plan_capture, table_of_sizes
 from holdfast_core.planning.slots import SlotsCost, compare_slots, slots_chosen
@@ -99,6 +100,8 @@ class PolicyCost:
     experts: int
     """Experts in a snapshot: of each layer (PartialExperts), of all (Selective, Full). Steps of a
     window (Sparse)."""
+    repeats: Repeats = Repeats.TRAINING
+    """What a recovery repeats of a window (Sparse)."""
     rank_bytes: int
     """Bytes that the most loaded rank captures."""
     job_bytes: int
@@ -180,7 +183,8 @@ def compare_policies(
     world = _World(job, table, groups, assumed)
     costs: tuple[PolicyCost, ...] = (world.full(),)
     if job.spec.persistence is None and job.spec.snapshot.interval.steps == 1:
-        costs += () if job.spec.may_shrink else tuple(world.sparse())
+        ways = () if job.spec.may_shrink else tuple(Repeats)
+        costs += tuple(cost for repeats in ways for cost in world.sparse(repeats))
     costs += (*world.partial(), world.selective())
     limit = job.memory_per_node_bytes
     fitting = tuple(cost for cost in costs if limit is None or cost.memory_bytes <= limit)
@@ -213,9 +217,10 @@ class _World:
             PolicyType.FULL, len(self._table.experts), self._whole, [self._table.units], 0.0
         )
 
-    def sparse(self) -> list[PolicyCost]:
+    def sparse(self, repeats: Repeats) -> list[PolicyCost]:
         """The cost of windows that are as long as the budgets of a step ask for; none where one
-        step is enough."""
+        step is enough. Gradients have as many bytes as weights, so what a recovery repeats makes no
+        difference to saves."""
         assumed, spec = self._assumed, self._job.spec
         losses = spec.redundancy.losses
         rates = [assumed.copy_bytes_s, *([assumed.network_bytes_s / losses] if losses else [])]
@@ -237,11 +242,13 @@ class _World:
             process_failures_per_s=assumed.process_failures_per_s,
             redundant=self._redundant,
         )
-        lost_steps = REPEATED_WINDOWS * found.window + protect_s * found.window / assumed.step_s
+        windows = REPEATED_WINDOWS - (repeats is Repeats.OPTIMIZER)
+        lost_steps = windows * found.window + protect_s * found.window / assumed.step_s
         nodes_of = partial(self._nodes, self._whole, scale=of_window)
         cost = PolicyCost(
             policy=PolicyType.SPARSE,
             experts=found.window,
+            repeats=repeats,
             rank_bytes=round(max(whole) * share),
             job_bytes=found.save_bytes,
             memory_bytes=max(
@@ -476,7 +483,16 @@ def best_of(costs: Sequence[PolicyCost], lost: Callable[[PolicyCost], float]) ->
     least = min(lost(cost) for cost in allowed)
     close = [cost for cost in allowed if lost(cost) <= least + NEGLIGIBLE]
     # Full comes first, so it wins ties.
-    return min(close, key=lambda c: (c.lost_tokens, c.policy is PolicyType.SPARSE, c.job_bytes))
+    sparse = PolicyType.SPARSE
+    return min(
+        close,
+        key=lambda c: (
+            c.lost_tokens,
+            c.policy is sparse,
+            c.policy is sparse and c.repeats is Repeats.TRAINING,
+            c.job_bytes,
+        ),
+    )
 
 
 def reason_of(costs: Sequence[PolicyCost], best: PolicyCost, assumed: Assumptions) -> str:
@@ -506,7 +522,11 @@ def reason_of(costs: Sequence[PolicyCost], best: PolicyCost, assumed: Assumption
         f"{format_portion(best.lost_tokens)} of all routed tokens"
     )
     if best.policy is PolicyType.SPARSE:
-        reason += "; only for training whose steps have the same bits when they are repeated"
+        reason += (
+            "; only for training whose steps have the same bits when they are repeated"
+            if best.repeats is Repeats.TRAINING
+            else "; only where nothing but the optimizer's step changes parameters"
+        )
     return reason
 
 

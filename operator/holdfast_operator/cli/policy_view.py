@@ -10,6 +10,7 @@ from rich.text import Text
 
 from holdfast_core.job.intervals import AUTO
 from holdfast_core.job.parsing import PolicyType
+from holdfast_core.job.snapshots import Repeats
 from holdfast_core.planning.effective_time.runs import Activity
 from holdfast_core.planning.policy_comparison import Assumptions, Comparison, PolicyCost
 from holdfast_core.planning.recommending import (
@@ -38,10 +39,11 @@ _COLUMNS = (
 
 def name_of(cost: PolicyCost) -> str:
     """Name of the policy, with the number of experts that it captures, or of the steps of its
-    window."""
+    window, and whether that holds gradients."""
     if cost.policy is PolicyType.FULL:
         return "Full"
-    return f"{cost.policy.value} {cost.experts}"
+    how = " grads" if cost.repeats is Repeats.OPTIMIZER else ""
+    return f"{cost.policy.value} {cost.experts}{how}"
 
 
 def unit_of(sizes: Sequence[int]) -> tuple[str, int]:
@@ -174,7 +176,8 @@ def _as_document(cost: PolicyCost, *, auto: bool) -> str:
     if cost.policy is PolicyType.PARTIAL_EXPERTS:
         policy += f", partialExperts: {{expertsPerLayer: {cost.experts}}}"
     elif cost.policy is PolicyType.SPARSE:
-        policy += f", sparse: {{window: {cost.experts}}}"
+        repeats = "" if cost.repeats is Repeats.TRAINING else f", repeats: {cost.repeats.value}"
+        policy += f", sparse: {{window: {cost.experts}{repeats}}}"
     elif cost.policy is PolicyType.SELECTIVE:
         policy += f", selective: {{experts: {cost.experts}}}"
     lines = (

@@ -496,6 +496,12 @@ RULES: dict[str, tuple[CelRule, ...]] = {
             values=("self.order",),
             field=".decay",
         ),
+        CelRule(
+            rule="self.order == 'Fixed' || self.repeats == 'Training'",
+            says="makes no difference with spec.snapshot.policy.sparse.repeats Optimizer, which "
+            "freezes no expert; remove one of the two",
+            field=".order",
+        ),
     ),
     "spec.redundancy": tuple(
         _only_with("spec.redundancy", kind.value, kind.value.lower())

@@ -24,6 +24,7 @@ MOE = "trainer_sdk/holdfast/_moe"
 EXPERTS = "trainer_sdk/holdfast/_experts"
 ELASTIC = "trainer_sdk/holdfast/_elastic"
 RESTORING = "trainer_sdk/holdfast/_restoring"
+SAVING = "trainer_sdk/holdfast/_saving"
 SCHEDULES = 1500
 STAGE_SCHEDULES = 40
 TIME_LIMIT_S = 1800
@@ -547,7 +548,46 @@ MUTANTS = (
     Mutant(
         name="windows: begin with the extras of the last save",
         stages=True,
-        edits=((f"{RESTORING}/reading.py", "else window.extras[0])", "else window.extras[-1])"),),
+        edits=(
+            (
+                f"{RESTORING}/reading.py",
+                "else window.restored_extras)",
+                "else window.extras[-1])",
+            ),
+        ),
+    ),
+    Mutant(
+        name="windows: repeat all optimizer steps with the newest learning rate",
+        stages=True,
+        edits=(
+            (
+                f"{RESTORING}/repeating.py",
+                "decode_extras(record.optimizer_steps[slot])",
+                "decode_extras(record.optimizer_steps[-1])",
+            ),
+        ),
+    ),
+    Mutant(
+        name="windows: hold gradients that were not yet clipped",
+        stages=True,
+        edits=(
+            (
+                f"{SAVING}/optimizer_steps.py",
+                "        room.gradient.copy_(local)\n",
+                "        room.gradient.copy_(local * 2)\n",
+            ),
+        ),
+    ),
+    Mutant(
+        name="windows: take a window that repeats the optimizer for one that repeats training",
+        stages=True,
+        edits=(
+            (
+                "trainer_sdk/holdfast/_experts/windows.py",
+                "return self.first if self.repeats is Repeats.TRAINING else self.last",
+                "return self.first",
+            ),
+        ),
     ),
     Mutant(
         name="seats: give nodes their part of a plan by what they hold of the first layer",

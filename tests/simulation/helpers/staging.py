@@ -36,7 +36,7 @@ from holdfast._interface import Session
 from holdfast._session import ProtectedSession
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import UnreachableError
-from holdfast_core.job.snapshots import SparseWindows
+from holdfast_core.job.snapshots import Repeats, SparseWindows
 from holdfast_core.protection.standing import (
     RankStanding,
     StandingAction,
@@ -92,6 +92,8 @@ class Schedule:
     steps: int
     losses: tuple[Loss, ...] = ()
     log_bytes: int = ROOM
+    repeats: Repeats = Repeats.TRAINING
+    """What a restore of a window repeats."""
 
     @classmethod
     def of(cls, seed: int) -> Schedule:
@@ -116,6 +118,7 @@ class Schedule:
             steps=step + 2 * window + 2,
             losses=tuple(losses),
             log_bytes=ROOM if rng.random() < 0.8 else rng.choice((200, 1000)),
+            repeats=rng.choice(tuple(Repeats)),
         )
 
 
@@ -383,9 +386,11 @@ class Cluster:
             most = 2 * self.schedule.window + 1
             assert kept <= most, f"rank {process.rank} logs {kept} steps after step {step}"
 
-    def all_completed(self, step: int) -> None:
-        """Note that all ranks have completed a step, and that none is restoring."""
+    def all_completed(self, epoch: int, step: int) -> None:
+        """Note that all ranks of an epoch have completed a step, and that none is restoring."""
         with self.changed:
+            if epoch != self.epoch:
+                return
             frozen = any(
                 one.session is None or one.session._session.repeats  # type: ignore[attr-defined]
                 for one in self.processes.values()
@@ -614,13 +619,14 @@ def make_session(
         topology=cluster.topology,
         units=unit_of,
         settings=holdfast.Settings(
-            policy=SparseWindows(window=cluster.schedule.window),
+            policy=SparseWindows(window=cluster.schedule.window, repeats=cluster.schedule.repeats),
             check_replicas=False,
             start_wait_s=WAIT_S,
             nan_check_every=0,
         ),
     )
     assert isinstance(made, ProtectedSession)
+    made._hooks.pop(0).remove()  # the loop's hook calls it, as in a session with a world
     made._restore = replace(
         made._restore, exchange=PlayedExchange(cluster, process, world, "restore")
     )
@@ -741,7 +747,7 @@ def train(cluster: Cluster, process: Process) -> None:
             if not alone and not world.ended:
                 with suppress(UnreachableError):
                     world.gather("completed", None)
-                    cluster.all_completed(int(step))
+                    cluster.all_completed(world.epoch, int(step))
 
 
 # --- schedules ------------------------------------------------------------------------------------

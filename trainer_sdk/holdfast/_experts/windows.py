@@ -1,9 +1,10 @@
 """Frames and record of a sparse window, as its capture writes them and a restore reads them.
 
-A window's payload has the state of every unit, at the places of its layout; then, for each save but
-the last, a frame: the compute weights of the units in later slots (MoEvement fig. 6). The extras
-end it: a record with the extras of every step and with what says where the frames lie. The frames'
-places follow from the layout and the schedule alone.
+A window's payload has the state of every unit, at the places of its layout; then, for each save, a
+frame: the compute weights of the units in later slots (MoEvement fig. 6), or the gradients of those
+in earlier ones, as the schedule says. The extras end it: a record with the extras of every step and
+with what says where the frames lie. The frames' places follow from the layout and the schedule
+alone.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import msgspec
 
 from holdfast_core.errors import CorruptError
 from holdfast_core.experts.sparse_windows import Schedule, room_for_any_order
+from holdfast_core.job.snapshots import Repeats
 from holdfast_core.snapshots.layouts import TENSOR_ALIGNMENT, Entry, Layout, TensorRole, round_up
 from holdfast_core.snapshots.units import UnitKey
 
@@ -29,10 +31,18 @@ class WindowRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Units of each slot, as `str(UnitKey)`."""
     early: tuple[str, ...]
     """Tensors whose state is of the first save, whatever the slot of their unit."""
+    late: tuple[str, ...] = ()
+    """Tensors whose state is of the last save."""
     state_end: int
     """First byte of the frames in the payload."""
     extras: tuple[bytes, ...]
     """Encoded extras of each step."""
+    repeats: Repeats = Repeats.TRAINING
+    """What a restore repeats."""
+    optimizer_steps: tuple[bytes, ...] = ()
+    """Encoded steps of the optimizers, of each save; where it repeats those."""
+    digests: dict[str, int] = {}
+    """Unit → digest of its state after the last save; where it repeats optimizer steps."""
 
     @property
     def last(self) -> int:
@@ -40,9 +50,24 @@ class WindowRecord(msgspec.Struct, frozen=True, kw_only=True):
         return self.first + len(self.slots) - 1
 
     @property
+    def brings_back(self) -> int:
+        """Step after which training goes on."""
+        return self.first if self.repeats is Repeats.TRAINING else self.last
+
+    @property
+    def restored_extras(self) -> bytes:
+        """Encoded extras of that step."""
+        return self.extras[self.brings_back - self.first]
+
+    @property
     def schedule(self) -> Schedule:
         """The units of each slot."""
-        return Schedule(tuple(tuple(UnitKey.parse(u) for u in units) for units in self.slots))
+        slots = tuple(tuple(UnitKey.parse(u) for u in units) for units in self.slots)
+        return Schedule(slots, self.repeats)
+
+    def state_slot(self, entry: Entry) -> int:
+        """Slot of the save that captured a tensor's state."""
+        return state_slot(entry, self.schedule, self.early, self.late)
 
 
 _RECORD = msgspec.msgpack.Decoder(WindowRecord)
@@ -70,12 +95,22 @@ def decode_record(extras: bytes) -> WindowRecord | None:
             f"the record of a window has {len(record.slots)} slots and the extras of "
             f"{len(record.extras)} steps from step {record.first}"
         )
+    repeated = record.repeats is Repeats.OPTIMIZER
+    if len(record.optimizer_steps) != repeated * len(record.slots):
+        raise CorruptError(
+            f"the record of a window has {len(record.slots)} slots and the optimizer steps of "
+            f"{len(record.optimizer_steps)}"
+        )
     return record
 
 
-def state_slot(entry: Entry, schedule: Schedule, early: Collection[str]) -> int:
+def state_slot(
+    entry: Entry, schedule: Schedule, early: Collection[str], late: Collection[str]
+) -> int:
     """Slot of the save that captures a tensor's state."""
-    return 0 if entry.tensor in early else schedule.slot(UnitKey.parse(entry.unit))
+    if entry.tensor in early:
+        return 0
+    return schedule.window - 1 if entry.tensor in late else schedule.slot(UnitKey.parse(entry.unit))
 
 
 def compute_entries(layout: Layout) -> tuple[Entry, ...]:
@@ -86,19 +121,22 @@ def compute_entries(layout: Layout) -> tuple[Entry, ...]:
 
 
 def frames_of(layout: Layout, schedule: Schedule, start: int) -> tuple[tuple[Entry, ...], ...]:
-    """Entries of each frame, at their offsets in the payload; empty for the last save.
+    """Entries of each frame, at their offsets in the payload. Those of gradients have the names of
+    their parameters.
 
     Args:
         start: first byte of the frames.
     """
     entries, end = compute_entries(layout), start
+    gradients = schedule.repeats is Repeats.OPTIMIZER
     frames = []
     for slot in range(schedule.window):
         frame = []
         for entry in entries:
-            if schedule.slot(UnitKey.parse(entry.unit)) > slot:
+            if slot in schedule.frames(UnitKey.parse(entry.unit)):
                 offset = round_up(end, TENSOR_ALIGNMENT)
-                frame.append(msgspec.structs.replace(entry, offset=offset, cast_of=""))
+                role = TensorRole.GRADIENT if gradients else entry.role
+                frame.append(msgspec.structs.replace(entry, role=role, offset=offset, cast_of=""))
                 end = offset + entry.nbytes
         frames.append(tuple(frame))
     return tuple(frames)
@@ -132,7 +170,8 @@ def restored_entries(layout: Layout, record: WindowRecord) -> Iterator[Entry]:
     """Yield what a restore of a window reads or rounds, under the names that it fills.
 
     The state of all units goes to the live tensors; a replay leaves that of frozen units alone. So
-    do the compute weights of the first save. Those of later saves keep the name of their frame.
+    do the compute weights of the first save. Those of later saves, and gradients, keep the name of
+    their frame.
 
     Raises:
         CorruptError: when the frames do not fit in front of the extras.
@@ -141,9 +180,10 @@ def restored_entries(layout: Layout, record: WindowRecord) -> Iterator[Entry]:
     frames = frames_of(layout, schedule, record.state_end)
     if end_of(frames, record.state_end) > layout.extras_offset:
         raise CorruptError("the frames of a window do not fit in front of its extras")
+    training = record.repeats is Repeats.TRAINING
     for entry in (*layout.entries, *layout.casts):
-        slot = state_slot(entry, schedule, record.early)
-        later = slot > 0 and entry.role is TensorRole.COMPUTE
+        slot = record.state_slot(entry)
+        later = training and slot > 0 and entry.role is TensorRole.COMPUTE
         name = frame_name(slot, entry.tensor) if later else entry.tensor
         yield msgspec.structs.replace(entry, tensor=name)
     for slot, frame in enumerate(frames):

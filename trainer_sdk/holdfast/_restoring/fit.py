@@ -15,7 +15,7 @@ import torch
 from holdfast._experts.windows import WindowRecord, live_name, restored_entries
 from holdfast._state.capture import Anchor, LiveState, TensorSource
 from holdfast._state.casts import Pair, pair_of
-from holdfast._state.dtensors import is_dtensor, local_of
+from holdfast._state.dtensors import local_of, with_placement_of
 from holdfast._state.extras import dtype_name, dtype_named
 from holdfast_core.errors import LayoutMismatchError
 from holdfast_core.experts.recompute import state_entries
@@ -239,14 +239,4 @@ def _allocate(
         return
     # Seats without an expert hold zeros.
     make = torch.empty_like if anchor.place.seats is None else torch.zeros_like
-    made = make(local, dtype=dtype, device=device)
-    if is_dtensor(parameter):
-        made = type(parameter).from_local(
-            made,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-    state[key] = made
+    state[key] = with_placement_of(parameter, make(local, dtype=dtype, device=device))

@@ -32,7 +32,7 @@ class ReadSnapshot:
     experts: PartialState
     """State of the policy that captured it."""
     window: WindowRecord | None = None
-    """Record of a sparse window, whose first step then has `extras`."""
+    """Record of a sparse window, of which one step then has `extras`."""
 
     def restore(self, engine: CopyEngine, plan: CopyPlan) -> None:
         """Copy what `plan` lists into live tensors, and verify the whole payload.
@@ -76,7 +76,7 @@ def read_snapshot(client: DaemonClient, held: HeldSnapshot, timeout_s: float) ->
             raise _corrupt(layout, manifest, bad)
         data = bytes(tail[manifest.extras_offset - low :])
         window = decode_record(data)
-        extras, of_experts = split_extras(data if window is None else window.extras[0])
+        extras, of_experts = split_extras(data if window is None else window.restored_extras)
         experts = PartialState.decode(of_experts)
         if window is not None and window.last != manifest.generation.step:
             raise CorruptError(

@@ -48,6 +48,7 @@ from holdfast._restoring.other_world import (
 )
 from holdfast._restoring.passing import Span, pass_on
 from holdfast._restoring.reading import ReadSnapshot, read_snapshot
+from holdfast._restoring.repeating import OptimizerReplay
 from holdfast._restoring.replay import Replay, frame_source, frames_from
 from holdfast._restoring.scatter import scatter
 from holdfast._settings import Settings
@@ -64,6 +65,7 @@ from holdfast_core.errors import (
     UnreachableError,
     by_code,
 )
+from holdfast_core.job.snapshots import Repeats
 from holdfast_core.protection.standing import StandingVerdict
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import Entry, Layout
@@ -119,7 +121,7 @@ class Restored:
     experts: PartialState = START
     """State of the policy."""
     replay: Replay | None = None
-    """Replay of the sparse window that was restored; `step` is its first."""
+    """Replay of the sparse window that was restored, where one is left; `step` is its first."""
     replenishing: bool = False
     """Whether any rank has lost tokens to make up for: equal on all ranks."""
 
@@ -147,6 +149,8 @@ class _Copied:
     """Weights that are still to be rounded from their masters."""
     replay: Replay | None = None
     """Replay for which the frames are in `sources`."""
+    repeats: OptimizerReplay | None = None
+    """Steps of optimizers for which the gradients are in `sources`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +214,7 @@ class Restore:
 
         Returns:
             The step that it brings back, and the one after which the state is whole: the first and
-            the last of a sparse window, and otherwise the same.
+            the last of a sparse window that repeats training, and otherwise the same.
 
         Raises:
             HoldfastError: no stage can be restored from it by itself.
@@ -224,7 +228,7 @@ class Restore:
                 f"the line {found.generation} is of another world, of {found.ranks} ranks"
             )
         step, window = found.snapshot.manifest.generation.step, found.snapshot.window
-        return step if window is None else window.first, step
+        return step if window is None else window.brings_back, step
 
     def attend(self) -> None:
         """Take part in the agreements of ranks that restore; nothing changes here. Collective.
@@ -301,7 +305,7 @@ class Restore:
         losses, seen = [one.lost for one in standings], [one.assigned for one in standings]
         state = self.policy.recovered(state, losses, seen, epoch=epoch, line=line)
         window = found.snapshot.window
-        step = line.step if window is None else window.first
+        step = line.step if window is None else window.brings_back
         _log.info("epoch %d starts after step %d (%s)", epoch, step, found.source)
         return Restored(
             epoch=epoch,
@@ -462,10 +466,14 @@ class Restore:
                 if len(item.casts) < len(item.ranges):
                     sources[frame] = frame_source(item, beside)
                 frames.append((slot, name, item, sources.get(frame)))
-        replay = None
+        replay = repeats = None
         if window is not None:
             loads = frames_from(window, frames)
-            replay = Replay(live=self.live, record=window, frames=loads, step=window.first)
+            if window.repeats is Repeats.OPTIMIZER:
+                gradients = [load.weights for load in loads]
+                repeats = OptimizerReplay(live=self.live, record=window, gradients=gradients)
+            else:
+                replay = Replay(live=self.live, record=window, frames=loads, step=window.first)
         ranges = [
             (entry.offset, entry.start, _part(sources[entry.tensor], entry.start, entry.nbytes))
             for entry in found.entries
@@ -473,7 +481,7 @@ class Restore:
         ]
         plan = plan_copy(ranges, (), snapshot.manifest.piece_bytes)
         snapshot.restore(self.engine, plan)
-        return _Copied(sources, casts, replay)
+        return _Copied(sources, casts, replay, repeats)
 
     def _finish(self, extras: Mapping[str, Any], copied: _Copied) -> None:
         for pair in copied.casts:
@@ -481,6 +489,8 @@ class Restore:
         for source in copied.sources.values():
             if source.staging is not None:
                 fill_strided(source.tensor, source.staging)
+        if copied.repeats is not None:
+            copied.repeats.run()
         put_back(self.live, self.stateful, extras)
 
     # --- agreement --------------------------------------------------------------------------------

@@ -14,14 +14,18 @@ different digests: replicas hold a unit in the same kind of memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
+from operator import attrgetter
 
 import torch
 import xxhash
 
 from holdfast._copying.strided import copy_of_span
+from holdfast._state.capture import TensorSource
 from holdfast._state.room import report_full
+from holdfast_core.snapshots.layouts import TensorRole
+from holdfast_core.snapshots.units import UnitKey
 
 WORD_BYTES = 8
 BLOCK_WORDS = 4096
@@ -41,6 +45,18 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> int:
         content = _bytes_of(tensor) if tensor.device.type == "cpu" else _sums_of(tensor)
         digest.update(content.numpy().data)
     return digest.intdigest()
+
+
+def state_of_units(
+    sources: Sequence[TensorSource], units: Collection[UnitKey]
+) -> dict[UnitKey, list[torch.Tensor]]:
+    """Live tensors of `units` that optimizers change, in an order that every process has."""
+    found: dict[UnitKey, list[TensorSource]] = {}
+    for source in sources:
+        if source.unit in units and source.role is not TensorRole.BUFFER:
+            found.setdefault(source.unit, []).append(source)
+    by_name = attrgetter("name")
+    return {u: [one.tensor for one in sorted(held, key=by_name)] for u, held in found.items()}
 
 
 def _sums_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -33,6 +33,7 @@ from holdfast_core.experts.sparse_windows import (
     room_for_any_order,
 )
 from holdfast_core.experts.tables import NO_EXPERTS, ExpertTable
+from holdfast_core.job.snapshots import Repeats
 from holdfast_core.snapshots.layouts import (
     PAGE_BYTES,
     PIECE_BYTES,
@@ -135,6 +136,7 @@ def plan_alone(
     casts: Mapping[str, str] | None = None,
     window: int = 0,
     reorders: bool = False,
+    repeats: Repeats = Repeats.TRAINING,
 ) -> BasePlan:
     """Plan for a rank that captures everything it holds; `partial` and `window` need its table."""
     casts = casts or {}
@@ -150,7 +152,7 @@ def plan_alone(
         experts=experts,
         casts=casts,
         piece_bytes=piece_bytes_for(experts, {}),
-        schedule=cut(operators, window) if window else Schedule(()),
+        schedule=cut(operators, window, repeats) if window else Schedule(()),
         alike=alike(operators) if reorders else (),
     )
 
@@ -193,8 +195,8 @@ def frames_bytes(
     masters: Mapping[str, TensorSize],
     base: BasePlan,
 ) -> int:
-    """Room for the compute weights in a window's saves of a rank that captures `shards`, whatever
-    the order of experts.
+    """Room for the compute weights, or the gradients, in a window's saves of a rank that captures
+    `shards`, whatever the order of experts.
 
     Args:
         sizes: tensors of the rank, by name.
@@ -259,6 +261,7 @@ def plan_together(
     casts: Mapping[str, str] | None = None,
     window: int = 0,
     reorders: bool = False,
+    repeats: Repeats = Repeats.TRAINING,
 ) -> BasePlan:
     """Compute the plan that every rank derives from the same exchanged tables; with `partial`,
     experts can be left out of snapshots.
@@ -267,13 +270,14 @@ def plan_together(
         casts: see `BasePlan.casts`; equal on all ranks.
         window: most steps of a sparse window; 0 where snapshots are of one step.
         reorders: whether experts may change slots from window to window.
+        repeats: what a recovery repeats of a window.
 
     Raises:
         ReplicaMismatchError: when declared replicas hold different tensors.
     """
     casts = casts or {}
     operators = operators_of(tables, topology, casts)
-    schedule = cut(operators, window) if window else Schedule(())
+    schedule = cut(operators, window, repeats) if window else Schedule(())
     weights = {
         r: {casts[size.tensor]: size for size in table if size.tensor in casts}
         for r, table in tables.items()

@@ -20,6 +20,7 @@ from holdfast._saving.plan import BasePlan, plan_alone, plan_together, table_of
 from holdfast._state.capture import TensorSource
 from holdfast_core.errors import ReplicaMismatchError
 from holdfast_core.experts.recompute import BESIDE_STATE
+from holdfast_core.job.snapshots import Repeats
 from holdfast_core.snapshots.sharding import ShardStrategy
 from holdfast_core.snapshots.units import TensorSize, UnitKey, UnitKind
 from holdfast_core.topology import Topology
@@ -67,6 +68,7 @@ def agree(
     partial: bool = False,
     window: int = 0,
     reorders: bool = False,
+    repeats: Repeats = Repeats.TRAINING,
 ) -> BasePlan:
     """Exchange statements and compute the base plan; see `plan_together`. Collective.
 
@@ -84,6 +86,7 @@ def agree(
             casts=statement.casts,
             window=window,
             reorders=reorders,
+            repeats=repeats,
         )
     texts = exchange.gather(msgspec.json.encode(statement))
     statements = [_STATEMENT.decode(text) for text in texts]
@@ -103,6 +106,7 @@ def agree(
         casts=casts,
         window=window,
         reorders=reorders,
+        repeats=repeats,
     )
     if len({one.step for one in statements}) == 1:
         _compare({r: one.digests for r, one in enumerate(statements) if one.digests}, topology)

@@ -14,7 +14,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from holdfast._copying.bubbles import Bubbles
@@ -33,6 +33,7 @@ from holdfast._experts.tokens import Tokens
 from holdfast._restoring.restore import Restored
 from holdfast._saving.casts import Casts
 from holdfast._saving.comparing import Comparing
+from holdfast._saving.digests import digest_of, state_of_units
 from holdfast._saving.nans import units_with_nan
 from holdfast._saving.plan import BasePlan, layout_of, moves_of, own_shards, same_places, table_of
 from holdfast._saving.replicas import agree, digests_of, state_of
@@ -50,6 +51,8 @@ from holdfast_core.errors import (
     StaleEpochError,
 )
 from holdfast_core.experts.replenish import Replenishing
+from holdfast_core.experts.sparse_windows import Schedule
+from holdfast_core.job.snapshots import Repeats
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import Layout
 from holdfast_core.snapshots.units import UnitKey
@@ -87,7 +90,7 @@ class Saver:
         """Reason why no save of this session can succeed any more; None while saves can."""
         self._window = settings.window
         """Most steps of a sparse window; 0 where snapshots are of one step."""
-        self._windows = Windows(ordering)
+        self._windows = Windows(ordering, settings.repeats)
         # A window holds each weight once more anyway.
         find = bool(self._window) or not settings.store_compute_weights
         self._casts = Casts(engine, enabled=find)
@@ -98,6 +101,7 @@ class Saver:
         """Newest snapshot of this rank that is known to be committed."""
         self._restored: Layout | None = None
         self._sources: Sequence[TensorSource] = ()
+        self._gradients: Sequence[TensorSource] = ()
         self._saves = 0
         self._awaiting = Awaiting(self._on_protected)
         self._reported_s = 0.0
@@ -124,6 +128,10 @@ class Saver:
         self.comparing.called(number, step)
         self._windows.called(step)
         self._policy.called(number, step, now_s)
+
+    def gradients_due(self, step: int) -> tuple[Schedule, int] | None:
+        """See `Windows.gradients_due`."""
+        return self._windows.gradients_due(step)
 
     @property
     def busy(self) -> bool:
@@ -227,7 +235,7 @@ class Saver:
 
     def _save(self, task: Task) -> None:
         if task.sources is not None:
-            self._sources = task.sources
+            self._sources, self._gradients = task.sources, task.gradients
         if task.reseated and self._base is not None:
             self._base = self._base.reseated(self._sources)
             self._policy.reseated(self._base.own_experts(table_of(self._sources)))
@@ -293,7 +301,12 @@ class Saver:
             window = windows.begin(step, link.session, placed)
         else:
             window = windows.going_on(step, link.session)
-        task.handle._slots, task.handle._first = link.slots, window.first
+        task.handle._slots, task.handle._first = link.slots, windows.brings_back(window)
+        steps = task.optimizer_steps
+        if steps.error is not None:
+            if isinstance(steps.error, InvalidJobError):
+                self.problem = steps.error
+            raise steps.error
         if not task.hold():
             raise SnapshotSkippedError("training went on before the copy began")
         if due:
@@ -303,21 +316,40 @@ class Saver:
             plan.copies, window.placed, task.fence, plan.skip, self.bubbles
         )
         self._casts.check(task.fence, windows.state_of_others(slot))
+        last = slot == windows.window - 1
+        of_state = self._state_digests(task, windows.state_of_others(slot)) if last else {}
         task.check()
         self._staged(task, plan.nbytes)
-        windows.captured(window, slot, digests, task.extras)
+        windows.captured(window, slot, digests, task.extras, steps.data)
         self.comparing.settle(task.number)
         window.handles.append(task.handle)
         if len(window.handles) == windows.window:
-            self._commit_window(task, window)
+            self._commit_window(task, window, of_state)
 
-    def _commit_window(self, task: Task, window: OpenWindow) -> None:
+    def _state_digests(self, task: Task, units: Collection[UnitKey]) -> dict[UnitKey, int]:
+        """Digest the live state to which a recovery shall bring `units`, by repeating steps of the
+        optimizers."""
+        if self._windows.repeats is Repeats.TRAINING:
+            return {}
+        found: dict[UnitKey, int] = {}
+        of_units = state_of_units(self._sources, units)
+        keys = sorted(of_units)
+
+        def look(index: int) -> None:
+            found[keys[index]] = digest_of(of_units[keys[index]])
+
+        self._engine.each(look, len(keys), task.fence)
+        return found
+
+    def _commit_window(
+        self, task: Task, window: OpenWindow, of_state: Mapping[UnitKey, int]
+    ) -> None:
         link, layout = self._link, window.placed.layout
         self._windows.open = None
         for earlier in window.handles[:-1]:
             earlier._follow(task.handle)
         try:
-            extras = self._windows.record_of(window)
+            extras = self._windows.record_of(window, of_state)
             if len(extras) > layout.extras_capacity:
                 raise SnapshotSkippedError(
                     f"extras of {len(extras)} bytes do not fit {layout.extras_capacity}"
@@ -374,7 +406,7 @@ class Saver:
         finally:
             task.release(over=False)
         casts = self._casts.masters
-        statement = state_of(task.handle.step, self._sources, len(task.extras), digests, casts)
+        statement = state_of(task.handle.step, self._sources, task.extras_bytes, digests, casts)
         partial = self._policy.leaves_out
         base = agree(
             exchange,
@@ -385,6 +417,7 @@ class Saver:
             partial=partial,
             window=self._window,
             reorders=self._settings.counts_tokens,
+            repeats=self._settings.repeats,
         )
         if self._window:
             try:
@@ -408,7 +441,7 @@ class Saver:
         assert self._base is not None
         extras_bytes = len(task.extras) + self._base.state_bytes
         if self._window:
-            extras_bytes = self._windows.extras_bytes(len(task.extras))
+            extras_bytes = self._windows.extras_bytes(task.extras_bytes)
         old = link.layout or self._restored
         fits = old is not None and extras_bytes <= old.extras_capacity
         if task.sources is None and fits and link.is_open and not self._casts.changed:
@@ -428,7 +461,7 @@ class Saver:
             self.tally.forgive()
         link.plan = moves_of(layout, self._sources)
         if self._window:
-            self._windows.opened(layout, self._sources)
+            self._windows.opened(layout, self._sources, self._gradients)
         self._casts.opened(layout, self._sources)
         self._policy.opened(layout)
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from holdfast._copying.devices import Fence
 from holdfast._daemon.handles import SaveHandle
 from holdfast._experts.tokens import Tokens
+from holdfast._saving.optimizer_steps import NO_STEPS, StepsTaken
 from holdfast._state.capture import TensorSource
 from holdfast._state.in_place import InPlaceCheck
 from holdfast_core.experts.replenish import Replenishing
@@ -27,7 +28,10 @@ class Task:
         handle: SaveHandle,
         *,
         sources: Sequence[TensorSource] | None,
+        gradients: Sequence[TensorSource] = (),
         extras: bytes,
+        optimizer_steps: StepsTaken = NO_STEPS,
+        more_extras_bytes: int = 0,
         fence: Fence,
         copies: bool = True,
         number: int = 0,
@@ -39,7 +43,13 @@ class Task:
         self.handle = handle
         self.sources = sources
         """Tensors to capture; None while they are the same as for the previous task."""
+        self.gradients = gradients
+        """Where `sources` are given: their gradients, which the saves of windows hold."""
         self.extras = extras
+        self.optimizer_steps = optimizer_steps
+        """What the optimizers have done since the last save, where a recovery repeats it."""
+        self.extras_bytes = len(extras) + more_extras_bytes
+        """Most bytes that this save adds to the extras of its snapshot."""
         self.fence = fence
         self.copies = copies
         """Whether to copy; False only prepares the session."""

@@ -28,6 +28,7 @@ from holdfast._saving.plan import BasePlan
 from holdfast._state.capture import TensorSource
 from holdfast_core.errors import InvalidJobError, SnapshotSkippedError
 from holdfast_core.experts.sparse_windows import Schedule
+from holdfast_core.job.snapshots import Repeats
 from holdfast_core.snapshots.layouts import Entry, Layout, TensorRole
 from holdfast_core.snapshots.units import UnitKey, UnitKind
 
@@ -57,6 +58,7 @@ class OpenWindow:
     """Pieces whose digest is known."""
     handles: list[SaveHandle] = field(default_factory=list)
     extras: list[bytes] = field(default_factory=list)
+    optimizer_steps: list[bytes] = field(default_factory=list)
 
     @property
     def next_step(self) -> int:
@@ -69,19 +71,21 @@ class Windows:
 
     Args:
         ordering: orders experts by their tokens; None where their order is fixed.
+        repeats: what a recovery repeats of a window.
     """
 
-    def __init__(self, ordering: Ordering | None) -> None:
-        self._ordering = ordering
+    def __init__(self, ordering: Ordering | None, repeats: Repeats) -> None:
+        self._ordering, self.repeats = ordering, repeats
         self._origin: int | None = None
         self._schedule = Schedule(())
         self._alike: tuple[tuple[UnitKey, ...], ...] = ()
         self._early: tuple[str, ...] = ()
+        self._late: tuple[str, ...] = ()
         self.state_end = 0
         """First byte behind the state in a slot: of the frames, if there are any."""
         self._plans: tuple[SlotPlan, ...] = ()
-        self._planned: tuple[Layout, Sequence[TensorSource]] | None = None
-        """Layout and tensors for which the saves are planned."""
+        self._planned: tuple[Layout, Sequence[TensorSource], Sequence[TensorSource]] | None = None
+        """Layout, tensors and gradients for which the saves are planned."""
         self.open: OpenWindow | None = None
 
     # --- the grid ---------------------------------------------------------------------------------
@@ -105,6 +109,19 @@ class Windows:
     def window(self) -> int:
         """Steps of a window."""
         return self._schedule.window
+
+    def gradients_due(self, step: int) -> tuple[Schedule, int] | None:
+        """Schedule and slot of the save of `step`, when it needs the gradients of that step. For
+        the training thread, before the step."""
+        if self.repeats is Repeats.TRAINING or self._origin is None or not self._schedule.window:
+            return None
+        slot = self.slot(step)
+        return (self._schedule, slot) if slot else None
+
+    def brings_back(self, window: OpenWindow) -> int:
+        """Step after which training goes on from `window`."""
+        last = window.first + self.window - 1
+        return window.first if self.repeats is Repeats.TRAINING else last
 
     # --- what saves capture -----------------------------------------------------------------------
 
@@ -153,28 +170,50 @@ class Windows:
 
     def extras_bytes(self, of_step: int) -> int:
         """Room for the extras of a window whose steps have `of_step` bytes each."""
-        return self.window * of_step + len(encode_record(self._record(0, [])))
+        return self.window * of_step + len(encode_record(self._record(0, [], [], {})))
 
-    def _record(self, first: int, extras: Sequence[bytes]) -> WindowRecord:
+    def _record(
+        self,
+        first: int,
+        extras: Sequence[bytes],
+        optimizer_steps: Sequence[bytes],
+        digests: Mapping[UnitKey, int],
+    ) -> WindowRecord:
+        repeated = self.repeats is Repeats.OPTIMIZER
         return WindowRecord(
             first=first,
             slots=tuple(tuple(map(str, units)) for units in self._schedule.slots),
             early=self._early,
+            late=self._late,
             state_end=self.state_end,
             extras=tuple(extras),
+            repeats=self.repeats,
+            optimizer_steps=tuple(optimizer_steps) if repeated else (),
+            digests={str(unit): digest for unit, digest in digests.items()},
         )
 
     def with_frames(self, layout: Layout, sources: Sequence[TensorSource]) -> Layout:
         """`layout` with room for frames between the state and the extras."""
-        self._early = _early(sources)
+        buffers = tuple(source.name for source in sources if source.role is TensorRole.BUFFER)
+        self._early, self._late = _shared_in_stacks(sources), ()
+        if self.repeats is Repeats.TRAINING:
+            self._early += buffers
+        else:
+            self._late = buffers
         self.state_end = layout.extras_offset
         end = end_of_frames(layout, self._schedule, self._alike, self.state_end)
         return replace(layout, extras_offset=end)
 
-    def opened(self, layout: Layout, sources: Sequence[TensorSource]) -> None:
+    def opened(
+        self,
+        layout: Layout,
+        sources: Sequence[TensorSource],
+        gradients: Sequence[TensorSource],
+    ) -> None:
         """Plan the saves of windows in `layout`, which `with_frames` returned."""
-        self._planned = layout, sources
-        by_name = {source.name: source for source in sources}
+        self._planned = layout, sources, gradients
+        by_name = {(source.name, False): source for source in sources}
+        by_name |= {(source.name, True): source for source in gradients}
         schedule = self._schedule
         frames = frames_of(layout, schedule, self.state_end)
         units = {UnitKey.parse(entry.unit) for entry in layout.entries}
@@ -183,7 +222,11 @@ class Windows:
                 layout,
                 by_name,
                 [
-                    *(e for e in layout.entries if state_slot(e, schedule, self._early) == slot),
+                    *(
+                        entry
+                        for entry in layout.entries
+                        if state_slot(entry, schedule, self._early, self._late) == slot
+                    ),
                     *frame,
                 ],
                 frozenset(unit for unit in units if schedule.slot(unit) == slot),
@@ -229,22 +272,37 @@ class Windows:
             f"steps. Windows need save() after every step"
         )
 
-    def captured(self, window: OpenWindow, slot: int, digests: Digests, extras: bytes) -> None:
+    def captured(
+        self,
+        window: OpenWindow,
+        slot: int,
+        digests: Digests,
+        extras: bytes,
+        optimizer_steps: bytes,
+    ) -> None:
         """Note that the tensors of a slot are in the arena."""
         touched = ~self._plans[slot].skip
         count = len(touched)
         window.digests[touched] = digests[:count][touched]
         window.written |= touched
         window.extras.append(extras)
+        window.optimizer_steps.append(optimizer_steps)
 
-    def record_of(self, window: OpenWindow) -> bytes:
-        """Encode the extras of a window whose saves are all captured."""
-        return encode_record(self._record(window.first, window.extras))
+    def record_of(self, window: OpenWindow, digests: Mapping[UnitKey, int]) -> bytes:
+        """Encode the extras of a window whose saves are all captured.
+
+        Args:
+            digests: of the state after its last save, of each unit whose state optimizers are to
+                bring there.
+        """
+        return encode_record(
+            self._record(window.first, window.extras, window.optimizer_steps, digests)
+        )
 
 
 def _plan(
     layout: Layout,
-    sources: Mapping[str, TensorSource],
+    sources: Mapping[tuple[str, bool], TensorSource],
     entries: Collection[Entry],
     state_of: frozenset[UnitKey],
 ) -> SlotPlan:
@@ -252,7 +310,7 @@ def _plan(
     skip = np.ones(layout.extras_offset // size, dtype=bool)
     ranges, staged = [], {}
     for entry in entries:
-        source = sources[entry.tensor]
+        source = sources[entry.tensor, entry.role is TensorRole.GRADIENT]
         flat = source.flat()[entry.start : entry.start + entry.nbytes]
         ranges.append((entry.offset, entry.start, flat))
         if entry.nbytes:
@@ -267,16 +325,12 @@ def _plan(
     )
 
 
-def _early(sources: Sequence[TensorSource]) -> tuple[str, ...]:
-    """Tensors that training changes although their unit is frozen: buffers, and optimizer states
-    that all experts of a stack share, such as its number of steps."""
+def _shared_in_stacks(sources: Sequence[TensorSource]) -> tuple[str, ...]:
+    """Optimizer states that all experts of a stack share, such as its number of steps: they change
+    although some of these experts are frozen."""
     stacks = {
         source.name.rpartition("[")[0]
         for source in sources
         if source.role in (TensorRole.COMPUTE, TensorRole.MASTER) and source.name.endswith("]")
     }
-    return tuple(
-        source.name
-        for source in sources
-        if source.role is TensorRole.BUFFER or source.name.partition(":")[0] in stacks
-    )
+    return tuple(source.name for source in sources if source.name.partition(":")[0] in stacks)

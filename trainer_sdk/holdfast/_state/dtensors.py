@@ -66,6 +66,21 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return raw(tensor).detach()
 
 
+def with_placement_of(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return `local` as the part on this rank of a tensor that is distributed like `tensor`; as it
+    is where that is a plain one."""
+    if not is_dtensor(tensor):
+        return local
+    return type(tensor).from_local(
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether other ranks hold other parts of `tensor`."""
     return is_dtensor(tensor) and any(

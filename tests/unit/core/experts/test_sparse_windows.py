@@ -16,6 +16,7 @@ from holdfast_core.experts.sparse_windows import (
     save_bytes,
     slot_bytes,
 )
+from holdfast_core.job.snapshots import Repeats
 from holdfast_core.snapshots.units import UnitKey, UnitKind
 
 
@@ -69,6 +70,28 @@ def test_a_window_of_equal_units_adds_half_the_weights_of_its_other_steps(
     operators = [expert(i, compute=compute, state=state) for i in range(6)]
     equal = [operators[i : i + 6 // window] for i in range(0, 6, 6 // window)]
     assert sum(slot_bytes(equal)) == 6 * state + 3 * compute * (window - 1)
+
+
+def test_the_saves_of_the_papers_example_hold_as_many_bytes_with_gradients() -> None:
+    operators = [expert(i) for i in range(6)]
+    schedule = cut(operators, 3, Repeats.OPTIMIZER)
+    assert save_bytes(schedule, operators) == (24, 28, 32)
+    assert [list(schedule.frames(units[0])) for units in schedule.slots] == [[1, 2], [2], []]
+
+
+@given(models(), st.integers(0, 999), st.integers(1, 9))
+def test_gradients_of_earlier_units_need_what_weights_of_later_ones_do(
+    operators: list[Operator], budget: int, window: int
+) -> None:
+    backwards = operators[::-1]
+    for weights, gradients in (
+        (cut(operators, window), cut(backwards, window, Repeats.OPTIMIZER)),
+        (find_window(operators, budget), find_window(backwards, budget, Repeats.OPTIMIZER)),
+    ):
+        assert [set(units) for units in gradients.slots] == [
+            set(units) for units in weights.slots[::-1]
+        ]
+        assert save_bytes(gradients, operators) == save_bytes(weights, operators)[::-1]
 
 
 @given(models(), st.integers(1, 9))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
@@ -216,7 +217,10 @@ def test_sparse_windows_have_a_length() -> None:
     assert job.spec.snapshot.policy.chosen == SparseWindows(window=6)
     assert not job.spec.snapshot.policy.leaves_experts_out
     text = job.variables["HOLDFAST_POLICY"]
-    assert text == '{"sparse":{"decay":null,"order":"Fixed","window":6},"type":"Sparse"}'
+    assert json.loads(text) == {
+        "type": "Sparse",
+        "sparse": {"decay": None, "order": "Fixed", "repeats": "Training", "window": 6},
+    }
 
 
 def test_a_policy_reaches_the_trainer_in_its_environment() -> None:

@@ -72,6 +72,21 @@ def test_the_plan_is_what_the_log_keeps(windows: bool, of_steps: int, lag: int) 
     assert found.rank_bytes == (ends, inner, inner, ends)
 
 
+@pytest.mark.parametrize("window", [1, 3, 4])
+def test_windows_of_gradients_need_the_logs_of_snapshots_as_far_apart(window: int) -> None:
+    def planned(of: MoETrainingJob, every: int) -> tuple[int, ...]:
+        return plan_logs(
+            of,
+            activation_bytes=ACTIVATION,
+            micro_batches=MICRO_BATCHES,
+            interval_steps=every,
+            lag_steps=2,
+        ).rank_bytes
+
+    of_gradients = job(type="Sparse", sparse={"window": window, "repeats": "Optimizer"})
+    assert planned(of_gradients, 1) == planned(job(), window)
+
+
 def test_a_node_holds_the_logs_of_its_ranks() -> None:
     for nproc, of_node in ((1, 2), (2, 4), (4, 6)):
         found = plan_logs(

@@ -17,7 +17,7 @@ from matplotlib.image import imread
 from plan_command import JOB, SIZES, made_run, printed, refused
 
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
-from holdfast_core.job.snapshots import PartialExperts, SparseWindows
+from holdfast_core.job.snapshots import PartialExperts, Repeats, SparseWindows
 from holdfast_core.planning.model_sizes import ModelSizes
 from holdfast_core.planning.policy_comparison import Assumptions, Comparison
 from holdfast_core.snapshots.units import UnitKey, UnitKind
@@ -30,6 +30,7 @@ TABLE = """\
 policy                GiB      GiB    s              s steps GiB/node  steps   30 days    lost
 Full                 8.42     67.4 1.81    yes    7.23     4     61.7   3.81    20.3 s      0%
 Sparse 5             2.02     16.1 0.43    yes    1.73     1     73.7   11.8  1.05 min      0%
+Sparse 5 grads       2.02     16.1 0.43    yes    1.73     1     73.7   6.82    36.4 s      0%
 PartialExperts 1     1.56     11.2 0.33    yes    1.34     1     61.7   0.83    4.45 s 0.0015%
 PartialExperts 2     1.87     14.9 0.40    yes    1.60     1     61.7   0.90    4.81 s <0.001%
 PartialExperts 4     2.80     22.4 0.60    yes    2.41     2     61.7   1.60    8.54 s <0.001%
@@ -61,7 +62,7 @@ def test_policies_are_compared_in_a_table_of_100_columns(
     lines = text.splitlines()
     assert max(map(len, lines)) <= 100
     start = next(i for i, line in enumerate(lines) if line.startswith("policy"))
-    assert "\n".join(line.rstrip() for line in lines[start - 1 : start + 8]) == TABLE
+    assert "\n".join(line.rstrip() for line in lines[start - 1 : start + 9]) == TABLE
     sentence = " ".join(lines[start + 9 : start + 12])
     assert "recommended: Full: its copy of 1.8 s hides behind a step of 2 s" in sentence
     assert "12 MoE layers of 16 experts" in text
@@ -107,7 +108,7 @@ def test_the_job_sets_the_first_k_and_what_may_be_lost(
 
 def test_bandwidths_decide_what_hides(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fast = ["--copy-bandwidth", "5G", "--network-bandwidth", "100G"]
-    assert "recommended: Sparse 2: its copy" in printed(capsys, job, *SIZES, *fast)
+    assert "recommended: Sparse 2 grads: its copy" in printed(capsys, job, *SIZES, *fast)
     job.write_text(STORED)
     text = printed(capsys, job, *SIZES, *fast)
     full = next(line for line in text.splitlines() if line.startswith("Full"))
@@ -124,7 +125,9 @@ def test_what_is_recommended_can_be_written_into_the_job(
     fast = ["--copy-bandwidth", "5G", "--network-bandwidth", "10G"]
     _, _, after = printed(capsys, job, *SIZES, *fast).partition("recommended: Sparse")
     written = after[after.index("  snapshot:") : after.index("model:")]
-    assert parsed(JOB + written).spec.snapshot.policy.chosen == SparseWindows(window=2)
+    assert parsed(JOB + written).spec.snapshot.policy.chosen == SparseWindows(
+        window=2, repeats=Repeats.OPTIMIZER
+    )
     job.write_text(STORED)
     text = printed(capsys, job, *SIZES, *fast)
     _, _, after = text.partition("recommended: PartialExperts 4")
@@ -312,8 +315,8 @@ def test_the_picture_shows_the_table(found: tuple[Comparison, Assumptions]) -> N
     assert stalls == pytest.approx([100 * cost.stalled for cost in comparison.costs])
     labels = [label.get_text().splitlines()[0] for label in copy.get_yticklabels()]
     assert labels[0] == "Full"
-    assert labels[1] == "Sparse 2"
-    assert labels[2:] == [f"PartialExperts {k}" for k in (1, 2, 4, 8)] + [
+    assert labels[1:3] == ["Sparse 2", "Sparse 2 grads"]
+    assert labels[3:] == [f"PartialExperts {k}" for k in (1, 2, 4, 8)] + [
         f"Selective {comparison.costs[-1].experts}"
     ]
     assert [line.get_xdata()[0] for line in copy.lines] == [2.0]  # type: ignore[index]

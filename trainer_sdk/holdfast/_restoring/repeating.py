@@ -1,0 +1,154 @@
+"""Repetition of optimizer steps, from the gradients that a sparse window holds.
+
+A restore has put the state of every unit into the live tensors: of each as it was after the save of
+its slot. For each later save, the optimizers then do the step before it once more, with their own
+code, with its gradients and hyperparameters, and for the units whose slot lies before it alone.
+Afterwards every unit is as it was after the last save. That is compared with digests that this save
+made of the live state, so a step that cannot be repeated is noticed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from holdfast._experts.windows import WindowRecord
+from holdfast._saving.digests import digest_of, state_of_units
+from holdfast._saving.optimizer_steps import step_alone
+from holdfast._state.capture import LiveState
+from holdfast._state.collect import put_back_scalars
+from holdfast._state.dtensors import local_of, with_placement_of
+from holdfast._state.extras import decode_extras
+from holdfast_core.errors import CorruptError
+from holdfast_core.snapshots.layouts import TensorRole
+from holdfast_core.snapshots.units import UnitKey
+
+_log = logging.getLogger("holdfast")
+
+
+@dataclass(kw_only=True, eq=False)
+class OptimizerReplay:
+    """The steps of a window that was restored."""
+
+    live: LiveState
+    record: WindowRecord
+    gradients: Sequence[Mapping[str, torch.Tensor]]
+    """For each slot: parameter, or slice of a stacked one → its gradient, in host memory."""
+
+    def __post_init__(self) -> None:
+        self._slices: dict[int, list[tuple[int, str]]] = {}
+        """`id` of a stacked parameter → index and name of each slice."""
+        for name, anchor in self.live.anchors.items():
+            if anchor.index is not None:
+                known = self._slices.setdefault(id(anchor.parameter), [])
+                known.append((anchor.index, name))
+
+    def run(self) -> None:
+        """Repeat them all.
+
+        Raises:
+            CorruptError: the result is not the state that the window's last save found.
+        """
+        record = self.record
+        for slot in range(1, len(record.slots)):
+            put_back_scalars(self.live, decode_extras(record.extras[slot - 1]))
+            taken = decode_extras(record.optimizer_steps[slot])
+            for index, groups in sorted(taken["groups"].items()):
+                self._step(index, slot, groups, taken["scaling"][index], set(taken["without"]))
+        put_back_scalars(self.live, decode_extras(record.extras[-1]))
+        self._compare()
+        _log.info(
+            "the optimizers have repeated their steps %d to %d", record.first + 1, record.last
+        )
+
+    def _step(
+        self,
+        index: int,
+        slot: int,
+        groups: Sequence[Mapping[str, Any]],
+        scaling: Mapping[str, torch.Tensor],
+        without: set[str],
+    ) -> None:
+        """Let an optimizer do its step before the save of `slot`."""
+        optimizer = self.live.optimizers[index]
+        for group, values in zip(optimizer.param_groups, groups, strict=True):
+            group.update({k: _moved(v, group.get(k)) for k, v in values.items()})
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        before = [p.grad for p in parameters]
+        frozen = self._frozen_of_stacks(parameters, slot)
+        kept = [(tensor, tensor.clone()) for tensor in frozen]
+        for parameter in parameters:
+            parameter.grad = self._gradient(parameter, slot, without)
+        device = next((p.device for p in parameters), torch.device("cpu"))
+        for name, value in scaling.items():
+            setattr(optimizer, name, value.to(device))
+        try:
+            step_alone(optimizer)
+        finally:
+            for name in scaling:
+                delattr(optimizer, name)
+            for parameter, gradient in zip(parameters, before, strict=True):
+                parameter.grad = gradient
+            with torch.no_grad():
+                for tensor, content in kept:
+                    tensor.copy_(content)
+
+    def _gradient(
+        self, parameter: torch.Tensor, slot: int, without: set[str]
+    ) -> torch.Tensor | None:
+        """Gradient of a parameter before the save of `slot`; of frozen slices of a stack, zeros."""
+        place = self.live.anchors[self.live.names[id(parameter)]].place
+        gradients = self.gradients[slot]
+        if place.name in without or not (place.stacked or place.name in gradients):
+            return None
+        local = local_of(parameter)
+        if not place.stacked:
+            return with_placement_of(parameter, gradients[place.name].to(local.device))
+        found = torch.zeros_like(local)
+        for index, name in self._slices[id(parameter)]:
+            if name in gradients:
+                found[index].copy_(gradients[name])
+        return with_placement_of(parameter, found)
+
+    def _frozen_of_stacks(
+        self, parameters: Sequence[torch.Tensor], slot: int
+    ) -> list[torch.Tensor]:
+        """What a step must not change of experts in stacks."""
+        schedule, held = self.record.schedule, {id(p) for p in parameters}
+        return [
+            source.tensor
+            for source in self.live.sources()
+            if source.role is not TensorRole.BUFFER
+            and schedule.slot(source.unit) >= slot
+            and (anchor := self.live.anchors.get(source.name.partition(":")[0])) is not None
+            and anchor.index is not None
+            and id(anchor.parameter) in held
+        ]
+
+    def _compare(self) -> None:
+        expected = {UnitKey.parse(unit): one for unit, one in self.record.digests.items()}
+        held = state_of_units(self.live.sources(), expected)
+        wrong = [
+            str(unit)
+            for unit, digest in sorted(expected.items())
+            if digest_of(held.get(unit, ())) != digest
+        ]
+        if wrong:
+            raise CorruptError(
+                f"repeating the optimizers' steps {self.record.first + 1} to {self.record.last} "
+                f"does not give the state that was captured of {', '.join(wrong[:3])}"
+                f"{' and others' if len(wrong) > 3 else ''}: what changes parameters besides the "
+                f"optimizer's step must stop, or the job must use snapshot.policy.sparse.repeats "
+                f"Training"
+            )
+
+
+def _moved(value: Any, beside: Any) -> Any:
+    """`value`, in the memory of the tensor that it replaces."""
+    if isinstance(value, torch.Tensor) and isinstance(beside, torch.Tensor):
+        return value.to(beside.device)
+    return value

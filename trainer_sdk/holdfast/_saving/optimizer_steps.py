@@ -1,0 +1,378 @@
+"""What a recovery needs to repeat the steps of optimizers: their gradients and hyperparameters.
+
+In sparse windows that repeat the optimizer, each save but the first holds the gradients that the
+step before it has used, of the units whose state an earlier save of the window holds. They are
+copied aside right before the step, after whatever the loop does with gradients: sums over ranks,
+clipping, loss scaling.
+
+A recovery runs the optimizer's own code (`holdfast._restoring.repeating`), so nothing is assumed of
+its arithmetic but this: a parameter's step follows from its own gradient, state and
+hyperparameters, in a stack of experts an expert's from its own part of them, and nothing else
+changes them. The first step of a session that is captured is done once more, on copies of two small
+parameters of each group, and compared to the bit; and throughout the first window, what a step of
+an optimizer has left is compared with what its save and its next step find. The training thread
+uses this.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from holdfast._saving.digests import digest_of, state_of_units
+from holdfast._state.capture import LiveState, TensorSource
+from holdfast._state.collect import RandomGenerators
+from holdfast._state.dtensors import is_dtensor, local_of
+from holdfast._state.extras import encode_extras
+from holdfast._state.room import room_like
+from holdfast_core.errors import InvalidJobError, SnapshotSkippedError
+from holdfast_core.experts.sparse_windows import Schedule
+from holdfast_core.snapshots.layouts import TensorRole
+from holdfast_core.snapshots.units import UnitKey
+
+SCALING = ("grad_scale", "found_inf")
+"""Attributes by which a gradient scaler tells an optimizer how to read gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepsTaken:
+    """What the optimizers did between two saves."""
+
+    data: bytes = b""
+    """Encoded steps."""
+    error: InvalidJobError | SnapshotSkippedError | None = None
+    """Why they cannot be repeated."""
+
+
+NO_STEPS = StepsTaken()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Room:
+    """Memory for the gradient of a parameter."""
+
+    parameter: torch.Tensor
+    gradient: torch.Tensor
+    """Of the local shape of the parameter."""
+    name: str
+    stacked: bool
+    units: Sequence[UnitKey]
+    """Its unit, or those of the slices of a stacked one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Trial:
+    """A step of one parameter that is done a second time, on copies."""
+
+    name: str
+    optimizer: Any
+    """Copy of the optimizer that has this parameter alone."""
+    parameter: torch.Tensor
+    """Copy of the parameter, with its gradient: of the first slice only, where it is stacked."""
+    live: torch.Tensor
+    state: Mapping[str, Any]
+    """Live state of the parameter."""
+    stacked: bool
+
+
+@dataclass(kw_only=True, eq=False)
+class _Taken:
+    """What was noted since the last save."""
+
+    groups: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    """Number of each optimizer that has stepped → hyperparameters of its groups."""
+    scaling: dict[int, dict[str, Any]] = field(default_factory=dict)
+    without: list[str] = field(default_factory=list)
+    """Parameters, or stacks, that had no gradient."""
+    error: InvalidJobError | SnapshotSkippedError | None = None
+
+
+class OptimizerSteps:
+    """Gradients and hyperparameters of one rank's steps.
+
+    Args:
+        live: state that is captured.
+        noted: whether saves hold them.
+    """
+
+    def __init__(self, live: LiveState, *, noted: bool) -> None:
+        self._live, self._noted = live, noted
+        self.gradients: tuple[TensorSource, ...] = ()
+        """Room for the gradient of each parameter, under its name, or those of the slices of a
+        stacked one."""
+        self.extras_bytes = 0
+        """Most bytes that one step needs in the extras of a window."""
+        self._rooms: dict[int, _Room] = {}
+        """`id` of each parameter that an optimizer holds → its room."""
+        self._taken = _Taken()
+        self._trials: list[_Trial] | None = []
+        """None once they are over."""
+        self._watched = 0
+        """Steps that were watched."""
+        self._left: dict[int, dict[UnitKey, int]] = {}
+        """Number of an optimizer → digests of what its newest step has left, while it is
+        watched."""
+
+    def make_room(self) -> None:
+        """Make room for what the saves hold. Call after each discovery."""
+        if self._noted:
+            self.gradients = self._make_rooms()
+            self.extras_bytes = self._step_bytes()
+
+    def _make_rooms(self) -> tuple[TensorSource, ...]:
+        parts: dict[int, list[TensorSource]] = defaultdict(list)
+        for source in self._live.sources():
+            if source.role is TensorRole.COMPUTE:
+                parts[id(self._live.anchors[source.name].parameter)].append(source)
+        known, self._rooms = self._rooms, {}
+        found: list[TensorSource] = []
+        for key, held in parts.items():
+            anchor = self._live.anchors[held[0].name]
+            room = known.get(key)
+            if room is None or room.parameter is not anchor.parameter:
+                room = _Room(
+                    parameter=anchor.parameter,
+                    gradient=room_like(local_of(anchor.parameter)).zero_(),
+                    name=anchor.place.name,
+                    stacked=anchor.place.stacked,
+                    units=[source.unit for source in held],
+                )
+            self._rooms[key] = room
+            for source in held:
+                index = self._live.anchors[source.name].index
+                gradient = room.gradient if index is None else room.gradient[index]
+                found.append(
+                    replace(
+                        source,
+                        role=TensorRole.GRADIENT,
+                        tensor=gradient,
+                        staging=None,
+                    )
+                )
+        return tuple(found)
+
+    def _step_bytes(self) -> int:
+        optimizers = range(len(self._live.optimizers))
+        everything = _Taken(
+            groups={index: _groups_of(self._live.optimizers[index]) for index in optimizers},
+            without=[room.name for room in self._rooms.values()],
+        )
+        scaling = len(optimizers) * len(SCALING) * 64
+        units = {str(unit) for room in self._rooms.values() for unit in room.units}
+        return len(_encode(everything)) + scaling + sum(len(unit) + 16 for unit in units)
+
+    def before_step(self, optimizer: object, due: tuple[Schedule, int] | None) -> None:
+        """Copy the gradients that `optimizer` is about to use, which no save needs any more.
+
+        Args:
+            due: schedule and slot of the save that is to hold them; None when none is.
+        """
+        if not self._noted:
+            return
+        index = self._number_of(optimizer)
+        self._compare_left(index)
+        self._left.pop(index, None)
+        if due is None:
+            return
+        (schedule, slot), taken = due, self._taken
+        if index in taken.groups:
+            taken.error = SnapshotSkippedError(
+                "an optimizer has stepped twice since the last save; windows that repeat the "
+                "optimizer need a save after every step"
+            )
+            return
+        taken.groups[index] = _groups_of(optimizer)
+        taken.scaling[index] = {
+            name: value.detach().to("cpu", copy=True)
+            for name in SCALING
+            if isinstance(value := getattr(optimizer, name, None), torch.Tensor)
+        }
+        rooms = [self._rooms[id(p)] for p in _parameters(optimizer) if id(p) in self._rooms]
+        with torch.no_grad():
+            for room in rooms:
+                if any(slot in schedule.frames(unit) for unit in room.units):
+                    self._stage(room)
+        if self._trials is not None:
+            self._trials += _trials(optimizer, rooms)
+        if self._watched < schedule.window:
+            self._left[index] = {}
+
+    def after_step(self, optimizer: object) -> None:
+        """Note what a step has left, if it is watched."""
+        index = self._number_of(optimizer)
+        if index in self._left:
+            self._left[index] = self._digests(index)
+
+    def _number_of(self, optimizer: object) -> int:
+        return next(i for i, one in enumerate(self._live.optimizers) if one is optimizer)
+
+    def _digests(self, index: int) -> dict[UnitKey, int]:
+        """Digest what an optimizer changes, by unit."""
+        sources = [
+            source
+            for source in self._live.sources()
+            if (anchor := self._live.anchors.get(source.name.partition(":")[0])) is not None
+            and anchor.optimizer == index
+        ]
+        held = state_of_units(sources, {source.unit for source in sources})
+        return {unit: digest_of(tensors) for unit, tensors in held.items()}
+
+    def _compare_left(self, index: int) -> None:
+        left = self._left.get(index)
+        if not left:
+            return
+        found = self._digests(index)
+        changed = [str(unit) for unit in sorted(left) if found.get(unit) != left[unit]]
+        if changed:
+            self._taken.error = InvalidJobError(
+                f"{', '.join(changed[:3])} changed after the optimizer's step, which a recovery "
+                f"that repeats the optimizer alone could not do again: a clamp, a copy of weights, "
+                f"an average; use snapshot.policy.sparse.repeats Training"
+            )
+
+    def _stage(self, room: _Room) -> None:
+        gradient = room.parameter.grad
+        if gradient is None:
+            self._taken.without.append(room.name)
+            return
+        local = local_of(gradient)
+        if local.dtype is not room.gradient.dtype:
+            self._taken.error = InvalidJobError(
+                f"{room.name} is {room.gradient.dtype} and its gradient {local.dtype}; use "
+                f"snapshot.policy.sparse.repeats Training"
+            )
+            return
+        room.gradient.copy_(local)
+
+    def take(self) -> StepsTaken:
+        """What was done since the last call. Call within `save`."""
+        if not self._noted:
+            return NO_STEPS
+        for index in self._left:
+            self._compare_left(index)
+        taken, self._taken = self._taken, _Taken()
+        self._watched += bool(taken.groups)
+        error = taken.error
+        if self._trials:
+            wrong = [trial.name for trial in self._trials if not _repeats(trial)]
+            self._trials = None
+            if wrong:
+                error = InvalidJobError(
+                    f"the optimizer's step of {', '.join(wrong[:3])} does not follow from the "
+                    f"gradient, state and hyperparameters that it began with, so a recovery could "
+                    f"not repeat it: a hook that changes gradients, a closure, or one update for "
+                    f"several parameters; use snapshot.policy.sparse.repeats Training"
+                )
+        return StepsTaken(_encode(taken), error)
+
+
+def _encode(taken: _Taken) -> bytes:
+    return encode_extras(
+        {"groups": taken.groups, "scaling": taken.scaling, "without": taken.without}
+    )
+
+
+def _groups_of(optimizer: Any) -> list[dict[str, Any]]:
+    return [
+        {key: copy.copy(value) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def _parameters(optimizer: Any) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+# --- trials ---------------------------------------------------------------------------------------
+
+
+def step_alone(optimizer: Any) -> None:
+    """Run the optimizer's step, without its hooks."""
+    step = type(optimizer).step
+    (step.__wrapped__ if hasattr(step, "hooked") else step)(optimizer)
+
+
+def _trials(optimizer: Any, rooms: Sequence[_Room]) -> Iterator[_Trial]:
+    """Copy the smallest parameter, and the smallest stack, of each group."""
+    stacked = {id(room.parameter): room.stacked for room in rooms}
+    names = {id(room.parameter): room.name for room in rooms}
+    for group in optimizer.param_groups:
+        for in_stack in (False, True):
+            fitting = [
+                p
+                for p in group["params"]
+                if p.grad is not None
+                and not is_dtensor(p)
+                and optimizer.state.get(p)
+                and stacked.get(id(p)) is in_stack
+            ]
+            if fitting:
+                chosen = min(fitting, key=lambda p: p.numel())
+                yield _trial(optimizer, group, chosen, names[id(chosen)], stacked=in_stack)
+
+
+def _trial(
+    optimizer: Any, group: Mapping[str, Any], live: Any, name: str, *, stacked: bool
+) -> _Trial:
+    parameter = live.detach().clone()
+    parameter.grad = live.grad.detach().clone()
+    if stacked:
+        parameter.grad[1:] = 0
+    state = {
+        key: value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+        for key, value in optimizer.state[live].items()
+    }
+    one = object.__new__(type(optimizer))
+    one.__dict__.update(optimizer.__dict__)  # a copy of an optimizer has no other attributes
+    one.state = defaultdict(dict, {parameter: state})
+    one.param_groups = [
+        {
+            **{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items()},
+            "params": [parameter],
+        }
+    ]
+    return _Trial(
+        name=name,
+        optimizer=one,
+        parameter=parameter,
+        live=live,
+        state=optimizer.state[live],
+        stacked=stacked,
+    )
+
+
+def _repeats(trial: _Trial) -> bool:
+    """Whether the step of the copies has the live step's result."""
+    generators = RandomGenerators.now()
+    try:
+        with torch.no_grad():
+            step_alone(trial.optimizer)
+    except Exception:  # raised by the user's optimizer
+        return False
+    finally:
+        generators.put_back()
+    state = trial.optimizer.state[trial.parameter]
+    pairs: list[tuple[torch.Tensor, Any]] = [(trial.parameter, trial.live.detach())]
+    pairs += [
+        (value, trial.state.get(key))
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor)
+    ]
+    return all(_equal(made, live, stacked=trial.stacked) for made, live in pairs)
+
+
+def _equal(made: torch.Tensor, live: Any, *, stacked: bool) -> bool:
+    if not isinstance(live, torch.Tensor) or made.shape != live.shape:
+        return False
+    if stacked and made.ndim:
+        made, live = made[:1], live[:1]
+    return torch.equal(
+        made.contiguous().reshape(-1).view(torch.uint8),
+        live.contiguous().reshape(-1).view(torch.uint8),
+    )
