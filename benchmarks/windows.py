@@ -26,7 +26,7 @@ from torch import nn
 
 import holdfast
 from benchmarks.machine import facts
-from holdfast._saving.digests import digest_of
+from holdfast._digests import digest_of
 from holdfast.testing import FakeDaemon
 from holdfast_core.job.snapshots import Repeats, SparseWindows
 

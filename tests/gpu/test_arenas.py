@@ -24,7 +24,7 @@ from holdfast._copying.arena import MappedArena
 from holdfast._copying.engine import CopyEngine
 from holdfast._copying.pinning import Buffers, HostRegistry, Pinning
 from holdfast._copying.strided import copy_of_span
-from holdfast._saving.digests import BLOCK_BYTES, digest_of
+from holdfast._digests import BLOCK_BYTES, digest_of
 from holdfast._state.room import room_like
 from holdfast.testing import FakeDaemon
 from holdfast_core.job.snapshots import PartialExperts

@@ -12,7 +12,7 @@ from torch import nn
 
 import holdfast
 from holdfast._copying.engine import CopyEngine, plan_copy
-from holdfast._saving.digests import BLOCK_BYTES, block_sums, digest_of
+from holdfast._digests import BLOCK_BYTES, block_sums, digest_of
 from holdfast.testing import FakeDaemon
 from holdfast_core.snapshots.layouts import PIECE_BYTES, piece_digests
 

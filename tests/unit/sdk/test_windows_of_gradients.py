@@ -211,7 +211,12 @@ def test_a_change_before_the_optimizer_is_noticed_in_the_first_window(
     trainer = make_trainer()
     session = open_session(trainer, FakeDaemon(tmp_path), policy=windows(2), start_wait_s=WAIT_S)
     train = trainer.train
-    trainer.train = lambda: (clamp(trainer), train())
+
+    def clamp_first() -> None:
+        clamp(trainer)
+        train()
+
+    trainer.train = clamp_first
     _, handles = trained(trainer, session, 7)
     assert "layer0/expert0 changed after the optimizer's step" in str(session.problem)
     assert handles[6].error is session.problem

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from holdfast._digests import digest_of
 from holdfast._elastic.world import WorldGroup
 from holdfast._moe.gradients import HeldExpert, held_experts, moe_layers
-from holdfast._saving.digests import digest_of
 from holdfast_core.errors import InvalidJobError, ReplicaMismatchError
 
 _log = logging.getLogger("holdfast")

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
+from holdfast._digests import digest_of, state_of_units
 from holdfast._experts.windows import WindowRecord
-from holdfast._saving.digests import digest_of, state_of_units
-from holdfast._saving.optimizer_steps import step_alone
 from holdfast._state.capture import LiveState
 from holdfast._state.collect import put_back_scalars
 from holdfast._state.dtensors import local_of, with_placement_of
 from holdfast._state.extras import decode_extras
+from holdfast._state.groups import step_alone
 from holdfast_core.errors import CorruptError
 from holdfast_core.snapshots.layouts import TensorRole
 from holdfast_core.snapshots.units import UnitKey

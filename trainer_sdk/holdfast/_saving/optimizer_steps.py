@@ -24,11 +24,12 @@ from typing import Any
 
 import torch
 
-from holdfast._saving.digests import digest_of, state_of_units
+from holdfast._digests import digest_of, state_of_units
 from holdfast._state.capture import LiveState, TensorSource
 from holdfast._state.collect import RandomGenerators
 from holdfast._state.dtensors import is_dtensor, local_of
 from holdfast._state.extras import encode_extras
+from holdfast._state.groups import step_alone
 from holdfast._state.room import room_like
 from holdfast_core.errors import InvalidJobError, SnapshotSkippedError
 from holdfast_core.experts.sparse_windows import Schedule
@@ -290,12 +291,6 @@ def _parameters(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 # --- trials ---------------------------------------------------------------------------------------
-
-
-def step_alone(optimizer: Any) -> None:
-    """Run the optimizer's step, without its hooks."""
-    step = type(optimizer).step
-    (step.__wrapped__ if hasattr(step, "hooked") else step)(optimizer)
 
 
 def _trials(optimizer: Any, rooms: Sequence[_Room]) -> Iterator[_Trial]:

@@ -13,9 +13,9 @@ import msgspec
 
 from holdfast._copying.devices import Fence
 from holdfast._copying.engine import CopyEngine
+from holdfast._digests import digest_of
 from holdfast._exchange import Exchange
 from holdfast._saving.casts import agreed_casts
-from holdfast._saving.digests import digest_of
 from holdfast._saving.plan import BasePlan, plan_alone, plan_together, table_of
 from holdfast._state.capture import TensorSource
 from holdfast_core.errors import ReplicaMismatchError

@@ -25,6 +25,7 @@ from holdfast._daemon.awaiting import Awaiting
 from holdfast._daemon.client import Commit, DaemonClient, DaemonEvent, Stage
 from holdfast._daemon.handles import SaveHandle
 from holdfast._daemon.link import Link
+from holdfast._digests import digest_of, state_of_units
 from holdfast._exchange import Exchange
 from holdfast._experts.ordering import Ordering
 from holdfast._experts.partial_state import PartialState
@@ -33,7 +34,6 @@ from holdfast._experts.tokens import Tokens
 from holdfast._restoring.restore import Restored
 from holdfast._saving.casts import Casts
 from holdfast._saving.comparing import Comparing
-from holdfast._saving.digests import digest_of, state_of_units
 from holdfast._saving.nans import units_with_nan
 from holdfast._saving.plan import BasePlan, layout_of, moves_of, own_shards, same_places, table_of
 from holdfast._saving.replicas import agree, digests_of, state_of

@@ -108,3 +108,9 @@ def regroup(
     groups += [dict(values) for values in saved[len(groups) :]]
     for group, names in zip(groups, members, strict=True):
         group["params"] = [parameters[name] for name in names]
+
+
+def step_alone(optimizer: Any) -> None:
+    """Run the step of a torch optimizer, without its hooks."""
+    step = type(optimizer).step
+    (step.__wrapped__ if hasattr(step, "hooked") else step)(optimizer)

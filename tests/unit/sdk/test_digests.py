@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from holdfast._saving.digests import BLOCK_BYTES, BLOCK_WORDS, block_sums, digest_of
+from holdfast._digests import BLOCK_BYTES, BLOCK_WORDS, block_sums, digest_of
 
 LENGTHS = (0, 1, 7, 8, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 9, 11 * BLOCK_BYTES + 3)
 
