@@ -460,6 +460,7 @@ def test_ranks_of_a_node_are_lost_and_come_back_together() -> None:
             assert run.repeated() == 0
             logs = run.logs()
             assert len(logs) == 10  # six stay, two are lost, two come
-            assert {line.least for lines in logs.values() for line in lines} == {2}
+            least = {line.size: line.least for lines in logs.values() for line in lines}
+            assert least == {8: 3, 6: 2}  # nodes
 
     asyncio.run(change())
