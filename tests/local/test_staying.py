@@ -369,6 +369,28 @@ def test_the_leaders_daemon_dies_during_the_reform(runner: asyncio.Runner, run: 
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("member", "point"),
+    [(0, "before-stand"), (1, "before-form"), (2, "after-form"), (2, "before-hand-over")],
+)
+def test_a_daemon_is_renewed_in_the_middle_of_a_reform(
+    runner: asyncio.Runner, run: Run, member: int, point: str
+) -> None:
+    """That of the leader, of the rank that is lost, and of a survivor: each ends as Kubernetes ends
+    it when the operator renews daemons, and another one starts on its memory. A worker may start
+    anew with its own daemon; the others stay."""
+    node = run.cluster.status.node(run.cluster.status.members[member].node)
+    assert node is not None
+    faults = {1: ("forward", "SIGKILL"), 2: (point, f"SIGTERM {node.daemon_pid}")}
+    changed = runner.run(disturb(run, f"a renewed daemon {point}", faults))
+    assert 1 in changed and (2 not in changed or member == 2)
+    renewed = run.cluster.status.node(node.name)
+    assert renewed is not None and renewed.incarnation > node.incarnation
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_new_daemon_of_a_survivor_learns_that_its_worker_stays(
     runner: asyncio.Runner, run: Run
