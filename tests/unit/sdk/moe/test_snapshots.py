@@ -20,7 +20,7 @@ from holdfast import elastic, moe
 from holdfast._session import ProtectedSession
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import InvalidJobError
-from holdfast_core.job.snapshots import PartialExperts
+from holdfast_core.job.snapshots import PartialExperts, SparseWindows
 
 WAIT_S = 60
 UNEVEN = Shape(
@@ -120,12 +120,16 @@ def test_a_restored_run_goes_on_with_the_same_bits_in_this_plan_and_another(
     run_ranks(save_and_restore, (reserve_port(), str(tmp_path)), 3)
 
 
-def test_what_does_not_fit_copies_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("policy", [PartialExperts(experts_per_layer=1), SparseWindows(window=3)])
+def test_what_does_not_fit_copies_is_refused(
+    policy: PartialExperts | SparseWindows, tmp_path: Path
+) -> None:
     model = nn.ModuleDict({"experts": moe.SeatedExperts(4, 8, (0, 1), 2)})
     optimizer = torch.optim.AdamW(model.parameters())
     daemon = FakeDaemon(str(tmp_path), rank=0, world_size=1)
-    settings = holdfast.Settings(policy=PartialExperts(experts_per_layer=1))
-    with pytest.raises(InvalidJobError, match="PartialExperts captures some experts at a time"):
+    settings = holdfast.Settings(policy=policy)
+    refused = f"{type(policy).__name__} captures some experts at a time"
+    with pytest.raises(InvalidJobError, match=refused):
         holdfast.init(model=model, optimizer=optimizer, daemon=daemon, settings=settings)
     for topology in (holdfast.Topology(dp=2, ep=2), holdfast.Topology(dp=1, tp=2)):
         with pytest.raises(InvalidJobError, match="leave topology out"):
