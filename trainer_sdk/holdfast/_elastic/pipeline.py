@@ -79,6 +79,18 @@ class BoundaryReplay:
         self.divergence = self.divergence or what
 
 
+class _OnWay:
+    """A transfer of torch. A schedule may keep it when its world has ended, and its group's sockets
+    would stay open with it, at which neighbours wait."""
+
+    def __init__(self, work: torch.distributed.Work | None) -> None:
+        self.work = work
+
+    def wait(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+
+
 class _Arrival:
     """A tensor of a schedule that is being received.
 
@@ -132,6 +144,8 @@ class Pipeline:
         self._sent: Counter[int] = Counter()
         self._received: Counter[int] = Counter()
         """By rank the tensors of a schedule in this step."""
+        self._on_way: list[_OnWay] = []
+        """Transfers of this step."""
         self._arriving: dict[int, deque[_Arrival]] = {}
         """By rank those that are not yet known to be here, in their order."""
 
@@ -207,8 +221,7 @@ class Pipeline:
         if self.replay is not None and self.replay.has(to):
             self.replay.compare(to, key, digest)
             return lambda: None
-        work = self.world.start_send(_flat(tensor.contiguous()), to)
-        return partial(_wait, work)
+        return self._note(self.world.start_send(_flat(tensor.contiguous()), to)).wait
 
     def start_receive(self, source: int, into: torch.Tensor) -> Callable[[], None]:
         """Begin to receive from rank `source`; see `Carrier`.
@@ -226,14 +239,21 @@ class Pipeline:
         else:
             work = self.world.start_receive(_flat(into), source)
         queue = self._arriving.setdefault(source, deque())
-        arrival = _Arrival(partial(self._arrive, source, key, into, work))
+        arrival = _Arrival(partial(self._arrive, source, key, into, self._note(work)))
         queue.append(arrival)
         return partial(_finish, queue, arrival)
+
+    def drop(self) -> None:
+        """Let go of all that is on its way; see `Carrier`."""
+        for each in self._on_way:
+            each.work = None
+        self._on_way.clear()
 
     # --- called by the session --------------------------------------------------------------------
 
     def begin(self, step: int) -> None:
         """Begin the body of a step."""
+        self._on_way.clear()
         self._step, self._sums = step, 0
         self._sent.clear()
         self._received.clear()
@@ -300,16 +320,13 @@ class Pipeline:
         self.log.add_received(source, key, xxhash.xxh3_64_intdigest(bytes_of(into)))
         return into
 
-    def _arrive(
-        self, source: int, key: Key, into: torch.Tensor, work: torch.distributed.Work | None
-    ) -> None:
-        if work is not None:
-            _wait(work)
+    def _note(self, work: torch.distributed.Work | None) -> _OnWay:
+        self._on_way.append(_OnWay(work))
+        return self._on_way[-1]
+
+    def _arrive(self, source: int, key: Key, into: torch.Tensor, on_way: _OnWay) -> None:
+        on_way.wait()
         self.log.add_received(source, key, xxhash.xxh3_64_intdigest(bytes_of(into)))
-
-
-def _wait(work: torch.distributed.Work) -> None:
-    work.wait()
 
 
 def _finish(queue: deque[_Arrival], arrival: _Arrival) -> None:

@@ -35,6 +35,9 @@ class Carrier(Protocol):
     def start_receive(self, source: int, into: torch.Tensor) -> Callable[[], None]:
         """Begin to fill `into` from rank `source`; return what waits until it is full."""
 
+    def drop(self) -> None:
+        """Let go of all that is on its way, because the world has ended."""
+
 
 class Passage(dist.Work):
     """A message on its way."""

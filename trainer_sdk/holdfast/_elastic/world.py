@@ -393,6 +393,8 @@ class World:
         given = [group._now for group in self._groups if group._now is not None]
         for group in self._groups:
             group._now = None
+            if group._carrier is not None:
+                group._carrier.drop()
         for exchange in self._exchanges:
             exchange.leave()
         self._exchanges.clear()

@@ -230,3 +230,14 @@ def test_what_opens_connections_is_no_message() -> None:
     assert not pipeline.log.part_for([1], after=0, to=1).sent
     with pytest.raises(InvalidJobError, match="int32 tensor of one number"):
         group.send([torch.ones(1, dtype=torch.int32)], 1)
+
+
+def test_what_a_schedule_keeps_of_an_ended_world_holds_no_transfer() -> None:
+    pipeline = make(0)
+    pipeline.begin(1)
+    group = group_of(pipeline)
+    kept = [group.recv([torch.zeros(1)], 1), group.send([torch.zeros(1)], 1)]
+    assert all(each.work is not None for each in pipeline._on_way)
+    on_way = list(pipeline._on_way)
+    pipeline.drop()
+    assert [each.work for each in on_way] == [None] * len(kept)
