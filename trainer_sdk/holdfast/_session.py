@@ -75,8 +75,7 @@ class ProtectedSession(Session):
         ordering: Ordering | None = None,
         hooks: bool = True,
     ) -> None:
-        self._live, self._pacing = live, pacing
-        self._stateful = dict(stateful)
+        self._live, self._pacing, self._stateful = live, pacing, dict(stateful)
         self._settings, self._device = settings, device
         self._engine = CopyEngine(settings.copy_threads, device)
         self._counts_tokens = policy.leaves_out or ordering is not None
