@@ -3,6 +3,8 @@
 1. Tokens on the busiest rank, EP over uneven copies, for the models of Lazarus on 10 to 5 nodes and
    four shapes of loads. Computed; no clock is involved.
 2. The dispatcher's share of a layer's processor time, on one process.
+3. A node lost without a spare, in real processes: from the kill to the next completed step, where
+   the others stay and experts move, and where all start anew on the nodes that are left.
 
 How much faster parallel ranks train cannot be measured on one machine: its cores are the same
 whatever their number. Writes build/bench/elastic.json and elastic.png.
@@ -12,8 +14,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import median
 
 import msgspec
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -24,6 +28,7 @@ from rich.table import Table
 
 from benchmarks.elastic.counted import MODELS, NODES, SHAPES, nodes_of_groups, ratios
 from benchmarks.elastic.dispatching import dispatcher_share
+from benchmarks.elastic.kills import Kill, lose_node
 from benchmarks.machine import facts
 from benchmarks.measure import REPETITIONS
 
@@ -40,6 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
+    add("--kills", type=int, default=3, help="runs of each kind that lose a node (%(default)s)")
     add("--output", type=Path, default=ROOT / "build" / "bench" / "elastic.json")
     options = parser.parse_args(argv)
     console, machine = Console(width=max(Console().width, 100)), facts()
@@ -51,7 +57,15 @@ def main(argv: list[str] | None = None) -> int:
             f"dispatcher with {name}'s experts: {share.value:.0f} % of a layer's processor time "
             f"(shortest of {share.repetitions} repetitions)"
         )
+    kills = measured_kills(options.kills)
+    for way, found in kills.items():
+        seconds = sorted(one.next_step_s for one in found)
+        console.print(
+            f"node lost, {way}: next step after {median(seconds):.2f} s ({seconds[0]:.2f}-"
+            f"{seconds[-1]:.2f}), steps done again: {[one.lost_steps for one in found]}"
+        )
     report = {
+        "kills": kills,
         "busiest_rank_multiples": counted,
         "dispatcher_percent": shares,
         "machine": machine,
@@ -61,6 +75,18 @@ def main(argv: list[str] | None = None) -> int:
     draw(options.output.with_suffix(".png"), counted)
     console.print(f"wrote {options.output}", soft_wrap=True)
     return 0
+
+
+def measured_kills(repetitions: int) -> dict[str, list[Kill]]:
+    """Lose a node in runs of both kinds, in turn."""
+    ways = {"processes stay": True, "processes start anew": False}
+    found: dict[str, list[Kill]] = {way: [] for way in ways if repetitions}
+    with tempfile.TemporaryDirectory(prefix="hfe-", dir="/tmp") as folder:
+        for number in range(repetitions):
+            for way, stay in ways.items():
+                path = Path(folder) / f"{number}-{'stay' if stay else 'anew'}"
+                found[way].append(lose_node(path, stay=stay))
+    return found
 
 
 def print_counted(console: Console, counted: Counted) -> None:
