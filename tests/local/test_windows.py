@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from holdfast_core.job.snapshots import Repeats
 from holdfast_operator.local import LocalCluster, LocalSettings, Status
 
 WAIT_S = 120.0
-RANKS = 2
+RANKS_OF = {"RAIM5": 2, "Replication": 2, "RAIM6": 4}
+"""Type of redundancy → ranks of a job with it."""
 ENDLESS = 10**6
 
 
@@ -29,7 +31,15 @@ def sparse(window: int, repeats: Repeats = Repeats.TRAINING) -> dict[str, Any]:
     return {"type": "Sparse", "sparse": {"window": window, "repeats": repeats.value}}
 
 
-def make_job(directory: Path, policy: dict[str, Any], stay: bool) -> Any:
+def make_job(
+    directory: Path,
+    policy: dict[str, Any],
+    redundancy: str,
+    *,
+    stay: bool,
+    suspend: bool,
+) -> Any:
+    ranks = RANKS_OF[redundancy]
     script = [sys.executable, windows_trainer.__file__, "--directory", str(directory)]
     period = 2 * policy["sparse"]["window"]
     command = [*script, "--steps", str(ENDLESS), "--period", str(period), *["--stay"][:stay]]
@@ -39,11 +49,12 @@ def make_job(directory: Path, policy: dict[str, Any], stay: bool) -> Any:
             "kind": "MoETrainingJob",
             "metadata": {"name": "windows"},
             "spec": {
-                "nodes": RANKS,
+                "nodes": ranks,
                 "nprocPerNode": 1,
-                "parallelism": {"dp": RANKS},
+                "suspend": suspend,
+                "parallelism": {"dp": ranks},
                 "snapshot": {"memoryPerNode": "64Mi", "policy": policy},
-                "redundancy": {"type": "RAIM5"},
+                "redundancy": {"type": redundancy},
                 "failurePolicy": {
                     "spares": 1,
                     "maxRestarts": 1000,
@@ -78,10 +89,20 @@ class Line:
 class Run:
     """A job in a cluster, and what its ranks have logged."""
 
-    def __init__(self, directory: Path, policy: dict[str, Any], *, stay: bool) -> None:
+    def __init__(
+        self, directory: Path, policy: dict[str, Any], redundancy: str, *, stay: bool
+    ) -> None:
         self.directory, self.window = directory, policy["sparse"]["window"]
+        self.ranks = RANKS_OF[redundancy]
         self.settings = LocalSettings(directory=directory / "run")
-        self.cluster = LocalCluster(make_job(directory, policy, stay), self.settings)
+        self._make = partial(make_job, directory, policy, redundancy, stay=stay)
+        self.cluster = LocalCluster(self._make(suspend=False), self.settings)
+
+    async def suspend(self, suspend: bool) -> None:
+        """Have another control loop go on with the job, suspended or resumed."""
+        await self.cluster.detach()
+        self.cluster = LocalCluster(self._make(suspend=suspend), self.settings)
+        await self.cluster.start()
 
     def lines(self, rank: int) -> list[Line]:
         try:
@@ -91,7 +112,9 @@ class Run:
         return [Line(**json.loads(line)) for line in text.split("\n")[:-1]]
 
     def step(self) -> int:
-        return max((line.step for rank in range(RANKS) for line in self.lines(rank)), default=0)
+        return max(
+            (line.step for rank in range(self.ranks) for line in self.lines(rank)), default=0
+        )
 
     def fail(self, point: str, ranks: tuple[int, ...]) -> None:
         """Have the ranks suffer SIGKILL at their next arrival at a point."""
@@ -130,7 +153,7 @@ class Run:
         """Check that each execution of a step is like the first; return the numbers of steps that
         were repeated between a restore and the first whole state."""
         repeated = set()
-        for rank in range(RANKS):
+        for rank in range(self.ranks):
             first: dict[int, Line] = {}
             lines = self.lines(rank)
             frozen_until, begun = 0, 0
@@ -153,12 +176,14 @@ class Run:
 
 
 @contextmanager
-def started(policy: dict[str, Any], *, stay: bool) -> Iterator[tuple[Run, asyncio.Runner]]:
+def started(
+    policy: dict[str, Any], redundancy: str = "RAIM5", *, stay: bool
+) -> Iterator[tuple[Run, asyncio.Runner]]:
     with (
         tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path,
         asyncio.Runner() as runner,
     ):
-        run = Run(Path(path), policy, stay=stay)
+        run = Run(Path(path), policy, redundancy, stay=stay)
         runner.run(run.cluster.start())
         try:
             runner.run(run.wait(0, 2 * run.window, "the first windows"))
@@ -193,7 +218,7 @@ def test_every_step_of_two_windows_can_be_the_last(
         for phase in range(2 * window):
             ranks = ((0, 1), (0,), (1,))[phase % 3]
             if stay:  # what stays is one of the two
-                ranks = (phase % RANKS,)
+                ranks = (phase % run.ranks,)
             runner.run(run.lose(ranks, phase, ("step", "saved")[phase // 2 % 2]))
         repeated = run.check()
         assert repeated == (set() if repeats is OPTIMIZER else set(range(1, window)))
@@ -202,18 +227,42 @@ def test_every_step_of_two_windows_can_be_the_last(
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("stay", [False, True], ids=["anew", "staying"])
-def test_nodes_and_daemons_are_lost_within_windows(stay: bool) -> None:
-    """A node takes its memory along, so its rank's window comes from parity."""
-    with started(sparse(3), stay=stay) as (run, runner):
+@pytest.mark.parametrize(
+    ("redundancy", "stay"),
+    [("RAIM5", False), ("RAIM5", True), ("Replication", False), ("RAIM6", False)],
+)
+def test_nodes_and_daemons_are_lost_within_windows(redundancy: str, stay: bool) -> None:
+    """A node takes its memory along, so its rank's window comes from parity, or a replica."""
+    with started(sparse(3), redundancy, stay=stay) as (run, runner):
         cluster = run.cluster
         for lost in range(3):
             step, epoch = run.step(), cluster.status.epoch
-            node = cluster.status.members[lost % RANKS].node
+            node = cluster.status.members[lost % run.ranks].node
             runner.run(cluster.kill_daemon(node))
             runner.run(run.wait(epoch - 1, step + 4 * run.window, "windows after a daemon"))
-            runner.run(run.lose((lost % RANKS,), lost, "step"))
+            runner.run(run.lose((lost % run.ranks,), lost, "step"))
         epoch, step = cluster.status.epoch, run.step()
         runner.run(cluster.kill_node(cluster.status.members[0].node))
         runner.run(run.wait(epoch, step + 2 * run.window, "recovery of a node"))
         assert run.check() <= {1, 2}
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("repeats", list(Repeats))
+def test_a_job_is_suspended_in_the_middle_of_windows(repeats: Repeats) -> None:
+    with started(sparse(3, repeats), stay=False) as (run, runner):
+        for _ in range(3):
+            epoch, step = run.cluster.status.epoch, run.step()
+            runner.run(run.suspend(True))
+            runner.run(
+                run.cluster.wait_for(
+                    lambda status: status.phase == "Suspended",
+                    timeout_s=WAIT_S,
+                    what="suspension",
+                )
+            )
+            runner.run(run.suspend(False))
+            runner.run(run.wait(epoch, step + 2 * run.window + 1, "windows after it"))
+        run.check()
