@@ -8,7 +8,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -36,6 +36,7 @@ TOLERANCE = 1e-9
 def make_job(
     directory: Path, seats: int, every: int, rebalance: int, nproc: int, spec: dict[str, Any]
 ) -> Any:
+    spares = spec.pop("spares", 0)
     script = [sys.executable, uneven_trainer.__file__, "--directory", str(directory)]
     container = {
         "name": "trainer",
@@ -54,7 +55,7 @@ def make_job(
                 "elastic": {"seatsPerRank": seats, "rebalanceSteps": rebalance},
                 "redundancy": {"type": "RAIM5"},
                 "failurePolicy": {
-                    "spares": 0,
+                    "spares": spares,
                     "maxRestarts": 1000,
                     "joinWaitSeconds": 0,
                     "detection": {
@@ -114,12 +115,17 @@ def undisturbed(steps: int) -> list[Line]:
 class Run:
     """A job in a cluster, and what its processes have logged."""
 
-    def __init__(self, directory: Path, job: Any) -> None:
-        self.directory, self.nproc = directory, job.spec.nproc_per_node
-        self.cluster = LocalCluster(
-            job,
-            LocalSettings(directory=directory / "run", standbys=0),
-        )
+    def __init__(self, directory: Path, make: Callable[[dict[str, Any]], Any]) -> None:
+        self.directory, self._make = directory, make
+        self._settings = LocalSettings(directory=directory / "run", standbys=0)
+        self.cluster = LocalCluster(make({}), self._settings)
+        self.nproc = self.cluster.job.spec.nproc_per_node
+
+    async def edit(self, **spec: Any) -> None:
+        """Have another control loop go on with a job of which fields have changed."""
+        await self.cluster.detach()
+        self.cluster = LocalCluster(self._make(spec), self._settings)
+        await self.cluster.start()
 
     def logs(self) -> dict[int, list[Line]]:
         """Steps of each process, by process id."""
@@ -267,7 +273,11 @@ async def running(
     with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
         if spec.pop("persists", False):
             spec["persistence"] = {"uri": f"{path}/tier", "interval": {"steps": 1}}
-        run = Run(Path(path), make_job(Path(path), seats, every, rebalance, nproc, spec))
+
+        def make(edited: dict[str, Any]) -> Any:
+            return make_job(Path(path), seats, every, rebalance, nproc, {**spec, **edited})
+
+        run = Run(Path(path), make)
         try:
             async with run.cluster:
                 await run.wait_size(4, 0, "the first steps")
@@ -462,5 +472,33 @@ def test_ranks_of_a_node_are_lost_and_come_back_together() -> None:
             assert len(logs) == 10  # six stay, two are lost, two come
             least = {line.size: line.least for lines in logs.values() for line in lines}
             assert least == {8: 3, 6: 2}  # nodes
+
+    asyncio.run(change())
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(400)
+def test_a_suspended_job_goes_on_with_experts_in_the_seats_of_another_number_of_nodes() -> None:
+    async def change() -> None:
+        async with running(seats=6, every=2) as run:
+            for before, after in ((4, 3), (3, 4)):
+                epoch = run.cluster.status.epoch
+                for nodes, suspend in ((before, True), (after, True), (after, False)):
+                    parallel = {"dp": nodes}
+                    await run.edit(
+                        nodes=nodes, spares=4 - nodes, parallelism=parallel, suspend=suspend
+                    )
+                    if suspend:
+                        await run.cluster.wait_for(
+                            lambda status: status.phase == "Suspended",
+                            timeout_s=WAIT_S,
+                            what="suspension",
+                        )
+                grown = await run.wait_size(after, epoch, f"{after} members")
+                assert grown.experts is not None
+                assert (grown.experts.ranks, grown.experts.least_nodes) == (after, after - 1)
+            await run.cluster.stop()
+            assert await asyncio.to_thread(run.check) == [4, 3, 4]
 
     asyncio.run(change())
