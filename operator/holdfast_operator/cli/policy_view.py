@@ -80,6 +80,7 @@ def comparison_view(
         "every:     the best interval (REFT eq. 9), or the least that protection can follow",
         "redone:    steps, after one failure; time lost: added and redone together (REFT eq. 4)",
         "Sparse n:  its largest save of n steps, of which a failure redoes 1.5 n (MoEvement §3.6)",
+        "grads:     with gradients (sparse.repeats Optimizer), of which it redoes 0.5 n",
         "tokens:    of all routed, those whose updates experts lose by recoveries (PEC eq. 4)",
     ]
     if auto:
