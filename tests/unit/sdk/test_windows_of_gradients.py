@@ -12,6 +12,7 @@ import torch
 from mixed_precision import MasterOptimizer
 
 import holdfast
+from holdfast._saving import optimizer_steps
 from holdfast.testing import FakeDaemon
 from holdfast_core.job.snapshots import ExpertOrder, Repeats, SparseWindows
 
@@ -233,6 +234,34 @@ def test_a_later_change_beside_the_optimizer_is_never_restored_in_silence(
         holdfast.CorruptError, match=r"steps 6 to 7 does not give the state .*expert0"
     ):
         restored_state(make_trainer, open_session, tmp_path)
+
+
+def test_sparse_gradients_are_refused_and_training_goes_on(
+    make_trainer: Any, open_session: Any, tmp_path: Path
+) -> None:
+    trainer = make_trainer()
+    trainer.model.embedding.sparse = True
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.01)
+    session = open_session(trainer, FakeDaemon(tmp_path), policy=windows(2), start_wait_s=WAIT_S)
+    states, handles = trained(trainer, session, 7)
+    assert "gradient of embedding.weight, which is torch.float32, is torch.float32 and" in str(
+        session.problem
+    )
+    assert handles[6].error is session.problem
+    assert len(states) == 8
+
+
+def test_what_fails_beside_a_step_fails_its_save_and_not_training(
+    make_trainer: Any, open_session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    trainer = make_trainer()
+    session = open_session(trainer, FakeDaemon(tmp_path), policy=windows(2), start_wait_s=WAIT_S)
+    monkeypatch.setattr(optimizer_steps.OptimizerSteps, "_stage", fail)
+    _, handles = trained(trainer, session, 3)
+    assert "failed with OutOfMemoryError: no memory" in str(handles[2].error)
 
 
 def test_masters_beside_the_model_are_refused(daemon: FakeDaemon) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -168,19 +169,31 @@ class OptimizerSteps:
         return len(_encode(everything)) + scaling + sum(len(unit) + 16 for unit in units)
 
     def before_step(self, optimizer: object, due: tuple[Schedule, int] | None) -> None:
-        """Copy the gradients that `optimizer` is about to use, which no save needs any more.
+        """Copy the gradients that `optimizer` is about to use; no save needs the older ones. What
+        fails here fails the next save, and never training.
 
         Args:
             due: schedule and slot of the save that is to hold them; None when none is.
         """
-        if not self._noted:
-            return
-        index = self._number_of(optimizer)
-        self._compare_left(index)
-        self._left.pop(index, None)
-        if due is None:
-            return
-        (schedule, slot), taken = due, self._taken
+        if self._noted:
+            with self._failing_saves():
+                index = self._number_of(optimizer)
+                self._compare_left(index)
+                self._left.pop(index, None)
+                if due is not None:
+                    self._note(optimizer, index, *due)
+
+    @contextmanager
+    def _failing_saves(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._taken.error = SnapshotSkippedError(
+                f"noting the optimizer's step failed with {type(error).__name__}: {error}"
+            )
+
+    def _note(self, optimizer: Any, index: int, schedule: Schedule, slot: int) -> None:
+        taken = self._taken
         if index in taken.groups:
             taken.error = SnapshotSkippedError(
                 "an optimizer has stepped twice since the last save; windows that repeat the "
@@ -204,10 +217,12 @@ class OptimizerSteps:
             self._left[index] = {}
 
     def after_step(self, optimizer: object) -> None:
-        """Note what a step has left, if it is watched."""
-        index = self._number_of(optimizer)
-        if index in self._left:
-            self._left[index] = self._digests(index)
+        """Note what a step has left, if it is watched. Fails as `before_step`."""
+        if self._left:
+            with self._failing_saves():
+                index = self._number_of(optimizer)
+                if index in self._left:
+                    self._left[index] = self._digests(index)
 
     def _number_of(self, optimizer: object) -> int:
         return next(i for i, one in enumerate(self._live.optimizers) if one is optimizer)
@@ -241,10 +256,11 @@ class OptimizerSteps:
         if gradient is None:
             self._taken.without.append(room.name)
             return
-        local = local_of(gradient)
-        if local.dtype is not room.gradient.dtype:
+        local, kind = local_of(gradient), (room.gradient.dtype, torch.strided)
+        if (local.dtype, local.layout) != kind:
             self._taken.error = InvalidJobError(
-                f"{room.name} is {room.gradient.dtype} and its gradient {local.dtype}; use "
+                f"the gradient of {room.name}, which is {kind[0]}, is {local.dtype} and "
+                f"{local.layout}: make gradients dense and of the parameter's type, or use "
                 f"snapshot.policy.sparse.repeats Training"
             )
             return
