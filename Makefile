@@ -164,7 +164,7 @@ check: $(STAMP) ## Format, lint, types, import contracts, generated files
 docs: $(STAMP) ## Build the documents as a site into build/site; a link or page that is missing is an error
 	@$(call overlay,docs)
 	PATH="$(CURDIR)/$(BIN):$$PATH" NO_MKDOCS_2_WARNING=1 "$$overlay/bin/python" -m mkdocs build \
-	  --strict --quiet --config-file docs/site/mkdocs.yml
+	  --strict --config-file docs/site/mkdocs.yml
 	echo "build/site/index.html; with search: python3 -m http.server --bind 127.0.0.1 --directory build/site"
 
 .PHONY: mutants

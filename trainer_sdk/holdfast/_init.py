@@ -165,6 +165,12 @@ class _Maker:
         check_staying(self.model)
         given = self.environment.elastic
         uneven = any(isinstance(module, MoELayer) for module in self.model.modules())
+        if given is not None and not uneven:
+            raise InvalidJobError(
+                "spec.elastic of the job says how experts are seated, and the model has no layer "
+                "that seats any: build its layers with holdfast.moe.MoELayer, or remove "
+                "spec.elastic"
+            )
         return ElasticSession(
             world,
             self.session,

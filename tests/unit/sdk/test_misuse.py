@@ -8,6 +8,7 @@ from concurrent.futures import wait
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 import holdfast
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import HoldfastError, InvalidJobError, StepOrderError
+from holdfast_core.job.elastic import ElasticVariable
 
 WAIT_S = 20
 
@@ -199,3 +201,15 @@ def test_an_optimizer_without_groups_of_parameters_is_refused_at_init(
     kind = type(optimizer).__qualname__
     with pytest.raises(InvalidJobError, match=f"optimizer 1 is a {kind} without"):
         holdfast.init(model=trainer.model, optimizer=[trainer.optimizer, optimizer], daemon=daemon)
+
+
+def test_a_job_that_seats_experts_needs_layers_that_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    elastic = ElasticVariable(seats_per_rank=4, node_mtbf_days=100.0)
+    monkeypatch.setenv("HOLDFAST_ELASTIC", msgspec.json.encode(elastic).decode())
+    model = nn.Linear(2, 2)
+    world = holdfast.elastic.init("gloo")
+    try:
+        with pytest.raises(InvalidJobError, match="spec.elastic of the job says"):
+            holdfast.init(model=model, optimizer=torch.optim.SGD(model.parameters()), world=world)
+    finally:
+        world.close()
