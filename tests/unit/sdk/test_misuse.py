@@ -209,7 +209,7 @@ def test_a_job_that_seats_experts_needs_layers_that_do(monkeypatch: pytest.Monke
     model = nn.Linear(2, 2)
     world = holdfast.elastic.init("gloo")
     try:
-        with pytest.raises(InvalidJobError, match="spec.elastic of the job says"):
+        with pytest.raises(InvalidJobError, match="how experts are seated"):
             holdfast.init(model=model, optimizer=torch.optim.SGD(model.parameters()), world=world)
     finally:
         world.close()
