@@ -22,6 +22,8 @@ from holdfast_core.errors import InvalidJobError
 from holdfast_core.protection.replaying import ReplayPlan
 from holdfast_core.topology import Topology
 
+SCHEDULES_FROM = "2.15"
+"""Oldest torch whose schedules are repeated to the bit."""
 EVERYONE = -1
 """Stands for all ranks in the log, where other messages name one."""
 
@@ -61,7 +63,7 @@ class BoundaryReplay:
             return
         if data:
             flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            into.copy_(flat.view(into.dtype).view(into.shape))
+            into.detach().copy_(flat.view(into.dtype).view(into.shape))
 
     def compare(self, rank: int, key: Key, digest: int) -> None:
         """Compare a message that is sent again with what `rank` had received."""
@@ -198,7 +200,17 @@ class Pipeline:
         Make each `PipelineStage` with `group=….now`, and with `input_args` and `output_args`; make
         it and its schedule anew in each step that is `resumed`. What the schedule sends is logged.
         A rank may hold several stages of torch's, which are lost and repeated together.
+
+        Raises:
+            InvalidJobError: torch is older than 2.15. The schedules of 2.11 were tried: a repeated
+                stage sends what it had not sent before.
         """
+        if torch.__version__ < SCHEDULES_FROM:
+            raise InvalidJobError(
+                f"stages of torch.distributed.pipelining need torch "
+                f"{SCHEDULES_FROM} or newer to be repeated alone, and this is "
+                f"{torch.__version__}: install it, or send with the methods of Pipeline"
+            )
         stage_group.register()
         self.is_ring = True
         at = self.topology

@@ -14,11 +14,13 @@ from ranks import run_ranks
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+from torch.torch_version import TorchVersion
 
 import holdfast
 from holdfast import elastic
 from holdfast._elastic.boundary_log import LogPart
-from holdfast._elastic.pipeline import EVERYONE, BoundaryReplay
+from holdfast._elastic.pipeline import EVERYONE, SCHEDULES_FROM, BoundaryReplay
+from holdfast_core.errors import InvalidJobError
 from holdfast_core.protection.replaying import ReplayPlan
 
 RANKS, STEPS, BATCH, WIDTH = 3, 3, 6, 8
@@ -112,6 +114,16 @@ def work(rank: int, port: int) -> None:
     world.close()
 
 
+def test_a_torch_whose_schedules_were_not_repeated_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cpu"))
+    alone: Any = None  # nothing of a pipeline is looked at
+    with pytest.raises(InvalidJobError, match=r"need torch 2\.15 or newer .* this is 2\.11\.0"):
+        elastic.Pipeline.torch_group(alone)
+
+
+@pytest.mark.skipif(torch.__version__ < SCHEDULES_FROM, reason="torch_group refuses it")
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_each_rank_repeats_its_part_of_a_schedule_alone() -> None:
