@@ -65,10 +65,6 @@ class WindowRecord(msgspec.Struct, frozen=True, kw_only=True):
         slots = tuple(tuple(UnitKey.parse(u) for u in units) for units in self.slots)
         return Schedule(slots, self.repeats)
 
-    def state_slot(self, entry: Entry) -> int:
-        """Slot of the save that captured a tensor's state."""
-        return state_slot(entry, self.schedule, self.early, self.late)
-
 
 _RECORD = msgspec.msgpack.Decoder(WindowRecord)
 
@@ -182,7 +178,7 @@ def restored_entries(layout: Layout, record: WindowRecord) -> Iterator[Entry]:
         raise CorruptError("the frames of a window do not fit in front of its extras")
     training = record.repeats is Repeats.TRAINING
     for entry in (*layout.entries, *layout.casts):
-        slot = record.state_slot(entry)
+        slot = state_slot(entry, schedule, record.early, record.late)
         later = training and slot > 0 and entry.role is TensorRole.COMPUTE
         name = frame_name(slot, entry.tensor) if later else entry.tensor
         yield msgspec.structs.replace(entry, tensor=name)
