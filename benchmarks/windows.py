@@ -15,6 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch import nn
 
 import holdfast
 from benchmarks.machine import facts
+from benchmarks.measure import timed
 from holdfast._digests import digest_of
 from holdfast.testing import FakeDaemon
 from holdfast_core.job.snapshots import Repeats, SparseWindows
@@ -99,7 +101,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 def measure(steps: int) -> Sample:
     """Train `steps` steps without a session and with each kind, and recover."""
     alone = Training(0)
-    seconds = [_timed(lambda n=n: alone.step(n)) for n in range(1, steps + 1)]
+    seconds = [timed(partial(alone.step, n)) for n in range(1, steps + 1)]
     saved_step_s, whole_s, same = {}, {}, {}
     for repeats in Repeats:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
@@ -122,7 +124,7 @@ def _run(path: Path, repeats: Repeats, steps: int) -> tuple[float, dict[int, int
             training.step(number)
             session.save(number).staged.result(WAIT_S)
 
-        seconds.append(_timed(step))
+        seconds.append(timed(step))
         digests[number] = training.digest()
     session.close()
     return statistics.median(seconds[1 + WINDOW :]), digests
@@ -142,12 +144,6 @@ def _recover(path: Path, repeats: Repeats) -> tuple[float, int, int]:
     digest = training.digest()
     session.close()
     return seconds, last, digest
-
-
-def _timed(action: Any) -> float:
-    begin = time.perf_counter()
-    action()
-    return time.perf_counter() - begin
 
 
 def main(argv: list[str] | None = None) -> int:

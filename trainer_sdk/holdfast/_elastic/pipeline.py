@@ -145,11 +145,11 @@ class Pipeline:
         self._step, self._sums = 0, 0
         self._sent: Counter[int] = Counter()
         self._received: Counter[int] = Counter()
-        """By rank the tensors of a schedule in this step."""
+        """Rank → number of tensors that a schedule has begun to receive from it in this step."""
         self._on_way: list[_OnWay] = []
         """Transfers of this step."""
         self._arriving: dict[int, deque[_Arrival]] = {}
-        """By rank those that are not yet known to be here, in their order."""
+        """Rank → tensors of a schedule that are not yet known to be here, in their order."""
 
     @property
     def stage(self) -> int:

@@ -18,13 +18,13 @@ import torch
 
 from holdfast._digests import digest_of, state_of_units
 from holdfast._experts.windows import WindowRecord
+from holdfast._restoring.replay import frozen_in_stacks
 from holdfast._state.capture import LiveState
 from holdfast._state.collect import put_back_scalars
 from holdfast._state.dtensors import local_of, with_placement_of
 from holdfast._state.extras import decode_extras
 from holdfast._state.groups import step_alone
 from holdfast_core.errors import CorruptError
-from holdfast_core.snapshots.layouts import TensorRole
 from holdfast_core.snapshots.units import UnitKey
 
 _log = logging.getLogger("holdfast")
@@ -40,6 +40,7 @@ class OptimizerReplay:
     """For each slot: parameter, or slice of a stacked one → its gradient, in host memory."""
 
     def __post_init__(self) -> None:
+        self._schedule = self.record.schedule
         self._slices: dict[int, list[tuple[int, str]]] = {}
         """`id` of a stacked parameter → index and name of each slice."""
         for name, anchor in self.live.anchors.items():
@@ -48,7 +49,7 @@ class OptimizerReplay:
                 known.append((anchor.index, name))
 
     def run(self) -> None:
-        """Repeat them all.
+        """Repeat them all. What optimizers hold that is no tensor is then still to be put back.
 
         Raises:
             CorruptError: the result is not the state that the window's last save found.
@@ -59,7 +60,6 @@ class OptimizerReplay:
             taken = decode_extras(record.optimizer_steps[slot])
             for index, groups in sorted(taken["groups"].items()):
                 self._step(index, slot, groups, taken["scaling"][index], set(taken["without"]))
-        put_back_scalars(self.live, decode_extras(record.extras[-1]))
         self._compare()
         _log.info(
             "the optimizers have repeated their steps %d to %d", record.first + 1, record.last
@@ -79,7 +79,7 @@ class OptimizerReplay:
             group.update({k: _moved(v, group.get(k)) for k, v in values.items()})
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         before = [p.grad for p in parameters]
-        frozen = self._frozen_of_stacks(parameters, slot)
+        frozen = frozen_in_stacks(self.live, self._schedule, slot)
         kept = [(tensor, tensor.clone()) for tensor in frozen]
         for parameter in parameters:
             parameter.grad = self._gradient(parameter, slot, without)
@@ -113,21 +113,6 @@ class OptimizerReplay:
             if name in gradients:
                 found[index].copy_(gradients[name])
         return with_placement_of(parameter, found)
-
-    def _frozen_of_stacks(
-        self, parameters: Sequence[torch.Tensor], slot: int
-    ) -> list[torch.Tensor]:
-        """What a step must not change of experts in stacks."""
-        schedule, held = self.record.schedule, {id(p) for p in parameters}
-        return [
-            source.tensor
-            for source in self.live.sources()
-            if source.role is not TensorRole.BUFFER
-            and schedule.slot(source.unit) >= slot
-            and (anchor := self.live.anchors.get(source.name.partition(":")[0])) is not None
-            and anchor.index is not None
-            and id(anchor.parameter) in held
-        ]
 
     def _compare(self) -> None:
         expected = {UnitKey.parse(unit): one for unit, one in self.record.digests.items()}

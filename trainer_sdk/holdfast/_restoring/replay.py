@@ -21,11 +21,12 @@ import torch
 
 from holdfast._experts.windows import WindowRecord
 from holdfast._restoring.fit import Wanted
-from holdfast._state.capture import Anchor, LiveState, TensorSource
+from holdfast._state.capture import LiveState, TensorSource
 from holdfast._state.casts import fill, pair_of
 from holdfast._state.collect import put_back_scalars
 from holdfast._state.extras import decode_extras, dtype_named
 from holdfast_core.errors import StepOrderError
+from holdfast_core.experts.sparse_windows import Schedule
 from holdfast_core.snapshots.layouts import TensorRole
 
 _log = logging.getLogger("holdfast")
@@ -87,10 +88,6 @@ class Replay:
         if self.over:
             _log.info("steps %d to %d are repeated", self.record.first + 1, step)
 
-    def is_frozen(self, source: TensorSource) -> bool:
-        """Whether the unit of a live tensor is frozen in the next step."""
-        return self._schedule.slot(source.unit) > self.step - self.record.first
-
     # --- around the step of an optimizer ----------------------------------------------------------
 
     def before_step(self, optimizer: Any) -> None:
@@ -104,11 +101,7 @@ class Replay:
                     continue
                 if self._schedule.slot(anchor.place.unit) > at:
                     parameter.grad = None
-        kept = [
-            source.tensor
-            for source in live.sources()
-            if self.is_frozen(source) and self._is_of_stack(source)
-        ]
+        kept = frozen_in_stacks(live, self._schedule, at + 1)
         self._kept = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in kept]
 
     def after_step(self) -> None:
@@ -118,10 +111,18 @@ class Replay:
                 tensor.copy_(before)
         self._kept = []
 
-    def _is_of_stack(self, source: TensorSource) -> bool:
-        anchor: Anchor | None = self.live.anchors.get(source.name.partition(":")[0])
-        in_stack = anchor is not None and anchor.index is not None
-        return in_stack and source.role is not TensorRole.BUFFER
+
+def frozen_in_stacks(live: LiveState, schedule: Schedule, slot: int) -> list[torch.Tensor]:
+    """What the step before the save of `slot` must not change of experts in stacks, which share a
+    parameter: of those whose state a save from this one on holds."""
+    return [
+        source.tensor
+        for source in live.sources()
+        if source.role is not TensorRole.BUFFER
+        and schedule.slot(source.unit) >= slot
+        and (anchor := live.anchors.get(source.name.partition(":")[0])) is not None
+        and anchor.index is not None
+    ]
 
 
 def frame_source(wanted: Wanted, beside: TensorSource) -> TensorSource:

@@ -60,7 +60,7 @@ class _Room:
 
     parameter: torch.Tensor
     gradient: torch.Tensor
-    """Of the local shape of the parameter."""
+    """The gradient, of the parameter's local shape and dtype."""
     name: str
     stacked: bool
     units: Sequence[UnitKey]
@@ -110,7 +110,7 @@ class OptimizerSteps:
         self.extras_bytes = 0
         """Most bytes that one step needs in the extras of a window."""
         self._rooms: dict[int, _Room] = {}
-        """`id` of each parameter that an optimizer holds → its room."""
+        """`id` of each parameter of the model → its room."""
         self._taken = _Taken()
         self._trials: list[_Trial] | None = []
         """None once they are over."""

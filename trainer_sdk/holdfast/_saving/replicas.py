@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import msgspec
+import torch
 
 from holdfast._copying.devices import Fence
 from holdfast._copying.engine import CopyEngine
-from holdfast._digests import digest_of
+from holdfast._digests import digest_of, state_of_units
 from holdfast._exchange import Exchange
 from holdfast._saving.casts import agreed_casts
 from holdfast._saving.plan import BasePlan, plan_alone, plan_together, table_of
@@ -121,17 +122,21 @@ def digests_of(
     Args:
         fence: point after which the tensors are read on their device.
     """
-    by_unit: dict[UnitKey, list[TensorSource]] = {}
-    for source in sources:
-        shared = not source.private and source.role not in BESIDE_STATE
-        if shared and len(replicas_of(topology, rank, source.unit)) > 1:
-            by_unit.setdefault(source.unit, []).append(source)
-    units = sorted(by_unit)
-    found: dict[str, int] = {}
+    shared = [one for one in sources if not one.private and one.role not in BESIDE_STATE]
+    units = {one.unit for one in shared if len(replicas_of(topology, rank, one.unit)) > 1}
+    digests = digests_of_units(state_of_units(shared, units), engine, fence)
+    return {str(unit): digest for unit, digest in digests.items()}
+
+
+def digests_of_units(
+    tensors: Mapping[UnitKey, Sequence[torch.Tensor]], engine: CopyEngine, fence: Fence
+) -> dict[UnitKey, int]:
+    """Digest the live tensors of each unit, on all threads of `engine`, after `fence`."""
+    units = sorted(tensors)
+    found: dict[UnitKey, int] = {}
 
     def look(index: int) -> None:
-        held = sorted(by_unit[units[index]], key=lambda source: source.name)
-        found[str(units[index])] = digest_of(source.tensor for source in held)
+        found[units[index]] = digest_of(tensors[units[index]])
 
     engine.each(look, len(units), fence)
     return found

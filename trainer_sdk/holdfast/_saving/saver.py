@@ -25,7 +25,7 @@ from holdfast._daemon.awaiting import Awaiting
 from holdfast._daemon.client import Commit, DaemonClient, DaemonEvent, Stage
 from holdfast._daemon.handles import SaveHandle
 from holdfast._daemon.link import Link
-from holdfast._digests import digest_of, state_of_units
+from holdfast._digests import state_of_units
 from holdfast._exchange import Exchange
 from holdfast._experts.ordering import Ordering
 from holdfast._experts.partial_state import PartialState
@@ -36,7 +36,7 @@ from holdfast._saving.casts import Casts
 from holdfast._saving.comparing import Comparing
 from holdfast._saving.nans import units_with_nan
 from holdfast._saving.plan import BasePlan, layout_of, moves_of, own_shards, same_places, table_of
-from holdfast._saving.replicas import agree, digests_of, state_of
+from holdfast._saving.replicas import agree, digests_of, digests_of_units, state_of
 from holdfast._saving.tally import IDLE_S, Tally
 from holdfast._saving.tasks import Task
 from holdfast._saving.windows import OpenWindow, Windows
@@ -90,7 +90,7 @@ class Saver:
         """Reason why no save of this session can succeed any more; None while saves can."""
         self._window = settings.window
         """Most steps of a sparse window; 0 where snapshots are of one step."""
-        self._windows = Windows(ordering, settings.repeats)
+        self._windows = Windows(ordering)
         # A window holds each weight once more anyway.
         find = bool(self._window) or not settings.store_compute_weights
         self._casts = Casts(engine, enabled=find)
@@ -331,15 +331,7 @@ class Saver:
         optimizers."""
         if self._windows.repeats is Repeats.TRAINING:
             return {}
-        found: dict[UnitKey, int] = {}
-        of_units = state_of_units(self._sources, units)
-        keys = sorted(of_units)
-
-        def look(index: int) -> None:
-            found[keys[index]] = digest_of(of_units[keys[index]])
-
-        self._engine.each(look, len(keys), task.fence)
-        return found
+        return digests_of_units(state_of_units(self._sources, units), self._engine, task.fence)
 
     def _commit_window(
         self, task: Task, window: OpenWindow, of_state: Mapping[UnitKey, int]

@@ -71,11 +71,10 @@ class Windows:
 
     Args:
         ordering: orders experts by their tokens; None where their order is fixed.
-        repeats: what a recovery repeats of a window.
     """
 
-    def __init__(self, ordering: Ordering | None, repeats: Repeats) -> None:
-        self._ordering, self.repeats = ordering, repeats
+    def __init__(self, ordering: Ordering | None) -> None:
+        self._ordering = ordering
         self._origin: int | None = None
         self._schedule = Schedule(())
         self._alike: tuple[tuple[UnitKey, ...], ...] = ()
@@ -110,10 +109,15 @@ class Windows:
         """Steps of a window."""
         return self._schedule.window
 
+    @property
+    def repeats(self) -> Repeats:
+        """What a recovery repeats of a window."""
+        return self._schedule.repeats
+
     def gradients_due(self, step: int) -> tuple[Schedule, int] | None:
         """Schedule and slot of the save of `step`, when it needs the gradients of that step. For
         the training thread, before the step."""
-        if self.repeats is Repeats.TRAINING or self._origin is None or not self._schedule.window:
+        if self.repeats is Repeats.TRAINING or self._origin is None:
             return None
         slot = self.slot(step)
         return (self._schedule, slot) if slot else None
