@@ -11,7 +11,7 @@ from torch import nn
 
 import holdfast
 from holdfast._elastic.boundary_log import BoundaryLog, Crossing, Key
-from holdfast._elastic.pipeline import EVERYONE, BoundaryReplay, Pipeline
+from holdfast._elastic.pipeline import EVERYONE, SCHEDULES_FROM, BoundaryReplay, Pipeline
 from holdfast._elastic.stage_group import StageGroup
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.protection.replaying import ReplayPlan
@@ -155,6 +155,7 @@ def schedule(pipeline: Pipeline, tensor: torch.Tensor) -> list[list[int]]:
     return [each.view(torch.uint8).tolist() for each in (first, second)]
 
 
+@pytest.mark.skipif(torch.__version__ < SCHEDULES_FROM, reason="torch_group refuses it")
 def test_groups_for_torch_are_those_of_pipelines() -> None:
     pipeline = make(0, Topology(dp=2, pp=3))
     pipeline.torch_group()
