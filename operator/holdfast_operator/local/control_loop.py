@@ -105,10 +105,12 @@ class ControlLoop:
 
     def _observe(self) -> Observed:
         reported = self._server.views(self._job.key)
+        # Asked once: of a node that is lost meanwhile, agents must not vanish before the node does.
+        dead = {name for name in self._supervisor.run.nodes if self._supervisor.is_dead(name)}
         nodes = {}
         for name in self._supervisor.run.nodes:
             node = reported.get(name) or NodeView(name=name)
-            if self._supervisor.is_dead(name):
+            if name in dead:
                 # Stands in for hardware: the node is gone, whatever its processes reported last.
                 node = replace(node, connected=False, gone=True)
             elif self._supervisor.daemon_changed_at(name) > node.heartbeat_at:
@@ -116,8 +118,8 @@ class ControlLoop:
             nodes[name] = replace(node, disruption=self._directory.notice(name))
         return Observed(
             nodes=nodes,
-            agents=self._supervisor.agents(),
-            standbys=self._supervisor.standbys(),
+            agents=self._supervisor.agents(dead),
+            standbys=self._supervisor.standbys(dead),
         )
 
     def _carry_out(self, action: Action) -> None:

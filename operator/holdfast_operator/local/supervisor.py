@@ -12,7 +12,7 @@ import itertools
 import shutil
 import signal
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from contextlib import suppress
 from pathlib import Path
 
@@ -169,12 +169,12 @@ class Supervisor:
 
     # --- agents -------------------------------------------------------------------------------
 
-    def agents(self) -> tuple[AgentView, ...]:
-        """All agents on living nodes."""
+    def agents(self, dead: Collection[str]) -> tuple[AgentView, ...]:
+        """All agents but those on `dead` nodes."""
         return tuple(
             self._agent_view(node.name, member, agent)
             for node in self.run.nodes.values()
-            if not self.is_dead(node.name)
+            if node.name not in dead
             for member, agent in sorted(node.agents.items())
         )
 
@@ -190,12 +190,12 @@ class Supervisor:
             last_lines=self._last_lines.get((node, agent.attempt), "") if code else "",
         )
 
-    def standbys(self) -> tuple[StandbyView, ...]:
-        """All standby agents on living nodes."""
+    def standbys(self, dead: Collection[str]) -> tuple[StandbyView, ...]:
+        """All standby agents but those on `dead` nodes."""
         return tuple(
             self._standby_view(node.name, node.standby)
             for node in self.run.nodes.values()
-            if node.standby is not None and not self.is_dead(node.name)
+            if node.standby is not None and node.name not in dead
         )
 
     def _standby_view(self, node: str, agent: AgentRecord) -> StandbyView:

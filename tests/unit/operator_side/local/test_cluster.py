@@ -24,7 +24,9 @@ from holdfast_operator.cli.show import progress_line
 from holdfast_operator.local import Commands, LocalCluster, LocalSettings, Status, read_status
 from holdfast_operator.local.cluster import held_bytes
 from holdfast_operator.local.directory import RunDirectory
+from holdfast_operator.local.faults import kill_node
 from holdfast_operator.local.processes import kill_marked, marked
+from holdfast_operator.local.supervisor import Supervisor
 from holdfast_operator.reconciler.counters import Outcome
 from holdfast_operator.reconciler.shrinking import Strength
 from holdfast_operator.reconciler.views import ConditionType
@@ -133,6 +135,29 @@ def test_a_rank_a_daemon_and_a_node_can_be_lost(run_directory: Path) -> None:
             with pytest.raises(InvalidJobError, match="node n1 is lost already"):
                 await cluster.kill_node("n1")
 
+    asyncio.run(scenario())
+
+
+def test_a_node_that_is_lost_during_a_look_is_lost_once(
+    run_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed_at = Supervisor.daemon_changed_at
+
+    def look(supervisor: Supervisor, node: str) -> float:
+        if node == "n1" and not supervisor.is_dead(node) and dies.is_set():
+            kill_node(supervisor._directory, node)
+        return changed_at(supervisor, node)
+
+    async def scenario() -> None:
+        async with LocalCluster(tiny_job(), settings(run_directory)) as cluster:
+            await cluster.wait_for(runs_in(1), timeout_s=WAIT_S)
+            dies.set()
+            status = await cluster.wait_for(runs_in(2), timeout_s=WAIT_S)
+            assert [member.node for member in status.members] == ["n0", "n2"]
+            assert "member 1 lost with node n1" in status.recoveries[-1].cause
+
+    dies = asyncio.Event()
+    monkeypatch.setattr(Supervisor, "daemon_changed_at", look)
     asyncio.run(scenario())
 
 
