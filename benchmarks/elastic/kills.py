@@ -15,9 +15,10 @@ from typing import Any
 
 import yaml
 
+from benchmarks.recovery.runs import has_completed
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
 from holdfast_operator.cli.demo_report import LoggedStep, read_log
-from holdfast_operator.local import LocalCluster, LocalSettings, Status
+from holdfast_operator.local import LocalCluster, LocalSettings
 from holdfast_operator.reconciler.counters import Outcome
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -60,7 +61,11 @@ async def _lose_node(folder: Path, *, stay: bool) -> Kill:
     cluster = LocalCluster(_job(log, stay=stay), LocalSettings(directory=folder / "run"))
     await cluster.start()
     try:
-        status = await cluster.wait_for(_is_ready, timeout_s=WITHIN_S, what=f"step {LOST_AFTER}")
+        status = await cluster.wait_for(
+            lambda status: has_completed(status, NODES, LOST_AFTER),
+            timeout_s=WITHIN_S,
+            what=f"step {LOST_AFTER}",
+        )
         at = time.time()
         await cluster.kill_node(status.members[0].node)
         outcome = await cluster.finished(timeout_s=WITHIN_S)
@@ -96,12 +101,3 @@ def _job(log: Path, *, stay: bool) -> MoETrainingJob:
         *(["--stay"] if stay else []),
     ]
     return parse_job(document)
-
-
-def _is_ready(status: Status) -> bool:
-    ranks = [rank for member in status.members for rank in member.ranks]
-    return (
-        len(ranks) == NODES
-        and all(rank.pid and rank.step >= LOST_AFTER for rank in ranks)
-        and status.protected.startswith(f"{status.epoch}.")
-    )

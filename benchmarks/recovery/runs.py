@@ -205,7 +205,9 @@ async def _ready(cluster: LocalCluster, kind: Kind, at_step: int) -> Status:
     before a node is killed, an agent is ready on the spare."""
     needs_standby = kind in (Kind.NODE, Kind.FEWER)
     return await cluster.wait_for(
-        lambda status: _completed(status, at_step) and (not needs_standby or _has_standby(status)),
+        lambda status: (
+            has_completed(status, RANKS, at_step) and (not needs_standby or _has_standby(status))
+        ),
         timeout_s=WITHIN_S,
         what=f"step {at_step}",
     )
@@ -249,10 +251,11 @@ def _has_standby(status: Status) -> bool:
     return all(node.standby == "ready" for node in status.nodes if node.role == "spare")
 
 
-def _completed(status: Status, step: int) -> bool:
+def has_completed(status: Status, size: int, step: int) -> bool:
+    """Whether `size` ranks train, have completed `step`, and are protected in their epoch."""
     ranks = [rank for member in status.members for rank in member.ranks]
     return (
-        len(ranks) == RANKS
+        len(ranks) == size
         and all(rank.state == "HEALTHY" and rank.pid and rank.step >= step for rank in ranks)
         and status.protected.startswith(f"{status.epoch}.")
     )
