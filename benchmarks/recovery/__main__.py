@@ -45,6 +45,8 @@ ROOT = Path(__file__).resolve().parents[2]
 STEPS = 400
 FEWER_STEPS = 120
 """Steps of a run without a spare, which has one fault only and hashes its state in every step."""
+COLUMNS = 240
+"""Width of the output where it is not a terminal: the table has eight columns of ranges."""
 STEPS_MIN = 200
 """Least number of steps: fewer may be over before an agent waits on the spare."""
 
@@ -69,7 +71,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.repetitions < 1 or options.steps < STEPS_MIN:
         parser.error(f"give at least 1 repetition and {STEPS_MIN} steps")
-    began, console, machine = time.monotonic(), Console(), facts()
+    began, machine = time.monotonic(), facts()
+    console = Console() if sys.stdout.isatty() else Console(width=COLUMNS)
     folder = Path(tempfile.mkdtemp(prefix="holdfast-bench-recovery-"))
     if options.votes:
         for name, found in measure_votes(folder / "votes", options.steps).items():
