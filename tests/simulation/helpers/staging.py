@@ -80,6 +80,9 @@ class Loss:
     """Whether a bit of a survivor's log flips at that instant."""
     diverges: bool = False
     """Whether the next replay computes something else."""
+    lies: str = ""
+    """What survivors' logs no longer hold from that instant, although they state it: `messages` of
+    the newest step, or `digests` of what they had received."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +138,7 @@ def _loss(rng: random.Random, step: int) -> Loss:
         unseen=frozenset(unseen),
         corrupts=kind < 0.1,
         diverges=0.1 <= kind < 0.25,
+        lies="messages" if 0.25 <= kind < 0.33 else "digests" if 0.33 <= kind < 0.4 else "",
     )
 
 
@@ -189,6 +193,8 @@ class Cluster:
         """Epoch → the loss that led to it."""
         self.diverging: set[int] = set()
         """Epochs whose replays compute something else."""
+        self.lied = False
+        """Whether a log has begun to lie."""
         self.counts: Counter[str] = Counter()
         self._left = list(schedule.losses)
         self._gathered: dict[tuple[Any, ...], dict[int, Any]] = {}
@@ -259,6 +265,10 @@ class Cluster:
         if loss.corrupts:
             for one in living:
                 _flip(one)
+        if loss.lies:
+            self.lied = True
+            for one in living:
+                _lie(one, loss.lies)
         if loss.diverges:
             self.diverging.add(self.epoch)
         self.changed.notify_all()
@@ -267,7 +277,8 @@ class Cluster:
         """Where `loss` is to lead, if that is plain."""
         if not living:
             return "global"
-        if not self._settled or self.schedule.log_bytes < ROOM or loss.corrupts or loss.diverges:
+        doubtful = loss.corrupts or loss.diverges or loss.lies or self.lied
+        if not self._settled or self.schedule.log_bytes < ROOM or doubtful:
             return ""
         stages = [self.topology.coordinates(rank).pp for rank in loss.victims]
         whole = {stage for stage in stages if stages.count(stage) == self.topology.dp}
@@ -373,7 +384,7 @@ class Cluster:
             return
         self.counts["step alone" if alone else "step"] += 1
         digest = digest_of(inner)
-        if alone and epoch in self.diverging:
+        if alone and (epoch in self.diverging or self.lied):
             return  # what it has computed is compared when the replay ends
         if self.schedule.losses:
             wanted = undisturbed(self.topology, self.schedule.window)
@@ -587,6 +598,18 @@ def _flip(process: Process) -> None:
             data = bytearray(message.data)
             data[0] ^= 1
             step.sent[key] = type(message)(message.key, bytes(data), message.digest)
+
+
+def _lie(process: Process, about: str) -> None:
+    """Let a process's log lose what it states to have; see `Loss.lies`."""
+    log = process.pipeline.log if process.pipeline is not None else None
+    if log is None or log.last not in log._steps:
+        return
+    if about == "messages":
+        log._steps[log.last].sent.clear()
+        return
+    for step in log._steps.values():
+        step.received = {key: digest ^ 1 for key, digest in step.received.items()}
 
 
 # --- the script -----------------------------------------------------------------------------------

@@ -56,10 +56,12 @@ class BoundaryReplay:
         return rank in self._givers
 
     def take(self, rank: int, key: Key, into: torch.Tensor) -> None:
-        """Fill `into` with the message that `rank` had sent."""
+        """Fill `into` with the message that `rank` had sent; with zeros where it is not logged so,
+        which a script bears better than what memory holds."""
         data = self._given.pop((rank, key), b"")
         if len(data) != into.nbytes:
             self.diverges(f"{key} has {into.nbytes} bytes now, and {len(data)} are logged")
+            into.detach().zero_()
             return
         if data:
             flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
