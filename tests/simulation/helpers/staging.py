@@ -148,7 +148,7 @@ class Process:
 
     rank: int
     alive: bool = True
-    world: PlayedWorld | None = None
+    world: PipelineWorld | None = None
     session: ElasticSession | None = None
     pipeline: Pipeline | None = None
     newest: SaveHandle | None = None
@@ -412,7 +412,7 @@ class Cluster:
 class PlayedGroup:
     """Ranks of one stage."""
 
-    def __init__(self, world: PlayedWorld, ranks: Sequence[int]) -> None:
+    def __init__(self, world: PipelineWorld, ranks: Sequence[int]) -> None:
         self._world, self._ranks = world, tuple(ranks)
 
     def add_up(self, tensor: torch.Tensor) -> None:
@@ -421,7 +421,7 @@ class PlayedGroup:
         tensor.copy_(functools.reduce(torch.add, parts))
 
 
-class PlayedWorld:
+class PipelineWorld:
     """The part of `World` that a session and a pipeline use."""
 
     stays, size = True, RANKS
@@ -493,17 +493,17 @@ class PlayedWorld:
     def add_up(self, tensor: torch.Tensor) -> None:
         tensor.copy_(functools.reduce(torch.add, self.gather("sum", tensor.clone())))
 
-    def exchange(self, timeout_s: float) -> PlayedExchange:
+    def exchange(self, timeout_s: float) -> PipelineExchange:
         del timeout_s
-        return PlayedExchange(self._cluster, self._process, self, "loop")
+        return PipelineExchange(self._cluster, self._process, self, "loop")
 
 
-class PlayedExchange:
+class PipelineExchange:
     """Exchange of one epoch."""
 
     together = True
 
-    def __init__(self, cluster: Cluster, process: Process, world: PlayedWorld, name: str) -> None:
+    def __init__(self, cluster: Cluster, process: Process, world: PipelineWorld, name: str) -> None:
         self._cluster, self._process, self._world, self._name = cluster, process, world, name
 
     def gather(self, data: bytes) -> list[bytes]:
@@ -651,7 +651,7 @@ def make_session(
     assert isinstance(made, ProtectedSession)
     made._hooks.pop(0).remove()  # the loop's hook calls it, as in a session with a world
     made._restore = replace(
-        made._restore, exchange=PlayedExchange(cluster, process, world, "restore")
+        made._restore, exchange=PipelineExchange(cluster, process, world, "restore")
     )
     save, process.newest = made.save, None
 
@@ -741,7 +741,7 @@ def run_step(
 def train(cluster: Cluster, process: Process) -> None:
     """One process."""
     schedule = cluster.schedule
-    world: Any = PlayedWorld(cluster, process)
+    world: Any = PipelineWorld(cluster, process)
     at = cluster.topology.coordinates(process.rank)
     model, position = Stage(schedule.window, at.pp), Position()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)

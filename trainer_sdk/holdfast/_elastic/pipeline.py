@@ -284,7 +284,7 @@ class Pipeline:
             if queue:
                 raise InvalidJobError(
                     f"the schedule of step {step} has not waited for {len(queue)} of the tensors "
-                    f"from rank {source}: with several stages on a rank, torch does since 2.8"
+                    f"from rank {source}: end the step when all that it receives is there"
                 )
         self.log.complete(step)
 
