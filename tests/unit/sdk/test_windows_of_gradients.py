@@ -12,9 +12,11 @@ import torch
 from mixed_precision import MasterOptimizer
 
 import holdfast
+from holdfast._experts.windows import decode_record, frames_of
 from holdfast._saving import optimizer_steps
 from holdfast.testing import FakeDaemon
 from holdfast_core.job.snapshots import ExpertOrder, Repeats, SparseWindows
+from holdfast_core.snapshots.layouts import decode_layout
 
 Same = Callable[[dict[str, Any], dict[str, Any]], None]
 WAIT_S = 20
@@ -113,6 +115,37 @@ def test_parameters_without_a_gradient_keep_their_bits(
     last, state = restored_state(make_trainer, open_session, tmp_path)
     assert last == 10
     same(state, states[10])
+
+
+def adapting(trainer: Any) -> Any:
+    """Let the trainer train its layers and no other parameter."""
+    trainer.optimizer = torch.optim.AdamW(trainer.model.layers.parameters(), lr=1e-2)
+    trainer.scheduler = torch.optim.lr_scheduler.StepLR(trainer.optimizer, 2)
+    return trainer
+
+
+def test_a_window_has_no_room_for_gradients_of_parameters_that_no_optimizer_holds(
+    make_trainer: Any, open_session: Any, tmp_path: Path, same: Same
+) -> None:
+    """As of the model below adapters."""
+    trainer = adapting(make_trainer())
+    session = open_session(trainer, FakeDaemon(tmp_path), policy=windows(3), start_wait_s=WAIT_S)
+    states, _ = trained(trainer, session, 7)
+    room = session._optimizer_steps.gradients
+    assert {source.name.partition(".")[0] for source in room} == {"layers"}
+    newest = FakeDaemon(tmp_path).sealed()[max(FakeDaemon(tmp_path).sealed())]
+    layout = decode_layout((newest.home / "layout.json").read_bytes())
+    with (newest.home / "arena").open("rb") as arena:
+        arena.seek(newest.piece_map.slot * layout.slot_bytes + newest.manifest.extras_offset)
+        record = decode_record(arena.read(newest.manifest.extras_bytes))
+    assert record is not None
+    frames = frames_of(layout, record.schedule, record.state_end)
+    assert {entry.tensor for frame in frames for entry in frame} <= {s.name for s in room}
+    restored = adapting(make_trainer(seed=99))
+    daemon = FakeDaemon(tmp_path, epoch=2)
+    session = open_session(restored, daemon, policy=windows(3), start_wait_s=WAIT_S)
+    assert session.restore() == 7
+    same(restored.state(), states[7])
 
 
 def test_a_step_that_a_scaler_leaves_out_is_left_out_again(

@@ -123,13 +123,15 @@ def compute_entries(layout: Layout) -> tuple[Entry, ...]:
 
 def frames_of(layout: Layout, schedule: Schedule, start: int) -> tuple[tuple[Entry, ...], ...]:
     """Entries of each frame, at their offsets in the payload. Those of gradients have the names of
-    their parameters.
+    their parameters; of parameters that no optimizer holds there are none.
 
     Args:
         start: first byte of the frames.
     """
     entries, end = compute_entries(layout), start
     gradients = schedule.repeats is Repeats.OPTIMIZER
+    if gradients:
+        entries = tuple(entry for entry in entries if entry.param_group >= 0)
     frames = []
     for slot in range(schedule.window):
         frame = []

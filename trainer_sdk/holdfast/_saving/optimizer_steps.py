@@ -129,7 +129,7 @@ class OptimizerSteps:
     def _make_rooms(self) -> tuple[TensorSource, ...]:
         parts: dict[int, list[TensorSource]] = defaultdict(list)
         for source in self._live.sources():
-            if source.role is TensorRole.COMPUTE:
+            if source.role is TensorRole.COMPUTE and source.whole.param_group >= 0:
                 parts[id(self._live.anchors[source.name].parameter)].append(source)
         known, self._rooms = self._rooms, {}
         found: list[TensorSource] = []
