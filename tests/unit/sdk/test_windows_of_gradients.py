@@ -256,15 +256,44 @@ def test_a_change_before_the_optimizer_is_noticed_in_the_first_window(
     assert handles[6].error is session.problem
 
 
+def test_a_change_of_many_units_that_begins_later_ends_saves_before_a_window_holds_it(
+    make_trainer: Any, open_session: Any, tmp_path: Path, same: Same
+) -> None:
+    """As an average of weights would, which begins after the first windows: the window before is
+    the recovery line, and is whole."""
+
+    def shrink(trainer: Any, step: int) -> None:
+        with torch.no_grad():
+            for p in trainer.model.parameters() if step > 12 else ():
+                p.mul_(0.5)
+
+    trainer = make_trainer()
+    session = open_session(trainer, FakeDaemon(tmp_path), policy=windows(3), start_wait_s=WAIT_S)
+    states, handles = trained(trainer, session, 16, shrink)
+    assert "changed after the optimizer's step" in str(handles[12].error)
+    assert session.problem is handles[12].error
+    last, state = restored_state(make_trainer, open_session, tmp_path)
+    assert last == 10
+    same(state, states[10])
+
+
 def test_a_later_change_beside_the_optimizer_is_never_restored_in_silence(
     make_trainer: Any, open_session: Any, tmp_path: Path
 ) -> None:
+    """The unit that is watched in that step is another one."""
+
+    def change_another_expert(trainer: Any, step: int) -> None:
+        with torch.no_grad():
+            for p in trainer.model.layers[0].listed["experts"][1].parameters() if step > 6 else ():
+                p.mul_(0.5)
+
     trainer = make_trainer()
     session = open_session(trainer, FakeDaemon(tmp_path), policy=windows(3), start_wait_s=WAIT_S)
-    later = [clamp if step > 6 else (lambda trainer, step: None) for step in range(11)]
-    trained(trainer, session, 7, lambda trainer, step: later[step](trainer, step))
+    _, handles = trained(trainer, session, 7, change_another_expert)
+    assert handles[6].error is None
     with pytest.raises(
-        holdfast.CorruptError, match=r"steps 6 to 7 does not give the state .*expert0"
+        holdfast.CorruptError,
+        match=r"steps 6 to 7 does not give the state .*expert1.*Delete the job and create it again",
     ):
         restored_state(make_trainer, open_session, tmp_path)
 
