@@ -6,6 +6,7 @@ the plan. Time: from `save` until training could go on, with nothing to overlap 
 of a boundary costs, as ratios to a plain copy of the same bytes. Recovery: the example of pipeline
 stages runs on virtual nodes, and all ranks of a stage are killed within a window. A run whose bytes
 are not those of an undisturbed one, or in which another stage repeats a step, counts as failed.
+All that with both kinds of windows: with weights, whose training is repeated, and with gradients.
 
 Writes build/bench/sparse.json and sparse.png; the exit code is 1 when a target is missed.
 """
@@ -14,10 +15,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -38,7 +40,7 @@ from benchmarks.measure import timed
 from holdfast._elastic.boundary_log import BoundaryLog, Crossing, Key, bytes_of
 from holdfast.testing import FakeDaemon
 from holdfast_core.experts.sparse_windows import Operator, cut, save_bytes
-from holdfast_core.job.snapshots import Full, SparseWindows
+from holdfast_core.job.snapshots import Full, Repeats, SparseWindows
 from holdfast_core.planning.boundary_logs import plan_logs
 from holdfast_core.snapshots.units import UnitKey, UnitKind
 from holdfast_operator.cli.demo_stages import (
@@ -52,13 +54,16 @@ from holdfast_operator.cli.demo_stages import (
 
 ROOT = Path(__file__).resolve().parents[1]
 PAPER = (32, 28, 24)
-"""Bytes of the saves of a window, of 72 (MoEvement fig. 6)."""
+"""Bytes of the saves of a window, of 72 (MoEvement fig. 6); in the opposite order where they hold
+gradients of earlier units in place of weights of later ones."""
 EXPERTS, WINDOW, WIDTH = 6, 3, 1024
 MESSAGE_BYTES = 8 << 20
 WAIT_S = 60.0
 STEP_BYTES = 4
 """Of the number of steps that AdamW keeps of each parameter, which the paper does not count."""
 NEXT_STEP_S_MAX, PLAN_ERROR_MAX = 5.0, 0.02
+Figures = dict[str, tuple[object, bool | None]]
+"""Name of a figure → its value, and whether it meets its target, if it has one."""
 
 
 class Experts(nn.Module):
@@ -124,13 +129,13 @@ def units_of(saves: Sequence[int], width: int = WIDTH) -> list[float]:
     return [(nbytes - STEP_BYTES * EXPERTS // WINDOW) / width**2 for nbytes in saves]
 
 
-def planned_saves() -> tuple[int, ...]:
+def planned_saves(repeats: Repeats = Repeats.TRAINING) -> tuple[int, ...]:
     """Bytes of the saves of the worked example, as the schedule has them."""
     operators = [
         Operator(unit=UnitKey(0, UnitKind.EXPERT, one), compute_bytes=2, state_bytes=12)
         for one in range(EXPERTS)
     ]
-    return save_bytes(cut(operators, WINDOW), operators)
+    return save_bytes(cut(operators, WINDOW, repeats), operators)
 
 
 def log_cost(repetitions: int) -> float:
@@ -147,10 +152,11 @@ def log_cost(repetitions: int) -> float:
 
 def recoveries(
     folder: Path, repetitions: int, steps: int
-) -> tuple[list[StagesReport], list[float]]:
-    """Runs that lose a stage, each another one; and for each rank the bytes that it logged in a
-    step, beside the plan."""
-    reports, errors = [], []
+) -> tuple[dict[Repeats, list[StagesReport]], list[float]]:
+    """Runs that lose a stage, each another one, with both kinds of windows; and for each rank the
+    bytes that it logged in a step, beside the plan."""
+    errors = []
+    reports: dict[Repeats, list[StagesReport]] = {repeats: [] for repeats in Repeats}
     plan = plan_logs(
         stages_job(folder, steps),
         activation_bytes=32 * 64 * 2,  # the example's sequences of 32 positions of 64 bfloat16
@@ -159,17 +165,81 @@ def recoveries(
         lag_steps=1,
     )
     expected = asyncio.run(undisturbed(folder, steps))
-    for number in range(repetitions):
-        stage = 1 - number % 2
-        found = asyncio.run(
-            lose_stage(folder / f"run-{number + 1}", steps, stage, lambda event: None)
-        )
-        reports.append(account(found, expected, stage))
+    for number, repeats in itertools.product(range(repetitions), Repeats):
+        stage, of_run = 1 - number % 2, folder / f"run-{number + 1}-{repeats}"
+        found = asyncio.run(lose_stage(of_run, steps, stage, lambda event: None, repeats))
+        report = account(found, expected, stage)
+        reports[repeats].append(report)
         for rank in RANKS:
             logged = [line.logged for line in found.lines[rank]]
             most = max(after - before for before, after in pairwise(logged))
-            errors.append(most / plan.step_bytes[reports[-1].ranks[rank].stage] - 1)
+            errors.append(most / plan.step_bytes[report.ranks[rank].stage] - 1)
     return reports, errors
+
+
+def figures_of_saves() -> tuple[Figures, list[float]]:
+    """Figures of what saves hold and cost; and the bytes of those with weights, where an expert has
+    one parameter."""
+    saves = 1 + 5 * WINDOW
+    weights, weights_s, weights_bytes = measured_saves(SparseWindows(window=WINDOW), saves)
+    by_gradients = SparseWindows(window=WINDOW, repeats=Repeats.OPTIMIZER)
+    gradients, gradients_s, gradients_bytes = measured_saves(by_gradients, saves)
+    full, full_s, _ = measured_saves(Full(), 6)
+    of_weights, of_gradients = units_of(weights[-WINDOW:]), units_of(gradients[-WINDOW:])
+    stalls = [
+        round(statistics.median(each[1 + WINDOW :]) / statistics.median(full_s[1:]), 3)
+        for each in (weights_s, gradients_s)
+    ]
+    planned_window = sum(planned_saves()) * WIDTH**2
+    off = [nbytes / planned_window - 1 for nbytes in (weights_bytes, gradients_bytes)]
+    figures: Figures = {
+        "bytes of each save, of 72, by the schedule": (list(planned_saves()), None),
+        "bytes of each save, of 72, measured": (of_weights, tuple(of_weights) == PAPER),
+        "bytes of each save with gradients, by the schedule": (
+            list(planned_saves(Repeats.OPTIMIZER)),
+            None,
+        ),
+        "bytes of each save with gradients, measured": (
+            of_gradients,
+            tuple(of_gradients) == PAPER[::-1],
+        ),
+        "bytes of a full snapshot with weights, measured": (
+            (full[-1] - STEP_BYTES * EXPERTS) / WIDTH**2,
+            None,
+        ),
+        "stall of a save that nothing overlaps, × full": (stalls[0], None),
+        "the same, with gradients": (stalls[1], None),
+        "log of a message, × memcpy": (round(log_cost(30), 2), None),
+        "slot of a window beside the plan, with weights and with gradients, %": (
+            [round(100 * each, 3) for each in off],
+            max(map(abs, off)) <= PLAN_ERROR_MAX,
+        ),
+    }
+    return figures, of_weights
+
+
+def figures_of_recoveries(
+    reports: Mapping[Repeats, Sequence[StagesReport]], log_errors: Sequence[float]
+) -> Figures:
+    """Figures of runs that have lost a stage."""
+    figures: Figures = {
+        "log of a step beside the plan, %": (
+            round(100 * max(log_errors, key=abs), 3),
+            max(map(abs, log_errors)) <= PLAN_ERROR_MAX,
+        ),
+    }
+    for repeats, runs in reports.items():
+        next_s = [report.next_step_seconds for report in runs]
+        kind = "" if repeats is Repeats.TRAINING else ", with gradients"
+        figures[f"kill of a stage to the next step{kind}, s"] = (
+            round(statistics.median(next_s), 2),
+            max(next_s) <= NEXT_STEP_S_MAX,
+        )
+        figures[f"steps repeated by each rank{kind}"] = (
+            [[_count(one.repeated) for one in report.ranks] for report in runs],
+            all(report.success for report in runs),
+        )
+    return figures
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -180,46 +250,21 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--repetitions", type=int, default=3, help="runs that lose a stage (default %(default)s)")
+    add(
+        "--repetitions",
+        type=int,
+        default=3,
+        help="runs that lose a stage, with each kind of windows (default %(default)s)",
+    )
     add("--steps", type=int, default=90, help="steps of each run (default %(default)s)")
     add("--output", type=Path, default=ROOT / "build" / "bench" / "sparse.json")
     options = parser.parse_args(argv)
     machine = facts()
     torch.use_deterministic_algorithms(True)
-    sparse, sparse_s, window_bytes = measured_saves(SparseWindows(window=WINDOW), 1 + 5 * WINDOW)
-    full, full_s, _ = measured_saves(Full(), 6)
-    per_unit = units_of(sparse[-WINDOW:])
+    figures, per_unit = figures_of_saves()
     with tempfile.TemporaryDirectory(prefix="holdfast-bench-sparse-") as folder:
         reports, log_errors = recoveries(Path(folder), options.repetitions, options.steps)
-    stall = statistics.median(sparse_s[1 + WINDOW :]) / statistics.median(full_s[1:])
-    next_s = [report.next_step_seconds for report in reports]
-    planned_window = sum(planned_saves()) * WIDTH**2
-    figures: dict[str, tuple[object, bool | None]] = {
-        "bytes of each save, of 72, by the schedule": (list(planned_saves()), None),
-        "bytes of each save, of 72, measured": (per_unit, tuple(per_unit) == PAPER),
-        "bytes of a full snapshot with weights, measured": (
-            (full[-1] - STEP_BYTES * EXPERTS) / WIDTH**2,
-            None,
-        ),
-        "stall of a save that nothing overlaps, × full": (round(stall, 3), None),
-        "log of a message, × memcpy": (round(log_cost(30), 2), None),
-        "slot of a window beside the plan, %": (
-            round(100 * (window_bytes / planned_window - 1), 3),
-            abs(window_bytes / planned_window - 1) <= PLAN_ERROR_MAX,
-        ),
-        "log of a step beside the plan, %": (
-            round(100 * max(log_errors, key=abs), 3),
-            max(map(abs, log_errors)) <= PLAN_ERROR_MAX,
-        ),
-        "kill of a stage to the next step, s": (
-            round(statistics.median(next_s), 2),
-            max(next_s) <= NEXT_STEP_S_MAX,
-        ),
-        "steps repeated by each rank": (
-            [[_count(one.repeated) for one in report.ranks] for report in reports],
-            all(report.success for report in reports),
-        ),
-    }
+    figures |= figures_of_recoveries(reports, log_errors)
     report = {
         "figures": {name: value for name, (value, _) in figures.items()},
         "met": {name: met for name, (_, met) in figures.items() if met is not None},
@@ -228,7 +273,7 @@ def main(argv: list[str] | None = None) -> int:
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
-    draw(options.output.with_suffix(".png"), per_unit, reports)
+    draw(options.output.with_suffix(".png"), per_unit, reports[Repeats.TRAINING])
     table = Table("figure", "value", "target")
     for name, (value, met) in figures.items():
         table.add_row(name, str(value), "" if met is None else "met" if met else "[red]missed[/]")

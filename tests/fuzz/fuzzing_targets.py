@@ -17,6 +17,7 @@ from typing import Any
 import fuzzing_seeds as seeds
 import fuzzing_service
 import fuzzing_surroundings
+import msgspec
 import xxhash
 from google.protobuf.message import DecodeError
 
@@ -25,6 +26,13 @@ from holdfast_core.catalogue.records import losses_of_state, ranks_of_state, sta
 from holdfast_core.catalogue.recoveries import history_of
 from holdfast_core.errors import CorruptError, HoldfastError, InvalidJobError, known_code
 from holdfast_core.job.parsing import check_local, ignored_locally, parse_job
+from holdfast_core.protection.replaying import (
+    ReplayEvidence,
+    ReplayPlan,
+    decode_evidence,
+    encode_evidence,
+    plan_replay,
+)
 from holdfast_core.quantities import parse_bytes
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import (
@@ -236,6 +244,89 @@ def _extras_seeds() -> list[bytes]:
     return [encode_extras(state)[4:], encode_extras([[]] * 3)[4:]]
 
 
+# --- between ranks --------------------------------------------------------------------------------
+
+
+def _window_record(data: bytes) -> None:
+    from holdfast._experts import windows
+
+    record = windows.decode_record(b"hfw1" + data)
+    assert record is not None
+    assert windows.decode_record(windows.encode_record(record)) == record
+    assert record.schedule.window == len(record.extras) and record.restored_extras in record.extras
+    for entry in windows.restored_entries(seeds.LAYOUT, record):
+        assert 0 <= entry.offset <= seeds.LAYOUT.extras_offset - entry.nbytes
+
+
+def _window_record_seeds() -> list[bytes]:
+    from holdfast._experts.windows import WindowRecord, encode_record
+    from holdfast_core.job.snapshots import Repeats
+
+    first, second = (entry.unit for entry in seeds.LAYOUT.entries)
+    training = WindowRecord(
+        first=7,
+        slots=((first,), (second,)),
+        early=("embed.weight:exp_avg",),
+        state_end=seeds.LAYOUT.extras_offset,
+        extras=(b"hfx1", b""),
+    )
+    optimizer = msgspec.structs.replace(
+        training,
+        slots=((second,), (first,)),
+        late=training.early,
+        early=(),
+        repeats=Repeats.OPTIMIZER,
+        optimizer_steps=(b"", b"hfx1"),
+        digests={second: 2**64 - 1},
+    )
+    return [encode_record(one)[4:] for one in (training, optimizer)]
+
+
+def _log_part(data: bytes) -> None:
+    from holdfast._elastic.boundary_log import decode_part, encode_part
+    from holdfast._elastic.pipeline import BoundaryReplay
+
+    part = decode_part(data)
+    assert decode_part(encode_part(part)) == part
+    plan = ReplayPlan(scope=(0,), line=1, target=2, sources={0: (1,)}, shared_by=1)
+    replay = BoundaryReplay(plan, {1: part})
+    replay.end()
+    assert bool(replay.divergence) == bool(part.sent or part.received)
+
+
+def _log_part_seeds() -> list[bytes]:
+    from holdfast._elastic.boundary_log import Crossing, Key, LogPart, Message, encode_part
+
+    sent = (Message(Key(2, Crossing.GRADIENT, 0), b"abc", xxhash.xxh3_64_intdigest(b"abc")),)
+    received = ((Key(2, Crossing.ACTIVATION, 1), 2**64 - 1), (Key(2, Crossing.SHARED, 0), 1))
+    return [encode_part(LogPart(sent, received)), encode_part(LogPart())]
+
+
+def _replay_evidence(data: bytes) -> None:
+    """Statements of two ranks, a zero byte between them."""
+    first, _, second = data.partition(b"\0")
+    evidence = [decode_evidence(first), decode_evidence(second)]
+    assert [decode_evidence(encode_evidence(one)) for one in evidence] == evidence
+    plan = plan_replay(evidence)
+    if not isinstance(plan, str):
+        assert 0 <= plan.line <= plan.target
+        assert plan.shared_by not in plan.scope
+
+
+def _replay_evidence_seeds() -> list[bytes]:
+    logged = {"line": 3, "whole": 6, "topology": "dp1·ep1·tp1·pp2"}
+    kept = ReplayEvidence(step=8, logged_from=1, logged_to=8, **logged)  # type: ignore[arg-type]
+    lost = ReplayEvidence(ring=True, **logged)  # type: ignore[arg-type]
+    refusing = ReplayEvidence(step=8, problem="nothing was protected yet")
+    return [
+        b"\0".join(map(encode_evidence, pair))
+        for pair in ((kept, lost), (lost, kept), (refusing, lost))
+    ]
+
+
+# --- records of the catalogue, and tokens ---------------------------------------------------------
+
+
 def _redis(data: bytes) -> None:
     kind, _, rest = data.partition(b"\n")
     text = rest.decode(errors="replace")
@@ -340,6 +431,19 @@ TARGETS: tuple[Target, ...] = (
         allowed=(CorruptError,),
     ),
     Target(name="extras", parse=_extras, seeds=_extras_seeds, allowed=(CorruptError,)),
+    Target(
+        name="window-record",
+        parse=_window_record,
+        seeds=_window_record_seeds,
+        allowed=(CorruptError,),
+    ),
+    Target(name="log-part", parse=_log_part, seeds=_log_part_seeds, allowed=(CorruptError,)),
+    Target(
+        name="replay-evidence",
+        parse=_replay_evidence,
+        seeds=_replay_evidence_seeds,
+        allowed=(CorruptError,),
+    ),
     Target(name="redis-record", parse=_redis, seeds=seeds.redis_records, allowed=()),
     Target(name="web-token", parse=_web_token, seeds=seeds.web_tokens, allowed=()),
     Target(name="token-claims", parse=_token_claims, seeds=seeds.token_claims, allowed=()),

@@ -1,14 +1,21 @@
 """The example trainer of pipeline stages, slowed down, with a snapshot at every n-th step only and,
-where a test asks for it, stages that draw other numbers in a replay."""
+where a test asks for it, stages that draw other numbers in a replay.
+
+Faults are as in `staying_trainer`, at the points `repeat-<n>` before the n-th step that a process
+repeats alone.
+"""
 
 from __future__ import annotations
 
+import itertools
+import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from staying_trainer import Faults
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import train_moe_pipeline
@@ -35,23 +42,28 @@ def save_every(steps: int) -> None:
     owner.save = sometimes
 
 
-def change_steps(*, diverge: bool) -> None:
-    """Slow each step down, and put random generators into another state before each step that is
-    repeated, if `diverge`."""
+def change_steps(faults: Faults, *, diverge: bool) -> None:
+    """Slow each step down, make each step that is repeated a point, and put random generators into
+    another state before it, if `diverge`."""
     owner: Any = ElasticSession
     begin = owner.begin
+    repeated = itertools.count(1)
 
     def begin_differently(session: ElasticSession, step: int) -> None:
         begin(session, step)
         time.sleep(PACE_S)
-        if diverge and session._replaying is not None:
+        if session._replaying is None:
+            return
+        faults.at(f"repeat-{next(repeated)}")
+        if diverge:
             torch.manual_seed(step)
 
     owner.begin = begin_differently
 
 
 if __name__ == "__main__":
-    every, diverge, *rest = sys.argv[1:]
+    every, diverge, directory, *rest = sys.argv[1:]
     save_every(int(every))
-    change_steps(diverge=diverge == "diverge")
-    train_moe_pipeline.main(rest)
+    faults = Faults(Path(directory), int(os.environ["RANK"]))
+    change_steps(faults, diverge=diverge == "diverge")
+    train_moe_pipeline.main(["--directory", directory, *rest])

@@ -242,7 +242,8 @@ class RawTrainer:
         self.commit(slot, step)
         return True
 
-    def grant(self, step: int) -> int | None:
+    def grant(self, step: int, first_step: int = 0) -> int | None:
+        """Ask for a slot; for that of a window, if `first_step` is the step of its first save."""
         unchanged: frozenset[int] = frozenset()
         if self._base is not None:
             unchanged = unchanged_in(self.policy, self.rank, step, self.nbytes)
@@ -251,6 +252,7 @@ class RawTrainer:
                 session=self.session,
                 epoch=self.epoch,
                 step=step,
+                first_step=first_step,
                 base=codec.optional_generation_to_proto(self._base),
                 unchanged=bit_map(unchanged, self._slot_bytes // PIECE_BYTES),
             ),

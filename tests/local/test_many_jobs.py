@@ -157,6 +157,63 @@ def test_a_job_that_changes_its_world_leaves_another_one_on_its_nodes_alone(
     assert steady.check_restored(steady.start_trainers(), newest) == newest
 
 
+class WindowedJob(RawJob):
+    """A job that saves windows of steps, each into one slot."""
+
+    WINDOW = 4
+
+    def begin_window(self) -> None:
+        """Write the first half of a window."""
+        for trainer in self.trainers:
+            slot = trainer.grant(self.step + self.WINDOW, first_step=self.step + 1)
+            assert slot is not None
+            trainer.copy(slot, self.step + self.WINDOW, part=0.5)
+            self._slots[trainer.rank] = slot
+
+    def end_window(self) -> None:
+        """Write the rest, and seal it; return when it is protected."""
+        self.step += self.WINDOW
+        for trainer in self.trainers:
+            trainer.copy(self._slots[trainer.rank], self.step)
+            trainer.commit(self._slots[trainer.rank], self.step)
+        self.wait_protected(self.step)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.policy = PolicyType.FULL
+        self._slots: dict[int, int] = {}
+
+
+def test_two_jobs_with_windows_share_nodes_of_which_one_job_loses_one(cluster: RawCluster) -> None:
+    """Both are in the middle of a window. The job whose node it was goes back to its newest whole
+    window; the other one completes the window that it was writing."""
+    nodes = cluster.start_nodes(MEMBERS)
+    losing = WindowedJob(cluster, nodes[:-1], name="team/losing")
+    other = WindowedJob(cluster, nodes[1:], name="team/other")
+    for job in (losing, other):
+        job.form()
+        job.start_trainers()
+        job.begin_window()
+    for job in (other, losing):
+        job.end_window()
+        job.begin_window()
+    whole = losing.generation
+    cluster.daemons[losing.nodes[0]].lose()
+    other.end_window()
+    (losing.nodes[0],) = cluster.start_nodes(1)
+    losing.form()
+    assert losing.check_restored(losing.start_trainers(), whole) == whole
+    for job in (losing, other):
+        job.begin_window()
+    for job in (losing, other):
+        job.end_window()
+    assert other.epoch == 1
+    for job in (losing, other):
+        newest = job.generation
+        job.form()
+        assert job.check_restored(job.start_trainers(), newest) == newest
+
+
 def test_sigterm_ends_a_daemon_at_once_and_the_next_one_takes_everything_over(
     combination: Combination,
 ) -> None:

@@ -58,10 +58,10 @@ TWO_BY_TWO, THREE = Shape(2, 2), Shape(3, 1)
 
 def make_job(directory: Path, shape: Shape, log_mib: float, how: str, window: int) -> Any:
     every = 1 if window else EVERY
-    script = [sys.executable, pipeline_trainer.__file__, str(every), how]
+    script = [sys.executable, pipeline_trainer.__file__, str(every), how, str(directory)]
     sparse = {"policy": {"type": "Sparse", "sparse": {"window": window}}} if window else {}
     options = ["--steps", str(STEPS), *shape.options, "--log-mib", str(log_mib)]
-    container = {"name": "trainer", "command": [*script, *options, "--directory", str(directory)]}
+    container = {"name": "trainer", "command": [*script, *options]}
     return parse_job(
         {
             "apiVersion": "holdfast.dev/v1alpha1",
@@ -106,14 +106,29 @@ def lines_of(directory: Path, rank: int) -> list[Line]:
     return [Line(**json.loads(line)) for line in text.split("\n")[:-1]]
 
 
+@dataclass(frozen=True)
+class Fault:
+    """What happens while steps are repeated."""
+
+    at: int
+    """Rank that comes to its second repeated step."""
+    rank: int
+    """Rank that is hit."""
+    daemon: bool = False
+    """Whether its daemon ends, as it does when it is upgraded; otherwise its process is killed."""
+
+    def __str__(self) -> str:
+        return f"{'daemon-of-' * self.daemon}rank-{self.rank}-at-{self.at}"
+
+
 @functools.cache
 def undisturbed(shape: Shape) -> list[list[Line]]:
     """The steps of each rank in a run that nothing disturbs, without a daemon."""
     with tempfile.TemporaryDirectory() as path:
         count = str(len(shape.ranks))
         script = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", count]
-        trainer = [pipeline_trainer.__file__, str(EVERY), "same", *shape.options]
-        options = ["--steps", str(STEPS), "--directory", path]
+        trainer = [pipeline_trainer.__file__, str(EVERY), "same", path, *shape.options]
+        options = ["--steps", str(STEPS)]
         subprocess.run([*script, *trainer, *options], check=True, timeout=WAIT_S)
         return [lines_of(Path(path), rank) for rank in shape.ranks]
 
@@ -127,6 +142,8 @@ class Run:
         self.directory, self.shape, self.window = directory, shape, window
         self.whole = 0
         """Step of the newest protected generation at the newest loss."""
+        self.incarnation = 0
+        """That of the daemon that a fault has hit, before it."""
         self.cluster = LocalCluster(
             make_job(directory, shape, log_mib, how, window),
             LocalSettings(directory=directory / "run"),
@@ -140,9 +157,9 @@ class Run:
     def lines(self) -> list[list[Line]]:
         return [lines_of(self.directory, rank) for rank in self.shape.ranks]
 
-    async def lose(self, *losses: Sequence[int]) -> None:
+    async def lose(self, *losses: Sequence[int], then: Sequence[Fault] = ()) -> None:
         """Train to the end, and lose these stages on the way, each time after some steps that are
-        in no snapshot."""
+        in no snapshot; `then` happens while they repeat steps."""
         async with self.cluster as cluster:
             step = 0
             for stages in losses:
@@ -150,9 +167,22 @@ class Run:
                 await cluster.wait_for(is_time, timeout_s=WAIT_S, what="steps after a snapshot")
                 found = self.lines()
                 step = max(lines[-1].step for lines in found)
+                for fault in then:
+                    self._prepare(fault, found)
                 for rank in self.shape.ranks_of(stages):
                     os.kill(found[rank][-1].pid, signal.SIGKILL)
             assert await cluster.finished(timeout_s=WAIT_S) is Outcome.COMPLETE
+
+    def _prepare(self, fault: Fault, found: Sequence[Sequence[Line]]) -> None:
+        """Have `fault` happen, once."""
+        node = self.cluster.status.node(self.cluster.status.members[fault.rank].node)
+        assert node is not None
+        pid = found[fault.rank][-1].pid
+        signal_and_pid = f"SIGTERM {node.daemon_pid}" if fault.daemon else f"SIGKILL {pid}"
+        if not fault.daemon and fault.at == fault.rank:
+            signal_and_pid = "SIGKILL"  # of the process that comes there
+        (self.directory / f"fault-{fault.at}").write_text(f"repeat-2 {signal_and_pid}")
+        self.incarnation = node.incarnation
 
     def _is_time(self, after: int, status: Status) -> bool:
         """Whether some steps have followed a protected generation, and step `after` as well."""
@@ -319,3 +349,45 @@ def test_all_stages_go_back_where_a_replay_differs(window: int) -> None:
         asyncio.run(run.lose([0]))
         check_all_went_back(run, [0])
         assert "is not what rank 2 had received" in run.cluster.status.recoveries[-1].replay
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("window", [0, WINDOW])
+@pytest.mark.parametrize(
+    "faults",
+    [[Fault(0, 0)], [Fault(0, 2)], [Fault(0, 0), Fault(1, 3)]],
+    ids=["of-the-stage", "of-its-neighbour", "of-both"],
+)
+def test_all_stages_go_back_where_a_rank_dies_while_one_repeats_steps(
+    faults: list[Fault], window: int
+) -> None:
+    with running(TWO_BY_TWO, window=window) as run:
+        asyncio.run(run.lose([0], then=faults))
+        assert not list(run.directory.glob("fault-*"))
+        killed, lost = [fault.rank for fault in faults], run.shape.ranks_of([0])
+        for rank, lines in enumerate(run.check_end()):
+            assert len({line.pid for line in lines}) == 1 + (rank in lost) + (rank in killed)
+            assert [line.step for line in lines].count(run.line + 1) > 1
+            states = {line.step: line.state for line in undisturbed(run.shape)[rank]}
+            whole = run.with_whole_states(lines)  # what was repeated in between as well
+            assert all(line.state == states[line.step] for line in whole)
+        assert run.cluster.status.recoveries[-1].source is RestoreSource.LOCAL
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("fault", "window"), [(Fault(0, 0, True), WINDOW), (Fault(0, 3, True), 0)], ids=str
+)
+def test_a_daemon_is_renewed_while_a_stage_repeats_steps(fault: Fault, window: int) -> None:
+    """It ends as Kubernetes ends it when the operator renews daemons, and another one starts on its
+    memory: that of a rank which repeats steps, and that of one which waits."""
+    with running(TWO_BY_TWO, window=window) as run:
+        asyncio.run(run.lose([0], then=[fault]))
+        assert not list(run.directory.glob("fault-*"))
+        check_replay(run, [0])
+        renewed = run.cluster.status.node(run.cluster.status.members[fault.rank].node)
+        assert renewed is not None and renewed.incarnation > run.incarnation

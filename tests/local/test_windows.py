@@ -20,6 +20,7 @@ import windows_trainer
 from holdfast_core.job.parsing import parse_job
 from holdfast_core.job.snapshots import Repeats
 from holdfast_operator.local import LocalCluster, LocalSettings, Status
+from holdfast_operator.local.status import NodeStatus
 
 WAIT_S = 120.0
 RANKS_OF = {"RAIM5": 2, "Replication": 2, "RAIM6": 4}
@@ -119,9 +120,20 @@ class Run:
     def fail(self, point: str, ranks: tuple[int, ...]) -> None:
         """Have the ranks suffer SIGKILL at their next arrival at a point."""
         for rank in ranks:
-            written = self.directory / f"fault-{rank}.tmp"
-            written.write_text(f"{point} SIGKILL")
-            written.replace(self.directory / f"fault-{rank}")
+            self._prepare(rank, f"{point} SIGKILL")
+
+    def renew(self, point: str, rank: int) -> NodeStatus:
+        """Have a rank's daemon end at the rank's next arrival at a point, as Kubernetes ends it
+        when the operator renews daemons; return what it is now."""
+        node = self.cluster.status.node(self.cluster.status.members[rank].node)
+        assert node is not None
+        self._prepare(rank, f"{point} SIGTERM {node.daemon_pid}")
+        return node
+
+    def _prepare(self, rank: int, fault: str) -> None:
+        written = self.directory / f"fault-{rank}.tmp"
+        written.write_text(fault)
+        written.replace(self.directory / f"fault-{rank}")
 
     def have_struck(self, status: Status) -> bool:
         """Whether all faults have happened."""
@@ -266,3 +278,26 @@ def test_a_job_is_suspended_in_the_middle_of_windows(repeats: Repeats) -> None:
             runner.run(run.suspend(False))
             runner.run(run.wait(epoch, step + 2 * run.window + 1, "windows after it"))
         run.check()
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("repeats", list(Repeats))
+def test_daemons_are_renewed_within_windows_and_while_one_is_repeated(repeats: Repeats) -> None:
+    """Another one starts on the memory of each. Its rank gives the window up that it was writing,
+    or goes on with the one that it repeats."""
+    with started(sparse(3, repeats), stay=False) as (run, runner):
+        for phase in range(3):
+            rank, epoch, step = phase % 2, run.cluster.status.epoch, run.step()
+            old = run.renew(f"saved-{phase}", rank)
+            runner.run(
+                run.cluster.wait_for(run.have_struck, timeout_s=WAIT_S, what="the daemon's end")
+            )
+            runner.run(run.wait(epoch - 1, step + 4 * run.window, "windows after a new daemon"))
+            assert run.cluster.status.epoch == epoch
+            run.renew("resumed", 1 - rank)
+            runner.run(run.lose((rank,), phase, "step"))
+            new = run.cluster.status.node(old.name)
+            assert new is not None and new.incarnation > old.incarnation
+        assert run.check() == (set() if repeats is OPTIMIZER else {1, 2})

@@ -4,7 +4,8 @@ It runs with processes that stay (`--stay`) or start anew. Each rank appends a l
 `log-<rank>`: digests of the weights that the step began with, of its gradients, and of the whole
 state after it. Which of the first two are equal in all executions of a step, whoever was frozen.
 Faults are as in `staying_trainer`, at the points `step-<n>` and `saved-<n>` of each step that is n
-modulo `--period`: a test need not know which step comes next.
+modulo `--period`: a test need not know which step comes next; and at `resumed` after the first step
+that follows a restore.
 """
 
 from __future__ import annotations
@@ -128,6 +129,8 @@ def main() -> None:
                 line["state"] = digest([*model.parameters(), *states])
                 log.write(json.dumps(line) + "\n")
             faults.at(f"saved-{step % args.period}")
+            if step.resumed:
+                faults.at("resumed")
     session.close()
     world.close()
 

@@ -46,3 +46,16 @@ def test_a_stage_that_repeats_a_window_alone_leaves_all_others_where_they_are() 
     assert cluster.counts["alone"] == 3 * (staging.RANKS - 1)
     assert not cluster.counts["goes back"]
     assert cluster.counts["frozen step"] >= 2
+
+
+@pytest.mark.parametrize("lies", ["messages", "digests"])
+def test_all_ranks_go_back_where_logs_lack_what_they_state(lies: str) -> None:
+    loss = staging.Loss(step=6, point="sum", victims=(1,), lies=lies)
+    with staging.surroundings():
+        cluster = staging.play(
+            staging.Schedule(
+                seed=-1, topology=Topology(dp=1, pp=4), window=3, steps=12, losses=(loss,)
+            )
+        )
+    assert cluster.counts["step alone"] > 0  # the replay runs to its end
+    assert cluster.counts["goes back"] == staging.RANKS - 1

@@ -47,7 +47,6 @@ from holdfast_core.errors import (
     SnapshotSkippedError,
     StepOrderError,
 )
-from holdfast_core.job.snapshots import Repeats
 from holdfast_core.protection.standing import StandingVerdict
 from holdfast_core.topology import Topology
 
@@ -80,7 +79,7 @@ class ProtectedSession(Session):
         self._engine = CopyEngine(settings.copy_threads, device)
         self._counts_tokens = policy.leaves_out or ordering is not None
         self._gradients = policy.gradients
-        self._optimizer_steps = OptimizerSteps(live, noted=settings.repeats is Repeats.OPTIMIZER)
+        self._optimizer_steps = OptimizerSteps(live, settings.repeats if settings.window else None)
         self._saver = Saver(
             client,
             exchange,
@@ -450,7 +449,7 @@ class ProtectedSession(Session):
         self._waited(began_s)
         self._gradients.before_step(optimizer)
         due = self._saver.gradients_due((self._last_step or 0) + 1)
-        self._optimizer_steps.before_step(optimizer, due)
+        self._optimizer_steps.before_step(optimizer, due, frozen=self._replay is not None)
         if self._replay is not None:
             self._replay.before_step(optimizer)
 

@@ -182,17 +182,15 @@ def cut(
     return Schedule(tuple(tuple(one.unit for one in run) for run in _within(operators, high)))
 
 
-def find_window(
-    operators: Sequence[Operator], budget_bytes: int, repeats: Repeats = Repeats.TRAINING
-) -> Schedule:
-    """The shortest window whose saves hold at most `budget_bytes` each (MoEvement §3.5). A unit
-    that exceeds them alone has a slot of its own; the window is then as good as it can be.
+def find_window(operators: Sequence[Operator], budget_bytes: int) -> Schedule:
+    """The shortest window whose saves hold at most `budget_bytes` each (MoEvement §3.5); with
+    gradients it is as long. A unit that exceeds them alone has a slot of its own; the window is
+    then as good as it can be.
 
     Raises:
         InvalidJobError: when there is no operator.
     """
-    in_order = operators[::-1] if repeats is Repeats.OPTIMIZER else operators
-    return cut(operators, len(_within(in_order, budget_bytes)), repeats)
+    return cut(operators, len(_within(operators, budget_bytes)))
 
 
 def save_bytes(schedule: Schedule, operators: Sequence[Operator]) -> tuple[int, ...]:

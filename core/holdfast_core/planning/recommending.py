@@ -110,21 +110,22 @@ def _model(
     if cost.policy is PolicyType.PARTIAL_EXPERTS:
         same = [each for each in found.costs if each.policy is cost.policy]
         levels = [*same[same.index(cost) :], found.costs[0]]
-    # With gradients, a window is a snapshot of one step that its saves have taken together.
-    whole = cost.experts if cost.repeats is Repeats.OPTIMIZER else 1
+    catches_up = cost.repeats is Repeats.OPTIMIZER
+    whole = cost.experts if catches_up else 1  # a restore needs the whole window protected
     last = max(2 * each.experts for each in levels[:-1]) if len(levels) > 1 else cost.experts
     return PolicyModel(
         name=cost.policy.value,
         levels=tuple(
             Level(
                 experts=each.experts if each is not found.costs[0] else last,
-                interval_steps=each.interval_steps * whole,
-                stall_s=each.stall_s * whole,
+                interval_steps=each.interval_steps,
+                stall_s=each.stall_s,
                 lost_tokens=each.lost_tokens / rate_per_s / assumed.step_s,
                 usable_after_s=each.copy_s + each.protect_s * whole * node_losses,
             )
             for each in levels
         ),
         loss_limit=assumed.loss_limit,
-        window_steps=(cost.experts if cost.policy is PolicyType.SPARSE and whole == 1 else 0),
+        window_steps=cost.experts if cost.policy is PolicyType.SPARSE else 0,
+        catches_up=catches_up,
     )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from holdfast_core.errors import HoldfastError
+from holdfast_core.errors import CorruptError, HoldfastError
 from holdfast_core.topology import Topology
 
 NO_LINE = -1
@@ -41,6 +41,26 @@ class ReplayEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """Whether its script's last stage may send to the first one."""
     problem: str = ""
     """Why it cannot take part; empty when it can."""
+
+
+_EVIDENCE = msgspec.json.Decoder(ReplayEvidence)
+
+
+def encode_evidence(evidence: ReplayEvidence) -> bytes:
+    """Encode a statement for the other ranks."""
+    return msgspec.json.encode(evidence)
+
+
+def decode_evidence(data: bytes) -> ReplayEvidence:
+    """Decode the statement of a rank.
+
+    Raises:
+        CorruptError: `encode_evidence` cannot have written it.
+    """
+    try:
+        return _EVIDENCE.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptError(f"its statement for a replay cannot be read: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -120,6 +120,8 @@ class TensorSize:
     private: bool = False
     """True when no other rank holds these bytes (a local shard of FSDP2 or of a sharded
     optimizer): the rank captures all of it, whatever its replicas do."""
+    trained: bool = True
+    """False for a parameter that no optimizer holds: windows have no gradient of it."""
 
     @property
     def is_expert(self) -> bool:

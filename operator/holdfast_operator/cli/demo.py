@@ -44,6 +44,7 @@ from rich.progress import (
 
 from holdfast_core.errors import HoldfastError, InvalidJobError, UnreachableError
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
+from holdfast_core.job.snapshots import Repeats
 from holdfast_core.job.status import Phase
 from holdfast_operator._environment import given
 from holdfast_operator.cli.demo_report import (
@@ -203,7 +204,7 @@ class DemoRun:
 def main(options: argparse.Namespace, play: Play | None = None) -> int:
     """Run the demo, or `play` instead; returns the exit code.
 
-    `options` has `report`, `steps`, `quick`, `policy`, `restart` and `keep`.
+    `options` has `report`, `steps`, `quick`, `policy`, `repeats`, `restart` and `keep`.
 
     Raises:
         InvalidJobError: when the examples are missing.
@@ -240,7 +241,8 @@ async def _demo(options: argparse.Namespace, work: Path, console: Console) -> bo
 
         def demo_run(name: str) -> DemoRun:
             folder = work / name.replace(" ", "-")
-            job = demo_job(folder, steps, options.policy, stay=not options.restart)
+            repeats, stay = Repeats(options.repeats), not options.restart
+            job = demo_job(folder, steps, options.policy, repeats, stay=stay)
             return DemoRun(name, job, folder, screen, steps)
 
         run = demo_run("run with faults")
@@ -373,20 +375,32 @@ def example_job(name: str, script: Path) -> dict[str, Any]:
     return job
 
 
-def demo_job(folder: Path, steps: int, policy: str = FULL, *, stay: bool = False) -> MoETrainingJob:
+def demo_job(
+    folder: Path,
+    steps: int,
+    policy: str = FULL,
+    repeats: Repeats = Repeats.TRAINING,
+    *,
+    stay: bool = False,
+) -> MoETrainingJob:
     """The job of the examples, with its log and hash in `folder`. With full snapshots it can go on
     with three nodes.
 
     Args:
+        repeats: what a recovery repeats of a sparse window.
         stay: whether processes stay when others are lost.
 
     Raises:
-        InvalidJobError: when the examples are missing.
+        InvalidJobError: when the examples are missing, or the policy has no windows of which the
+            optimizer's steps could be repeated.
     """
     script = EXAMPLES / "train_moe.py"
     job = example_job("moe-job.yaml", script)
     spec = job["spec"]
-    spec.setdefault("snapshot", {})["policy"] = {"type": policy}
+    chosen: dict[str, Any] = {"type": policy}
+    if repeats is Repeats.OPTIMIZER:
+        chosen["sparse"] = {"repeats": repeats.value}
+    spec.setdefault("snapshot", {})["policy"] = chosen
     if policy == FULL:
         spec |= {"minNodes": NODES_MIN, "nprocPerNode": RANKS_PER_NODE}
         spec["parallelism"] = {"dp": spec["nodes"] * RANKS_PER_NODE, "ep": RANKS_PER_NODE}

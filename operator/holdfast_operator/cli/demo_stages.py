@@ -24,6 +24,7 @@ from rich.table import Table
 
 from holdfast_core.errors import InvalidJobError, UnreachableError
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
+from holdfast_core.job.snapshots import Repeats
 from holdfast_operator._environment import given
 from holdfast_operator.cli.demo import EXAMPLES, FULL, example_job, steps_of
 from holdfast_operator.cli.demo_report import write_json
@@ -111,7 +112,7 @@ def check_options(options: argparse.Namespace) -> None:
     if options.restart or options.policy != FULL:
         raise InvalidJobError(
             "--stages has a job of its own, whose processes stay and whose policy is Sparse: leave "
-            "--restart and --policy out"
+            "--restart and --policy out; --repeats is fine"
         )
 
 
@@ -132,7 +133,7 @@ async def play(options: argparse.Namespace, work: Path, console: Console) -> boo
         f"{STAGES} stages of {REPLICAS} ranks with sparse windows of at most {WINDOW} steps, of "
         f"which stage {LOST_STAGE} is lost; then the same without; {steps} steps each."
     )
-    found = await lose_stage(work, steps, LOST_STAGE, show)
+    found = await lose_stage(work, steps, LOST_STAGE, show, Repeats(options.repeats))
     result = account(found, await undisturbed(work, steps), LOST_STAGE)
     console.print(_table(result))
     console.print(result.replay, highlight=False)
@@ -151,8 +152,12 @@ async def lose_stage(
     steps: int,
     lost_stage: int,
     on_event: Callable[[TimedEvent], None],
+    repeats: Repeats = Repeats.TRAINING,
 ) -> StageLoss:
     """Train, lose a stage within a window, and train to the end.
+
+    Args:
+        repeats: what a restore repeats of a window.
 
     Raises:
         InvalidJobError, UnreachableError, TimeoutError: see `play`.
@@ -165,7 +170,8 @@ async def lose_stage(
         _, _, protected = now.protected.partition(".")
         return now.ended or (bool(protected) and steps // 3 <= int(protected))
 
-    async with LocalCluster(stages_job(folder, steps), settings, on_event=on_event) as cluster:
+    job = stages_job(folder, steps, repeats)
+    async with LocalCluster(job, settings, on_event=on_event) as cluster:
         await cluster.wait_for(is_time, timeout_s=RUN_S, what="a protected window")
         killed_at = time.time()
         for rank in ranks_of(lost_stage):
@@ -248,14 +254,15 @@ def lines_of(folder: Path) -> list[list[TrainedStep]]:
     return [[_LINE.decode(line) for line in text.split(b"\n")[:-1]] for text in texts]
 
 
-def stages_job(folder: Path, steps: int) -> MoETrainingJob:
+def stages_job(folder: Path, steps: int, repeats: Repeats = Repeats.TRAINING) -> MoETrainingJob:
     """The job of the example with sparse windows, and its log in `folder`.
 
     Raises:
         InvalidJobError: when the examples are missing.
     """
     job = example_job("moe-pipeline-job.yaml", SCRIPT)
-    job["spec"]["snapshot"]["policy"] = {"type": "Sparse", "sparse": {"window": WINDOW}}
+    sparse = {"window": WINDOW, "repeats": repeats.value}
+    job["spec"]["snapshot"]["policy"] = {"type": "Sparse", "sparse": sparse}
     container = job["spec"]["trainer"]["template"]["spec"]["containers"][0]
     container["command"] = ["python", str(SCRIPT)]
     container["args"] = _arguments(folder, steps)

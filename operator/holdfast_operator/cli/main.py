@@ -602,6 +602,13 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "left for every node that is lost (default %(default)s)",
     )
     add(
+        "--repeats",
+        choices=["Training", "Optimizer"],
+        default="Training",
+        help="with --policy Sparse or --stages: what a recovery repeats of a window; with "
+        "Optimizer, saves hold gradients, and no training is repeated (default %(default)s)",
+    )
+    add(
         "--restart",
         action="store_true",
         help="start all processes again after a failure; otherwise those not lost stay",
@@ -617,7 +624,7 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "--elastic",
         action="store_true",
         help="another demo: uneven copies of experts on five nodes, four, three and five again; "
-        "no step is lost. --policy and --restart have no effect",
+        "no step is lost. --policy, --repeats and --restart have no effect",
     )
     add("--keep", action="store_true", help="keep the run's directory")
     parser.set_defaults(handler=_demo)

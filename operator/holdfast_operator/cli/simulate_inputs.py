@@ -210,7 +210,7 @@ def _possible(job: MoETrainingJob) -> frozenset[PolicyKind]:
         return frozenset({PolicyKind.FEWER})
     found = {PolicyKind.FULL, PolicyKind.PARTIAL, PolicyKind.SELECTIVE}
     if job.spec.persistence is None and job.spec.snapshot.interval.steps == 1:
-        found.add(PolicyKind.SPARSE_GLOBAL)
+        found |= {PolicyKind.SPARSE_GLOBAL, PolicyKind.SPARSE_GRADS}
     return frozenset(found)
 
 

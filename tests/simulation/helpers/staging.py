@@ -80,6 +80,9 @@ class Loss:
     """Whether a bit of a survivor's log flips at that instant."""
     diverges: bool = False
     """Whether the next replay computes something else."""
+    lies: str = ""
+    """What survivors' logs no longer hold from that instant, although they state it: `messages` of
+    the newest step, or `digests` of what they had received."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +138,7 @@ def _loss(rng: random.Random, step: int) -> Loss:
         unseen=frozenset(unseen),
         corrupts=kind < 0.1,
         diverges=0.1 <= kind < 0.25,
+        lies="messages" if 0.25 <= kind < 0.33 else "digests" if 0.33 <= kind < 0.4 else "",
     )
 
 
@@ -144,7 +148,7 @@ class Process:
 
     rank: int
     alive: bool = True
-    world: PlayedWorld | None = None
+    world: PipelineWorld | None = None
     session: ElasticSession | None = None
     pipeline: Pipeline | None = None
     newest: SaveHandle | None = None
@@ -189,6 +193,8 @@ class Cluster:
         """Epoch → the loss that led to it."""
         self.diverging: set[int] = set()
         """Epochs whose replays compute something else."""
+        self.lied = False
+        """Whether a log has begun to lie."""
         self.counts: Counter[str] = Counter()
         self._left = list(schedule.losses)
         self._gathered: dict[tuple[Any, ...], dict[int, Any]] = {}
@@ -259,6 +265,10 @@ class Cluster:
         if loss.corrupts:
             for one in living:
                 _flip(one)
+        if loss.lies:
+            self.lied = True
+            for one in living:
+                _lie(one, loss.lies)
         if loss.diverges:
             self.diverging.add(self.epoch)
         self.changed.notify_all()
@@ -267,7 +277,8 @@ class Cluster:
         """Where `loss` is to lead, if that is plain."""
         if not living:
             return "global"
-        if not self._settled or self.schedule.log_bytes < ROOM or loss.corrupts or loss.diverges:
+        doubtful = loss.corrupts or loss.diverges or loss.lies or self.lied
+        if not self._settled or self.schedule.log_bytes < ROOM or doubtful:
             return ""
         stages = [self.topology.coordinates(rank).pp for rank in loss.victims]
         whole = {stage for stage in stages if stages.count(stage) == self.topology.dp}
@@ -373,7 +384,7 @@ class Cluster:
             return
         self.counts["step alone" if alone else "step"] += 1
         digest = digest_of(inner)
-        if alone and epoch in self.diverging:
+        if alone and (epoch in self.diverging or self.lied):
             return  # what it has computed is compared when the replay ends
         if self.schedule.losses:
             wanted = undisturbed(self.topology, self.schedule.window)
@@ -401,7 +412,7 @@ class Cluster:
 class PlayedGroup:
     """Ranks of one stage."""
 
-    def __init__(self, world: PlayedWorld, ranks: Sequence[int]) -> None:
+    def __init__(self, world: PipelineWorld, ranks: Sequence[int]) -> None:
         self._world, self._ranks = world, tuple(ranks)
 
     def add_up(self, tensor: torch.Tensor) -> None:
@@ -410,7 +421,7 @@ class PlayedGroup:
         tensor.copy_(functools.reduce(torch.add, parts))
 
 
-class PlayedWorld:
+class PipelineWorld:
     """The part of `World` that a session and a pipeline use."""
 
     stays, size = True, RANKS
@@ -482,17 +493,17 @@ class PlayedWorld:
     def add_up(self, tensor: torch.Tensor) -> None:
         tensor.copy_(functools.reduce(torch.add, self.gather("sum", tensor.clone())))
 
-    def exchange(self, timeout_s: float) -> PlayedExchange:
+    def exchange(self, timeout_s: float) -> PipelineExchange:
         del timeout_s
-        return PlayedExchange(self._cluster, self._process, self, "loop")
+        return PipelineExchange(self._cluster, self._process, self, "loop")
 
 
-class PlayedExchange:
+class PipelineExchange:
     """Exchange of one epoch."""
 
     together = True
 
-    def __init__(self, cluster: Cluster, process: Process, world: PlayedWorld, name: str) -> None:
+    def __init__(self, cluster: Cluster, process: Process, world: PipelineWorld, name: str) -> None:
         self._cluster, self._process, self._world, self._name = cluster, process, world, name
 
     def gather(self, data: bytes) -> list[bytes]:
@@ -589,6 +600,18 @@ def _flip(process: Process) -> None:
             step.sent[key] = type(message)(message.key, bytes(data), message.digest)
 
 
+def _lie(process: Process, about: str) -> None:
+    """Let a process's log lose what it states to have; see `Loss.lies`."""
+    log = process.pipeline.log if process.pipeline is not None else None
+    if log is None or log.last not in log._steps:
+        return
+    if about == "messages":
+        log._steps[log.last].sent.clear()
+        return
+    for step in log._steps.values():
+        step.received = {key: digest ^ 1 for key, digest in step.received.items()}
+
+
 # --- the script -----------------------------------------------------------------------------------
 
 
@@ -628,7 +651,7 @@ def make_session(
     assert isinstance(made, ProtectedSession)
     made._hooks.pop(0).remove()  # the loop's hook calls it, as in a session with a world
     made._restore = replace(
-        made._restore, exchange=PlayedExchange(cluster, process, world, "restore")
+        made._restore, exchange=PipelineExchange(cluster, process, world, "restore")
     )
     save, process.newest = made.save, None
 
@@ -718,7 +741,7 @@ def run_step(
 def train(cluster: Cluster, process: Process) -> None:
     """One process."""
     schedule = cluster.schedule
-    world: Any = PlayedWorld(cluster, process)
+    world: Any = PipelineWorld(cluster, process)
     at = cluster.topology.coordinates(process.rank)
     model, position = Stage(schedule.window, at.pp), Position()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)

@@ -175,7 +175,7 @@ class Cluster:
                 self.changed.notify_all()
 
 
-class PlayedExchange:
+class ReplicasExchange:
     """Exchange of one epoch."""
 
     together = True
@@ -219,7 +219,7 @@ class PlayedExchange:
         raise AssertionError(f"nothing of another world is restored: {parts}")
 
 
-class PlayedWorld:
+class ReplicasWorld:
     """The part of `World` that a session uses."""
 
     stays, size = True, RANKS
@@ -264,18 +264,18 @@ class PlayedWorld:
     def form(self) -> None:
         self.epoch, self._left = self._met, False
 
-    def exchange(self, timeout_s: float) -> PlayedExchange:
+    def exchange(self, timeout_s: float) -> ReplicasExchange:
         del timeout_s
-        return PlayedExchange(self._cluster, self.epoch, self.rank, "loop")
+        return ReplicasExchange(self._cluster, self.epoch, self.rank, "loop")
 
 
 def make_session(
-    cluster: Cluster, world: PlayedWorld, model: nn.Module, optimizer: torch.optim.Optimizer
+    cluster: Cluster, world: ReplicasWorld, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Session:
     daemon = FakeDaemon(cluster.directory, rank=world.rank, world_size=RANKS, epoch=world.epoch)
     made = holdfast.init(model=model, optimizer=optimizer, daemon=daemon, rank=world.rank, job="j")
     assert isinstance(made, ProtectedSession)
-    exchange = PlayedExchange(cluster, world.epoch, world.rank, "restore")
+    exchange = ReplicasExchange(cluster, world.epoch, world.rank, "restore")
     made._restore = replace(made._restore, exchange=exchange)
     return made
 
@@ -336,7 +336,7 @@ def run_step(
 
 def train(cluster: Cluster, rank: int) -> None:
     """One process."""
-    world: Any = PlayedWorld(cluster, rank)
+    world: Any = ReplicasWorld(cluster, rank)
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)

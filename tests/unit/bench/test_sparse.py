@@ -8,7 +8,7 @@ import pytest
 import torch
 from benchmarks.sparse import PAPER, WINDOW, measured_saves, planned_saves, units_of
 
-from holdfast_core.job.snapshots import SparseWindows
+from holdfast_core.job.snapshots import Repeats, SparseWindows
 
 
 @pytest.fixture(autouse=True)
@@ -19,8 +19,14 @@ def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(before)
 
 
-def test_saves_copy_32_28_and_24_of_72_bytes() -> None:
-    assert planned_saves() == PAPER == (32, 28, 24)
-    copied, _, _ = measured_saves(SparseWindows(window=WINDOW), 1 + 2 * WINDOW, width=64)
+@pytest.mark.parametrize(
+    ("repeats", "expected"), [(Repeats.TRAINING, PAPER), (Repeats.OPTIMIZER, PAPER[::-1])]
+)
+def test_saves_copy_32_28_and_24_of_72_bytes(repeats: Repeats, expected: tuple[int, ...]) -> None:
+    """In the opposite order with gradients."""
+    assert PAPER == (32, 28, 24)
+    assert planned_saves(repeats) == expected
+    policy = SparseWindows(window=WINDOW, repeats=repeats)
+    copied, _, _ = measured_saves(policy, 1 + 2 * WINDOW, width=64)
     for begin in (1, 1 + WINDOW):
-        assert tuple(units_of(copied[begin : begin + WINDOW], width=64)) == PAPER
+        assert tuple(units_of(copied[begin : begin + WINDOW], width=64)) == expected

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.job.snapshots import Repeats, SparseWindows
 from holdfast_operator.cli.demo import EXAMPLES, SCRIPT, WITHOUT_SPARE, demo_job
 from holdfast_operator.cli.main import build_parser
 
@@ -33,6 +35,12 @@ def test_the_demo_runs_under_each_policy(policy: str, tmp_path: Path) -> None:
     assert build_parser().parse_args(["demo", "--policy", policy]).policy == policy
     job = demo_job(tmp_path, 10, policy)
     assert job.spec.snapshot.policy.type == policy
+    if policy == "Sparse":
+        chosen = demo_job(tmp_path, 10, policy, Repeats.OPTIMIZER).spec.snapshot.policy.chosen
+        assert isinstance(chosen, SparseWindows) and chosen.repeats is Repeats.OPTIMIZER
+        return
+    with pytest.raises(InvalidJobError, match="sparse"):
+        demo_job(tmp_path, 10, policy, Repeats.OPTIMIZER)
 
 
 def test_the_script_of_faults_is_the_promised_one() -> None:

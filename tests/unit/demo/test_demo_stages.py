@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast_core.errors import InvalidJobError
-from holdfast_core.job.snapshots import SparseWindows
+from holdfast_core.job.snapshots import Repeats, SparseWindows
 from holdfast_operator.cli.demo_stages import (
     SCRIPT,
     WINDOW,
@@ -42,6 +42,8 @@ def test_the_job_is_the_example_with_sparse_windows(tmp_path: Path) -> None:
     job = stages_job(tmp_path, 40)
     assert job.command[:4] == ("python", str(SCRIPT), "--steps", "40")
     assert job.spec.snapshot.policy.chosen == SparseWindows(window=WINDOW)
+    chosen = stages_job(tmp_path, 40, Repeats.OPTIMIZER).spec.snapshot.policy.chosen
+    assert chosen == SparseWindows(window=WINDOW, repeats=Repeats.OPTIMIZER)
     assert build_parser().parse_args(["demo", "--stages"]).stages
 
 

@@ -3,6 +3,7 @@ bit for bit, at every step."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from concurrent.futures import wait
 from pathlib import Path
@@ -428,6 +429,89 @@ def test_optimizers_whose_steps_cannot_be_repeated_are_refused(
             daemon=daemon,
             settings=holdfast.Settings(policy=SparseWindows()),
         )
+
+
+class Normed(torch.optim.Adam):
+    """Adam whose updates are scaled by a norm: of each parameter, as LAMB does, or of all
+    together."""
+
+    def __init__(self, params: Any, *, together: bool) -> None:
+        super().__init__(params, lr=1e-2)
+        self.together = together
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        before = [p.clone() for p in held]
+        super().step(closure)
+        changes = [p - old for p, old in zip(held, before, strict=True)]
+        total = torch.cat([change.view(-1) for change in changes]).norm()
+        for p, old, change in zip(held, before, changes, strict=True):
+            p.copy_(old + change / (1 + (total if self.together else change.norm())))
+
+
+def stepped(
+    trainer: Any, optimizer: torch.optim.Optimizer, daemon: FakeDaemon, open_session: Any
+) -> holdfast.Session:
+    """A session that has saved some steps of `optimizer`."""
+    trainer.optimizer = optimizer
+    trainer.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    session: holdfast.Session = open_session(
+        trainer, daemon, policy=SparseWindows(window=2), start_wait_s=WAIT_S
+    )
+    for step in range(1, 6):
+        trainer.train()
+        session.save(step).staged.exception(WAIT_S)
+    return session
+
+
+@pytest.mark.parametrize(
+    ("together", "named"), [(False, r"layers\.0\.experts\.w"), (True, r"layers\.0\.gate\.bias")]
+)
+def test_an_optimizer_that_mixes_parameters_is_refused_by_what_it_does(
+    together: bool, named: str, make_trainer: Any, open_session: Any, daemon: FakeDaemon
+) -> None:
+    """A norm of each parameter mixes the experts of a stack."""
+    trainer = make_trainer()
+    optimizer = Normed(trainer.model.parameters(), together=together)
+    session = stepped(trainer, optimizer, daemon, open_session)
+    assert isinstance(session.problem, holdfast.InvalidJobError)
+    assert re.search(rf"step of .*{named}.* does not follow from its own", str(session.problem))
+    assert max(daemon.sealed()).step == 1
+
+
+@pytest.mark.parametrize("make", ["Adagrad", "NAdam", "RMSprop", "SGD", "hooked", "closing"])
+def test_an_optimizer_that_mixes_none_is_not_refused(
+    make: str, make_trainer: Any, open_session: Any, daemon: FakeDaemon
+) -> None:
+    trainer = make_trainer()
+    kind = getattr(torch.optim, make, torch.optim.AdamW)
+    optimizer = kind(trainer.model.parameters(), lr=1e-2)
+
+    def double(*_: Any) -> None:
+        for p in trainer.model.parameters():
+            p.grad.mul_(2)
+
+    def open_and_hook(*args: Any, **kwargs: Any) -> Any:
+        made = open_session(*args, **kwargs)
+        if make == "hooked":  # after the session's hook, and in each repetition again
+            optimizer.register_step_pre_hook(double)
+        return made
+
+    if make == "closing":
+
+        def closure() -> torch.Tensor:
+            with torch.enable_grad():
+                optimizer.zero_grad()
+                loss: torch.Tensor = trainer.model(torch.arange(8)).square().mean()
+                loss.backward()
+            return loss
+
+        trainer.train = lambda: optimizer.step(closure)
+    session = stepped(trainer, optimizer, daemon, open_and_hook)
+    assert session.problem is None
+    session.close()
+    assert max(daemon.sealed()).step == 5
 
 
 def test_a_loop_without_deterministic_algorithms_is_refused(daemon: FakeDaemon) -> None:

@@ -12,9 +12,11 @@ import torch
 from mixed_precision import MasterOptimizer
 
 import holdfast
+from holdfast._experts.windows import decode_record, frames_of
 from holdfast._saving import optimizer_steps
 from holdfast.testing import FakeDaemon
 from holdfast_core.job.snapshots import ExpertOrder, Repeats, SparseWindows
+from holdfast_core.snapshots.layouts import decode_layout
 
 Same = Callable[[dict[str, Any], dict[str, Any]], None]
 WAIT_S = 20
@@ -113,6 +115,37 @@ def test_parameters_without_a_gradient_keep_their_bits(
     last, state = restored_state(make_trainer, open_session, tmp_path)
     assert last == 10
     same(state, states[10])
+
+
+def adapting(trainer: Any) -> Any:
+    """Let the trainer train its layers and no other parameter."""
+    trainer.optimizer = torch.optim.AdamW(trainer.model.layers.parameters(), lr=1e-2)
+    trainer.scheduler = torch.optim.lr_scheduler.StepLR(trainer.optimizer, 2)
+    return trainer
+
+
+def test_a_window_has_no_room_for_gradients_of_parameters_that_no_optimizer_holds(
+    make_trainer: Any, open_session: Any, tmp_path: Path, same: Same
+) -> None:
+    """As of the model below adapters."""
+    trainer = adapting(make_trainer())
+    session = open_session(trainer, FakeDaemon(tmp_path), policy=windows(3), start_wait_s=WAIT_S)
+    states, _ = trained(trainer, session, 7)
+    room = session._optimizer_steps.gradients
+    assert {source.name.partition(".")[0] for source in room} == {"layers"}
+    newest = FakeDaemon(tmp_path).sealed()[max(FakeDaemon(tmp_path).sealed())]
+    layout = decode_layout((newest.home / "layout.json").read_bytes())
+    with (newest.home / "arena").open("rb") as arena:
+        arena.seek(newest.piece_map.slot * layout.slot_bytes + newest.manifest.extras_offset)
+        record = decode_record(arena.read(newest.manifest.extras_bytes))
+    assert record is not None
+    frames = frames_of(layout, record.schedule, record.state_end)
+    assert {entry.tensor for frame in frames for entry in frame} <= {s.name for s in room}
+    restored = adapting(make_trainer(seed=99))
+    daemon = FakeDaemon(tmp_path, epoch=2)
+    session = open_session(restored, daemon, policy=windows(3), start_wait_s=WAIT_S)
+    assert session.restore() == 7
+    same(restored.state(), states[7])
 
 
 def test_a_step_that_a_scaler_leaves_out_is_left_out_again(
@@ -223,15 +256,44 @@ def test_a_change_before_the_optimizer_is_noticed_in_the_first_window(
     assert handles[6].error is session.problem
 
 
+def test_a_change_of_many_units_that_begins_later_ends_saves_before_a_window_holds_it(
+    make_trainer: Any, open_session: Any, tmp_path: Path, same: Same
+) -> None:
+    """As an average of weights would, which begins after the first windows: the window before is
+    the recovery line, and is whole."""
+
+    def shrink(trainer: Any, step: int) -> None:
+        with torch.no_grad():
+            for p in trainer.model.parameters() if step > 12 else ():
+                p.mul_(0.5)
+
+    trainer = make_trainer()
+    session = open_session(trainer, FakeDaemon(tmp_path), policy=windows(3), start_wait_s=WAIT_S)
+    states, handles = trained(trainer, session, 16, shrink)
+    assert "changed after the optimizer's step" in str(handles[12].error)
+    assert session.problem is handles[12].error
+    last, state = restored_state(make_trainer, open_session, tmp_path)
+    assert last == 10
+    same(state, states[10])
+
+
 def test_a_later_change_beside_the_optimizer_is_never_restored_in_silence(
     make_trainer: Any, open_session: Any, tmp_path: Path
 ) -> None:
+    """The unit that is watched in that step is another one."""
+
+    def change_another_expert(trainer: Any, step: int) -> None:
+        with torch.no_grad():
+            for p in trainer.model.layers[0].listed["experts"][1].parameters() if step > 6 else ():
+                p.mul_(0.5)
+
     trainer = make_trainer()
     session = open_session(trainer, FakeDaemon(tmp_path), policy=windows(3), start_wait_s=WAIT_S)
-    later = [clamp if step > 6 else (lambda trainer, step: None) for step in range(11)]
-    trained(trainer, session, 7, lambda trainer, step: later[step](trainer, step))
+    _, handles = trained(trainer, session, 7, change_another_expert)
+    assert handles[6].error is None
     with pytest.raises(
-        holdfast.CorruptError, match=r"steps 6 to 7 does not give the state .*expert0"
+        holdfast.CorruptError,
+        match=r"steps 6 to 7 does not give the state .*expert1.*Delete the job and create it again",
     ):
         restored_state(make_trainer, open_session, tmp_path)
 

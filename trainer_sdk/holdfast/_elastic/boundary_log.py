@@ -72,6 +72,26 @@ class LogPart(msgspec.Struct, frozen=True):
     """Digest of each message that it has received from that rank."""
 
 
+_PART = msgspec.msgpack.Decoder(LogPart)
+
+
+def encode_part(part: LogPart) -> bytes:
+    """Encode what one rank gives to another."""
+    return msgspec.msgpack.encode(part)
+
+
+def decode_part(data: bytes) -> LogPart:
+    """Decode what another rank has given.
+
+    Raises:
+        CorruptError: `encode_part` cannot have written it.
+    """
+    try:
+        return _PART.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptError(f"the log of a neighbour cannot be read: {error}") from error
+
+
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """Copy of a tensor's bytes."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

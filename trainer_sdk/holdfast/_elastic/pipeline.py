@@ -56,10 +56,12 @@ class BoundaryReplay:
         return rank in self._givers
 
     def take(self, rank: int, key: Key, into: torch.Tensor) -> None:
-        """Fill `into` with the message that `rank` had sent."""
+        """Fill `into` with the message that `rank` had sent; with zeros where it is not logged so,
+        which a script bears better than what memory holds."""
         data = self._given.pop((rank, key), b"")
         if len(data) != into.nbytes:
             self.diverges(f"{key} has {into.nbytes} bytes now, and {len(data)} are logged")
+            into.detach().zero_()
             return
         if data:
             flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -282,7 +284,7 @@ class Pipeline:
             if queue:
                 raise InvalidJobError(
                     f"the schedule of step {step} has not waited for {len(queue)} of the tensors "
-                    f"from rank {source}: with several stages on a rank, torch does since 2.8"
+                    f"from rank {source}: end the step when all that it receives is there"
                 )
         self.log.complete(step)
 

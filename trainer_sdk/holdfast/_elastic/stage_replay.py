@@ -7,26 +7,27 @@ and wait. Nothing of their state changes.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import msgspec
 import torch
 
-from holdfast._elastic.boundary_log import LogPart
+from holdfast._elastic.boundary_log import LogPart, decode_part, encode_part
 from holdfast._elastic.pipeline import EVERYONE, BoundaryReplay, Pipeline
 from holdfast._exchange import Exchange
 from holdfast._session import ProtectedSession
-from holdfast_core.errors import HoldfastError
+from holdfast_core.errors import CorruptError, HoldfastError
 from holdfast_core.protection.replaying import (
     NO_LINE,
     ReplayEvidence,
     ReplayPlan,
+    decode_evidence,
+    encode_evidence,
     plan_replay,
 )
 
 _log = logging.getLogger("holdfast")
-_EVIDENCE = msgspec.json.Decoder(ReplayEvidence)
 _LENGTHS = msgspec.json.Decoder(list[int])
-_PART = msgspec.msgpack.Decoder(LogPart)
 
 
 def agree_on_replay(
@@ -56,13 +57,23 @@ def agree_on_replay(
         ring=pipeline.is_ring,
         problem=torn or problem,
     )
-    texts = exchange.gather(msgspec.json.encode(own))
-    plan = plan_replay([_EVIDENCE.decode(text) for text in texts])
+    plan = _plan(exchange.gather(encode_evidence(own)))
     if isinstance(plan, str):
         _log.warning("no stage repeats steps alone: %s", plan)
         return plan
     _log.info("ranks %s repeat steps %d to %d", plan.scope, plan.line + 1, plan.target)
     return plan
+
+
+def _plan(texts: Sequence[bytes]) -> ReplayPlan | str:
+    """Plan from what all ranks have stated, or find the reason why there is no plan."""
+    evidence = []
+    for rank, text in enumerate(texts):
+        try:
+            evidence.append(decode_evidence(text))
+        except CorruptError as error:
+            return f"rank {rank}: {error}"
+    return plan_replay(evidence)
 
 
 def hand_over_logs(
@@ -83,7 +94,7 @@ def hand_over_logs(
         if rank == plan.shared_by and to in plan.scope:
             of.append(EVERYONE)
         part = pipeline.log.part_for(of, plan.line, plan.target) if of else LogPart()
-        given.append(msgspec.msgpack.encode(part) if of else b"")
+        given.append(encode_part(part) if of else b"")
     lengths = [len(part) for part in given]
     of_all = [_LENGTHS.decode(each) for each in exchange.gather(msgspec.json.encode(lengths))]
     taken_bytes = [each[rank] for each in of_all]
@@ -93,16 +104,16 @@ def hand_over_logs(
     exchange.deal(sent, lengths, taken, taken_bytes)
     replay, problem = BoundaryReplay(plan, {}), ""
     try:
-        parts = taken.split(taken_bytes)
-        replay = BoundaryReplay(
-            plan,
-            {
-                one: _PART.decode(part.numpy().tobytes())
-                for one, part in enumerate(parts)
-                if len(part)
-            },
-        )
-    except (HoldfastError, msgspec.MsgspecError) as error:
+        parts = enumerate(taken.split(taken_bytes))
+        found = {one: decode_part(part.numpy().tobytes()) for one, part in parts if len(part)}
+        wanted = {*plan.sources[rank], plan.shared_by} if rank in plan.scope else set()
+        if found.keys() != wanted:
+            raise CorruptError(
+                f"ranks {sorted(found)} have handed over logs, and those of {sorted(wanted)} are "
+                f"needed"
+            )
+        replay = BoundaryReplay(plan, found)
+    except HoldfastError as error:
         problem = f"rank {rank}: {error}"
     problems = [text.decode() for text in exchange.gather(problem.encode()) if text]
     for text in problems:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import msgspec
 
-from holdfast_core.errors import CorruptError
+from holdfast_core.errors import CorruptError, InvalidJobError
 from holdfast_core.experts.sparse_windows import Schedule, room_for_any_order
 from holdfast_core.job.snapshots import Repeats
 from holdfast_core.snapshots.layouts import TENSOR_ALIGNMENT, Entry, Layout, TensorRole, round_up
@@ -97,6 +97,11 @@ def decode_record(extras: bytes) -> WindowRecord | None:
             f"the record of a window has {len(record.slots)} slots and the optimizer steps of "
             f"{len(record.optimizer_steps)}"
         )
+    try:
+        for unit in (*(unit for units in record.slots for unit in units), *record.digests):
+            UnitKey.parse(unit)
+    except InvalidJobError as error:
+        raise CorruptError(f"the record of a window names no unit: {error}") from error
     return record
 
 
@@ -118,13 +123,15 @@ def compute_entries(layout: Layout) -> tuple[Entry, ...]:
 
 def frames_of(layout: Layout, schedule: Schedule, start: int) -> tuple[tuple[Entry, ...], ...]:
     """Entries of each frame, at their offsets in the payload. Those of gradients have the names of
-    their parameters.
+    their parameters; of parameters that no optimizer holds there are none.
 
     Args:
         start: first byte of the frames.
     """
     entries, end = compute_entries(layout), start
     gradients = schedule.repeats is Repeats.OPTIMIZER
+    if gradients:
+        entries = tuple(entry for entry in entries if entry.param_group >= 0)
     frames = []
     for slot in range(schedule.window):
         frame = []
@@ -170,12 +177,16 @@ def restored_entries(layout: Layout, record: WindowRecord) -> Iterator[Entry]:
     their frame.
 
     Raises:
-        CorruptError: when the frames do not fit in front of the extras.
+        CorruptError: when the frames do not fit between the state and the extras.
     """
     schedule = record.schedule
     frames = frames_of(layout, schedule, record.state_end)
-    if end_of(frames, record.state_end) > layout.extras_offset:
-        raise CorruptError("the frames of a window do not fit in front of its extras")
+    state_end, end = end_of([layout.entries], 0), end_of(frames, record.state_end)
+    if not state_end <= record.state_end <= end <= layout.extras_offset:
+        raise CorruptError(
+            f"the frames of a window do not fit between its state, which ends at {state_end}, and "
+            f"its extras at {layout.extras_offset}"
+        )
     training = record.repeats is Repeats.TRAINING
     for entry in (*layout.entries, *layout.casts):
         slot = state_slot(entry, schedule, record.early, record.late)

@@ -126,9 +126,11 @@ class OptimizerReplay:
             raise CorruptError(
                 f"repeating the optimizers' steps {self.record.first + 1} to {self.record.last} "
                 f"does not give the state that was captured of {', '.join(wrong[:3])}"
-                f"{' and others' if len(wrong) > 3 else ''}: what changes parameters besides the "
-                f"optimizer's step must stop, or the job must use snapshot.policy.sparse.repeats "
-                f"Training"
+                f"{' and others' if len(wrong) > 3 else ''}. Something else has changed parameters "
+                f"since the window began, and each restart will find the same. Delete the job and "
+                f"create it again: it begins anew, or from a stored set. Give it "
+                f"snapshot.policy.sparse.repeats Training or policy.type Full, or leave that "
+                f"change out"
             )
 
 

@@ -9,16 +9,19 @@ A recovery runs the optimizer's own code (`holdfast._restoring.repeating`), so n
 its arithmetic but this: a parameter's step follows from its own gradient, state and
 hyperparameters, in a stack of experts an expert's from its own part of them, and nothing else
 changes them. The first step of a session that is captured is done once more, on copies of two small
-parameters of each group, and compared to the bit; and throughout the first window, what a step of
-an optimizer has left is compared with what its save and its next step find. The training thread
-uses this.
+parameters of each group, and compared to the bit. What a step of an optimizer has left is compared
+with what its save and its next step find: of all units throughout the first window, and later of
+one unit after the other, which finds what begins to change many of them.
+
+Where training is repeated, nothing is noted. One step is done twice all the same, because frozen
+units need an optimizer that mixes no parameters as well. The training thread uses this.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -34,11 +37,18 @@ from holdfast._state.groups import step_alone
 from holdfast._state.room import room_like
 from holdfast_core.errors import InvalidJobError, SnapshotSkippedError
 from holdfast_core.experts.sparse_windows import Schedule
+from holdfast_core.job.snapshots import Repeats
 from holdfast_core.snapshots.layouts import TensorRole
 from holdfast_core.snapshots.units import UnitKey
 
 SCALING = ("grad_scale", "found_inf")
 """Attributes by which a gradient scaler tells an optimizer how to read gradients."""
+
+
+STACK_BYTES_MAX = 64 << 20
+"""Most bytes of a stack of which a copy is made for a trial where training is repeated."""
+TRIAL_STEPS_MAX = 3
+"""Steps within which an optimizer has made its state, if it ever does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +72,6 @@ class _Room:
     gradient: torch.Tensor
     """The gradient, of the parameter's local shape and dtype."""
     name: str
-    stacked: bool
     units: Sequence[UnitKey]
     """Its unit, or those of the slices of a stacked one."""
 
@@ -99,11 +108,13 @@ class OptimizerSteps:
 
     Args:
         live: state that is captured.
-        noted: whether saves hold them.
+        repeats: what a recovery repeats of a window; None where there are no windows. Only for the
+            optimizer's steps do saves hold them.
     """
 
-    def __init__(self, live: LiveState, *, noted: bool) -> None:
-        self._live, self._noted = live, noted
+    def __init__(self, live: LiveState, repeats: Repeats | None) -> None:
+        self._live, self._noted = live, repeats is Repeats.OPTIMIZER
+        self._repeats = repeats
         self.gradients: tuple[TensorSource, ...] = ()
         """Room for the gradient of each parameter, under its name, or those of the slices of a
         stacked one."""
@@ -114,10 +125,14 @@ class OptimizerSteps:
         self._taken = _Taken()
         self._trials: list[_Trial] | None = []
         """None once they are over."""
+        self._untried = dict.fromkeys(range(len(live.optimizers)), TRIAL_STEPS_MAX)
+        """Number of an optimizer → steps of which one may be tried; where training is repeated."""
         self._watched = 0
         """Steps that were watched."""
+        self._window = 0
+        """Steps of a window."""
         self._left: dict[int, dict[UnitKey, int]] = {}
-        """Number of an optimizer → digests of what its newest step has left, while it is
+        """Number of an optimizer → digests of what its newest step has left of the units that are
         watched."""
 
     def make_room(self) -> None:
@@ -129,7 +144,7 @@ class OptimizerSteps:
     def _make_rooms(self) -> tuple[TensorSource, ...]:
         parts: dict[int, list[TensorSource]] = defaultdict(list)
         for source in self._live.sources():
-            if source.role is TensorRole.COMPUTE:
+            if source.role is TensorRole.COMPUTE and source.whole.param_group >= 0:
                 parts[id(self._live.anchors[source.name].parameter)].append(source)
         known, self._rooms = self._rooms, {}
         found: list[TensorSource] = []
@@ -141,7 +156,6 @@ class OptimizerSteps:
                     parameter=anchor.parameter,
                     gradient=room_like(local_of(anchor.parameter)).zero_(),
                     name=anchor.place.name,
-                    stacked=anchor.place.stacked,
                     units=[source.unit for source in held],
                 )
             self._rooms[key] = room
@@ -168,13 +182,19 @@ class OptimizerSteps:
         units = {str(unit) for room in self._rooms.values() for unit in room.units}
         return len(_encode(everything)) + scaling + sum(len(unit) + 16 for unit in units)
 
-    def before_step(self, optimizer: object, due: tuple[Schedule, int] | None) -> None:
+    def before_step(
+        self, optimizer: object, due: tuple[Schedule, int] | None, *, frozen: bool
+    ) -> None:
         """Copy the gradients that `optimizer` is about to use; no save needs the older ones. What
         fails here fails the next save, and never training.
 
         Args:
             due: schedule and slot of the save that is to hold them; None when none is.
+            frozen: whether units are frozen in this step.
         """
+        if self._repeats is Repeats.TRAINING and self._untried and not frozen:
+            with self._failing_saves():
+                self._try(optimizer)
         if self._noted:
             with self._failing_saves():
                 index = self._number_of(optimizer)
@@ -212,37 +232,72 @@ class OptimizerSteps:
                 if any(slot in schedule.frames(unit) for unit in room.units):
                     self._stage(room)
         if self._trials is not None:
-            self._trials += _trials(optimizer, rooms)
-        if self._watched < schedule.window:
-            self._left[index] = {}
+            self._trials += _trials(optimizer, self._live)
+        self._window, self._left[index] = schedule.window, {}
+
+    def _try(self, optimizer: object) -> None:
+        """Begin trials of a step, where training is repeated."""
+        index = self._number_of(optimizer)
+        left = self._untried.pop(index, 0)
+        if not left:
+            return
+        self._trials = [*_trials(optimizer, self._live, STACK_BYTES_MAX)]
+        if left > 1 and not self._trials:
+            self._untried[index] = left - 1
+
+    def _end_trials(self, trials: Sequence[_Trial]) -> None:
+        """End the trials of a step that was done, where training is repeated."""
+        wrong = [trial.name for trial in trials if _mixes(trial)]
+        if wrong:
+            self._taken.error = InvalidJobError(
+                f"the optimizer's step of {', '.join(wrong[:3])} does not follow from its own "
+                f"gradient and state alone, so it would be another one when steps of a sparse "
+                f"window are repeated with frozen units: one update for several parameters, a norm "
+                f"over all experts of a stack, random numbers; use snapshot.policy.type Full"
+            )
 
     def after_step(self, optimizer: object) -> None:
         """Note what a step has left, if it is watched. Fails as `before_step`."""
+        if self._repeats is Repeats.TRAINING and self._trials:
+            trials, self._trials = self._trials, []
+            with self._failing_saves():
+                self._end_trials(trials)
         if self._left:
             with self._failing_saves():
                 index = self._number_of(optimizer)
                 if index in self._left:
-                    self._left[index] = self._digests(index)
+                    self._left[index] = self._digests(index, self._watched_units(index))
 
     def _number_of(self, optimizer: object) -> int:
         return next(i for i, one in enumerate(self._live.optimizers) if one is optimizer)
 
-    def _digests(self, index: int) -> dict[UnitKey, int]:
-        """Digest what an optimizer changes, by unit."""
-        sources = [
+    def _changed_by(self, index: int) -> list[TensorSource]:
+        """What an optimizer changes."""
+        return [
             source
             for source in self._live.sources()
             if (anchor := self._live.anchors.get(source.name.partition(":")[0])) is not None
             and anchor.optimizer == index
         ]
-        held = state_of_units(sources, {source.unit for source in sources})
+
+    def _watched_units(self, index: int) -> Collection[UnitKey]:
+        """Units of an optimizer that are watched in this step: all in the first window, and later
+        one, in turn."""
+        units = sorted({source.unit for source in self._changed_by(index)})
+        if self._watched < self._window or not units:
+            return units
+        return [units[self._watched % len(units)]]
+
+    def _digests(self, index: int, units: Collection[UnitKey]) -> dict[UnitKey, int]:
+        """Digest what an optimizer changes of `units`."""
+        held = state_of_units(self._changed_by(index), units)
         return {unit: digest_of(tensors) for unit, tensors in held.items()}
 
     def _compare_left(self, index: int) -> None:
         left = self._left.get(index)
         if not left:
             return
-        found = self._digests(index)
+        found = self._digests(index, left)
         changed = [str(unit) for unit in sorted(left) if found.get(unit) != left[unit]]
         if changed:
             self._taken.error = InvalidJobError(
@@ -269,7 +324,8 @@ class OptimizerSteps:
     def take(self) -> StepsTaken:
         """What was done since the last call. Call within `save`."""
         if not self._noted:
-            return NO_STEPS
+            error, self._taken.error = self._taken.error, None
+            return NO_STEPS if error is None else StepsTaken(error=error)
         for index in self._left:
             self._compare_left(index)
         taken, self._taken = self._taken, _Taken()
@@ -309,10 +365,15 @@ def _parameters(optimizer: Any) -> Iterator[torch.Tensor]:
 # --- trials ---------------------------------------------------------------------------------------
 
 
-def _trials(optimizer: Any, rooms: Sequence[_Room]) -> Iterator[_Trial]:
-    """Copy the smallest parameter, and the smallest stack, of each group."""
-    stacked = {id(room.parameter): room.stacked for room in rooms}
-    names = {id(room.parameter): room.name for room in rooms}
+def _trials(
+    optimizer: Any, live: LiveState, stack_bytes_max: int | None = None
+) -> Iterator[_Trial]:
+    """Copy the smallest parameter, and the smallest stack, of each group.
+
+    Args:
+        stack_bytes_max: most bytes of a stack; None for no bound.
+    """
+    places = {id(a.parameter): a.place for a in live.anchors.values() if a.index is None}
     for group in optimizer.param_groups:
         for in_stack in (False, True):
             fitting = [
@@ -321,11 +382,13 @@ def _trials(optimizer: Any, rooms: Sequence[_Room]) -> Iterator[_Trial]:
                 if p.grad is not None
                 and not is_dtensor(p)
                 and optimizer.state.get(p)
-                and stacked.get(id(p)) is in_stack
+                and id(p) in places
+                and places[id(p)].stacked is in_stack
+                and not (in_stack and stack_bytes_max is not None and p.nbytes > stack_bytes_max)
             ]
             if fitting:
                 chosen = min(fitting, key=lambda p: p.numel())
-                yield _trial(optimizer, group, chosen, names[id(chosen)], stacked=in_stack)
+                yield _trial(optimizer, group, chosen, places[id(chosen)].name, stacked=in_stack)
 
 
 def _trial(
@@ -360,6 +423,21 @@ def _trial(
 
 def _repeats(trial: _Trial) -> bool:
     """Whether the step of the copies has the live step's result."""
+    return _steps(trial) and _is_live(trial)
+
+
+def _mixes(trial: _Trial) -> bool:
+    """Whether the step of the copies is known to have another result than the live one. If the
+    gradient is another one now, a later hook or a closure has changed it, and will do so again when
+    the step is repeated."""
+    copied = trial.parameter.grad
+    if copied is None or not _equal(copied, trial.live.grad, stacked=trial.stacked):
+        return False
+    return _steps(trial) and not _is_live(trial)
+
+
+def _steps(trial: _Trial) -> bool:
+    """Do the step of the copies; return whether it could be done."""
     generators = RandomGenerators.now()
     try:
         with torch.no_grad():
@@ -368,6 +446,11 @@ def _repeats(trial: _Trial) -> bool:
         return False
     finally:
         generators.put_back()
+    return True
+
+
+def _is_live(trial: _Trial) -> bool:
+    """Whether the copies have the live step's result."""
     state = trial.optimizer.state[trial.parameter]
     pairs: list[tuple[torch.Tensor, Any]] = [(trial.parameter, trial.live.detach())]
     pairs += [

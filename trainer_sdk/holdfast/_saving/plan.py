@@ -122,6 +122,7 @@ def table_of(sources: Sequence[TensorSource]) -> tuple[TensorSize, ...]:
             shape=tuple(source.tensor.shape),
             nbytes=source.nbytes,
             private=source.private,
+            trained=source.whole.param_group >= 0,
         )
         for source in sources
     )
@@ -140,7 +141,7 @@ def plan_alone(
 ) -> BasePlan:
     """Plan for a rank that captures everything it holds; `partial` and `window` need its table."""
     casts = casts or {}
-    operators = operators_of({0: table}, Topology(dp=1), casts)
+    operators = operators_of({0: table}, Topology(dp=1), casts, repeats)
     table = [size for size in table if size.tensor not in casts]
     experts = experts_apart({0: table}, Topology(dp=1)) if partial else NO_EXPERTS
     return BasePlan(
@@ -158,9 +159,13 @@ def plan_alone(
 
 
 def operators_of(
-    tables: Mapping[int, Sequence[TensorSize]], topology: Topology, casts: Mapping[str, str]
+    tables: Mapping[int, Sequence[TensorSize]],
+    topology: Topology,
+    casts: Mapping[str, str],
+    repeats: Repeats,
 ) -> tuple[Operator, ...]:
     """Units of all ranks, in the order of their slots in a window."""
+    all_weights = repeats is Repeats.TRAINING
     compute: dict[UnitKey, int] = {}
     state: dict[UnitKey, int] = {}
     homes: dict[UnitKey, tuple[int, int]] = {}
@@ -173,7 +178,7 @@ def operators_of(
             nbytes = size.nbytes * topology.world_size // (1 if size.private else len(held_by))
             homes[size.unit] = (at.pp, at.ep) if expert else (0, 0)
             state.setdefault(size.unit, 0)
-            if size.role is TensorRole.COMPUTE:
+            if size.role is TensorRole.COMPUTE and (all_weights or size.trained):
                 compute[size.unit] = compute.get(size.unit, 0) + nbytes
             if size.role is not TensorRole.BUFFER and size.tensor not in casts:
                 state[size.unit] += nbytes
@@ -203,12 +208,13 @@ def frames_bytes(
         masters: weights without bytes of their own, by the name of their master.
     """
     found: dict[UnitKey, int] = {}
+    all_weights = base.schedule.repeats is Repeats.TRAINING
     for shard in shards if base.schedule.slots else ():
         size, nbytes = sizes[shard.tensor], 0
         weights = masters.get(shard.tensor)
         if weights is not None:
             nbytes = shard.nbytes * weights.nbytes // max(size.nbytes, 1)
-        elif size.role is TensorRole.COMPUTE:
+        elif size.role is TensorRole.COMPUTE and (all_weights or size.trained):
             nbytes = shard.nbytes
         found[shard.unit] = found.get(shard.unit, 0) + round_up(nbytes, TENSOR_ALIGNMENT)
     return room_for_any_order(base.schedule, base.alike, found)
@@ -276,7 +282,7 @@ def plan_together(
         ReplicaMismatchError: when declared replicas hold different tensors.
     """
     casts = casts or {}
-    operators = operators_of(tables, topology, casts)
+    operators = operators_of(tables, topology, casts, repeats)
     schedule = cut(operators, window, repeats) if window else Schedule(())
     weights = {
         r: {casts[size.tensor]: size for size in table if size.tensor in casts}

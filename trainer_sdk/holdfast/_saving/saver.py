@@ -268,6 +268,7 @@ class Saver:
     def _save_whole(self, task: Task) -> None:
         """Take a snapshot of one step."""
         step, link = task.handle.step, self._link
+        self._refuse_steps(task)
         due = self.comparing.due(task.number, self._settings.start_wait_s / 2)
         choice = self._policy.choose(task.number, self._newest)
         placed, carried = link.grant(step, choice.base, choice.unchanged)
@@ -302,11 +303,9 @@ class Saver:
         else:
             window = windows.going_on(step, link.session)
         task.handle._slots, task.handle._first = link.slots, windows.brings_back(window)
-        steps = task.optimizer_steps
-        if steps.error is not None:
-            if isinstance(steps.error, InvalidJobError):
-                self.problem = steps.error
-            raise steps.error
+        self._refuse_steps(task)
+        if task.optimizer_steps.error is not None:
+            raise task.optimizer_steps.error
         if not task.hold():
             raise SnapshotSkippedError("training went on before the copy began")
         if due:
@@ -320,11 +319,18 @@ class Saver:
         of_state = self._state_digests(task, windows.state_of_others(slot)) if last else {}
         task.check()
         self._staged(task, plan.nbytes)
-        windows.captured(window, slot, digests, task.extras, steps.data)
+        windows.captured(window, slot, digests, task.extras, task.optimizer_steps.data)
         self.comparing.settle(task.number)
         window.handles.append(task.handle)
         if len(window.handles) == windows.window:
             self._commit_window(task, window, of_state)
+
+    def _refuse_steps(self, task: Task) -> None:
+        """Raise InvalidJobError where no save can hold what optimizers do: later ones neither."""
+        error = task.optimizer_steps.error
+        if isinstance(error, InvalidJobError):
+            self.problem = error
+            raise error
 
     def _state_digests(self, task: Task, units: Collection[UnitKey]) -> dict[UnitKey, int]:
         """Digest the live state to which a recovery shall bring `units`, by repeating steps of the

@@ -135,7 +135,12 @@ class Windows:
         Raises:
             InvalidJobError: when an expert is cut over ranks, so that none holds it whole.
         """
-        cut = [s for s in sources if s.unit.kind is UnitKind.EXPERT and s.whole.global_shape]
+        cut = [
+            source
+            for source in sources
+            if source.unit.kind is UnitKind.EXPERT
+            and source.whole.global_shape not in ((), tuple(source.tensor.shape))
+        ]
         if cut:
             raise InvalidJobError(
                 f"{cut[0].name} is a part of {cut[0].unit}, which is sharded over ranks; sparse "

@@ -45,6 +45,7 @@ class PolicyKind(StrEnum):
     GEMINI = "gemini"
     SPARSE = "sparse"
     SPARSE_GLOBAL = "sparse-global"
+    SPARSE_GRADS = "sparse-grads"
 
 
 MEANINGS = {
@@ -58,6 +59,7 @@ MEANINGS = {
     PolicyKind.GEMINI: "Full in memory, at the best interval for each MTBF (Gemini's oracle)",
     PolicyKind.SPARSE: "windows of W steps, only failed stages replay (elastic.Pipeline)",
     PolicyKind.SPARSE_GLOBAL: "windows of W steps, all ranks go back (Sparse)",
+    PolicyKind.SPARSE_GRADS: "windows of W steps, optimizers catch up (Sparse, repeats: Optimizer)",
 }
 
 NOT_BUILT = frozenset({PolicyKind.CHECKFREQ, PolicyKind.GEMINI})
@@ -126,6 +128,7 @@ def policy_models(
     makers[PolicyKind.SPARSE_GLOBAL] = partial(
         maker.sparse, PolicyKind.SPARSE_GLOBAL, by_stage=False
     )
+    makers[PolicyKind.SPARSE_GRADS] = maker.gradients
     return {
         kind: replace(makers[kind](), built=kind not in NOT_BUILT, name=kind.value)
         for kind in PolicyKind
@@ -257,9 +260,19 @@ class _Maker:
             by_stage=by_stage,
         )
 
+    def gradients(self) -> PolicyModel:
+        """Windows that hold gradients in place of weights. What a restore brings back is there once
+        the whole window is protected."""
+        model = self.sparse(PolicyKind.SPARSE_GRADS, by_stage=False)
+        [level], window = model.levels, model.window_steps
+        copy_s, protect_s = self._times(self._slot_bytes(window))
+        usable_after_s = copy_s + protect_s * window * self._cluster.node_losses
+        level = replace(level, usable_after_s=usable_after_s)
+        return replace(model, levels=(level,), catches_up=True)
+
     def _slot_bytes(self, window: int) -> float:
         """The largest save of a window: a part of the full state, and the compute weights of all
-        units whose turn comes later (MoEvement §3.2)."""
+        units whose turn comes later (MoEvement §3.2), or the gradients of those before."""
         state = self._costs.state_bytes
         weights = 1 - WITHOUT_WEIGHTS
         return state * (WITHOUT_WEIGHTS / window + weights * (window - 1) / window)

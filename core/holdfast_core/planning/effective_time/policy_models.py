@@ -132,6 +132,8 @@ class PolicyModel:
     """Portion of all tokens that the levels may lose together."""
     window_steps: int = 0
     """Steps over which one complete state is saved (W of MoEvement §3.2); 0: in each save."""
+    catches_up: bool = False
+    """Whether a restore brings back a window's last step, with its gradients; else its first."""
     by_stage: bool = False
     """Whether only the stages that failed compute again, from logs (MoEvement §3.4)."""
     after_loss: AfterLoss = AfterLoss.FIXED
@@ -157,12 +159,14 @@ def expected_redone_s(model: PolicyModel, workload: Workload) -> float:
     and dropped, so that bits stay those of the first execution.
 
     Half an interval (MoEvement §2.4), or 3/2 W with windows: the newest complete one ended up to W
-    steps ago and began W steps before (§3.6).
+    steps ago and began W steps before (§3.6). Half a window where a restore brings back its last
+    step.
     """
     if model.after_loss is AfterLoss.LIVE:
         return workload.step_s / 2
     level = model.levels[0]
-    steps = 1.5 * model.window_steps if model.window_steps else level.interval_steps / 2
+    windows = 0.5 if model.catches_up else 1.5
+    steps = windows * model.window_steps if model.window_steps else level.interval_steps / 2
     redone_s = steps * workload.step_s + level.usable_after_s
     if model.by_stage:
         return redone_s * workload.alone(1)

@@ -351,13 +351,14 @@ class _Training:
         self._train()
 
     def _restore_step(self) -> float:
-        """The newest step that can be restored; of a window, the one before its first."""
+        """The newest step that can be restored; of a window whose training is repeated, the one
+        before its first."""
         level = self._model.levels[self._level]
         late = level.usable_after_s / self._workload.step_s
         usable = max(0.0, self._step - late)
         window = self._model.window_steps
         every = window or level.interval_steps
-        newest = usable // every - (1 if window else 0)
+        newest = usable // every - (1 if window and not self._model.catches_up else 0)
         return max(self._kept, newest * every)
 
     # --- nodes come -------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def test_a_job_of_any_size_is_simulated_with_every_policy(
     ):
         assert re.search(rf"(?m)^{re.escape(policy)} ", text), policy
     assert "not in this version: shown to compare, never recommended" in text
-    count = re.search(r"400 runs and ([\d,]+) events in ([\d.]+) s: ([\d,]+) events a second", text)
+    count = re.search(r"440 runs and ([\d,]+) events in ([\d.]+) s: ([\d,]+) events a second", text)
     assert count is not None
     assert float(count[2]) < 30  # seconds, not minutes, on any machine
 
@@ -95,7 +95,7 @@ def test_rarer_failures_cost_less_and_bands_enclose_the_mean(
         assert sum(row["portions"].values()) == pytest.approx(1)
         assert row["portions"]["training"] == pytest.approx(row["ettr"])
         by_policy.setdefault(row["policy"], []).append(row["ettr"])
-    assert len(by_policy) == 10
+    assert len(by_policy) == 11
     assert all(rare > frequent for rare, frequent in by_policy.values())
 
 

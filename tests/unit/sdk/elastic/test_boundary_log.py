@@ -126,8 +126,10 @@ def test_a_replay_that_sends_something_else_differs(what: str) -> None:
 
 def test_a_replay_that_asks_for_something_else_differs() -> None:
     replay = BoundaryReplay(PLAN, {BELOW: given((key(2), torch.zeros(2)))})
-    replay.take(BELOW, key(2), torch.zeros(3))
+    into = torch.ones(3)
+    replay.take(BELOW, key(2), into)
     assert replay.divergence == "gradient 0 of step 2 has 12 bytes now, and 8 are logged"
+    assert not into.any()
 
 
 def test_a_replay_that_leaves_something_out_differs() -> None:

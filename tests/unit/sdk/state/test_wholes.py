@@ -15,8 +15,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from holdfast import Topology
 from holdfast._saving.plan import layout_of, own_shards, plan_alone, table_of
+from holdfast._saving.windows import Windows
 from holdfast._state.capture import LiveState, TensorSource, Whole
 from holdfast._state.dtensors import is_box
+from holdfast_core.errors import InvalidJobError
 from holdfast_core.snapshots.layouts import Entry
 
 RANK = 5
@@ -67,6 +69,26 @@ def test_slices_of_a_sharded_stack_are_numbered_over_all_ranks(mesh: DeviceMesh)
     assert list(found) == ["experts.w[4]", "experts.w[5]"]
     whole = found["experts.w[4]"].whole
     assert (whole.global_shape, whole.global_offsets) == ((4, 6), (0, 3))
+
+
+def test_sparse_windows_refuse_experts_that_are_cut_over_ranks(mesh: DeviceMesh) -> None:
+    """As FSDP2 cuts them. Slices of a stack that ranks share out are whole experts."""
+    model: Any = nn.ModuleDict({"experts": nn.Module()})
+    model["dense"] = nn.Linear(6, 8, bias=False)
+    dense = DTensor.from_local(torch.zeros(2, 6), mesh, [Shard(0), Replicate()])
+    model["dense"].weight = nn.Parameter(dense)
+    base = plan_alone(RANK, Topology(dp=4, tp=2))
+    for placements, shape in (
+        ([Shard(0), Shard(2)], (2, 4, 3)),
+        ([Replicate(), Shard(1)], (8, 2, 6)),
+    ):
+        cut = DTensor.from_local(torch.zeros(shape), mesh, placements)
+        model["experts"].w = nn.Parameter(cut)
+        with pytest.raises(InvalidJobError, match=r"experts\.w\[\d\] is a part of .*whole experts"):
+            Windows(None).agreed(base, [*sources(model).values()])
+    whole = DTensor.from_local(torch.zeros(2, 4, 6), mesh, [Shard(0), Replicate()])
+    model["experts"].w = nn.Parameter(whole)
+    Windows(None).agreed(base, [*sources(model).values()])
 
 
 def test_optimizer_states_lie_as_their_tensors_do(mesh: DeviceMesh) -> None:

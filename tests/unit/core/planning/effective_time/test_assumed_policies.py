@@ -109,8 +109,13 @@ def test_a_window_is_as_short_as_its_largest_save_allows(
 ) -> None:
     """70 GB of state a node, 10 of them weights: 60 / W + 10 (W - 1) / W GB at most in a save."""
     costs = replace(COSTS, network_bytes_s=network_bytes_s, copy_bytes_s=1e12)
-    sparse = models(costs)[PolicyKind.SPARSE]
-    assert sparse.window_steps == window
+    found = models(costs)
+    assert found[PolicyKind.SPARSE].window_steps == window
+    of_gradients = found[PolicyKind.SPARSE_GRADS]
+    assert of_gradients.window_steps == window
+    [of_slot], [of_window] = found[PolicyKind.SPARSE_GLOBAL].levels, of_gradients.levels
+    assert of_window.stall_s == of_slot.stall_s
+    assert of_window.usable_after_s == pytest.approx(window * of_slot.usable_after_s, rel=0.1)
 
 
 def test_what_no_job_can_ask_for_is_marked() -> None:
@@ -121,6 +126,7 @@ def test_what_no_job_can_ask_for_is_marked() -> None:
     assert found[PolicyKind.ELASTIC].after_loss is AfterLoss.LIVE
     assert found[PolicyKind.STAGES].by_stage and not found[PolicyKind.STAGES].window_steps
     assert found[PolicyKind.SPARSE].by_stage and not found[PolicyKind.SPARSE_GLOBAL].by_stage
+    assert {kind for kind, model in found.items() if model.catches_up} == {PolicyKind.SPARSE_GRADS}
 
 
 def test_costs_out_of_range_are_refused() -> None:
