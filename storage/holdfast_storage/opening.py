@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import fsspec.core
 
 from holdfast_core.job.locations import StorageUri, parse_storage_uri
+from holdfast_core.packages import PackageGroup, needing
 from holdfast_storage.confined import ConfinedFiles
 from holdfast_storage.failing import foreign_errors
 from holdfast_storage.generic import GenericRoot
@@ -43,7 +44,8 @@ def open_root(
 
     Raises:
         InvalidJobError: the URI names no single place, or one of an unknown kind.
-        StorageError: fsspec lacks a package for the kind, or cannot prepare it.
+        MissingPackageError: the packages for S3 are not installed.
+        StorageError: fsspec lacks a package for another kind, or cannot prepare it.
     """
     parsed = parse_storage_uri(uri)
     if parsed.scheme == "file":
@@ -60,7 +62,8 @@ def _open_bucket(
 ) -> TierRoot:
     if bucket.scheme == "s3":
         # Needs s3fs, which not every user of a tier has installed or wants to load.
-        from holdfast_storage.s3 import open_s3  # noqa: PLC0415
+        with needing(f"opening {bucket}", PackageGroup.DAEMON):
+            from holdfast_storage.s3 import open_s3  # noqa: PLC0415
 
         return open_s3(str(bucket), options, retry, session=session)
     fs, root = fsspec.core.url_to_fs(str(bucket), **options)

@@ -190,26 +190,42 @@ def test_every_package_that_is_asked_for_is_imported_somewhere(metadata: Message
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "command, group",
+    "installed, command, group",
     [
-        (("holdfast", "run", "job.yaml"), "all"),
-        (("holdfast", "demo"), "all"),
-        (("holdfast", "status"), "cli"),
-        (("holdfast", "inject", "kill-node", "n1"), "cli"),
-        (("holdfast", "persist"), "cli"),
-        (("holdfast", "plan", "job.yaml"), "cli"),
-        (("holdfast", "certificates", "--out", "tls"), "cli"),
-        (("holdfast", "export", "file:///a/b", "--to", "model"), "cli"),
-        (("holdfast-daemon", "--help"), "daemon"),
-        (("holdfast-operator", "--help"), "operator"),
+        ("", "holdfast run job.yaml", "all"),
+        ("", "holdfast demo", "all"),
+        ("", "holdfast status", "cli"),
+        ("", "holdfast inject kill-node n1", "cli"),
+        ("", "holdfast persist", "cli"),
+        ("", "holdfast suspend llm", "cli"),
+        ("", "holdfast resume llm", "cli"),
+        ("", "holdfast logs llm", "cli"),
+        ("", "holdfast history", "cli"),
+        ("", "holdfast plan job.yaml", "cli"),
+        ("", "holdfast simulate job.yaml", "cli"),
+        ("", "holdfast certificates --out tls", "cli"),
+        ("", "holdfast export file:///a/b --to model", "cli"),
+        ("", "holdfast completion bash", "cli"),
+        ("", "kubectl-holdfast status -n team-a", "cli"),
+        ("", "holdfast-daemon --help", "daemon"),
+        ("", "holdfast-operator --help", "operator"),
+        ("cli", "holdfast run job.yaml", "all"),
+        ("cli", "holdfast demo", "all"),
+        ("cli", "holdfast status -n team-a", "operator"),
+        ("cli", "holdfast inject kill-rank 3 -n team-a --job llm --yes", "operator"),
+        ("cli", "holdfast persist -n team-a llm", "operator"),
+        ("cli", "holdfast suspend -n team-a llm", "operator"),
+        ("cli", "kubectl-holdfast logs -n team-a llm", "operator"),
+        ("cli", "holdfast history llm --redis redis://127.0.0.1:1/0", "catalogue"),
+        ("cli", "holdfast export s3://bucket/a/b --to model", "daemon"),
     ],
 )
 def test_a_command_without_its_packages_names_what_to_install(
-    environment: Environment, command: tuple[str, ...], group: str
+    environment: Environment, installed: str, command: str, group: str
 ) -> None:
-    name, *arguments = command
-    done = run(environment() / "bin" / name, *arguments)
-    assert done.returncode == 2
+    name, *arguments = command.split()
+    done = run(environment(*installed.split()) / "bin" / name, *arguments)
+    assert done.returncode == 2, done.stdout + done.stderr
     assert f'pip install "holdfast[{group}]"' in done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
 
@@ -221,6 +237,8 @@ def test_without_any_group_the_command_has_its_help_and_its_version(
     command = environment() / "bin" / "holdfast"
     assert run(command, "--version", check=True).stdout.startswith("holdfast ")
     assert "holdfast demo" in run(command, "--help", check=True).stdout
+    completing = command.with_name("kubectl_complete-holdfast")
+    assert run(completing, "hist", check=True).stdout.startswith("history\t")
 
 
 @pytest.mark.slow

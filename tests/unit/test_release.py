@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,8 @@ def tree(tmp_path: Path) -> Path:
         change(path, old, f'{key}"1.2.3"\n' if "=" in key else f"{key}1.2.3\n")
     (old,) = (line for line in chart.read_text().splitlines() if line.startswith("appVersion: "))
     change(chart, old, "appVersion: 1.2.3")
+    urls = '[project.urls]\nSource = "https://code.example/holdfast"\n\n[project.scripts]'
+    change(tmp_path / "pyproject.toml", "[project.scripts]", urls)
     (tmp_path / "CHANGELOG.md").write_text("## [Unreleased]\n\n## [1.2.3] - 2026-01-31\n\n- A.\n")
     git(tmp_path, "init", "--quiet")
     git(tmp_path, "add", "--all")
@@ -55,6 +59,7 @@ def test_a_commit_that_is_fit_passes(tree: Path) -> None:
 
 def test_everything_that_is_wrong_is_said_at_once(tree: Path) -> None:
     change(tree / "pyproject.toml", 'version = "1.2.3"', 'version = "1.2.4.dev0"')
+    change(tree / "pyproject.toml", "Source = ", "Documentation = ")
     change(tree / "CHANGELOG.md", "## [Unreleased]\n", "## [Unreleased]\n\n- B.\n")
     code, text = checked(tree)
     assert code == 1
@@ -64,11 +69,29 @@ def test_everything_that_is_wrong_is_said_at_once(tree: Path) -> None:
         "- charts/holdfast/Chart.yaml has version 1.2.3",
         "- CHANGELOG.md has no section '## [1.2.4.dev0]",
         "- CHANGELOG.md has lines below Unreleased",
+        "- pyproject.toml has no Source in [project.urls]",
         "- the work tree has changes",
     ]
     lines = text.splitlines()[1:]
     assert len(lines) == len(starts)
     assert all(map(str.startswith, lines, starts)), text
+
+
+@pytest.mark.parametrize("source", [None, "https://code.example/holdfast/"])
+def test_an_index_shows_a_readme_whose_links_work(tree: Path, source: str | None) -> None:
+    shutil.copy(ROOT / "README.md", tree / "README.md")
+    if source is None:
+        change(tree / "pyproject.toml", "Source = ", "Documentation = ")
+    else:
+        change(tree / "pyproject.toml", "https://code.example/holdfast", source)
+    command = [sys.executable, str(ROOT / "docs/site/index_readme.py"), str(tree)]
+    subprocess.run(command, check=True)
+    text, shown = ((each / "README.md").read_text("utf-8") for each in (ROOT, tree))
+    targets = re.findall(r"\]\(([^)]*)\)", text)
+    assert len(targets) > 20
+    lead = "https://code.example/holdfast/blob/v1.2.3/"
+    assert re.findall(r"\]\(([^)]*)\)", shown) == [lead + each for each in targets if source]
+    assert re.sub(r"\]\([^)]*\)|\[", "", shown) == re.sub(r"\]\([^)]*\)|\[", "", text)
 
 
 def test_a_version_is_released_once(tree: Path) -> None:

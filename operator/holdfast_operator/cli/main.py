@@ -16,6 +16,7 @@ from holdfast_core.job.elastic import FALLBACK_S, REPLACE_S
 from holdfast_core.packages import PackageGroup, missing, needing
 from holdfast_core.quantities import parse_bytes
 from holdfast_operator.cli import exit_codes
+from holdfast_operator.cli.completing import complete
 from holdfast_protos.command_line import add_version
 
 _EPILOG = """
@@ -126,6 +127,9 @@ _EXPORT_EPILOG = """
 _COMPLETION_EPILOG = """
   eval "$(holdfast completion bash)"                        in ~/.bashrc
   holdfast completion zsh > ~/.zsh/functions/_holdfast      in a folder of $fpath
+
+kubectl completes `kubectl holdfast` where its own completion is set up: source <(kubectl
+completion bash), or zsh. It runs kubectl_complete-holdfast, which is installed with this command.
 """
 
 _GROUPS = {"run": PackageGroup.ALL, "demo": PackageGroup.ALL}
@@ -754,6 +758,12 @@ def _add_completion(commands: argparse._SubParsersAction[argparse.ArgumentParser
 def kubectl() -> int:
     """Run the command as a plugin of kubectl, which finds it as `kubectl-holdfast`."""
     return main(prog="kubectl holdfast")
+
+
+def kubectl_complete() -> int:
+    """Complete words of the plugin for kubectl, which finds it as `kubectl_complete-holdfast`."""
+    print(complete(build_parser("kubectl holdfast"), sys.argv[1:]))
+    return 0
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "holdfast") -> int:
