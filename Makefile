@@ -181,9 +181,10 @@ test-faults: $(STAMP) redis ## Run every fault test for every policy and redunda
 	  --every-combination $(ARGS)
 
 .PHONY: test-schedules
-test-schedules: $(STAMP) ## Run ten thousand schedules of the simulation, and more of lost stages (long)
+test-schedules: $(STAMP) ## Run ten thousand schedules of the simulation, and more of its models (long)
 	@$(BIN)/python -m pytest tests/simulation/test_schedules.py tests/simulation/test_stages.py \
-	  -n $(PYTEST_WORKERS) --dist worksteal --schedules 10000 $(ARGS)
+	  tests/simulation/test_votes.py -n $(PYTEST_WORKERS) --dist worksteal --schedules 10000 \
+	  --every-combination $(ARGS)
 
 # Not with -m: each daemon that is forked would import the main module anew, pictures and all.
 .PHONY: chaos

@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import voting
 
+SHORT = voting.Crash(1, "in-vote", frozenset({0}))
+"""Its reform has everything: a rank that finishes the step, and one that is given all."""
+
 
 @pytest.mark.parametrize(
     "crash",
@@ -19,6 +22,22 @@ import voting
 def test_training_goes_on_live(crash: voting.Crash, monkeypatch: Any) -> None:
     monkeypatch.setenv("WORLD_SIZE", str(voting.RANKS))
     voting.run(crash)
+
+
+@pytest.mark.parametrize(
+    "crash",
+    [
+        pytest.param(crash, marks=[] if crash == SHORT else pytest.mark.exhaustive)
+        for crash in voting.crashes()
+    ],
+    ids=lambda crash: f"{crash.rank} {crash.point} {sorted(crash.unseen)}",
+)
+def test_training_goes_on_live_after_a_second_death_in_the_reform(
+    crash: voting.Crash, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(voting.RANKS))
+    for second in voting.second_crashes():
+        voting.run(crash, second=second)
 
 
 @pytest.mark.parametrize("script", voting.SCRIPTS)

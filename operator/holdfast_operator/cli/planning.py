@@ -59,6 +59,9 @@ COPY_BYTES_S = 10e9
 """Rate at which the ranks of a node copy snapshots, when none is given."""
 NETWORK_BYTES_S = 2.5e9
 """Rate from node to node, when none is given: about what one stream between daemons reaches."""
+WAITING_LAUNCHER_BYTES = 724 * 1024**2
+"""Memory of a launcher that waits for a world, with the process that workers are forked from: as
+`make bench-launching` printed it with torch 2.15 for CPUs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -346,6 +349,8 @@ def _odds(job: MoETrainingJob, settings: PlanSettings, *, with_interval: bool) -
         table.add_row(*row)
     if with_interval:
         table.add_row(*_interval_row(job, settings))
+    if job.spec.may_shrink or job.spec.failure_policy.spares:
+        table.add_row(*_launcher_row())
     return table
 
 
@@ -423,4 +428,13 @@ def _interval_row(job: MoETrainingJob, settings: PlanSettings) -> tuple[str, str
         f"REFT eq. 9, for lost nodes and processes; copy {copy_s:.2f} s, protection "
         f"{protect_s:.2f} s, step {settings.step_s:g} s; the job has "
         f"{job.spec.snapshot.interval.steps}",
+    )
+
+
+def _launcher_row() -> tuple[str, str, str]:
+    return (
+        "memory of a launcher that waits for a world",
+        _short(WAITING_LAUNCHER_BYTES),
+        "not of this job: measured with torch for CPUs (make bench-launching); beside "
+        "memoryPerNode, where a member is to join and on spares of holdfast run",
     )

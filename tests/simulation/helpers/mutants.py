@@ -436,6 +436,20 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        # Only a second death, in the hand-over, shows it.
+        name="take a new process for whole before it has been given everything",
+        votes=True,
+        edits=(
+            (
+                f"{ELASTIC}/session.py",
+                "            if live and verdict is not None and session.go_on(",
+                "            if live and verdict is not None:\n"
+                "                self._hold_after(verdict.step)\n"
+                "            if live and verdict is not None and session.go_on(",
+            ),
+        ),
+    ),
+    Mutant(
         name="give new ranks nothing",
         votes=True,
         edits=(

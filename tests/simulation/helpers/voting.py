@@ -2,8 +2,9 @@
 
 Three ranks train replicas, each in a thread of its own with a real session; what is played is the
 world: collectives, deaths, and who sees the result of a collective in which another one dies. Each
-crash ends the epoch, and a new process takes the place of the lost one. After each, training must
-go on live, with the state of an undisturbed run.
+crash ends the epoch, and a new process takes the place of the lost one. A second rank, or the new
+process itself, may die at any point of the reform that follows. After each, training must go on
+live, with the state of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -56,6 +57,20 @@ class Crash:
     """Ranks that do not see the result of the collective in which `rank` dies."""
 
 
+@dataclass(frozen=True)
+class SecondCrash:
+    """A death in the epoch that the first one has begun, so in its reform or soon after it."""
+
+    rank: int
+    """That of the first crash stands for the process that has taken its place."""
+    point: int
+    """Number of points that the rank survives: before and after it takes part in a collective, and
+    in its optimizer's step."""
+
+
+SECOND_POINTS = 24
+"""Points of a rank from the first crash to the end of its reform."""
+
 SCRIPTS = {
     "steps twice": StandingAction.LIVE,
     "swallows the end of its steps": StandingAction.LIVE,
@@ -80,6 +95,12 @@ def crashes() -> Iterator[Crash]:
                     yield Crash(rank, point, frozenset(unseen))
 
 
+def second_crashes() -> Iterator[SecondCrash]:
+    """Every second death."""
+    for rank, point in itertools.product(range(RANKS), range(SECOND_POINTS)):
+        yield SecondCrash(rank, point)
+
+
 def crash_of(script: str) -> Crash:
     """The death that meets what `script` does."""
     match script:
@@ -101,6 +122,9 @@ class Cluster:
     directory: Path
     script: str = ""
     """What the script does otherwise than others; see `SCRIPTS`."""
+    second: SecondCrash | None = None
+    survived: int = 0
+    """Points that the rank of `second` has survived in epoch 2."""
     epoch: int = 1
     changed: threading.Condition = field(default_factory=threading.Condition)
     said: dict[tuple[Any, ...], dict[int, Any]] = field(default_factory=dict)
@@ -109,7 +133,6 @@ class Cluster:
     """Step → rank → the parameter after it, as its newest process has it."""
     threads: list[threading.Thread] = field(default_factory=list)
     failures: list[BaseException] = field(default_factory=list)
-    dead: bool = False
 
     def meet(
         self,
@@ -122,11 +145,13 @@ class Cluster:
         """Exchange values between `ranks`; UnreachableError when the epoch ends before."""
         point, step = what[0], what[-1]
         with self.changed:
+            self._pass_point(epoch, rank)
             values = self.said.setdefault((epoch, *what), {})
             values[rank] = value
             self.changed.notify_all()
-            if self._dies(point, rank, step):
-                self._kill()
+            if self._dies(f"in-{point}", rank, step):
+                self._kill(rank)
+            self._pass_point(epoch, rank)
             self.changed.wait_for(lambda: len(values) == len(ranks) or self.epoch > epoch, WAIT_S)
             missed = self.crash.point == f"in-{point}" and step == FAULTY_STEP and epoch == 1
             if missed and rank in self.crash.unseen:
@@ -137,25 +162,33 @@ class Cluster:
             return [values[other] for other in ranks]
 
     def _dies(self, point: str, rank: int, step: Any) -> bool:
-        crash = self.crash
-        return (crash.rank, crash.point) == (rank, f"in-{point}") and step == FAULTY_STEP
+        crash = (self.crash.rank, self.crash.point, FAULTY_STEP)
+        return self.epoch == 1 and crash == (rank, point, step)
+
+    def _pass_point(self, epoch: int, rank: int) -> None:
+        """Die here, if that is the second crash."""
+        second = self.second
+        if second is None or (epoch, self.epoch, rank) != (2, 2, second.rank):
+            return
+        if self.survived == second.point:
+            self._kill(rank)
+        self.survived += 1
 
     def at(self, point: str, rank: int, step: int) -> None:
-        """Die here, if that is the crash."""
-        if (self.crash.rank, self.crash.point) == (rank, point) and step == FAULTY_STEP:
-            with self.changed:
-                if self.script == "steps without the vote":
-                    reduces = (1, "reduce", FAULTY_STEP)
-                    self.changed.wait_for(lambda: 0 in self.said.get(reduces, ()), WAIT_S)
-                self._kill()
+        """Die here, if that is a crash."""
+        with self.changed:
+            self._pass_point(self.epoch, rank)
+            if not self._dies(point, rank, step):
+                return
+            if self.script == "steps without the vote":
+                reduces = (1, "reduce", FAULTY_STEP)
+                self.changed.wait_for(lambda: 0 in self.said.get(reduces, ()), WAIT_S)
+            self._kill(rank)
 
-    def _kill(self) -> None:
-        if self.dead:
-            return
-        self.dead = True
+    def _kill(self, rank: int) -> None:
         self.epoch += 1
         self.changed.notify_all()
-        self.start(self.crash.rank)
+        self.start(rank)
         raise Killed
 
     def start(self, rank: int) -> None:
@@ -228,10 +261,11 @@ class ReplicasWorld:
     def __init__(self, cluster: Cluster, rank: int) -> None:
         self._cluster, self.rank = cluster, rank
         self.epoch, self._met, self._rounds, self._left = 0, 0, 0, True
-        self.verdict = self.stand(RankStanding())
-        while self.verdict.action is StandingAction.FORWARD:
+        while self._left:
             self.verdict = self.stand(RankStanding())
-        self.form()
+            if self.verdict.action is not StandingAction.FORWARD:
+                with suppress(UnreachableError):
+                    self.form()
 
     @property
     def ended(self) -> bool:
@@ -251,17 +285,21 @@ class ReplicasWorld:
         self._left = True
         with self._cluster.changed:
             self._cluster.changed.wait_for(lambda: self._cluster.epoch > self.epoch, WAIT_S)
-        if self._met != self._cluster.epoch:
-            self._met, self._rounds = self._cluster.epoch, 0
-        self._rounds += 1
-        what = ("stand", self._rounds)
-        verdict = standing(self._cluster.meet(self._met, what, self.rank, own))
+        while True:
+            if self._met != self._cluster.epoch:
+                self._met, self._rounds = self._cluster.epoch, 0
+            self._rounds += 1
+            what = ("stand", self._rounds)
+            with suppress(UnreachableError):
+                verdict = standing(self._cluster.meet(self._met, what, self.rank, own))
+                break
         self._cluster.verdicts.append(verdict.action)
         if verdict.action is StandingAction.LINE and self._met > 1:
             raise Killed  # the model has no line
         return verdict
 
     def form(self) -> None:
+        self._cluster.meet(self._met, ("form", 0), self.rank, None)
         self.epoch, self._left = self._met, False
 
     def exchange(self, timeout_s: float) -> ReplicasExchange:
@@ -362,32 +400,36 @@ def train(cluster: Cluster, rank: int) -> None:
     session.close()
 
 
-def run(crash: Crash, script: str = "") -> None:
-    """Train with one crash, and check where it leads."""
+def run(crash: Crash, script: str = "", second: SecondCrash | None = None) -> None:
+    """Train with a crash, and perhaps a second one, and check where it leads."""
+    what = f"crash {crash}" if second is None else f"crash {crash}, then {second}"
     with tempfile.TemporaryDirectory() as path:
-        cluster = Cluster(crash, Path(path), script)
+        cluster = Cluster(crash, Path(path), script, second)
         for rank in range(RANKS):
             cluster.start(rank)
         for thread in iter(cluster.threads):
             thread.join(WAIT_S)
-            assert not thread.is_alive(), f"crash {crash}: a rank does not end"
-    assert not cluster.failures, f"crash {crash}: {cluster.failures[0]!r}"
-    second = cluster.verdicts[RANKS:]
-    assert second, f"crash {crash}: nobody stands"
+            assert not thread.is_alive(), f"{what}: a rank does not end"
+    assert not cluster.failures, f"{what}: {cluster.failures[0]!r}"
+    later = cluster.verdicts[RANKS:]
+    assert later, f"{what}: nobody stands"
     if SCRIPTS.get(script) is StandingAction.LINE:
-        assert second[-1] is StandingAction.LINE, f"crash {crash}: goes on live"
+        assert later[-1] is StandingAction.LINE, f"{what}: goes on live"
         return
-    wrong = StandingAction.LINE in second
-    assert not wrong, f"crash {crash}: a rank that could go on live does not"
+    wrong = StandingAction.LINE in later
+    assert not wrong, f"{what}: a rank that could go on live does not"
     for step, values in cluster.states.items():
-        assert set(values.values()) == {expected(step, script)}, f"crash {crash}: {step}: {values}"
+        assert set(values.values()) == {expected(step, script)}, f"{what}: {step}: {values}"
     assert len(cluster.states[STEPS]) == RANKS
+    assert second is None or cluster.epoch == 3, f"{what}: the second one does not come"
 
 
 def main() -> None:
     os.environ["WORLD_SIZE"] = str(RANKS)
     for crash in crashes():
         run(crash)
+    for crash, second in itertools.product(crashes(), second_crashes()):
+        run(crash, "", second)
     for script in SCRIPTS:
         run(crash_of(script), script)
 

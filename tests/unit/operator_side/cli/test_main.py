@@ -163,6 +163,18 @@ def test_plan_shows_memory_and_odds(job: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(
+    ("more", "spares", "shown"), [("", 0, False), ("", 1, True), ("  minNodes: 3\n", 0, True)]
+)
+def test_plan_counts_the_launcher_that_waits_where_one_may(
+    job: Path, more: str, spares: int, shown: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.write_text(job.read_text().replace("{spares: 1}", f"{{spares: {spares}}}") + more)
+    assert main(["plan", str(job)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert ("0.71 GiB not of this job: measured" in out) == shown
+
+
+@pytest.mark.parametrize(
     ("redundancy", "says"),
     [
         ("{type: RAIM6}", "REFT eq. 2 for 2 losses of a group"),
