@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from math import erfc, exp, gamma, sqrt
+from math import erfc, exp, gamma, log, sqrt
 from random import Random
 
 import pytest
@@ -99,10 +99,9 @@ def p_value(counts: Mapping[int, Mapping[Outcome, int]], placed: PlacedModel) ->
 
 def chi_square_tail(square: float, freedom: int) -> float:
     """P(X > square) for X with a chi-square distribution."""
-    half, odd = square / 2, freedom % 2
-    terms = (
-        (half ** (i - odd / 2)) / gamma(i + 1 - odd / 2) for i in range(odd, (freedom + odd) // 2)
-    )
+    half, odd = square / 2.0, freedom % 2
+    powers = (i - odd / 2 for i in range(odd, (freedom + odd) // 2))
+    terms = (exp(power * log(half)) / gamma(power + 1) for power in powers)
     return (erfc(sqrt(half)) if odd else 0.0) + exp(-half) * sum(terms)
 
 
