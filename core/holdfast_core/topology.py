@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 from holdfast_core.errors import InvalidJobError
 
-_CANONICAL = re.compile(r"dp([0-9]+)·ep([0-9]+)·tp([0-9]+)·pp([0-9]+)")
+_CANONICAL = re.compile(r"dp([0-9]{1,6})·ep([0-9]{1,6})·tp([0-9]{1,6})·pp([0-9]{1,6})")
+"""Degrees of at most six digits: other ranks and files may state anything."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ def plan_from_proto(message: values_pb2.ExpertPlanReport) -> PlanReport:
     """The report in `message`.
 
     Raises:
-        ProtocolError: when it has no known cause, or a load that is no number.
+        ProtocolError: when it has no known cause, or numbers of no plan.
     """
     try:
         return PlanReport(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from holdfast_core.protection.standing import RankStanding
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.layouts import (
     Entry,
@@ -231,6 +232,20 @@ def losses() -> values_pb2.LossReport:
     )
 
 
+def plan() -> values_pb2.ExpertPlanReport:
+    return values_pb2.ExpertPlanReport(
+        epoch=1,
+        step=200,
+        cause="loads",
+        ranks=4,
+        rank_seats=3,
+        layers=2,
+        experts=6,
+        least_nodes=2,
+        busiest_node=1.125,
+    )
+
+
 def heartbeats() -> list[bytes]:
     state = control_pb2.JobState(
         job=JOB,
@@ -245,6 +260,7 @@ def heartbeats() -> list[bytes]:
         problem="no memory",
         problem_code="memory_budget",
         loss=losses(),
+        plan=plan(),
     )
     beat = control_pb2.Heartbeat(
         protocol_version=1,
@@ -303,6 +319,7 @@ def trainer_requests() -> list[bytes]:
                 failure="no",
                 failure_code="replicas_diverged",
                 loss=losses(),
+                plan=plan(),
             ).SerializeToString(),
         ),
         (
@@ -328,6 +345,19 @@ def trainer_requests() -> list[bytes]:
         (11, trainer_pb2.FollowRequest(protocol_version=1, job=JOB, pid=7).SerializeToString()),
     ]
     return [bytes([kind]) + message for kind, message in messages]
+
+
+def standings() -> list[bytes]:
+    """What a rank of four with six experts in two layers has; what a new one has; a pipeline."""
+    seated = RankStanding(
+        step=7,
+        topology="dp4·ep1·tp1·pp1",
+        rank=1,
+        held=((0, 1, 2), (3, 4, 5)),
+        layer_experts=6,
+    )
+    staged = RankStanding(step=7, ready=True, topology="dp2·ep1·tp1·pp2", rank=1, logs=True)
+    return [msgspec.json.encode(one) for one in (seated, RankStanding(), staged)]
 
 
 @functools.cache

@@ -8,6 +8,7 @@ read again.
 
 from __future__ import annotations
 
+import functools
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
@@ -24,7 +25,15 @@ from google.protobuf.message import DecodeError
 from holdfast_core.catalogue import records
 from holdfast_core.catalogue.records import losses_of_state, ranks_of_state, stages_of_state
 from holdfast_core.catalogue.recoveries import history_of
-from holdfast_core.errors import CorruptError, HoldfastError, InvalidJobError, known_code
+from holdfast_core.elastic_experts.moving import moves_of, renumbered
+from holdfast_core.elastic_experts.plans import ExpertPlan, ExpertRoom, plan_experts
+from holdfast_core.errors import (
+    CorruptError,
+    HoldfastError,
+    InvalidJobError,
+    ProtocolError,
+    known_code,
+)
 from holdfast_core.job.parsing import check_local, ignored_locally, parse_job
 from holdfast_core.protection.replaying import (
     ReplayEvidence,
@@ -33,6 +42,7 @@ from holdfast_core.protection.replaying import (
     encode_evidence,
     plan_replay,
 )
+from holdfast_core.protection.standing import NEW, StandingAction, read_standings, standing
 from holdfast_core.quantities import parse_bytes
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import (
@@ -174,6 +184,65 @@ def _heartbeat(data: bytes) -> None:
     for state in beat.jobs:
         view = job_view(state)
         assert view.problem_code == known_code(view.problem_code), view.problem_code
+
+
+# --- between ranks --------------------------------------------------------------------------------
+
+
+def _standing(data: bytes) -> None:
+    """Go on with what a rank states beside an honest one and a new one, on each place."""
+    honest, new, _ = (text.decode() for text in seeds.standings())
+    said = data.decode(errors="replace")
+    for texts in ([said, honest, new], [honest, said, new], [said]):
+        ranks = read_standings(texts)
+        verdict = standing(ranks)
+        assert verdict.reason
+        if verdict.action is not StandingAction.LIVE:
+            continue
+        live = {rank: one for rank, one in enumerate(ranks) if one.step != NEW}
+        assert {one.step for one in live.values()} == {verdict.step} and verdict.step >= 0
+        assert all({*sources} <= live.keys() for sources in verdict.sources.values())
+        for of_ranks in zip(*(one.held for one in live.values()), strict=True):
+            held = {expert for of_rank in of_ranks for expert in of_rank}
+            assert held == set(range(ranks[0].layer_experts or len(held)))
+
+
+@functools.cache
+def _plan() -> ExpertPlan:
+    loads = [[9, 4, 2, 2], [1, 1, 8, 3]]
+    return plan_experts(loads, ExpertRoom(nodes=2, rank_seats=3))
+
+
+def _seats_of(rank: int) -> bytes:
+    from holdfast._moe.statements import Stack, Statement, encode_statement
+
+    plan = _plan()
+    one = Statement(
+        loads=tuple(layer.tokens for layer in plan.layers),
+        step_s=0.5,
+        held=tuple(layer.experts_of(rank) for layer in plan.layers),
+        stacks=(Stack(0, "w_in", "exp_avg", "float32", (4, 8), "cpu"),),
+    )
+    return encode_statement(one)
+
+
+def _seats(data: bytes) -> None:
+    """Plan and move with what a rank states of its experts beside an honest one and a new one."""
+    from holdfast._moe.statements import (
+        Statement,
+        check_all_held,
+        encode_statement,
+        read_statements,
+    )
+
+    new = encode_statement(Statement(loads=tuple(layer.tokens for layer in _plan().layers)))
+    said = read_statements([data, _seats_of(1), new], layers=2, experts=4, seats=3)
+    check_all_held(said, 4)
+    held = [one.held for one in said]
+    plan = renumbered(_plan().renewed(3, said[0].loads), held)
+    for move in moves_of(plan, held):
+        assert move.expert in held[move.source][move.layer]
+    assert sum(stack.nbytes for one in said for stack in one.stacks) >= 0
 
 
 # --- what people and others write -----------------------------------------------------------------
@@ -417,6 +486,18 @@ TARGETS: tuple[Target, ...] = (
         name="arena-socket", parse=fuzzing_surroundings.arena_socket, seeds=seeds.tokens, allowed=()
     ),
     Target(name="http", parse=fuzzing_surroundings.http, seeds=seeds.http_requests, allowed=()),
+    Target(
+        name="rank-standing",
+        parse=_standing,
+        seeds=seeds.standings,
+        allowed=(ProtocolError,),
+    ),
+    Target(
+        name="rank-seats",
+        parse=_seats,
+        seeds=lambda: [_seats_of(0)],
+        allowed=(ProtocolError,),
+    ),
     Target(name="job-file", parse=_job, seeds=seeds.jobs, allowed=(InvalidJobError,)),
     Target(
         name="expert-loads",

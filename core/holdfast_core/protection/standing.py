@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import count
 
 import msgspec
 
-from holdfast_core.errors import HoldfastError
+from holdfast_core.errors import HoldfastError, ProtocolError
 from holdfast_core.protection.replaying import stages_lost
 from holdfast_core.topology import Topology
 
@@ -47,6 +48,27 @@ class RankStanding(msgspec.Struct, frozen=True, kw_only=True):
     """For each layer whose experts have uneven copies those in its seats."""
     layer_experts: int = 0
     """Experts of each such layer."""
+
+
+_STANDING = msgspec.json.Decoder(RankStanding)
+
+
+def read_standings(texts: Sequence[str]) -> list[RankStanding]:
+    """The statements of all ranks of a world, in their order.
+
+    Raises:
+        ProtocolError: a rank's statement cannot be read.
+    """
+    found = []
+    for rank, text in enumerate(texts):
+        try:
+            found.append(_STANDING.decode(text))
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+            raise ProtocolError(
+                f"what rank {rank} states to have of the training state cannot be read: {error}; "
+                f"run the same version of holdfast on all ranks"
+            ) from error
+    return found
 
 
 class StandingAction(StrEnum):
@@ -82,6 +104,8 @@ def standing(ranks: Sequence[RankStanding]) -> StandingVerdict:
     for rank, one in live.items():
         if one.torn:
             return _back(f"rank {rank}: {one.torn}")
+        if one.step < NEW:
+            return _back(f"rank {rank} states to have completed {one.step} steps")
     topologies = sorted({one.topology for one in live.values()})
     if len(topologies) > 1:
         return _back(f"ranks state different topologies: {', '.join(topologies)}")
@@ -103,9 +127,9 @@ def standing(ranks: Sequence[RankStanding]) -> StandingVerdict:
                 f"rank {first} has completed step {newest}, and rank {rank} step "
                 f"{live[rank].step} without the vote on the next one"
             )
-    gone = _without_copy([*live.values()])
-    if gone:
-        return _back(gone)
+    wrong = _contradiction(live) or _without_copy([*live.values()])
+    if wrong:
+        return _back(wrong)
     lacking = [rank for rank in range(len(ranks)) if rank not in live]
     replays = (
         before == topology
@@ -144,13 +168,33 @@ def _back(reason: str) -> StandingVerdict:
     return StandingVerdict(action=StandingAction.LINE, reason=reason)
 
 
+def _contradiction(live: Mapping[int, RankStanding]) -> str:
+    """Why the statements about experts in seats are not of one model; empty when they are."""
+    first = min(live)
+    layers, experts = len(live[first].held), live[first].layer_experts
+    for rank, one in live.items():
+        if (len(one.held), one.layer_experts) != (layers, experts):
+            return (
+                f"rank {rank} states {len(one.held)} layers of {one.layer_experts} experts, and "
+                f"rank {first} {layers} of {experts}"
+            )
+        for layer, held in enumerate(one.held):
+            for expert in held:
+                if not 0 <= expert < experts:
+                    return (
+                        f"rank {rank} states to hold expert {expert} of layer {layer}, which has "
+                        f"{experts}"
+                    )
+    return ""
+
+
 def _without_copy(live: Sequence[RankStanding]) -> str:
     """Which expert has lost all of its copies; empty when none has."""
-    for layer, of_ranks in enumerate(zip(*(one.held for one in live), strict=False)):
+    for layer, of_ranks in enumerate(zip(*(one.held for one in live), strict=True)):
         held = {expert for of_rank in of_ranks for expert in of_rank}
-        for expert in range(live[0].layer_experts):
-            if expert not in held:
-                return f"no rank is left that holds expert {expert} of layer {layer}"
+        if len(held) < live[0].layer_experts:
+            expert = next(expert for expert in count() if expert not in held)
+            return f"no rank is left that holds expert {expert} of layer {layer}"
     return ""
 
 

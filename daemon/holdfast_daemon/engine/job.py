@@ -17,6 +17,7 @@ from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.errors import (
     CorruptError,
     InvalidJobError,
+    ProtocolError,
     RankInUseError,
     SnapshotSkippedError,
     StaleEpochError,
@@ -557,8 +558,18 @@ class JobEngine:
         loss: LossReport | None = None,
         plan: PlanReport | None = None,
     ) -> None:
-        """Record a rank's sign of life and the state of its saves."""
+        """Record a rank's sign of life and the state of its saves.
+
+        Raises:
+            ProtocolError: the plan is of an epoch after that of the session. The newest plan is
+                shown, so it would hide those to come.
+        """
         session = self._session(session_id)
+        if plan is not None and plan.epoch > session.epoch:
+            raise ProtocolError(
+                f"rank {session.rank} reports an expert plan of epoch {plan.epoch} in a session "
+                f"of epoch {session.epoch}"
+            )
         record = self.memory.rank(session.rank)
         # A worker that stays may still report steps of the epoch that has ended.
         if step > record.last_step and session.epoch == self.memory.epoch:

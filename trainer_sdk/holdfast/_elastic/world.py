@@ -35,11 +35,11 @@ from holdfast_core.protection.standing import (
     RankStanding,
     StandingAction,
     StandingVerdict,
+    read_standings,
     standing,
 )
 
 _log = logging.getLogger("holdfast")
-_STANDING = msgspec.json.Decoder(RankStanding)
 _WAIT_S = 20.0
 """Time for which one wait for the daemon's news lasts."""
 Parts = Sequence[Sequence[int]]
@@ -334,6 +334,7 @@ class World:
             cause: failure of the world before; raised when no newer one comes in `reform_s`.
 
         Raises:
+            ProtocolError: a rank's statement cannot be read.
             HoldfastError: the daemon refuses this process.
         """
         self.check_process()
@@ -357,7 +358,7 @@ class World:
                 self.leave()
                 continue
             self._stood = True
-            verdict = standing([_STANDING.decode(text) for text in texts])
+            verdict = standing(read_standings(texts))
             _log.info("epoch %d: %s: %s", meeting.epoch, verdict.action, verdict.reason)
             return verdict
 

@@ -14,56 +14,29 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from math import prod
 
-import msgspec
 import torch
 from torch import nn
 
 from holdfast._exchange import Exchange
 from holdfast._moe.gradients import moe_layers
 from holdfast._moe.layer import MoELayer
+from holdfast._moe.statements import (
+    Stack,
+    Statement,
+    check_all_held,
+    encode_statement,
+    read_statements,
+)
 from holdfast._state.capture import LiveState
 from holdfast._state.extras import dtype_name, dtype_named
 from holdfast_core.elastic_experts.moving import ExpertMove, moves_of, renumbered
 from holdfast_core.elastic_experts.plans import ExpertPlan
 from holdfast_core.elastic_experts.rebalancing import weigh
 from holdfast_core.elastic_experts.reports import PlanCause, PlanReport
-from holdfast_core.errors import InvalidJobError, NoRecoveryLineError
+from holdfast_core.errors import InvalidJobError, NoRecoveryLineError, ProtocolError
 
 _log = logging.getLogger("holdfast")
-
-
-class _Stack(msgspec.Struct, frozen=True):
-    """Tensor whose first dimension counts seats: a parameter, a master or an optimizer state."""
-
-    layer: int
-    name: str
-    key: str
-    """Key of an optimizer state; empty for a parameter."""
-    dtype: str
-    shape: tuple[int, ...]
-    """Shape of one seat."""
-    device: str
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one seat."""
-        return prod(self.shape) * dtype_named(self.dtype).itemsize
-
-
-class _Statement(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank has."""
-
-    loads: tuple[tuple[int, ...], ...]
-    step_s: float = 0.0
-    """Time of a step, as this rank sees it."""
-    held: tuple[tuple[int, ...], ...] = ()
-    """For each layer the experts in its seats; empty for a rank without training state."""
-    stacks: tuple[_Stack, ...] = ()
-
-
-_STATEMENT = msgspec.msgpack.Decoder(_Statement)
 
 
 class Reseating:
@@ -112,6 +85,7 @@ class Reseating:
             InvalidJobError: when the experts do not fit the ranks that are left.
             NoRecoveryLineError: when no process has training state, and this one was made for
                 another number of ranks.
+            ProtocolError: when what ranks state cannot be true.
             UnreachableError: when a rank does not take part.
         """
         said = self._gather(live, exchange, outlived=outlived)
@@ -128,6 +102,7 @@ class Reseating:
         plan = renumbered(self._layers[0].plan.renewed(len(said), first.loads), held)
         self._cause = PlanCause.WORLD
         if moves:
+            check_all_held(said, self.experts)
             self._move(live, exchange, rank, plan, moves_of(plan, held), _all_stacks(said))
         else:
             for layer in self._layers:
@@ -153,9 +128,11 @@ class Reseating:
             steps: steps until the next call.
 
         Raises:
+            ProtocolError: when what ranks state cannot be true.
             UnreachableError: when a rank does not take part.
         """
         said = self._gather(live, exchange, outlived=True, step_s=step_s)
+        check_all_held(said, self.experts)
         held, now = [one.held for one in said], self._layers[0].plan
         plan = renumbered(now.renewed(len(said), said[0].loads), held)
         moves, stacks = moves_of(plan, held), _all_stacks(said)
@@ -202,23 +179,28 @@ class Reseating:
 
     def _gather(
         self, live: LiveState, exchange: Exchange, *, outlived: bool, step_s: float = 0.0
-    ) -> list[_Statement]:
+    ) -> list[Statement]:
         """State what this rank has, and return the statements of all. Collective."""
-        own = _Statement(
+        own = Statement(
             loads=tuple(layer.history.tokens for layer in self._layers),
             step_s=step_s,
             held=self.held() if outlived else (),
             stacks=tuple(self._stacks(live)) if outlived else (),
         )
-        return [_STATEMENT.decode(one) for one in exchange.gather(msgspec.msgpack.encode(own))]
+        return read_statements(
+            exchange.gather(encode_statement(own)),
+            layers=len(self._layers),
+            experts=self.experts,
+            seats=len(self._layers[0].experts.seat_experts),
+        )
 
-    def _stacks(self, live: LiveState) -> Iterator[_Stack]:
+    def _stacks(self, live: LiveState) -> Iterator[Stack]:
         """Tensors that have a part for each seat."""
         numbers = {id(layer.experts): at for at, layer in enumerate(self._layers)}
         for source in live.sources():
             if source.seats is not None and id(source.seats) in numbers:
                 name, _, rest = source.name.partition("[")
-                yield _Stack(
+                yield Stack(
                     layer=numbers[id(source.seats)],
                     name=name,
                     key=rest.partition(":")[2],
@@ -228,9 +210,14 @@ class Reseating:
                 )
 
     @staticmethod
-    def _tensor(live: LiveState, stack: _Stack, seats: int) -> torch.Tensor:
+    def _tensor(live: LiveState, stack: Stack, seats: int) -> torch.Tensor:
         """The tensor, made of zeros where an optimizer does not have it yet."""
-        anchor = live.anchors[stack.name]
+        anchor = live.anchors.get(stack.name)
+        if anchor is None:
+            raise ProtocolError(
+                f"a rank has seats in {stack.name!r}, which this rank's model does not have; run "
+                f"the same script on all ranks"
+            )
         if not stack.key:
             return anchor.parameter.detach()
         state = live.optimizers[anchor.optimizer].state.setdefault(anchor.parameter, {})
@@ -251,7 +238,7 @@ class Reseating:
         rank: int,
         plan: ExpertPlan,
         moves: Sequence[ExpertMove],
-        stacks: Sequence[_Stack],
+        stacks: Sequence[Stack],
     ) -> None:
         """Send experts and receive others, layer by layer, and take the new seats."""
         live.sources()  # finds the parameters by name
@@ -310,7 +297,7 @@ class Reseating:
                 start += into.numel()
 
 
-def _all_stacks(said: Sequence[_Statement]) -> list[_Stack]:
+def _all_stacks(said: Sequence[Statement]) -> list[Stack]:
     """The stacks that any rank has."""
     return list(dict.fromkeys(stack for one in said for stack in one.stacks))
 

@@ -8,77 +8,14 @@ from itertools import combinations
 from random import Random
 
 import pytest
+from protected_worlds import entry, first_world, held, with_members
 
 from holdfast_core.protection import recovery
-from holdfast_core.protection.codes import BlockId, code_of
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.manifests import Inventory, ParityEntry, SnapshotEntry
-from holdfast_core.snapshots.membership import Member, Membership, Redundancy
+from holdfast_core.snapshots.membership import Redundancy
 
 LINE = Generation(1, 40)
-LANES = 2
-
-
-def first_world(*groups: tuple[int, ...], redundancy: Redundancy) -> Membership:
-    return Membership(
-        job="default.a",
-        epoch=1,
-        members=tuple(_place(index) for index in sorted(m for group in groups for m in group)),
-        nproc_per_node=LANES,
-        groups=groups,
-        redundancy=redundancy,
-    )
-
-
-def _place(index: int) -> Member:
-    return Member(index=index, node=f"n{index}", memory_id="m", peer_address="", bulk_address="")
-
-
-def with_members(before: Membership, indices: Collection[int]) -> Membership:
-    """The next epoch of `before`, with these members in one parity group."""
-    epoch = before.epoch + 1
-    return replace(
-        before,
-        epoch=epoch,
-        since=epoch,
-        past=(*before.past, before.world),
-        members=tuple(_place(index) for index in sorted(indices)),
-        groups=(tuple(sorted(indices)),),
-    )
-
-
-def held(membership: Membership, generation: Generation) -> dict[int, Inventory]:
-    """Inventories of all members after `generation` was protected in their world."""
-    found = {}
-    for member in membership.world.members:
-        group = membership.group_of(member)
-        code = code_of(membership, group)
-        assert code is not None
-        found[member] = Inventory(
-            snapshots=tuple(_entry(rank, generation) for rank in membership.ranks_of(member)),
-            parities=tuple(
-                ParityEntry(
-                    lane=membership.parity_lane(lane, row),
-                    generation=generation,
-                    group=group,
-                    sources=tuple(
-                        (rank, _entry(rank, generation).manifest_digest)
-                        for position in code.sources_of(BlockId(group.index(member), row))
-                        for rank in [membership.rank_at(group[position], lane)]
-                    ),
-                )
-                for lane in range(LANES)
-                for row in range(code.rows)
-            ),
-        )
-    return found
-
-
-def _entry(rank: int, generation: Generation) -> SnapshotEntry:
-    digest = 1000 * generation.step + rank
-    return SnapshotEntry(
-        rank=rank, generation=generation, manifest_digest=digest, payload_bytes=100
-    )
 
 
 def _only(inventories: dict[int, Inventory], members: Collection[int]) -> dict[int, Inventory]:
@@ -132,7 +69,7 @@ def test_what_an_heir_holds_counts_after_the_next_change() -> None:
             snapshots=(
                 *inventories[member].snapshots,
                 *(
-                    _entry(rank, LINE)
+                    entry(rank, LINE)
                     for rank in smaller.ranks_of(2)
                     if recovery.heir(smaller, rank, LINE) == member
                 ),
@@ -230,9 +167,9 @@ def test_of_all_that_is_held_it_is_what_bears_the_loss_of_most_members(seed: int
         given: dict[int, list[SnapshotEntry]] = {m: [] for m in now.world.members}
         blocks: dict[int, tuple[ParityEntry, ...]] = dict.fromkeys(now.world.members, ())
         for member, inventory in inventories.items():
-            for entry in inventory.snapshots:
+            for each in inventory.snapshots:
                 elsewhere = member not in given or chance.random() < 0.1
-                given[chance.choice(now.world.members) if elsewhere else member].append(entry)
+                given[chance.choice(now.world.members) if elsewhere else member].append(each)
             if member in blocks:
                 blocks[member] = tuple(b for b in inventory.parities if chance.random() < 0.9)
         parts[generation] = {

@@ -6,13 +6,17 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
+import msgspec
 import pytest
 
+from holdfast_core.errors import ProtocolError
 from holdfast_core.protection.standing import (
     NEW,
     RankStanding,
     StandingAction,
+    read_standings,
     standing,
 )
 
@@ -196,6 +200,51 @@ def test_uneven_copies_go_on_live_as_long_as_each_expert_has_one() -> None:
     verdict = standing([seated(0, (0, 1, 2), (1, 2)), RankStanding()])
     assert verdict.action is StandingAction.LINE
     assert verdict.reason == "no rank is left that holds expert 0 of layer 1"
+
+
+def seats(*held: tuple[int, ...], experts: int = 3, **more: Any) -> RankStanding:
+    return live(held=held, layer_experts=experts, **more)
+
+
+@pytest.mark.parametrize(
+    ("lie", "reason"),
+    [
+        (seats((0, 3), (1, 2)), "rank 1 states to hold expert 3 of layer 0, which has 3"),
+        (seats((-1,), (1, 2)), "rank 1 states to hold expert -1 of layer 0, which has 3"),
+        (seats((0, 1)), "rank 1 states 1 layers of 3 experts, and rank 0 2 of 3"),
+        (seats((0,), (1,), experts=2), "rank 1 states 2 layers of 2 experts, and rank 0 2 of 3"),
+        (seats((), (), step=-7), "rank 1 states to have completed -7 steps"),
+        (
+            seats((0,), (1,), rank=10**9),
+            "topology dp3·ep1·tp1·pp1 has no rank 1000000000; its ranks are 0 to 2",
+        ),
+        (
+            seats((0,), (1,), topology=f"dp{10**7 + 1}·ep2·tp1·pp1"),
+            "ranks state different topologies",
+        ),
+    ],
+)
+def test_statements_that_cannot_be_true_lead_back_to_the_line(
+    lie: RankStanding, reason: str
+) -> None:
+    verdict = standing([seats((0, 1, 2), (0, 1, 2)), lie])
+    assert verdict.action is StandingAction.LINE
+    assert verdict.reason.startswith(reason)
+
+
+def test_large_numbers_that_a_rank_states_take_no_time() -> None:
+    verdict = standing([seats((0, 1), (2,), experts=10**15)])
+    assert verdict.reason == "no rank is left that holds expert 2 of layer 0"
+    for degree in ("9" * 5000, "100000000001"):
+        verdict = standing([live(topology=f"dp{degree}·ep2·tp1·pp1")])
+        assert verdict.action is StandingAction.LINE and "cannot be read" in verdict.reason
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"step":"x"}', '{"held":[[1.5]]}', "[" * 5000])
+def test_a_statement_that_cannot_be_read_names_its_rank(text: str) -> None:
+    honest = msgspec.json.encode(seats((0, 1, 2))).decode()
+    with pytest.raises(ProtocolError, match="rank 1 states to have of the training state cannot"):
+        read_standings([honest, text])
 
 
 def test_a_smaller_world_goes_on_with_what_it_has() -> None:

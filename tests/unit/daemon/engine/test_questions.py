@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 from member_engines import engine_of, membership_of
 
+from holdfast_core.elastic_experts.reports import PlanCause, PlanReport
+from holdfast_core.errors import ProtocolError
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.layouts import Layout, encode_layout
 from holdfast_core.snapshots.membership import Membership, Redundancy
@@ -72,6 +74,26 @@ def test_steps_of_a_session_whose_epoch_has_ended_are_no_progress() -> None:
     engine.progress(session, step=9, now=3.0, failure="no slot")
     (rank,) = engine.overview().ranks
     assert (rank.step, rank.last_sign) == (0, 2.0)
+
+
+def test_an_expert_plan_of_a_later_epoch_than_its_session_is_refused() -> None:
+    """The newest plan is shown: this one would hide all plans to come."""
+    engine, session = directed(MEMBERSHIP)
+    plan = PlanReport(
+        epoch=1,
+        step=200,
+        cause=PlanCause.LOADS,
+        ranks=3,
+        rank_seats=2,
+        layers=1,
+        experts=3,
+        least_nodes=2,
+        busiest_node=1.0,
+    )
+    engine.progress(session, step=8, now=1.0, plan=plan)
+    with pytest.raises(ProtocolError, match="plan of epoch 2 in a session of epoch 1"):
+        engine.progress(session, step=9, now=2.0, plan=replace(plan, epoch=2))
+    assert engine.overview().plan == plan
 
 
 def test_a_session_learns_of_an_epoch_without_its_node() -> None:

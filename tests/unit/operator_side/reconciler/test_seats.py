@@ -87,6 +87,20 @@ def test_a_control_loop_that_starts_again_knows_the_plan() -> None:
     assert found.plan == PLAN
 
 
-def test_a_load_that_is_no_number_is_refused() -> None:
-    with pytest.raises(InvalidJobError, match="busiest_node"):
-        replace(PLAN, busiest_node=float("nan"))
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"busiest_node": float("nan")},
+        {"epoch": 2**63},
+        {"step": 2**63},
+        {"ranks": 0},
+        {"layers": 0},
+        {"least_nodes": 0},
+        {"least_nodes": 5},
+        {"experts": 13},
+    ],
+    ids=str,
+)
+def test_numbers_of_no_plan_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidJobError):
+        replace(PLAN, **wrong)

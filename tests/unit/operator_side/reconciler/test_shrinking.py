@@ -259,6 +259,20 @@ def test_a_member_with_a_notice_leaves_when_a_generation_was_just_protected() ->
     assert "will be taken away: spot; 3 of 4 members go on" in world.messages("Recovering")[0]
 
 
+def test_a_notice_and_a_crash_at_once_shrink_the_job_twice() -> None:
+    world = elastic()
+    world.notices["n2"] = "spot"
+    world.kill_node("n0")
+    world.settle(LOST_S)
+    assert (world.membership.epoch, indices(world)) == (2, [1, 2, 3])
+    world.train(20)
+    world.settle(2.0)
+    assert (world.membership.epoch, indices(world)) == (3, [1, 3])
+    world.kill_node("n2")  # as announced
+    world.settle(LOST_S)
+    assert world.membership.epoch == 3
+
+
 def test_no_more_members_with_notices_leave_than_the_minimum_allows() -> None:
     world = running(make_job(4, spares=0, redundancy="RAIM6", spec={"minNodes": 3}))
     world.notices |= {"n2": "spot", "n3": "spot"}
