@@ -7,7 +7,7 @@ or whatever else the model holds. Its name appears in messages and in layouts.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache, total_ordering
 
@@ -120,8 +120,9 @@ class TensorSize:
     private: bool = False
     """True when no other rank holds these bytes (a local shard of FSDP2 or of a sharded
     optimizer): the rank captures all of it, whatever its replicas do."""
-    trained: bool = True
-    """False for a parameter that no optimizer holds: windows have no gradient of it."""
+    trained: bool = field(default=True, compare=False)
+    """False for a parameter that no optimizer of this rank holds: its windows have no gradient of
+    it."""
 
     @property
     def is_expert(self) -> bool:

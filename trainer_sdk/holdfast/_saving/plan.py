@@ -280,8 +280,12 @@ def plan_together(
 
     Raises:
         ReplicaMismatchError: when declared replicas hold different tensors.
+        InvalidJobError: when windows are to hold gradients of a parameter that the optimizers of
+            some ranks hold and those of others do not.
     """
     casts = casts or {}
+    if window and repeats is Repeats.OPTIMIZER:
+        _check_trained(tables)
     operators = operators_of(tables, topology, casts, repeats)
     schedule = cut(operators, window, repeats) if window else Schedule(())
     weights = {
@@ -319,6 +323,21 @@ def plan_together(
         shards={r: _ranges(plan.shards[r]) for r in topology.dense_replicas(rank)},
         largest_slot_bytes=largest,
     )
+
+
+def _check_trained(tables: Mapping[int, Sequence[TensorSize]]) -> None:
+    """Raise InvalidJobError where each rank's optimizer has parameters of its own."""
+    known: dict[str, tuple[int, bool]] = {}
+    for rank, table in tables.items():
+        for size in table:
+            first, trained = known.setdefault(size.tensor, (rank, size.trained))
+            if size.trained is not trained:
+                holds, lacks = (first, rank) if trained else (rank, first)
+                raise InvalidJobError(
+                    f"an optimizer of rank {holds} holds {size.tensor}, and none of rank {lacks} "
+                    f"does, as with ZeroRedundancyOptimizer: each rank repeats the steps of its "
+                    f"own optimizers; use snapshot.policy.sparse.repeats Training"
+                )
 
 
 def own_shards(base: BasePlan, table: Sequence[TensorSize]) -> tuple[Shard, ...]:

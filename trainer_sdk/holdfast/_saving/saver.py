@@ -406,23 +406,23 @@ class Saver:
         casts = self._casts.masters
         statement = state_of(task.handle.step, self._sources, task.extras_bytes, digests, casts)
         partial = self._policy.leaves_out
-        base = agree(
-            exchange,
-            statement,
-            self._topology,
-            self._rank,
-            strategy,
-            partial=partial,
-            window=self._window,
-            reorders=self._settings.counts_tokens,
-            repeats=self._settings.repeats,
-        )
-        if self._window:
-            try:
+        try:
+            base = agree(
+                exchange,
+                statement,
+                self._topology,
+                self._rank,
+                strategy,
+                partial=partial,
+                window=self._window,
+                reorders=self._settings.counts_tokens,
+                repeats=self._settings.repeats,
+            )
+            if self._window:
                 self._windows.agreed(base, self._sources)
-            except InvalidJobError as error:
-                self.problem = error
-                raise
+        except InvalidJobError as error:
+            self.problem = error
+            raise
         self._base = base
         own, ranks = base.own_experts(table_of(self._sources)), self._topology.world_size
         self._policy = self._policy.agreed(base.experts, ranks, own, base.spread)

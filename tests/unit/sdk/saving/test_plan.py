@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 
 from holdfast._saving.plan import BasePlan, layout_of, own_shards, plan_alone, plan_together
 from holdfast_core.errors import InvalidJobError, ReplicaMismatchError
+from holdfast_core.job.snapshots import Repeats
 from holdfast_core.snapshots.layouts import TensorRole, decode_layout, encode_layout
 from holdfast_core.snapshots.sharding import ShardStrategy
 from holdfast_core.snapshots.units import TensorSize, UnitKey, UnitKind
@@ -47,6 +49,22 @@ def bases(states: bool = False) -> list[BasePlan]:
     return [
         plan_together(rank, TOPOLOGY, tables, extras, ShardStrategy.ADAPTIVE) for rank in range(4)
     ]
+
+
+def test_windows_with_gradients_refuse_ranks_whose_optimizers_hold_other_parameters() -> None:
+    """As ZeroRedundancyOptimizer makes them; windows whose training is repeated take them."""
+    tables = {rank: table(rank) for rank in range(4)}
+    tables[2] = tuple(replace(one, trained=one.tensor != "dense") for one in tables[2])
+    extras = dict.fromkeys(range(4), 100)
+
+    def plan(repeats: Repeats) -> BasePlan:
+        return plan_together(
+            0, TOPOLOGY, tables, extras, ShardStrategy.ADAPTIVE, window=2, repeats=repeats
+        )
+
+    assert plan(Repeats.TRAINING).schedule.slots
+    with pytest.raises(InvalidJobError, match="of rank 0 holds dense, and none of rank 2 does"):
+        plan(Repeats.OPTIMIZER)
 
 
 def check_partition(plans: Sequence[BasePlan], tables: Sequence[Sequence[TensorSize]]) -> None:
