@@ -180,6 +180,17 @@ test-faults: $(STAMP) redis ## Run every fault test for every policy and redunda
 	@$(BIN)/python -m pytest tests/local -n $(PYTEST_WORKERS) --dist worksteal \
 	  --every-combination $(ARGS)
 
+# Azurite alone has hundreds of MB: no other target needs it. The variable keeps gcsfs from
+# asking over gRPC what kind of bucket it has, which the emulator does not answer.
+.PHONY: test-stores
+test-stores: $(STAMP) ## Run the tests of durable storage on emulators of Google's and Azure's; needs npm and Go
+	@$(call overlay,stores)
+	HOLDFAST_CACHE="$(HOLDFAST_CACHE)" $(BIN)/python \
+	  tests/contract/storage/helpers/emulators.py >/dev/null
+	HOLDFAST_CACHE="$(HOLDFAST_CACHE)" PYTHONPATH="$$("$$overlay/bin/python" $(site))" \
+	  GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT=false $(BIN)/python -m pytest tests/contract/storage \
+	  -n $(PYTEST_WORKERS) --dist worksteal -k "[gs or [abfs" --every-combination $(ARGS)
+
 .PHONY: test-schedules
 test-schedules: $(STAMP) ## Run ten thousand schedules of the simulation, and more of its models (long)
 	@$(BIN)/python -m pytest tests/simulation/test_schedules.py tests/simulation/test_stages.py \
@@ -417,7 +428,7 @@ $(STAMP): constraints.txt pyproject.toml Makefile
 	  exit 1
 	}
 	mkdir -p build "$(HOLDFAST_CACHE)"
-	$(call requirements,extra not in {"bench"$(comma) "docs"$(comma) "fuzz"$(comma) "release"}) > build/requirements.txt
+	$(call requirements,extra not in {"bench"$(comma) "docs"$(comma) "fuzz"$(comma) "release"$(comma) "stores"}) > build/requirements.txt
 	key=$$({ $(PYTHON) -VV; uname -m; cat build/requirements.txt constraints.txt; } \
 	  | sha256sum | cut -c1-16)
 	deps="$(HOLDFAST_CACHE)/deps-$$key"

@@ -25,7 +25,7 @@ KWOK_STAGES = "kwok-stages.yaml"
 MANIFESTS = "manifests.yaml"
 """Resources and webhooks of a controller."""
 
-_COMPONENT_FILES = ("crd/bases/*.yaml", "webhook/manifests.yaml")
+_COMPONENTS = ("config/components/crd/bases/*.yaml", "config/components/webhook/manifests.yaml")
 _KWOK_FOLDERS = ("node/fast", "node/heartbeat-with-lease", "pod/fast")
 _PROGRESS_PACKAGES = 250
 
@@ -38,6 +38,10 @@ class Module:
     what: str = "tool"
     """Packages to compile; `tool` is all that the module names as its tools."""
     tags: str = ""
+    path: str = ""
+    """Of another project's controller: its own module."""
+    manifests: tuple[str, ...] = ()
+    """Files of that module with its resources and webhooks."""
 
     @property
     def source(self) -> Path:
@@ -51,7 +55,21 @@ MODULES = (
     Module(name="helm"),
     Module(name="kubernetes"),
 )
-CONTROLLERS = {name: Module(name=name) for name in ("jobset", "kueue")}
+CONTROLLERS = {
+    each.name: each
+    for each in (
+        Module(name="jobset", path="sigs.k8s.io/jobset", manifests=_COMPONENTS),
+        Module(name="kueue", path="sigs.k8s.io/kueue", manifests=_COMPONENTS),
+        Module(
+            name="trainer",
+            path="github.com/kubeflow/trainer/v2",
+            manifests=(
+                "manifests/base/crds/trainer.kubeflow.org_*.yaml",
+                "manifests/base/webhook/manifests.yaml",
+            ),
+        ),
+    )
+}
 """Compiled for the tests that need one, since no cluster does."""
 
 
@@ -87,7 +105,7 @@ def build_controller(name: str) -> Path:
     """Compile another project's controller, if the cache does not have it yet.
 
     Returns:
-        The folder with the command `name` and `MANIFESTS`.
+        The folder with its command and `MANIFESTS`.
 
     Raises:
         ClusterError: with the compiler's words.
@@ -138,7 +156,7 @@ def _build(module: Module) -> Path:
             (new / "server").rename(new / "etcd")  # go names a command after its folder
             (new / KWOK_STAGES).write_text("---\n".join(_kwok_stages(module)))
         if module.name in CONTROLLERS:
-            (new / MANIFESTS).write_text("---\n".join(_components(module)))
+            (new / MANIFESTS).write_text("---\n".join(_manifests(module)))
         new.rename(target)
         print(f"{module.name}: compiled in {time.monotonic() - started:.0f} s", flush=True)
     return target
@@ -170,10 +188,10 @@ def _sources(module: Module, path: str) -> Path:
     return Path(run("go", "list", "-m", "-f", "{{.Dir}}", path, cwd=module.source).strip())
 
 
-def _components(module: Module) -> Iterator[str]:
-    components = _sources(module, f"sigs.k8s.io/{module.name}") / "config" / "components"
-    for pattern in _COMPONENT_FILES:
-        for file in sorted(components.glob(pattern)):
+def _manifests(module: Module) -> Iterator[str]:
+    sources = _sources(module, module.path)
+    for pattern in module.manifests:
+        for file in sorted(sources.glob(pattern)):
             yield file.read_text()
 
 

@@ -1,5 +1,5 @@
-"""Controllers of other projects beside a test cluster: the real Kueue and JobSet, with their
-resources and webhooks.
+"""Controllers of other projects beside a test cluster: the real Kueue, JobSet and Kubeflow Trainer,
+with their resources and webhooks.
 
 Each runs as a process in the network namespace of the control plane, so that the API server reaches
 its webhooks on the loopback interface. It has the administrator's identity: what is tested with it
@@ -34,24 +34,31 @@ class Kind:
     """One project's controller."""
 
     name: str
-    """Its command."""
+    command: str
     group: str
     """API group of its resources."""
     port: int
     """The first of two: its webhooks', and that of its probes."""
     configuration: Mapping[str, Any]
     """What its configuration has besides addresses."""
+    names_certificates: bool = True
+    """Whether the configuration names the folder of its certificate; otherwise that is in the
+    temporary folder."""
 
     @property
     def namespace(self) -> str:
         return f"{self.name}-system"
 
 
+_NO_CERTIFICATES = {"internalCertManagement": {"enable": False}}
+
 KUEUE = Kind(
     name="kueue",
+    command="kueue",
     group="kueue.x-k8s.io",
     port=9443,
     configuration={
+        **_NO_CERTIFICATES,
         "apiVersion": "config.kueue.x-k8s.io/v1beta2",
         "namespace": "kueue-system",
         "featureGates": {"VisibilityOnDemand": False, "MultiKueue": False},
@@ -63,10 +70,23 @@ KUEUE = Kind(
 )
 JOBSET = Kind(
     name="jobset",
+    command="jobset",
     group="jobset.x-k8s.io",
     port=9543,
-    configuration={"apiVersion": "config.jobset.x-k8s.io/v1alpha1"},
+    configuration={**_NO_CERTIFICATES, "apiVersion": "config.jobset.x-k8s.io/v1alpha1"},
 )
+TRAINER = Kind(
+    name="trainer",
+    command="trainer-controller-manager",
+    group="trainer.kubeflow.org",
+    port=9643,
+    configuration={
+        "apiVersion": "config.trainer.kubeflow.org/v1alpha1",
+        "certManagement": {"enable": False},
+    },
+    names_certificates=False,
+)
+"""Its TrainJobs become JobSets, so that it needs JobSet's controller as well."""
 
 
 class Controller:
@@ -89,9 +109,7 @@ class Controller:
         # The definitions are too long for the annotation that other applies leave.
         words = ("apply", "--server-side", "-f", "-")
         self._cluster.kubectl(*words, stdin=yaml.safe_dump_all(self._definitions))
-        self._cluster.kubectl(
-            *("wait", "--for=condition=Established", *self._crds), f"--timeout={STARTED_S:.0f}s"
-        )
+        wait_for("resources to be established", self._are_established, STARTED_S)
         self._start()
         self._cluster.apply(*(d for d in documents if d not in self._definitions))
         return self
@@ -104,6 +122,14 @@ class Controller:
         words = (*self._crds, f"namespace/{self._kind.namespace}")
         self._cluster.kubectl("delete", *words, "--timeout=60s")
 
+    def _are_established(self) -> bool:
+        """`kubectl wait` fails where a definition has no conditions yet."""
+        for name in self._crds:
+            conditions = self._cluster.get(name).get("status", {}).get("conditions") or ()
+            if not any((c["type"], c["status"]) == ("Established", "True") for c in conditions):
+                return False
+        return True
+
     @property
     def _crds(self) -> list[str]:
         return [f"crd/{each['metadata']['name']}" for each in self._definitions]
@@ -111,6 +137,16 @@ class Controller:
     @property
     def _certificates(self) -> Path:
         return self._home / "etc" / _CERTIFICATES
+
+    @property
+    def _temporary(self) -> Path:
+        """Its temporary folder, with the certificate where controller-runtime looks for one."""
+        place = self._home / "tmp"
+        (place / "k8s-webhook-server").mkdir(parents=True, exist_ok=True)
+        link = place / "k8s-webhook-server" / "serving-certs"
+        if not link.is_symlink():
+            link.symlink_to(self._certificates)
+        return place
 
     def _release(self) -> None:
         """Take the finalizers from objects that only the controller would take them from."""
@@ -126,10 +162,11 @@ class Controller:
     def _start(self) -> None:
         config = self._home / _CONFIG
         config.write_text(yaml.safe_dump(self._configuration()))
-        command = (str(self._built / self._kind.name), "--config", str(config))
+        command = (str(self._built / self._kind.command), "--config", str(config))
         own = shlex.join((*command, "--kubeconfig", str(self._cluster.kubeconfig)))
         etc = shlex.quote(str(self._home / "etc"))
-        script = f"mount --bind {etc} /etc && exec {own}"
+        temporary = shlex.quote(str(self._temporary))
+        script = f"mount --bind {etc} /etc && TMPDIR={temporary} exec {own}"
         self._cluster.processes.start(
             self._kind.name,
             inside(self._cluster.network.control_plane, "unshare", "--mount", "sh", "-c", script),
@@ -138,14 +175,15 @@ class Controller:
 
     def _configuration(self) -> Document:
         kind, port = self._kind, self._kind.port
-        certificates = str(self._certificates)
+        webhook: Document = {"host": "127.0.0.1", "port": port}
+        if kind.names_certificates:
+            webhook["certDir"] = str(self._certificates)
         return {
             "kind": "Configuration",
             "health": {"healthProbeBindAddress": f"127.0.0.1:{port + 1}"},
             "metrics": {"bindAddress": "0"},
-            "webhook": {"host": "127.0.0.1", "port": port, "certDir": certificates},
+            "webhook": webhook,
             "leaderElection": {"leaderElect": False},
-            "internalCertManagement": {"enable": False},
             **kind.configuration,
         }
 

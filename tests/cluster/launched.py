@@ -58,8 +58,9 @@ class Launched:
         for document in self.documents:
             document["metadata"]["namespace"] = namespace
         self.launcher = self.documents[-1]
-        [pod] = _pod_specs(self.launcher)
-        pod["containers"][0]["args"] = ["--steps", str(STEPS), *ARGUMENTS]
+        [pod] = _pod_specs(self.documents)
+        command = self.launcher["spec"].get("trainer", pod["containers"][0])
+        command["args"] = ["--steps", str(STEPS), *ARGUMENTS]
         jobs.fit(pod, "1500Mi")
         jobs.lend_folder(pod, self.folder)
         self.job = Job(cluster, self.documents[0])
@@ -91,7 +92,7 @@ class Launched:
 
     def delete(self) -> None:
         """Delete what makes the pods, and then the job."""
-        for document in (self.launcher, self.documents[0]):
+        for document in reversed(self.documents):
             kind, name = document["kind"], document["metadata"]["name"]
             self.cluster.kubectl("delete", kind, name, "-n", self.namespace, *IF_THERE)
 

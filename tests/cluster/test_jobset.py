@@ -1,11 +1,13 @@
-"""Pods of the real JobSet, as `examples/jobset.yaml` describes them: a process is killed and the
-node of rank 0 is lost, JobSet and Kubernetes start again what is missing, and training goes on."""
+"""Pods of the real JobSet, as `examples/jobset.yaml` describes them, and of the real Kubeflow
+Trainer, which makes a JobSet of `examples/trainjob.yaml`: a process is killed and the node of rank
+0 is lost, JobSet and Kubernetes start again what is missing, and training goes on."""
 
 from __future__ import annotations
 
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -13,11 +15,13 @@ from typing import Any
 import jobs
 import pytest
 from cluster import Cluster
-from controllers import JOBSET, Controller
+from controllers import JOBSET, TRAINER, Controller
 from holdfast_system import Holdfast
 from launched import Launched, Standing
 
-TEAM = "jobset"
+KINDS = {"jobset": (JOBSET,), "trainjob": (JOBSET, TRAINER)}
+"""Example → the controllers that it takes."""
+RANK_0 = {"jobset": "train-workers-0-0", "trainjob": "train-node-0-0"}
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(1200)]
 
@@ -35,17 +39,20 @@ class Seen:
     jobset: Document = field(default_factory=dict)
 
 
-@pytest.fixture(scope="module")
-def seen(cluster: Cluster, holdfast: Holdfast) -> Iterator[Seen]:
-    launched = Launched(cluster, "jobset.yaml", TEAM)
+@pytest.fixture(scope="module", params=KINDS)
+def seen(request: pytest.FixtureRequest, cluster: Cluster, holdfast: Holdfast) -> Iterator[Seen]:
+    team: str = request.param
+    launched = Launched(cluster, f"{team}.yaml", team)
     jobs.make_folder(launched.folder)
-    cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": TEAM}})
-    with Controller(cluster, JOBSET):
+    cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": team}})
+    with ExitStack() as controllers:
+        for kind in KINDS[team]:
+            controllers.enter_context(Controller(cluster, kind))
         try:
             yield _lose(launched, holdfast)
         finally:
             launched.delete()
-            cluster.kubectl("delete", "namespace", TEAM, "--timeout=120s")
+            cluster.kubectl("delete", "namespace", team, "--timeout=120s")
 
 
 def _lose(launched: Launched, holdfast: Holdfast) -> Seen:
@@ -58,11 +65,11 @@ def _lose(launched: Launched, holdfast: Holdfast) -> Seen:
     cluster.kill_node(lost)
     try:
         found.standings.append(launched.stand("a node to be replaced", 2))
-        found.addresses = launched.addresses("train-workers-0-0")
+        found.addresses = launched.addresses(RANK_0[launched.namespace])
     finally:
         cluster.boot_node(lost)
         holdfast.wait_daemon(lost)
-    found.jobset = cluster.get("jobset", "train", "-n", TEAM)
+    found.jobset = cluster.get("jobset", "train", "-n", launched.namespace)
     found.log = launched.log()
     return found
 

@@ -43,10 +43,11 @@ def test_the_second_torch_and_python_are_those_of_the_bundle() -> None:
         ("Helm", "helm.sh/helm/v4"),
         ("Kueue", "sigs.k8s.io/kueue"),
         ("JobSet", "sigs.k8s.io/jobset"),
+        ("Kubeflow Trainer", "github.com/kubeflow/trainer/v2"),
     ],
 )
 def test_the_cluster_is_the_one_that_is_built(row: str, module: str) -> None:
-    folder = row.lower()
+    folder = row.split()[-1].lower()
     built = (ROOT / f"tests/cluster/go/{folder}/go.mod").read_text(encoding="utf-8")
     (version,) = re.findall(rf"(?m)^\s*{re.escape(module)} v(\S+)", built)
     (tested,) = re.findall(rf"(?m)^\| {row} \|[^|]*\| ([\w.]+) \|", TEXT)

@@ -1,5 +1,5 @@
-"""Places to run the suites on: a directory, one in which no link is followed, memory, and a real
-S3-compatible server."""
+"""Places to run the suites on: a directory, one in which no link is followed, memory, a real
+S3-compatible server and, with `make test-stores`, emulators of Google's and Azure's storage."""
 
 from __future__ import annotations
 
@@ -7,11 +7,18 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
+import emulators
+import fsspec
 import pytest
 import versitygw
 from tiers import TierUnderTest
 
 _numbers = itertools.count()
+_EMULATED = (
+    pytest.mark.exhaustive,
+    # gcsfs and adlfs hand parts of a file to aiohttp whole, which is theirs to decide.
+    pytest.mark.filterwarnings("ignore:Sending a large body directly:ResourceWarning"),
+)
 
 
 @pytest.fixture(scope="session")
@@ -27,15 +34,49 @@ def s3_tier(s3_server: versitygw.S3Server) -> TierUnderTest:
     return TierUnderTest(uri=prefix, options=versitygw.options(s3_server.port))
 
 
-@pytest.fixture(params=["local", "confined", "memory", pytest.param("s3", marks=pytest.mark.s3)])
+@pytest.fixture(scope="session")
+def gs_options() -> Iterator[dict[str, object]]:
+    yield from _emulated("gs", emulators.Google())
+
+
+@pytest.fixture(scope="session")
+def abfs_options() -> Iterator[dict[str, object]]:
+    yield from _emulated("abfs", emulators.Azure())
+
+
+def _emulated(
+    scheme: str, server: emulators.Google | emulators.Azure
+) -> Iterator[dict[str, object]]:
+    """Options for fsspec to reach the emulator, which has a bucket, until the tests end."""
+    try:
+        fsspec.filesystem(scheme, **server.options).mkdir(versitygw.BUCKET)
+        yield server.options
+    finally:
+        server.stop()
+
+
+@pytest.fixture(
+    params=[
+        "local",
+        "confined",
+        "memory",
+        pytest.param("s3", marks=pytest.mark.s3),
+        pytest.param("gs", marks=_EMULATED),
+        pytest.param("abfs", marks=_EMULATED),
+    ]
+)
 def tier(request: pytest.FixtureRequest, tmp_path: Path) -> TierUnderTest:
-    if request.param == "local":
+    kind = request.param
+    if kind == "local":
         return TierUnderTest(uri=str(tmp_path / "tier"), options={})
-    if request.param == "confined":
+    if kind == "confined":
         return TierUnderTest(uri=str(tmp_path / "teams" / "a"), options={}, top=tmp_path)
-    if request.param == "memory":
+    if kind == "memory":
         return TierUnderTest(uri=f"memory://t{next(_numbers)}", options={})
-    return request.getfixturevalue("s3_tier")  # type: ignore[no-any-return]
+    if kind == "s3":
+        return request.getfixturevalue("s3_tier")  # type: ignore[no-any-return]
+    options = request.getfixturevalue(f"{kind}_options")
+    return TierUnderTest(uri=f"{kind}://{versitygw.BUCKET}/t{next(_numbers)}", options=options)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,4 +1,5 @@
-"""`examples/indexed-job.yaml` and `examples/jobset.yaml`: what their documents must say alike."""
+"""`examples/indexed-job.yaml`, `jobset.yaml` and `trainjob.yaml`: what their documents must say
+alike."""
 
 from __future__ import annotations
 
@@ -20,8 +21,12 @@ def documents(name: str) -> list[Any]:
     return list(yaml.safe_load_all((EXAMPLES / name).read_text(encoding="utf-8")))
 
 
-def check_pods(document: Any, made: Any, rank_0: str) -> None:
-    """Check that pods are those of the job, and find their daemon and rank 0."""
+def check_pods(document: Any, made: Any, rank_0: str, **others: str) -> None:
+    """Check that pods are those of the job, and find their daemon and rank 0.
+
+    Args:
+        others: variables that the pods' command sets.
+    """
     job, template = parse_job(document), made["template"]
     assert job.spec.trainer.external and made["completions"] == job.spec.nodes
     labels = template["metadata"]["labels"]
@@ -37,7 +42,7 @@ def check_pods(document: Any, made: Any, rank_0: str) -> None:
     given = {
         name: text.replace("$(NAMESPACE)", "default") for name, text in variables.items() if text
     }
-    found = read_environment(given | {"RANK": "2"})
+    found = read_environment(given | others | {"RANK": "2"})
     assert (found.job, found.world_size) == (job.key, job.world_size)
     assert str(found.socket) == SOCKET_PATH and str(found.token_file) == f"{VOLUME_PATH}/token"
     assert found.store_address.startswith(f"{rank_0}:")
@@ -60,3 +65,22 @@ def test_pods_of_a_jobset_are_those_of_the_job_and_find_their_daemon() -> None:
     rank_0 = f"{name}-{workers['name']}-0-0.{network['subdomain']}"
     check_pods(document, workers["template"]["spec"], rank_0)
     assert network["publishNotReadyAddresses"] is False
+
+
+def test_pods_of_a_trainjob_are_those_of_the_job_and_find_their_daemon() -> None:
+    document, runtime, made = documents("trainjob.yaml")
+    spec, trainer = runtime["spec"], made["spec"]["trainer"]
+    assert made["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    nodes, processes = trainer["numNodes"], trainer["numProcPerNode"]
+    [node] = spec["template"]["spec"]["replicatedJobs"]
+    pods = node["template"]["spec"] | {"completions": nodes}
+    rank_0 = f"{made['metadata']['name']}-{node['name']}-0-0"
+    by_torchrun = {
+        "WORLD_SIZE": str(nodes * processes),
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": rank_0,
+        "MASTER_PORT": "29500",
+    }
+    check_pods(document, pods, rank_0, **by_torchrun)
+    assert parse_job(document).spec.nproc_per_node == processes
+    assert spec["template"]["spec"]["network"]["publishNotReadyAddresses"] is False

@@ -26,10 +26,15 @@ BUILT_WITHIN_S = 900.0
 STARTED_WITHIN_S = 20.0
 
 
+def tools() -> Path:
+    """Folder in the cache for what tests build once."""
+    cache = Path(os.environ.get("HOLDFAST_CACHE") or Path.home() / ".cache" / "holdfast")
+    return cache / "tools"
+
+
 def binary() -> Path:
     """Where the server is, or will be."""
-    cache = Path(os.environ.get("HOLDFAST_CACHE") or Path.home() / ".cache" / "holdfast")
-    return cache / "tools" / f"versitygw-{VERSION}" / "versitygw"
+    return tools() / f"versitygw-{VERSION}" / "versitygw"
 
 
 def build() -> Path:
