@@ -14,9 +14,10 @@ from collections.abc import Iterator
 
 import pytest
 from test_uneven import WAIT_S, Run, Shape, running
+from waiting import wait_for
 
 from holdfast_core.states import RestoreSource
-from holdfast_operator.local import Status
+from holdfast_operator.local import Status, faults
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(400)]
 
@@ -148,3 +149,67 @@ def test_a_straggler_in_the_vote_is_waited_for(runner: asyncio.Runner, run: Run)
     repeated = run.repeated()
     runner.run(wait())
     assert run.repeated() == repeated
+
+
+def test_a_node_is_lost_and_another_one_comes_while_nobody_controls_the_job() -> None:
+    """The others wait for a plan; the next control loop makes it, for those that are left, and lets
+    the new one join."""
+
+    async def change() -> None:
+        async with running(SHAPE) as run:
+            cluster = run.cluster
+            smaller = await run.lose(1, left=3)
+            (gone,) = [one.name for one in smaller.nodes if not one.connected]
+            lost = run.node(3)
+            await cluster.detach()
+            await asyncio.to_thread(faults.kill_node, cluster.directory, lost)
+            faults.start_node(cluster.directory, gone)
+            left = [run.newest()[rank].pid for rank in (0, 1)]
+            logs = [cluster.directory.log(f"member-{member}") for member in (0, 2)]
+            for log in logs:
+                await asyncio.to_thread(
+                    wait_for,
+                    "a survivor to notice the loss",
+                    lambda log=log: (
+                        "a step was cut off" in log.read_text().rpartition("expert plan")[2]
+                    ),
+                    WAIT_S,
+                )
+            steps = {rank: line.step for rank, line in run.newest().items()}
+            await cluster.start()
+            grown = await run.wait_size(3, smaller.epoch, "three members again")
+            assert sorted(one.index for one in grown.members) == [0, 1, 2]
+            assert is_live(run)
+            await cluster.stop()
+            assert await asyncio.to_thread(run.check) == [4, 3, 2, 3]
+            assert run.repeated() == 0
+            run.check_shares(lost=2)
+            through = [lines[-1] for lines in run.logs().values() if lines[0].epoch == 1]
+            assert {line.pid for line in through if line.epoch == grown.epoch} == set(left)
+            assert all(line.step > max(steps.values()) for line in through if line.pid in left)
+
+    asyncio.run(change())
+
+
+def test_a_notice_for_one_node_comes_with_the_crash_of_another() -> None:
+    """The crash shrinks the job at once, the notice when a generation is protected again."""
+
+    async def change() -> None:
+        async with running(SHAPE) as run:
+            cluster, epoch = run.cluster, run.cluster.status.epoch
+            lost, warned = run.node(0), run.node(2)
+            await asyncio.gather(
+                cluster.kill_node(lost),
+                asyncio.to_thread(faults.notice, cluster.directory, warned),
+            )
+            least = await run.wait_size(2, epoch, "both members to be gone")
+            assert [one.index for one in least.members] == [1, 3]
+            assert is_live(run)
+            sources = {one.source for one in cluster.status.recoveries}
+            assert sources <= {RestoreSource.LIVE, RestoreSource.UNKNOWN}
+            await cluster.stop()
+            assert await asyncio.to_thread(run.check) in ([4, 3, 2], [4, 2])
+            assert run.repeated() == 0
+            run.check_shares(lost=2)
+
+    asyncio.run(change())
