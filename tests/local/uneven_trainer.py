@@ -25,7 +25,11 @@ from torch.utils.data import DataLoader, Dataset
 
 import holdfast
 from holdfast import elastic, moe
-from holdfast._moe import reseating
+from holdfast._daemon.client import GrpcClient
+from holdfast._elastic.session import ElasticSession
+from holdfast._exchange import GlooExchange
+from holdfast._moe import exchanging, gradients, reseating
+from holdfast._session import ProtectedSession
 
 LAYERS, EXPERTS, WIDTH, TOKENS, SAMPLES, BATCH = 2, 8, 8, 6, 48, 10
 PACE_S = 0.03
@@ -86,6 +90,62 @@ def digests(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, str]:
     return {**found, "dense": digest_of(dense)}
 
 
+def watch(faults: Faults) -> None:
+    """Make parts of a step, of a change of seats and of the save after it points."""
+    faults.before(exchanging, "exchange", "before-dispatch", "after-dispatch")
+    faults.before(ElasticSession, "_vote", "before-vote", "after-vote")
+    faults.before(reseating.Reseating, "follow", "before-move", "after-move")
+    faults.before(reseating, "renumbered", "in-plan")
+    faults.before(GlooExchange, "deal", "before-deal", "after-deal")
+    _watch_sums(faults)
+    _watch_first_save(faults)
+
+
+def _watch_sums(faults: Faults) -> None:
+    """Make the way from the first all-to-all of gradients to the second a point."""
+    owner: Any = gradients.SummedGradients
+    module: Any = gradients
+    sum_experts, exchange = owner._sum_experts, module.exchange
+    calls = 0
+
+    def begin(self: Any) -> None:
+        nonlocal calls
+        calls = 0
+        sum_experts(self)
+
+    def call(*args: Any) -> torch.Tensor:
+        nonlocal calls
+        result: torch.Tensor = exchange(*args)
+        calls += 1
+        if calls == 1:
+            faults.at("between-sums")
+        return result
+
+    owner._sum_experts, module.exchange = begin, call
+
+
+def _watch_first_save(faults: Faults) -> None:
+    """Make the first commit after experts have taken seats a point."""
+    session: Any = ProtectedSession
+    client: Any = GrpcClient
+    reseated, commit = session.reseated, client.commit
+    first = False
+
+    def note(self: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal first
+        first = True
+        reseated(self, *args, **kwargs)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal first
+        if first:
+            faults.at("first-commit")
+        first = False
+        return commit(self, *args, **kwargs)
+
+    session.reseated, client.commit = note, call
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--directory", type=Path, required=True)
@@ -95,7 +155,7 @@ def main() -> None:
     torch.set_num_threads(1)
     save_every(args.every)
     faults = Faults(args.directory, os.getpid())
-    faults.before(reseating.Reseating, "follow", "before-move", "after-move")
+    watch(faults)
     world = elastic.init("gloo", any_size=True)
     group = world.group(lambda size: [range(size)])
     plan = moe.plan_of_job([[1] * EXPERTS] * LAYERS, world)
