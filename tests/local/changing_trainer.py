@@ -4,6 +4,7 @@ Each process appends a line for each step to `log-<pid>`. A file `fault-<pid>`, 
 the next process that starts, makes it fail at a point, as in `staying_trainer`. A step trains
 `BATCH` samples on each rank. Gradients are rounded so that their sum is exact, whatever order the
 ranks are added in: `History` in one process finds the same bytes for the same sequence of sizes.
+With `--transformers` the model is that of `huggingface_trainer`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import copy
 import hashlib
+import importlib
 import itertools
 import json
 import os
@@ -18,6 +20,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,6 +35,16 @@ PACE_S = 0.03
 """Part of each step in which a rank computes nothing: ranks outnumber cores."""
 
 
+class Task(Protocol):
+    """A model, and what it learns."""
+
+    def make_model(self) -> nn.Module:
+        """The model before its first step; torch's generator is in a certain state then."""
+
+    def loss(self, model: nn.Module, indices: list[int]) -> torch.Tensor:
+        """Loss of a batch of samples."""
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -43,18 +56,36 @@ class Model(nn.Module):
         return output
 
 
-def samples() -> torch.Tensor:
-    """The data set: inputs, and in the last column targets."""
-    return torch.randn(SAMPLES, WIDTH + 1, generator=torch.Generator().manual_seed(2))
+class Regression:
+    """Random inputs, and in the last column targets."""
+
+    def __init__(self) -> None:
+        seeded = torch.Generator().manual_seed(2)
+        self._data = torch.randn(SAMPLES, WIDTH + 1, generator=seeded)
+
+    def make_model(self) -> nn.Module:
+        return Model()
+
+    def loss(self, model: nn.Module, indices: list[int]) -> torch.Tensor:
+        batch = self._data[indices]
+        found: torch.Tensor = (model(batch[:, :-1]).squeeze(1) - batch[:, -1]).square().mean()
+        return found
 
 
-def compute_gradients(model: nn.Module, data: torch.Tensor, indices: list[int]) -> None:
+def task_of(*, transformers: bool) -> Task:
+    """The task; torch is all that is imported unless it is that of a model of transformers."""
+    if not transformers:
+        return Regression()
+    found: Task = importlib.import_module("huggingface_trainer").PassagesTask()
+    return found
+
+
+def compute_gradients(task: Task, model: nn.Module, indices: list[int]) -> None:
     """Put the rounded gradients of a batch into the parameters."""
-    batch = data[indices]
-    loss = (model(batch[:, :-1]).squeeze(1) - batch[:, -1]).square().mean()
-    loss.backward()
+    task.loss(model, indices).backward()
     for parameter in model.parameters():
-        assert parameter.grad is not None
+        if parameter.grad is None:  # of an expert without a token
+            parameter.grad = torch.zeros_like(parameter)
         parameter.grad.mul_(2**12).round_().div_(2**12)
 
 
@@ -88,28 +119,31 @@ class Line:
 class History:
     """Training from the beginning in one process, with the batches that ranks have logged."""
 
-    def __init__(self) -> None:
-        model, self._data = Model(), samples()
-        optimizer = make_optimizer(model)
-        self._after = [(model, optimizer, [0])]
-        """Model, optimizer and number of samples used, after each step."""
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        model = task.make_model()
+        self._after = [(model, make_optimizer(model), [0], torch.get_rng_state())]
+        """Model, optimizer, number of samples used, and state of torch's generator, which is the
+        same on all ranks, after each step."""
 
     def run(self, step: int, batches: list[list[int]]) -> str:
         """Run `step` after the one before it, and forget all later ones; return the state's
         hash."""
         del self._after[step:]
-        model, optimizer, used = copy.deepcopy(self._after[step - 1])
+        model, optimizer, used, generator = copy.deepcopy(self._after[step - 1])
         total = [torch.zeros_like(parameter) for parameter in model.parameters()]
         for indices in batches:
+            torch.set_rng_state(generator)
             model.zero_grad()
-            compute_gradients(model, self._data, indices)
+            compute_gradients(self._task, model, indices)
             for one, parameter in zip(total, model.parameters(), strict=True):
                 assert parameter.grad is not None
                 one.add_(parameter.grad)
         for one, parameter in zip(total, model.parameters(), strict=True):
             parameter.grad = one / len(batches)
         optimizer.step()
-        self._after.append((model, optimizer, [used[0] + sum(map(len, batches))]))
+        after = [used[0] + sum(map(len, batches))]
+        self._after.append((model, optimizer, after, torch.get_rng_state()))
         return state_hash(model, optimizer)
 
     def used(self, step: int) -> int:
@@ -126,6 +160,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--stay", action="store_true")
+    parser.add_argument("--transformers", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with suppress(FileNotFoundError):
@@ -135,7 +170,8 @@ def main() -> None:
     faults.at("start")
     world = holdfast.elastic.init("gloo", stay=args.stay, any_size=True)
     faults.at("joined")
-    model, data = Model(), samples()
+    task = task_of(transformers=args.transformers)
+    model = task.make_model()
     optimizer = make_optimizer(model)
     sampler = sampler_of(world.rank, world.size)
     session = holdfast.init(
@@ -151,12 +187,13 @@ def main() -> None:
                         BATCH,
                         sampler=sampler,
                         collate_fn=list,
+                        generator=torch.Generator(),  # each new iterator draws a number
                     )
                     batches = itertools.chain.from_iterable(itertools.repeat(loader))
                 indices = next(batches)
                 time.sleep(PACE_S)
                 optimizer.zero_grad()
-                compute_gradients(model, data, indices)
+                compute_gradients(task, model, indices)
                 faults.at("backward")
                 for parameter in model.parameters():
                     assert parameter.grad is not None

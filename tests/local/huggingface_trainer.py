@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from torch.utils.data import DataLoader, default_collate
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, set_seed
 
 import holdfast
 
@@ -40,6 +40,23 @@ CONFIG = Qwen3MoeConfig(
     attention_dropout=0.1,  # so that a run depends on its random generators
 )
 BATCH = 4
+
+
+class PassagesTask:
+    """The task of `changing_trainer --transformers`."""
+
+    def __init__(self) -> None:
+        self._data = Passages()
+
+    def make_model(self) -> torch.nn.Module:
+        set_seed(1)  # Python's generators and numpy's too: new ranks take those that all have
+        made: torch.nn.Module = Qwen3MoeForCausalLM(CONFIG).train()
+        return made
+
+    def loss(self, model: torch.nn.Module, indices: list[int]) -> torch.Tensor:
+        batch = default_collate([self._data[index % len(self._data)] for index in indices])
+        found: torch.Tensor = model(**batch).loss
+        return found
 
 
 def state_sha256(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:

@@ -29,6 +29,8 @@ from holdfast.elastic import World, WorldGroup
 from holdfast_core.protection.standing import RankStanding
 
 EXPERTS, WIDTH, TOKENS = 4, 8, 12
+ASTRAY_FROM = 8
+"""First step of epoch 1 in which a rank that changes parameters alone does so."""
 
 
 class Layer(nn.Module):
@@ -91,12 +93,27 @@ def versions(session: Any) -> list[int]:
 
 
 class Misuse:
-    """Things that a script must not do, each chosen by its name."""
+    """Things that a script must not do, each chosen by its name; `faults` strike where it has just
+    changed a parameter."""
 
-    def __init__(self, kind: str, world: World, everyone: WorldGroup, session: Any) -> None:
+    def __init__(
+        self,
+        kind: str,
+        world: World,
+        everyone: WorldGroup,
+        session: Any,
+        model: Model,
+        optimizer: torch.optim.Optimizer,
+        faults: Faults,
+        *,
+        alone: bool,
+    ) -> None:
         self._kind, self._world, self._session = kind, world, session
         self._group = everyone.now
         self._everyone = everyone
+        self._weight, self._held = model.head.weight, model.head.weight.detach()
+        self._faults, self._alone = faults, alone
+        optimizer.register_step_pre_hook(self._after_vote)
         self.step = 0
         self.refused: set[str] = set()
         if kind == "claims-vote":
@@ -133,6 +150,24 @@ class Misuse:
                     raise
                 if self._kind == "swallows":
                     return
+
+    def before_vote(self) -> None:
+        """Do what comes between the reduction of gradients and the vote."""
+        # Not in each step: a save that such a change overtakes is dropped.
+        if self._kind == "changes-before-vote" and self.step % 4 == 0:
+            self._change()
+        if self._kind == "holds-tensor":
+            assert torch.equal(self._held, self._weight), "it is not the parameter any more"
+
+    def _after_vote(self, *_: Any) -> None:
+        astray = self._world.epoch == 1 and self.step >= ASTRAY_FROM
+        if self._kind == "changes-after-vote" and (astray or not self._alone):
+            self._change()
+
+    @torch.no_grad()
+    def _change(self) -> None:
+        self._weight.add_(2**-6)
+        self._faults.at("changed")
 
     @property
     def _changes(self) -> bool:
@@ -171,6 +206,7 @@ def main() -> None:
     parser.add_argument("--any-size", action="store_true", help="go on in worlds of another size")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)  # as sparse windows ask for
     rank = int(os.environ["RANK"])
     faults = Faults(args.directory, rank)
     world = holdfast.elastic.init("gloo", any_size=args.any_size)
@@ -179,7 +215,8 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     session = holdfast.init(model=model, optimizer=optimizer, world=world)
     kind = args.misuse if args.misuser in (-1, rank) else ""
-    misuse = Misuse(kind, world, everyone, session)
+    alone = args.misuser != -1
+    misuse = Misuse(kind, world, everyone, session, model, optimizer, faults, alone=alone)
     layer: Any = model.layers[0]
 
     def work(step: int) -> None:
@@ -193,6 +230,7 @@ def main() -> None:
             parameter.grad.mul_(2**12).round_().div_(2**12)
             everyone.wait(dist.all_reduce(parameter.grad, group=misuse.group, async_op=True))
             parameter.grad.div_(world.size)
+        misuse.before_vote()
         faults.at("before-optimizer")
         optimizer.step()
         session.count_tokens(0, layer.counts)

@@ -191,6 +191,7 @@ def watch_calls(faults: Faults) -> None:
     faults.before(live.HandOver, "run", "before-hand-over", "after-hand-over")
     faults.before(live, "scatter", "before-scatter", "after-scatter")
     faults.before(GlooExchange, "subgroups", "before-subgroups")
+    faults.before(GlooExchange, "add", "", "after-vote")
 
 
 def main() -> None:

@@ -21,7 +21,8 @@ from changing_trainer import History, Line
 from world_sizes import is_protected
 
 from holdfast_core.job.parsing import parse_job
-from holdfast_operator.local import LocalCluster, LocalSettings, Status
+from holdfast_core.states import RestoreSource
+from holdfast_operator.local import LocalCluster, LocalSettings, Status, faults
 from holdfast_operator.local.processes import send
 
 WAIT_S = 60.0
@@ -30,9 +31,10 @@ START_S = 240.0
 ENDLESS = 10**6
 
 
-def make_job(directory: Path, *, stay: bool, spares: int, **spec: Any) -> Any:
+def make_job(directory: Path, *, stay: bool, transformers: bool, spares: int, **spec: Any) -> Any:
     command = [sys.executable, changing_trainer.__file__, "--steps", str(ENDLESS)]
     command += ["--directory", str(directory), *(["--stay"] if stay else [])]
+    command += ["--transformers"] if transformers else []
     policy = {
         "spares": spares,
         "maxRestarts": 1000,
@@ -64,9 +66,17 @@ def make_job(directory: Path, *, stay: bool, spares: int, **spec: Any) -> Any:
 class Run:
     """A job in a cluster, and what its processes have logged."""
 
-    def __init__(self, directory: Path, *, stay: bool, spares: int = 0, **spec: Any) -> None:
-        self.directory = directory
-        self._make_job = partial(make_job, directory, stay=stay)
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        stay: bool,
+        transformers: bool = False,
+        spares: int = 0,
+        **spec: Any,
+    ) -> None:
+        self.directory, self._transformers = directory, transformers
+        self._make_job = partial(make_job, directory, stay=stay, transformers=transformers)
         self._settings = LocalSettings(directory=directory / "run", standbys=0)
         self.cluster = LocalCluster(self._make_job(spares=spares, **spec), self._settings)
 
@@ -101,7 +111,8 @@ class Run:
             for line in lines:
                 assert line.rank not in steps[line.epoch][line.step], line
                 steps[line.epoch][line.step][line.rank] = line
-        replay, kept, sizes = History(), dict[int, dict[int, Line]](), list[int]()
+        task = changing_trainer.task_of(transformers=self._transformers)
+        replay, kept, sizes = History(task), dict[int, dict[int, Line]](), list[int]()
         order = self._order()
         for epoch in sorted(steps):
             for step, by_rank in sorted(steps[epoch].items()):
@@ -204,27 +215,98 @@ def test_a_job_goes_from_four_nodes_to_three_to_two_and_back(stay: bool) -> None
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "returns",
+    [
+        pytest.param(False, id="shrink"),
+        pytest.param(True, id="and-grow", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_node_with_a_notice_is_left_while_it_lives_and_no_step_is_lost(returns: bool) -> None:
+    async def change() -> None:
+        async with running(stay=True) as run:
+            cluster, before = run.cluster, run.cluster.status
+            (home,) = [one.node for one in before.members if one.index == 1]
+            faults.notice(cluster.directory, home)
+            smaller = await run.wait_size(3, before.epoch, "three members")
+            assert smaller.epoch == before.epoch + 1
+            assert [one.index for one in smaller.members] == [0, 2, 3]
+            left = smaller.node(home)
+            assert left is not None and left.connected
+            last, sizes = smaller, [4, 3]
+            if returns:
+                await cluster.kill_node(home)
+                await cluster.wait_for(
+                    lambda status: not status.node(home).connected,  # type: ignore[union-attr]
+                    timeout_s=WAIT_S,
+                    what="the loss to be seen",
+                )
+                assert cluster.status.epoch == smaller.epoch  # nobody misses it
+                await cluster.start_node(home)
+                last = await run.wait_size(4, smaller.epoch, "four members again", START_S)
+                assert last.epoch == smaller.epoch + 1
+                sizes.append(4)
+            for recovery in last.recoveries:
+                assert (recovery.source, recovery.lost_steps) == (RestoreSource.LIVE, 0)
+            await cluster.stop()
+            assert await asyncio.to_thread(run.check) == sizes
+            # Those that were left have run each step once, in the processes they began with.
+            through = [lines for lines in run.lines().values() if lines[-1].epoch == last.epoch]
+            kept = [lines for lines in through if lines[0].epoch == before.epoch]
+            assert len(kept) == 3
+            for lines in kept:
+                assert [line.step for line in lines] == list(range(1, len(lines) + 1))
+
+    asyncio.run(change())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.exhaustive
 def test_a_suspended_job_goes_on_with_the_number_of_nodes_that_it_is_given() -> None:
-    async def resize(run: Run, before: int, after: int) -> None:
-        epoch = run.cluster.status.epoch
-        for nodes, suspend in ((before, True), (after, True), (after, False)):
-            await run.edit(
-                nodes=nodes, spares=4 - nodes, parallelism={"dp": nodes}, suspend=suspend
-            )
-            if suspend:
-                await run.cluster.wait_for(
-                    lambda status: status.phase == "Suspended", timeout_s=WAIT_S, what="suspension"
-                )
-        await run.wait_size(after, epoch, f"{after} members after the suspension", START_S)
-        assert "Reshaped" not in {event.reason for event in run.cluster.events}
-
     async def change() -> None:
         async with running(stay=False) as run:
             await resize(run, 4, 3)
             await resize(run, 3, 4)
             await run.cluster.stop()
             assert await asyncio.to_thread(run.check) == [4, 3, 4]
+
+    asyncio.run(change())
+
+
+async def resize(run: Run, before: int, after: int) -> None:
+    """Suspend the job, and have it go on with another number of nodes, or with as many."""
+    epoch = run.cluster.status.epoch
+    for nodes, suspend in ((before, True), (after, True), (after, False)):
+        await run.edit(nodes=nodes, spares=4 - nodes, parallelism={"dp": nodes}, suspend=suspend)
+        if suspend:
+            await run.cluster.wait_for(
+                lambda status: status.phase == "Suspended", timeout_s=WAIT_S, what="suspension"
+            )
+    await run.wait_size(after, epoch, f"{after} members after the suspension", START_S)
+    assert "Reshaped" not in {event.reason for event in run.cluster.events}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.exhaustive
+def test_a_job_that_was_suspended_loses_a_rank_and_a_node_and_its_processes_stay() -> None:
+    async def change() -> None:
+        async with running(stay=True) as run:
+            await resize(run, 4, 4)
+            resumed, cluster = run.cluster.status, run.cluster
+            await cluster.kill_rank(2)
+            whole = await run.wait_size(4, resumed.epoch, "the rank again", START_S)
+            (home,) = [one.node for one in whole.members if one.index == 1]
+            smaller = await lose(run, 1, left=3)
+            await cluster.start_node(home)
+            grown = await run.wait_size(4, smaller.epoch, "four members again", START_S)
+            for recovery in grown.recoveries[-3:]:
+                assert (recovery.source, recovery.lost_steps) == (RestoreSource.LIVE, 0)
+            await cluster.stop()
+            assert await asyncio.to_thread(run.check) == [4, 3, 4]
+            through = [lines for lines in run.lines().values() if lines[-1].epoch == grown.epoch]
+            assert sum(lines[0].epoch == resumed.epoch for lines in through) == 2
 
     asyncio.run(change())
 

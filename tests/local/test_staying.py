@@ -292,6 +292,7 @@ POINTS = (
     "in-async",
     "before-async-group",
     "before-optimizer",
+    "after-vote",
     "in-optimizer",
     "before-grant",
     "after-grant",
@@ -415,10 +416,19 @@ def test_a_new_daemon_of_a_survivor_learns_that_its_worker_stays(
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("point", ["before-plain", "before-group"])
+@pytest.mark.parametrize(
+    "point",
+    [
+        pytest.param(
+            point, marks=[] if point in ("before-group", "after-vote") else pytest.mark.exhaustive
+        )
+        for point in POINTS
+    ],
+)
 def test_a_rank_that_hangs_is_replaced(runner: asyncio.Runner, run: Run, point: str) -> None:
-    changed = runner.run(disturb(run, f"a rank that hangs {point}", {2: (point, "SIGSTOP")}))
-    assert 2 in changed
+    rank = POINTS.index(point) % RANKS
+    changed = runner.run(disturb(run, f"a rank that hangs {point}", {rank: (point, "SIGSTOP")}))
+    assert rank in changed
 
 
 @pytest.mark.slow
