@@ -47,7 +47,7 @@ def test_the_second_torch_and_python_are_those_of_the_bundle() -> None:
     ],
 )
 def test_the_cluster_is_the_one_that_is_built(row: str, module: str) -> None:
-    folder = row.split()[-1].lower()
+    folder = row.rsplit(maxsplit=1)[-1].lower()
     built = (ROOT / f"tests/cluster/go/{folder}/go.mod").read_text(encoding="utf-8")
     (version,) = re.findall(rf"(?m)^\s*{re.escape(module)} v(\S+)", built)
     (tested,) = re.findall(rf"(?m)^\| {row} \|[^|]*\| ([\w.]+) \|", TEXT)
