@@ -91,6 +91,7 @@ class Emulator:
         until = time.monotonic() + STARTED_WITHIN_S
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > until:
+                self.stop()
                 raise RuntimeError(f"{words[0]} did not start on port {self.port}")
 
     def stop(self) -> None:
