@@ -189,7 +189,7 @@ test-stores: $(STAMP) ## Run the tests of durable storage on emulators of Google
 	  tests/contract/storage/helpers/emulators.py >/dev/null
 	HOLDFAST_CACHE="$(HOLDFAST_CACHE)" PYTHONPATH="$$("$$overlay/bin/python" $(site))" \
 	  GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT=false $(BIN)/python -m pytest tests/contract/storage \
-	  -n $(PYTEST_WORKERS) --dist worksteal -k "[gs or [abfs" --every-combination $(ARGS)
+	  -k "[gs or [abfs" --every-combination $(ARGS)
 
 .PHONY: test-schedules
 test-schedules: $(STAMP) ## Run ten thousand schedules of the simulation, and more of its models (long)

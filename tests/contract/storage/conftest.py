@@ -16,6 +16,7 @@ from tiers import TierUnderTest
 _numbers = itertools.count()
 _EMULATED = (
     pytest.mark.exhaustive,
+    pytest.mark.timeout(300),  # Azurite loads hundreds of packages
     # gcsfs and adlfs hand parts of a file to aiohttp whole, which is theirs to decide.
     pytest.mark.filterwarnings("ignore:Sending a large body directly:ResourceWarning"),
 )

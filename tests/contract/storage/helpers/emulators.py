@@ -27,7 +27,7 @@ ACCOUNT = "devstoreaccount1"
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 """Published by Azurite, the same everywhere."""
 MADE_WITHIN_S = 900.0
-STARTED_WITHIN_S = 30.0
+STARTED_WITHIN_S = 120.0
 
 
 def azurite() -> Path:
@@ -91,6 +91,7 @@ class Emulator:
         until = time.monotonic() + STARTED_WITHIN_S
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > until:
+                self.stop()
                 raise RuntimeError(f"{words[0]} did not start on port {self.port}")
 
     def stop(self) -> None:
