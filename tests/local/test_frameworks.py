@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_fewer_nodes
 import yaml
 
 from holdfast_core.job.parsing import parse_job
 from holdfast_core.job.status import RecoveryMode
+from holdfast_core.states import RestoreSource
 from holdfast_operator.local import LocalCluster, LocalSettings
 from holdfast_operator.reconciler.counters import Outcome
 
@@ -109,3 +111,30 @@ def test_a_model_of_transformers_in_a_loop_of_its_own_keeps_the_processes_that_a
     check_undisturbed(script, directory)
     processes = [line.split()[0] for line in (killed / "pids").read_text().splitlines()]
     assert sorted(processes) == ["0", "1", "1"]
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+def test_a_model_of_transformers_in_a_loop_of_its_own_goes_on_with_fewer_nodes_and_with_more() -> (
+    None
+):
+    nodes = {"nodes": 3, "parallelism": {"dp": 3}}
+
+    async def change() -> None:
+        async with test_fewer_nodes.running(
+            stay=True, members=3, transformers=True, **nodes
+        ) as run:
+            first = run.cluster.status
+            (home,) = [one.node for one in first.members if one.index == 1]
+            smaller = await test_fewer_nodes.lose(run, 1, left=2)
+            await run.cluster.start_node(home)
+            grown = await run.wait_size(3, smaller.epoch, "three members again", WAIT_S)
+            for recovery in grown.recoveries:
+                assert (recovery.source, recovery.lost_steps) == (RestoreSource.LIVE, 0)
+            await run.cluster.stop()
+            assert await asyncio.to_thread(run.check) == [3, 2, 3]
+            through = [lines for lines in run.lines().values() if lines[0].epoch == first.epoch]
+            assert sum(lines[-1].epoch == grown.epoch for lines in through) == 2
+
+    asyncio.run(change())
