@@ -11,7 +11,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -55,6 +55,20 @@ class Change:
         written = self.run.directory / f"tmp-{who}"
         written.write_text(f"{point} {what}")
         written.replace(self.run.directory / f"fault-{who}")
+
+    async def renew_daemons(self) -> None:
+        """End the daemon of each node that is there, one after the other, as in an upgrade; return
+        when others serve their memory."""
+        for before in [node for node in self.cluster.status.nodes if node.connected]:
+            name = before.name
+            assert before.daemon_pid
+            os.kill(before.daemon_pid, signal.SIGTERM)
+
+            def back(status: Status, name: str = name, ended: int = before.incarnation) -> bool:
+                found = status.node(name)
+                return found is not None and found.connected and found.incarnation > ended
+
+            await self.cluster.wait_for(back, timeout_s=WAIT_S, what=f"another daemon on {name}")
 
     async def suffered(self) -> None:
         """Wait until every fault has happened."""
@@ -272,6 +286,41 @@ def test_the_leaders_daemon_dies_in_the_middle_of_a_shrink(point: str) -> None:
             await it.ends_as_it_began()
             sizes = await it.check(0, 1, 2)
             assert sizes[0] == 4 and sizes[-1] == 4
+
+    asyncio.run(change())
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("point", ["before-stand", "after-form"])
+def test_all_daemons_are_renewed_in_the_middle_of_a_shrink_and_of_a_growth(point: str) -> None:
+    """One after the other, as the operator does it in an upgrade, while one rank of the new world
+    is stopped, so that it does not come about meanwhile."""
+
+    async def change() -> None:
+        async with changing() as it:
+            home = it.node(3)
+            it.fail(it.pid(1), point, "SIGSTOP")
+            await it.cluster.kill_node(home)
+            await it.suffered()
+            await it.renew_daemons()
+            with suppress(ProcessLookupError):
+                os.kill(it.pid(1), signal.SIGCONT)
+            smaller = await it.run.wait_size(3, it.first.epoch, "three members")
+            it.fail("new", "before-scatter", "SIGSTOP")
+            await it.cluster.start_node(home)
+            await it.suffered()
+            await it.renew_daemons()
+            for stopped in it.run.directory.glob("suffered-*"):
+                with suppress(
+                    ProcessLookupError
+                ):  # it was not waited for, and another took its place
+                    os.kill(int(stopped.name.removeprefix("suffered-")), signal.SIGCONT)
+            grown = await it.ends_as_it_began()
+            assert grown.epoch > smaller.epoch
+            sizes = await it.check()
+            assert sizes[0] == 4 and sizes[-1] == 4 and 3 in sizes
 
     asyncio.run(change())
 

@@ -4,6 +4,7 @@ is repeated has the bits of its first execution."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import sys
 import tempfile
@@ -241,7 +242,7 @@ def test_every_step_of_two_windows_can_be_the_last(
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("redundancy", "stay"),
-    [("RAIM5", False), ("RAIM5", True), ("Replication", False), ("RAIM6", False)],
+    list(itertools.product(RANKS_OF, (False, True))),
 )
 def test_nodes_and_daemons_are_lost_within_windows(redundancy: str, stay: bool) -> None:
     """A node takes its memory along, so its rank's window comes from parity, or a replica."""
