@@ -86,9 +86,10 @@ class StagesReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def success(self) -> bool:
-        """Whether the lost stage repeated steps alone, with the right result."""
+        """Whether only the lost stage repeated steps, with the right result. With gradients, it may
+        have none to repeat: a restored window brings its last step back."""
         return all(
-            one.equal and (one.repeated is not None) == (one.stage == self.lost_stage)
+            one.equal and (one.repeated is None or one.stage == self.lost_stage)
             for one in self.ranks
         )
 

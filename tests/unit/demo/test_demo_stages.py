@@ -77,3 +77,14 @@ def test_a_report_says_who_has_repeated_what(wrong: str) -> None:
     assert [one.processes for one in report.ranks] == [1, 1, 2, 2]
     assert [one.equal for one in report.ranks] == [True, True, True, wrong != "loss"]
     assert report.success == (wrong == "")
+
+
+def test_a_lost_stage_that_had_no_step_to_repeat_is_a_success() -> None:
+    kept = [steps(1, 9, epoch=1, pid=rank) for rank in (0, 1)]
+    lost = [steps(1, 5, epoch=1, pid=rank) + steps(6, 9, epoch=2, pid=7 + rank) for rank in (2, 3)]
+    for lines in kept:
+        lines[5:9] = steps(6, 9, epoch=2, pid=lines[0].pid)
+    found = StageLoss(lines=kept + lost, killed_at=5.0, recoveries=[RECOVERY])
+    report = account(found, [steps(1, 9, epoch=0, pid=0) for _ in range(4)], 1)
+    assert {one.repeated for one in report.ranks} == {None}
+    assert report.success
