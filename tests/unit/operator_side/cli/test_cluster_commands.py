@@ -269,6 +269,22 @@ def test_without_a_cluster_commands_for_one_say_so(
     assert "`holdfast suspend` is for jobs in a cluster" in capsys.readouterr().err
 
 
+# A pod shows its own processes. Here these are the children of the test: others, of tests beside it
+# as well, must not be taken for ranks and killed.
+_PROCESSES_OF_POD = """
+import os
+
+def is_own(pid, parent=str(os.getppid())):
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[1] == parent
+    except OSError:
+        return False
+
+os.listdir = lambda path, listed=os.listdir: [each for each in listed(path) if is_own(each)]
+"""
+
+
 @pytest.fixture
 def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """File with the words of each call of a kubectl that forwards port 1 and runs commands here."""
@@ -282,7 +298,7 @@ if "port-forward" in words:
     print("Forwarding from 127.0.0.1:1 -> 6379", flush=True)
     os.execvp("sleep", ["sleep", "1000"])
 command = words[words.index("--") + 1 :]
-os.execv(sys.executable, [sys.executable, *command[1:]])
+os.execv(sys.executable, [sys.executable, "-c", {_PROCESSES_OF_POD!r} + command[2], *command[3:]])
 """
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "kubectl").write_text(script)
