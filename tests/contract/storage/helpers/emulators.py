@@ -11,14 +11,13 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import versitygw
 from ports import reserve_port
+from served import Server
 
 AZURITE = "3.37.0"
 FAKE_GCS = "v1.56.1"
@@ -78,33 +77,14 @@ def _made(command: Path, making: list[str], **variables: str) -> Path:
     return command
 
 
-class Emulator:
-    """A server on a port of 127.0.0.1 that keeps what it is given in memory."""
+class Emulator(Server):
+    """A server that keeps what it is given in memory."""
 
     def __init__(self, *command: str | Path) -> None:
         """`command`: with `{port}` where the port belongs."""
-        self.port = reserve_port()
-        words = [str(word).format(port=self.port) for word in command]
-        self._process = subprocess.Popen(
-            words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        until = time.monotonic() + STARTED_WITHIN_S
-        while not self._answers():
-            if self._process.poll() is not None or time.monotonic() > until:
-                self.stop()
-                raise RuntimeError(f"{words[0]} did not start on port {self.port}")
-
-    def stop(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def _answers(self) -> bool:
-        """Waits for up to 50 ms."""
-        try:
-            socket.create_connection(("127.0.0.1", self.port), timeout=0.05).close()
-        except OSError:
-            return False
-        return True
+        port = reserve_port()
+        words = [str(word).format(port=port) for word in command]
+        super().__init__(port, words, STARTED_WITHIN_S, stderr=subprocess.DEVNULL)
 
 
 class Azure(Emulator):

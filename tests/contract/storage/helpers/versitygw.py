@@ -8,14 +8,13 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from ports import reserve_port
+from served import Server
 
 VERSION = "v1.8.0"
 MODULE = "github.com/versity/versitygw/cmd/versitygw"
@@ -71,7 +70,7 @@ def build() -> Path:
     return target
 
 
-class S3Server:
+class S3Server(Server):
     """One versitygw process with one bucket, over `directory`. It may have more users than its
     tester, each with a bucket of its own."""
 
@@ -86,21 +85,14 @@ class S3Server:
         self._root = directory / "buckets"
         (self._root / BUCKET).mkdir(parents=True)
         (directory / "users").mkdir()
-        self.port = reserve_port()
-        self._process = subprocess.Popen(
-            [
-                *(build(), "--access", ACCESS, "--secret", SECRET, "--quiet"),
-                *(("--cert", str(tls[0]), "--key", str(tls[1])) if tls else ()),
-                *("--port", f"127.0.0.1:{self.port}", "--iam-dir", str(directory / "users")),
-                *("--iam-cache-disable", "posix", str(self._root)),
-            ],
-            stdout=subprocess.DEVNULL,
-        )
-        until = time.monotonic() + STARTED_WITHIN_S
-        while not self._answers():
-            if self._process.poll() is not None or time.monotonic() > until:
-                raise RuntimeError(f"versitygw did not start on port {self.port}")
-
+        port = reserve_port()
+        command = [
+            *(build(), "--access", ACCESS, "--secret", SECRET, "--quiet"),
+            *(("--cert", tls[0], "--key", tls[1]) if tls else ()),
+            *("--port", f"127.0.0.1:{port}", "--iam-dir", directory / "users"),
+            *("--iam-cache-disable", "posix", self._root),
+        ]
+        super().__init__(port, command, STARTED_WITHIN_S)
         for name, secret in (users or {}).items():
             self.set_user(name, secret, "create-user", "--role", "user")
             self._administer("create-bucket", "--owner", name, "--bucket", name)
@@ -116,18 +108,6 @@ class S3Server:
             check=True,
             stdout=subprocess.DEVNULL,
         )
-
-    def stop(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def _answers(self) -> bool:
-        """Waits for up to 50 ms."""
-        try:
-            socket.create_connection(("127.0.0.1", self.port), timeout=0.05).close()
-        except OSError:
-            return False
-        return True
 
 
 def options(port: int, *, read_timeout_s: float = 20.0) -> dict[str, object]:
