@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -275,6 +276,24 @@ def test_a_stream_that_breaks_is_evidence() -> None:
             await loop.until(lambda: loop.calls == 1)
             stream.cancel()
             await loop.until(lambda: not loop.server.views("x")["n0"].connected)
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_that_breaks_while_the_daemon_is_welcomed_is_evidence() -> None:
+    """The service's own half: when the first answer is on its way, only this can be stopped at a
+    certain moment."""
+
+    async def scenario() -> None:
+        async with listening() as loop:
+            daemon = Daemon("n0", loop.port)
+            daemon.beat()
+            stream = loop.server.Connect(daemon._heartbeats(), cast("Any", None))
+            await anext(stream)
+            await loop.until(lambda: loop.calls == 1)
+            assert loop.server.views("x")["n0"].connected
+            await stream.aclose()
+            assert not loop.server.views("x")["n0"].connected and loop.calls == 2
 
     asyncio.run(scenario())
 

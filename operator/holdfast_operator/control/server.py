@@ -245,8 +245,8 @@ class ControlServer:
         await insist(context, self._identity, Role.DAEMON)
         connection = _Connection()
         listener = asyncio.ensure_future(self._listen(request_iterator, connection))
-        yield self._welcome()
-        try:
+        try:  # from here on: the stream may end while the first message is on its way
+            yield self._welcome()
             while (message := await connection.outbox.get()) is not None:
                 yield message
             if listener.done() and (error := listener.exception()) is not None:
