@@ -30,7 +30,7 @@ from holdfast._restoring.restore import Restore, Restored
 from holdfast._saving.comparing import Comparing
 from holdfast._saving.optimizer_steps import OptimizerSteps
 from holdfast._saving.pacing import DueSaves
-from holdfast._saving.replicas import differing, digests_of
+from holdfast._saving.replicas import UnitDigests, differing, digests_of
 from holdfast._saving.saver import Saver
 from holdfast._saving.tally import SaveCounters
 from holdfast._saving.tasks import Task
@@ -51,7 +51,7 @@ from holdfast_core.protection.standing import StandingVerdict
 from holdfast_core.topology import Topology
 
 _log = logging.getLogger("holdfast")
-_DIGESTS = msgspec.json.Decoder(dict[str, int])
+_DIGESTS = msgspec.json.Decoder(UnitDigests)
 
 
 class ProtectedSession(Session):
@@ -369,13 +369,12 @@ class ProtectedSession(Session):
     def _task(self, handle: SaveHandle, *, copies: bool) -> Task:
         with torch.no_grad():
             if self._stale or self._live.changed():
-                found = (*self._live.discover(), *self._gradients.sources())
-                self._sources = tuple(source for source in found if source.captured)
+                self._sources = (*self._live.discover(), *self._gradients.sources())
                 self._optimizer_steps.make_room()
                 self._eager = [
                     (source.staging, source.tensor)
                     for source in self._sources
-                    if source.eager and source.staging is not None
+                    if source.captured and source.eager and source.staging is not None
                 ]
                 self._stale = False
             for staging, live in self._eager:

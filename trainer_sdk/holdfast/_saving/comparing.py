@@ -19,7 +19,6 @@ digests, or the lack of them, and the saver waits for the verdict when its bytes
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,15 +27,12 @@ import xxhash
 
 from holdfast._exchange import Exchange
 from holdfast._rounds import Round, Rounds
-from holdfast._saving.replicas import differing
+from holdfast._saving.replicas import UnitDigests, differing, differing_copies
 from holdfast_core.errors import HoldfastError, ReplicasDivergedError, SnapshotSkippedError
 from holdfast_core.snapshots.units import UnitKey, UnitKind
 from holdfast_core.topology import Topology
 
 _log = logging.getLogger("holdfast")
-
-Digests = Mapping[str, int]
-"""Unit → digest, for the units that other ranks hold as well."""
 
 
 class _Statement(msgspec.Struct, frozen=True):
@@ -45,20 +41,22 @@ class _Statement(msgspec.Struct, frozen=True):
     dense: int | None = None
     experts: int | None = None
     """One digest over those of all units: the units' own are sent only where these differ."""
+    seated: dict[str, int] = {}
+    """Digests of the experts in the rank's seats: no two ranks need to have the same ones."""
 
     @classmethod
-    def of(cls, digests: Digests | None) -> _Statement:
+    def of(cls, digests: UnitDigests | None) -> _Statement:
         if digests is None:
             return cls()
         dense, experts = xxhash.xxh3_64(), xxhash.xxh3_64()
-        for name, digest in sorted(digests.items()):
+        for name, digest in sorted(digests.shared.items()):
             expert = UnitKey.parse(name).kind is UnitKind.EXPERT
             (experts if expert else dense).update(f"{name} {digest}\n".encode())
-        return cls(dense.intdigest(), experts.intdigest())
+        return cls(dense.intdigest(), experts.intdigest(), digests.seated)
 
 
 _STATEMENT = msgspec.json.Decoder(_Statement)
-_DIGESTS = msgspec.json.Decoder(dict[str, int])
+_DIGESTS = msgspec.json.Decoder(UnitDigests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +86,7 @@ class Comparing:
         self._rounds = Rounds("holdfast-comparing", self._next, self._give_up)
         self._steps: dict[int, int] = {}
         """Number → step of each called save that may still be compared."""
-        self._digests: dict[int, Digests | None] = {}
+        self._digests: dict[int, UnitDigests | None] = {}
         self._due = 0
         """Number of the save to compare next."""
         self._awaited = -1
@@ -151,7 +149,7 @@ class Comparing:
                 self._await(number)
             return compared
 
-    def hand_over(self, number: int, digests: Digests) -> None:
+    def hand_over(self, number: int, digests: UnitDigests) -> None:
         """Hand over this rank's digests for save `number`, which is due."""
         with self._rounds.change():
             self._await(number)
@@ -202,7 +200,7 @@ class Comparing:
             return None
         return partial(self._compare, due, self._digests.get(due))
 
-    def _compare(self, number: int, digests: Digests | None) -> None:
+    def _compare(self, number: int, digests: UnitDigests | None) -> None:
         verdict = self._find_verdict(number, digests)
         with self._rounds.change():
             self._take(verdict)
@@ -210,7 +208,7 @@ class Comparing:
                 self._verdict = verdict
             self._due += 1 if verdict.missing else self._every
 
-    def _find_verdict(self, number: int, digests: Digests | None) -> _Verdict:
+    def _find_verdict(self, number: int, digests: UnitDigests | None) -> _Verdict:
         own = _Statement.of(digests)
         statements = [
             _STATEMENT.decode(text) for text in self._exchange.gather(msgspec.json.encode(own))
@@ -223,9 +221,9 @@ class Comparing:
             len({getattr(statements[rank], kind) for rank in group if rank in known}) == 1
             for group, kind in groups
         )
-        if equal:
+        if equal and not differing_copies(dict(enumerate(one.seated for one in statements))):
             return _Verdict(number, missing)
-        texts = self._exchange.gather(msgspec.json.encode(digests or {}))
+        texts = self._exchange.gather(msgspec.json.encode(digests or UnitDigests()))
         units = {rank: _DIGESTS.decode(text) for rank, text in enumerate(texts)}
         wrong = differing({rank: units[rank] for rank in known}, self._topology)
         return _Verdict(number, missing, tuple((unit, tuple(ranks)) for unit, ranks in wrong))

@@ -27,14 +27,23 @@ from holdfast_core.snapshots.units import TensorSize, UnitKey, UnitKind
 from holdfast_core.topology import Topology
 
 
+class UnitDigests(msgspec.Struct, frozen=True):
+    """Digests of what one rank holds and others may hold as well, by unit."""
+
+    shared: dict[str, int] = {}
+    """Of units whose replicas follow from the topology."""
+    seated: dict[str, int] = {}
+    """Of experts in this rank's seats, of which any other ranks may have copies."""
+
+
 class ReplicaStatement(msgspec.Struct, frozen=True, kw_only=True):
     """Statement of one rank before the first save."""
 
     step: int
     table: tuple[TensorSize, ...]
     extras_bytes: int
-    digests: dict[str, int]
-    """Unit → digest of its shared tensors by name; empty when not checked."""
+    digests: UnitDigests | None = None
+    """None when not checked."""
     casts: dict[str, str] = {}
     """Compute weights that are the rounded copies of their masters → the masters."""
 
@@ -46,7 +55,7 @@ def state_of(
     step: int,
     sources: Sequence[TensorSource],
     extras_bytes: int,
-    digests: Mapping[str, int],
+    digests: UnitDigests | None,
     casts: Mapping[str, str],
 ) -> ReplicaStatement:
     """Make this rank's statement."""
@@ -54,7 +63,7 @@ def state_of(
         step=step,
         table=table_of(sources),
         extras_bytes=extras_bytes,
-        digests=dict(digests),
+        digests=digests,
         casts=dict(casts),
     )
 
@@ -110,22 +119,35 @@ def agree(
         repeats=repeats,
     )
     if len({one.step for one in statements}) == 1:
-        _compare({r: one.digests for r, one in enumerate(statements) if one.digests}, topology)
+        _compare(
+            {r: one.digests for r, one in enumerate(statements) if one.digests is not None},
+            topology,
+        )
     return plan
 
 
 def digests_of(
     sources: Sequence[TensorSource], topology: Topology, rank: int, engine: CopyEngine, fence: Fence
-) -> dict[str, int]:
-    """Digest the live bytes of each unit that other ranks hold as well: unit → digest.
+) -> UnitDigests:
+    """Digest the live bytes of each unit that other ranks hold, or may hold, as well.
 
     Args:
+        sources: all tensors of this rank, also those that another rank captures.
         fence: point after which the tensors are read on their device.
     """
     shared = [one for one in sources if not one.private and one.role not in BESIDE_STATE]
     units = {one.unit for one in shared if len(replicas_of(topology, rank, one.unit)) > 1}
-    digests = digests_of_units(state_of_units(shared, units), engine, fence)
-    return {str(unit): digest for unit, digest in digests.items()}
+    seated = [one for one in sources if one.seats is not None]
+    copies = {one.unit for one in seated}
+    found = digests_of_units(
+        state_of_units(shared, units) | state_of_units(seated, copies), engine, fence
+    )
+    names = {str(unit): digest for unit, digest in found.items()}
+    of_copies = {str(unit) for unit in copies}
+    return UnitDigests(
+        shared={name: digest for name, digest in names.items() if name not in of_copies},
+        seated={name: digest for name, digest in names.items() if name in of_copies},
+    )
 
 
 def digests_of_units(
@@ -143,10 +165,32 @@ def digests_of_units(
 
 
 def differing(
-    digests: Mapping[int, Mapping[str, int]], topology: Topology
+    digests: Mapping[int, UnitDigests], topology: Topology
 ) -> list[tuple[UnitKey, list[int]]]:
     """Find the units whose replicas have different digests, each with the first of its ranks and
     the ranks that differ from it. Ranks that are not among `digests` are not compared."""
+    shared = {rank: one.shared for rank, one in digests.items()}
+    seated = {rank: one.seated for rank, one in digests.items()}
+    return sorted([*_differing_replicas(shared, topology), *differing_copies(seated)])
+
+
+def differing_copies(seated: Mapping[int, Mapping[str, int]]) -> list[tuple[UnitKey, list[int]]]:
+    """Find the experts whose copies in seats have different digests, as `differing` does."""
+    holders: dict[str, list[int]] = {}
+    for rank in sorted(seated):
+        for name in seated[rank]:
+            holders.setdefault(name, []).append(rank)
+    wrong = list[tuple[UnitKey, list[int]]]()
+    for name, (first, *others) in holders.items():
+        differ = [rank for rank in others if seated[rank][name] != seated[first][name]]
+        if differ:
+            wrong.append((UnitKey.parse(name), [first, *differ]))
+    return wrong
+
+
+def _differing_replicas(
+    digests: Mapping[int, Mapping[str, int]], topology: Topology
+) -> list[tuple[UnitKey, list[int]]]:
     groups = {topology.dense_replicas(r) for r in digests}
     groups |= {topology.expert_replicas(r) for r in digests}
     wrong: list[tuple[UnitKey, list[int]]] = []
@@ -160,7 +204,7 @@ def differing(
             differ = [r for r in ranks if digests[r].get(name) != first]
             if differ:
                 wrong.append((unit, [ranks[0], *differ]))
-    return sorted(wrong)
+    return wrong
 
 
 def replicas_of(topology: Topology, rank: int, unit: UnitKey) -> tuple[int, ...]:
@@ -170,7 +214,7 @@ def replicas_of(topology: Topology, rank: int, unit: UnitKey) -> tuple[int, ...]
     return topology.dense_replicas(rank)
 
 
-def _compare(digests: Mapping[int, Mapping[str, int]], topology: Topology) -> None:
+def _compare(digests: Mapping[int, UnitDigests], topology: Topology) -> None:
     wrong = differing(digests, topology)
     if wrong:
         unit, ranks = wrong[0]

@@ -36,7 +36,13 @@ from holdfast._saving.casts import Casts
 from holdfast._saving.comparing import Comparing
 from holdfast._saving.nans import units_with_nan
 from holdfast._saving.plan import BasePlan, layout_of, moves_of, own_shards, same_places, table_of
-from holdfast._saving.replicas import agree, digests_of, digests_of_units, state_of
+from holdfast._saving.replicas import (
+    UnitDigests,
+    agree,
+    digests_of,
+    digests_of_units,
+    state_of,
+)
 from holdfast._saving.tally import IDLE_S, Tally
 from holdfast._saving.tasks import Task
 from holdfast._saving.windows import OpenWindow, Windows
@@ -100,7 +106,10 @@ class Saver:
         self._newest: Generation | None = None
         """Newest snapshot of this rank that is known to be committed."""
         self._restored: Layout | None = None
+        self._held: Sequence[TensorSource] = ()
+        """Tensors that this rank has."""
         self._sources: Sequence[TensorSource] = ()
+        """Those of them that it captures."""
         self._gradients: Sequence[TensorSource] = ()
         self._saves = 0
         self._awaiting = Awaiting(self._on_protected)
@@ -235,7 +244,8 @@ class Saver:
 
     def _save(self, task: Task) -> None:
         if task.sources is not None:
-            self._sources, self._gradients = task.sources, task.gradients
+            self._held, self._gradients = task.sources, task.gradients
+            self._sources = [one for one in task.sources if one.captured]
         if task.reseated and self._base is not None:
             self._base = self._base.reseated(self._sources)
             self._policy.reseated(self._base.own_experts(table_of(self._sources)))
@@ -400,7 +410,7 @@ class Saver:
         exchange, strategy = self._exchange, self._settings.strategy
         check = self._settings.check_replicas and exchange.together
         try:
-            digests = self._live_digests(task) if check and task.hold() else {}
+            digests = self._live_digests(task) if check and task.hold() else None
         finally:
             task.release(over=False)
         casts = self._casts.masters
@@ -427,9 +437,9 @@ class Saver:
         own, ranks = base.own_experts(table_of(self._sources)), self._topology.world_size
         self._policy = self._policy.agreed(base.experts, ranks, own, base.spread)
 
-    def _live_digests(self, task: Task) -> dict[str, int]:
+    def _live_digests(self, task: Task) -> UnitDigests:
         """Digest each unit that other ranks hold as well, while the task is held."""
-        found = digests_of(self._sources, self._topology, self._rank, self._engine, task.fence)
+        found = digests_of(self._held, self._topology, self._rank, self._engine, task.fence)
         task.check()  # otherwise they may be of another moment than those of other ranks
         return found
 

@@ -42,7 +42,7 @@ class Task:
     ) -> None:
         self.handle = handle
         self.sources = sources
-        """Tensors to capture; None while they are the same as for the previous task."""
+        """Tensors of this rank; None while they are the same as for the previous task."""
         self.gradients = gradients
         """Where `sources` are given: their gradients, which the saves of windows hold."""
         self.extras = extras

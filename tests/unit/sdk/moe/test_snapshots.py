@@ -19,7 +19,7 @@ import holdfast
 from holdfast import elastic, moe
 from holdfast._session import ProtectedSession
 from holdfast.testing import FakeDaemon
-from holdfast_core.errors import InvalidJobError
+from holdfast_core.errors import InvalidJobError, ReplicaMismatchError, ReplicasDivergedError
 from holdfast_core.job.snapshots import SparseWindows
 
 WAIT_S = 60
@@ -47,7 +47,9 @@ class Trainer:
             model=self.model,
             optimizer=self.optimizer,
             daemon=FakeDaemon(directory, rank=world.rank, world_size=3),
-            settings=holdfast.Settings(start_wait_s=WAIT_S, exchange_timeout_s=WAIT_S),
+            settings=holdfast.Settings(
+                start_wait_s=WAIT_S, exchange_timeout_s=WAIT_S, compare_replicas_every=2
+            ),
         )
 
     def train(self) -> None:
@@ -107,6 +109,43 @@ def save_and_restore(rank: int, port: int, directory: str) -> None:
     world.close()
 
 
+def diverge(rank: int, port: int, directory: str) -> None:
+    world, group = join(rank, port, 3)
+    me = Trainer(directory, world, group)
+
+    def nudge(expert: int, amount: float) -> None:
+        """Change the copy of rank 1, which another rank captures."""
+        experts = me.model["moe"].experts
+        if rank == 1:
+            assert expert in experts.seat_of and expert not in experts.captured
+            with torch.no_grad():
+                experts.w_out[experts.seat_of[expert]][0, 0] += amount
+
+    def save(step: int) -> Exception | None:
+        me.train()
+        return me.session.save(step).committed.exception(WAIT_S)
+
+    assert [save(step) for step in (1, 2)] == [None, None]
+    nudge(0, 0.5)
+    assert save(3) is None, "not compared"
+    error = save(4)
+    assert isinstance(error, ReplicasDivergedError), error
+    assert "unit layer0/expert0: ranks [0, 1]" in str(error)
+    assert "equal at step 2" in str(error)
+    assert me.session.problem is error
+    me.session.close()
+
+    later = Trainer(directory, world, group)
+    me = later
+    assert later.session.restore() == 3
+    nudge(0, 0.5)
+    error = save(4)
+    assert isinstance(error, ReplicaMismatchError), error
+    assert "unit layer0/expert0" in str(error)
+    later.session.close()
+    world.close()
+
+
 def every(world: elastic.World, own: Any) -> list[Any]:
     """What each rank has."""
     found: list[Any] = [own] * world.size
@@ -118,6 +157,12 @@ def test_a_restored_run_goes_on_with_the_same_bits_in_this_plan_and_another(
     tmp_path: Path,
 ) -> None:
     run_ranks(save_and_restore, (reserve_port(), str(tmp_path)), 3)
+
+
+def test_of_copies_that_diverged_nothing_is_committed_and_the_error_names_the_expert(
+    tmp_path: Path,
+) -> None:
+    run_ranks(diverge, (reserve_port(), str(tmp_path)), 3)
 
 
 def test_what_does_not_fit_copies_is_refused(tmp_path: Path) -> None:

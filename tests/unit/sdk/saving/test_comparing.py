@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,7 @@ from holdfast._exchange import Alone
 from holdfast._experts.policy import FullCapture
 from holdfast._saving.comparing import Comparing
 from holdfast._saving.pacing import EverySave
-from holdfast._saving.replicas import digests_of
+from holdfast._saving.replicas import UnitDigests, digests_of
 from holdfast._session import ProtectedSession
 from holdfast._settings import Settings
 from holdfast._state.capture import LiveState
@@ -37,12 +37,15 @@ TOPOLOGY = Topology(dp=4, ep=2)
 RANKS = 4
 
 
-def held(rank: int, *, gate: int = 1, expert: int = 1) -> dict[str, int]:
+def held(
+    rank: int, *, gate: int = 1, expert: int = 1, seated: dict[str, int] | None = None
+) -> UnitDigests:
     """What a rank holds: ranks 0 and 2 have expert 0, ranks 1 and 3 have expert 1."""
-    return {"layer0/gate": gate, f"layer0/expert{rank % 2}": expert, "layer0/dense": 7}
+    shared = {"layer0/gate": gate, f"layer0/expert{rank % 2}": expert, "layer0/dense": 7}
+    return UnitDigests(shared, seated or {})
 
 
-Fate = Mapping[str, int] | None
+Fate = UnitDigests | None
 """What a rank holds in a save; None when the save is refused before it looks."""
 
 
@@ -132,6 +135,28 @@ def test_an_expert_is_compared_with_its_own_replicas(world: World) -> None:
     world.save(EQUAL), world.save(EQUAL)
     error = world.save(different)[0]
     assert "unit layer0/expert1: ranks [1, 3]" in str(error)
+
+
+def test_an_expert_in_seats_is_compared_with_its_copies_on_any_ranks(world: World) -> None:
+    seats = [{0: 5, 1: 6}, {1: 6}, {2: 7, 0: 5}, {}]
+
+    def all_held(*, of_rank_2: int, missing: int | None = None) -> list[Fate]:
+        held_by = [*seats[:2], {**seats[2], 0: of_rank_2}, seats[3]]
+        return [
+            None
+            if rank == missing
+            else held(rank, seated={f"layer1/expert{e}": d for e, d in experts.items()})
+            for rank, experts in enumerate(held_by)
+        ]
+
+    world.save(EQUAL), world.save(EQUAL)
+    assert world.save(all_held(of_rank_2=5)) == [None] * RANKS
+    world.save(EQUAL), world.save(EQUAL)
+    found = world.save(all_held(of_rank_2=9, missing=0))
+    assert all(isinstance(error, SnapshotSkippedError) for error in found), "no other copy is known"
+    for error in world.save(all_held(of_rank_2=9)):
+        assert isinstance(error, ReplicasDivergedError), error
+        assert "unit layer1/expert0: ranks [0, 2]" in str(error)
 
 
 def test_nothing_is_committed_before_a_comparison_finds_replicas_equal_again(world: World) -> None:

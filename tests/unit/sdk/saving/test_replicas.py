@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from holdfast._exchange import Broadcast
-from holdfast._saving.replicas import ReplicaStatement, agree
+from holdfast._saving.replicas import ReplicaStatement, UnitDigests, agree
 from holdfast_core.errors import ReplicaMismatchError
 from holdfast_core.snapshots.layouts import TensorRole
 from holdfast_core.snapshots.sharding import ShardStrategy
@@ -62,7 +62,8 @@ class PreparedExchange:
 
 def statement(**digests: int) -> ReplicaStatement:
     by_gate = {str(GATE): digest for digest in digests.values()}
-    return ReplicaStatement(step=1, table=TABLE, extras_bytes=10, digests=by_gate)
+    found = UnitDigests(shared=by_gate) if digests else None
+    return ReplicaStatement(step=1, table=TABLE, extras_bytes=10, digests=found)
 
 
 def agreed(*others: ReplicaStatement) -> None:
