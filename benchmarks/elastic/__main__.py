@@ -119,7 +119,7 @@ def draw(path: Path, counted: Counted) -> None:
         axes.axhline(1, color="black", linewidth=0.5)
         axes.set_title(name)
         axes.set_xlabel("nodes")
-        axes.set_ylim(bottom=0)
+    all_axes[0].set_ylim(bottom=0)  # of all, once all are drawn
     all_axes[0].set_ylabel("tokens on the busiest rank,\nEP over uneven copies")
     all_axes[0].legend()
     path.parent.mkdir(parents=True, exist_ok=True)
