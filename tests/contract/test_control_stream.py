@@ -288,7 +288,7 @@ def test_a_stream_that_breaks_while_the_daemon_is_welcomed_is_evidence() -> None
         async with listening() as loop:
             daemon = Daemon("n0", loop.port)
             daemon.beat()
-            stream = loop.server.Connect(daemon._heartbeats(), cast("Any", None))
+            stream: Any = loop.server.Connect(daemon._heartbeats(), cast("Any", None))
             await anext(stream)
             await loop.until(lambda: loop.calls == 1)
             assert loop.server.views("x")["n0"].connected

@@ -3,7 +3,8 @@
 Each rank appends a line for each step to `log-<rank>`. A file `fault-<rank>` holds the name of a
 point and a signal, or a pid to kill: the rank that comes to the point takes the file away and
 does it, so each fault happens once. Gradients are rounded so that their sum is exact, whatever
-order the ranks are added in: `replay` in one process finds the same bytes.
+order the ranks are added in: `replay` in one process finds the same bytes. Each rank draws numbers
+of its own in each step, and nothing that happened may show in them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.functional import dropout
 from torch.utils.data import DataLoader
 
 import holdfast
@@ -31,8 +33,9 @@ from holdfast._elastic.world import World
 from holdfast._exchange import GlooExchange
 from holdfast._restoring import live
 from holdfast._session import ProtectedSession
+from holdfast._state.collect import seed_generators
 
-SAMPLES, BATCH, WIDTH = 48, 2, 8
+SAMPLES, BATCH, WIDTH, SEED = 48, 2, 8, 7
 PACE_S = 0.03
 """Part of each step in which a rank computes nothing: ranks outnumber cores."""
 
@@ -76,7 +79,7 @@ class Model(nn.Module):
         self._at = at
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        hidden = torch.tanh(self.first(inputs))
+        hidden = dropout(torch.tanh(self.first(inputs)), 0.25)
         self._at("forward")
         if hidden.requires_grad:
             hidden.register_hook(lambda gradient: self._at("backward"))
@@ -122,12 +125,13 @@ def replay(ranks: int) -> Iterator[tuple[str, list[list[int]]]]:
     optimizers = make_optimizers(model)
     samplers = [holdfast.RecoverableSampler(data, rank=r, replicas=ranks) for r in range(ranks)]
     loaders = [batches_of(sampler) for sampler in samplers]
-    while True:
+    for step in itertools.count(1):
         batches = [next(loader) for loader in loaders]
         for optimizer in optimizers:
             optimizer.zero_grad()
         total = [torch.zeros_like(parameter) for parameter in model.parameters()]
-        for indices in batches:
+        for rank, indices in enumerate(batches):
+            seed_generators(SEED, step, rank)
             model.zero_grad()
             compute_gradients(model, data, indices)
             for one, parameter in zip(total, model.parameters(), strict=True):
@@ -148,6 +152,7 @@ def batches_of(sampler: holdfast.RecoverableSampler) -> Iterator[list[int]]:
         BATCH,
         sampler=sampler,
         collate_fn=list,
+        generator=torch.Generator(),  # the model draws from the default one
     )
     return itertools.chain.from_iterable(itertools.repeat(loader))
 
@@ -226,7 +231,7 @@ def main() -> None:
         world=world,
     )
     with (args.directory / f"log-{rank}").open("a", buffering=1) as log:
-        for step in session.steps(args.steps):
+        for step in session.steps(args.steps, seed=SEED):
             with step:
                 if step.resumed:
                     batches = batches_of(sampler)

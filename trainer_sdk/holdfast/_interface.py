@@ -56,7 +56,7 @@ class Session(ABC):
             StaleEpochError: this process belongs to a training world that has ended.
         """
 
-    def steps(self, total: int) -> Iterator[TrainStep]:
+    def steps(self, total: int, *, seed: int | None = None) -> Iterator[TrainStep]:
         """Restore, then yield the number of each step to run, from 1 to `total`.
 
             for step in session.steps(total):
@@ -68,11 +68,17 @@ class Session(ABC):
         the loop goes on after the restored step, whose `resumed` is then true. Every rank calls it,
         once, instead of `restore` and `save`.
 
+        Args:
+            total: number of steps of the whole run.
+            seed: equal on all ranks. The random generators of Python, numpy and torch are seeded
+                from it, the step and the present rank when a step begins: a process that takes the
+                place of a lost one then draws what that would have drawn.
+
         Raises:
             HoldfastError: as `restore`; also where a world has nothing to restore, because this
                 process cannot begin again.
         """
-        return steps_of(Restarting(self), total)
+        return steps_of(Restarting(self), total, seed)
 
     @abstractmethod
     def save(self, step: int) -> SaveHandle:

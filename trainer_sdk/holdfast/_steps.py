@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Protocol
 
+import torch.distributed as dist
+
 from holdfast._causes import drop_frames
+from holdfast._state.collect import seed_generators
 
 
 class SavingSession(Protocol):
@@ -74,15 +77,19 @@ class TrainStep(int):
     resumed: bool
     """Whether this is the first step after a restore: make iterators over data anew."""
     _runner: Runner
+    _seed: int | None
     _completed: bool | None
 
     @classmethod
-    def _of(cls, number: int, runner: Runner, resumed: bool) -> TrainStep:
+    def _of(cls, number: int, runner: Runner, resumed: bool, seed: int | None) -> TrainStep:
         made = cls(number)
-        made.resumed, made._runner, made._completed = resumed, runner, None
+        made.resumed, made._runner, made._seed, made._completed = resumed, runner, seed, None
         return made
 
     def __enter__(self) -> TrainStep:
+        if self._seed is not None:
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            seed_generators(self._seed, int(self), rank)
         self._runner.begin(int(self))
         return self
 
@@ -102,12 +109,12 @@ class TrainStep(int):
         return True
 
 
-def steps_of(runner: Runner, total: int) -> Iterator[TrainStep]:
+def steps_of(runner: Runner, total: int, seed: int | None = None) -> Iterator[TrainStep]:
     """Yield the steps to run, up to `total`; see `Session.steps`."""
     done, resumed = runner.begin_steps(), True
     while True:
         while done < total:
-            step = TrainStep._of(done + 1, runner, resumed)
+            step = TrainStep._of(done + 1, runner, resumed, seed)
             yield step
             if step._completed is None:
                 raise RuntimeError(

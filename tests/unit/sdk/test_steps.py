@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import random
 import weakref
 from collections.abc import Callable
 
+import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 from holdfast._elastic.groups import is_of_group
@@ -103,6 +106,28 @@ def test_each_step_is_completed_before_the_next_begins() -> None:
     runner = Played()
     assert run(runner, 3) == [(1, True), (2, False), (3, False)]
     assert runner.calls == ["begin", "complete 1", "complete 2", "complete 3", "finish"]
+
+
+def test_with_a_seed_a_step_draws_the_same_numbers_whatever_happened_before() -> None:
+    def draws(runner: Played, seed: int, fails: int = 0) -> dict[int, tuple[float, ...]]:
+        found = dict[int, tuple[float, ...]]()
+        left = [fails]
+        for step in steps_of(runner, 4, seed):
+            random.random(), torch.rand(1)  # a loop may draw between two steps
+            with step:
+                drawn = torch.rand(1).item(), random.random(), float(np.random.rand())
+                if step == left[-1]:
+                    left.append(0)
+                    raise LostError
+                found[int(step)] = drawn
+        return found
+
+    expected = draws(Played(), 5)
+    assert len(set(itertools.chain(*expected.values()))) == 12, "each step draws others"
+    assert draws(Played(), 5) == expected
+    assert draws(Played(2), 5) == {step: expected[step] for step in (3, 4)}
+    assert draws(Played(back=(1,)), 5, fails=3) == expected
+    assert not set(draws(Played(), 6).values()) & set(expected.values())
 
 
 def test_steps_go_on_after_the_restored_one() -> None:

@@ -218,9 +218,9 @@ class ElasticSession(Session):
 
     # --- the loop ---------------------------------------------------------------------------------
 
-    def steps(self, total: int) -> Iterator[TrainStep]:
+    def steps(self, total: int, *, seed: int | None = None) -> Iterator[TrainStep]:
         self._saves = True
-        return steps_of(self, total)
+        return steps_of(self, total, seed)
 
     def begin_steps(self) -> int:
         """Restore; see `Runner`."""

@@ -240,5 +240,4 @@ class HandOver:
         put_back(self.live, self.stateful, extras)
         others = [one for rank, one in enumerate(given) if rank not in self.verdict.sources]
         if len({one.generators for one in others}) > 1:
-            seed = f"{epoch} {self.verdict.step} {self.rank}"
-            seed_generators(xxhash.xxh3_64_intdigest(seed.encode()) % 2**63)
+            seed_generators(epoch, self.verdict.step, self.rank)

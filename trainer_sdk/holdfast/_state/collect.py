@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+import xxhash
 
 from holdfast._state.capture import LiveState
 from holdfast._state.extras import encode_extras
@@ -90,8 +91,10 @@ def generators_of(live: LiveState) -> bytes:
     return encode_extras(_rng_states(live.cuda_devices))
 
 
-def seed_generators(seed: int) -> None:
-    """Seed the random generators of this process."""
+def seed_generators(*numbers: int) -> None:
+    """Seed the random generators of this process from integers, such as a step and a rank: other
+    ones, or in another order, give other draws."""
+    seed = xxhash.xxh3_64_intdigest(" ".join(map(str, numbers)).encode()) % 2**63
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -115,13 +115,13 @@ def diverge(rank: int, port: int, directory: str) -> None:
 
     def nudge(expert: int, amount: float) -> None:
         """Change the copy of rank 1, which another rank captures."""
-        experts = me.model["moe"].experts
+        experts: Any = me.model["moe"].experts
         if rank == 1:
             assert expert in experts.seat_of and expert not in experts.captured
             with torch.no_grad():
                 experts.w_out[experts.seat_of[expert]][0, 0] += amount
 
-    def save(step: int) -> Exception | None:
+    def save(step: int) -> BaseException | None:
         me.train()
         return me.session.save(step).committed.exception(WAIT_S)
 
