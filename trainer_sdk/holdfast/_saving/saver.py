@@ -66,6 +66,8 @@ from holdfast_core.topology import Topology
 
 _log = logging.getLogger("holdfast")
 
+EXTRAS_BYTES_SMALL = 8 * 2**20
+"""What beside the tensors is copied within `save` without a warning."""
 EXIT_EPOCH_ENDED = 75
 """Exit code of a process whose epoch has ended, and which another launcher starts again."""
 
@@ -467,6 +469,13 @@ class Saver:
         link.open(layout, largest)
         if again:
             self.tally.forgive()
+            if len(task.extras) > EXTRAS_BYTES_SMALL:
+                _log.warning(
+                    "what `stateful` holds has %.0f MB, which every rank copies within each save "
+                    "while training waits: make its tensors a part of the model instead, as an "
+                    'average of weights in nn.ModuleDict({"model": ..., "average": ...})',
+                    len(task.extras) / 1e6,
+                )
         link.plan = moves_of(layout, self._sources)
         if self._window:
             self._windows.opened(layout, self._sources, self._gradients)
