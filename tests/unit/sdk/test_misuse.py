@@ -203,6 +203,24 @@ def test_an_optimizer_without_groups_of_parameters_is_refused_at_init(
         holdfast.init(model=trainer.model, optimizer=[trainer.optimizer, optimizer], daemon=daemon)
 
 
+@pytest.mark.parametrize(
+    ("stateful", "shown"),
+    [
+        ({"seeds": torch.Generator()}, r"stateful\['seeds'\] is a Generator without `state_dict`"),
+        ({"scheduler": None}, r"stateful\['scheduler'\] is a NoneType without `state_dict`"),
+        ([torch.Generator()], "stateful is a list: give a dict"),
+    ],
+    ids=["generator", "none", "list"],
+)
+def test_what_has_no_state_to_capture_is_refused_at_init(
+    stateful: Any, shown: str, trainer: Any, daemon: FakeDaemon
+) -> None:
+    with pytest.raises(InvalidJobError, match=shown):
+        holdfast.init(
+            model=trainer.model, optimizer=trainer.optimizer, stateful=stateful, daemon=daemon
+        )
+
+
 def test_a_job_that_seats_experts_needs_layers_that_do(monkeypatch: pytest.MonkeyPatch) -> None:
     elastic = ElasticVariable(seats_per_rank=4, node_mtbf_days=100.0)
     monkeypatch.setenv("HOLDFAST_ELASTIC", msgspec.json.encode(elastic).decode())
