@@ -203,6 +203,17 @@ def test_an_optimizer_without_groups_of_parameters_is_refused_at_init(
         holdfast.init(model=trainer.model, optimizer=[trainer.optimizer, optimizer], daemon=daemon)
 
 
+def test_an_optimizer_with_state_of_no_parameter_is_told_where_to_keep_it(
+    trainer: Any, daemon: FakeDaemon
+) -> None:
+    session = holdfast.init(model=trainer.model, optimizer=trainer.optimizer, daemon=daemon)
+    session.restore()
+    trainer.optimizer.state["steps"] = 1
+    error = error_of(session.save(1))
+    assert "holds state under 'steps', which is no parameter: keep" in str(error)
+    session.close()
+
+
 @pytest.mark.parametrize(
     ("stateful", "shown"),
     [
