@@ -68,7 +68,8 @@ def init(
         model: the trained module, which DDP or FSDP2 may wrap.
         optimizer: a torch optimizer, or several in a list; a hook on `step` waits until a save is
             staged.
-        stateful: other objects that a restore must bring back (scheduler, sampler, …), by name.
+        stateful: other objects that a restore must bring back (scheduler, sampler, …), by name;
+            each has `state_dict` and `load_state_dict`.
         topology: which ranks hold the same state; without it all ranks are data-parallel replicas.
             In a later world of another size, dp follows from it, and tp, pp and ep stay.
         units: (name, tensor) → its `UnitKey`, or None to follow the conventions: experts are the
@@ -87,7 +88,8 @@ def init(
 
     Raises:
         InvalidJobError: when the topology does not fit the training world, an optimizer lacks
-            torch's `param_groups` and `state`, or arguments contradict each other.
+            torch's `param_groups` and `state`, something in `stateful` lacks its methods, or
+            arguments contradict each other.
     """
     environment = read_environment()
     maker = _Maker(
@@ -106,6 +108,7 @@ def init(
         environment=environment,
     )
     maker.check_topology()
+    _check_stateful(maker.stateful)
     _check_pipeline(pipeline, topology, world)
     if world is None:
         return maker.session()
@@ -239,6 +242,21 @@ class _Maker:
 def _world_name(ranks: Exchange) -> str:
     """Agree on a name of this world, which no other world has. Collective."""
     return ranks.gather(uuid4().hex.encode())[0].decode()
+
+
+def _check_stateful(stateful: Mapping[str, Stateful]) -> None:
+    """Refuse what has no state that could be captured, before a save does."""
+    if not isinstance(stateful, Mapping):
+        raise InvalidJobError(
+            f'stateful is a {type(stateful).__qualname__}: give a dict, such as {{"scheduler": …}}'
+        )
+    for name, item in stateful.items():
+        if not all(hasattr(item, method) for method in ("state_dict", "load_state_dict")):
+            raise InvalidJobError(
+                f"stateful[{name!r}] is a {type(item).__qualname__} without `state_dict` and "
+                f"`load_state_dict`: give an object that has both, perhaps one of your own around "
+                f"it"
+            )
 
 
 def _check_pipeline(

@@ -30,7 +30,8 @@ class Recovery:
     cause: str
     decided_at: float
     step_before: int
-    """Newest step that any rank had reported before the recovery."""
+    """Newest step that any rank had reported before the recovery, or before those that it cut
+    off."""
     resumed_at: float | None = None
     """When all ranks were restored and at work."""
     restored_step: int | None = None
@@ -71,6 +72,8 @@ class Recoveries:
         if membership is None:
             return
         if began and state.outcome is None:
+            if self.all and self.all[-1].resumed_at is None:  # cut off: its loss is this one's
+                self._step = max(self._step, self.all[-1].step_before)
             causes = [e.message for e in decision.events if e.reason == EventReason.RECOVERING]
             self.all.append(
                 Recovery(

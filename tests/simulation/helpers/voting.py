@@ -13,7 +13,7 @@ import itertools
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -79,6 +79,8 @@ SCRIPTS = {
     "changes a parameter after the vote": StandingAction.LIVE,
     "steps without the vote": StandingAction.LINE,
     "reduces after its optimizer": StandingAction.LINE,
+    "scales its loss": StandingAction.LIVE,
+    "scales its loss for a fused optimizer": StandingAction.LIVE,
 }
 """What a script may do → where a death then leads."""
 
@@ -308,10 +310,21 @@ class ReplicasWorld:
 
 
 def make_session(
-    cluster: Cluster, world: ReplicasWorld, model: nn.Module, optimizer: torch.optim.Optimizer
+    cluster: Cluster,
+    world: ReplicasWorld,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
 ) -> Session:
     daemon = FakeDaemon(cluster.directory, rank=world.rank, world_size=RANKS, epoch=world.epoch)
-    made = holdfast.init(model=model, optimizer=optimizer, daemon=daemon, rank=world.rank, job="j")
+    made = holdfast.init(
+        model=model,
+        optimizer=optimizer,
+        stateful={"scaler": scaler},
+        daemon=daemon,
+        rank=world.rank,
+        job="j",
+    )
     assert isinstance(made, ProtectedSession)
     exchange = ReplicasExchange(cluster, world.epoch, world.rank, "restore")
     made._restore = replace(made._restore, exchange=exchange)
@@ -338,6 +351,7 @@ def run_step(
     session: Any,
     model: Any,
     optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
     step: int,
 ) -> None:
     """Reduce gradients and run the optimizer, as the script does."""
@@ -349,7 +363,7 @@ def run_step(
             raise
         parts = [gradient(number, rank)]
         session._body.voted = True
-    total = torch.tensor([[sum(parts)]])
+    total = scaler.scale(torch.tensor([[sum(parts)]]))
     before = model.weight.grad
     model.weight.grad = total if before is None else total + before
     if script == "adds gradients up over steps" and number == FAULTY_STEP - 1:
@@ -366,7 +380,9 @@ def run_step(
             optimizer.step()
             break
     if not script.startswith("swallows"):
-        optimizer.step()
+        scaler.step(optimizer)
+        if scaler.is_enabled():
+            scaler.update()
     if script == "reduces after its optimizer":
         cluster.meet(world.epoch, ("report", number), rank, 0)
     model.weight.grad = None
@@ -377,8 +393,13 @@ def train(cluster: Cluster, rank: int) -> None:
     world: Any = ReplicasWorld(cluster, rank)
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    make: Callable[[], Session] = lambda: make_session(cluster, world, model, optimizer)  # noqa: E731
+    scales, fused = "scales" in cluster.script, "fused" in cluster.script
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", enabled=scales)
+
+    def make() -> Session:
+        return make_session(cluster, world, model, optimizer, scaler)
+
     session = ElasticSession(world, make, [optimizer], 30.0, votes=True)
 
     def after_vote(*_: Any) -> None:
@@ -393,7 +414,7 @@ def train(cluster: Cluster, rank: int) -> None:
         with step:
             now[0] = int(step)
             cluster.at("before-reduce", rank, step)
-            run_step(cluster, world, session, model, optimizer, step)
+            run_step(cluster, world, session, model, optimizer, scaler, step)
             cluster.states.setdefault(int(step), {})[rank] = model.weight.item()
             cluster.at("after-optimizer", rank, step)
     cluster.states.setdefault(STEPS, {})[rank] = model.weight.item()

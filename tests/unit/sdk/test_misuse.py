@@ -203,6 +203,35 @@ def test_an_optimizer_without_groups_of_parameters_is_refused_at_init(
         holdfast.init(model=trainer.model, optimizer=[trainer.optimizer, optimizer], daemon=daemon)
 
 
+def test_an_optimizer_with_state_of_no_parameter_is_told_where_to_keep_it(
+    trainer: Any, daemon: FakeDaemon
+) -> None:
+    session = holdfast.init(model=trainer.model, optimizer=trainer.optimizer, daemon=daemon)
+    session.restore()
+    trainer.optimizer.state["steps"] = 1
+    error = error_of(session.save(1))
+    assert "holds state under 'steps', which is no parameter: keep" in str(error)
+    session.close()
+
+
+@pytest.mark.parametrize(
+    ("stateful", "shown"),
+    [
+        ({"seeds": torch.Generator()}, r"stateful\['seeds'\] is a Generator without `state_dict`"),
+        ({"scheduler": None}, r"stateful\['scheduler'\] is a NoneType without `state_dict`"),
+        ([torch.Generator()], "stateful is a list: give a dict"),
+    ],
+    ids=["generator", "none", "list"],
+)
+def test_what_has_no_state_to_capture_is_refused_at_init(
+    stateful: Any, shown: str, trainer: Any, daemon: FakeDaemon
+) -> None:
+    with pytest.raises(InvalidJobError, match=shown):
+        holdfast.init(
+            model=trainer.model, optimizer=trainer.optimizer, stateful=stateful, daemon=daemon
+        )
+
+
 def test_a_job_that_seats_experts_needs_layers_that_do(monkeypatch: pytest.MonkeyPatch) -> None:
     elastic = ElasticVariable(seats_per_rank=4, node_mtbf_days=100.0)
     monkeypatch.setenv("HOLDFAST_ELASTIC", msgspec.json.encode(elastic).decode())

@@ -172,6 +172,9 @@ def leave(given: Iterable[Any] = ()) -> None:
         given: groups that the script was given, and may have kept. No thread uses them now.
     """
     if not dist.is_initialized():
+        # The first group may have failed to form: torch has counted it, and would give that of the
+        # next world another name than new processes do, so that they never met.
+        c10d._world.group_count = 0
         return
     held: list[Any] = [*c10d._world.pg_map]
     for group in held:

@@ -32,6 +32,7 @@ from holdfast._saving.tally import SaveCounters
 from holdfast._session import ProtectedSession
 from holdfast._state.beginning import Beginning
 from holdfast._state.capture import LiveState
+from holdfast._state.collect import drop_unscaled
 from holdfast._state.dtensors import is_dtensor
 from holdfast._steps import TrainStep, steps_of
 from holdfast_core.elastic_experts.reports import PlanReport
@@ -435,6 +436,8 @@ class ElasticSession(Session):
         body, self._body = self._body, None
         for optimizer in self._optimizers:
             optimizer.zero_grad()
+        if isinstance(self._session, ProtectedSession):
+            drop_unscaled(self._optimizers, self._session.stateful)
         if body is not None and self._held.step is not None:
             problem = body.undo() if self._votes else ""
             self._held = replace(self._held, torn=self._held.torn or problem)

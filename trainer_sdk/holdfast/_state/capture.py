@@ -299,6 +299,11 @@ class LiveState:
         for index, optimizer in enumerate(self.optimizers):
             for parameter, state in optimizer.state.items():
                 name = self.names.get(id(parameter))
+                if name is None and not isinstance(parameter, torch.Tensor):
+                    raise InvalidJobError(
+                        f"an optimizer holds state under {parameter!r}, which is no parameter: "
+                        f"keep what belongs to none in its param_groups"
+                    )
                 if name is None:
                     raise InvalidJobError(
                         "an optimizer holds state for a tensor that is neither in the model nor in "

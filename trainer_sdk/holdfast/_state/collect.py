@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -84,6 +85,18 @@ def put_back(live: LiveState, stateful: Mapping[str, Stateful], extras: Mapping[
     for name, item in stateful.items():
         item.load_state_dict(saved[name])
     _load_rng_states(extras["rng"], live.cuda_devices)
+
+
+def drop_unscaled(optimizers: Sequence[Any], stateful: Mapping[str, Stateful]) -> None:
+    """Let gradient scalers forget a step that was cut off. Which gradients they have divided by
+    their scale is no part of their `state_dict`, nor is what they tell a fused optimizer."""
+    for optimizer in optimizers:
+        for name in ("grad_scale", "found_inf"):
+            getattr(optimizer, "__dict__", {}).pop(name, None)
+    for item in stateful.values():
+        if isinstance(item, torch.amp.GradScaler):
+            with suppress(AssertionError):  # it has never scaled anything
+                item.update(item.get_scale())
 
 
 def generators_of(live: LiveState) -> bytes:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -67,9 +67,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 def encode_extras(value: object) -> bytes:
     """Encode `value` as bytes.
 
-    Supported: None, bool, int (up to 8192 bits), float, complex, str, bytes, dict (and OrderedDict)
-    with keys of these scalar types or tuples of them, list, tuple, set, torch.Tensor (copied from
-    its device), torch.Size, torch.dtype, torch.device, numpy arrays and scalars of plain dtypes.
+    Supported: None, bool, int (up to 8192 bits), float, complex, str, bytes, dict (and OrderedDict,
+    Counter) with keys of these scalar types or tuples of them, list, tuple, set, torch.Tensor
+    (copied from its device), torch.Size, torch.dtype, torch.device, numpy arrays and scalars of
+    plain dtypes.
 
     Raises:
         UnsupportedValueError: for anything else, naming the path to it.
@@ -140,12 +141,12 @@ def _pack(value: Any, path: str, depth: int) -> object:
                 f"{_INTEGER_BITS_MAX}"
             )
         return ["i", str(value)]
-    if kind is dict or kind is OrderedDict:
+    if kind in _MAPPINGS:
         pairs = [
             [_pack(k, f"{path} key", depth + 1), _pack(v, f"{path}[{k!r}]", depth + 1)]
             for k, v in value.items()
         ]
-        return ["d" if kind is dict else "o", pairs]
+        return [_MAPPINGS[kind], pairs]
     if kind in _SEQUENCES:
         if set(map(type, value)) == {int} and min(value) in _INT64 and max(value) in _INT64:
             items = list(value)  # for example the state of Python's random generator
@@ -168,6 +169,7 @@ def _pack(value: Any, path: str, depth: int) -> object:
     )
 
 
+_MAPPINGS: dict[type, str] = {dict: "d", OrderedDict: "o", Counter: "k"}
 _SEQUENCES: dict[type, str] = {list: "l", tuple: "t", torch.Size: "z", set: "s", frozenset: "f"}
 
 
@@ -248,6 +250,7 @@ _UNPACKERS: dict[str, Callable[..., Any]] = {
     "c": lambda real, imag, depth: complex(real, imag),
     "d": lambda pairs, depth: dict(_pairs(pairs, depth)),
     "o": lambda pairs, depth: OrderedDict(_pairs(pairs, depth)),
+    "k": lambda pairs, depth: Counter(dict(_pairs(pairs, depth))),
     "l": _items,
     "t": lambda values, depth: tuple(_items(values, depth)),
     "z": lambda values, depth: torch.Size(_items(values, depth)),

@@ -90,3 +90,28 @@ def test_a_rank_that_comes_back_writes_into_no_tensor_of_those_that_have_left_it
 ) -> None:
     clock = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     run_ranks(stand_still, (kind, size, str(clock.port)), size)
+
+
+def meet_twice(rank: int, port: str) -> None:
+    """Rank 1 of the first world dies when its ranks have met; another process takes its place."""
+    address = f"127.0.0.1:{port}"
+    if rank < 2:
+        groups.FORM_S = 2.0
+        first = groups.MeetingPoint(address, 1, 2, lambda: False)
+        if rank == 1:
+            first.meet()
+            os._exit(0)
+        with pytest.raises(RuntimeError):
+            first.form("gloo", rank, TIMEOUT_S)
+        groups.leave()
+    groups.FORM_S = TIMEOUT_S
+    groups.MeetingPoint(address, 2, 2, lambda: False).form("gloo", rank // 2, TIMEOUT_S)
+    found = torch.ones(1)
+    dist.all_reduce(found)
+    assert found.item() == 2
+    groups.leave()
+
+
+def test_a_rank_dies_while_a_group_is_formed_and_the_next_group_has_its_replacement() -> None:
+    clock = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    run_ranks(meet_twice, (str(clock.port),), 3)

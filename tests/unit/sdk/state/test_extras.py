@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.optim import lr_scheduler
+from torch.optim.swa_utils import SWALR
 
 from holdfast._state.extras import UnsupportedValueError, decode_extras, encode_extras
 from holdfast_core.errors import CorruptError
@@ -49,6 +52,7 @@ VALUES = st.recursive(
         st.lists(inner, max_size=3).map(tuple),
         st.dictionaries(KEYS, inner, max_size=3),
         st.dictionaries(KEYS, inner, max_size=3).map(OrderedDict),
+        st.dictionaries(KEYS, inner, max_size=3).map(Counter),
         st.sets(st.integers(), max_size=3),
         st.frozensets(st.text(max_size=3), max_size=3),
     ),
@@ -96,6 +100,46 @@ def test_foreign_bytes_are_refused(raw: bytes) -> None:
         decode_extras(b"hfx1" + raw)
     with pytest.raises(CorruptError):
         decode_extras(b"x" + raw)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.9**epoch),
+        lambda o: lr_scheduler.MultiplicativeLR(o, lambda epoch: 0.9),
+        lambda o: lr_scheduler.MultiStepLR(o, [2, 2, 3]),
+        lambda o: lr_scheduler.PolynomialLR(o, 4),
+        lambda o: lr_scheduler.CosineAnnealingLR(o, 4),
+        lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
+        lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=10),
+        lambda o: lr_scheduler.CyclicLR(o, 0.1, 0.2, step_size_up=3),
+        lambda o: SWALR(o, 0.01),
+        lambda o: lr_scheduler.ChainedScheduler(
+            [lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.9)]
+        ),
+        lambda o: lr_scheduler.SequentialLR(
+            o, [lr_scheduler.LinearLR(o), lr_scheduler.MultiStepLR(o, [1])], [2]
+        ),
+    ],
+)
+def test_schedulers_of_torch_go_on_where_they_were(make: Callable[[Any], Any]) -> None:
+    def rates(state: Any, steps: int) -> list[float]:
+        optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1, momentum=0.5)
+        scheduler = make(optimizer)
+        if state is not None:
+            scheduler.load_state_dict(decode_extras(encode_extras(state[0])))
+            optimizer.param_groups[0].update(decode_extras(encode_extras(state[1])))
+        found = []
+        for _ in range(steps):
+            optimizer.step()
+            scheduler.step()
+            found.append(optimizer.param_groups[0]["lr"])
+        group = optimizer.param_groups[0]
+        states.append((scheduler.state_dict(), {k: v for k, v in group.items() if k != "params"}))
+        return found
+
+    states: list[Any] = []
+    assert rates(None, 3) + rates(states[0], 5) == rates(None, 8)
 
 
 def test_a_view_of_a_large_tensor_carries_only_itself() -> None:
