@@ -15,7 +15,7 @@ import pytest
 from seeds import blocks
 from simulation.__main__ import run_schedules
 
-SHORT, CHUNK = 125, 175
+SHORT, CHUNK = 100, 180
 SIMULATION = Path(__file__).parent / "helpers"
 
 

@@ -29,12 +29,12 @@ def test_every_world_goes_on_with_all_that_the_one_before_captured(
     assert counts["lost_at_line"] > 0
 
 
-@pytest.mark.parametrize(("first_seed", "seeds"), blocks(40_000, 60, short=15, size=45))
-def test_worlds_change_under_redundancy_made_for_two_losses(first_seed: int, seeds: int) -> None:
+@pytest.mark.slow
+def test_worlds_change_under_redundancy_made_for_two_losses() -> None:
     counts = run_schedules(
-        first_seed, seeds, steps=6, faults=6, worlds=True, redundancy=Redundancy.RAIM6, losses=2
+        40_000, 60, steps=6, faults=6, worlds=True, redundancy=Redundancy.RAIM6, losses=2
     )
-    assert counts["members_left"] > seeds / 12
+    assert counts["members_left"] > 5
     assert counts["restored_of_another_world"] > 0
 
 
