@@ -124,7 +124,11 @@ demo: $(STAMP) ## Watch a training job lose trainers, a daemon and two nodes, an
 	$(BIN)/holdfast demo --report build/demo/report.json $(ARGS)
 
 .PHONY: test
-test: $(STAMP) redis versitygw prometheus ## Run the tests; ARGS="tests/unit -k raim5" narrows them
+test: $(STAMP) redis versitygw prometheus ## Run the tests but slow ones; ARGS="tests/unit -k raim5" narrows them
+	@$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal --without-slow $(ARGS)
+
+.PHONY: test-all
+test-all: $(STAMP) redis versitygw prometheus ## Run the tests, slow ones too
 	@$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal $(ARGS)
 
 # In an environment where what the distribution asks for is of the oldest version that it allows.

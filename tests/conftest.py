@@ -1,5 +1,5 @@
-"""What all tests share: reproducible Hypothesis runs, slow tests first, and tests that need a GPU
-skip by name.
+"""What all tests share: reproducible Hypothesis runs, slow tests first or left out, and tests that
+need a GPU skip by name.
 
 Fixtures of one part live beside that part's tests, not here.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -21,8 +22,16 @@ settings.register_profile(
 settings.register_profile("explore", deadline=None, max_examples=2000, print_blob=True)
 settings.load_profile("fixed")
 
+LEFT_OUT = pytest.StashKey[int]()
+"""Number of slow tests that this run leaves out."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--without-slow",
+        action="store_true",
+        help="leave out tests marked `slow`, as `make test` does; not with --every-combination",
+    )
     parser.addoption(
         "--every-combination",
         action="store_true",
@@ -41,13 +50,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with tests marked `slow`: one that begins last runs beside an idle core.
 
-    Without `--every-combination`, leave out those marked `exhaustive`. Skip tests marked `gpu`
-    where there is none; imports torch only if there are such tests.
+    Without `--every-combination`, leave out those marked `exhaustive`, and with `--without-slow`
+    those marked `slow`, too. Skip tests marked `gpu` where there is none; imports torch only if
+    there are such tests.
     """
     if not config.getoption("--every-combination"):
-        left_out = [item for item in items if item.get_closest_marker("exhaustive")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+        _leave_out("exhaustive", config, items)
+        if config.getoption("--without-slow"):
+            config.stash[LEFT_OUT] = _leave_out("slow", config, items)
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     # A process has one fork server, and what starts it first decides what it has imported.
     if daemons := sys.modules.get("daemons"):  # some test forks daemons
@@ -66,9 +76,38 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(100_000, 50, 100)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Report to the process that prints the summary, where this is a worker of it."""
+    output = getattr(session.config, "workeroutput", {})
+    output["left_out"] = session.config.stash.get(LEFT_OUT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take what a worker reports: all have collected the same tests."""
+    output = getattr(node, "workeroutput", {})  # a worker that crashed has none
+    node.config.stash[LEFT_OUT] = output.get("left_out", node.config.stash.get(LEFT_OUT, 0))
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Name what was left out, and what runs it."""
+    if left_out := config.stash.get(LEFT_OUT, 0):
+        terminalreporter.write_line(f"{left_out} slow tests were left out: make test-all runs them")
+
+
 def pytest_unconfigure() -> None:
     """Leave nothing frozen: libraries report as leaked what is not freed before they end."""
     gc.unfreeze()
+
+
+def _leave_out(marker: str, config: pytest.Config, items: list[pytest.Item]) -> int:
+    left_out = [item for item in items if item.get_closest_marker(marker)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if not item.get_closest_marker(marker)]
+    return len(left_out)
 
 
 def _cuda_is_available() -> bool:

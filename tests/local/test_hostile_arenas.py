@@ -46,6 +46,7 @@ def test_a_daemon_starts_on_an_arena_that_was_cut(cluster: RawCluster) -> None:
     assert {source for *_, source in good.start_trainers()} == {"local"}
 
 
+@pytest.mark.slow
 def test_a_trainer_that_fills_memory_by_its_arena_costs_its_own_job_only(
     cluster: RawCluster, tmpfs: Path
 ) -> None:

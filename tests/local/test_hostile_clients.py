@@ -51,8 +51,14 @@ def save_s(job: RawJob) -> float:
     return statistics.median(took)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["saves", "reports", "bulk", "arena", "http"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "bulk",
+        "arena",
+        *(pytest.param(way, marks=pytest.mark.slow) for way in ("saves", "reports", "http")),
+    ],
+)
 def test_a_well_behaved_job_goes_on_beside(cluster: RawCluster, way: str) -> None:
     nodes = cluster.start_nodes(2)
     good, bad = (RawJob(cluster, nodes, name=f"team.{name}") for name in ("good", "bad"))

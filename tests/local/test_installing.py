@@ -144,7 +144,6 @@ def run(*command: str | Path, cwd: Path | None = None, check: bool = False) -> D
 Done = subprocess.CompletedProcess[str]
 
 
-@pytest.mark.slow
 def test_the_distributions_hold_the_packages_with_types_and_protocol(
     distributions: Path, wheel: Path, metadata: Message
 ) -> None:
@@ -163,7 +162,6 @@ def test_the_distributions_hold_the_packages_with_types_and_protocol(
     assert "make demo" in str(metadata.get_payload())
 
 
-@pytest.mark.slow
 def test_every_package_that_is_asked_for_is_imported_somewhere(metadata: Message) -> None:
     ours = {
         line.split()[1].partition(".")[0]
@@ -188,7 +186,6 @@ def test_every_package_that_is_asked_for_is_imported_somewhere(metadata: Message
             assert one.name in imported | IMPORTED_BY_OTHERS, f"{one} ({groups}) is not used"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "installed, command, group",
     [
@@ -230,7 +227,6 @@ def test_a_command_without_its_packages_names_what_to_install(
     assert len(done.stderr.splitlines()) == 1, done.stderr
 
 
-@pytest.mark.slow
 def test_without_any_group_the_command_has_its_help_and_its_version(
     environment: Environment,
 ) -> None:
@@ -241,7 +237,6 @@ def test_without_any_group_the_command_has_its_help_and_its_version(
     assert run(completing, "hist", check=True).stdout.startswith("history\t")
 
 
-@pytest.mark.slow
 def test_an_import_without_torch_names_what_to_install(environment: Environment) -> None:
     catch = "try:\n import holdfast\nexcept ImportError as e: print(e)"
     done = run(environment() / "bin" / "python", "-c", catch, check=True)
@@ -249,11 +244,10 @@ def test_an_import_without_torch_names_what_to_install(environment: Environment)
     assert 'pip install "holdfast[trainer]"' in done.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "group, packages",
     [
-        ("trainer", ["holdfast"]),
+        pytest.param("trainer", ["holdfast"], marks=pytest.mark.slow),
         ("daemon", ["holdfast_daemon", "holdfast_storage"]),
         ("catalogue", ["holdfast_daemon.observing", "holdfast_storage"]),
         ("operator", ["holdfast_operator.kube", "holdfast_operator.reconciler"]),
@@ -284,7 +278,6 @@ def test_a_framework_has_a_group_that_is_named_without_it(
     run(environment("trainer", group) / "bin" / "python", "-c", module, check=True)
 
 
-@pytest.mark.slow
 def test_a_daemon_without_redis_says_what_a_catalogue_needs(
     environment: Environment, tmp_path: Path
 ) -> None:

@@ -300,6 +300,8 @@ POINTS = (
     "after-commit",
     "after-save",
 )
+SHORT = ("forward", "backward", "before-plain")
+"""Points whose rows take a few seconds."""
 
 
 async def disturb(run: Run, what: str, faults: dict[int, tuple[str, str]]) -> list[int]:
@@ -314,9 +316,11 @@ async def disturb(run: Run, what: str, faults: dict[int, tuple[str, str]]) -> li
     return [rank for rank in range(RANKS) if before[rank] != after[rank]]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize(
+    "point",
+    [pytest.param(point, marks=[] if point in SHORT else pytest.mark.slow) for point in POINTS],
+)
 def test_a_rank_that_dies_is_the_only_one_that_starts_anew(
     runner: asyncio.Runner, run: Run, point: str
 ) -> None:
@@ -338,14 +342,13 @@ def test_two_ranks_that_die_at_once_leave_the_third_in_its_process(
     assert set(runner.run(disturb(run, "two ranks", faults))) >= {0}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "point",
     [
-        "before-form",
-        "after-form",
         "before-scatter",
+        pytest.param("before-form", marks=pytest.mark.slow),
+        pytest.param("after-form", marks=pytest.mark.slow),
         *(
             pytest.param(point, marks=pytest.mark.exhaustive)
             for point in ("before-stand", "after-stand", "before-hand-over", "after-scatter")
@@ -360,7 +363,6 @@ def test_a_second_rank_dies_while_the_first_reform_is_going_on(
     assert {1, 2} <= set(changed)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_the_leaders_daemon_dies_during_the_reform(runner: asyncio.Runner, run: Run) -> None:
     node = run.cluster.status.members[0].node
@@ -391,7 +393,6 @@ def test_a_daemon_is_renewed_in_the_middle_of_a_reform(
     assert renewed is not None and renewed.incarnation > node.incarnation
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_new_daemon_of_a_survivor_learns_that_its_worker_stays(
     runner: asyncio.Runner, run: Run
@@ -414,15 +415,17 @@ def test_a_new_daemon_of_a_survivor_learns_that_its_worker_stays(
     assert runner.run(disturb(run, "a rank", {0: ("forward", "SIGKILL")})) == [0]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "point",
     [
-        pytest.param(
-            point, marks=[] if point in ("before-group", "after-vote") else pytest.mark.exhaustive
-        )
-        for point in POINTS
+        "before-group",
+        pytest.param("after-vote", marks=pytest.mark.slow),
+        *(
+            pytest.param(point, marks=pytest.mark.exhaustive)
+            for point in POINTS
+            if point not in ("before-group", "after-vote")
+        ),
     ],
 )
 def test_a_rank_that_hangs_is_replaced(runner: asyncio.Runner, run: Run, point: str) -> None:
@@ -431,7 +434,6 @@ def test_a_rank_that_hangs_is_replaced(runner: asyncio.Runner, run: Run, point: 
     assert rank in changed
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(360)
 def test_a_lost_node_is_replaced_by_the_spare_and_the_others_stay(
     runner: asyncio.Runner, run: Run

@@ -10,10 +10,19 @@ from simulation.options import FAULTS, Options
 
 from holdfast_core.job.snapshots import PolicyType
 
+POLICIES = tuple(PolicyType)
 
-@pytest.mark.parametrize("policy", PolicyType)
-@pytest.mark.parametrize("kind", FAULTS)
+
+@pytest.mark.parametrize(
+    ("kind", "policy"),
+    [
+        pytest.param(kind, policy, marks=[] if number % len(POLICIES) == of else pytest.mark.slow)
+        for number, kind in enumerate(FAULTS)
+        for of, policy in enumerate(POLICIES)
+    ],
+)
 def test_a_job_survives_this_fault_whenever_it_strikes(kind: str, policy: PolicyType) -> None:
+    """Each kind has one short row, and all policies occur among them."""
     counts: Counter[str] = Counter()
     for seed in range(15):
         cluster = Cluster(Options(seed=seed, steps=16, faults=3, kinds=(kind,), policy=policy))

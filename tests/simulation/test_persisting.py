@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import pytest
+from seeds import blocks
 from simulation.__main__ import run_schedules
 from simulation.cluster import Cluster
 from simulation.options import Options
 
-SCHEDULES = 300
-CHUNK = 50
-
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("first_seed", range(0, SCHEDULES, CHUNK))
-def test_no_set_in_storage_is_ever_wrong_and_persisting_comes_back(first_seed: int) -> None:
-    counts = run_schedules(first_seed, CHUNK, steps=6, faults=4, tier=True)
+@pytest.mark.parametrize(("first_seed", "seeds"), blocks(0, 300, short=30, size=90))
+def test_no_set_in_storage_is_ever_wrong_and_persisting_comes_back(
+    first_seed: int, seeds: int
+) -> None:
+    counts = run_schedules(first_seed, seeds, steps=6, faults=4, tier=True)
     # Schedules in which all goes well, or nothing does, prove nothing.
-    assert counts["set_complete"] > CHUNK
-    assert counts["persist_given_up"] > CHUNK / 10
-    assert counts["kill_daemon"] > CHUNK / 10
-    assert counts["rebuilt"] > CHUNK / 20
+    assert counts["set_complete"] > seeds
+    assert counts["persist_given_up"] > seeds / 10
+    assert counts["kill_daemon"] > seeds / 10
+    assert counts["rebuilt"] > seeds / 20
 
 
 def test_a_schedule_with_a_tier_is_the_same_every_time() -> None:

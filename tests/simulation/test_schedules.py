@@ -1,7 +1,7 @@
 """Seeded schedules of a whole cluster; each failure begins with its seed.
 
-`make test` runs more of them than `make mutants` looks for each planted bug with; `make
-test-schedules` runs five times as many.
+`make test-all` runs more of them than `make mutants` looks for each planted bug with, `make test`
+the first of them, and `make test-schedules` ten times as many.
 """
 
 from __future__ import annotations
@@ -12,31 +12,32 @@ import sys
 from pathlib import Path
 
 import pytest
+from seeds import blocks
 from simulation.__main__ import run_schedules
 
-CHUNK = 250
+SHORT, CHUNK = 100, 180
 SIMULATION = Path(__file__).parent / "helpers"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test for each chunk of the `--schedules` that are asked for."""
+    """A test for each block of the `--schedules` that are asked for."""
     if "first_seed" in metafunc.fixturenames:
         count = metafunc.config.getoption("--schedules")
-        metafunc.parametrize("first_seed", range(0, count, CHUNK))
+        rows = blocks(0, count, short=SHORT, size=CHUNK)
+        metafunc.parametrize(("first_seed", "seeds"), rows)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_no_schedule_loses_a_byte_or_a_recovery_line(first_seed: int) -> None:
-    counts = run_schedules(first_seed, CHUNK, steps=6, faults=4)
+def test_no_schedule_loses_a_byte_or_a_recovery_line(first_seed: int, seeds: int) -> None:
+    counts = run_schedules(first_seed, seeds, steps=6, faults=4)
     # A schedule that strikes nothing, or recovers nothing, proves nothing.
-    assert counts["kill_daemon"] > CHUNK / 10
-    assert counts["kill_node"] > CHUNK / 20
-    assert counts["rebuilt"] > CHUNK / 20
-    assert counts["lost_at_line"] > CHUNK / 50
-    assert counts["resumed"] >= CHUNK
-    assert counts["parity_updated"] > CHUNK
-    assert counts["parity_built"] > CHUNK
+    assert counts["kill_daemon"] > seeds / 10
+    assert counts["kill_node"] > seeds / 20
+    assert counts["rebuilt"] > seeds / 20
+    assert counts["lost_at_line"] > seeds / 50
+    assert counts["resumed"] >= seeds
+    assert counts["parity_updated"] > seeds
+    assert counts["parity_built"] > seeds
 
 
 @pytest.mark.parametrize("seed", [1740, 1744])

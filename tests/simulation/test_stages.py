@@ -1,31 +1,33 @@
 """Seeded schedules in which pipeline stages are lost, in sparse windows and in their replays.
 
-`make test-schedules` runs five times as many.
+`make test` runs the first of them, and `make test-schedules` five times as many as `make test-all`.
 """
 
 from __future__ import annotations
 
 import pytest
 import staging
+from seeds import blocks
 
 from holdfast_core.topology import Topology
 
-CHUNK = 8
+CHUNK = 4
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test for each chunk of a 250th of the `--schedules` that are asked for."""
+    """A test for each block of a 250th of the `--schedules` that are asked for, or of eight."""
     if "first_seed" in metafunc.fixturenames:
         count = metafunc.config.getoption("--schedules") // 250
-        metafunc.parametrize("first_seed", range(0, max(count, CHUNK), CHUNK))
+        rows = blocks(0, max(count, 2 * CHUNK), short=CHUNK, size=CHUNK)
+        metafunc.parametrize(("first_seed", "seeds"), rows)
 
 
 @pytest.mark.timeout(300)
-def test_every_rank_has_the_bytes_of_a_run_without_losses(first_seed: int) -> None:
-    counts = staging.run(first_seed, CHUNK)
+def test_every_rank_has_the_bytes_of_a_run_without_losses(first_seed: int, seeds: int) -> None:
+    counts = staging.run(first_seed, seeds)
     # Schedules in which no stage repeats steps alone, or no unit is frozen, prove nothing.
     assert counts["step alone"] > 0
-    assert counts["goes on"] > CHUNK
+    assert counts["goes on"] > seeds
     assert counts["frozen step"] > 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from seeds import blocks
 from simulation.options import FAULTS, Options
 from simulation.stored_cluster import STORAGE_FAULTS, StoredCluster
 
@@ -39,16 +40,20 @@ def test_no_rank_begins_afresh_while_storage_does_not_answer() -> None:
     assert counts["resumed_from_storage"] > 2
 
 
-def test_a_damaged_set_gives_way_to_the_next_older_one_on_every_rank() -> None:
-    counts = run(200, 36, ("lose_all", "damage_set"))
-    assert counts["load_failed"] > 3
-    assert counts["resumed_from_storage"] > 2
+@pytest.mark.parametrize(("first_seed", "seeds"), blocks(200, 36, short=9, size=27))
+def test_a_damaged_set_gives_way_to_the_next_older_one_on_every_rank(
+    first_seed: int, seeds: int
+) -> None:
+    counts = run(first_seed, seeds, ("lose_all", "damage_set"))
+    assert counts["load_failed"] > seeds / 12
+    assert counts["resumed_from_storage"] > seeds / 18
 
 
-def test_any_fault_may_strike_while_ranks_load() -> None:
-    counts = run(300, 25, (*FAULTS, *STORAGE_FAULTS, *("lose_all",) * 6))
-    assert counts["resumed_from_storage"] > 5
-    assert counts["kill_daemon"] > 5
+@pytest.mark.parametrize(("first_seed", "seeds"), blocks(300, 25, short=8, size=17))
+def test_any_fault_may_strike_while_ranks_load(first_seed: int, seeds: int) -> None:
+    counts = run(first_seed, seeds, (*FAULTS, *STORAGE_FAULTS, *("lose_all",) * 6))
+    assert counts["resumed_from_storage"] > seeds / 5
+    assert counts["kill_daemon"] > seeds / 5
 
 
 def test_a_job_of_a_known_name_goes_on_in_an_epoch_after_that_of_the_copies() -> None:

@@ -7,31 +7,33 @@ More of them: `make simulate ARGS="--redundancy RAIM6 --losses 2"`.
 from __future__ import annotations
 
 import pytest
+from seeds import blocks
 from simulation.__main__ import run_schedules
 
 from holdfast_core.snapshots.membership import Redundancy
 
-CHUNK = 25
 
-
-@pytest.mark.parametrize("first_seed", range(20_025, 20_025 + 2 * CHUNK, CHUNK))
+@pytest.mark.parametrize(("first_seed", "seeds"), blocks(20_025, 50, short=25, size=25))
 @pytest.mark.parametrize("redundancy", [Redundancy.RAIM6, Redundancy.REPLICATION])
 def test_no_schedule_with_two_losses_loses_a_byte_or_a_recovery_line(
-    redundancy: Redundancy, first_seed: int
+    redundancy: Redundancy, first_seed: int, seeds: int
 ) -> None:
-    counts = run_schedules(first_seed, CHUNK, steps=6, faults=4, redundancy=redundancy, losses=2)
+    counts = run_schedules(first_seed, seeds, steps=6, faults=4, redundancy=redundancy, losses=2)
     # A schedule that loses no two members at once proves nothing of it.
     assert counts["killed_at_once"] > 0
-    assert counts["rebuilt"] > CHUNK / 10
-    assert counts["resumed"] >= CHUNK
-    assert counts["parity_updated"] > CHUNK
-    assert counts["parity_built"] > CHUNK
+    assert counts["rebuilt"] > seeds / 10
+    assert counts["resumed"] >= seeds
+    assert counts["parity_updated"] > seeds
+    assert counts["parity_built"] > seeds
 
 
+@pytest.mark.parametrize(("first_seed", "seeds"), blocks(30_000, 25, short=8, size=17))
 @pytest.mark.parametrize("replicas", [1, 3])
-def test_as_many_members_may_be_lost_as_there_are_replicas(replicas: int) -> None:
+def test_as_many_members_may_be_lost_as_there_are_replicas(
+    replicas: int, first_seed: int, seeds: int
+) -> None:
     counts = run_schedules(
-        30_000, CHUNK, steps=6, faults=4, redundancy=Redundancy.REPLICATION, losses=replicas
+        first_seed, seeds, steps=6, faults=4, redundancy=Redundancy.REPLICATION, losses=replicas
     )
     assert counts["rebuilt"] > 0
-    assert counts["resumed"] >= CHUNK
+    assert counts["resumed"] >= seeds

@@ -27,7 +27,7 @@ def test_training_goes_on_live(crash: voting.Crash, monkeypatch: Any) -> None:
 @pytest.mark.parametrize(
     "crash",
     [
-        pytest.param(crash, marks=[] if crash == SHORT else pytest.mark.exhaustive)
+        pytest.param(crash, marks=pytest.mark.slow if crash == SHORT else pytest.mark.exhaustive)
         for crash in voting.crashes()
     ],
     ids=lambda crash: f"{crash.rank} {crash.point} {sorted(crash.unseen)}",

@@ -8,18 +8,18 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from seeds import blocks
 from simulation.cluster import Cluster
 from simulation.options import Options
 
 from holdfast_core.job.snapshots import PolicyType
 
-CHUNK = 40
 
-
+@pytest.mark.parametrize(("first_seed", "seeds"), blocks(50_000, 40, short=10, size=30))
 @pytest.mark.parametrize("slots", [2, 3])
-def test_a_window_is_seen_whole_or_not_at_all(slots: int) -> None:
+def test_a_window_is_seen_whole_or_not_at_all(slots: int, first_seed: int, seeds: int) -> None:
     counts: Counter[str] = Counter()
-    for seed in range(50_000, 50_000 + CHUNK):
+    for seed in range(first_seed, first_seed + seeds):
         options = Options(seed=seed, steps=14, faults=4, policy=PolicyType.SPARSE, slots=slots)
         cluster = Cluster(options)
         try:
@@ -29,7 +29,7 @@ def test_a_window_is_seen_whole_or_not_at_all(slots: int) -> None:
         counts.update(cluster.counts)
         counts["windows"] += len(cluster.windows)
     # Schedules in which no window is cut off, or none is restored, prove nothing.
-    assert counts["windows"] > 3 * CHUNK
+    assert counts["windows"] > 3 * seeds
     assert counts["windows"] > counts["protected"] / 2
-    assert counts["resumed_from_window"] > CHUNK / 8
-    assert counts["rebuilt"] > CHUNK / 8
+    assert counts["resumed_from_window"] > seeds / 8
+    assert counts["rebuilt"] > seeds / 8

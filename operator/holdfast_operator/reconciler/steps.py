@@ -120,15 +120,17 @@ class Step:
 
     def then(self, following: Step) -> Step:
         """This step followed by `following`, which began from this one's state."""
-        return replace(
-            self.act(*following.actions),
+        return Step(
             state=following.state,
+            actions=self.act(*following.actions).actions,
             events=(*self.events, *following.events),
             waiting=following.waiting,
         )
 
     def act(self, *actions: Action) -> Step:
         """This step with more actions; a node is fenced once."""
+        if not actions:  # as most of the steps of a look
+            return self
         new = (a for a in actions if not (isinstance(a, FenceNode) and a in self.actions))
         return replace(self, actions=(*self.actions, *new))
 

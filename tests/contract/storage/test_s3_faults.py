@@ -154,6 +154,7 @@ class _Killer:
         os.kill(self._victim, signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_a_writer_may_be_killed_at_every_request(
     s3_tier: TierUnderTest, proxy: FaultProxy, after: bool

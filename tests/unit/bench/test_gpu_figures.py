@@ -24,6 +24,7 @@ MEASURED = {
     "hashing": {"hashed_threads_1"},
     "peers": {"blocked_holdfast", "survives_holdfast", "survives_torch_save"},
 }
+LONG = ("saving", "step", "peers")
 SKIPPED = {
     "copying": "arena_copy_1MiB: needs a CUDA device",
     "saving": "staged_small_gathered: needs a CUDA device",
@@ -31,7 +32,10 @@ SKIPPED = {
 }
 
 
-@pytest.mark.parametrize("module", MEASURED)
+@pytest.mark.parametrize(
+    "module",
+    [pytest.param(module, marks=pytest.mark.slow if module in LONG else []) for module in MEASURED],
+)
 def test_each_module_writes_its_figures_and_names_what_it_skips(
     module: str, tmp_path: Path
 ) -> None:

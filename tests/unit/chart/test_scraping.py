@@ -79,6 +79,7 @@ def test_panels_have_data_from_the_start_and_first_events_raise_their_alerts(
             assert [rule["lastError"] for rule in server.rules() if "lastError" in rule] == []
 
 
+@pytest.mark.slow
 def test_the_dashboard_is_drawn_from_what_a_prometheus_holds(tmp_path: Path) -> None:
     daemon = DaemonMetrics()
     for step in (3, 4):

@@ -22,7 +22,6 @@ def losses(path: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in lines]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
 @pytest.mark.parametrize("ended_after", [EPOCH + 2, 2 * EPOCH], ids=["in an epoch", "at its end"])

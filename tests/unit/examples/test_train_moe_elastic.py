@@ -43,7 +43,6 @@ def losses(directory: Path, name: str, *arguments: str, ranks: int = RANKS) -> l
     return [json.loads(line)["loss"] for line in log.read_text().splitlines()]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_losses_do_not_depend_on_the_plan(tmp_path: Path) -> None:
     saved = tmp_path / "loads.json"

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 EXAMPLES = 400
 EXAMPLES_OF = {"http": 30, "job-file": 100, "arena-socket": 60, "kept-manifest": 100}
 """Of those that take a connection, or long."""
+LONG = {"job-file"}
 
 
 def _named(target: Target) -> str:
@@ -25,7 +26,14 @@ def test_what_is_valid_is_read(target: Target) -> None:
         attempt(target, seed)
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=_named)
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param(target, marks=pytest.mark.slow if target.name in LONG else [])
+        for target in TARGETS
+    ],
+    ids=_named,
+)
 def test_damaged_bytes_are_read_or_refused(target: Target) -> None:
     seeds = target.seeds()
 

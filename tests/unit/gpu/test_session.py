@@ -154,9 +154,10 @@ def _bundle(folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return _run(_bundle(tmp_path_factory.mktemp("bundle")), "--small")
+# Slow: nothing of torch is compiled in the folder that a session keeps for what it compiles.
+@pytest.fixture(scope="module", params=[pytest.param("--small", marks=pytest.mark.slow)])
+def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return _run(_bundle(tmp_path_factory.mktemp("bundle")), request.param)
 
 
 def test_what_passed_and_what_was_skipped_is_listed_by_name(ended: Run) -> None:

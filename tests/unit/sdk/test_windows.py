@@ -73,7 +73,13 @@ def undisturbed(
 
 @pytest.mark.parametrize(
     ("kind", "window"),
-    [(KINDS[0], 1), (KINDS[0], 2), (KINDS[0], 6), (KINDS[1], 3), (KINDS[2], 3)],
+    [
+        (KINDS[0], 1),
+        (KINDS[0], 2),
+        pytest.param(KINDS[0], 6, marks=pytest.mark.slow),
+        (KINDS[1], 3),
+        (KINDS[2], 3),
+    ],
     ids=lambda given: str(given[0]) if isinstance(given, tuple) else str(given),
 )
 def test_a_replay_gives_the_bits_of_the_run_that_never_failed(

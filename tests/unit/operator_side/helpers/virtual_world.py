@@ -43,6 +43,8 @@ from holdfast_operator.reconciler.views import (
 )
 
 STEP_S = 0.25
+SHORT_S, LONG_STEP_S = 40.0, 1.0
+"""In more than a short time, looks are further apart: nothing comes of most of them."""
 WALL = 1.7e9
 """Unix time when the virtual clock showed 0."""
 
@@ -175,12 +177,13 @@ class World:
             self.carry_out(action)
         return decision
 
-    def settle(self, seconds: float = 0.0, *, step_s: float = STEP_S) -> None:
+    def settle(self, seconds: float = 0.0, *, step_s: float | None = None) -> None:
         """Run the control loop for `seconds`, and then until there is nothing to do."""
         until = self.now + seconds
+        step_s = step_s or (STEP_S if seconds <= SHORT_S else LONG_STEP_S)
         while self.now < until:
             self.look()
-            self.now += step_s
+            self.now = min(self.now + step_s, until)
         for _ in range(50):
             if not self.look().actions:
                 return

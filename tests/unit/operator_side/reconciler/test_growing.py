@@ -48,7 +48,7 @@ def train_on(world: World, seconds: float) -> None:
     until = world.now + seconds
     while world.now < until:
         world.train(world.step + 1)
-        world.settle(1.0)
+        world.settle(1.0, step_s=0.5)
 
 
 def indices(world: World) -> list[int]:

@@ -136,7 +136,7 @@ def disturbed(world: World, schedule: list[tuple[tuple[str, int], float]]) -> Wo
             harm(world, kind, which)
         pass_time(world, pause_s, step_s=0.5)
     world.cold.clear()
-    pass_time(world, SETTLED_S, step_s=1.0)
+    pass_time(world, SETTLED_S, step_s=2.0)
     world.settle()
     return world
 

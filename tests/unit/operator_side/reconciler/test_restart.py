@@ -99,10 +99,10 @@ def test_a_recovery_is_finished_once_when_the_loop_dies_after_every_look(kind: s
     for _ in range(60):
         world.state = ControlState()
         world.restart(stored)
-        for _ in range(30):  # it lives for long enough to know what is silent
+        for _ in range(15):  # it lives for long enough to know what is silent
             world.look()
             stored = world.stored()
-            world.now += 0.25
+            world.now += 0.5
         world.reap()
     assert world.membership.epoch == 2
     assert (world.state.recoveries, world.state.counted) == (1, failure.counted)

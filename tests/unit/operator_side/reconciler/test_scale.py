@@ -9,7 +9,7 @@ from virtual_world import make_job, running
 
 from holdfast_operator.reconciler.reconcile import reconcile
 
-MANY, FEW = 2000, 500
+MANY, FEW = 1200, 300
 RATIO_MAX = 8.0
 """Members are four times as many; work in proportion to their square would take 16 times."""
 

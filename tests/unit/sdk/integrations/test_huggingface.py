@@ -70,7 +70,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[int
     return train(folder, FakeDaemon(folder / "memory")), losses(folder)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("step", [4, 5], ids=["in an epoch", "at its end"])
 def test_training_that_dies_after_a_step_ends_with_the_same_losses_and_bytes(
@@ -85,7 +84,6 @@ def test_training_that_dies_after_a_step_ends_with_the_same_losses_and_bytes(
     assert state == undisturbed[0]
 
 
-@pytest.mark.slow
 def test_training_without_a_restore_is_refused(tmp_path: Path) -> None:
     args = train_huggingface.parse_args(["--steps", "1"])
     trainer = train_huggingface.make_trainer(args, HoldfastTrainerCallback())
@@ -93,7 +91,6 @@ def test_training_without_a_restore_is_refused(tmp_path: Path) -> None:
         trainer.train()
 
 
-@pytest.mark.slow
 def test_an_order_that_cannot_be_repeated_is_refused() -> None:
     protection = HoldfastTrainerCallback()
     trainer = train_huggingface.make_trainer(

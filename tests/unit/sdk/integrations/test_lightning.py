@@ -23,7 +23,6 @@ BYTES = 4 * train_lightning.BATCH  # an epoch has four steps
 WAIT_S = 60.0
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.timeout(300),
     # Lightning and torchdata warn about their own calls of a newer torch, and give advice.
     pytest.mark.filterwarnings("default"),

@@ -191,9 +191,14 @@ def test_a_terminated_agent_takes_its_workers_along(daemon: Any, agent: Agent) -
             os.kill(worker["pid"], 0)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("logged", [False, True], ids=["stderr", "log folders"])
+@pytest.mark.parametrize(
+    "logged",
+    [
+        pytest.param(False, id="stderr"),
+        pytest.param(True, id="log folders", marks=pytest.mark.slow),
+    ],
+)
 def test_workers_that_follow_their_worlds_stay_until_one_dies_or_does_not_arrive(
     daemon: Any, tmp_path: Path, logged: bool
 ) -> None:
@@ -287,7 +292,6 @@ def test_an_agent_waits_for_room_in_shared_memory_through_epochs(
         agent.end()
 
 
-@pytest.mark.slow
 def test_an_agent_that_is_denied_its_job_exits_with_the_reason_and_does_not_wait(
     daemon: Any, tmp_path: Path
 ) -> None:
@@ -310,8 +314,13 @@ import no_such_module
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [(), ("--fresh",)], ids=["forked", "fresh"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param((), id="forked", marks=pytest.mark.slow),
+        pytest.param(("--fresh",), id="fresh"),
+    ],
+)
 def test_the_last_lines_of_a_worker_that_fails_are_reported_and_shown_without_secrets(
     daemon: Any, tmp_path: Path, how: tuple[str, ...]
 ) -> None:
