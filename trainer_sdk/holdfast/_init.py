@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -37,6 +38,7 @@ from holdfast._state.capture import LiveState
 from holdfast._state.collect import Stateful
 from holdfast._state.conventions import Seats, UnitNamer
 from holdfast._state.dtensors import raw
+from holdfast._state.groups import ParamGroups, check_optimizers
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.experts.policies import policy_of
 from holdfast_core.job.snapshots import Full, Policy, Repeats, SparseWindows
@@ -174,9 +176,13 @@ class _Maker:
                 "that seats any: build its layers with holdfast.moe.MoELayer, or remove "
                 "spec.elastic"
             )
+        begun = None
+        if self.protects:
+            check_optimizers(self.optimizers)
+            begun = ParamGroups(self.optimizers)
         return ElasticSession(
             world,
-            self.session,
+            partial(self.session, begun),
             self.optimizers,
             # A vote waits for the slowest rank, as training's own collectives do.
             max(self.settings.exchange_timeout_s, world.timeout_s),
@@ -186,8 +192,13 @@ class _Maker:
             rebalance_steps=given.rebalance_steps if given else 0,
         )
 
-    def session(self) -> Session:
-        """Make a session of the present world. Collective."""
+    def session(self, begun: ParamGroups | None = None) -> Session:
+        """Make a session of the present world. Collective.
+
+        Args:
+            begun: parameter groups that the program has whenever it starts; those that it has now
+                when None.
+        """
         if not self.protects:
             return UnprotectedSession()
         if self.settings.window:
@@ -196,7 +207,13 @@ class _Maker:
         given = self.topology
         topology = Topology(dp=world_size) if given is None else given.resized(world_size)
         live = LiveState(
-            self.model, self.optimizers, topology, rank, units=self.units, private=self.private
+            self.model,
+            self.optimizers,
+            topology,
+            rank,
+            units=self.units,
+            private=self.private,
+            begun=begun,
         )
 
         def exchange() -> Exchange:
