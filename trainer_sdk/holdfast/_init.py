@@ -70,8 +70,7 @@ def init(
         model: the trained module, which DDP or FSDP2 may wrap.
         optimizer: a torch optimizer, or several in a list; a hook on `step` waits until a save is
             staged.
-        stateful: other objects that a restore must bring back (scheduler, sampler, …), by name;
-            each has `state_dict` and `load_state_dict`.
+        stateful: other objects that a restore must bring back (scheduler, sampler, …), by name.
         topology: which ranks hold the same state; without it all ranks are data-parallel replicas.
             In a later world of another size, dp follows from it, and tp, pp and ep stay.
         units: (name, tensor) → its `UnitKey`, or None to follow the conventions: experts are the
@@ -90,8 +89,8 @@ def init(
 
     Raises:
         InvalidJobError: when the topology does not fit the training world, an optimizer lacks
-            torch's `param_groups` and `state`, something in `stateful` lacks its methods, or
-            arguments contradict each other.
+            `param_groups` and `state`, something in `stateful` lacks `state_dict` or
+            `load_state_dict`, or arguments contradict each other.
     """
     environment = read_environment()
     maker = _Maker(
@@ -109,8 +108,7 @@ def init(
         world=world,
         environment=environment,
     )
-    maker.check_topology()
-    _check_stateful(maker.stateful)
+    maker.check()
     _check_pipeline(pipeline, topology, world)
     if world is None:
         return maker.session()
@@ -155,9 +153,10 @@ class _Maker:
             and all(isinstance(one, torch.optim.Optimizer) for one in self.optimizers)
         )
 
-    def check_topology(self) -> None:
+    def check(self) -> None:
         """Check that the topology is that of the world in which this process begins, and fits the
-        model."""
+        model, and that what is stateful has a state."""
+        _check_stateful(self.stateful)
         if self.protects and self.topology is not None:
             self.topology.check_world(_world(self.environment, self.rank)[1])
         if _has_seats(self.model):
