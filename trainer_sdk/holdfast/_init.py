@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -37,6 +38,7 @@ from holdfast._state.capture import LiveState
 from holdfast._state.collect import Stateful
 from holdfast._state.conventions import Seats, UnitNamer
 from holdfast._state.dtensors import raw
+from holdfast._state.groups import ParamGroups, check_optimizers
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.experts.policies import policy_of
 from holdfast_core.job.snapshots import Full, Policy, Repeats, SparseWindows
@@ -68,8 +70,7 @@ def init(
         model: the trained module, which DDP or FSDP2 may wrap.
         optimizer: a torch optimizer, or several in a list; a hook on `step` waits until a save is
             staged.
-        stateful: other objects that a restore must bring back (scheduler, sampler, …), by name;
-            each has `state_dict` and `load_state_dict`.
+        stateful: other objects that a restore must bring back (scheduler, sampler, …), by name.
         topology: which ranks hold the same state; without it all ranks are data-parallel replicas.
             In a later world of another size, dp follows from it, and tp, pp and ep stay.
         units: (name, tensor) → its `UnitKey`, or None to follow the conventions: experts are the
@@ -88,8 +89,8 @@ def init(
 
     Raises:
         InvalidJobError: when the topology does not fit the training world, an optimizer lacks
-            torch's `param_groups` and `state`, something in `stateful` lacks its methods, or
-            arguments contradict each other.
+            `param_groups` and `state`, something in `stateful` lacks `state_dict` or
+            `load_state_dict`, or arguments contradict each other.
     """
     environment = read_environment()
     maker = _Maker(
@@ -107,8 +108,7 @@ def init(
         world=world,
         environment=environment,
     )
-    maker.check_topology()
-    _check_stateful(maker.stateful)
+    maker.check()
     _check_pipeline(pipeline, topology, world)
     if world is None:
         return maker.session()
@@ -153,9 +153,10 @@ class _Maker:
             and all(isinstance(one, torch.optim.Optimizer) for one in self.optimizers)
         )
 
-    def check_topology(self) -> None:
+    def check(self) -> None:
         """Check that the topology is that of the world in which this process begins, and fits the
-        model."""
+        model, and that what is stateful has a state."""
+        _check_stateful(self.stateful)
         if self.protects and self.topology is not None:
             self.topology.check_world(_world(self.environment, self.rank)[1])
         if _has_seats(self.model):
@@ -174,9 +175,13 @@ class _Maker:
                 "that seats any: build its layers with holdfast.moe.MoELayer, or remove "
                 "spec.elastic"
             )
+        begun = None
+        if self.protects:
+            check_optimizers(self.optimizers)
+            begun = ParamGroups(self.optimizers)
         return ElasticSession(
             world,
-            self.session,
+            partial(self.session, begun),
             self.optimizers,
             # A vote waits for the slowest rank, as training's own collectives do.
             max(self.settings.exchange_timeout_s, world.timeout_s),
@@ -186,8 +191,13 @@ class _Maker:
             rebalance_steps=given.rebalance_steps if given else 0,
         )
 
-    def session(self) -> Session:
-        """Make a session of the present world. Collective."""
+    def session(self, begun: ParamGroups | None = None) -> Session:
+        """Make a session of the present world. Collective.
+
+        Args:
+            begun: parameter groups that the program has whenever it starts; those that it has now
+                when None.
+        """
         if not self.protects:
             return UnprotectedSession()
         if self.settings.window:
@@ -196,7 +206,13 @@ class _Maker:
         given = self.topology
         topology = Topology(dp=world_size) if given is None else given.resized(world_size)
         live = LiveState(
-            self.model, self.optimizers, topology, rank, units=self.units, private=self.private
+            self.model,
+            self.optimizers,
+            topology,
+            rank,
+            units=self.units,
+            private=self.private,
+            begun=begun,
         )
 
         def exchange() -> Exchange:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+import holdfast
 from holdfast._elastic.session import ElasticSession
 from holdfast._elastic.world import World
+from holdfast._init import _Maker
 from holdfast._nodaemon import UnprotectedSession
+from holdfast.testing import FakeDaemon
 from holdfast_core.errors import InvalidJobError, StaleEpochError
 
 
@@ -107,6 +113,41 @@ def test_nothing_else_saves_beside_the_steps(session: ElasticSession) -> None:
             error = session.save(1).error
             assert isinstance(error, InvalidJobError)
             assert "session.steps saves after each step" in str(error)
+
+
+def test_groups_that_a_process_has_changed_are_restored_from_what_later_worlds_save(
+    world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A program that starts again has the groups of its beginning, and not those of a world."""
+    epochs = itertools.count(1)
+    monkeypatch.setattr(
+        _Maker, "_connect", lambda *_: FakeDaemon(tmp_path, epoch=next(epochs), rank=0)
+    )
+
+    def begin() -> tuple[torch.optim.Optimizer, ElasticSession]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        optimizer = torch.optim.AdamW(model[0].parameters())
+        session = holdfast.init(
+            model=model, optimizer=optimizer, world=world, socket="here", job="j", rank=0
+        )
+        assert isinstance(session, ElasticSession)
+        return optimizer, session
+
+    optimizer, session = begin()
+    assert session.restore() is None
+    late = list(session._session._live.model[1].parameters())  # type: ignore[attr-defined]
+    optimizer.add_param_group({"params": late, "lr": 0.5})
+    for step in (1, 2):
+        session.save(step).committed.result(30.0)
+        session._leave()
+        session._begin()
+        assert session.restore() == step
+    session.save(3).committed.result(30.0)
+    session.close()
+    again, session = begin()
+    assert session.restore() == 3
+    assert [group["lr"] for group in again.param_groups] == [1e-3, 0.5]
+    session.close()
 
 
 FORKING = """

@@ -99,6 +99,8 @@ class LiveState:
         rank: this rank in `topology`, which determines the experts that it holds.
         units: see `holdfast.init`.
         private: names of tensors (of optimizer states as `name:key`) that no other rank holds.
+        begun: parameter groups that the program has whenever it starts; those that it has now when
+            None.
 
     Raises:
         InvalidJobError: when the model has no parameters, or an optimizer lacks `state` or
@@ -114,6 +116,7 @@ class LiveState:
         *,
         units: UnitNamer | None = None,
         private: frozenset[str] = frozenset(),
+        begun: ParamGroups | None = None,
     ) -> None:
         self.model = model
         self.optimizers = tuple(optimizers)
@@ -145,16 +148,16 @@ class LiveState:
         self.changed_groups: dict[int, Members] = {}
         """Number of an optimizer → its parameter groups, for those whose groups have changed since
         the program began."""
-        self._begun = ParamGroups(self.optimizers)
+        self._begun = begun or ParamGroups(self.optimizers)
         self._first = {name: weakref.ref(p) for name, p in model.named_parameters()}
         """Name → parameter of the model when the session began."""
         if next(model.parameters(), None) is None:
             raise InvalidJobError("the model has no parameters; pass the module that is trained")
 
     def begin(self) -> None:
-        """Take the current parameter groups as those that the program has whenever it starts, and
-        that a restore finds."""
-        self._begun = ParamGroups(self.optimizers)
+        """Take the current parameter groups as those that the program has whenever it starts, if
+        this is its first restore."""
+        self._begun.begin()
 
     # --- finding ----------------------------------------------------------------------------------
 

@@ -35,13 +35,24 @@ def check_optimizers(optimizers: Sequence[Any]) -> None:
 
 
 class ParamGroups:
-    """Parameter groups of `optimizers`, compared with those at construction."""
+    """Parameter groups of `optimizers`, compared with those that the program has whenever it
+    starts: a process that stays goes from world to world with the same ones."""
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
         self._optimizers = optimizers
-        self._begun = [
+        self._begun = self._present()
+        self._restores = False
+
+    def begin(self) -> None:
+        """Take the present groups, as the first restore finds them. Later restores find what the
+        program has changed since."""
+        if not self._restores:
+            self._begun, self._restores = self._present(), True
+
+    def _present(self) -> list[list[list[weakref.ref[torch.Tensor]]]]:
+        return [
             [[weakref.ref(p) for p in group["params"]] for group in optimizer.param_groups]
-            for optimizer in optimizers
+            for optimizer in self._optimizers
         ]
 
     def changed(

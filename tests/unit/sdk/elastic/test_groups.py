@@ -96,7 +96,7 @@ def meet_twice(rank: int, port: str) -> None:
     """Rank 1 of the first world dies when its ranks have met; another process takes its place."""
     address = f"127.0.0.1:{port}"
     if rank < 2:
-        groups.FORM_S = 2.0
+        groups.FORM_S = 1.0
         first = groups.MeetingPoint(address, 1, 2, lambda: False)
         if rank == 1:
             first.meet()
