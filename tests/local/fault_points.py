@@ -153,3 +153,13 @@ def _short() -> Iterator[Case]:
 SHORT = frozenset(_short())
 """Every point with each of its victims and with each of its losses, if not with each two of them.
 """
+
+
+def _once() -> Iterator[Case]:
+    for number, point in enumerate(POINTS):
+        cases = [case for case in CASES if case in SHORT and case.point is point]
+        yield cases[number % len(cases)]
+
+
+ONCE = frozenset(_once())
+"""Every point, its victims and losses in turns."""

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import pytest
 from combinations import Combination
 from daemons import wait_until_dead
-from fault_points import CASES, POINTS, SHORT, Case, Point
+from fault_points import CASES, ONCE, POINTS, SHORT, Case, Point
 from harness import RawCluster, RawJob
 from waiting import wait_for
 
@@ -143,7 +143,15 @@ def _train_on(job: RawJob, victim: int, newest: Generation) -> Generation:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=case.name, marks=() if case in SHORT else pytest.mark.exhaustive)
+        pytest.param(
+            case,
+            id=case.name,
+            marks=()
+            if case in ONCE
+            else pytest.mark.slow
+            if case in SHORT
+            else pytest.mark.exhaustive,
+        )
         for case in CASES
     ],
 )
@@ -170,3 +178,5 @@ def test_the_short_form_meets_each_point_with_each_victim_and_with_each_loss() -
     assert met(SHORT) == met(CASES)
     assert {point for point, _ in met(SHORT)[0]} == {point.name for point in POINTS}
     assert len(SHORT) < 0.55 * len(CASES)
+    assert {case.point for case in ONCE} == set(POINTS)
+    assert {case.loss for case in ONCE} == {case.loss for case in CASES}

@@ -216,10 +216,11 @@ def test_a_whole_model_is_read_from_sets_that_name_others(
             )
 
 
+@pytest.mark.parametrize("crashes", [2, pytest.param(6, marks=pytest.mark.slow)])
 def test_a_crash_in_the_middle_of_cleaning_leaves_only_sets_that_can_be_read(
-    tier: TierUnderTest, monkeypatch: pytest.MonkeyPatch
+    tier: TierUnderTest, monkeypatch: pytest.MonkeyPatch, crashes: int
 ) -> None:
-    for survives in range(6):
+    for survives in range(crashes):
         store = tier.store()
         versions = dict.fromkeys(UNITS, Generation(1, 0))
         base = None
