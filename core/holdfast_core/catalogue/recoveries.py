@@ -49,7 +49,7 @@ class RecoveryRecord:
     ended_at: dict[RecoveryStage, float] = field(default_factory=dict)
     """When each stage that is known was over, in Unix time."""
     line: Generation | None = None
-    """What the ranks went back to; None when they began anew, or went on live."""
+    """The recovery line; None when there is none. Ranks that went on live did not go back to it."""
     reason: str = ""
     """Why the line is what it is, in words."""
     rebuilt: list[int] = field(default_factory=list)

@@ -150,6 +150,48 @@ def test_groups_that_a_process_has_changed_are_restored_from_what_later_worlds_s
     session.close()
 
 
+@pytest.mark.parametrize("saved", [0, 1], ids=["none", "one of two"])
+def test_groups_that_a_process_has_added_since_the_line_are_gone_after_a_restore(
+    saved: int, world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    epochs = itertools.count(1)
+    monkeypatch.setattr(
+        _Maker, "_connect", lambda *_: FakeDaemon(tmp_path, epoch=next(epochs), rank=0)
+    )
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW(model[0].parameters())
+
+    def train() -> list[bytes]:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        tensors = [*model.parameters(), *(s["exp_avg"] for s in optimizer.state.values())]
+        return [one.detach().numpy().tobytes() for one in tensors]
+
+    def add(layer: int) -> None:
+        optimizer.add_param_group({"params": list(model[layer].parameters()), "lr": 0.5})
+
+    session = holdfast.init(
+        model=model, optimizer=optimizer, world=world, socket="here", job="j", rank=0
+    )
+    assert isinstance(session, ElasticSession)
+    assert session.restore() is None
+    for layer in range(1, 1 + saved):
+        add(layer)
+    train()
+    session.save(1).committed.result(30.0)
+    expected = train()
+    for layer in range(1 + saved, 3):
+        add(layer)
+        train()
+    session._leave()
+    session._begin()
+    assert session.restore() == 1
+    assert len(optimizer.param_groups) == 1 + saved
+    assert train() == expected
+    session.close()
+
+
 FORKING = """
 import os, holdfast, torch
 from holdfast._elastic.session import ElasticSession

@@ -159,6 +159,10 @@ class LiveState:
         this is its first restore."""
         self._begun.begin()
 
+    def go_back_to_begun(self, index: int, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Give optimizer `index` the groups of the program's beginning; see `ParamGroups`."""
+        self._begun.go_back(index, saved)
+
     # --- finding ----------------------------------------------------------------------------------
 
     def changed(self) -> bool:

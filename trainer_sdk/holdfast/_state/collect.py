@@ -126,10 +126,14 @@ def put_back_groups(live: LiveState, extras: Mapping[str, Any]) -> None:
         LayoutMismatchError: when a parameter is unknown.
     """
     live.sources()
-    for optimizer, state in zip(live.optimizers, extras["optimizers"], strict=False):
+    for index, (optimizer, state) in enumerate(
+        zip(live.optimizers, extras["optimizers"], strict=False)
+    ):
         if "members" in state:
             parameters = {name: anchor.parameter for name, anchor in live.anchors.items()}
             regroup(optimizer, state["members"], state["groups"], parameters)
+        else:
+            live.go_back_to_begun(index, state["groups"])
 
 
 def put_back_scalars(live: LiveState, extras: Mapping[str, Any]) -> None:

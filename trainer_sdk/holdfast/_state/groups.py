@@ -49,6 +49,17 @@ class ParamGroups:
         if not self._restores:
             self._begun, self._restores = self._present(), True
 
+    def go_back(self, index: int, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Give optimizer `index` the groups that it has whenever the program starts, with the
+        hyperparameters of a snapshot, if the program has other ones now."""
+        optimizer = self._optimizers[index]
+        begun = [[p for ref in refs if (p := ref()) is not None] for refs in self._begun[index]]
+        whole = list(map(len, begun)) == list(map(len, self._begun[index]))
+        now = [list(map(id, group["params"])) for group in optimizer.param_groups]
+        changed = now != [list(map(id, group)) for group in begun]
+        if changed and whole and len(begun) == len(saved):
+            _give(optimizer, begun, saved)
+
     def _present(self) -> list[list[list[weakref.ref[torch.Tensor]]]]:
         return [
             [[weakref.ref(p) for p in group["params"]] for group in optimizer.param_groups]
@@ -114,11 +125,23 @@ def regroup(
                 f"in the snapshot an optimizer has the parameter {name!r}, which this session does "
                 f"not have"
             )
+    _give(optimizer, [[parameters[name] for name in names] for names in members], saved)
+
+
+def _give(
+    optimizer: Any,
+    given: Sequence[Sequence[torch.Tensor]],
+    saved: Sequence[Mapping[str, Any]],
+) -> None:
+    """Give `optimizer` groups of these parameters; it forgets the states of others."""
     groups = optimizer.param_groups
-    del groups[len(members) :]
+    del groups[len(given) :]
     groups += [dict(values) for values in saved[len(groups) :]]
-    for group, names in zip(groups, members, strict=True):
-        group["params"] = [parameters[name] for name in names]
+    for group, parameters in zip(groups, given, strict=True):
+        group["params"] = list(parameters)
+    kept = {id(p) for parameters in given for p in parameters}
+    for parameter in [p for p in optimizer.state if id(p) not in kept]:
+        del optimizer.state[parameter]
 
 
 def step_alone(optimizer: Any) -> None:
