@@ -83,6 +83,7 @@ def read(notes: Path, run: str, rank: int) -> tuple[int, int, list[int]]:
     return found["restored"], found["interval"], found["committed"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_ranks_agree_on_an_interval_and_are_recovered_from_its_snapshots(
     cluster: RawCluster, tmp_path: Path

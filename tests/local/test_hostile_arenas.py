@@ -95,6 +95,7 @@ def start_when_welcome(job: RawJob) -> list[Restored]:
     return restored
 
 
+@pytest.mark.slow
 def test_a_trainer_that_keeps_a_removed_arena_cannot_fill_memory_by_it(
     cluster: RawCluster, tmpfs: Path
 ) -> None:

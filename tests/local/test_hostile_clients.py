@@ -54,9 +54,11 @@ def save_s(job: RawJob) -> float:
 @pytest.mark.parametrize(
     "way",
     [
-        "bulk",
         "arena",
-        *(pytest.param(way, marks=pytest.mark.slow) for way in ("saves", "reports", "http")),
+        *(
+            pytest.param(way, marks=pytest.mark.slow)
+            for way in ("saves", "reports", "bulk", "http")
+        ),
     ],
 )
 def test_a_well_behaved_job_goes_on_beside(cluster: RawCluster, way: str) -> None:

@@ -254,8 +254,16 @@ def test_an_import_without_torch_names_what_to_install(environment: Environment)
     [
         pytest.param("trainer", ["holdfast"], marks=pytest.mark.slow),
         ("daemon", ["holdfast_daemon", "holdfast_storage"]),
-        ("catalogue", ["holdfast_daemon.observing", "holdfast_storage"]),
-        ("operator", ["holdfast_operator.kube", "holdfast_operator.reconciler"]),
+        pytest.param(
+            "catalogue",
+            ["holdfast_daemon.observing", "holdfast_storage"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "operator",
+            ["holdfast_operator.kube", "holdfast_operator.reconciler"],
+            marks=pytest.mark.slow,
+        ),
         ("cli", ["holdfast_operator.cli", "holdfast_operator.local", "holdfast_operator.crd"]),
     ],
 )

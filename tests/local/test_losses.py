@@ -101,7 +101,7 @@ def test_a_single_member_without_redundancy_restores_what_it_holds(cluster: RawC
     assert job.check_restored(job.start_trainers(), newest) == newest
 
 
-@pytest.mark.parametrize("member", [0, 2])
+@pytest.mark.parametrize("member", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_daemon_that_was_frozen_until_it_was_replaced_is_fenced(
     cluster: RawCluster, member: int, combination: Combination
 ) -> None:

@@ -300,7 +300,7 @@ POINTS = (
     "after-commit",
     "after-save",
 )
-SHORT = ("forward", "backward", "before-plain")
+SHORT = ("forward", "backward")
 """Points whose rows take a few seconds."""
 
 

@@ -24,7 +24,13 @@ def losses(path: Path) -> list[tuple[int, float]]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
-@pytest.mark.parametrize("ended_after", [EPOCH + 2, 2 * EPOCH], ids=["in an epoch", "at its end"])
+@pytest.mark.parametrize(
+    "ended_after",
+    [
+        pytest.param(EPOCH + 2, id="in an epoch", marks=pytest.mark.slow),
+        pytest.param(2 * EPOCH, id="at its end"),
+    ],
+)
 def test_a_run_goes_on_with_the_next_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended_after: int
 ) -> None:

@@ -75,8 +75,7 @@ def undisturbed(
     ("kind", "window"),
     [
         (KINDS[0], 1),
-        (KINDS[0], 2),
-        pytest.param(KINDS[0], 6, marks=pytest.mark.slow),
+        *(pytest.param(KINDS[0], window, marks=pytest.mark.slow) for window in (2, 6)),
         (KINDS[1], 3),
         (KINDS[2], 3),
     ],

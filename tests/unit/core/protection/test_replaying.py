@@ -185,7 +185,9 @@ def test_nothing_is_planned_where_no_stage_or_every_stage_is_lost() -> None:
     assert isinstance(plan_replay([lost(topology)] * 4), str)
 
 
-@pytest.mark.parametrize("topology", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "topology", [*SHAPES[:-1], pytest.param(SHAPES[-1], marks=pytest.mark.slow)], ids=str
+)
 def test_ranks_stand_for_a_replay_exactly_where_whole_stages_are_lost(topology: Topology) -> None:
     ranks = range(topology.world_size)
     for count in range(1, topology.world_size):

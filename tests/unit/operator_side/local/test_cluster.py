@@ -138,6 +138,7 @@ def test_a_rank_a_daemon_and_a_node_can_be_lost(run_directory: Path) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_node_that_is_lost_during_a_look_is_lost_once(
     run_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,6 +242,7 @@ def test_the_agent_that_waits_on_a_spare_becomes_that_of_a_lost_member(
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_standby_agent_that_dies_is_started_again_and_costs_the_job_nothing(
     run_directory: Path,
 ) -> None:
@@ -404,6 +406,7 @@ def command_of(pid: int) -> list[bytes]:
     return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
 
 
+@pytest.mark.slow
 def test_a_node_that_was_lost_while_no_control_loop_ran_is_replaced(run_directory: Path) -> None:
     async def scenario() -> None:
         first = LocalCluster(tiny_job(), settings(run_directory))
@@ -418,6 +421,7 @@ def test_a_node_that_was_lost_while_no_control_loop_ran_is_replaced(run_director
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_an_unseen_exit_is_read_from_its_file(run_directory: Path) -> None:
     async def scenario() -> None:
         first = LocalCluster(tiny_job(), settings(run_directory))
