@@ -38,6 +38,8 @@ def run_script(stderr_paths: tuple[str, ...], *command: str) -> None:
             printed as by any Python program.
     """
     _die_with_parent()
+    # The launcher's way would run a script anew in each worker of its data loaders.
+    multiprocessing.set_start_method(None, force=True)
     if stderr_paths:
         with Path(stderr_paths[read_local_rank()]).open("wb", buffering=0) as stderr:
             os.dup2(stderr.fileno(), STDERR)
