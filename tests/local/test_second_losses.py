@@ -111,6 +111,7 @@ async def changing(**more: Any) -> AsyncIterator[Change]:
         yield Change(run)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "point",

@@ -40,6 +40,7 @@ def exposed(registry: CollectorRegistry) -> Iterator[str]:
         thread.join()
 
 
+@pytest.mark.slow
 def test_panels_have_data_from_the_start_and_first_events_raise_their_alerts(
     tmp_path: Path,
 ) -> None:

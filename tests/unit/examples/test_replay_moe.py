@@ -54,6 +54,7 @@ def test_a_replay_has_the_bytes_of_the_trainer_only_with_the_same_worlds(tmp_pat
     assert replayed(tmp_path, (2, 2), (1, 1), (2, 1)) != trained
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_rank_that_joins_a_replay_has_the_state_of_those_before_it(tmp_path: Path) -> None:
     """Ranks with one state count once in the hash: with no step left to train, it is that of the

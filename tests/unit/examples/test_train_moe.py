@@ -164,6 +164,7 @@ def train(arguments: list[str]) -> None:
     run_ranks(work, (reserve_port(), arguments), RANKS)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("ep", [1, 2])
 def test_two_runs_with_one_seed_end_with_the_same_bytes_and_a_lower_loss(

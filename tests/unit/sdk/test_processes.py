@@ -340,6 +340,7 @@ def everything(rank: int, directory: str, init_file: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ranks_share_the_capture_and_restore_together_or_not_at_all(tmp_path: Path) -> None:
     """One pair of processes for all cases: starting torch takes longer than they do."""

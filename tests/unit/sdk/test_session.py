@@ -279,6 +279,7 @@ threading.Event().wait(60)  # as in a collective with a node that is gone
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_another_launcher_has_started_ends_with_its_epoch(tmp_path: Path) -> None:
     process = subprocess.run(
         [sys.executable, "-c", HANGS, str(tmp_path)],

@@ -58,6 +58,7 @@ def test_groups_that_their_abort_has_destroyed_can_be_left(
     assert dist.get_world_size() == 1
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_when_it_has_left_its_groups_ends_well() -> None:
     script = "import holdfast; w = holdfast.elastic.init('gloo'); w.group([[0]]); w.close()"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60.0)
@@ -211,5 +212,6 @@ for step in session.steps(2):
 """
 
 
+@pytest.mark.slow
 def test_a_forked_process_does_not_complete_steps_of_its_parent() -> None:
     subprocess.run([sys.executable, "-c", FORKING], check=True, timeout=100.0)

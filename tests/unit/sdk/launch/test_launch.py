@@ -191,6 +191,7 @@ def test_a_terminated_agent_takes_its_workers_along(daemon: Any, agent: Agent) -
             os.kill(worker["pid"], 0)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "logged",
