@@ -31,9 +31,9 @@ class UnitDigests(msgspec.Struct, frozen=True):
     """Digests of what one rank holds and others may hold as well, by unit."""
 
     shared: dict[str, int] = {}
-    """Of units whose replicas follow from the topology."""
+    """Unit → digest, for units that replicas by the topology hold as well."""
     seated: dict[str, int] = {}
-    """Of experts in this rank's seats, of which any other ranks may have copies."""
+    """Expert → digest, for those in this rank's seats: any other ranks may have copies."""
 
 
 class ReplicaStatement(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,18 +135,15 @@ def digests_of(
         sources: all tensors of this rank, also those that another rank captures.
         fence: point after which the tensors are read on their device.
     """
-    shared = [one for one in sources if not one.private and one.role not in BESIDE_STATE]
-    units = {one.unit for one in shared if len(replicas_of(topology, rank, one.unit)) > 1}
     seated = [one for one in sources if one.seats is not None]
+    shared = [one for one in sources if not one.private and one.role not in BESIDE_STATE]
     copies = {one.unit for one in seated}
-    found = digests_of_units(
-        state_of_units(shared, units) | state_of_units(seated, copies), engine, fence
-    )
-    names = {str(unit): digest for unit, digest in found.items()}
-    of_copies = {str(unit) for unit in copies}
+    units = {one.unit for one in shared if len(replicas_of(topology, rank, one.unit)) > 1}
+    state = state_of_units(shared, units) | state_of_units(seated, copies)
+    found = digests_of_units(state, engine, fence)
     return UnitDigests(
-        shared={name: digest for name, digest in names.items() if name not in of_copies},
-        seated={name: digest for name, digest in names.items() if name in of_copies},
+        shared={str(unit): digest for unit, digest in found.items() if unit not in copies},
+        seated={str(unit): digest for unit, digest in found.items() if unit in copies},
     )
 
 

@@ -53,11 +53,10 @@ class ParamGroups:
         """Give optimizer `index` the groups that it has whenever the program starts, with the
         hyperparameters of a snapshot, if the program has other ones now."""
         optimizer = self._optimizers[index]
-        begun = [[p for ref in refs if (p := ref()) is not None] for refs in self._begun[index]]
-        whole = list(map(len, begun)) == list(map(len, self._begun[index]))
-        now = [list(map(id, group["params"])) for group in optimizer.param_groups]
-        changed = now != [list(map(id, group)) for group in begun]
-        if changed and whole and len(begun) == len(saved):
+        found = [[ref() for ref in refs] for refs in self._begun[index]]
+        begun = [[p for p in group if p is not None] for group in found]
+        whole = list(map(len, begun)) == list(map(len, found))
+        if whole and len(begun) == len(saved) and not _has(optimizer, found):
             _give(optimizer, begun, saved)
 
     def _present(self) -> list[list[list[weakref.ref[torch.Tensor]]]]:
@@ -82,7 +81,7 @@ class ParamGroups:
         for index, (optimizer, begun) in enumerate(zip(self._optimizers, self._begun, strict=True)):
             now = [list(group["params"]) for group in optimizer.param_groups]
             before = [[ref() for ref in refs] for refs in begun]
-            if [list(map(id, group)) for group in now] == [list(map(id, g)) for g in before]:
+            if _has(optimizer, before):
                 continue
             known = {id(p) for group in before for p in group} | own.keys()
             for p in (p for group in now for p in group):
@@ -101,6 +100,12 @@ class ParamGroups:
                     )
             found[index] = [[names[id(p)] for p in group] for group in now]
         return found
+
+
+def _has(optimizer: Any, groups: Sequence[Sequence[torch.Tensor | None]]) -> bool:
+    """Whether these are the parameters in the optimizer's groups."""
+    now = [list(map(id, group["params"])) for group in optimizer.param_groups]
+    return now == [list(map(id, group)) for group in groups]
 
 
 def regroup(
