@@ -116,14 +116,20 @@ def test_nothing_else_saves_beside_the_steps(session: ElasticSession) -> None:
             assert "session.steps saves after each step" in str(error)
 
 
-def test_groups_that_a_process_has_changed_are_restored_from_what_later_worlds_save(
-    world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A program that starts again has the groups of its beginning, and not those of a world."""
+@pytest.fixture
+def new_epochs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Connect every session to the daemon of this rank, in the next epoch."""
     epochs = itertools.count(1)
     monkeypatch.setattr(
         _Maker, "_connect", lambda *_: FakeDaemon(tmp_path, epoch=next(epochs), rank=0)
     )
+
+
+@pytest.mark.usefixtures("new_epochs")
+def test_groups_that_a_process_has_changed_are_restored_from_what_later_worlds_save(
+    world: World,
+) -> None:
+    """A program that starts again has the groups of its beginning, and not those of a world."""
 
     def begin() -> tuple[torch.optim.Optimizer, ElasticSession]:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -151,14 +157,11 @@ def test_groups_that_a_process_has_changed_are_restored_from_what_later_worlds_s
     session.close()
 
 
+@pytest.mark.usefixtures("new_epochs")
 @pytest.mark.parametrize("saved", [0, 1], ids=["none", "one of two"])
 def test_groups_that_a_process_has_added_since_the_line_are_gone_after_a_restore(
-    saved: int, world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    saved: int, world: World
 ) -> None:
-    epochs = itertools.count(1)
-    monkeypatch.setattr(
-        _Maker, "_connect", lambda *_: FakeDaemon(tmp_path, epoch=next(epochs), rank=0)
-    )
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = torch.optim.AdamW(model[0].parameters())
 
