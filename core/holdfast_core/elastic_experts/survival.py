@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 NODES_MAX = 1024
 """Most nodes for which survival is evaluated."""
 CASES_MAX = 200_000
-"""Most sets of one size that are enumerated."""
+"""Most sets of one size that `loss_cases` enumerates."""
 SAMPLES = 20_000
 _SAMPLE_BYTES_MAX = 1 << 24
 
@@ -61,12 +61,16 @@ class Fatal:
 
 
 class LossCases:
-    """Sets of lost nodes among `nodes` nodes, at most `NODES_MAX`."""
+    """Sets of lost nodes among `nodes` nodes, at most `NODES_MAX`.
 
-    def __init__(self, nodes: int) -> None:
+    Args:
+        listed_max: most sets of one size that are enumerated.
+    """
+
+    def __init__(self, nodes: int, listed_max: int = CASES_MAX) -> None:
         assert 1 <= nodes <= NODES_MAX
         self.nodes = nodes
-        sizes = [k for k in range(nodes + 1) if comb(nodes, k) <= CASES_MAX]
+        sizes = [k for k in range(nodes + 1) if comb(nodes, k) <= listed_max]
         self._listed_of = {k: comb(nodes, k) for k in sizes}
         whole = len(sizes) > nodes
         listed = _all_sets(nodes) if whole else [_sets_of(nodes, k) for k in sizes]

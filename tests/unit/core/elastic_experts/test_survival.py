@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast_core.elastic_experts import survival
-from holdfast_core.elastic_experts.survival import LossCases, Survival, loss_cases
+from holdfast_core.elastic_experts.survival import SAMPLES, LossCases, Survival, loss_cases
 
 SETS = st.lists(st.sets(st.integers(0, 6), min_size=1, max_size=7), min_size=1, max_size=6)
 
@@ -48,26 +47,24 @@ def test_either_of_two_things_is_lost_only_with_both() -> None:
     assert cases.survival(both).fatal == counted([{0, 1, 2}], 4)
 
 
-def test_samples_agree_with_enumeration(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_agree_with_enumeration() -> None:
     """Within three standard deviations, for each number of lost nodes."""
     holders = [{0, 1}, {1, 2}, {3, 4, 5}, {6, 7, 8, 9}, {2, 6, 9}]
-    exact = found(LossCases(10), holders)
+    sets, samples = LossCases(10), LossCases(10, listed_max=20)
+    exact, sampled = found(sets, holders), found(samples, holders)
     assert exact.exact_up_to == 10
-    monkeypatch.setattr(survival, "CASES_MAX", 20)
-    sampled = found(LossCases(10), holders)
     assert sampled.cases[1] == 10
     assert sampled.exact_up_to == 1
     for lost in range(2, 9):
-        assert sampled.cases[lost] == survival.SAMPLES
+        assert sampled.cases[lost] == SAMPLES
         p = exact.probability(lost)
-        bound = 3 * sqrt(p * (1 - p) / survival.SAMPLES)
+        bound = 3 * sqrt(p * (1 - p) / SAMPLES)
         assert abs(sampled.probability(lost) - p) <= bound + 1e-12
     groups = [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
-    samples, sets = LossCases(10), loss_cases(10)
     for losses in (1, 2):
         p = sets.survival(sets.fatal_to_groups(groups, losses)).probability(losses + 1)
         got = samples.survival(samples.fatal_to_groups(groups, losses)).probability(losses + 1)
-        assert abs(got - p) <= 3 * sqrt(p * (1 - p) / survival.SAMPLES)
+        assert abs(got - p) <= 3 * sqrt(p * (1 - p) / SAMPLES)
 
 
 def test_few_lost_nodes_of_many_are_enumerated_and_more_are_sampled() -> None:
