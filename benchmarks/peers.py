@@ -82,7 +82,10 @@ class Dlrover:
 
 class DcpAsync:
     """torch.distributed.checkpoint.async_save with its cached stager, written by a thread or by a
-    process of its own."""
+    process of its own.
+
+    A stager of torch 2.11 ends with its first save: there each save has a new one.
+    """
 
     def __init__(self, directory: Path, *, process: bool) -> None:
         rendezvous = directory / "store"
@@ -94,26 +97,32 @@ class DcpAsync:
         on_gpu = torch.cuda.is_available()
         self._directory = directory
         self._kind = AsyncCheckpointerType.PROCESS if process else AsyncCheckpointerType.THREAD
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=on_gpu,
-                use_shared_memory=process,
-                use_async_staging=False,
-                use_non_blocking_copy=on_gpu,
-            )
+        self._options = StagingOptions(
+            use_pinned_memory=on_gpu,
+            use_shared_memory=process,
+            use_async_staging=False,
+            use_non_blocking_copy=on_gpu,
         )
+        self._stager = DefaultStager(self._options)
 
     def save(self, step: int, tensors: dict[str, Tensor]) -> float:
         begin = time.perf_counter()
-        answer: Any = async_save(
+        try:
+            answer = self._save(tensors)
+        except KeyError:
+            self._stager = DefaultStager(self._options)
+            answer = self._save(tensors)
+        blocked_s = time.perf_counter() - begin
+        getattr(answer, "upload_completion", answer).result()
+        return blocked_s
+
+    def _save(self, tensors: dict[str, Tensor]) -> Any:
+        return async_save(
             tensors,
             storage_writer=FileSystemWriter(self._directory / "dcp"),
             async_stager=self._stager,
             async_checkpointer_type=self._kind,
         )
-        blocked_s = time.perf_counter() - begin
-        getattr(answer, "upload_completion", answer).result()
-        return blocked_s
 
     def load(self, state: State) -> None:
         load(dict(state.tensors), storage_reader=FileSystemReader(self._directory / "dcp"))

@@ -28,7 +28,7 @@ from holdfast._copying.engine import CopyEngine, CopyPlan, plan_copy
 from holdfast._copying.gathering import GATHERED_BYTES_MAX
 from holdfast_core.snapshots.layouts import PIECE_BYTES
 
-STATE_BYTES_MAX = 8 * GIB
+STATE_BYTES_MAX = 4 * GIB
 PREPARE_S, LIMIT_S = 8.0, 50.0
 TENSOR_BYTES = {"64MiB": 64 * MIB, "1GiB": GIB, "1MiB": MIB, "64KiB": 64 * 1024}
 SMALL_TENSOR_BYTES = {"1MiB": MIB, "64KiB": 64 * 1024}
@@ -101,9 +101,11 @@ def _copies(
         fence = arena.device.fence()
         with torch.no_grad(), arena.device.after(fence):
             plan.gather.collect()
-        slot = arena.placed.view_of_slot
-        for wait in arena.device.download(plan.device_moves, slot, fence):
-            wait()
+        transfer = arena.device.download(plan.device_groups, arena.placed.view_of_slot, fence)
+        if transfer is None:
+            raise RuntimeError("CUDA does not pin the arena")
+        for group in range(len(plan.device_groups)):
+            transfer.wait(group)
 
     def compare() -> None:
         floor = _copied(pinned, whole)

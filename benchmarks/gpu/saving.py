@@ -35,7 +35,13 @@ LARGE_TENSORS = 16
 SMALL_TENSORS, SMALL_ELEMENTS = 20_000, 256
 PREPARE_S, LIMIT_S = 6.0, 65.0
 THREADS = 2
-SIZES = {"2KiB": 2048, "16KiB": 16 << 10, "64KiB": 64 << 10, "256KiB": 256 << 10}
+SIZES = {
+    "2KiB": 2048,
+    "16KiB": 16 << 10,
+    "64KiB": 64 << 10,
+    "128KiB": 128 << 10,
+    "256KiB": 256 << 10,
+}
 OF_SIZE_BYTES = 128 * MIB
 WITHIN_S = 60.0
 CALL = Goal(limit=5.0)

@@ -12,12 +12,12 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from itertools import chain
 
 import torch
 
-from holdfast._copying.devices import CpuDevice, Device, DeviceMove, Fence, device_of
-from holdfast._copying.engine import BLOCK_PIECES, CopyPlan, _by_block, plan_copy
+from holdfast._copying.devices import CpuDevice, Device, DeviceMove, Fence, Transfer, device_of
+from holdfast._copying.engine import BLOCK_PIECES, GROUP_BLOCKS, CopyPlan, _by_block, plan_copy
 from holdfast._copying.placed import Placed
 from holdfast_core.snapshots.layouts import PIECE_BYTES, Layout
 
@@ -26,6 +26,33 @@ _SLEEP_CYCLES = 1_000_000_000
 
 Part = tuple[int, int, torch.Tensor]
 """Triple (first byte in the slot, 0, uint8 tensor), as `plan_copy` takes it."""
+
+
+class _Arriving:
+    """Copies that are made when the first of their groups is waited for."""
+
+    def __init__(
+        self,
+        device: LateDevice,
+        groups: Sequence[Sequence[DeviceMove]],
+        slot: memoryview,
+        fence: Fence,
+    ) -> None:
+        self._device, self._fence = device, fence
+        self._groups, self._slot = groups, slot
+        self._over, self._lock = False, threading.Lock()
+
+    def wait(self, group: int) -> None:
+        del group
+        self._device.reach(self._fence)
+        target = torch.frombuffer(self._slot, dtype=torch.uint8)
+        with self._lock:
+            for move in () if self._over else chain(*self._groups):
+                target[move.start : move.start + move.nbytes] = move.flat
+            self._over = True
+
+    def is_over(self) -> bool:
+        return self._over
 
 
 class LateDevice(CpuDevice):
@@ -55,16 +82,9 @@ class LateDevice(CpuDevice):
         return nullcontext()
 
     def download(
-        self, blocks: Sequence[Sequence[DeviceMove]], slot: memoryview, fence: Fence
-    ) -> Sequence[Callable[[], None]]:
-        target = torch.frombuffer(slot, dtype=torch.uint8)
-
-        def arrive(moves: Sequence[DeviceMove]) -> None:
-            for move in moves:
-                target[move.start : move.start + move.nbytes] = move.flat
-
-        self.reach(fence)
-        return [partial(arrive, moves) for moves in blocks]
+        self, groups: Sequence[Sequence[DeviceMove]], slot: memoryview, fence: Fence
+    ) -> Transfer:
+        return _Arriving(self, groups, slot, fence)
 
     def upload(
         self, moves: Sequence[DeviceMove], buffer: torch.Tensor, start: int, fence: Fence
@@ -112,7 +132,9 @@ class Machine:
             return plan_copy(parts, staged, PIECE_BYTES)
         moves = [DeviceMove(start, flat.numel(), flat) for start, _, flat in parts]
         blocks = _by_block(moves, PIECE_BYTES * BLOCK_PIECES)
-        return replace(plan_copy((), staged, PIECE_BYTES), device_moves=blocks)
+        groups = _by_block(moves, PIECE_BYTES * BLOCK_PIECES * GROUP_BLOCKS)
+        plan = plan_copy((), staged, PIECE_BYTES)
+        return replace(plan, device_moves=blocks, device_groups=groups)
 
     def later(self, work: Callable[[], object]) -> None:
         """Queue `work` on the current stream, behind work that takes half a second."""

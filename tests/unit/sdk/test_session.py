@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import holdfast
+from holdfast._copying.engine import CopyEngine
 from holdfast._saving.saver import EXIT_EPOCH_ENDED
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import (
@@ -108,6 +109,34 @@ def test_a_save_is_the_state_of_its_step_although_training_goes_on(
         assert reader.restore() == generation.step
         same(other.state(), states[generation.step])
         reader.close()
+
+
+def test_the_optimizer_waits_while_the_save_before_is_hashed(
+    trainer: Any, open_session: Any, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a device copies by itself, tensors may change before all of them are hashed."""
+    waited, capture = threading.Event(), CopyEngine.capture
+
+    class Hashed(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waited.set()
+            return super().wait(timeout)
+
+    def slow(*arguments: Any) -> Any:
+        digests = capture(*arguments)
+        waited.wait(WAIT_S)
+        return digests
+
+    monkeypatch.setattr(CopyEngine, "capture", slow)
+    session = open_session(trainer, daemon, start_wait_s=1.0)
+    session.prepare()
+    first = session.save(1)
+    first.staged.result(WAIT_S)
+    assert not first.committed.done()
+    session._saver._current.hashed = Hashed()
+    second = session.save(2)
+    trainer.train()
+    assert second.committed.result(WAIT_S) == 2
 
 
 def test_saves_reuse_three_slots_and_keep_the_newest_protected_one(
@@ -265,6 +294,7 @@ def test_events_of_the_daemon_reach_the_handles(
 HANGS = """
 import sys, threading, torch, holdfast
 from pathlib import Path
+from holdfast._copying.engine import CopyEngine
 from holdfast._saving.saver import EXIT_EPOCH_ENDED
 from holdfast.testing import FakeDaemon
 

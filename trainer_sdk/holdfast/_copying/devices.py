@@ -15,10 +15,9 @@ This module only moves bytes; the plan lists which.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -41,6 +40,16 @@ class DeviceMove:
     """Bytes of the tensor: uint8 [nbytes], on the device."""
 
 
+class Transfer(Protocol):
+    """Copies into a slot that a device makes by itself."""
+
+    def wait(self, group: int) -> None:
+        """Return when the bytes of a group are in the slot. Any thread, any number of times."""
+
+    def is_over(self) -> bool:
+        """Whether those of all groups are."""
+
+
 class Device(Protocol):
     """Device that copies between a slot and tensors that are not in host memory."""
 
@@ -58,14 +67,17 @@ class Device(Protocol):
         """Run this thread's tensor operations after the fence, beside training."""
 
     def download(
-        self, blocks: Sequence[Sequence[DeviceMove]], slot: memoryview, fence: Fence
-    ) -> Sequence[Callable[[], None]]:
-        """Begin to copy all blocks into the slot. Return callables that end the copy of a block
-        each; each is called once, by any thread.
+        self, groups: Sequence[Sequence[DeviceMove]], slot: memoryview, fence: Fence
+    ) -> Transfer | None:
+        """Begin to copy all groups into the slot, which must be pinned; None where it is not.
 
         Raises:
             InvalidJobError: when a tensor is on a device that had none when the session began.
         """
+
+    def fetch(self, moves: Sequence[DeviceMove], slot: memoryview, fence: Fence) -> None:
+        """Copy into the slot, pinned or not, after the fence. Returns when the bytes have arrived.
+        Called by any thread; raises what `download` does."""
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         """Allocate host memory to read into: uint8 [nbytes]."""
@@ -94,12 +106,15 @@ class CpuDevice:
         return nullcontext()
 
     def download(
-        self, blocks: Sequence[Sequence[DeviceMove]], slot: memoryview, fence: Fence
-    ) -> Sequence[Callable[[], None]]:
+        self, groups: Sequence[Sequence[DeviceMove]], slot: memoryview, fence: Fence
+    ) -> Transfer | None:
+        del groups, slot, fence
+        return None
+
+    def fetch(self, moves: Sequence[DeviceMove], slot: memoryview, fence: Fence) -> None:
         del slot, fence
-        for move in (move for moves in blocks for move in moves):
+        for move in moves:
             raise _moved(move.flat.device)
-        return ()
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
@@ -157,26 +172,31 @@ class CudaDevice:
             yield
 
     def download(
-        self, blocks: Sequence[Sequence[DeviceMove]], slot: memoryview, fence: Fence
-    ) -> Sequence[Callable[[], None]]:
-        if not blocks:
-            return ()
-        streams = [self._streams_of(moves) for moves in blocks]
+        self, groups: Sequence[Sequence[DeviceMove]], slot: memoryview, fence: Fence
+    ) -> Transfer | None:
+        if not (groups and self._pinning.address):
+            return None
+        streams = [self._streams_of(moves) for moves in groups]
         target = torch.frombuffer(slot, dtype=torch.uint8)
-        if not self._pinning.address:
-            return [partial(self._fetch, moves, target, fence) for moves in blocks]
-        waits: list[Callable[[], None]] = []
+        arrivals: list[_Arrival] = []
         with self.after(fence):
-            for moves, used in zip(blocks, streams, strict=True):
+            for moves, used in zip(groups, streams, strict=True):
                 for move in moves:
                     end = move.start + move.nbytes
                     target[move.start : end].copy_(move.flat, non_blocking=True)
-                waits.append(_arrival(used))
-        return waits
+                arrivals.append(_Arrival(used))
+        return _Download(arrivals, _Arrival(list(self._streams.values())))
+
+    def fetch(self, moves: Sequence[DeviceMove], slot: memoryview, fence: Fence) -> None:
+        transfer = self.download([moves], slot, fence)
+        if transfer is not None:
+            transfer.wait(0)
+        elif moves:
+            self._fetch(moves, torch.frombuffer(slot, dtype=torch.uint8), fence)
 
     def _fetch(self, moves: Sequence[DeviceMove], target: torch.Tensor, fence: Fence) -> None:
-        """Copy a block through this thread's buffer."""
-        sizes = [move.nbytes for move in moves]
+        """Copy through this thread's buffer."""
+        streams, sizes = self._streams_of(moves), [move.nbytes for move in moves]
         buffer: torch.Tensor | None = getattr(self._own, "buffer", None)
         if buffer is None or buffer.numel() < sum(sizes):
             buffer = self._own.buffer = self.buffer(sum(sizes))
@@ -184,8 +204,8 @@ class CudaDevice:
         with self.after(fence):
             for part, move in zip(parts, moves, strict=True):
                 part.copy_(move.flat, non_blocking=True)
-            wait = _arrival(self._streams_of(moves))
-        wait()
+            arrival = _Arrival(streams)
+        arrival.wait()
         for part, move in zip(parts, moves, strict=True):
             target[move.start : move.start + move.nbytes] = part
 
@@ -200,8 +220,8 @@ class CudaDevice:
             for move in moves:
                 at = move.start - start
                 move.flat.copy_(buffer[at : at + move.nbytes], non_blocking=True)
-            wait = _arrival(streams)
-        wait()
+            arrival = _Arrival(streams)
+        arrival.wait()
 
     def _streams_of(self, moves: Sequence[DeviceMove]) -> list[torch.cuda.Stream]:
         """Streams on which the copies of `moves` run."""
@@ -211,15 +231,31 @@ class CudaDevice:
         raise _moved(next(m.flat for m in moves if m.flat.get_device() not in self._streams).device)
 
 
-def _arrival(streams: Sequence[torch.cuda.Stream]) -> Callable[[], None]:
-    """Mark the end of what is queued on `streams`; return a callable that waits for it."""
-    events = [_mark(stream) for stream in streams]
+class _Arrival:
+    """End of what is queued on `streams`."""
 
-    def wait() -> None:
-        for event in events:
+    def __init__(self, streams: Sequence[torch.cuda.Stream]) -> None:
+        self._events = [_mark(stream) for stream in streams]
+
+    def wait(self) -> None:
+        for event in self._events:
             event.synchronize()
 
-    return wait
+    def is_over(self) -> bool:
+        return all(event.query() for event in self._events)
+
+
+@dataclass(frozen=True, slots=True)
+class _Download:
+    arrivals: Sequence[_Arrival]
+    """Of each group."""
+    last: _Arrival
+
+    def wait(self, group: int) -> None:
+        self.arrivals[group].wait()
+
+    def is_over(self) -> bool:
+        return self.last.is_over()
 
 
 def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:

@@ -118,6 +118,8 @@ class Saver:
         self._reported_s = 0.0
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._current: Task | None = None
+        self._before: Task | None = None
+        """The task before the current one."""
         self._thread = threading.Thread(target=self._loop, name="holdfast-saver", daemon=True)
         self._thread.start()
 
@@ -153,7 +155,7 @@ class Saver:
         """Start `task`; only when not `busy`."""
         if self.bubbles is not None and task.copies:
             self.bubbles.begin()
-        self._current = task
+        self._before, self._current = self._current, task
         self._tasks.put(task)
 
     def wait_staged(self) -> None:
@@ -163,6 +165,8 @@ class Saver:
         task, began_s = self._current, time.monotonic()
         if task is None or task.over:
             return
+        if self._before is not None:
+            self._before.hashed.wait()  # takes as long as it takes, as copying does
         in_time = task.wait(self._settings.start_wait_s)
         self._policy.stalled(time.monotonic() - began_s)
         if not in_time:
@@ -234,6 +238,7 @@ class Saver:
         finally:
             task.release(over=True)
             self._policy.ended(task.number)
+            task.hashed.set()
             task.ended.set()
 
     def _give_up(self, task: Task, error: HoldfastError) -> None:
@@ -323,14 +328,19 @@ class Saver:
         if due:
             self.comparing.hand_over(task.number, self._live_digests(task))
         plan = windows.plan(slot)
+        of_state: dict[UnitKey, int] = {}
+
+        def copied() -> None:
+            self._casts.check(task.fence, windows.state_of_others(slot))
+            if slot == windows.window - 1:
+                of_state.update(self._state_digests(task, windows.state_of_others(slot)))
+            task.check()
+            self._staged(task, plan.nbytes)
+
         digests = self._engine.capture(
-            plan.copies, window.placed, task.fence, plan.skip, self.bubbles
+            plan.copies, window.placed, task.fence, plan.skip, self.bubbles, copied
         )
-        self._casts.check(task.fence, windows.state_of_others(slot))
-        last = slot == windows.window - 1
-        of_state = self._state_digests(task, windows.state_of_others(slot)) if last else {}
-        task.check()
-        self._staged(task, plan.nbytes)
+        task.hashed.set()
         windows.captured(window, slot, digests, task.extras, task.optimizer_steps.data)
         self.comparing.settle(task.number)
         window.handles.append(task.handle)
@@ -483,20 +493,26 @@ class Saver:
         self._policy.opened(layout)
 
     def _capture(self, task: Task, placed: Placed, choice: CaptureChoice) -> Digests:
-        """Copy the tensors, then let training change them."""
+        """Copy the tensors, let training change them, and hash what was copied."""
         plan, began_s = self._link.plan, time.monotonic()
         assert plan is not None
-        digests = self._engine.capture(plan, placed, task.fence, choice.carried, self.bubbles)
-        self._casts.check(task.fence, choice.left_out)
-        task.check()
-        generation = Generation(self._link.epoch or 0, task.handle.step)
-        self._policy.staged(generation, choice)  # before training goes on
         layout = placed.layout
         end = self._windows.state_end if self._window else layout.extras_offset
         nbytes = end - choice.carried_pieces * layout.piece_bytes
-        now_s = self._staged(task, nbytes)
-        waited_s = self.bubbles.waited_s if self.bubbles is not None else 0.0
-        self._policy.copied(generation, nbytes, began_s + waited_s, now_s)
+
+        def copied() -> None:
+            self._casts.check(task.fence, choice.left_out)
+            task.check()
+            generation = Generation(self._link.epoch or 0, task.handle.step)
+            self._policy.staged(generation, choice)  # before training goes on
+            now_s = self._staged(task, nbytes)
+            waited_s = self.bubbles.waited_s if self.bubbles is not None else 0.0
+            self._policy.copied(generation, nbytes, began_s + waited_s, now_s)
+
+        digests = self._engine.capture(
+            plan, placed, task.fence, choice.carried, self.bubbles, copied
+        )
+        task.hashed.set()
         return digests
 
     def _staged(self, task: Task, nbytes: int) -> float:

@@ -65,6 +65,8 @@ class Task:
         self.began_s = time.monotonic()
         self.let_go = threading.Event()
         """Set when the worker no longer needs the live tensors."""
+        self.hashed = threading.Event()
+        """Set when what the worker has copied is hashed."""
         self.ended = threading.Event()
         """Set when the worker is done with the task."""
         self._free = threading.Condition()

@@ -15,6 +15,6 @@ def test_a_tensor_that_has_moved_to_a_device_since_the_session_began_is_refused(
     moves = [DeviceMove(0, 8, torch.empty(8, dtype=torch.uint8, device="meta"))]
     device, slot = CpuDevice(), memoryview(bytearray(8))
     with pytest.raises(InvalidJobError, match=r"a tensor is on meta.*after the model has moved"):
-        device.download([moves], slot, device.fence())
+        device.fetch(moves, slot, device.fence())
     with pytest.raises(InvalidJobError, match="after the model has moved"):
         device.upload(moves, device.buffer(8), 0, device.fence())

@@ -6,7 +6,9 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from enum import Enum
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -15,9 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdfast._copying.bubbles import Bubbles
-from holdfast._copying.devices import CpuDevice, DeviceMove, Fence
+from holdfast._copying.devices import CpuDevice, DeviceMove, Fence, Transfer
 from holdfast._copying.engine import (
     BLOCK_PIECES,
+    GROUP_BLOCKS,
     BadPieceError,
     CopyEngine,
     CopyPlan,
@@ -34,40 +37,68 @@ HUNG_S = 30.0
 Part = tuple[int, int, torch.Tensor]
 
 
-class SlowDevice(CpuDevice):
-    """Plays a device on host memory: copies happen only when someone waits for their block."""
+class PlayedTransfer:
+    """Copies that are made when someone waits for their group."""
 
-    def __init__(self) -> None:
-        self.waited: list[int] = []
-        self.fences: list[Fence] = []
+    def __init__(self, groups: Sequence[Sequence[DeviceMove]], slot: memoryview) -> None:
+        self._groups, self._slot = groups, slot
+        self._copied: set[int] = set()
+        self._lock = threading.Lock()
 
-    def fence(self) -> Fence:
-        return len(self.fences)
+    def wait(self, group: int) -> None:
+        with self._lock:
+            if group not in self._copied:
+                _write(self._groups[group], self._slot)
+                self._copied.add(group)
+
+    def is_over(self) -> bool:
+        return len(self._copied) == len(self._groups)
+
+
+class How(Enum):
+    """How a device copies."""
+
+    FAST = "is done before anything is hashed"
+    SLOW = "has a group when it is waited for"
+    UNPINNED = "block by block, in the threads that hash"
+
+
+class PlayedDevice(CpuDevice):
+    """Plays a device on host memory."""
+
+    def __init__(self, how: How) -> None:
+        self._how = how
 
     def download(
-        self, blocks: Sequence[Sequence[DeviceMove]], slot: memoryview, fence: Fence
-    ) -> Sequence[Callable[[], None]]:
-        self.fences.append(fence)
-        target = torch.frombuffer(slot, dtype=torch.uint8)
+        self, groups: Sequence[Sequence[DeviceMove]], slot: memoryview, fence: Fence
+    ) -> Transfer | None:
+        if self._how is How.UNPINNED:
+            return None
+        transfer = PlayedTransfer(groups, slot)
+        for group in range(len(groups)) if self._how is How.FAST else ():
+            transfer.wait(group)
+        return transfer
 
-        def wait(index: int) -> None:
-            for move in blocks[index]:
-                target[move.start : move.start + move.nbytes].copy_(move.flat)
-            self.waited.append(index)
-
-        return [partial(wait, index) for index in range(len(blocks))]
+    def fetch(self, moves: Sequence[DeviceMove], slot: memoryview, fence: Fence) -> None:
+        _write(moves, slot)
 
     def upload(
         self, moves: Sequence[DeviceMove], buffer: torch.Tensor, start: int, fence: Fence
     ) -> None:
-        self.fences.append(fence)
         for move in moves:
             move.flat.copy_(buffer[move.start - start : move.start - start + move.nbytes])
 
 
-@pytest.fixture(params=[1, 2])
+def _write(moves: Sequence[DeviceMove], slot: memoryview) -> None:
+    target = torch.frombuffer(slot, dtype=torch.uint8)
+    for move in moves:
+        target[move.start : move.start + move.nbytes].copy_(move.flat)
+
+
+@pytest.fixture(params=list(product([1, 2], How)), ids=lambda param: f"{param[0]}-{param[1].name}")
 def engine(request: pytest.FixtureRequest) -> Iterator[CopyEngine]:
-    made = CopyEngine(request.param, SlowDevice())
+    threads, how = request.param
+    made = CopyEngine(threads, PlayedDevice(how))
     yield made
     made.close()
 
@@ -128,15 +159,13 @@ def test_what_is_captured_is_hashed_and_comes_back(
             first, last = start // PIECE, (start + flat.numel() - 1) // PIECE
             places[first : last + 1] = bytes([places[first]]) * (last + 1 - first)
     target = placed(offset, end + PIECE, places=bytes(places))
-    digests = captured(engine, plan, target, extras)
+    wanted = [flat.clone() for _, _, flat in parts]
+    digests = captured(engine, plan, target, extras, copied=lambda: change(parts))
     payload = target.read(0, end)
     assert digests == piece_digests(payload, PIECE)
-    assert all(payload[at : at + f.numel()] == f.numpy().tobytes() for at, _, f in parts)
+    pairs = zip(parts, wanted, strict=True)
+    assert all(payload[at : at + f.numel()] == f.numpy().tobytes() for (at, _, _), f in pairs)
     assert payload[offset:] == extras
-
-    wanted = [flat.clone() for _, _, flat in parts]
-    for _, _, flat in parts:
-        flat.zero_()
     engine.restore(plan, replace(target, arena=target.arena.toreadonly()), end, digests)
     assert all(torch.equal(flat, was) for (_, _, flat), was in zip(parts, wanted, strict=True))
 
@@ -147,8 +176,23 @@ def captured(
     target: Placed,
     extras: bytes = b"",
     skip: Flags | None = None,
+    copied: Callable[[], None] = lambda: None,
 ) -> bytes:
-    return engine.finish(target, extras, engine.capture(plan, target, None, skip))
+    calls = itertools.count()
+
+    def counted() -> None:
+        next(calls)
+        copied()
+
+    digests = engine.capture(plan, target, None, skip, copied=counted)
+    assert next(calls) == 1
+    return engine.finish(target, extras, digests)
+
+
+def change(parts: Sequence[Part]) -> None:
+    """Change all tensors, as training does."""
+    for _, _, flat in parts:
+        flat.fill_(0x5A)
 
 
 def on_device(
@@ -159,7 +203,8 @@ def on_device(
     moves = [DeviceMove(start, flat.numel(), flat) for start, _, flat in parts if flat.numel()]
     moves, gathered = gather(moves, PIECE, gathered_bytes_max)
     blocks = _by_block(moves, PIECE * BLOCK_PIECES)
-    return replace(plan, device_moves=blocks, gather=gathered)
+    groups = _by_block(moves, PIECE * BLOCK_PIECES * GROUP_BLOCKS)
+    return replace(plan, device_moves=blocks, device_groups=groups, gather=gathered)
 
 
 @settings(
@@ -181,12 +226,11 @@ def test_gathered_tensors_and_those_between_them_are_captured_and_come_back(
     end = max((start + flat.numel() for start, _, flat in parts), default=0)
     target = placed(end, end + PIECE)
     wanted = [flat.clone() for _, _, flat in parts]
-    digests = captured(engine, plan, target)
+    digests = captured(engine, plan, target, copied=lambda: change(parts))
     payload = target.read(0, end)
     assert digests == piece_digests(payload, PIECE)
-    assert all(payload[at : at + f.numel()] == f.numpy().tobytes() for at, _, f in parts)
-    for _, _, flat in parts:
-        flat.zero_()
+    pairs = zip(parts, wanted, strict=True)
+    assert all(payload[at : at + f.numel()] == f.numpy().tobytes() for (at, _, _), f in pairs)
     engine.restore(plan, target, end, digests)
     assert all(torch.equal(flat, was) for (_, _, flat), was in zip(parts, wanted, strict=True))
 
@@ -280,6 +324,36 @@ def test_what_is_skipped_stays_as_it_is(engine: CopyEngine) -> None:
         assert digests[8 * pieces.start : 8 * pieces.stop] == bytes(3 * 8)
         for at, _, flat in (parts[0], parts[2]):
             assert target.read(at, flat.numel()) == flat.numpy().tobytes()
+
+
+def test_tensors_may_change_before_everything_is_hashed() -> None:
+    """What lies in the slot is hashed, not the tensors: so the last piece is changed there."""
+    parts = parts_of([60 * PIECE], 6)
+    plan, target = on_device(parts), placed(60 * PIECE, 61 * PIECE)
+    engine = CopyEngine(1, PlayedDevice(How.FAST))
+    digests = captured(engine, plan, target, copied=lambda: target.write(59 * PIECE, b"late"))
+    assert target.read(59 * PIECE, 4) == b"late"
+    assert digests == piece_digests(target.read(0, 60 * PIECE), PIECE)
+
+
+def test_an_error_in_what_follows_the_copies_ends_the_capture(engine: CopyEngine) -> None:
+    def fail() -> None:
+        raise ValueError("changed in place")
+
+    parts = parts_of([60 * PIECE], 6)
+    target = placed(60 * PIECE, 61 * PIECE)
+    with pytest.raises(ValueError, match="changed in place"):
+        engine.capture(on_device(parts), target, None, copied=fail)
+    assert captured(engine, on_device(parts), target) == piece_digests(
+        target.read(0, 60 * PIECE), PIECE
+    )
+
+
+def test_what_follows_the_copies_may_use_the_engine(engine: CopyEngine) -> None:
+    parts, done = parts_of([60 * PIECE], 6), set[int]()
+    target = placed(60 * PIECE, 61 * PIECE)
+    captured(engine, on_device(parts), target, copied=lambda: engine.each(done.add, 50))
+    assert done == set(range(50))
 
 
 @pytest.mark.parametrize("device", [False, True])

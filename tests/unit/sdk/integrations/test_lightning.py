@@ -13,6 +13,7 @@ from holdfast_core.errors import InvalidJobError
 from holdfast_core.snapshots.generations import Generation
 
 pytorch = pytest.importorskip("lightning.pytorch")
+pytest.importorskip("torchdata")
 import train_lightning  # noqa: E402
 from waiting import wait_for  # noqa: E402
 
