@@ -23,7 +23,7 @@ PACKAGES = ("torch", "triton", "numpy", "safetensors", "grpcio", "xxhash", "dlro
 def facts() -> dict[str, object]:
     """What figures depend on, by name; of what cannot be found out, why."""
     found: dict[str, object] = {
-        "kernel": platform.release(),
+        "kernel": platform.release().partition("-")[0],
         "python": platform.python_version(),
         "cpu": _cpu(),
         "cores": os.cpu_count(),

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -132,7 +132,8 @@ def section(records: Sequence[Record]) -> str:
     """What the document shows of the kept results."""
     if not records:
         return NEVER
-    return "\n\n".join([_machine(records), _steps(records), _figures(records), _skipped(records)])
+    skipped = _list("Figures skipped", _skipped_figures(records))
+    return "\n\n".join([_machine(records), _steps(records), _figures(records), skipped]).strip()
 
 
 def _steps(records: Sequence[Record]) -> str:
@@ -159,7 +160,7 @@ def _figures(records: Sequence[Record]) -> str:
 
 def _table(record: Record) -> str:
     facts = ", ".join(f"{name} {_cell(value)}" for name, value in record.facts.items())
-    lines = [f"`{record.step}`: {facts}" if facts else f"`{record.step}`", ""]
+    lines = [_wrapped(f"`{record.step}`: {facts}" if facts else f"`{record.step}`"), ""]
     lines += ["| figure | measured | floor | ratio | goal | met |", "|---|---|---|---|---|---|"]
     for row in record.figures:
         unit, met = row.get("unit", ""), _MET[row.get("met")]
@@ -193,20 +194,35 @@ def _block(text: str) -> str:
 
 
 def _skipped(records: Sequence[Record]) -> str:
-    lines = [
+    tests = [
         f"- `{test['test']}`: {test['reason']}"
         for record in records
         for test in record.tests
         if test["outcome"] == "skipped"
     ]
-    lines += [f"- `{record.step}`: {text}" for record in records for text in record.skipped]
-    return "\n".join(["Skipped:", "", *lines]) if lines else ""
+    return _list("Skipped", [*tests, *_skipped_figures(records)])
+
+
+def _skipped_figures(records: Sequence[Record]) -> list[str]:
+    return [_wrapped(f"- `{record.step}`: {text}") for record in records for text in record.skipped]
+
+
+def _list(title: str, lines: Sequence[str]) -> str:
+    return "\n".join([f"{title}:", "", *lines]) if lines else ""
+
+
+def _wrapped(line: str) -> str:
+    """Wrap a line of Markdown as the documents are."""
+    indent = "  " if line.startswith("- ") else ""
+    return textwrap.fill(
+        line, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _machine(records: Sequence[Record]) -> str:
     facts = [record.facts for record in records if record.step == MACHINE]
     lines = [f"- {name}: {value}" for found in facts for name, value in found.items()]
-    return "\n".join(["Machine:", "", *lines]) if lines else ""
+    return _list("Machine", lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -217,7 +233,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not any(record.facts.get("cuda_devices") for record in read(results)):
         print(f"{results} was measured without a CUDA device; nothing was kept", file=sys.stderr)
         return 1
-    shutil.copyfile(results, KEPT)
+    # What a step printed has the paths of that machine.
+    kept = [replace(record, tail="").line() for record in read(results)]
+    KEPT.write_text("\n".join([*kept, ""]), encoding="utf-8")
     text = DOCUMENT.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     after = rest.partition(END)[2]

@@ -101,11 +101,12 @@ def _copies(
         fence = arena.device.fence()
         with torch.no_grad(), arena.device.after(fence):
             plan.gather.collect()
-        transfer = arena.device.download(plan.device_groups, arena.placed.view_of_slot, fence)
-        if transfer is None:
+        download = arena.device.download(plan.device_groups, arena.placed.view_of_slot, fence)
+        if download is None:
             raise RuntimeError("CUDA does not pin the arena")
+        download.hurry()
         for group in range(len(plan.device_groups)):
-            transfer.wait(group)
+            download.wait(group)
 
     def compare() -> None:
         floor = _copied(pinned, whole)

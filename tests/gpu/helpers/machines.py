@@ -16,7 +16,7 @@ from itertools import chain
 
 import torch
 
-from holdfast._copying.devices import CpuDevice, Device, DeviceMove, Fence, Transfer, device_of
+from holdfast._copying.devices import CpuDevice, Device, DeviceMove, Fence, Download, device_of
 from holdfast._copying.engine import BLOCK_PIECES, GROUP_BLOCKS, CopyPlan, _by_block, plan_copy
 from holdfast._copying.placed import Placed
 from holdfast_core.snapshots.layouts import PIECE_BYTES, Layout
@@ -51,6 +51,8 @@ class _Arriving:
                 target[move.start : move.start + move.nbytes] = move.flat
             self._over = True
 
+    def hurry(self) -> None: ...
+
     def is_over(self) -> bool:
         return self._over
 
@@ -83,7 +85,7 @@ class LateDevice(CpuDevice):
 
     def download(
         self, groups: Sequence[Sequence[DeviceMove]], slot: memoryview, fence: Fence
-    ) -> Transfer:
+    ) -> Download:
         return _Arriving(self, groups, slot, fence)
 
     def upload(

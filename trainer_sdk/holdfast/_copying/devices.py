@@ -2,8 +2,8 @@
 
 A device copies between its tensors and a slot without ever waiting for the whole device: the copies
 come after a fence on the training stream, they run on a stream of their own, and events signal when
-a block has arrived. Where the arena is pinned the copies go straight into it, otherwise through a
-buffer of the copying thread.
+a group of them has arrived. Where the arena is pinned the copies go straight into it, otherwise
+through a buffer of the copying thread.
 
 Threads and streams know nothing of each other: a new thread's current device is the first one, and
 its current stream the default one, which the side streams do not wait for. So every operation on a
@@ -15,7 +15,7 @@ This module only moves bytes; the plan lists which.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -24,6 +24,9 @@ import torch
 
 from holdfast._copying.pinning import Buffers, Pinning
 from holdfast_core.errors import InvalidJobError
+
+GROUPS_AHEAD = 2
+"""Groups that a device copies before someone waits for them, unless there is no time to lose."""
 
 Fence = object
 """Point in the training stream that copies must come after; only the device that made it can read
@@ -40,14 +43,17 @@ class DeviceMove:
     """Bytes of the tensor: uint8 [nbytes], on the device."""
 
 
-class Transfer(Protocol):
-    """Copies into a slot that a device makes by itself."""
+class Download(Protocol):
+    """Copies into a slot that a device makes by itself, little ahead of those who wait for them."""
 
     def wait(self, group: int) -> None:
         """Return when the bytes of a group are in the slot. Any thread, any number of times."""
 
+    def hurry(self) -> None:
+        """Begin all copies that are left. Any thread, any number of times."""
+
     def is_over(self) -> bool:
-        """Whether those of all groups are."""
+        """Whether the bytes of all groups are in the slot. Called by one thread."""
 
 
 class Device(Protocol):
@@ -63,13 +69,16 @@ class Device(Protocol):
         """Make a fence behind the work queued so far on the current streams. Called by the training
         thread."""
 
+    def has_passed(self, fence: Fence) -> bool:
+        """Whether the device has done what was queued before the fence."""
+
     def after(self, fence: Fence) -> AbstractContextManager[None]:
         """Run this thread's tensor operations after the fence, beside training."""
 
     def download(
         self, groups: Sequence[Sequence[DeviceMove]], slot: memoryview, fence: Fence
-    ) -> Transfer | None:
-        """Begin to copy all groups into the slot, which must be pinned; None where it is not.
+    ) -> Download | None:
+        """Make the copies of all groups into the slot, which must be pinned; None where it is not.
 
         Raises:
             InvalidJobError: when a tensor is on a device that had none when the session began.
@@ -89,6 +98,51 @@ class Device(Protocol):
         the fence. Returns when they have arrived. Called by any thread."""
 
 
+class GroupCopy(Protocol):
+    """Copies of a group, which have begun."""
+
+    def wait(self) -> None: ...
+
+    def is_over(self) -> bool: ...
+
+
+class PacedDownload:
+    """Download that begins its copies when they are needed.
+
+    A device that copies everything at once slows down what it computes meanwhile.
+
+    Args:
+        groups: number of groups, at least 1.
+        begin: begins to copy a group; called once for each, in order.
+    """
+
+    def __init__(self, groups: int, begin: Callable[[int], GroupCopy]) -> None:
+        self._groups, self._begin = groups, begin
+        self._begun: list[GroupCopy] = []
+        self._arrived = 0
+        """Groups that were there when someone looked."""
+        self._lock = threading.Lock()
+
+    def wait(self, group: int) -> None:
+        self._begin_until(group + 1 + GROUPS_AHEAD)
+        self._begun[group].wait()
+
+    def hurry(self) -> None:
+        self._begin_until(self._groups)
+
+    def is_over(self) -> bool:
+        while self._arrived < len(self._begun) and self._begun[self._arrived].is_over():
+            self._arrived += 1
+        return self._arrived == self._groups
+
+    def _begin_until(self, end: int) -> None:
+        end = min(end, self._groups)
+        while len(self._begun) < end:
+            with self._lock:  # not longer: others wait for a group that has begun
+                if len(self._begun) < end:
+                    self._begun.append(self._begin(len(self._begun)))
+
+
 class CpuDevice:
     """Stand-in for a device: all tensors are in host memory."""
 
@@ -101,13 +155,17 @@ class CpuDevice:
     def fence(self) -> Fence:
         return None
 
+    def has_passed(self, fence: Fence) -> bool:
+        del fence
+        return True
+
     def after(self, fence: Fence) -> AbstractContextManager[None]:
         del fence
         return nullcontext()
 
     def download(
         self, groups: Sequence[Sequence[DeviceMove]], slot: memoryview, fence: Fence
-    ) -> Transfer | None:
+    ) -> Download | None:
         del groups, slot, fence
         return None
 
@@ -161,6 +219,9 @@ class CudaDevice:
     def fence(self) -> Fence:
         return {index: _mark(torch.cuda.current_stream(index)) for index in self._streams}
 
+    def has_passed(self, fence: Fence) -> bool:
+        return not isinstance(fence, dict) or all(event.query() for event in fence.values())
+
     @contextmanager
     def after(self, fence: Fence) -> Iterator[None]:
         with ExitStack() as entered:
@@ -173,24 +234,25 @@ class CudaDevice:
 
     def download(
         self, groups: Sequence[Sequence[DeviceMove]], slot: memoryview, fence: Fence
-    ) -> Transfer | None:
+    ) -> Download | None:
         if not (groups and self._pinning.address):
             return None
         streams = [self._streams_of(moves) for moves in groups]
         target = torch.frombuffer(slot, dtype=torch.uint8)
-        arrivals: list[_Arrival] = []
-        with self.after(fence):
-            for moves, used in zip(groups, streams, strict=True):
-                for move in moves:
+
+        def begin(group: int) -> GroupCopy:
+            with self.after(fence):
+                for move in groups[group]:
                     end = move.start + move.nbytes
                     target[move.start : end].copy_(move.flat, non_blocking=True)
-                arrivals.append(_Arrival(used))
-        return _Download(arrivals, _Arrival(list(self._streams.values())))
+                return _Arrival(streams[group])
+
+        return PacedDownload(len(groups), begin)
 
     def fetch(self, moves: Sequence[DeviceMove], slot: memoryview, fence: Fence) -> None:
-        transfer = self.download([moves], slot, fence)
-        if transfer is not None:
-            transfer.wait(0)
+        download = self.download([moves], slot, fence) if moves else None
+        if download is not None:
+            download.wait(0)
         elif moves:
             self._fetch(moves, torch.frombuffer(slot, dtype=torch.uint8), fence)
 
@@ -243,19 +305,6 @@ class _Arrival:
 
     def is_over(self) -> bool:
         return all(event.query() for event in self._events)
-
-
-@dataclass(frozen=True, slots=True)
-class _Download:
-    arrivals: Sequence[_Arrival]
-    """Of each group."""
-    last: _Arrival
-
-    def wait(self, group: int) -> None:
-        self.arrivals[group].wait()
-
-    def is_over(self) -> bool:
-        return self.last.is_over()
 
 
 def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:

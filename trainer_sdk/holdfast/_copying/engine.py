@@ -5,8 +5,10 @@ out and verifies it. Threads live as long as the engine and take blocks of piece
 and xxh3 both run without the interpreter's lock. Measured: two threads take as long as a plain
 memcpy, one 1.2 times that.
 
-A device that copies by itself is several times as fast as a thread that hashes. So capture states
-when everything is copied, and goes on to hash what is in the slot while tensors change.
+A device that copies by itself is several times as fast as a thread that hashes, and slows down what
+it computes meanwhile. So its copies keep little ahead of the hashes, until training needs the
+tensors: then the device copies what is left at once, capture states that everything is copied, and
+goes on to hash what is in the slot while tensors change.
 
 Everything that can be worked out beforehand is in the `CopyPlan`. This module must not depend on
 units, ranks or daemons.
@@ -31,7 +33,7 @@ from holdfast._copying.arena import populate
 from holdfast._copying.bubbles import Bubbles, PieceBlock
 from holdfast._copying.collector import without_collector
 from holdfast._copying.cores import apart
-from holdfast._copying.devices import Device, DeviceMove, Fence, Transfer
+from holdfast._copying.devices import Device, DeviceMove, Download, Fence
 from holdfast._copying.gathering import GATHERED_BYTES_MAX, Gather, gather
 from holdfast._copying.placed import Flags, Placed
 from holdfast._copying.strided import copy_of_span
@@ -40,9 +42,9 @@ from holdfast_core.snapshots.layouts import piece_count
 BLOCK_PIECES = 16
 """Number of pieces that a thread takes at a time: 4 MiB, a fraction of a millisecond of work."""
 
-GROUP_BLOCKS = 16
-"""Number of blocks that a device copies at a time: 64 MiB, beside which the microseconds that it
-takes to begin a copy do not count."""
+GROUP_BLOCKS = 4
+"""Number of blocks that a device copies at a time: 16 MiB, beside which the microseconds that it
+takes to begin a copy hardly count."""
 
 _memmove = ctypes.memmove
 
@@ -74,6 +76,11 @@ def _nothing() -> None:
     """Do nothing."""
 
 
+def _always() -> bool:
+    """Return True."""
+    return True
+
+
 class BadPieceError(Exception):
     """A piece does not match its checksum; the caller can name the tensors in it."""
 
@@ -99,6 +106,7 @@ class CopyEngine:
         skip: Flags | None = None,
         bubbles: Bubbles | None = None,
         copied: Callable[[], None] = _nothing,
+        hurry: Callable[[], bool] = _always,
     ) -> Digests:
         """Copy all tensors into the target, and hash the pieces that they fill; `finish` writes the
         rest.
@@ -110,6 +118,7 @@ class CopyEngine:
             bubbles: idle times that schedule the copies; None copies everything now.
             copied: called once, by the calling thread, when everything is copied: tensors may
                 change from then on. An error that it raises ends the capture.
+            hurry: whether training needs the tensors by now.
 
         Returns:
             uint64 [pieces that hold tensors], xxh3-64 of each; 0 for those of `skip`, and for the
@@ -122,7 +131,7 @@ class CopyEngine:
                     staging.copy_(live if here else copy_of_span(live, staging.device))
         with torch.no_grad(), self._device.after(fence):
             plan.gather.collect()
-        capture = _Capture(self._device, plan, target, fence, skip, copied)
+        capture = _Capture(self._device, plan, target, fence, skip, copied, hurry)
         feed = None
         if bubbles is None:
             capture.begin()
@@ -269,6 +278,7 @@ class _Capture:
 
     Args:
         copied: called once, when everything is copied.
+        hurry: whether there is no time to lose.
     """
 
     def __init__(
@@ -279,8 +289,10 @@ class _Capture:
         fence: Fence,
         skip: Flags | None,
         copied: Callable[[], None],
+        hurry: Callable[[], bool],
     ) -> None:
         self._device, self._fence, self._target = device, fence, target
+        self._hurry = hurry
         self._size, self._end = plan.piece_bytes, target.layout.extras_offset
         count = piece_count(self._end, self._size)
         self.digests: Digests = np.zeros(count, dtype="<u8")
@@ -298,27 +310,29 @@ class _Capture:
         if target.places or skip is not None:
             self._moves, self._memory = _in_arena(self._moves, target, self.blocks), target.arena
             self._groups, self._blocks_of = self._moves, 1
-        self._transfer: Transfer | None = None
+        self._download: Download | None = None
         self._from_host = _Once(self._copy_from_host)
         self._copied: Callable[[], None] | None = copied
 
     def begin(self) -> None:
-        """Begin all copies that the device makes by itself."""
-        self._transfer = self._device.download(self._groups, self._memory, self._fence)
+        """Begin the copies that the device makes by itself."""
+        self._download = self._device.download(self._groups, self._memory, self._fence)
+        if self._download is not None and self._hurry():
+            self._download.hurry()
 
     def block(self, first: int) -> None:
         """Copy the block with this first piece, and hash it. Any thread."""
-        index, transfer = first // BLOCK_PIECES, self._transfer
-        if transfer is not None:
+        index, download = first // BLOCK_PIECES, self._download
+        if download is not None:
             group = index // self._blocks_of
             if group < len(self._groups):
-                transfer.wait(group)
+                download.wait(group)
             self._from_host.do(first)
         elif index < len(self._moves) and self._moves[index]:
             self._device.fetch(self._moves[index], self._memory, self._fence)
         size = self._size
         for piece in self.blocks[first]:
-            if transfer is None:
+            if download is None:
                 self._copy_piece(piece)
             base, at = self._bases[piece], piece * size
             if at + size <= self._end:
@@ -327,7 +341,12 @@ class _Capture:
 
     def look(self) -> None:
         """State that everything is copied, if the device is done. For the thread that captures."""
-        if self._copied is not None and self._transfer is not None and self._transfer.is_over():
+        download = self._download
+        if self._copied is None or download is None:
+            return
+        if self._hurry():
+            download.hurry()
+        if download.is_over():
             for first in self.blocks if self._host_moves else ():
                 self._from_host.do(first)
             self.end()

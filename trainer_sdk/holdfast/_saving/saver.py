@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from holdfast._copying.bubbles import Bubbles
 from holdfast._copying.devices import Device
@@ -165,6 +166,7 @@ class Saver:
         task, began_s = self._current, time.monotonic()
         if task is None or task.over:
             return
+        task.needed = self._device.fence()
         if self._before is not None:
             self._before.hashed.wait()  # takes as long as it takes, as copying does
         in_time = task.wait(self._settings.start_wait_s)
@@ -338,7 +340,13 @@ class Saver:
             self._staged(task, plan.nbytes)
 
         digests = self._engine.capture(
-            plan.copies, window.placed, task.fence, plan.skip, self.bubbles, copied
+            plan.copies,
+            window.placed,
+            task.fence,
+            plan.skip,
+            self.bubbles,
+            copied,
+            partial(self._is_needed, task),
         )
         task.hashed.set()
         windows.captured(window, slot, digests, task.extras, task.optimizer_steps.data)
@@ -510,10 +518,20 @@ class Saver:
             self._policy.copied(generation, nbytes, began_s + waited_s, now_s)
 
         digests = self._engine.capture(
-            plan, placed, task.fence, choice.carried, self.bubbles, copied
+            plan,
+            placed,
+            task.fence,
+            choice.carried,
+            self.bubbles,
+            copied,
+            partial(self._is_needed, task),
         )
         task.hashed.set()
         return digests
+
+    def _is_needed(self, task: Task) -> bool:
+        """Whether the device has nothing left to do until training may change the tensors."""
+        return task.needed is not None and self._device.has_passed(task.needed)
 
     def _staged(self, task: Task, nbytes: int) -> float:
         """Let training change the tensors, of which `nbytes` bytes are copied; return the time."""

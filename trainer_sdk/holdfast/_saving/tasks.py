@@ -65,6 +65,8 @@ class Task:
         self.began_s = time.monotonic()
         self.let_go = threading.Event()
         """Set when the worker no longer needs the live tensors."""
+        self.needed: Fence = None
+        """Point at which training waits for the tensors, once it does; None on the host."""
         self.hashed = threading.Event()
         """Set when what the worker has copied is hashed."""
         self.ended = threading.Event()

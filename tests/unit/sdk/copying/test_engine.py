@@ -17,7 +17,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdfast._copying.bubbles import Bubbles
-from holdfast._copying.devices import CpuDevice, DeviceMove, Fence, Transfer
+from holdfast._copying.devices import (
+    GROUPS_AHEAD,
+    CpuDevice,
+    DeviceMove,
+    Download,
+    Fence,
+    GroupCopy,
+    PacedDownload,
+)
 from holdfast._copying.engine import (
     BLOCK_PIECES,
     GROUP_BLOCKS,
@@ -37,7 +45,7 @@ HUNG_S = 30.0
 Part = tuple[int, int, torch.Tensor]
 
 
-class PlayedTransfer:
+class PlayedDownload:
     """Copies that are made when someone waits for their group."""
 
     def __init__(self, groups: Sequence[Sequence[DeviceMove]], slot: memoryview) -> None:
@@ -51,12 +59,26 @@ class PlayedTransfer:
                 _write(self._groups[group], self._slot)
                 self._copied.add(group)
 
+    def hurry(self) -> None:
+        """Do what it can, which is nothing."""
+
     def is_over(self) -> bool:
         return len(self._copied) == len(self._groups)
 
 
+class Arrived:
+    """Copies that were made as they began."""
+
+    def wait(self) -> None: ...
+
+    def is_over(self) -> bool:
+        return True
+
+
 class How(Enum):
     """How a device copies."""
+
+    PACED = "as many groups as are waited for, or all"
 
     FAST = "is done before anything is hashed"
     SLOW = "has a group when it is waited for"
@@ -68,16 +90,26 @@ class PlayedDevice(CpuDevice):
 
     def __init__(self, how: How) -> None:
         self._how = how
+        self.begun: list[int] = []
+        """Groups that it has copied."""
 
     def download(
         self, groups: Sequence[Sequence[DeviceMove]], slot: memoryview, fence: Fence
-    ) -> Transfer | None:
+    ) -> Download | None:
         if self._how is How.UNPINNED:
             return None
-        transfer = PlayedTransfer(groups, slot)
+        if self._how is How.PACED:
+
+            def begin(group: int) -> GroupCopy:
+                _write(groups[group], slot)
+                self.begun.append(group)
+                return Arrived()
+
+            return PacedDownload(len(groups), begin)
+        download = PlayedDownload(groups, slot)
         for group in range(len(groups)) if self._how is How.FAST else ():
-            transfer.wait(group)
-        return transfer
+            download.wait(group)
+        return download
 
     def fetch(self, moves: Sequence[DeviceMove], slot: memoryview, fence: Fence) -> None:
         _write(moves, slot)
@@ -334,6 +366,28 @@ def test_tensors_may_change_before_everything_is_hashed() -> None:
     digests = captured(engine, plan, target, copied=lambda: target.write(59 * PIECE, b"late"))
     assert target.read(59 * PIECE, 4) == b"late"
     assert digests == piece_digests(target.read(0, 60 * PIECE), PIECE)
+
+
+def test_a_device_copies_all_that_is_left_when_training_needs_the_tensors() -> None:
+    count = 20 * BLOCK_PIECES * GROUP_BLOCKS
+    parts = parts_of([count * PIECE], 6)
+    plan, target = on_device(parts), placed(count * PIECE, (count + 1) * PIECE)
+    device = PlayedDevice(How.PACED)
+    looks, begun = itertools.count(), dict[str, int]()
+
+    def hurry() -> bool:
+        begun["before"] = len(device.begun) if len(device.begun) < 20 else begun["before"]
+        return next(looks) == 2 * GROUP_BLOCKS  # after the second group
+
+    def copied() -> None:
+        begun["copied"] = len(device.begun)
+        target.write((count - 1) * PIECE, b"late")
+
+    digests = CopyEngine(1, device).capture(plan, target, None, copied=copied, hurry=hurry)
+    assert begun == {"before": 2 + GROUPS_AHEAD, "copied": 20}
+    assert device.begun == list(range(20))
+    assert digests.tobytes() == piece_digests(target.read(0, count * PIECE), PIECE)
+    assert target.read((count - 1) * PIECE, 4) == b"late"  # hashed afterwards
 
 
 def test_an_error_in_what_follows_the_copies_ends_the_capture(engine: CopyEngine) -> None:
