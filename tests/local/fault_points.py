@@ -156,10 +156,11 @@ SHORT = frozenset(_short())
 
 
 def _once() -> Iterator[Case]:
+    """Every point, its victims and losses in turns."""
     for number, point in enumerate(POINTS):
         cases = [case for case in CASES if case in SHORT and case.point is point]
         yield cases[number % len(cases)]
 
 
-ONCE = frozenset(_once())
-"""Every point, its victims and losses in turns."""
+FEW = frozenset(tuple(_once())[2::3])
+"""Every third point, its victims and losses in turns."""
