@@ -102,7 +102,7 @@ class CpuDevice:
         return ()
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def upload(
         self, moves: Sequence[DeviceMove], buffer: torch.Tensor, start: int, fence: Fence
