@@ -126,8 +126,8 @@ class HoldfastTrainerCallback(TrainerCallback):  # type: ignore[misc]  # the pac
         self._unsaved = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not args.load_best_model_at_end:  # the model may be that of an earlier step
-            self._save(state)
+        # The last step is not saved: a trainer that resumes after it trains one step more, and the
+        # model may be the best one by now.
         if self._session is not None:
             self._session.close()
             self._session = None

@@ -89,6 +89,15 @@ def test_training_that_dies_after_a_step_ends_with_the_same_losses_and_bytes(
     assert state == undisturbed[0]
 
 
+def test_a_restart_after_the_last_step_ends_with_the_same_losses_and_bytes(
+    tmp_path: Path, undisturbed: tuple[str, dict[int, Any]]
+) -> None:
+    memory = tmp_path / "memory"
+    for epoch in (1, 2):
+        assert train(tmp_path, FakeDaemon(memory, epoch=epoch)) == undisturbed[0]
+        assert losses(tmp_path) == undisturbed[1]
+
+
 def test_training_without_a_restore_is_refused(tmp_path: Path) -> None:
     args = train_huggingface.parse_args(["--steps", "1"])
     trainer = train_huggingface.make_trainer(args, HoldfastTrainerCallback())
