@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.utils._device
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE_ROOTS = ("core", "protos", "storage", "daemon", "operator", "trainer_sdk")
@@ -99,6 +100,31 @@ def test_no_two_public_classes_have_one_name() -> None:
                 modules.setdefault(node.name, []).append(_name(path))
     twice = {name: found for name, found in modules.items() if len(found) > 1}
     _none([f"{name}: {found}" for name, found in twice.items()], "one word, one thing")
+
+
+def test_tensors_of_the_session_are_not_on_the_scripts_default_device() -> None:
+    """After `torch.set_default_device("cuda")` what names no device is on that one. Parameters of
+    layers follow the script."""
+    of_torch = {one.__name__ for one in torch.utils._device._device_constructors()}
+    found = []
+    for path in _modules("trainer_sdk"):
+        calls = [node for node in ast.walk(_tree(path)) if isinstance(node, ast.Call)]
+        called = {id(node): ast.unparse(node.func) for node in calls}
+        exempt = {
+            id(below)
+            for node in calls
+            if called[id(node)] == "nn.Parameter"
+            for below in ast.walk(node)
+        }
+        found += [
+            f"{_name(path)}:{node.lineno}"
+            for node in calls
+            if called[id(node)].removeprefix("torch.") in of_torch
+            and called[id(node)].startswith("torch.")
+            and id(node) not in exempt
+            and "device" not in {keyword.arg for keyword in node.keywords}
+        ]
+    _none(found, "give it a device")
 
 
 def test_everything_public_in_core_has_a_docstring() -> None:

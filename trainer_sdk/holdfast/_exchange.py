@@ -132,18 +132,18 @@ class GlooExchange:
 
     def add(self, numbers: Sequence[int]) -> list[int]:
         with _translated():
-            total = torch.tensor(numbers, dtype=torch.int64)
+            total = torch.tensor(numbers, dtype=torch.int64, device="cpu")
             wait(dist.all_reduce(total, group=self._here(), async_op=True), self._ended)
         found: list[int] = total.tolist()
         return found
 
     def gather(self, data: bytes) -> list[bytes]:
         with _translated():
-            size = torch.tensor([len(data)])
+            size = torch.tensor([len(data)], device="cpu")
             sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
             wait(dist.all_gather(sizes, size, group=self._here(), async_op=True), self._ended)
             longest = max(int(one) for one in sizes)
-            own = torch.zeros(max(longest, 1), dtype=torch.uint8)
+            own = torch.zeros(max(longest, 1), dtype=torch.uint8, device="cpu")
             if data:
                 own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             all_data = [torch.zeros_like(own) for _ in sizes]

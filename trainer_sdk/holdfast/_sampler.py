@@ -23,10 +23,10 @@ apart."""
 def order_of(samples: int, seed: int, epoch: int, *, shuffle: bool) -> torch.Tensor:
     """Indices of all `samples`, int64, in the order of an epoch; as they are without `shuffle`."""
     if not shuffle:
-        return torch.arange(samples)
+        return torch.arange(samples, device="cpu")
     # One number from two, chosen so that epochs of neighbouring seeds do not repeat.
     generator = torch.Generator().manual_seed((seed * _GOLDEN + epoch) % 2**63)
-    return torch.randperm(samples, generator=generator)
+    return torch.randperm(samples, generator=generator, device="cpu")
 
 
 def check_order(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:

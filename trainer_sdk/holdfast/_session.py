@@ -166,6 +166,7 @@ class ProtectedSession(Session):
     def counters(self) -> SaveCounters:
         return self._saver.tally.counters
 
+    @torch.inference_mode(False)
     def restore(self, no_replay: str = "") -> int | None:
         """Restore; see `Session.restore`.
 
@@ -366,6 +367,7 @@ class ProtectedSession(Session):
         """Count the time since `began_s` as time in which training only waited."""
         self._pacing.waited(time.monotonic() - began_s)
 
+    @torch.inference_mode(False)  # what is made in that mode cannot be written outside of it
     def _task(self, handle: SaveHandle, *, copies: bool) -> Task:
         with torch.no_grad():
             if self._stale or self._live.changed():

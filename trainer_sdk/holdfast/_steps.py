@@ -79,11 +79,14 @@ class TrainStep(int):
     _runner: Runner
     _seed: int | None
     _completed: bool | None
+    _raised: str
+    """What ended its body, for people, where the loop does not go on after it."""
 
     @classmethod
     def _of(cls, number: int, runner: Runner, resumed: bool, seed: int | None) -> TrainStep:
         made = cls(number)
-        made.resumed, made._runner, made._seed, made._completed = resumed, runner, seed, None
+        made.resumed, made._runner, made._seed = resumed, runner, seed
+        made._completed, made._raised = None, ""
         return made
 
     def __enter__(self) -> TrainStep:
@@ -103,6 +106,7 @@ class TrainStep(int):
             self._completed = self._runner.complete(int(self))
             return False
         if not isinstance(error, Exception) or not self._runner.survives(error):
+            self._raised = f"{type(error).__name__}: {error}"
             return False
         drop_frames(error)
         self._completed = False
@@ -116,6 +120,12 @@ def steps_of(runner: Runner, total: int, seed: int | None = None) -> Iterator[Tr
         while done < total:
             step = TrainStep._of(done + 1, runner, resumed, seed)
             yield step
+            if step._raised:
+                raise RuntimeError(
+                    f"step {done + 1} was not completed: its body raised {step._raised}, which was "
+                    f"caught outside of `with step:`; let it end the process, which then starts "
+                    f"again, or catch it within the body"
+                )
             if step._completed is None:
                 raise RuntimeError(
                     f"step {done + 1} was not run: write `with step:` around the loop's body"

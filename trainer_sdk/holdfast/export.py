@@ -87,7 +87,7 @@ class _ReadingPlanner(DefaultSavePlanner):
         if tensor is None:
             return super().resolve_data(write_item)
         found = self._source.array(tensor, (0,) * len(tensor.shape), tensor.shape)
-        made = torch.empty(tensor.shape, dtype=dtype_named(tensor.dtype))
+        made = torch.empty(tensor.shape, dtype=dtype_named(tensor.dtype), device="cpu")
         made.reshape(-1).view(torch.uint8).numpy().data[:] = found.tobytes()
         return made
 

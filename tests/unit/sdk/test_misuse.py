@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import wait
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -242,3 +243,21 @@ def test_a_job_that_seats_experts_needs_layers_that_do(monkeypatch: pytest.Monke
             holdfast.init(model=model, optimizer=torch.optim.SGD(model.parameters()), world=world)
     finally:
         world.close()
+
+
+def test_saves_and_restores_within_inference_mode_are_as_any_others(
+    make_trainer: Any, open_session: Any, daemon: FakeDaemon, tmp_path: Path, same: Any
+) -> None:
+    first, second = make_trainer(), make_trainer(seed=1)
+    session = open_session(first, daemon)
+    for step in (1, 2):
+        first.train()
+        with torch.inference_mode():
+            session.save(step).committed.result(WAIT_S)
+    restored = open_session(second, FakeDaemon(tmp_path, epoch=2))
+    with torch.inference_mode():
+        assert restored.restore() == 2
+    session.close()
+    same(second.state(), first.state())
+    second.train()
+    restored.save(3).committed.result(WAIT_S)

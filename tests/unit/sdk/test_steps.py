@@ -6,6 +6,7 @@ import itertools
 import random
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -194,6 +195,13 @@ def test_a_step_that_was_not_entered_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="step 1 was not run: write `with step:`"):
         for _ in steps_of(Played(), 2):
             pass
+
+
+def test_a_loop_that_goes_on_after_an_error_in_a_body_is_told_of_it() -> None:
+    with pytest.raises(RuntimeError, match="step 2 was not completed: its body raised"):
+        for step in steps_of(Played(), 3):
+            with suppress(ValueError), step:
+                once(2, ValueError("a bad sample"))(step)
 
 
 @pytest.mark.parametrize("inside", [True, False])

@@ -175,7 +175,7 @@ class CpuDevice:
             raise _moved(move.flat.device)
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def upload(
         self, moves: Sequence[DeviceMove], buffer: torch.Tensor, start: int, fence: Fence

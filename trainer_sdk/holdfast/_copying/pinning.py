@@ -40,12 +40,12 @@ class Buffers:
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Allocate uint8 [nbytes]. A refusal is logged once, and the memory is not pinned then."""
         try:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
         except RuntimeError as error:
             if not self._reported:
                 self._reported = True
                 _log.warning("CUDA refuses pinned buffers, so copies take longer: %s", error)
-            return torch.empty(nbytes, dtype=torch.uint8)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 class Pinning:

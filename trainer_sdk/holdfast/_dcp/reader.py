@@ -197,7 +197,7 @@ class HoldfastReader(StorageReader):
             straight = (
                 target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
             )
-            part = target if straight else torch.empty(want.lengths, dtype=dtype)
+            part = target if straight else torch.empty(want.lengths, dtype=dtype, device="cpu")
             into = part.reshape(-1).view(torch.uint8).numpy().data
             wants.append(replace(want, into=into))
             after.append((item, target, part))

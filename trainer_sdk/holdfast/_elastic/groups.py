@@ -203,7 +203,7 @@ def _disconnect(group: Any) -> None:
             if other != group.rank():
                 # Of those that are lost already it raises at once; the first other one times out.
                 with suppress(RuntimeError):
-                    backend.recv([torch.empty(1)], other, _UNUSED_TAG).wait(_NO_TIME)
+                    backend.recv([torch.empty(1, device="cpu")], other, _UNUSED_TAG).wait(_NO_TIME)
 
 
 def _gloo_backends(group: Any) -> list[tuple[torch.device, Any]]:

@@ -98,7 +98,7 @@ def hand_over_logs(
     lengths = [len(part) for part in given]
     of_all = [_LENGTHS.decode(each) for each in exchange.gather(msgspec.json.encode(lengths))]
     taken_bytes = [each[rank] for each in of_all]
-    taken = torch.empty(sum(taken_bytes), dtype=torch.uint8)
+    taken = torch.empty(sum(taken_bytes), dtype=torch.uint8, device="cpu")
     together = bytearray(b"".join(given)) or bytearray(1)
     sent = torch.frombuffer(together, dtype=torch.uint8)[: sum(lengths)]
     exchange.deal(sent, lengths, taken, taken_bytes)

@@ -367,7 +367,7 @@ def _room(anchor: Anchor, group: int, units: Sequence[UnitKey]) -> _Room:
         group=group,
         parameter=anchor.parameter,
         gradient=room_like(local).zero_(),
-        recipe=torch.zeros(len(units), RECIPE_BYTES, dtype=torch.uint8),
+        recipe=torch.zeros(len(units), RECIPE_BYTES, dtype=torch.uint8, device="cpu"),
         units=tuple(units),
     )
 

@@ -35,13 +35,13 @@ def check_optimizer(make: MakeOptimizer) -> None:
     """
     draw = torch.Generator()
     draw.manual_seed(1)
-    scales = torch.tensor([1.0, 100.0]).view(2, 1, 1)
-    start = torch.empty(2, 8, 8).normal_(generator=draw) * scales
+    scales = torch.tensor([1.0, 100.0], device="cpu").view(2, 1, 1)
+    start = torch.empty(2, 8, 8, device="cpu").normal_(generator=draw) * scales
     together = nn.Parameter(start.clone())
     apart = [nn.Parameter(one.clone().unsqueeze(0)) for one in start]
     optimizers = [make([together]), *(make([one]) for one in apart)]
     for _ in range(_STEPS):
-        grad = torch.empty(2, 8, 8).normal_(generator=draw) * scales.flip(0)
+        grad = torch.empty(2, 8, 8, device="cpu").normal_(generator=draw) * scales.flip(0)
         together.grad = grad.clone()
         for one, part in zip(apart, grad, strict=True):
             one.grad = part.clone().unsqueeze(0)
@@ -95,7 +95,7 @@ def check_copies(model: nn.Module, optimizer: torch.optim.Optimizer, group: Worl
     layers = moe_layers(model)
     experts = max(len(layer.plan.layers[layer.layer].copies) for layer in layers)
     rank = dist.get_rank(group.now)
-    own = torch.zeros(len(layers), experts, dtype=torch.int64)
+    own = torch.zeros(len(layers), experts, dtype=torch.int64, device="cpu")
     for one in held_experts(layers):
         own[one.layer, one.expert] = digest_of(_state_of(one, optimizer)) >> 1
     device = next(layers[0].experts.parameters()).device

@@ -77,7 +77,7 @@ class Dispatcher:
         """Experts in this rank's seats, ascending."""
         empty = plan.room.rank_seats - len(self.experts)
         self._seats = (*self.experts, *[None] * empty) if seats is None else tuple(seats)
-        self._seat_of = torch.zeros(len(copies), dtype=torch.int64)
+        self._seat_of = torch.zeros(len(copies), dtype=torch.int64, device="cpu")
         for seat, held_here in enumerate(self._seats):
             if held_here is not None:
                 self._seat_of[held_here] = seat

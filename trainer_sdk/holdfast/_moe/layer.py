@@ -55,7 +55,7 @@ class SeatedExperts(nn.Module):
             draw = torch.Generator()
             draw.manual_seed(xxhash.xxh3_64_intdigest(f"{seed}/{expert}".encode()) >> 1)
             for weight in (self.w_in, self.w_out):
-                drawn = torch.empty(weight.shape[1:]).normal_(generator=draw)
+                drawn = torch.empty(weight.shape[1:], device="cpu").normal_(generator=draw)
                 weight[seat] = drawn * weight.shape[1] ** -0.5
 
     def forward(self, x_MD: torch.Tensor, seat_rows: Sequence[int]) -> torch.Tensor:
@@ -72,7 +72,7 @@ class SeatedExperts(nn.Module):
 def _by_seat(x: torch.Tensor, weight: torch.Tensor, seat_rows: Sequence[int]) -> torch.Tensor:
     """Product of each seat's rows with its matrix."""
     if x.shape[0] and _has_grouped(x, weight):
-        ends = torch.tensor(seat_rows).cumsum(0).to(x.device, torch.int32)
+        ends = torch.tensor(seat_rows, device="cpu").cumsum(0).to(x.device, torch.int32)
         product: torch.Tensor = F.grouped_mm(x, weight, offs=ends)
         if product.requires_grad:
             product.register_hook(torch.Tensor.contiguous)  # torch demands it of the gradient

@@ -283,8 +283,8 @@ class Reseating:
             for expert in experts
             for tensor in tensors
         ]
-        sent = torch.cat([torch.empty(0, dtype=torch.uint8), *parts])
-        arrived = torch.empty(each * sum(map(len, taken)), dtype=torch.uint8)
+        sent = torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *parts])
+        arrived = torch.empty(each * sum(map(len, taken)), dtype=torch.uint8, device="cpu")
         exchange.deal(
             sent, [each * len(one) for one in given], arrived, [each * len(one) for one in taken]
         )

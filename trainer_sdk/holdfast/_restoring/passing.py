@@ -111,7 +111,7 @@ def pass_on(
     Raises:
         UnreachableError: when a rank does not take part.
     """
-    host = torch.empty(BUFFER_BYTES, dtype=torch.uint8)
+    host = torch.empty(BUFFER_BYTES, dtype=torch.uint8, device="cpu")
     for batch in packed([span for span in wanted[rank] if readers[span[0]] == rank], BUFFER_BYTES):
         filling.fill(batch, _load(batch, held, host))
     routes = _routes(wanted, readers)
@@ -194,10 +194,10 @@ def _deal(
         given = [now.get((rank, other), none) for other in range(ranks)]
         taken = [now.get((other, rank), none) for other in range(ranks)]
         given_bytes, taken_bytes = [list(map(_bytes_of, each)) for each in (given, taken)]
-        sent = torch.empty(sum(given_bytes), dtype=torch.uint8)
+        sent = torch.empty(sum(given_bytes), dtype=torch.uint8, device="cpu")
         for batch, part in zip(given, sent.split(given_bytes), strict=True):
             _load(batch, held, part)
-        received = torch.empty(sum(taken_bytes), dtype=torch.uint8)
+        received = torch.empty(sum(taken_bytes), dtype=torch.uint8, device="cpu")
         exchange.deal(sent, given_bytes, received, taken_bytes)
         for batch, part in zip(taken, received.split(taken_bytes), strict=True):
             filling.fill(batch, part)

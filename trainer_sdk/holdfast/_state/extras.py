@@ -228,7 +228,9 @@ def _pairs(pairs: Any, depth: int) -> list[tuple[Any, Any]]:
 
 def _tensor(dtype: str, shape: list[int], data: bytes, depth: int) -> torch.Tensor:
     del depth
-    raw = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte()
+    raw = torch.empty(0, dtype=torch.uint8, device="cpu")
+    if data:
+        raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     return raw.view(dtype_named(dtype)).reshape(shape)
 
 

@@ -108,7 +108,7 @@ class InPlaceCheck:
 
 
 def _joined(samples: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([*samples]) if samples else torch.empty(0, dtype=torch.uint8)
+    return torch.cat([*samples]) if samples else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _samples(tensor: torch.Tensor, count: int) -> Iterator[torch.Tensor]:

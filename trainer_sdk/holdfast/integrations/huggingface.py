@@ -37,7 +37,8 @@ _LEFT_OUT = frozenset({"log_history", "stateful_callbacks"})
 
 
 class HoldfastTrainerCallback(TrainerCallback):  # type: ignore[misc]  # the package is not type-checked
-    """Protects a `Trainer` after each optimizer step.
+    """Protects a `Trainer` after each optimizer step, with what follows it: evaluation, and the
+    trainer's own checkpoint.
 
     A restart resumes at the batch after the restored step, with the scheduler, the gradient scaler
     and the random generators as they were; `trainer.state.log_history` begins anew.
@@ -51,6 +52,8 @@ class HoldfastTrainerCallback(TrainerCallback):  # type: ignore[misc]  # the pac
         self._own = dict(stateful or {})
         self._arguments = arguments
         self._session: Session | None = None
+        self._unsaved = False
+        """Whether the newest step waits to be saved until what follows it is done."""
         self._scheduler = _KeptState()
         self._groups: list[dict[str, Any]] = []
         self._generators: RandomGenerators | None = None
@@ -64,8 +67,8 @@ class HoldfastTrainerCallback(TrainerCallback):  # type: ignore[misc]  # the pac
             What to pass to `trainer.train` as `resume_from_checkpoint`; None for a fresh start.
 
         Raises:
-            InvalidJobError: the trainer shards its state by FSDP or DeepSpeed, or draws the order
-                of its data so that it cannot be repeated.
+            InvalidJobError: the trainer shards its state by FSDP or DeepSpeed, makes its model
+                later, or draws the order of its data so that it cannot be repeated.
             HoldfastError: as `Session.restore`.
         """
         _check(trainer)
@@ -88,7 +91,9 @@ class HoldfastTrainerCallback(TrainerCallback):  # type: ignore[misc]  # the pac
             for group in optimizer.param_groups
         ]
         self._folder = tempfile.TemporaryDirectory(prefix="holdfast-")
-        _write_position(Path(self._folder.name), trainer.model, at.restored)
+        # The trainer's own checkpoints look each of the other callbacks up in there.
+        others = {"stateful_callbacks": trainer.state.stateful_callbacks}
+        _write_position(Path(self._folder.name), trainer.model, at.restored | others)
         return self._folder.name
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -107,20 +112,30 @@ class HoldfastTrainerCallback(TrainerCallback):  # type: ignore[misc]  # the pac
             self._folder = None
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._save(state)
         if float(state.epoch).is_integer():  # a resumed epoch draws its order as it did before
             self._put_back_generators()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._save(state)
         self._put_back_generators()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._session is not None:
-            self._session.save(state.global_step)
+        # An evaluation that follows draws random numbers, and may change rates; a restart at this
+        # step would leave it out.
+        self._unsaved = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # The last step is not saved: a trainer that resumes after it trains one step more, and the
+        # model may be the best one by now.
         if self._session is not None:
             self._session.close()
             self._session = None
+
+    def _save(self, state: Any) -> None:
+        if self._unsaved and self._session is not None:
+            self._session.save(state.global_step)
+        self._unsaved = False
 
     def _put_back_generators(self) -> None:
         if self._generators is not None:
@@ -172,6 +187,11 @@ def _check(trainer: Trainer) -> None:
         raise InvalidJobError(
             "HoldfastTrainerCallback restores before FSDP or DeepSpeed shard the model; train with "
             "DDP, or use holdfast.init in a loop of your own"
+        )
+    if trainer.model_init is not None:
+        raise InvalidJobError(
+            "Trainer(model_init=…) makes another model in train, after what was restored: give "
+            "Trainer the model itself"
         )
     strategy = trainer.args.train_sampling_strategy
     seedable = trainer.args.accelerator_config.use_seedable_sampler

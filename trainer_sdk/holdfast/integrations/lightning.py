@@ -11,6 +11,7 @@ in `train_dataloader`, which Lightning calls after the restore.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,7 +26,7 @@ with needing("holdfast.integrations.lightning", PackageGroup.LIGHTNING):
 
 
 class HoldfastCallback(Callback):  # type: ignore[misc]  # the package is not type-checked
-    """Protects a `Trainer` after each optimizer step.
+    """Protects a `Trainer` after each optimizer step, and the validation that follows it.
 
     A restart resumes after the restored step, with the schedulers, the loops, the loader and the
     random generators as they were.
@@ -39,6 +40,7 @@ class HoldfastCallback(Callback):  # type: ignore[misc]  # the package is not ty
         self._own = dict(stateful or {})
         self._arguments = arguments
         self._session: Session | None = None
+        self._loops: _Loops | None = None
         self._saved = 0
         """Newest step that was saved or restored."""
         self._generators: RandomGenerators | None = None
@@ -50,7 +52,7 @@ class HoldfastCallback(Callback):  # type: ignore[misc]  # the package is not ty
                 f"fit(ckpt_path={str(trainer.ckpt_path)!r}) would load over what HoldfastCallback "
                 f"restores; leave ckpt_path out"
             )
-        loops = _Loops(trainer)
+        loops = self._loops = _Loops(trainer)
         stateful: dict[str, Stateful] = {"loops": loops}
         for index, config in enumerate(trainer.lr_scheduler_configs):
             stateful[f"scheduler{index}"] = config.scheduler
@@ -71,6 +73,7 @@ class HoldfastCallback(Callback):  # type: ignore[misc]  # the package is not ty
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        self._save(trainer)
         if self._generators is not None:
             self._generators.put_back()
             self._generators = None
@@ -83,11 +86,15 @@ class HoldfastCallback(Callback):  # type: ignore[misc]  # the package is not ty
         batch: Any,
         batch_idx: int,
     ) -> None:
-        if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
-            self._save(trainer)
+        # Validation may follow, which draws random numbers and may change rates, and then the next
+        # batch is loaded: the position is this one, and all else is saved when that is done.
+        if self._loops is not None and trainer.global_step > self._saved:
+            self._loops.keep()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._save(trainer)  # the loops now count the epoch as done
+        if self._loops is not None and trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            self._loops.drop()  # they now count the epoch as done
+        self._save(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._session is not None:
@@ -98,6 +105,8 @@ class HoldfastCallback(Callback):  # type: ignore[misc]  # the package is not ty
         if self._session is not None and trainer.global_step > self._saved:
             self._saved = trainer.global_step
             self._session.save(self._saved)
+            if self._loops is not None:
+                self._loops.drop()
 
 
 class _Loops:
@@ -105,10 +114,21 @@ class _Loops:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
+        self._kept: dict[str, Any] | None = None
         self.at_epoch_end = False
         """Whether the restored step was the last one of an epoch."""
 
+    def keep(self) -> None:
+        """Keep the present state as the one that is saved, until it is dropped."""
+        self._kept = copy.deepcopy(self._trainer.fit_loop.state_dict())
+
+    def drop(self) -> None:
+        """Forget the state that was kept."""
+        self._kept = None
+
     def state_dict(self) -> dict[str, Any]:
+        if self._kept is not None:
+            return self._kept
         state: dict[str, Any] = self._trainer.fit_loop.state_dict()
         return state
 

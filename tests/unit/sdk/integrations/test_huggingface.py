@@ -28,12 +28,14 @@ class Killed(Exception):
 
 
 class KillAfter(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
-    """Has every step committed, and ends training after one."""
+    """Has every step committed up to one, and ends training after it."""
 
     def __init__(self, step: int, daemon: FakeDaemon) -> None:
         self._step, self._daemon = step, daemon
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not 0 < state.global_step <= self._step:
+            return
         saved = Generation(self._daemon.epoch, state.global_step)
         wait_for("the snapshot", lambda: saved in self._committed(), WAIT_S)
         if state.global_step == self._step:
@@ -49,6 +51,10 @@ def train(tmp_path: Path, daemon: FakeDaemon, kill_after: int = 0) -> str:
     arguments = ["--steps", str(STEPS), "--passages", str(PASSAGES)]
     args = train_huggingface.parse_args([*arguments, "--log-file", str(tmp_path / "log")])
     trainer = train_huggingface.make_trainer(args, protection)
+    trainer.args.eval_strategy, trainer.args.eval_steps = "steps", 2  # draws random numbers
+    trainer.eval_dataset = train_huggingface.Passages(4)
+    trainer.args.save_strategy, trainer.args.save_steps = "steps", 6  # checkpoints of its own
+    trainer.args.output_dir = str(tmp_path / "checkpoints")
     trainer.add_callback(KillAfter(kill_after, daemon))
     try:
         trainer.train(resume_from_checkpoint=protection.restore(trainer))
@@ -79,9 +85,17 @@ def test_training_that_dies_after_a_step_ends_with_the_same_losses_and_bytes(
     with pytest.raises(Killed):
         train(tmp_path, FakeDaemon(memory), kill_after=step)
     state = train(tmp_path, FakeDaemon(memory, epoch=2))
-    expected = {n: line for n, line in undisturbed[1].items() if n != step}  # died before its line
-    assert losses(tmp_path) == expected
+    assert losses(tmp_path) == undisturbed[1]
     assert state == undisturbed[0]
+
+
+def test_a_restart_after_the_last_step_ends_with_the_same_losses_and_bytes(
+    tmp_path: Path, undisturbed: tuple[str, dict[int, Any]]
+) -> None:
+    memory = tmp_path / "memory"
+    for epoch in (1, 2):
+        assert train(tmp_path, FakeDaemon(memory, epoch=epoch)) == undisturbed[0]
+        assert losses(tmp_path) == undisturbed[1]
 
 
 def test_training_without_a_restore_is_refused(tmp_path: Path) -> None:
@@ -89,6 +103,16 @@ def test_training_without_a_restore_is_refused(tmp_path: Path) -> None:
     trainer = train_huggingface.make_trainer(args, HoldfastTrainerCallback())
     with pytest.raises(InvalidJobError, match="has not restored"):
         trainer.train()
+
+
+def test_a_trainer_that_makes_its_model_later_is_refused() -> None:
+    protection = HoldfastTrainerCallback()
+    trainer = train_huggingface.make_trainer(
+        train_huggingface.parse_args(["--steps", "1"]), protection
+    )
+    trainer.model_init = lambda: trainer.model
+    with pytest.raises(InvalidJobError, match="makes another model in train"):
+        protection.restore(trainer)
 
 
 def test_an_order_that_cannot_be_repeated_is_refused() -> None:

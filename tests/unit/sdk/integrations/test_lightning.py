@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import InvalidJobError
@@ -40,15 +42,14 @@ class KillAfter(pytorch.Callback):  # type: ignore[misc, name-defined]
     def __init__(self, step: int, daemon: FakeDaemon) -> None:
         self._step, self._daemon = step, daemon
 
-    def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
-        if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
-            self._look(trainer)
+    def on_train_batch_start(self, trainer: Any, *rest: Any) -> None:
+        self._look(trainer)
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         self._look(trainer)
 
     def _look(self, trainer: Any) -> None:
-        if trainer.global_step > self._step:
+        if not 0 < trainer.global_step <= self._step:
             return
         saved = Generation(self._daemon.epoch, trainer.global_step)
         wait_for("the snapshot", lambda: saved in self._committed(), WAIT_S)
@@ -59,6 +60,16 @@ class KillAfter(pytorch.Callback):  # type: ignore[misc, name-defined]
         return [manifest.generation for manifest in self._daemon.manifests]
 
 
+class Validated(train_lightning.NextByte):
+    """Draws a random number in each validation."""
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.arange(4)))
+
+    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        assert len(batch) == 1
+
+
 def train(tmp_path: Path, daemon: FakeDaemon, kill_after: int = 0) -> str:
     """Train to the end, or to the step at which the process dies; return the state's hash."""
     args = train_lightning.parse_args(
@@ -67,8 +78,10 @@ def train(tmp_path: Path, daemon: FakeDaemon, kill_after: int = 0) -> str:
     protection = HoldfastCallback(daemon=daemon)
     trainer = train_lightning.make_trainer(args, protection)
     trainer.callbacks.append(KillAfter(kill_after, daemon))
+    trainer.val_check_interval = 2
+    torch.manual_seed(1)
     try:
-        train_lightning.fit(args, trainer)
+        trainer.fit(Validated(args.log_file, args.bytes))
     except Killed:
         protection.teardown(trainer, trainer.lightning_module, "fit")  # frees the arena
         raise
