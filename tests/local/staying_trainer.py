@@ -192,6 +192,7 @@ def watch_calls(faults: Faults) -> None:
     faults.before(GrpcClient, "restore", "before-restore", "after-restore")
     faults.before(groups, "leave", "before-leave", "after-leave")
     faults.before(groups.MeetingPoint, "form", "before-form", "after-form")
+    faults.before(dist, "init_process_group", "in-form")
     faults.before(World, "stand", "before-stand", "after-stand")
     faults.before(live.HandOver, "run", "before-hand-over", "after-hand-over")
     faults.before(live, "scatter", "before-scatter", "after-scatter")

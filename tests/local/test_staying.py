@@ -347,6 +347,7 @@ def test_two_ranks_that_die_at_once_leave_the_third_in_its_process(
     "point",
     [
         "before-scatter",
+        "in-form",
         pytest.param("before-form", marks=pytest.mark.slow),
         pytest.param("after-form", marks=pytest.mark.slow),
         *(

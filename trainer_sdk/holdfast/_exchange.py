@@ -8,7 +8,7 @@ bytes travel; nothing is unpickled. A world of one needs no group.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Protocol, cast
 
@@ -100,8 +100,8 @@ class GlooExchange:
     Args:
         timeout_s: time that one collective may take.
         ended: whether the training world has ended, so that no rank may be waited for any more.
-        form_s: time that forming a group may take; `timeout_s` when None. A rank that dies
-            meanwhile costs the others that much: nothing else ends their wait for its address.
+        form_s: time that forming a group may take; `timeout_s` when None.
+        forming: context in which a group of gloo is formed; it ends that once the world has ended.
     """
 
     together = True
@@ -111,11 +111,12 @@ class GlooExchange:
         timeout_s: float,
         ended: Callable[[], bool] = lambda: False,
         form_s: float | None = None,
+        forming: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._timeout = timedelta(seconds=timeout_s)
-        self._ended = ended
-        self._forming = self._timeout if form_s is None else timedelta(seconds=form_s)
-        self._group: dist.ProcessGroup | None = _new_group(None, "gloo", self._forming)
+        self._ended, self._forming = ended, forming
+        self._form_timeout = self._timeout if form_s is None else timedelta(seconds=form_s)
+        self._group: dist.ProcessGroup | None = self._new_group(None, "gloo")
         set_timeout(self._group, timeout_s)
         self._rank = dist.get_rank()
 
@@ -159,7 +160,7 @@ class GlooExchange:
         backend = "gloo" if device.type == "cpu" else None
         for ranks in groups:
             with _translated():
-                group = _new_group(list(ranks), backend, self._forming)
+                group = self._new_group(list(ranks), backend)
             if self._rank not in ranks:
                 continue
             set_timeout(group, self._timeout.total_seconds())
@@ -195,12 +196,10 @@ class GlooExchange:
             )
             wait(work, self._ended)
 
-
-def _new_group(
-    ranks: list[int] | None, backend: str | None, timeout: timedelta
-) -> dist.ProcessGroup:
-    group: Any = dist.new_group(ranks, backend=backend, timeout=timeout)
-    return cast(dist.ProcessGroup, group)  # on ranks outside the group it is a constant
+    def _new_group(self, ranks: list[int] | None, backend: str | None) -> dist.ProcessGroup:
+        with self._forming() if backend == "gloo" else nullcontext():
+            group: Any = dist.new_group(ranks, backend=backend, timeout=self._form_timeout)
+        return cast(dist.ProcessGroup, group)  # on ranks outside the group it is a constant
 
 
 @contextmanager

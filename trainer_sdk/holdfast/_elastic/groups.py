@@ -14,8 +14,8 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from math import inf
 from typing import Any
@@ -32,6 +32,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # re-exported by 
 
 from holdfast._causes import chain_of
 from holdfast._elastic import stage_group
+from holdfast._elastic.forming import FormingStore
 from holdfast._elastic.stage_group import Carrier
 from holdfast._exchange import set_timeout
 from holdfast_core.errors import StaleEpochError, UnreachableError
@@ -39,13 +40,15 @@ from holdfast_core.errors import StaleEpochError, UnreachableError
 _log = logging.getLogger("holdfast")
 
 FORM_S = 15.0
-"""Time to form a group once all ranks have met. A rank that dies in between costs that much."""
+"""Time to form a group once all ranks have met, in a world that lasts."""
 DROP_S = 5.0
 """Time that a process which ends gives its groups to be destroyed."""
 SETTLE_S = 1.0
 """Longest wait for threads of groups that are left: a failed collective may be adding up still."""
 CONNECT_S = 10.0
 """Time to reach the store of an epoch."""
+_ATTEMPT_S = 2.0
+"""Time of one attempt at that, after which the world is looked at."""
 _POLL_S, _POLL_S_MAX = 0.002, 0.05
 _NO_TIME = timedelta(milliseconds=1)
 _UNUSED_TAG = 2**30
@@ -64,16 +67,16 @@ class MeetingPoint:
         ended: whether the world has ended.
 
     Raises:
+        StaleEpochError: the world ended before its store was reached.
         RuntimeError: the store cannot be reached.
     """
 
     def __init__(
         self, store_address: str, epoch: int, size: int, ended: Callable[[], bool]
     ) -> None:
-        host, _, port = store_address.rpartition(":")
-        store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=CONNECT_S))
-        self._store = PrefixStore(f"world-{epoch}", store)
         self._epoch, self._size, self._ended = epoch, size, ended
+        self._store = PrefixStore(f"world-{epoch}", self._connect(store_address))
+        self._forming = FormingStore(PrefixStore("groups", self._store), epoch, ended, FORM_S)
         self._meetings = 0
 
     def meet(self) -> None:
@@ -127,15 +130,63 @@ class MeetingPoint:
         """Form the default process group. Collective; raises as `meet`, or RuntimeError when a rank
         was lost meanwhile."""
         self.meet()
-        dist.init_process_group(
-            backend,
-            store=PrefixStore("groups", self._store),
-            rank=rank,
-            world_size=self._size,
-            timeout=timedelta(seconds=FORM_S),
-        )
+        plain = PrefixStore("groups", self._store)
+        with self.forming(backend):
+            dist.init_process_group(
+                backend,
+                store=plain if _has_nccl(backend) else self._forming,
+                rank=rank,
+                world_size=self._size,
+                timeout=timedelta(seconds=FORM_S),
+            )
         assert dist.group.WORLD is not None
         set_timeout(dist.group.WORLD, timeout_s)
+
+    @contextmanager
+    def forming(self, backend: str) -> Iterator[None]:
+        """Form groups of `backend`; gloo's are given up once the world has ended.
+
+        Raises:
+            StaleEpochError: the world has ended.
+        """
+        if _has_nccl(backend):
+            yield
+            return
+        with self._forming.watch():
+            world = dist.group.WORLD
+            if world is None:
+                yield
+                return
+            # torch takes the store of a new group from here, and NCCL's threads have theirs already
+            kept = c10d._world.pg_map[world]
+            c10d._world.pg_map[world] = (kept[0], self._forming)
+            try:
+                yield
+            finally:
+                c10d._world.pg_map[world] = kept
+
+    def _connect(self, store_address: str) -> TCPStore:
+        host, _, port = store_address.rpartition(":")
+        until = time.monotonic() + CONNECT_S
+        while True:
+            try:
+                store = TCPStore(
+                    host, int(port), is_master=False, timeout=timedelta(seconds=_ATTEMPT_S)
+                )
+            except dist.DistError:
+                if self._ended():
+                    raise StaleEpochError(
+                        f"epoch {self._epoch} ended before its store was reached"
+                    ) from None
+                if time.monotonic() > until:
+                    raise
+            else:
+                store.set_timeout(timedelta(seconds=CONNECT_S))
+                return store
+
+
+def _has_nccl(backend: str) -> bool:
+    return "nccl" in backend
 
 
 def split(

@@ -7,11 +7,13 @@ the lost ones.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from math import inf
 
@@ -279,7 +281,10 @@ class World:
         self._point.meet()
         epoch = self._epoch
         made = GlooExchange(
-            timeout_s, lambda: self.ended or self._epoch != epoch, form_s=groups.FORM_S
+            timeout_s,
+            lambda: self.ended or self._epoch != epoch,
+            form_s=groups.FORM_S,
+            forming=functools.partial(self._point.forming, "gloo"),
         )
         self._exchanges.append(made)
         return made
@@ -456,9 +461,12 @@ class World:
 
     def _split(self, group: WorldGroup) -> None:
         parts = group._parts(self._size)
+        forming: AbstractContextManager[None] = nullcontext()
         if self._point is not None:
             self._point.meet()
-        group._now = groups.split(parts, self._rank, self._timeout_s, group._carrier)
+            forming = self._point.forming(self._backend)
+        with forming:
+            group._now = groups.split(parts, self._rank, self._timeout_s, group._carrier)
 
     def _form_alone(self) -> None:
         """Form the groups that torchrun's environment names, or those of one process."""

@@ -13,7 +13,9 @@ from torch import nn
 from holdfast._digests import digest_of
 from holdfast._elastic.world import WorldGroup
 from holdfast._moe.gradients import HeldExpert, held_experts, moe_layers
+from holdfast._saving.replicas import differing_copies
 from holdfast_core.errors import InvalidJobError, ReplicaMismatchError
+from holdfast_core.snapshots.units import UnitKey, UnitKind
 
 _log = logging.getLogger("holdfast")
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -101,18 +103,20 @@ def check_copies(model: nn.Module, optimizer: torch.optim.Optimizer, group: Worl
     device = next(layers[0].experts.parameters()).device
     every = [torch.empty_like(own, device=device) for _ in range(dist.get_world_size(group.now))]
     group.wait(dist.all_gather(every, own.to(device), group=group.now, async_op=True))
-    digests = torch.stack(every).cpu()
+    every = [one.cpu() for one in every]
+    seated: dict[int, dict[str, int]] = {holder: {} for holder in range(len(every))}
     for at, layer in enumerate(layers):
         for expert, held in enumerate(layer.plan.layers[layer.layer].copies):
-            first, *others = (holder for holder, _ in held)
-            differ = [r for r in others if digests[r, at, expert] != digests[first, at, expert]]
-            if differ:
-                raise ReplicaMismatchError(
-                    f"expert {expert} of layer {layer.layer}: rank {first} holds different bytes "
-                    f"from ranks {differ} (seen by rank {rank}); copies become different when "
-                    f"their gradients are not summed by holdfast.moe.SummedGradients, or when a "
-                    f"snapshot left some of them out: use the policy Full"
-                )
+            name = str(UnitKey(layer.layer, UnitKind.EXPERT, expert))
+            for holder, _ in held:
+                seated[holder][name] = int(every[holder][at, expert])
+    for unit, (first, *differ) in sorted(differing_copies(seated)):
+        raise ReplicaMismatchError(
+            f"expert {unit.expert} of layer {unit.layer}: rank {first} holds different bytes from "
+            f"ranks {differ} (seen by rank {rank}); copies become different when their gradients "
+            f"are not summed by holdfast.moe.SummedGradients, or when a snapshot left some of them "
+            f"out: use the policy Full"
+        )
 
 
 def _state_of(one: HeldExpert, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,9 @@ from ranks import run_ranks
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from holdfast._elastic import groups
+from holdfast._elastic.forming import FormingStore
+from holdfast._exchange import GlooExchange
+from holdfast_core.errors import StaleEpochError
 
 TIMEOUT_S = 30.0
 LATE_S = 2.0
@@ -92,19 +97,58 @@ def test_a_rank_that_comes_back_writes_into_no_tensor_of_those_that_have_left_it
     run_ranks(stand_still, (kind, size, str(clock.port)), size)
 
 
-def meet_twice(rank: int, port: str) -> None:
-    """Rank 1 of the first world dies when its ranks have met; another process takes its place."""
+class SurvivingStore(FormingStore):
+    """Store of rank 0, whose world ends while it waits for rank 1 in one of gloo's two steps."""
+
+    dies = ""
+    waits = False
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self.waits |= self.dies == "before its address" and keys[0].endswith("/1")
+        super().wait(keys, timeout)
+
+    def get(self, key: str) -> bytes:
+        self.waits |= key.endswith("/1")
+        return super().get(key)
+
+
+class LosingStore(FormingStore):
+    """Store of rank 1, which dies as soon as it has written an address, by which gloo has rank 0
+    wait for the connection."""
+
+    def set(self, key: str, value: Any) -> None:
+        [name_bytes] = struct.unpack_from("@N", value)
+        port_at = 8 + name_bytes + 8 + 2
+        super().set(key, value[:port_at] + b"\xff\xff" + value[port_at + 2 :])
+        os._exit(0)
+
+
+def meet_twice(rank: int, dies: str, group: str, port: str) -> None:
+    """Rank 1 of the first world dies while a group is formed; another process takes its place."""
     address = f"127.0.0.1:{port}"
     if rank < 2:
-        groups.FORM_S = 1.0
         first = groups.MeetingPoint(address, 1, 2, lambda: False)
-        if rank == 1:
-            first.meet()
-            os._exit(0)
-        with pytest.raises(RuntimeError):
+        if group == "of the session":
             first.form("gloo", rank, TIMEOUT_S)
+        store = PrefixStore("group", first._store)
+        if rank == 1:
+            if dies == "before its address":
+                first.meet()
+                os._exit(0)
+            first._forming = LosingStore(store, 1, lambda: False, TIMEOUT_S)
+        else:
+            survivor = SurvivingStore(store, 1, lambda: survivor.waits, TIMEOUT_S)
+            survivor.dies, first._forming = dies, survivor
+        before = _threads_and_ports()
+        with pytest.raises(StaleEpochError):
+            if group == "of the session":
+                first.meet()
+                GlooExchange(TIMEOUT_S, forming=lambda: first.forming("gloo"))
+            else:
+                first.form("gloo", rank, TIMEOUT_S)
+        assert dist.is_initialized() or _threads_and_ports() == before
         groups.leave()
-    groups.FORM_S = TIMEOUT_S
+        assert group == "of the session" or _threads_and_ports() == before
     groups.MeetingPoint(address, 2, 2, lambda: False).form("gloo", rank // 2, TIMEOUT_S)
     found = torch.ones(1)
     dist.all_reduce(found)
@@ -112,6 +156,25 @@ def meet_twice(rank: int, port: str) -> None:
     groups.leave()
 
 
-def test_a_rank_dies_while_a_group_is_formed_and_the_next_group_has_its_replacement() -> None:
+def _threads_and_ports() -> tuple[set[str], set[str]]:
+    """Threads of this process, and sockets at which it listens."""
+    own = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            own.add(str(descriptor.readlink()))
+    listening = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            columns = line.split()
+            if columns[3] == "0A" and f"socket:[{columns[9]}]" in own:
+                listening.add(columns[9])
+    return {thread.name for thread in Path("/proc/self/task").iterdir()}, listening
+
+
+@pytest.mark.parametrize("group", ["of the world", "of the session"])
+@pytest.mark.parametrize("dies", ["before its address", "before it connects"])
+def test_a_group_that_lacks_a_rank_is_given_up_when_its_world_ends_and_leaves_nothing(
+    dies: str, group: str
+) -> None:
     clock = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    run_ranks(meet_twice, (str(clock.port),), 3)
+    run_ranks(meet_twice, (dies, group, str(clock.port)), 3)

@@ -1,0 +1,164 @@
+"""Store in which the forming of a gloo group ends with its world.
+
+gloo forms a group in two steps. Each rank writes its address into a store and looks for those of
+all others; then every two ranks connect, and the one with the lower address waits for the other. A
+rank that dies in the first step is waited for as long as forming may take, one that dies in the
+second five times as long, and torch offers no call that ends either wait. So gloo gets a store that
+looks at the world while it waits; and once the world has ended, this process opens the connections
+that are missing to itself. The group that this may complete is of no use: whoever forms it raises.
+
+NCCL's threads use their store without the interpreter, so a store in Python is not for them.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import Store  # type: ignore[attr-defined]  # re-exported by torch
+
+from holdfast_core.errors import StaleEpochError, UnreachableError
+
+_POLL_S, _POLL_S_MAX = 0.002, 0.05
+_SIZE = struct.Struct("@N")
+_NUMBER = struct.Struct("@n")
+_PORT = struct.Struct("!H")
+_IP_AT = {socket.AF_INET: slice(4, 8), socket.AF_INET6: slice(8, 24)}
+"""Where a `sockaddr` has its address, behind its family and port."""
+
+
+class FormingStore(Store):
+    """Store of one world for its gloo groups.
+
+    Keep a reference to it for as long as there are groups: torch keeps none.
+
+    Args:
+        store: store of the world.
+        epoch: membership epoch of the world.
+        ended: whether the world has ended. Any thread.
+        form_s: time that a rank may take to write its address.
+    """
+
+    def __init__(self, store: Store, epoch: int, ended: Callable[[], bool], form_s: float) -> None:
+        super().__init__()
+        self._store, self._epoch, self._ended, self._form_s = store, epoch, ended, form_s
+        self._listeners: list[Listener] = []
+        """Those of this process, of the groups that are being formed."""
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Form groups; give them up once the world has ended.
+
+        Raises:
+            StaleEpochError: the world has ended.
+        """
+        formed = threading.Event()
+        watching = threading.Thread(target=self._watch, args=(formed,), name="holdfast-forming")
+        watching.start()
+        try:
+            yield
+        except RuntimeError:
+            self._check()  # the end of the world is the cause
+            raise
+        finally:
+            formed.set()
+            watching.join()
+            self._listeners.clear()
+        self._check()
+
+    # --- called by gloo ---------------------------------------------------------------------------
+
+    def set(self, key: str, value: Any) -> None:
+        listener = read_listener(value)
+        if listener is not None:
+            self._listeners.append(listener)
+        self._check()  # only now: a world that ends from here on completes this listener, too
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(key, amount)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait for `keys`. The time that gloo gives is the group's."""
+        del timeout
+        until, pause_s = time.monotonic() + self._form_s, _POLL_S
+        while not self._store.check(keys):
+            self._check()
+            if time.monotonic() > until:
+                raise UnreachableError(
+                    f"epoch {self._epoch}: some rank did not come to its group within "
+                    f"{self._form_s:.0f} s"
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _POLL_S_MAX)
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        if self._ended():
+            raise StaleEpochError(f"epoch {self._epoch} ended while its groups were formed")
+
+    def _watch(self, formed: threading.Event) -> None:
+        while not formed.wait(_POLL_S_MAX):
+            if self._ended():
+                for listener in self._listeners:
+                    listener.complete()
+                return
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Listener:
+    """Socket at which gloo waits for the connections of a group."""
+
+    host: str
+    port: int
+    family: int
+    numbers: tuple[int, ...]
+    """What each rank sends when it connects."""
+
+    def complete(self) -> None:
+        """Make each connection that may be missing, and close it."""
+        for number in self.numbers:
+            with suppress(OSError), socket.socket(self.family) as connection:
+                connection.connect((self.host, self.port))
+                connection.sendall(_NUMBER.pack(number))
+
+
+def read_listener(value: bytes) -> Listener | None:
+    """Read what gloo writes into its store: host name, address, and a number for each rank. None
+    when it is something else, as another version of gloo may write."""
+    with suppress(struct.error, KeyError, ValueError):
+        _, address, numbers = _cut(value)
+        [family] = struct.unpack_from("@H", address)
+        [port] = _PORT.unpack_from(address, 2)
+        host = socket.inet_ntop(family, address[_IP_AT[family]])
+        return Listener(
+            host=host,
+            port=port,
+            family=family,
+            numbers=tuple(number for [number] in _NUMBER.iter_unpack(numbers)),
+        )
+    return None
+
+
+def _cut(value: bytes) -> tuple[bytes, bytes, bytes]:
+    """Cut off two parts, each with its size before it; the third is what is left."""
+    parts, at = [], 0
+    for _ in range(2):
+        [size] = _SIZE.unpack_from(value, at)
+        at += _SIZE.size
+        if at + size > len(value):
+            raise ValueError(f"a part of {size} bytes in {len(value)}")
+        parts.append(value[at : at + size])
+        at += size
+    return parts[0], parts[1], value[at:]
