@@ -16,7 +16,7 @@ from itertools import chain
 
 import torch
 
-from holdfast._copying.devices import CpuDevice, Device, DeviceMove, Fence, Download, device_of
+from holdfast._copying.devices import CpuDevice, Device, DeviceMove, Download, Fence, device_of
 from holdfast._copying.engine import BLOCK_PIECES, GROUP_BLOCKS, CopyPlan, _by_block, plan_copy
 from holdfast._copying.placed import Placed
 from holdfast_core.snapshots.layouts import PIECE_BYTES, Layout
