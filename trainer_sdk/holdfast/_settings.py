@@ -22,7 +22,9 @@ class Settings:
     """
 
     copy_threads: int = 2
-    """Threads that copy and hash. Two reach the speed of a plain memcpy on most machines."""
+    """Threads that copy and hash. Two reach the speed of a plain memcpy on most machines. A GPU
+    copies by itself, beside an H100 they hash 18 GB/s: a save takes as long as its hashes, but
+    training waits for its copies only."""
     start_wait_s: float = 1.0
     """Time that the optimizer hook gives the daemon to grant a slot before it gives the save up.
     Once copying has begun the hook waits for its end, because tensors must not change under it."""
