@@ -36,7 +36,7 @@ _log = logging.getLogger("holdfast")
 
 
 class _Statement(msgspec.Struct, frozen=True):
-    """A rank's statement on a save; both fields are None when it could not hash its tensors."""
+    """A rank's statement on a save; both fields are None when it did not take it."""
 
     dense: int | None = None
     experts: int | None = None
@@ -65,7 +65,7 @@ class _Verdict:
 
     number: int
     missing: tuple[int, ...] = ()
-    """Ranks that could not hash their tensors."""
+    """Ranks that did not take the save."""
     differing: tuple[tuple[UnitKey, tuple[int, ...]], ...] = ()
 
 
@@ -182,7 +182,7 @@ class Comparing:
                 )
             if verdict.missing:
                 raise SnapshotSkippedError(
-                    f"ranks {list(verdict.missing)} could not read their tensors, so this save is "
+                    f"ranks {list(verdict.missing)} did not take this save, so it is "
                     f"neither compared nor complete; the next one will be"
                 )
 

@@ -175,7 +175,7 @@ def test_a_save_that_a_rank_could_not_read_is_complete_nowhere_and_the_next_is_c
     world.save(EQUAL), world.save(EQUAL)
     found = world.save(NOT_ALL)
     assert all(isinstance(error, SnapshotSkippedError) for error in found)
-    assert "ranks [3] could not read" in str(found[0])
+    assert "ranks [3] did not take" in str(found[0])
     assert all(isinstance(error, ReplicasDivergedError) for error in world.save(GATE_DIFFERS))
 
 
@@ -220,7 +220,7 @@ def test_a_verdict_that_comes_before_the_digests_is_not_waited_for_again() -> No
     while comparing.due(0, WAIT_S):  # until the ranks have concluded without this one
         pass
     comparing.hand_over(0, held(0))
-    with pytest.raises(SnapshotSkippedError, match=r"ranks \[0\] could not read"):
+    with pytest.raises(SnapshotSkippedError, match=r"ranks \[0\] did not take"):
         comparing.settle(0)
     comparing.close(WAIT_S)
 
@@ -350,7 +350,7 @@ def test_a_save_that_training_overtook_is_no_divergence(tmp_path: Path) -> None:
     other.hand_over(0, held_by_both)
     error = session.save(1).committed.exception(WAIT_S)
     assert isinstance(error, SnapshotSkippedError), error
-    with pytest.raises(SnapshotSkippedError, match=r"ranks \[0\] could not read"):
+    with pytest.raises(SnapshotSkippedError, match=r"ranks \[0\] did not take"):
         other.settle(0)
     assert session.problem is None
     session.close()
