@@ -212,6 +212,7 @@ def test_the_history_of_a_job_is_read_without_daemons_and_stays_after_its_end(
     start, recovery = told()["recoveries"]
     assert (start["epoch"], start["line"], start["lost_ranks"]) == (1, None, [])
     assert (recovery["epoch"], recovery["line"]) == (2, str(newest))
+    assert (recovery["live"], recovery["stayed"]) == (False, [])
     seconds = [value for value in recovery["seconds"].values() if value is not None]
     assert seconds[-1] > 0 and seconds == sorted(seconds)
     job.drop()

@@ -17,6 +17,8 @@ import pytest
 import staying_trainer
 from staying_trainer import SAMPLES, replay
 
+from holdfast_core.catalogue.records import EventView
+from holdfast_core.catalogue.recoveries import RecoveryRecord, history_of
 from holdfast_core.job.parsing import parse_job
 from holdfast_core.job.status import RecoveryMode
 from holdfast_core.states import RestoreSource
@@ -108,6 +110,17 @@ class Run:
             return []
         found = [json.loads(line) for line in text.split("\n")[:-1]]
         return [Line(**one) for one in found if "step" in one]
+
+    def history(self, epoch: int) -> RecoveryRecord:
+        """What daemons have logged of an epoch, as the catalogue would have it."""
+        events = [
+            {**event, "time": index}
+            for log in (self.directory / "run" / "logs").glob("*.log")
+            for index, line in enumerate(log.read_text().splitlines())
+            if line.startswith("{") and (event := json.loads(line)).get("epoch") == epoch
+        ]
+        found = history_of(EventView(id="", event=event) for event in events)
+        return found.recoveries[-1]
 
     def last(self) -> list[Line | None]:
         """The newest step of each rank; cheap, because the control loop waits meanwhile."""
@@ -331,6 +344,8 @@ def test_a_rank_that_dies_is_the_only_one_that_starts_anew(
     assert run.cluster.status.epoch == epoch + 1
     assert run.lost == lost
     assert run.newest() == (RestoreSource.LIVE, 0)
+    history = run.history(epoch + 1)
+    assert history.live and history.stayed == [one for one in range(RANKS) if one != rank]
 
 
 @pytest.mark.slow

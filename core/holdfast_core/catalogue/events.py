@@ -21,6 +21,9 @@ class JobEvent(StrEnum):
     """The recovery line is decided."""
 
     SESSION_OPENED = "session_opened"
+    """A trainer's session; the event has the key `stayed` if its process is of an earlier epoch."""
+    WENT_LIVE = "went_live"
+    """The first rank of the node goes on from what processes have, and restores nothing."""
     RANK_LOST = "rank_lost"
     """A session broke off in its epoch."""
     SKIPPED = "skipped"

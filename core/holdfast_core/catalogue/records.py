@@ -24,7 +24,7 @@ PREFIX = "holdfast"
 """First part of every key in Redis, unless another is set."""
 
 EVENTS_KEPT = 10_000
-"""Newest events kept of each job. A recovery of a thousand ranks publishes some 1,400."""
+"""Newest events kept of each job. A recovery of a thousand ranks publishes some 1,500."""
 
 NUMBER_DIGITS_MAX = 20
 """Digits of any number in a record: as many as 64 bits need."""

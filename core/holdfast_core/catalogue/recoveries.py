@@ -52,6 +52,11 @@ class RecoveryRecord:
     """The recovery line; None when there is none. Ranks that went on live did not go back to it."""
     reason: str = ""
     """Why the line is what it is, in words."""
+    live: bool = False
+    """Whether ranks went on from what processes had, and restored nothing."""
+    stayed: list[int] = field(default_factory=list)
+    """Ranks whose processes are of an earlier epoch, as far as daemons know: one that has restarted
+    since takes them for new."""
     rebuilt: list[int] = field(default_factory=list)
     """Ranks whose snapshots were rebuilt from parity or replicas."""
     loaded: list[int] = field(default_factory=list)
@@ -114,7 +119,7 @@ def history_of(events: Iterable[EventView]) -> History:
             run.ended_at = at
         elif event is JobEvent.RANK_LOST:
             run.lost.setdefault(epoch, []).append((at, rank))
-        elif event in _STAGES or event is JobEvent.TOKENS_LOST:
+        elif event in _STAGES or event in (JobEvent.TOKENS_LOST, JobEvent.WENT_LIVE):
             recovery = run.recoveries.setdefault(epoch, RecoveryRecord(epoch=epoch, noticed_at=at))
             _add(recovery, event, at, rank, each.event)
     recoveries = [recovery for run in runs for recovery in run.told()]
@@ -172,6 +177,10 @@ def _add(
             text = str(document.get("generation") or "")
             recovery.line = Generation.parse(text) if GENERATION.fullmatch(text) else None
             recovery.reason = str(document.get("detail") or "")
+        case JobEvent.WENT_LIVE:
+            recovery.live = True
+        case JobEvent.SESSION_OPENED if document.get("stayed") is True and rank >= 0:
+            recovery.stayed = sorted({*recovery.stayed, rank})
         case JobEvent.REBUILT if rank not in recovery.rebuilt:
             recovery.rebuilt.append(rank)
         case JobEvent.LOADED if rank not in recovery.loaded:

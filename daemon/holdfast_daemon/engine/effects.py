@@ -118,6 +118,8 @@ class Note:
     rank: int | None = None
     generation: Generation | None = None
     detail: str = ""
+    stayed: bool = False
+    """Whether the rank's process is of an earlier epoch."""
 
 
 # --- effects carried out in the background -------------------------------------------------------

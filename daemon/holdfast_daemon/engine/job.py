@@ -372,7 +372,10 @@ class JobEngine:
             if arena.rank == session.rank and slot.state is SlotState.GRANTED:
                 slot.clear()
         self.memory.note(
-            JobEvent.SESSION_OPENED, rank=session.rank, detail=f"process {session.pid}"
+            JobEvent.SESSION_OPENED,
+            rank=session.rank,
+            detail=f"process {session.pid}",
+            stayed=record.stayed(session),
         )
         return self._convergence.settle(now)
 
@@ -599,7 +602,9 @@ class JobEngine:
                 f"holdfast.elastic.init with stay=False"
             )
         self._followers_made += 1
-        self.memory.rank(rank).follower = Follower(self._followers_made, pid, size)
+        self.memory.rank(rank).follower = Follower(
+            self._followers_made, pid, size, since=self.memory.epoch
+        )
         return self._followers_made
 
     def unfollows(self, rank: int, number: int) -> None:
@@ -646,7 +651,9 @@ class JobEngine:
         """Record why no pipeline stage repeats steps alone, of which `rank` could have one."""
         self.memory.rank(rank).no_replay = why
 
-    def goes_on(self, rank: int, epoch: int, step: int, repeated_after: int | None) -> None:
+    def goes_on(
+        self, rank: int, epoch: int, step: int, repeated_after: int | None, now: float
+    ) -> list[Effect]:
         """Record that the trainer of `rank` has the state after `step`, and restores nothing.
 
         Args:
@@ -657,8 +664,11 @@ class JobEngine:
         """
         self._check_epoch(epoch, f"rank {rank}")
         record = self.memory.rank(rank)
+        if not any(one.is_live for one in self.memory.ranks.values()):
+            self.memory.note(JobEvent.WENT_LIVE, rank=rank, generation=Generation(epoch, step))
         record.restored = (Generation(epoch, step), RestoreSource.LIVE)
         record.repeated_after = repeated_after
+        return self._convergence.settle(now)
 
     # --- questions: the job -----------------------------------------------------------------------
 

@@ -70,6 +70,8 @@ class Follower:
     pid: int
     size: int = 0
     """Number of ranks of the only worlds that it can stay for; 0: it can in any."""
+    since: int = 0
+    """Epoch in which the stream began on this daemon."""
 
     def fits(self, size: int) -> bool:
         """Whether the worker can stay for a world of `size` ranks."""
@@ -114,6 +116,18 @@ class RankRecord:
     """Step after which the rank has repeated steps alone in this epoch."""
     no_replay: str = ""
     """Why no pipeline stage repeated steps alone in this epoch, in the SDK's words."""
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the rank went on in this epoch from what processes had."""
+        return self.restored is not None and self.restored[1] is RestoreSource.LIVE
+
+    def stayed(self, session: TrainerSession) -> bool:
+        """Whether the process of `session` followed its worlds before the session's epoch."""
+        follower = self.follower
+        return (
+            follower is not None and follower.pid == session.pid and follower.since < session.epoch
+        )
 
 
 @dataclass(slots=True)
@@ -186,8 +200,11 @@ class JobMemory:
         rank: int | None = None,
         generation: Generation | None = None,
         detail: str = "",
+        stayed: bool = False,
     ) -> None:
-        self.out.append(Note(event=event, rank=rank, generation=generation, detail=detail))
+        self.out.append(
+            Note(event=event, rank=rank, generation=generation, detail=detail, stayed=stayed)
+        )
 
     def my_ranks(self) -> range:
         return self.current.ranks if self.current is not None else range(0)

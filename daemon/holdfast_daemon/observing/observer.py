@@ -70,6 +70,7 @@ _HISTORY = frozenset(
         JobEvent.ARENA_REFUSED,
         JobEvent.ARENA_OVERGROWN,
         JobEvent.SESSION_OPENED,
+        JobEvent.WENT_LIVE,
         JobEvent.PERSISTED,
         JobEvent.PERSIST_GIVEN_UP,
     }
@@ -129,6 +130,7 @@ class NodeObserver:
             "rank": note.rank,
             "generation": str(note.generation) if note.generation else None,
             "detail": note.detail or None,
+            "stayed": note.stayed or None,
         }
         fields: dict[str, Any] = {name: value for name, value in known.items() if value is not None}
         if note.event in _BAD:

@@ -153,7 +153,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     ) -> trainer_pb2.RestoreProgress:
         rank = host.engine.rank_in_world(request.rank, request.epoch)
         after = request.repeated_after if request.HasField("repeated_after") else None
-        host.engine.goes_on(rank, request.epoch, request.live, after)
+        host.carry_out(host.engine.goes_on(rank, request.epoch, request.live, after, host.now))
         if after is not None:
             steps = request_limits.counted(max(0, request.live - after))
             self._metrics.add("steps_repeated", steps, job=host.job)

@@ -102,6 +102,8 @@ def as_json(job: str, found: History) -> dict[str, Any]:
                 "seconds": {stage.value: each.seconds(stage) for stage in RecoveryStage},
                 "line": None if each.line is None else str(each.line),
                 "reason": each.reason,
+                "live": each.live,
+                "stayed": each.stayed,
                 "rebuilt": sorted(each.rebuilt),
                 "loaded": sorted(each.loaded),
                 "loss": None if each.loss is None else asdict(each.loss),
@@ -114,7 +116,8 @@ def as_json(job: str, found: History) -> dict[str, Any]:
 def history_view(job: str, found: History) -> RenderableType:
     """A line for each recovery, and what else happened."""
     lossy = any(each.loss is not None for each in found.recoveries)
-    titles = ["when", "epoch", "lost", *(stage.value for stage in RecoveryStage), "from", "repair"]
+    stages = [stage.value for stage in RecoveryStage]
+    titles = ["when", "epoch", "lost", "stayed", *stages, "from", "repair"]
     table = make_table(*titles, *(("tokens lost",) if lossy else ()))
     for each in found.recoveries:
         table.add_row(*_cells(each), *((_loss(each),) if lossy else ()))
@@ -134,8 +137,9 @@ def _cells(each: RecoveryRecord) -> list[str]:
         _clock(each.noticed_at),
         str(each.epoch),
         _lost(each),
+        str(len(each.stayed)) if each.stayed else "-",
         *("-" if one is None else f"{one:.1f}" for one in seconds),
-        "-" if each.line is None else str(each.line),
+        "live" if each.live else "-" if each.line is None else str(each.line),
         ", ".join(repair) or "-",
     ]
 

@@ -52,7 +52,8 @@ RECOVERY: list[Event] = [
     (202.0, "epoch_began", 2, {"node": "c"}),
     (202.5, "line", 2, {"generation": "1.7", "detail": "everything is there"}),
     (204.0, "rebuilt", 2, {"rank": 1}),
-    (206.0, "session_opened", 2, {"rank": 0}),
+    (205.0, "went_live", 2, {"rank": 0}),
+    (206.0, "session_opened", 2, {"rank": 0, "stayed": True}),
     (207.0, "session_opened", 2, {"rank": 1}),
     (207.5, "tokens_lost", 2, {"loss": LOSS.to_dict()}),
     (210.0, "protected", 2, {"generation": "2.8"}),
@@ -73,6 +74,8 @@ def test_a_recovery_lasts_from_the_first_loss_to_the_last_that_reached_each_stag
     }
     assert (recovery.line, recovery.lost_ranks) == (Generation(1, 7), [1, 0])
     assert (recovery.rebuilt, recovery.loaded, recovery.loss) == ([1], [], LOSS)
+    assert (recovery.live, recovery.stayed) == (True, [0])
+    assert (start.live, start.stayed) == (False, [])
 
 
 def test_a_session_that_opens_later_does_not_prolong_a_recovery_that_is_over() -> None:
@@ -97,11 +100,13 @@ def test_what_cannot_be_read_is_left_out_and_what_is_missing_is_unknown() -> Non
         (float("nan"), "epoch_began", 1, {}),
         (100.0, "epoch_began", "1", {}),
         (100.0, "tokens_lost", 2, {"loss": {"epoch": "x"}}),
+        (202.0, "session_opened", 2, {"rank": 0, "stayed": "x"}),
+        (202.0, "session_opened", 2, {"stayed": True}),
     ]
     begun = (201.0, "epoch_began", 2, {"node": "a"})
     (recovery,) = history(*nonsense, begun, (202.0, "line", 2, {"generation": "x"})).recoveries
     assert (recovery.line, recovery.loss, recovery.noticed_at) == (None, None, 201.0)
-    assert recovery.seconds(RecoveryStage.REPAIRED) is None
+    assert recovery.seconds(RecoveryStage.REPAIRED) is None and recovery.stayed == []
 
 
 def test_other_events_are_counted() -> None:

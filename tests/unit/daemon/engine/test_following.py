@@ -3,25 +3,42 @@ and whether they have arrived in the new world."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from member_engines import engine_of, membership_of
 
+from holdfast_core.catalogue.events import JobEvent
 from holdfast_core.errors import (
     InvalidJobError,
     RankInUseError,
     StaleEpochError,
     UnreachableError,
 )
+from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import Layout, encode_layout
 from holdfast_core.snapshots.membership import Membership
 from holdfast_daemon.engine import JobEngine
 from holdfast_daemon.engine.answers import WorldState
+from holdfast_daemon.engine.effects import Effect, Note
 
 MEMBERSHIP = replace(membership_of((0, 1, 2)), nproc_per_node=2)
 RANKS = (2, 3)
 """Ranks of the member under test, member 1."""
+LAYOUTS = {
+    rank: encode_layout(
+        Layout(
+            rank=rank,
+            world_size=6,
+            topology="raw",
+            entries=(),
+            extras_offset=0,
+            extras_capacity=64,
+        )
+    )
+    for rank in RANKS
+}
 
 
 def member(membership: Membership = MEMBERSHIP) -> JobEngine:
@@ -136,6 +153,41 @@ def test_ranks_have_arrived_once_all_have_greeted_the_daemon_from_the_new_world(
     assert not world(engine).arrived
 
 
+def has_stayed(engine: JobEngine, rank: int, epoch: int, pid: int) -> bool:
+    """Begin a session and end it; return whether its process is noted as one that has stayed."""
+    session, _ = engine.open(
+        rank=rank, epoch=epoch, layout=LAYOUTS[rank], largest_slot_bytes=4096, pid=pid, now=0.0
+    )
+    (note,) = noted(engine.claimed(session, 0.0), JobEvent.SESSION_OPENED)
+    engine.session_ended(session, clean=True, now=0.0)
+    assert note.rank == rank
+    return note.stayed
+
+
+def noted(effects: Sequence[Effect], event: JobEvent) -> list[Note]:
+    return [one for one in effects if isinstance(one, Note) and one.event is event]
+
+
+def test_a_session_shows_whether_its_process_has_stayed() -> None:
+    engine = member()
+    follow_all(engine)
+    assert not any(has_stayed(engine, rank, 1, 100 + rank) for rank in RANKS)
+    begin(engine, 2)
+    engine.follows(3, 203)
+    assert has_stayed(engine, 2, 2, 102) and not has_stayed(engine, 3, 2, 203)
+    begin(engine, 3)
+    assert has_stayed(engine, 3, 3, 203) and not has_stayed(engine, 2, 3, 302)
+
+
+def test_the_first_rank_that_goes_on_live_in_an_epoch_is_noted() -> None:
+    engine = member()
+    for epoch in (1, 2):
+        begin(engine, epoch)
+        (note,) = noted(engine.goes_on(2, epoch, 7, None, 0.0), JobEvent.WENT_LIVE)
+        assert (note.rank, note.generation) == (2, Generation(epoch, 7))
+        assert noted(engine.goes_on(3, epoch, 7, None, 0.0), JobEvent.WENT_LIVE) == []
+
+
 def test_a_greeting_from_a_world_that_has_ended_is_no_arrival() -> None:
     engine = member()
     engine.publish_store(1, "a:1", 0.0)
@@ -163,14 +215,7 @@ def test_a_session_of_the_epoch_shows_arrival_to_a_daemon_that_restarted() -> No
     engine = member()
     for rank in RANKS:
         assert not world(engine).arrived
-        layout = Layout(
-            rank=rank,
-            world_size=6,
-            topology="raw",
-            entries=(),
-            extras_offset=0,
-            extras_capacity=64,
+        engine.open(
+            rank=rank, epoch=1, layout=LAYOUTS[rank], largest_slot_bytes=4096, pid=rank, now=0.0
         )
-        encoded = encode_layout(layout)
-        engine.open(rank=rank, epoch=1, layout=encoded, largest_slot_bytes=4096, pid=rank, now=0.0)
     assert world(engine).arrived

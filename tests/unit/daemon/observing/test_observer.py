@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
+from holdfast_core.catalogue.events import JobEvent
 from holdfast_core.elastic_experts.reports import PlanCause, PlanReport
 from holdfast_core.experts.loss_reports import LossReport, RecoveryLoss
 from holdfast_core.metric_definitions import job_labels
@@ -15,6 +17,7 @@ from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import Member, Membership, Redundancy
 from holdfast_core.snapshots.reports import Directive
 from holdfast_daemon.engine import EngineSettings, JobEngine, JobOverview
+from holdfast_daemon.engine.effects import Note
 from holdfast_daemon.engine.state import SavePace, TrainerSession
 from holdfast_daemon.host import JobHost
 from holdfast_daemon.metrics import DaemonMetrics
@@ -81,6 +84,18 @@ def test_protection_ages_until_something_newer_is_protected() -> None:
         ages.append(bench.read(now, "protection_age_seconds"))
     assert ages == [0.0, 30.0, 0.0, 10.0, 0.0]
     assert bench.read(142.0, "generation_step", stage="protected") == 8
+
+
+def test_events_show_which_processes_have_stayed() -> None:
+    bench = Bench()
+    for rank, stayed in ((0, True), (1, False)):
+        bench.observer.note(
+            cast(JobHost, bench.host), Note(event=JobEvent.SESSION_OPENED, rank=rank, stayed=stayed)
+        )
+    bench.observer.note(cast(JobHost, bench.host), Note(event=JobEvent.WENT_LIVE, rank=0))
+    found = [one.event for one in asyncio.run(bench.catalogue.read_events(JOB))]
+    assert [one.get("stayed") for one in found] == [True, None, None]
+    assert found[-1]["event"] == JobEvent.WENT_LIVE
 
 
 def test_metrics_and_catalogue_share_one_overview_of_the_job() -> None:
