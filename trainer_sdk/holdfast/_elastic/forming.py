@@ -34,6 +34,28 @@ _IP_AT = {socket.AF_INET: slice(4, 8), socket.AF_INET6: slice(8, 24)}
 """Where a `sockaddr` has its address, behind its family and port."""
 
 
+def wait_for_keys(
+    store: Store, keys: list[str], timeout_s: float, check: Callable[[], None], late: str
+) -> None:
+    """Wait until `store` has all of `keys`, and look at the world in between.
+
+    Args:
+        check: raises StaleEpochError once the world has ended.
+        late: what did not happen, for people.
+
+    Raises:
+        StaleEpochError: the world ended first.
+        UnreachableError: the keys were not there in time.
+    """
+    until, pause_s = time.monotonic() + timeout_s, _POLL_S
+    while not store.check(keys):
+        check()
+        if time.monotonic() > until:
+            raise UnreachableError(f"{late} within {timeout_s:.0f} s")
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _POLL_S_MAX)
+
+
 class FormingStore(Store):
     """Store of one world for its gloo groups.
 
@@ -91,16 +113,8 @@ class FormingStore(Store):
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait for `keys`. The time that gloo gives is the group's."""
         del timeout
-        until, pause_s = time.monotonic() + self._form_s, _POLL_S
-        while not self._store.check(keys):
-            self._check()
-            if time.monotonic() > until:
-                raise UnreachableError(
-                    f"epoch {self._epoch}: some rank did not come to its group within "
-                    f"{self._form_s:.0f} s"
-                )
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _POLL_S_MAX)
+        late = f"epoch {self._epoch}: some rank did not come to its group"
+        wait_for_keys(self._store, keys, self._form_s, self._check, late)
 
     # --- inside -----------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # re-exported by 
 
 from holdfast._causes import chain_of
 from holdfast._elastic import stage_group
-from holdfast._elastic.forming import FormingStore
+from holdfast._elastic.forming import FormingStore, wait_for_keys
 from holdfast._elastic.stage_group import Carrier
 from holdfast._exchange import set_timeout
 from holdfast_core.errors import StaleEpochError, UnreachableError
@@ -49,7 +49,6 @@ CONNECT_S = 10.0
 """Time to reach the store of an epoch."""
 _ATTEMPT_S = 2.0
 """Time of one attempt at that, after which the world is looked at."""
-_POLL_S, _POLL_S_MAX = 0.002, 0.05
 _NO_TIME = timedelta(milliseconds=1)
 _UNUSED_TAG = 2**30
 """Tag of messages that nobody sends."""
@@ -113,18 +112,13 @@ class MeetingPoint:
 
     def _wait_complete(self, timeout_s: float) -> None:
         """Wait until all ranks have come to the meeting."""
-        complete, deadline_s = f"complete-{self._meetings}", time.monotonic() + timeout_s
-        pause_s = _POLL_S
-        while not self._store.check([complete]):
-            if self._ended():
-                raise StaleEpochError(f"epoch {self._epoch} ended before its ranks had met")
-            if time.monotonic() > deadline_s:
-                raise UnreachableError(
-                    f"epoch {self._epoch}: some rank did not finish its step within "
-                    f"{timeout_s:.0f} s"
-                )
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _POLL_S_MAX)
+        late = f"epoch {self._epoch}: some rank did not finish its step"
+        keys = [f"complete-{self._meetings}"]
+        wait_for_keys(self._store, keys, timeout_s, self._check_lasts, late)
+
+    def _check_lasts(self) -> None:
+        if self._ended():
+            raise StaleEpochError(f"epoch {self._epoch} ended before its ranks had met")
 
     def form(self, backend: str, rank: int, timeout_s: float) -> None:
         """Form the default process group. Collective; raises as `meet`, or RuntimeError when a rank

@@ -14,14 +14,14 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 from holdfast._copying.bubbles import Bubbles
 from holdfast._copying.devices import Device
-from holdfast._copying.engine import CopyEngine, Digests
-from holdfast._copying.placed import Placed
+from holdfast._copying.engine import CopyEngine, CopyPlan, Digests
+from holdfast._copying.placed import Flags, Placed
 from holdfast._daemon.awaiting import Awaiting
 from holdfast._daemon.client import Commit, DaemonClient, DaemonEvent, Stage
 from holdfast._daemon.handles import SaveHandle
@@ -339,16 +339,7 @@ class Saver:
             task.check()
             self._staged(task, plan.nbytes)
 
-        digests = self._engine.capture(
-            plan.copies,
-            window.placed,
-            task.fence,
-            plan.skip,
-            self.bubbles,
-            copied,
-            partial(self._is_needed, task),
-        )
-        task.hashed.set()
+        digests = self._copy_and_hash(task, plan.copies, window.placed, plan.skip, copied)
         windows.captured(window, slot, digests, task.extras, task.optimizer_steps.data)
         self.comparing.settle(task.number)
         window.handles.append(task.handle)
@@ -517,14 +508,19 @@ class Saver:
             waited_s = self.bubbles.waited_s if self.bubbles is not None else 0.0
             self._policy.copied(generation, nbytes, began_s + waited_s, now_s)
 
+        return self._copy_and_hash(task, plan, placed, choice.carried, copied)
+
+    def _copy_and_hash(
+        self,
+        task: Task,
+        plan: CopyPlan,
+        placed: Placed,
+        skip: Flags | None,
+        copied: Callable[[], None],
+    ) -> Digests:
+        """Copy by the plan, call `copied`, and hash what was copied."""
         digests = self._engine.capture(
-            plan,
-            placed,
-            task.fence,
-            choice.carried,
-            self.bubbles,
-            copied,
-            partial(self._is_needed, task),
+            plan, placed, task.fence, skip, self.bubbles, copied, partial(self._is_needed, task)
         )
         task.hashed.set()
         return digests
