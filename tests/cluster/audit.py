@@ -6,8 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from http import HTTPStatus
-
-from cluster import Cluster
+from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,11 +38,15 @@ class Request:
 
 
 class Audit:
-    """The requests since this was made."""
+    """The requests that were logged since this was made.
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._path = cluster.control_plane.audit_log
-        self._from = self._path.stat().st_size
+    Args:
+        path: the log, to which the API server appends a JSON object a line.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._from = path.stat().st_size
 
     def requests(self, account: str) -> list[Request]:
         """Those of a service account, `<namespace>:<name>`."""
@@ -51,7 +54,8 @@ class Audit:
 
     def _read(self) -> Iterator[Request]:
         with self._path.open("rb") as file:
-            file.seek(self._from)
+            file.seek(max(0, self._from - 1))
+            file.readline()  # the rest of a line that was being written
             for line in file:
                 if line.endswith(b"\n"):  # the last one may be half written
                     entry = json.loads(line)

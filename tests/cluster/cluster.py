@@ -176,6 +176,11 @@ class Cluster:
         return self.control_plane.kubeconfig
 
     @property
+    def audit_log(self) -> Path:
+        """The API server's; see `audit.Audit`."""
+        return self.control_plane.audit_log
+
+    @property
     def commands(self) -> Path:
         """Folder with kubectl and helm, for PATH."""
         return self.home / "bin"

@@ -33,7 +33,7 @@ class Scene:
         self.name = name
         self.seen = ""
         """What a check noted when it began."""
-        self.audit = Audit(self.cluster)
+        self.audit = Audit(self.cluster.audit_log)
 
     def job(self, **spec: Any) -> None:
         """Apply a job of one member, whose pod never gets further than its image."""

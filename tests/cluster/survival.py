@@ -80,6 +80,8 @@ class Run:
     """Kind of fault → by how many steps parity was behind training then, as the status showed."""
     broken: str = ""
     """The node that the last fault hit."""
+    struck_at: float = 0.0
+    """When the last fault happened, a Unix time in s."""
     lasting: ExitStack = field(default_factory=ExitStack)
     """Faults that last: they end with the run at the latest."""
 
@@ -132,6 +134,10 @@ class Run:
         job.wait("the job to end", lambda status: status.get("phase") == "Complete", RUN_S)
         return (self.folder / "sha256").read_text().strip()
 
+    def strike(self) -> None:
+        """Let the fault happen now: what was done before was looking for something to hit."""
+        self.struck_at = time.time()
+
     def _inject(self, job: Job, fault: Fault) -> None:
         step = max(1, int(fault.at * self.steps))
         before = job.wait(
@@ -141,8 +147,9 @@ class Run:
         )
         self.protected[fault.kind] = before["protectedStep"]
         self.behind[fault.kind] = max(0, before["step"] - before["protectedStep"])
-        at = time.time()
+        self.strike()
         what = fault.inject(self)
+        at = self.struck_at
         last = [line for line in self.log() if line.time <= at][-1]
         done = Injected(kind=fault.kind, what=what, step=last.step, epoch=last.epoch, time=at)
         self.injected.append(done)
@@ -177,12 +184,15 @@ def _epoch_in(cause: str) -> int:
 
 
 def kill_rank(run: Run) -> str:
-    os.kill(run.job.rank_process(2), signal.SIGKILL)
+    rank = run.job.rank_process(2)
+    run.strike()
+    os.kill(rank, signal.SIGKILL)
     return "rank 2"
 
 
 def delete_pod(run: Run) -> str:
     pod, _ = run.job.member(1)
+    run.strike()
     run.cluster.kubectl("delete", "pod", pod, "-n", run.job.namespace, "--wait=false")
     return f"pod {pod}"
 
@@ -195,6 +205,7 @@ def kill_daemon(run: Run) -> str:
 
 def kill_node(run: Run) -> str:
     run.broken = _node_without_operator(run)
+    run.strike()
     run.cluster.kill_node(run.broken)
     return f"power of {run.broken}"
 
@@ -206,8 +217,9 @@ def boot_node(run: Run) -> None:
 
 def kill_operator(run: Run) -> str:
     """In the middle of a recovery, which another replica has to finish."""
-    recoveries = run.job.status().get("recoveries", 0)
-    os.kill(run.job.rank_process(0), signal.SIGKILL)
+    recoveries, rank = run.job.status().get("recoveries", 0), run.job.rank_process(0)
+    run.strike()
+    os.kill(rank, signal.SIGKILL)
     run.job.wait("a recovery", lambda s: s.get("recoveries", 0) > recoveries, 30.0)
     leader = run.holdfast.leader()
     run.holdfast.kill(leader)
@@ -216,6 +228,7 @@ def kill_operator(run: Run) -> str:
 
 def partition(run: Run) -> str:
     run.broken = _node_without_operator(run)
+    run.strike()
     run.cluster.partition(run.broken)
     return f"network of {run.broken}"
 

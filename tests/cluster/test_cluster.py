@@ -18,6 +18,7 @@ from typing import Any
 
 import images
 import pytest
+from audit import Audit
 from cluster import Cluster
 from jobs import lend_torch
 from machine import ClusterError, wait_for
@@ -356,3 +357,27 @@ def test_a_machine_without_go_gets_one_sentence() -> None:
     assert done.stderr.splitlines() == [
         "The test cluster compiles Kubernetes: install Go 1.26 or newer (https://go.dev/dl)."
     ]
+
+
+def test_an_audit_may_begin_in_the_middle_of_a_line(tmp_path: Path) -> None:
+    """The API server writes while a test looks, and no line is half written for long."""
+    log = tmp_path / "audit.log"
+    first, second, third = (_logged(verb).encode() for verb in ("get", "list", "watch"))
+    half = len(second) // 2
+    log.write_bytes(first + second[:half])
+    within, before = Audit(log), first + second
+    log.write_bytes(before)
+    between = Audit(log)
+    log.write_bytes(before + third + first[:half])
+    for audit in (within, between):
+        assert [request.permission.verb for request in audit.requests("team:mine")] == ["watch"]
+
+
+def _logged(verb: str) -> str:
+    entry = {
+        "verb": verb,
+        "user": {"username": "system:serviceaccount:team:mine"},
+        "objectRef": {"resource": "pods", "namespace": "team"},
+        "responseStatus": {"code": 200},
+    }
+    return json.dumps(entry) + "\n"

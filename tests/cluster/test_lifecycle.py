@@ -311,7 +311,7 @@ def test_a_job_without_room_reports_it_once_and_waits(system: System, reason: st
     job = system.job(document)
     expected = ("False", reason)
     job.wait("the condition", lambda s: _condition(s, "Scheduled") == expected, WAIT_S)
-    operator, audit = f"{NAMESPACE}:holdfast-operator", Audit(system.cluster)
+    operator, audit = f"{NAMESPACE}:holdfast-operator", Audit(system.cluster.audit_log)
     pods, epoch, events = system.pods(name), job.status().get("epoch"), len(job.events())
     system.live_through_another(f"beside-{name}")
     assert system.pods(name) == pods

@@ -219,7 +219,7 @@ def test_without_one_permission_something_is_not_done(
     scene = Scene(holdfast, name)
     if check.changes_leader or check.values:
         scene.wait_standby()
-    scene.audit = Audit(holdfast.cluster)
+    scene.audit = Audit(holdfast.cluster.audit_log)
     refusals = permissions if check.refusal is None else {check.refusal}
     with without(holdfast.cluster, name, check.account):
         check.provoke(scene)
@@ -241,7 +241,7 @@ def test_nothing_is_refused_in_the_life_of_a_job(
     installed({})
     scene = Scene(holdfast, "whole-life")
     scene.wait_standby()
-    scene.audit = Audit(holdfast.cluster)
+    scene.audit = Audit(holdfast.cluster.audit_log)
     suspended_job(scene)
     wait_for("the pod to go", lambda: not scene.pods(), WAIT_S)
     scene.change_leader()
