@@ -11,13 +11,13 @@ import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
 
 from holdfast._copying.devices import CpuDevice, Device, DeviceMove, Download, Fence, device_of
-from holdfast._copying.engine import BLOCK_PIECES, GROUP_BLOCKS, CopyPlan, _by_block, plan_copy
+from holdfast._copying.engine import CopyPlan, plan_copy, with_device_moves
 from holdfast._copying.placed import Placed
 from holdfast_core.snapshots.layouts import PIECE_BYTES, Layout
 
@@ -133,10 +133,7 @@ class Machine:
         if self.is_cuda:
             return plan_copy(parts, staged, PIECE_BYTES)
         moves = [DeviceMove(start, flat.numel(), flat) for start, _, flat in parts]
-        blocks = _by_block(moves, PIECE_BYTES * BLOCK_PIECES)
-        groups = _by_block(moves, PIECE_BYTES * BLOCK_PIECES * GROUP_BLOCKS)
-        plan = plan_copy((), staged, PIECE_BYTES)
-        return replace(plan, device_moves=blocks, device_groups=groups)
+        return with_device_moves(plan_copy((), staged, PIECE_BYTES), moves, 0)
 
     def later(self, work: Callable[[], object]) -> None:
         """Queue `work` on the current stream, behind work that takes half a second."""

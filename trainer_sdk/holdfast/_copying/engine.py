@@ -20,7 +20,7 @@ import ctypes
 import queue
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 
@@ -62,9 +62,9 @@ class CopyPlan:
     piece_bytes: int
     host_moves: tuple[tuple[HostMove, ...], ...]
     """Ranges of tensors in host memory, by piece."""
-    device_moves: tuple[tuple[DeviceMove, ...], ...]
+    device_moves: tuple[tuple[DeviceMove, ...], ...] = ()
     """Ranges of tensors on a device, by block of pieces; empty without any."""
-    device_groups: tuple[tuple[DeviceMove, ...], ...]
+    device_groups: tuple[tuple[DeviceMove, ...], ...] = ()
     """The same by group of blocks."""
     staged: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
     """Pairs (contiguous staging tensor, live tensor) for tensors that are not contiguous."""
@@ -445,15 +445,23 @@ def plan_copy(
         else:
             host.append((slot_start, address, nbytes))
     with without_collector():
-        moves, gathered = gather(device, piece_bytes, gathered_bytes_max)
-        return CopyPlan(
-            piece_bytes=piece_bytes,
-            host_moves=_by_piece(host, piece_bytes),
-            device_moves=_by_block(moves, piece_bytes * BLOCK_PIECES),
-            device_groups=_by_block(moves, piece_bytes * BLOCK_PIECES * GROUP_BLOCKS),
-            staged=tuple(staged),
-            gather=gathered,
-        )
+        moves = _by_piece(host, piece_bytes)
+        plan = CopyPlan(piece_bytes=piece_bytes, host_moves=moves, staged=tuple(staged))
+        return with_device_moves(plan, device, gathered_bytes_max)
+
+
+def with_device_moves(
+    plan: CopyPlan, moves: Sequence[DeviceMove], gathered_bytes_max: int
+) -> CopyPlan:
+    """`plan` with `moves`, in the order of the slot, as what it copies from and to a device."""
+    cut, gathered = gather(moves, plan.piece_bytes, gathered_bytes_max)
+    block_bytes = plan.piece_bytes * BLOCK_PIECES
+    return replace(
+        plan,
+        device_moves=_by_block(cut, block_bytes),
+        device_groups=_by_block(cut, block_bytes * GROUP_BLOCKS),
+        gather=gathered,
+    )
 
 
 def _in_turn(firsts: Iterable[int]) -> Callable[[], int | None]:

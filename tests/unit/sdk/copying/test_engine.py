@@ -31,8 +31,8 @@ from holdfast._copying.engine import (
     BadPieceError,
     CopyEngine,
     CopyPlan,
-    _by_block,
     plan_copy,
+    with_device_moves,
 )
 from holdfast._copying.gathering import Gather, gather
 from holdfast._copying.placed import Flags, Placed
@@ -234,12 +234,8 @@ def on_device(
     parts: Sequence[Part], here: Sequence[Part] = (), gathered_bytes_max: int = 0
 ) -> CopyPlan:
     """The plan for `parts` as if their tensors were on a device, and for `here` in host memory."""
-    plan = plan_copy(here, (), PIECE)
     moves = [DeviceMove(start, flat.numel(), flat) for start, _, flat in parts if flat.numel()]
-    moves, gathered = gather(moves, PIECE, gathered_bytes_max)
-    blocks = _by_block(moves, PIECE * BLOCK_PIECES)
-    groups = _by_block(moves, PIECE * BLOCK_PIECES * GROUP_BLOCKS)
-    return replace(plan, device_moves=blocks, device_groups=groups, gather=gathered)
+    return with_device_moves(plan_copy(here, (), PIECE), moves, gathered_bytes_max)
 
 
 @settings(
