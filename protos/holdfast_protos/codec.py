@@ -254,6 +254,7 @@ def snapshot_entry_to_proto(value: SnapshotEntry) -> values_pb2.SnapshotEntry:
         generation=generation_to_proto(value.generation),
         manifest_digest=value.manifest_digest,
         payload_bytes=value.payload_bytes,
+        window=value.window,
     )
 
 
@@ -268,6 +269,7 @@ def snapshot_entry_from_proto(message: values_pb2.SnapshotEntry) -> SnapshotEntr
         generation=_required_generation(message, f"snapshot of rank {message.rank}"),
         manifest_digest=message.manifest_digest,
         payload_bytes=message.payload_bytes,
+        window=message.window,
     )
 
 
@@ -414,6 +416,7 @@ def directive_to_proto(value: Directive) -> peer_pb2.DirectiveMessage:
         rendezvous=value.rendezvous,
         persist=persisting.optional_order_to_proto(value.persist),
         persisted=optional_generation_to_proto(value.persisted),
+        whole_after=optional_generation_to_proto(value.whole_after),
         load=optional_generation_to_proto(value.load),
     )
 
@@ -432,5 +435,6 @@ def directive_from_proto(message: peer_pb2.DirectiveMessage) -> Directive:
         if message.HasField("persist")
         else None,
         persisted=_generation_in(message, "persisted"),
+        whole_after=_generation_in(message, "whole_after"),
         load=_generation_in(message, "load"),
     )

@@ -135,6 +135,7 @@ class DirectiveMessage(_message.Message):
     RENDEZVOUS_FIELD_NUMBER: _builtins.int
     PERSIST_FIELD_NUMBER: _builtins.int
     PERSISTED_FIELD_NUMBER: _builtins.int
+    WHOLE_AFTER_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     epoch: _builtins.int
@@ -153,6 +154,10 @@ class DirectiveMessage(_message.Message):
     @_builtins.property
     def persisted(self) -> _values_pb2.Generation: ...
     @_builtins.property
+    def whole_after(self) -> _values_pb2.Generation:
+        """trainers are to capture all units in one step after it"""
+
+    @_builtins.property
     def load(self) -> _values_pb2.Generation:
         """before there is a line: the generation to load from storage"""
 
@@ -169,11 +174,12 @@ class DirectiveMessage(_message.Message):
         rendezvous: _builtins.str = ...,
         persist: _values_pb2.PersistOrder | None = ...,
         persisted: _values_pb2.Generation | None = ...,
+        whole_after: _values_pb2.Generation | None = ...,
         load: _values_pb2.Generation | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["line", b"line", "load", b"load", "persist", b"persist", "persisted", b"persisted", "protected", b"protected", "retained", b"retained"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["line", b"line", "load", b"load", "persist", b"persist", "persisted", b"persisted", "protected", b"protected", "retained", b"retained", "whole_after", b"whole_after"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead", b"dead", "epoch", b"epoch", "has_line", b"has_line", "job", b"job", "line", b"line", "load", b"load", "persist", b"persist", "persisted", b"persisted", "protected", b"protected", "rendezvous", b"rendezvous", "retained", b"retained"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead", b"dead", "epoch", b"epoch", "has_line", b"has_line", "job", b"job", "line", b"line", "load", b"load", "persist", b"persist", "persisted", b"persisted", "protected", b"protected", "rendezvous", b"rendezvous", "retained", b"retained", "whole_after", b"whole_after"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -550,6 +550,7 @@ class WatchEvent(_message.Message):
     EPOCH_ENDED_FIELD_NUMBER: _builtins.int
     UNPROTECTABLE_FIELD_NUMBER: _builtins.int
     PERSISTED_FIELD_NUMBER: _builtins.int
+    WHOLE_AFTER_FIELD_NUMBER: _builtins.int
     END_PROCESS_FIELD_NUMBER: _builtins.int
     epoch_ended: _builtins.int
     """the epoch that replaced the session's"""
@@ -573,6 +574,10 @@ class WatchEvent(_message.Message):
     def persisted(self) -> _values_pb2.Generation:
         """in durable storage, complete"""
 
+    @_builtins.property
+    def whole_after(self) -> _values_pb2.Generation:
+        """all units in one step after it, please: a set waits for that"""
+
     def __init__(
         self,
         *,
@@ -581,13 +586,14 @@ class WatchEvent(_message.Message):
         epoch_ended: _builtins.int = ...,
         unprotectable: _values_pb2.Generation | None = ...,
         persisted: _values_pb2.Generation | None = ...,
+        whole_after: _values_pb2.Generation | None = ...,
         end_process: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["dead", b"dead", "epoch_ended", b"epoch_ended", "event", b"event", "persisted", b"persisted", "protected", b"protected", "unprotectable", b"unprotectable"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["dead", b"dead", "epoch_ended", b"epoch_ended", "event", b"event", "persisted", b"persisted", "protected", b"protected", "unprotectable", b"unprotectable", "whole_after", b"whole_after"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead", b"dead", "end_process", b"end_process", "epoch_ended", b"epoch_ended", "event", b"event", "persisted", b"persisted", "protected", b"protected", "unprotectable", b"unprotectable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead", b"dead", "end_process", b"end_process", "epoch_ended", b"epoch_ended", "event", b"event", "persisted", b"persisted", "protected", b"protected", "unprotectable", b"unprotectable", "whole_after", b"whole_after"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["protected", "dead", "epoch_ended", "unprotectable", "persisted"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["protected", "dead", "epoch_ended", "unprotectable", "persisted", "whole_after"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

@@ -272,9 +272,12 @@ class SnapshotEntry(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     MANIFEST_DIGEST_FIELD_NUMBER: _builtins.int
     PAYLOAD_BYTES_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     manifest_digest: _builtins.int
     payload_bytes: _builtins.int
+    window: _builtins.bool
+    """a sparse window, whose units are of different steps"""
     @_builtins.property
     def generation(self) -> Global___Generation: ...
     def __init__(
@@ -284,10 +287,11 @@ class SnapshotEntry(_message.Message):
         generation: Global___Generation | None = ...,
         manifest_digest: _builtins.int = ...,
         payload_bytes: _builtins.int = ...,
+        window: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "manifest_digest", b"manifest_digest", "payload_bytes", b"payload_bytes", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "manifest_digest", b"manifest_digest", "payload_bytes", b"payload_bytes", "rank", b"rank", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -18,15 +18,20 @@ from typing import Any
 import pytest
 import windows_trainer
 
+from holdfast.dcp import load_into
 from holdfast_core.job.parsing import parse_job
 from holdfast_core.job.snapshots import Repeats
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.topology import Topology
 from holdfast_operator.local import LocalCluster, LocalSettings, Status
 from holdfast_operator.local.status import NodeStatus
+from holdfast_storage.sets import SetStore
 
 WAIT_S = 120.0
 RANKS_OF = {"RAIM5": 2, "Replication": 2, "RAIM6": 4}
 """Type of redundancy → ranks of a job with it."""
 ENDLESS = 10**6
+JOB = "default.windows"
 
 
 def sparse(window: int, repeats: Repeats = Repeats.TRAINING) -> dict[str, Any]:
@@ -40,11 +45,13 @@ def make_job(
     *,
     stay: bool,
     suspend: bool,
+    persist_steps: int = 0,
 ) -> Any:
     ranks = RANKS_OF[redundancy]
     script = [sys.executable, windows_trainer.__file__, "--directory", str(directory)]
     period = 2 * policy["sparse"]["window"]
     command = [*script, "--steps", str(ENDLESS), "--period", str(period), *["--stay"][:stay]]
+    tier = {"uri": str(directory / "tier"), "interval": {"steps": persist_steps}}
     return parse_job(
         {
             "apiVersion": "holdfast.dev/v1alpha1",
@@ -57,6 +64,7 @@ def make_job(
                 "parallelism": {"dp": ranks},
                 "snapshot": {"memoryPerNode": "64Mi", "policy": policy},
                 "redundancy": {"type": redundancy},
+                **({"persistence": tier} if persist_steps else {}),
                 "failurePolicy": {
                     "spares": 1,
                     "maxRestarts": 1000,
@@ -92,12 +100,20 @@ class Run:
     """A job in a cluster, and what its ranks have logged."""
 
     def __init__(
-        self, directory: Path, policy: dict[str, Any], redundancy: str, *, stay: bool
+        self,
+        directory: Path,
+        policy: dict[str, Any],
+        redundancy: str,
+        *,
+        stay: bool,
+        persist_steps: int = 0,
     ) -> None:
         self.directory, self.window = directory, policy["sparse"]["window"]
         self.ranks = RANKS_OF[redundancy]
         self.settings = LocalSettings(directory=directory / "run")
-        self._make = partial(make_job, directory, policy, redundancy, stay=stay)
+        self._make = partial(
+            make_job, directory, policy, redundancy, stay=stay, persist_steps=persist_steps
+        )
         self.cluster = LocalCluster(self._make(suspend=False), self.settings)
 
     async def suspend(self, suspend: bool) -> None:
@@ -105,6 +121,18 @@ class Run:
         await self.cluster.detach()
         self.cluster = LocalCluster(self._make(suspend=suspend), self.settings)
         await self.cluster.start()
+
+    async def begin_with_empty_memory(self) -> None:
+        """Have another cluster run the job, once the first one has stopped."""
+        self.settings = LocalSettings(directory=self.directory / "run-again")
+        self.cluster = LocalCluster(self._make(suspend=False), self.settings)
+        await self.cluster.start()
+
+    def sets(self) -> list[Generation]:
+        """Complete sets in storage, newest first."""
+        tier = self.directory / "tier"
+        found = SetStore(str(tier), JOB).complete() if tier.exists() else ()
+        return [one.generation for one in found]
 
     def lines(self, rank: int) -> list[Line]:
         try:
@@ -190,13 +218,13 @@ class Run:
 
 @contextmanager
 def started(
-    policy: dict[str, Any], redundancy: str = "RAIM5", *, stay: bool
+    policy: dict[str, Any], redundancy: str = "RAIM5", *, stay: bool, persist_steps: int = 0
 ) -> Iterator[tuple[Run, asyncio.Runner]]:
     with (
         tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path,
         asyncio.Runner() as runner,
     ):
-        run = Run(Path(path), policy, redundancy, stay=stay)
+        run = Run(Path(path), policy, redundancy, stay=stay, persist_steps=persist_steps)
         runner.run(run.cluster.start())
         try:
             runner.run(run.wait(0, 2 * run.window, "the first windows"))
@@ -302,3 +330,36 @@ def test_daemons_are_renewed_within_windows_and_while_one_is_repeated(repeats: R
             new = run.cluster.status.node(old.name)
             assert new is not None and new.incarnation > old.incarnation
         assert run.check() == (set() if repeats is OPTIMIZER else {1, 2})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("repeats", list(Repeats))
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_sets_hold_all_of_one_step_and_training_goes_on_from_them(repeats: Repeats) -> None:
+    """Everywhere else windows hold units of different steps. All memory is lost at the end."""
+    with started(sparse(3, repeats), stay=False, persist_steps=8) as (run, runner):
+        runner.run(
+            run.cluster.wait_for(
+                lambda _: len(run.sets()) > 1, timeout_s=WAIT_S, what="a second set"
+            )
+        )
+        runner.run(run.cluster.stop())
+        newest = run.sets()[0]
+        loaded = loaded_elsewhere(run, newest)
+        runner.run(run.begin_with_empty_memory())
+        runner.run(run.wait(newest.epoch, newest.step + 2 * run.window, "windows after it"))
+        assert run.check() == set()
+        for rank in range(run.ranks):
+            lines = run.lines(rank)
+            assert [line.step for line in lines if line.resumed] == [1, newest.step + 1]
+            assert {line.state for line in lines if line.step == newest.step} == {loaded}
+
+
+def loaded_elsewhere(run: Run, generation: Generation) -> str:
+    """Digest of the state that a process without Holdfast's daemons loads from a set."""
+    model = windows_trainer.Model().bfloat16()
+    optimizer = windows_trainer.make_optimizer(model)
+    tier = str(run.directory / "tier")
+    load_into(model, optimizer, tier, job=JOB, topology=Topology(dp=1), generation=str(generation))
+    return windows_trainer.digest_of_state(model, optimizer)

@@ -81,6 +81,11 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     return found.hexdigest()[:16]
 
 
+def digest_of_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    states = [s[key] for s in optimizer.state.values() for key in sorted(s)]
+    return digest([*model.parameters(), *states])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, required=True)
@@ -125,8 +130,7 @@ def main() -> None:
                 faults.at(f"step-{step % args.period}")
                 optimizer.step()
                 scheduler.step()
-                states = [s[key] for s in optimizer.state.values() for key in sorted(s)]
-                line["state"] = digest([*model.parameters(), *states])
+                line["state"] = digest_of_state(model, optimizer)
                 log.write(json.dumps(line) + "\n")
             faults.at(f"saved-{step % args.period}")
             if step.resumed:

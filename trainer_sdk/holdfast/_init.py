@@ -22,7 +22,6 @@ from holdfast._environment import Environment, read_environment
 from holdfast._exchange import Alone, Exchange, make_exchange
 from holdfast._experts.counting import Counting
 from holdfast._experts.gradients import NO_GRADIENTS, Gradients
-from holdfast._experts.ordering import Ordering
 from holdfast._experts.partial import PartialCapture
 from holdfast._experts.policy import CapturePolicy, FullCapture
 from holdfast._interface import Session
@@ -231,7 +230,6 @@ class _Maker:
             exchange=ranks,
             policy=_policy(live, rank, world_size, self.settings, exchange),
             comparing=_comparing(topology, self.settings, exchange),
-            ordering=_ordering(self.settings, exchange),
             pacing=_pacing(self.settings, exchange),
             device=device_of(raw(parameter) for parameter in self.model.parameters()),
             settings=self.settings,
@@ -378,14 +376,6 @@ def _policy(
         settings.start_wait_s / 2,
         Gradients(live) if policy.recompute else NO_GRADIENTS,
     )
-
-
-def _ordering(settings: Settings, exchange: Callable[[], Exchange]) -> Ordering | None:
-    """Make the order of experts in sparse windows, where it follows their tokens. Collective."""
-    policy = settings.policy
-    if not isinstance(policy, SparseWindows) or not policy.counts_tokens:
-        return None
-    return Ordering(exchange(), policy)
 
 
 def _pacing(settings: Settings, exchange: Callable[[], Exchange]) -> DueSaves:

@@ -20,7 +20,7 @@ from holdfast._daemon.client import DaemonClient
 from holdfast._daemon.handles import SaveHandle, completed_steps
 from holdfast._exchange import Exchange
 from holdfast._experts.capacity import Capacity
-from holdfast._experts.ordering import Ordering
+from holdfast._experts.deciding import Deciding
 from holdfast._experts.partial_state import START, PartialState
 from holdfast._experts.policy import CapturePolicy
 from holdfast._experts.tokens import Tokens
@@ -47,6 +47,7 @@ from holdfast_core.errors import (
     SnapshotSkippedError,
     StepOrderError,
 )
+from holdfast_core.job.snapshots import SparseWindows
 from holdfast_core.protection.standing import StandingVerdict
 from holdfast_core.topology import Topology
 
@@ -71,14 +72,15 @@ class ProtectedSession(Session):
         comparing: Comparing,
         policy: CapturePolicy,
         pacing: DueSaves,
-        ordering: Ordering | None = None,
         hooks: bool = True,
     ) -> None:
         self._live, self._pacing, self._stateful = live, pacing, dict(stateful)
         self._settings, self._device = settings, device
         self._engine = CopyEngine(settings.copy_threads, device)
-        self._counts_tokens = policy.leaves_out or ordering is not None
+        self._counts_tokens = policy.leaves_out or settings.counts_tokens
         self._gradients = policy.gradients
+        windows = settings.policy
+        deciding = Deciding(exchange, windows) if isinstance(windows, SparseWindows) else None
         self._optimizer_steps = OptimizerSteps(live, settings.repeats if settings.window else None)
         self._saver = Saver(
             client,
@@ -90,7 +92,7 @@ class ProtectedSession(Session):
             settings,
             comparing,
             policy,
-            ordering,
+            deciding,
         )
         self._restore = Restore(
             client=client,
@@ -110,7 +112,7 @@ class ProtectedSession(Session):
         self._began = ""
         """Newest call after which it is too late to restore."""
         self._number, self._last_save_s = 0, 0.0
-        self._tokens = Tokens(1 if ordering is None else ordering.parts)
+        self._tokens = Tokens(1 if deciding is None else deciding.parts)
         self._capacity = Capacity()
         self._closed, self._kept = False, START
         self._replay: Replay | None = None

@@ -86,6 +86,7 @@ class _Granted:
     places: bytes
     unchanged: bytes
     base: FakeSnapshot | None
+    first_step: int
 
 
 class FakeDaemon:
@@ -342,7 +343,9 @@ class FakeDaemon:
                 base=held.piece_map if held else None,
                 unchanged=unchanged,
             )
-            self._granted[step] = _Granted(slot, places, unchanged if held else b"", held)
+            self._granted[step] = _Granted(
+                slot, places, unchanged if held else b"", held, first_step
+            )
             return Grant(slot=slot, places=places, carried=held is not None)
 
     def commit(self, commit: Commit) -> None:
@@ -370,6 +373,7 @@ class FakeDaemon:
                 digests=digests,
                 nan_units=commit.nan_units,
                 experts=commit.experts,
+                first_step=granted.first_step,
             )
             path = self._home / f"slot-{commit.slot}.manifest"
             places = encode_places(granted.places[:pieces])

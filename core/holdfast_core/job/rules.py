@@ -174,7 +174,7 @@ def _recompute_problems(spec: Spec) -> Iterator[Problem]:
 
 
 def _sparse_problems(spec: Spec) -> Iterator[Problem]:
-    """Problems of sparse windows, which hold the weights of every step and no state of one step."""
+    """Problems of sparse windows, which hold the weights of every step."""
     if spec.snapshot.policy.type is not PolicyType.SPARSE:
         return
     steps = spec.snapshot.interval.steps
@@ -184,14 +184,6 @@ def _sparse_problems(spec: Spec) -> Iterator[Problem]:
             value=steps,
             wrong="a window of snapshot.policy.type Sparse needs every step",
             fix="use 1, or another policy",
-        )
-    if spec.persistence is not None:
-        yield Problem(
-            path="spec.persistence",
-            value=MISSING,
-            wrong="is given, but snapshot.policy.type Sparse has no snapshot of one step to "
-            "persist",
-            fix="remove it, or use another policy",
         )
 
 

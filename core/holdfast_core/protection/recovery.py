@@ -70,6 +70,10 @@ class Holdings:
             {key: entry for key, entry in self.parities.items() if key[0] != member},
         )
 
+    def has_window(self, generation: Generation) -> bool:
+        """Whether a snapshot of `generation` is a sparse window."""
+        return any(e.window for (_, known), e in self.snapshots.items() if known == generation)
+
     @property
     def members(self) -> set[int]:
         """Members that hold any of it."""

@@ -49,6 +49,8 @@ class Manifest:
     older: tuple[ExpertVersion, ...] = ()
     """Versions older than those in `experts` that other ranks may have restored; only for a
     snapshot from durable storage. They determine what this rank's tokens lost by it."""
+    first_step: int = 0
+    """First step of the sparse window that ends with the generation; 0 where all is of one step."""
 
     def __post_init__(self) -> None:
         if self.piece_bytes < 1 or self.payload_bytes < 0:
@@ -73,6 +75,8 @@ class SnapshotEntry:
     manifest_digest: int
     """xxh3-64 of the encoded manifest: two entries with equal digests hold equal bytes."""
     payload_bytes: int
+    window: bool = False
+    """Whether it is a sparse window, whose units are of different steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -70,6 +70,9 @@ class Directive:
     """Persist order that is being carried out, or was carried out last."""
     persisted: Generation | None = None
     """The newest generation of which the durable tier has a complete set."""
+    whole_after: Generation | None = None
+    """A set is due and this, the newest generation, is a sparse window, which is not persisted:
+    trainers are to capture all units in one step after it."""
     load: Generation | None = None
     """Generation whose snapshots every daemon is to load from storage for its ranks, while there is
     no line because memory has none. It changes when they cannot be used. Once all are in memory, it

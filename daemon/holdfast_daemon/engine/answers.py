@@ -97,6 +97,8 @@ class EpochProgress:
     """Generations that some rank will never complete."""
     persisted: Generation | None = None
     """The newest generation of which the durable tier has a complete set."""
+    whole_after: Generation | None = None
+    """See `Directive.whole_after`."""
 
 
 def restore_state(memory: JobMemory, epoch: Epoch, rank: int) -> RestoreState:
@@ -214,6 +216,7 @@ def watched(memory: JobMemory, session: TrainerSession) -> EpochProgress:
         newest=directive.protected if redundant else directive.retained,
         dead=directive.dead,
         persisted=directive.persisted,
+        whole_after=directive.whole_after,
     )
 
 

@@ -441,6 +441,7 @@ class JobEngine:
         held = arena.whole(base)
         slot.places = arena.places_for(slot, held, unchanged)
         slot.state, slot.generation = SlotState.GRANTED, generation
+        slot.first_step = first_step
         if held is not None and held.manifest is not None:
             slot.unchanged, slot.base_digests = unchanged, held.manifest.digests
         granted = Granted(slot=slot.index, places=slot.places, carried=held is not None)
@@ -500,6 +501,7 @@ class JobEngine:
             digests=target.all_digests(digests),
             nan_units=nan_units,
             experts=experts,
+            first_step=target.first_step,
         )
         target.state, target.manifest = SlotState.SEALING, manifest
         target.encoded = encode_manifest(manifest)

@@ -89,6 +89,7 @@ def merge(known: Directive, received: Directive) -> Directive:
         rendezvous=received.rendezvous or known.rendezvous,
         persist=max((o for o in (known.persist, received.persist) if o is not None), default=None),
         persisted=_newest([], known.persisted, received.persisted),
+        whole_after=_newest([], known.whole_after, received.whole_after),
         load=received.load or known.load,
     )
 

@@ -64,6 +64,8 @@ def _begin(
     why = schedule.why_due(tier, facts)
     if not why:
         return directive
+    if memory.holdings(epoch.membership).has_window(candidate):
+        return replace(directive, whole_after=max(candidate, directive.whole_after or candidate))
     number = 1 + (directive.persist.number if directive.persist else 0)
     memory.note(JobEvent.PERSIST_ORDERED, generation=candidate, detail=why)
     _lead_order(memory, number, now)
@@ -103,6 +105,8 @@ def is_due_soon(memory: JobMemory, now: float) -> bool:
     if directive.line is None or newest is None:
         return False
     if directive.persisted is not None and directive.persisted >= newest:
+        return False
+    if memory.holdings(epoch.membership).has_window(newest):
         return False
     facts = facts_of(memory, epoch, newest, now)
     return bool(schedule.why_due(epoch.membership.tier, facts, portion=SOON))

@@ -112,6 +112,9 @@ def _write_rank(
     arena, slot = held
     if not slot.verified or slot.manifest is None:
         return
+    if slot.manifest.first_step:
+        memory.persist.failure = f"rank {rank} holds {order.generation} as a sparse window"
+        return
     slot.persisting = order.generation
     memory.out.append(
         PersistRank(

@@ -47,6 +47,8 @@ class Slot:
     """Epoch in which this daemon loaded it from storage; 0 when it did not."""
     places: bytes = b""
     """Where its pieces lie, or are being written; see `holdfast_core.snapshots.pieces`."""
+    first_step: int = 0
+    """First step of the sparse window for which it is granted; 0 for a snapshot of one step."""
     unchanged: bytes = b""
     """Bit map of the pieces that are carried over, while the slot is granted."""
     base_digests: bytes = b""
@@ -86,7 +88,7 @@ class Slot:
         self.generation = self.manifest = None
         self.encoded, self.digest = b"", 0
         self.verified = self.verifying = False
-        self.rebuilt_in = self.loaded_in = 0
+        self.rebuilt_in = self.loaded_in = self.first_step = 0
         self.unchanged = self.base_digests = b""
         self.older = ()
         if self.persisting is None:

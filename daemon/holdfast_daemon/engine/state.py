@@ -299,6 +299,7 @@ class JobMemory:
                         generation=slot.generation,
                         manifest_digest=slot.digest,
                         payload_bytes=slot.manifest.payload_bytes,
+                        window=bool(slot.manifest.first_step),
                     )
                 )
             elif slot.state in (SlotState.GRANTED, SlotState.SEALING):

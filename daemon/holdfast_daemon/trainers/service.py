@@ -286,6 +286,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         sent: Generation | None = None
         sent_dead: set[Generation] = set()
         sent_stored: Generation | None = None
+        sent_whole: Generation | None = None
         while (now := host.engine.watched(name)) is not None and not host.dropped:
             if now.epoch_ended:
                 yield trainer_pb2.WatchEvent(
@@ -304,6 +305,9 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             if now.persisted is not None and now.persisted != sent_stored:
                 sent_stored = now.persisted
                 yield trainer_pb2.WatchEvent(persisted=codec.generation_to_proto(now.persisted))
+            if now.whole_after is not None and now.whole_after != sent_whole:
+                sent_whole = now.whole_after
+                yield trainer_pb2.WatchEvent(whole_after=codec.generation_to_proto(sent_whole))
             await host.changed(ASK_AGAIN_S)
 
     @_translating

@@ -73,12 +73,6 @@ _SPARSE = (
         says="a window of snapshot.policy.type Sparse needs every step; use 1, or another policy",
         field=".snapshot.interval.steps",
     ),
-    CelRule(
-        rule="self.snapshot.policy.type != 'Sparse' || !has(self.persistence)",
-        says="is given, but snapshot.policy.type Sparse has no snapshot of one step to persist; "
-        "remove it, or use another policy",
-        field=".persistence",
-    ),
 )
 
 

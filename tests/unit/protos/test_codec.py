@@ -68,7 +68,12 @@ PLACES = _whole(
     domain=TEXT,
 )
 SNAPSHOTS = _whole(
-    SnapshotEntry, rank=U32, generation=GENERATIONS, manifest_digest=U64, payload_bytes=U64
+    SnapshotEntry,
+    rank=U32,
+    generation=GENERATIONS,
+    manifest_digest=U64,
+    payload_bytes=U64,
+    window=st.booleans(),
 )
 PARITIES = _whole(
     ParityEntry,
@@ -129,6 +134,7 @@ DIRECTIVES = _whole(
     rendezvous=TEXT,
     persist=st.none() | ORDERS,
     persisted=st.none() | GENERATIONS,
+    whole_after=st.none() | GENERATIONS,
     load=st.none() | GENERATIONS,
 )
 PORTIONS = st.floats(0, 1)

@@ -20,13 +20,14 @@ from holdfast._exchange import Alone
 from holdfast._experts.windows import decode_record
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import UnreachableError
-from holdfast_core.job.snapshots import ExpertOrder, Full, SparseWindows
+from holdfast_core.job.snapshots import ExpertOrder, Full, Repeats, SparseWindows
 from holdfast_core.protection.standing import (
     RankStanding,
     StandingAction,
     StandingVerdict,
     standing,
 )
+from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import decode_layout
 
 pytestmark = pytest.mark.usefixtures("deterministic")
@@ -347,6 +348,55 @@ def test_a_missed_save_costs_its_window_and_no_other(
     assert "the window of steps 2 to 4 is lost" in str(handles[2].error)
     assert [handles[step].committed.result(WAIT_S) for step in (1, 5, 6, 7)] == [1, 5, 6, 7]
     assert sorted(g.step for g in daemon.sealed()) == [1, 7]
+
+
+@pytest.mark.parametrize("repeats", list(Repeats))
+@pytest.mark.parametrize("lost_after", [8, 9, 13])
+def test_one_save_captures_everything_in_place_of_a_window_when_a_set_is_due(
+    lost_after: int,
+    repeats: Repeats,
+    make_trainer: Any,
+    open_session: Any,
+    tmp_path: Path,
+    same: Same,
+) -> None:
+    """Windows are of steps 2 to 4, 5 to 7 and so on; the third one gives way to step 8."""
+    policy = SparseWindows(window=3, repeats=repeats)
+    daemon, trainer = FakeDaemon(tmp_path), make_trainer()
+    session = open_session(trainer, daemon, policy=policy, start_wait_s=WAIT_S)
+    states, handles = [trainer.state()], dict[int, holdfast.SaveHandle]()
+    for step in range(1, 17):
+        trainer.train()
+        states.append(trainer.state())
+        if step > lost_after:
+            continue
+        if step == 4:
+            daemon.announce("whole_after", Generation(1, 1))
+            assert handles[1].protected.result(WAIT_S) == 1
+        handles[step] = session.save(step)
+        wait([handles[step].staged], WAIT_S)
+        if step in (4, 7, 8, 13):
+            assert handles[step].protected.result(WAIT_S) == step
+    assert session.counters.skipped == session.counters.failed == 0
+    session.close()
+    firsts = {held.generation.step: held.first_step for held in daemon.manifests}
+    assert firsts == {
+        step: first
+        for step, first in {1: 0, 4: 2, 7: 5, 8: 0, 13: 11}.items()
+        if step <= lost_after
+    }
+    for step in range(9, min(lost_after, 10) + 1):
+        assert "step 8 captured everything in place of this window" in str(handles[step].error)
+    again = make_trainer(seed=99)
+    session = open_session(again, FakeDaemon(tmp_path, epoch=2), policy=policy)
+    line = max(firsts)
+    done = session.restore()
+    assert done == (11 if line == 13 and repeats is Repeats.TRAINING else line)
+    for step in range(done + 1, len(states)):
+        again.train()
+        session.save(step)
+        if step >= line:
+            same(again.state(), states[step])
 
 
 def test_a_daemon_that_starts_anew_within_a_window_costs_that_window(

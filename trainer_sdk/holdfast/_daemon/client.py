@@ -105,6 +105,8 @@ class Stage(StrEnum):
     DEAD = "dead"
     UNPROTECTABLE = "unprotectable"
     PERSISTED = "persisted"
+    WHOLE_AFTER = "whole_after"
+    """All units are to be captured in one step after the generation: a set waits for that."""
     EPOCH_ENDED = "epoch_ended"
 
 
@@ -478,7 +480,7 @@ def _event(message: trainer_pb2.WatchEvent) -> DaemonEvent | None:
                 epoch=message.epoch_ended,
                 ends_process=message.end_process,
             )
-        case "protected" | "dead" | "unprotectable" | "persisted" as name:
+        case "protected" | "dead" | "unprotectable" | "persisted" | "whole_after" as name:
             generation = codec.generation_from_proto(getattr(message, name))
             return DaemonEvent(stage=Stage(name), generation=generation)
         case _:

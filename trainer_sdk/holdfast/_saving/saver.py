@@ -28,7 +28,7 @@ from holdfast._daemon.handles import SaveHandle
 from holdfast._daemon.link import Link
 from holdfast._digests import state_of_units
 from holdfast._exchange import Exchange
-from holdfast._experts.ordering import Ordering
+from holdfast._experts.deciding import Deciding
 from holdfast._experts.partial_state import PartialState
 from holdfast._experts.policy import CaptureChoice, CapturePolicy
 from holdfast._experts.tokens import Tokens
@@ -87,7 +87,7 @@ class Saver:
         settings: Settings,
         comparing: Comparing,
         policy: CapturePolicy,
-        ordering: Ordering | None,
+        deciding: Deciding | None,
     ) -> None:
         self._client, self._exchange = client, exchange
         self._device, self._engine = device, engine
@@ -99,7 +99,7 @@ class Saver:
         """Reason why no save of this session can succeed any more; None while saves can."""
         self._window = settings.window
         """Most steps of a sparse window; 0 where snapshots are of one step."""
-        self._windows = Windows(ordering)
+        self._windows = Windows(deciding)
         # A window holds each weight once more anyway.
         find = bool(self._window) or not settings.store_compute_weights
         self._casts = Casts(engine, enabled=find)
@@ -274,15 +274,34 @@ class Saver:
         if not task.copies:
             task.handle._reach(task.handle.staged)
             return
-        slot = self._windows.slot(task.handle.step) if self._window else None
+        if self._window:
+            self._save_of_window(task)
+        else:
+            self._save_whole(task)
+
+    def _save_of_window(self, task: Task) -> None:
+        """Take the save of a step that has its place in a window."""
+        step, windows = task.handle.step, self._windows
+        slot = windows.slot(step)
         if slot is None:
             self._save_whole(task)
             return
-        try:
-            self._save_slot(task, slot)
-        except BaseException as error:
-            self._drop_window(f"{type(error).__name__}: {error}")
-            raise
+        if slot == 0:
+            self._drop_window("the next window begins")
+            windows.decide(step, self._settings.start_wait_s / 2)
+        whole = windows.whole_instead(step)
+        if whole == step:
+            self._save_whole(task)
+        elif whole is not None:
+            self.comparing.missed(step)
+            why = f"the save of step {whole} captured everything in place of this window"
+            task.handle._fail(SnapshotSkippedError(why))
+        else:
+            try:
+                self._save_slot(task, slot)
+            except BaseException as error:
+                self._drop_window(f"{type(error).__name__}: {error}")
+                raise
 
     def _save_whole(self, task: Task) -> None:
         """Take a snapshot of one step."""
@@ -315,8 +334,6 @@ class Saver:
         step, link, windows = task.handle.step, self._link, self._windows
         due = self.comparing.due(task.number, self._settings.start_wait_s / 2)
         if slot == 0:
-            self._drop_window("the next window begins")
-            windows.take_order(step, self._settings.start_wait_s / 2)
             placed, _ = link.grant(step + windows.window - 1, first_step=step)
             window = windows.begin(step, link.session, placed)
         else:
@@ -595,6 +612,10 @@ class Saver:
             if event.ends_process:
                 # Training may hang in a collective, where no exception would reach it.
                 os._exit(EXIT_EPOCH_ENDED)
+            return
+        if event.stage is Stage.WHOLE_AFTER:
+            assert event.generation is not None
+            self._windows.want_whole(event.generation.step)
             return
         self._awaiting.apply(event)
 

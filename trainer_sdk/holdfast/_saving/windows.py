@@ -2,7 +2,8 @@
 
 The first save of a session captures everything, so that there is a recovery line early. After it,
 windows follow one another on a fixed grid of steps, which ranks need not agree on: a rank that
-misses a save gives the window up, and begins with the next. The saver's thread uses this, except
+misses a save gives the window up, and begins with the next. Where a set is to be persisted, one
+save captures everything in a window's place (`Deciding`). The saver's thread uses this, except
 where noted.
 """
 
@@ -16,7 +17,7 @@ import numpy as np
 from holdfast._copying.engine import CopyPlan, Digests, plan_copy
 from holdfast._copying.placed import Flags, Placed
 from holdfast._daemon.handles import SaveHandle
-from holdfast._experts.ordering import Ordering
+from holdfast._experts.deciding import Deciding
 from holdfast._experts.windows import (
     WindowRecord,
     encode_record,
@@ -70,12 +71,14 @@ class Windows:
     """Windows of one rank's session.
 
     Args:
-        ordering: orders experts by their tokens; None where their order is fixed.
+        deciding: decides with the other ranks what each window captures; None without windows.
     """
 
-    def __init__(self, ordering: Ordering | None) -> None:
-        self._ordering = ordering
+    def __init__(self, deciding: Deciding | None) -> None:
+        self._deciding = deciding
         self._origin: int | None = None
+        self._whole: int | None = None
+        """Number of the newest window in whose place one save captures everything."""
         self._schedule = Schedule(())
         self._alike: tuple[tuple[UnitKey, ...], ...] = ()
         self._early: tuple[str, ...] = ()
@@ -94,8 +97,8 @@ class Windows:
         the training thread."""
         if self._origin is None:
             self._origin = step
-        if self._ordering is not None and self._schedule.window:
-            self._ordering.ended(max(step - self._origin - 1, 0) // self._schedule.window)
+        if self._deciding is not None and self._schedule.window:
+            self._deciding.ended(max(self._number(step), 0))
 
     def slot(self, step: int) -> int | None:
         """Slot of the save of `step`; None for the first of a session, which captures all."""
@@ -103,6 +106,25 @@ class Windows:
         if step == self._origin:
             return None
         return (step - self._origin - 1) % self._schedule.window
+
+    def _number(self, step: int) -> int:
+        """Number of the window that has a slot for the save of `step`, from 0."""
+        assert self._origin is not None
+        return (step - self._origin - 1) // self._schedule.window
+
+    def whole_instead(self, step: int) -> int | None:
+        """Step of the save that captures everything in place of the window of `step`, which
+        `decide` has to know; None where there is a window."""
+        number = self._number(step)
+        if number != self._whole:
+            return None
+        assert self._origin is not None
+        return self._origin + number * self._schedule.window + 1
+
+    def want_whole(self, after: int) -> None:
+        """Ask that all units be captured in one step after step `after`. Any thread."""
+        if self._deciding is not None:
+            self._deciding.want_whole(after)
 
     @property
     def window(self) -> int:
@@ -148,34 +170,33 @@ class Windows:
                 f"snapshot.policy.type Full"
             )
         self._schedule, self._alike = base.schedule, base.alike
-        if self._ordering is not None:
-            self._ordering.start(base.schedule, base.alike)
+        assert self._deciding is not None and self._origin is not None
+        self._deciding.start(self._origin, base.schedule, base.alike)
 
     def count(self, counts: Mapping[UnitKey, int], assigned: Mapping[int, int]) -> None:
         """Add the tokens that this rank has counted."""
-        if self._ordering is not None:
-            self._ordering.count(counts, assigned)
+        if self._deciding is not None:
+            self._deciding.count(counts, assigned)
 
-    def take_order(self, step: int, wait_s: float) -> None:
-        """Plan the window whose first save is that of `step` in the order that the ranks have
-        agreed on.
+    def decide(self, step: int, wait_s: float) -> None:
+        """Take what the ranks have decided about the window whose first save is that of `step`.
 
         Raises:
             SnapshotSkippedError: they have not.
         """
-        if self._ordering is None:
-            return
-        assert self._origin is not None and self._planned is not None
-        number = (step - self._origin - 1) // self._schedule.window
-        schedule = self._ordering.schedule(number, wait_s)
-        if schedule != self._schedule:
-            self._schedule = schedule
+        assert self._deciding is not None and self._planned is not None
+        number = self._number(step)
+        decision = self._deciding.decision(number, wait_s)
+        if decision.whole:
+            self._whole = number
+        if decision.schedule != self._schedule:
+            self._schedule = decision.schedule
             self.opened(*self._planned)
 
     def close(self, timeout_s: float) -> None:
         """End what runs beside the saves. For the training thread."""
-        if self._ordering is not None:
-            self._ordering.close(timeout_s)
+        if self._deciding is not None:
+            self._deciding.close(timeout_s)
 
     def extras_bytes(self, of_step: int) -> int:
         """Room for the extras of a window whose steps have `of_step` bytes each."""

@@ -54,9 +54,13 @@ def file_of(rank: int) -> RankFile:
     )
 
 
-def report(member: int, *generations: Generation, protected: bool = True) -> MemberReport:
+def report(
+    member: int, *generations: Generation, protected: bool = True, window: bool = False
+) -> MemberReport:
     snapshots = tuple(
-        SnapshotEntry(rank=member, generation=g, manifest_digest=member, payload_bytes=8)
+        SnapshotEntry(
+            rank=member, generation=g, manifest_digest=member, payload_bytes=8, window=window
+        )
         for g in generations
     )
     other = 1 - member
@@ -109,6 +113,28 @@ def answer(memory: JobMemory, member: int, failure: str = "") -> None:
 def test_the_newest_protected_generation_is_ordered_when_it_is_due(memory: JobMemory) -> None:
     assert lead(memory).persist == ORDER
     assert lead(memory).persist == ORDER
+
+
+def test_in_place_of_a_window_a_snapshot_of_one_step_is_wanted_and_then_ordered(
+    memory: JobMemory,
+) -> None:
+    memory.reports = {member: report(member, NEW, window=True) for member in (0, 1)}
+    assert (lead(memory).persist, lead(memory).whole_after) == (None, NEW)
+    assert not persist_leader.is_due_soon(memory, 1.0)
+    later, whole = Generation(1, 24), Generation(1, 25)
+    memory.reports = {member: report(member, later, window=True) for member in (0, 1)}
+    assert (lead(memory).persist, lead(memory).whole_after) == (None, later)
+    memory.reports = {member: report(member, whole) for member in (0, 1)}
+    directive = lead(memory)
+    assert directive.persist == replace(ORDER, generation=whole)
+    assert directive.whole_after == later
+    assert persist_leader.is_due_soon(memory, 1.0)
+
+
+def test_nothing_is_wanted_of_trainers_while_no_set_is_due(memory: JobMemory) -> None:
+    memory.revise(replace(MEMBERSHIP, tier=Tier(uri="file:///tier", every_steps=21)))
+    memory.reports = {member: report(member, NEW, window=True) for member in (0, 1)}
+    assert lead(memory).whole_after is None
 
 
 def test_what_is_not_due_or_not_whole_is_not_ordered(memory: JobMemory) -> None:
@@ -272,6 +298,23 @@ def test_a_set_names_experts_only_of_copies_of_its_own_world(
     line = Line(generation=OLD, reason="")
     memory.direct(Directive(job="job", epoch=2, line=line, protected=generation, persist=order))
     memory.persist.stored = OLD
+    hold(memory, generation)
+    persisting.write(memory, epoch_of(memory), 1.0)
+    (written,) = [effect for effect in memory.out if isinstance(effect, PersistRank)]
+    assert written.base == base
+
+
+def test_a_sparse_window_is_never_written_whoever_orders_it(memory: JobMemory) -> None:
+    hold(memory, NEW, first_step=NEW.step - 3)
+    memory.direct(replace(epoch_of(memory).directive, persist=ORDER))
+    persisting.write(memory, epoch_of(memory), 1.0)
+    assert not [effect for effect in memory.out if isinstance(effect, PersistRank)]
+    reported = persisting.reported(memory, epoch_of(memory))
+    assert reported["persist_failure"] == f"rank 0 holds {NEW} as a sparse window"
+
+
+def hold(memory: JobMemory, generation: Generation, first_step: int = 0) -> None:
+    """Let the node hold the snapshot of its rank."""
     layout = Layout(
         rank=0,
         world_size=2,
@@ -292,6 +335,7 @@ def test_a_set_names_experts_only_of_copies_of_its_own_world(
         extras_bytes=0,
         piece_bytes=4096,
         digests=b"",
+        first_step=first_step,
     )
     arena = ArenaView(rank=0, layout_id="l", layout=layout, encoded=encode_layout(layout))
     arena.slots = [
@@ -304,6 +348,3 @@ def test_a_set_names_experts_only_of_copies_of_its_own_world(
         )
     ]
     memory.arenas[0, "l"] = arena
-    persisting.write(memory, epoch_of(memory), 1.0)
-    (written,) = [effect for effect in memory.out if isinstance(effect, PersistRank)]
-    assert written.base == base
