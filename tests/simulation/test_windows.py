@@ -9,6 +9,7 @@ from collections import Counter
 
 import pytest
 from seeds import blocks
+from simulation.__main__ import run_schedules
 from simulation.cluster import Cluster
 from simulation.options import Options
 
@@ -33,3 +34,11 @@ def test_a_window_is_seen_whole_or_not_at_all(slots: int, first_seed: int, seeds
     assert counts["windows"] > counts["protected"] / 2
     assert counts["resumed_from_window"] > seeds / 8
     assert counts["rebuilt"] > seeds / 8
+
+
+@pytest.mark.parametrize(("first_seed", "seeds"), blocks(60_000, 40, short=10, size=30))
+def test_sets_in_storage_hold_no_window(first_seed: int, seeds: int) -> None:
+    counts = run_schedules(
+        first_seed, seeds, steps=14, faults=4, tier=True, policy=PolicyType.SPARSE
+    )
+    assert counts["set_complete"] > seeds

@@ -168,8 +168,8 @@ def compare_policies(
     PartialExperts appears with each K that Dynamic-K would go through (PEC §3.1): the first one,
     doubled as long as experts are left out. Selective captures as many experts as its budgets hold
     (MoEtion §4.2): the network's budget counts only with redundancy, because a snapshot here is
-    protected as a whole. Sparse does not appear for a job that it would refuse: one with storage,
-    with saves further apart than a step, or that may go on with fewer nodes.
+    protected as a whole. Sparse does not appear for a job that it would refuse: one with saves
+    further apart than a step, or that may go on with fewer nodes.
 
     Args:
         groups: the job's parity groups; none without redundancy.
@@ -182,7 +182,7 @@ def compare_policies(
         raise InvalidJobError("the model has no experts to leave out; every snapshot is full")
     world = _World(job, table, groups, assumed)
     costs: tuple[PolicyCost, ...] = (world.full(),)
-    if job.spec.persistence is None and job.spec.snapshot.interval.steps == 1:
+    if job.spec.snapshot.interval.steps == 1:
         ways = () if job.spec.may_shrink else tuple(Repeats)
         costs += tuple(cost for repeats in ways for cost in world.sparse(repeats))
     costs += (*world.partial(), world.selective())

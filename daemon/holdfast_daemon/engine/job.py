@@ -31,7 +31,6 @@ from holdfast_core.snapshots.layouts import (
     decode_layout,
     decode_manifest,
     encode_layout,
-    encode_manifest,
     layout_id,
     manifest_digest,
     piece_count,
@@ -503,9 +502,7 @@ class JobEngine:
             experts=experts,
             first_step=target.first_step,
         )
-        target.state, target.manifest = SlotState.SEALING, manifest
-        target.encoded = encode_manifest(manifest)
-        target.digest = manifest_digest(target.encoded)
+        target.filled(manifest)
         memory.rank(session.rank).last_sign = now
         memory.out.append(
             Seal(

@@ -12,7 +12,12 @@ from enum import Enum
 
 from holdfast_core.errors import CorruptError
 from holdfast_core.snapshots.generations import Generation
-from holdfast_core.snapshots.layouts import Layout, encode_manifest, piece_count
+from holdfast_core.snapshots.layouts import (
+    Layout,
+    encode_manifest,
+    manifest_digest,
+    piece_count,
+)
 from holdfast_core.snapshots.manifests import ExpertVersion, Manifest, ParityEntry
 from holdfast_core.snapshots.pieces import DIGEST_BYTES, PieceMap, choose, merge_digests
 from holdfast_daemon.engine.effects import HeldSlot
@@ -81,6 +86,12 @@ class Slot:
     @property
     def piece_map(self) -> PieceMap:
         return PieceMap(slot=self.index, places=self.places)
+
+    def filled(self, manifest: Manifest) -> None:
+        """Note that a trainer has filled it with what `manifest` says, to be sealed."""
+        self.state, self.manifest = SlotState.SEALING, manifest
+        self.encoded = encode_manifest(manifest)
+        self.digest = manifest_digest(self.encoded)
 
     def clear(self) -> None:
         """Forget the snapshot. The slot can be used again, once it is no longer being persisted."""

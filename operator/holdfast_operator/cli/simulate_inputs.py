@@ -205,11 +205,11 @@ def inputs_of(options: argparse.Namespace, job: MoETrainingJob) -> Inputs:
 
 def _possible(job: MoETrainingJob) -> frozenset[PolicyKind]:
     """What the job can ask for. With `minNodes` below `nodes` only whole snapshots are simulated;
-    sparse windows need every step, and cannot be stored."""
+    sparse windows need every step."""
     if job.spec.may_shrink:
         return frozenset({PolicyKind.FEWER})
     found = {PolicyKind.FULL, PolicyKind.PARTIAL, PolicyKind.SELECTIVE}
-    if job.spec.persistence is None and job.spec.snapshot.interval.steps == 1:
+    if job.spec.snapshot.interval.steps == 1:
         found |= {PolicyKind.SPARSE_GLOBAL, PolicyKind.SPARSE_GRADS}
     return frozenset(found)
 

@@ -193,6 +193,21 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        name="write a sparse window to storage",
+        edits=(
+            (
+                "core/holdfast_core/protection/recovery.py",
+                "return any(e.window for",
+                "return any(False for",
+            ),
+            (
+                f"{DAEMON}/engine/persisting.py",
+                "    if slot.manifest.first_step:\n",
+                "    if False:\n",
+            ),
+        ),
+    ),
+    Mutant(
         name="build in the other block than in the free one",
         edits=(
             (

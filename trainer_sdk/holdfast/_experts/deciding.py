@@ -29,7 +29,7 @@ _KEPT = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Decision:
+class WindowDecision:
     """What a window captures."""
 
     schedule: Schedule
@@ -53,7 +53,7 @@ class Deciding:
         self._counts, self._assigned = Counter[UnitKey](), Counter[int | None]()
         self._ended = self._decided = 0
         """Windows whose saves were all called, and windows whose round is made."""
-        self._decisions: dict[int, Decision] = {}
+        self._decisions: dict[int, WindowDecision] = {}
         """Number of a window → what it captures."""
         self._origin = self._newest_whole = 0
         """Step of the session's first save, and of the newest one that is to capture all units."""
@@ -88,7 +88,7 @@ class Deciding:
         self._layers = sorted({unit.layer for unit in self._units}, key=str)
         if not self._units:
             self._popularity = None
-        self._decisions = {window: Decision(schedule=schedule) for window in (0, 1)}
+        self._decisions = {window: WindowDecision(schedule=schedule) for window in (0, 1)}
         self._rounds.start()
 
     def ended(self, windows: int) -> None:
@@ -97,7 +97,7 @@ class Deciding:
         with self._rounds.change():
             self._ended = windows
 
-    def decision(self, window: int, wait_s: float) -> Decision:
+    def decision(self, window: int, wait_s: float) -> WindowDecision:
         """What a window captures, by its number from 0. For the saver's thread.
 
         Raises:
@@ -107,7 +107,7 @@ class Deciding:
             self._rounds.wait_for(lambda: window in self._decisions, wait_s)
             found = self._decisions.get(window)
             if found is None and self._rounds.failed and self._popularity is None:
-                found = Decision(schedule=self._schedule)
+                found = WindowDecision(schedule=self._schedule)
         if found is None:
             raise SnapshotSkippedError("the ranks have not agreed in time on this window")
         return found
@@ -139,7 +139,7 @@ class Deciding:
         if ordered != schedule:
             _log.info("window %d captures experts in another order", number)
         with self._rounds.change():
-            self._decisions[number] = Decision(schedule=ordered, whole=bool(wanted))
+            self._decisions[number] = WindowDecision(schedule=ordered, whole=bool(wanted))
             self._decisions.pop(number - _KEPT, None)
             self._decided += 1
             if wanted:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from simulation.cluster import Cluster
 from simulation.options import Options
 
+from holdfast_core.job.snapshots import PolicyType
 from holdfast_core.snapshots.membership import Redundancy
 
 
@@ -25,6 +26,7 @@ def run_schedules(
     tier: bool | None = None,
     worlds: bool | None = None,
     slots: int | None = None,
+    policy: PolicyType | None = None,
 ) -> Counter[str]:
     """Run `count` schedules; the summed counts of their events.
 
@@ -33,6 +35,7 @@ def run_schedules(
         tier: whether there is a durable tier; None for every eighth schedule.
         worlds: whether members leave and come; None for every eighth schedule.
         slots: slots of each rank's arena; None for a number that each seed chooses.
+        policy: of snapshots; None for one that each seed chooses.
 
     Raises:
         AssertionError: when an invariant broke; the message begins with the seed.
@@ -50,6 +53,7 @@ def run_schedules(
                     tier=tier,
                     worlds=worlds,
                     slots=slots,
+                    policy=policy,
                 )
             )
             try:

@@ -114,6 +114,9 @@ class Bucket:
         store = self.store()
         stored = next(s for s in store.complete() if set_name(s.generation) == name)
         assert stored.world_size == self.cluster.members * self.cluster.nproc
+        assert stored.generation not in self.cluster.windows, (
+            f"set {stored.generation} holds units of different steps"
+        )
         for rank in range(stored.world_size):
             found = store.open_rank(stored, rank)
             data = bytearray(found.content.payload_bytes)

@@ -60,7 +60,7 @@ class StoredCluster(Cluster):
 
     def _store(self, generation: Generation) -> None:
         """Copy a generation as the daemons would, if every member has all of it."""
-        if self.membership is None:
+        if self.membership is None or generation in self.windows:
             return
         ranks = {}
         for place in self.membership.members:

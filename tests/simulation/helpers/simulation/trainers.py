@@ -100,6 +100,10 @@ class TrainingWorld:
         """Ranks of an earlier world whose snapshots the workers read for all."""
         self.step = self.repeats_to = 0
         """Newest step, and the last one that is repeated from a window: those are not saved."""
+        self._origin: int | None = None
+        """Step of the first save, which captures everything and after which windows follow."""
+        self._whole: list[int] = []
+        """First steps of windows in whose place one save captures everything."""
 
     def arrived(self, rank: int, line: Generation | None) -> None:
         """Record that a worker restored. When all have, they must agree, and training continues."""
@@ -125,10 +129,36 @@ class TrainingWorld:
                 self._later()
             return
         self.step += 1
-        for worker in self.workers.values() if self.step > self.repeats_to else ():
-            worker.save(Generation(self.epoch, self.step))
+        if self.step > self.repeats_to:
+            if self.cluster.policy is PolicyType.SPARSE:
+                self._decide()
+            for worker in self.workers.values():
+                worker.save(Generation(self.epoch, self.step))
         if not self.cluster.is_finished(self.epoch, self.step):
             self._later()
+
+    def slot(self, step: int) -> int | None:
+        """Slot of a window that the save of `step` fills; None where it is of one step."""
+        if self._origin is None or step in (self._origin, *self._whole):
+            return None
+        return (step - self._origin - 1) % self.cluster.turns
+
+    def is_passed_over(self, step: int) -> bool:
+        """Whether the save of `step` captures nothing, as an earlier one took its window's
+        place."""
+        return any(first < step < first + self.cluster.turns for first in self._whole)
+
+    def _decide(self) -> None:
+        """With the first save after a window, decide about the window after the next, as the ranks
+        do together."""
+        if self._origin is None:
+            self._origin = self.step
+        turns = self.cluster.turns
+        if self.step <= self._origin + turns or (self.step - self._origin - 1) % turns:
+            return
+        wanted = max(worker.whole_after for worker in self.workers.values())
+        if wanted >= max(self._whole, default=self._origin):
+            self._whole.append(self.step + turns)
 
 
 class Worker:
@@ -149,8 +179,6 @@ class Worker:
         self._arena = ""
         self._base: Generation | None = None
         """The snapshot that the next one may carry pieces over from."""
-        self._origin: int | None = None
-        """Step of the first save, which captures everything and after which windows follow."""
         self._window: OpenWindow | None = None
         world.workers[rank] = self
         self._poll(self._restore)
@@ -158,6 +186,15 @@ class Worker:
     @property
     def running(self) -> bool:
         return self.alive and not self.paused
+
+    @property
+    def whole_after(self) -> int:
+        """Step after which its daemon asks for a snapshot of one step; -1 while it does not."""
+        daemon, session = self._opened_on, self._session
+        if daemon is None or session is None or not daemon.alive or daemon.paused:
+            return -1
+        seen = daemon.engine.watched(session)
+        return -1 if seen is None or seen.whole_after is None else seen.whole_after.step
 
     def kill(self) -> None:
         """Kill the process, as SIGKILL does: the kernel closes the claim, and the daemon notices
@@ -273,9 +310,11 @@ class Worker:
     def save(self, generation: Generation) -> None:
         """Save as the SDK does: skip when the last save is still copying, never wait, never
         raise."""
-        slot, window = self._slot(generation.step), self._window
+        slot, window = self.world.slot(generation.step), self._window
         daemon, session = self._opened_on, self._session
         if daemon is None or session is None or self._copying:
+            return
+        if self.world.is_passed_over(generation.step):
             return
         if not daemon.alive:
             self._session, self.claimed = None, False
@@ -337,15 +376,6 @@ class Worker:
             lambda: self._staged(daemon, session, generation, granted, data, carried),
         )
         cluster.writing(self)
-
-    def _slot(self, step: int) -> int | None:
-        """Slot of a window that the save of `step` fills; None where it is of one step."""
-        cluster = self.world.cluster
-        if cluster.policy is not PolicyType.SPARSE:
-            return None
-        if self._origin is None:
-            self._origin = step
-        return (step - self._origin - 1) % cluster.turns if step > self._origin else None
 
     def _save_slot(self, daemon: Daemon, window: OpenWindow, slot: int) -> None:
         """Write the pieces of one save of a window, and commit it with its last one. Nothing asks

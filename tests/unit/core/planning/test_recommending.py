@@ -88,19 +88,20 @@ def test_the_recommendation_is_that_of_the_least_time_lost() -> None:
     assert by_cost[id(comparison.best)].ettr >= most - NEGLIGIBLE
     assert comparison.best.policy is PolicyType.SPARSE
     assert comparison.reason
-    stored = job(persistence={"uri": "s3://bucket/run1"})
-    assert advice(STALLS, stored).comparison.best.policy is PolicyType.PARTIAL_EXPERTS
+    seldom = job(snapshot={"interval": {"steps": 2}})
+    assert advice(STALLS, seldom).comparison.best.policy is PolicyType.PARTIAL_EXPERTS
     assert advice(HIDES).comparison.best.policy is PolicyType.FULL
 
 
 def test_only_policies_of_this_version_are_recommended() -> None:
-    """Sparse windows are only for saves that a step does not hide, and cannot be stored."""
+    """Sparse windows are only for saves that a step does not hide, and need every step."""
     always = {PolicyType.FULL, PolicyType.PARTIAL_EXPERTS, PolicyType.SELECTIVE}
-    stored = job(persistence={"uri": "s3://bucket/run1"})
+    seldom = job(snapshot={"interval": {"steps": 2}})
     for assumed, of, more in (
         (HIDES, job(), set()),
         (STALLS, job(), {PolicyType.SPARSE}),
-        (STALLS, stored, set()),
+        (STALLS, job(persistence={"uri": "s3://bucket/run1"}), {PolicyType.SPARSE}),
+        (STALLS, seldom, set()),
     ):
         policies = {cost.policy for cost in advice(assumed, of).comparison.costs}
         assert policies == always | more

@@ -41,7 +41,7 @@ Selective 35         3.74     18.4 0.70    yes    2.81     2     61.7   1.70    
 blocks, a third as long, for each of two ranks: 61.7 GiB. In 2 s the network takes 18.6 GiB from
 four nodes, to which 5 slots of a window come nearest: 16.1 GiB."""
 
-STORED = JOB + "  persistence: {uri: 's3://bucket/run1'}\n"
+SELDOM = JOB + "  snapshot: {interval: {steps: 2}}\n"
 """A job that cannot have sparse windows."""
 
 
@@ -109,7 +109,7 @@ def test_the_job_sets_the_first_k_and_what_may_be_lost(
 def test_bandwidths_decide_what_hides(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fast = ["--copy-bandwidth", "5G", "--network-bandwidth", "100G"]
     assert "recommended: Sparse 2 grads: its copy" in printed(capsys, job, *SIZES, *fast)
-    job.write_text(STORED)
+    job.write_text(SELDOM)
     text = printed(capsys, job, *SIZES, *fast)
     full = next(line for line in text.splitlines() if line.startswith("Full"))
     assert "+1.62 s" in full
@@ -128,12 +128,12 @@ def test_what_is_recommended_can_be_written_into_the_job(
     assert parsed(JOB + written).spec.snapshot.policy.chosen == SparseWindows(
         window=2, repeats=Repeats.OPTIMIZER
     )
-    job.write_text(STORED)
+    job.write_text(SELDOM)
     text = printed(capsys, job, *SIZES, *fast)
     _, _, after = text.partition("recommended: PartialExperts 4")
     written = after[after.index("  snapshot:") : after.index("model:")]
     assert parsed(JOB + written).spec.snapshot.policy.chosen == PartialExperts(experts_per_layer=4)
-    assert parsed(JOB + written).spec.snapshot.interval.steps == 1
+    assert parsed(JOB + written).spec.snapshot.interval.steps == 2
 
 
 def test_the_plan_of_an_automatic_interval_shows_what_to_expect(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from holdfast._exchange import Alone
-from holdfast._experts.deciding import Deciding, Decision
+from holdfast._experts.deciding import Deciding, WindowDecision
 from holdfast_core.errors import SnapshotSkippedError, UnreachableError
 from holdfast_core.experts.sparse_windows import Schedule
 from holdfast_core.job.snapshots import ExpertOrder, SparseWindows
@@ -115,8 +115,8 @@ def test_a_snapshot_of_one_step_that_any_rank_wants_takes_the_place_of_the_windo
     if own:
         deciding.want_whole(ORIGIN)
     deciding.ended(1)
-    assert deciding.decision(1, 0.0) == Decision(schedule=FIRST)
-    assert deciding.decision(2, WAIT_S) == Decision(schedule=FIRST, whole=True)
+    assert deciding.decision(1, 0.0) == WindowDecision(schedule=FIRST)
+    assert deciding.decision(2, WAIT_S) == WindowDecision(schedule=FIRST, whole=True)
     deciding.close(WAIT_S)
 
 
