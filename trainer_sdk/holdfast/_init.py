@@ -21,6 +21,7 @@ from holdfast._elastic.world import World
 from holdfast._environment import Environment, read_environment
 from holdfast._exchange import Alone, Exchange, make_exchange
 from holdfast._experts.counting import Counting
+from holdfast._experts.deciding import Deciding
 from holdfast._experts.gradients import NO_GRADIENTS, Gradients
 from holdfast._experts.partial import PartialCapture
 from holdfast._experts.policy import CapturePolicy, FullCapture
@@ -231,6 +232,7 @@ class _Maker:
             policy=_policy(live, rank, world_size, self.settings, exchange),
             comparing=_comparing(topology, self.settings, exchange),
             pacing=_pacing(self.settings, exchange),
+            deciding=_deciding(self.settings, exchange),
             device=device_of(raw(parameter) for parameter in self.model.parameters()),
             settings=self.settings,
             hooks=self.world is None,
@@ -376,6 +378,12 @@ def _policy(
         settings.start_wait_s / 2,
         Gradients(live) if policy.recompute else NO_GRADIENTS,
     )
+
+
+def _deciding(settings: Settings, exchange: Callable[[], Exchange]) -> Deciding | None:
+    """Make this rank's part in decisions on sparse windows, where there are any. Collective."""
+    policy = settings.policy
+    return Deciding(exchange(), policy) if isinstance(policy, SparseWindows) else None
 
 
 def _pacing(settings: Settings, exchange: Callable[[], Exchange]) -> DueSaves:

@@ -47,7 +47,6 @@ from holdfast_core.errors import (
     SnapshotSkippedError,
     StepOrderError,
 )
-from holdfast_core.job.snapshots import Policy, SparseWindows
 from holdfast_core.protection.standing import StandingVerdict
 from holdfast_core.topology import Topology
 
@@ -72,6 +71,7 @@ class ProtectedSession(Session):
         comparing: Comparing,
         policy: CapturePolicy,
         pacing: DueSaves,
+        deciding: Deciding | None = None,
         hooks: bool = True,
     ) -> None:
         self._live, self._pacing, self._stateful = live, pacing, dict(stateful)
@@ -79,7 +79,6 @@ class ProtectedSession(Session):
         self._engine = CopyEngine(settings.copy_threads, device)
         self._counts_tokens = policy.leaves_out or settings.counts_tokens
         self._gradients = policy.gradients
-        deciding = _deciding(exchange, settings.policy)
         self._optimizer_steps = OptimizerSteps(live, settings.repeats if settings.window else None)
         self._saver = Saver(
             client,
@@ -470,11 +469,6 @@ class ProtectedSession(Session):
             hook.remove()
         self._saver.close(self._settings.rpc_timeout_s)
         self._pacing.close(self._settings.rpc_timeout_s)
-
-
-def _deciding(exchange: Exchange, policy: Policy | None) -> Deciding | None:
-    """Make the decisions on windows, where the policy has any."""
-    return Deciding(exchange, policy) if isinstance(policy, SparseWindows) else None
 
 
 def _warn_unheld(optimizers: Sequence[object]) -> None:

@@ -41,7 +41,7 @@ class Deciding:
     """One rank's part in the decisions; the thread runs from `start` to `close`.
 
     Args:
-        exchange: exchange between all ranks, used for nothing else from `start` on.
+        exchange: exchange between all ranks, used for nothing else.
     """
 
     def __init__(self, exchange: Exchange, policy: SparseWindows) -> None:
