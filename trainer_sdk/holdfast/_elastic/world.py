@@ -429,7 +429,7 @@ class World:
         in which the others go on.
         """
         turn = 0 if own.step == NEW else 1 if self._rank == 0 else 2
-        return self._reform_s * (1 + turn / 3)
+        return self._reform_s * (1 + turn / 6)
 
     def _next(self, following: Following, cause: Exception | None, patience_s: float) -> Meeting:
         """Wait for a world newer than the present one."""
