@@ -36,6 +36,7 @@ def make_authenticator(
         reviewer = VolumeTokenReviewer(settings.volume_records, reviewer)
     return TokenAuthenticator(
         reviewer,
+        time.monotonic,
         time.time,
         lambda outcome: metrics.add("token_reviews", outcome=outcome),
         lambda job: _pods_of(hosts.get(job)),
@@ -54,7 +55,7 @@ def make_catalogue(
 ) -> Catalogue:
     """The catalogue: in Redis if the settings name one, else in this process."""
     if not settings.redis_url:
-        return MemoryCatalogue(settings.node, time.time)
+        return MemoryCatalogue(settings.node, time.monotonic)
     with needing("a catalogue in Redis", PackageGroup.CATALOGUE):
         from holdfast_daemon.observing.catalogue_redis import RedisCatalogue, RedisSettings
     return RedisCatalogue(

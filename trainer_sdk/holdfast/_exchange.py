@@ -114,15 +114,17 @@ class GlooExchange:
         forming: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._timeout = timedelta(seconds=timeout_s)
-        self._ended, self._forming = ended, forming
+        self._ended = ended
+        self._forming: Callable[[], AbstractContextManager[None]] | None = forming
         self._form_timeout = self._timeout if form_s is None else timedelta(seconds=form_s)
         self._group: dist.ProcessGroup | None = self._new_group(None, "gloo")
         set_timeout(self._group, timeout_s)
         self._rank = dist.get_rank()
 
     def leave(self) -> None:
-        """Let go of the group, which is about to be disconnected. Any thread."""
-        self._group = None
+        """Let go of the group, which is about to be disconnected, and of the store of its world,
+        whose connection would stay open for as long as this object. Any thread."""
+        self._group = self._forming = None
 
     def _here(self) -> dist.ProcessGroup:
         """The group; without one, torch would take the default group."""
@@ -197,7 +199,10 @@ class GlooExchange:
             wait(work, self._ended)
 
     def _new_group(self, ranks: list[int] | None, backend: str | None) -> dist.ProcessGroup:
-        with self._forming() if backend == "gloo" else nullcontext():
+        forming = self._forming
+        if forming is None:
+            raise UnreachableError("the training world has ended")
+        with forming() if backend == "gloo" else nullcontext():
             group: Any = dist.new_group(ranks, backend=backend, timeout=self._form_timeout)
         return cast(dist.ProcessGroup, group)  # on ranks outside the group it is a constant
 

@@ -151,15 +151,19 @@ class _Known:
     refusal: str
     """Reason why there is no identity; empty when there is one."""
     fresh_until: float
-    expires_at: float
-    """Time at which the token expires; the answer does not hold after it."""
+    """Monotonic time at which the API server is asked again."""
+    expires_at: float | None = None
+    """Unix time at which the token expires; the answer does not hold after it. None where it holds
+    only while it is fresh."""
 
 
 class TokenAuthenticator:
     """Judges tokens by the answers of a `Reviewer`. For one event loop.
 
     Args:
-        now: Unix time in seconds, the clock by which tokens expire.
+        clock: monotonic seconds, by which answers become old: a wall clock that is set back must
+            not keep a refusal, or the access of a pod that is gone.
+        wall: Unix time in seconds, by which tokens expire.
         reviewed: called after each review with `allowed`, `denied` or `failed`, and with `shed`
             when a review was not begun because too many were waiting.
         pods_of: the pods that may hold ranks of a job.
@@ -168,11 +172,13 @@ class TokenAuthenticator:
     def __init__(
         self,
         reviewer: Reviewer,
-        now: Callable[[], float],
+        clock: Callable[[], float],
+        wall: Callable[[], float],
         reviewed: Callable[[str], None] = lambda outcome: None,
         pods_of: Callable[[str], Pods] = lambda job: Pods.NAMED,
     ) -> None:
-        self._reviewer, self._now, self._reviewed = reviewer, now, reviewed
+        self._reviewer, self._reviewed = reviewer, reviewed
+        self._clock, self._wall = clock, wall
         self._pods_of = pods_of
         self._known: dict[bytes, _Known] = {}
         """Tokens that the API server accepted."""
@@ -225,7 +231,7 @@ class TokenAuthenticator:
             )
         digest = hashlib.sha256(token.encode()).digest()
         known = self._known.get(digest) or self._refused.get(digest)
-        if known is None or self._now() >= min(known.fresh_until, known.expires_at):
+        if known is None or self._clock() >= known.fresh_until or self._has_expired(known):
             known = await self._ask(digest, token)
         if known.identity is None:
             raise UnauthenticatedError(
@@ -275,25 +281,21 @@ class TokenAuthenticator:
             identity = await loop.run_in_executor(threads, self._reviewer.review, token)
         except UnauthenticatedError as error:
             self._reviewed("denied")
-            until = self._now() + DENIED_FRESH_S
             known = _Known(
                 identity=None,
                 refusal=str(error).replace(token, "<token>"),
-                fresh_until=until,
-                expires_at=until,
+                fresh_until=self._clock() + DENIED_FRESH_S,
             )
         except HoldfastError as error:
             self._reviewed("failed")
             known = self._known_before(digest, error)
         else:
             self._reviewed("allowed")
-            until = self._now() + FRESH_S
-            expires_at = token_expiry(token)
             known = _Known(
                 identity=identity,
                 refusal="",
-                fresh_until=until,
-                expires_at=until if expires_at is None else expires_at,
+                fresh_until=self._clock() + FRESH_S,
+                expires_at=token_expiry(token),
             )
         self._remember(digest, known)
         return known
@@ -301,14 +303,23 @@ class TokenAuthenticator:
     def _known_before(self, digest: bytes, error: HoldfastError) -> _Known:
         """The API server's earlier answer, which holds while it cannot be reached, until the token
         expires."""
-        before, now = self._known.get(digest), self._now()
-        if before is None or before.identity is None or now >= before.expires_at:
+        before = self._known.get(digest)
+        if before is None or before.identity is None or self._is_over(before):
             raise UnreachableError(
                 f"the API server cannot review the token of this call: {error}; repeat the call "
                 f"later"
             ) from error
         _log.warning("token_review_failed", cause=str(error), pod=before.identity.pod)
-        return replace(before, fresh_until=now + AWAY_S)
+        return replace(before, fresh_until=self._clock() + AWAY_S)
+
+    def _has_expired(self, known: _Known) -> bool:
+        return known.expires_at is not None and self._wall() >= known.expires_at
+
+    def _is_over(self, known: _Known) -> bool:
+        """Whether an answer does not hold any more, even if the API server cannot be reached."""
+        if known.expires_at is None:
+            return self._clock() >= known.fresh_until
+        return self._has_expired(known)
 
     def _remember(self, digest: bytes, known: _Known) -> None:
         self._known.pop(digest, None)
@@ -318,9 +329,8 @@ class TokenAuthenticator:
         else:
             kept, most = self._known, REMEMBERED_MAX
         if len(kept) >= most:
-            now = self._now()
-            for expired in [d for d, k in kept.items() if k.expires_at <= now]:
-                del kept[expired]
+            for over in [d for d, k in kept.items() if self._is_over(k)]:
+                del kept[over]
         if len(kept) >= most:
             del kept[next(iter(kept))]
         kept[digest] = known

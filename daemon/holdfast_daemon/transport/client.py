@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 
 from holdfast_core.errors import (
@@ -27,6 +30,9 @@ from holdfast_daemon.transport.tls import Connection, ConnectionFactory, Protect
 
 IDLE_PER_PEER_MAX = 8
 """Idle connections kept to one peer, at most."""
+IDLE_S = 600.0
+"""Time for which an idle connection is kept. Peers come back at other addresses, and nobody would
+ever use again, or close, what was kept to an earlier one."""
 
 
 class BulkStream:
@@ -72,15 +78,29 @@ class BulkStream:
         self.close()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Idle:
+    """A connection that nobody uses."""
+
+    wire: Connection
+    since: float
+
+
 class BulkClient:
     """Connections to the bulk services of other daemons. Thread-safe."""
 
-    def __init__(self, timeout_s: float, wiring: ConnectionFactory | None = None) -> None:
+    def __init__(
+        self,
+        timeout_s: float,
+        wiring: ConnectionFactory | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`timeout_s`: how long to wait for a peer to accept, and for any further bytes."""
-        self._timeout_s = timeout_s
+        self._timeout_s, self._clock = timeout_s, clock
         self._wiring = wiring or ConnectionFactory(None, Protection.AUTHENTICATED)
         self._lock = threading.Lock()
-        self._idle: dict[str, list[Connection]] = {}
+        self._idle: dict[str, list[_Idle]] = {}
+        """By address, those that have been idle for longest first."""
         self._closed = False
         self.received_bytes = 0
 
@@ -114,9 +134,9 @@ class BulkClient:
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, {}
-        for wires in idle.values():
-            for wire in wires:
-                wire.close()
+        for kept in idle.values():
+            for one in kept:
+                one.wire.close()
 
     def count(self, nbytes: int) -> None:
         with self._lock:
@@ -125,18 +145,32 @@ class BulkClient:
     def release(self, address: str, wire: Connection, *, reusable: bool) -> None:
         """Take back a connection that its stream no longer needs."""
         with self._lock:
-            idle = self._idle.setdefault(address, [])
+            idle = self._idle.get(address, [])
             if reusable and not self._closed and len(idle) < IDLE_PER_PEER_MAX:
-                idle.append(wire)
+                self._idle[address] = [*idle, _Idle(wire=wire, since=self._clock())]
                 return
         wire.close()
 
     def _take(self, address: str) -> Connection | None:
         with self._lock:
             idle = self._idle.get(address)
-            return idle.pop() if idle else None
+            return idle.pop().wire if idle else None
+
+    def _close_old(self) -> None:
+        """Close the connections that have been idle for too long."""
+        with self._lock:
+            before = self._clock() - IDLE_S
+            kept, old = dict[str, list[_Idle]](), list[_Idle]()
+            for address, idle in self._idle.items():
+                old += [one for one in idle if one.since < before]
+                if left := [one for one in idle if one.since >= before]:
+                    kept[address] = left
+            self._idle = kept
+        for one in old:
+            one.wire.close()
 
     def _connect(self, address: str) -> Connection:
+        self._close_old()  # here, because only new connections can make them too many
         host, _, port = address.rpartition(":")
         try:
             connection = socket.create_connection(

@@ -31,8 +31,9 @@ LIFE = timedelta(days=7)
 RENEWED_AFTER = 1 / 7
 """Part of its life after which a certificate is renewed. It is small, so that daemons keep their
 connections when the control loop is away for some days."""
-CLOCK_ERROR = timedelta(minutes=5)
-"""Certificates are valid from this long before they are made, for clocks that are behind."""
+CLOCK_ERROR = timedelta(days=7)
+"""Certificates are valid from this long before they are made, for clocks that are behind, and for
+one that is set back while processes run: it must not cut them off from each other."""
 
 
 class Certificates:

@@ -79,9 +79,9 @@ class JobLoop:
         """Requirements of the job's pods on a node; None until a valid document was read."""
         self._refusal: tuple[str, str] | None = None
         status = resource.get("status") or {}
-        clocks = world.clocks
+        now = world.clock()
         self._state = ControlState.remembering(
-            from_document(status.get("counters") or {}, now=clocks.now, wall=clocks.wall)
+            from_document(status.get("counters") or {}, now=now, wall=world.clocks.at_wall(now))
         )
         self._recovery_log = RecoveryLog(world.metrics, recoveries_of(status))
         self._members_before = frozenset(m["node"] for m in status.get("members") or [])

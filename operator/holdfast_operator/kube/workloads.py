@@ -324,7 +324,7 @@ def _released(workload: KueueWorkload, stand: Stand) -> Object:
     if workload.has("Admitted"):
         changes.append(("Admitted", False, "NoReservation", "The workload has no reservation"))
         since, now = seconds_of(admitted.get("lastTransitionTime")), seconds_of(stand.now)
-        past_s += int(now - since) if since is not None and now is not None else 0
+        past_s += max(0, int(now - since)) if since is not None and now is not None else 0
     return {
         **_with(workload, stand, *changes),
         "admission": None,

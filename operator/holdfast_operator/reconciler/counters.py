@@ -9,6 +9,7 @@ never lost from the count. Pure.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -128,28 +129,32 @@ def to_document(counters: Counters, *, now: float, wall: float) -> dict[str, Any
 def from_document(document: object, *, now: float, wall: float) -> Counters:
     """Read the counters in a document; blank ones when it cannot be understood, since it may have
     been edited or deleted. Unknown fields are ignored. `now` and `wall` are one moment on both
-    clocks."""
+    clocks. What seems to be in the future was written before the clock was set back, and counts as
+    happening now: pauses must not last until the clock has come there again."""
     try:
         found = msgspec.convert(_with_fields(document), Counters)
     except (msgspec.ValidationError, HoldfastError, ValueError):
         return Counters()
-    return _on_clock(found, now - wall)
+    return _on_clock(found, now - wall, newest=now)
 
 
-def _on_clock(counters: Counters, ahead_s: float) -> Counters:
-    """Shift the times of `counters` to a clock that is `ahead_s` ahead."""
+def _on_clock(counters: Counters, ahead_s: float, newest: float = math.inf) -> Counters:
+    """Shift the times of `counters` to a clock that is `ahead_s` ahead, none beyond `newest`."""
 
-    def at(time: float | None) -> float | None:
-        return None if time is None else time + ahead_s
+    def at(time: float) -> float:
+        return min(time + ahead_s, newest)
+
+    def at_any(time: float | None) -> float | None:
+        return None if time is None else at(time)
 
     return replace(
         counters,
-        restarts=tuple(time + ahead_s for time in counters.restarts),
-        active_since=at(counters.active_since),
-        resized_at=at(counters.resized_at),
-        setbacks=tuple(each._replace(at=each.at + ahead_s) for each in counters.setbacks),
-        no_replacement_since=at(counters.no_replacement_since),
-        ended_at=at(counters.ended_at),
+        restarts=tuple(map(at, counters.restarts)),
+        active_since=at_any(counters.active_since),
+        resized_at=at_any(counters.resized_at),
+        setbacks=tuple(each._replace(at=at(each.at)) for each in counters.setbacks),
+        no_replacement_since=at_any(counters.no_replacement_since),
+        ended_at=at_any(counters.ended_at),
     )
 
 

@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 import pytest
 from certificate_makers import expired, made
+from cryptography import x509
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_operator.control.certificates import Certificates
@@ -286,6 +287,15 @@ def test_certificates_are_made_anew_in_time_and_not_before(tmp_path: Path) -> No
     assert (tmp_path / "tls" / AUTHORITY).read_bytes() != authority
     left = [path for path in (tmp_path / "tls").iterdir() if path.is_dir()]
     assert len(left) == 4, "two roles, and the folders that they link to"
+
+
+def test_certificates_are_valid_when_the_clock_is_set_back_by_a_day(tmp_path: Path) -> None:
+    certificates, now = Certificates(tmp_path / "tls"), time.time()
+    certificates.make(now)
+    files = [tmp_path / "tls" / AUTHORITY]
+    files += [certificates.directory(role) / CERTIFICATE for role in Role]
+    begins = [x509.load_pem_x509_certificate(file.read_bytes()) for file in files]
+    assert max(one.not_valid_before_utc.timestamp() for one in begins) < now - 86400.0
 
 
 def test_streams_insist_themselves(daemon: Identity, operator: Identity) -> None:

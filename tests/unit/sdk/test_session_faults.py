@@ -69,6 +69,7 @@ def test_whatever_fails_ends_in_the_handle_and_the_next_save_succeeds(
     daemon.fail(method, error)
     trainer.train()
     assert error_of(session.save(1)) is error
+    assert error.__traceback__ is None, "a handle that is kept would keep the frames of its save"
     trainer.train()
     session.save(2).protected.result(WAIT_S)
     assert (session.counters.failed, session.counters.committed) == (1, 1)

@@ -21,7 +21,8 @@ from holdfast._elastic.world import World
 from holdfast._init import _Maker
 from holdfast._nodaemon import UnprotectedSession
 from holdfast.testing import FakeDaemon
-from holdfast_core.errors import InvalidJobError, StaleEpochError
+from holdfast_core.errors import InvalidJobError, StaleEpochError, UnreachableError
+from holdfast_core.protection.standing import RankStanding
 
 
 @pytest.fixture
@@ -56,6 +57,35 @@ def test_groups_that_their_abort_has_destroyed_can_be_left(
     assert not dist.is_initialized()
     world.join()
     assert dist.get_world_size() == 1
+
+
+class NoNews:
+    """News of a daemon that begins no world."""
+
+    epoch = 2
+
+    def __init__(self) -> None:
+        self.waited_s: list[float] = []
+
+    def wait_newer(self, epoch: int, timeout_s: float) -> bool:
+        self.waited_s.append(timeout_s)
+        return False
+
+
+def test_ranks_that_have_lost_nobody_end_one_after_the_other_those_without_state_first() -> None:
+    def patience_s(own: RankStanding, rank: int) -> float:
+        news: Any = NoNews()
+        world = World(
+            "gloo", news, store_address="", local_rank=0, nproc=1, timeout_s=30.0, reform_s=30.0
+        )
+        world._rank = rank
+        with pytest.raises(UnreachableError, match="cut off"):
+            world.stand(own, UnreachableError("cut off"))
+        [waited_s] = news.waited_s
+        return float(waited_s)
+
+    new, first, other = RankStanding(), RankStanding(step=5), RankStanding(step=5)
+    assert [patience_s(new, 1), patience_s(first, 0), patience_s(other, 1)] == [30.0, 35.0, 40.0]
 
 
 @pytest.mark.slow

@@ -311,7 +311,7 @@ class _Capture:
             self._moves, self._memory = _in_arena(self._moves, target, self.blocks), target.arena
             self._groups, self._blocks_of = self._moves, 1
         self._download: Download | None = None
-        self._from_host = _Once(self._copy_from_host)
+        self._from_host = _Once()
         self._copied: Callable[[], None] | None = copied
 
     def begin(self) -> None:
@@ -327,7 +327,7 @@ class _Capture:
             group = index // self._blocks_of
             if group < len(self._groups):
                 download.wait(group)
-            self._from_host.do(first)
+            self._from_host.do(first, self._copy_from_host)
         elif index < len(self._moves) and self._moves[index]:
             self._device.fetch(self._moves[index], self._memory, self._fence)
         size = self._size
@@ -348,7 +348,7 @@ class _Capture:
             download.hurry()
         if download.is_over():
             for first in self.blocks if self._host_moves else ():
-                self._from_host.do(first)
+                self._from_host.do(first, self._copy_from_host)
             self.end()
 
     def end(self) -> None:
@@ -372,19 +372,18 @@ class _Capture:
 class _Once:
     """Work that is done once for each number, by the first thread that asks; others wait for it."""
 
-    def __init__(self, work: Callable[[int], None]) -> None:
-        self._work = work
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._locks: dict[int, threading.Lock] = {}
         self._done: set[int] = set()
 
-    def do(self, number: int) -> None:
+    def do(self, number: int, work: Callable[[int], None]) -> None:
         """Do the work of `number`, unless it is done."""
         with self._lock:
             lock = self._locks.setdefault(number, threading.Lock())
         with lock:
             if number not in self._done:
-                self._work(number)
+                work(number)
                 self._done.add(number)
 
 

@@ -34,6 +34,7 @@ from holdfast_core.errors import (
     UnreachableError,
 )
 from holdfast_core.protection.standing import (
+    NEW,
     RankStanding,
     StandingAction,
     StandingVerdict,
@@ -336,7 +337,8 @@ class World:
         from the statements of all its ranks. The old groups are left; none are formed.
 
         Args:
-            cause: failure of the world before; raised when no newer one comes in `reform_s`.
+            cause: failure of the world before; raised when no newer one comes in `reform_s`, or
+                somewhat later where others are to end first.
 
         Raises:
             ProtocolError: a rank's statement cannot be read.
@@ -349,7 +351,7 @@ class World:
             meeting = self._meeting
             if meeting is None or following.epoch > meeting.epoch:
                 self.leave()
-                meeting = self._next(following, cause)
+                meeting = self._next(following, cause, self._patience_s(own))
             try:
                 if meeting is not self._meeting:
                     self._meet(following, meeting)
@@ -419,9 +421,19 @@ class World:
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _next(self, following: Following, cause: Exception | None) -> Meeting:
+    def _patience_s(self, own: RankStanding) -> float:
+        """Time to wait for a newer world after a failure.
+
+        Where no process was lost, nobody begins one, and all would end at the same moment, with all
+        that they have. So one that has nothing ends first, or else rank 0: that brings a new world,
+        in which the others go on.
+        """
+        turn = 0 if own.step == NEW else 1 if self._rank == 0 else 2
+        return self._reform_s * (1 + turn / 6)
+
+    def _next(self, following: Following, cause: Exception | None, patience_s: float) -> Meeting:
         """Wait for a world newer than the present one."""
-        if cause is not None and not following.wait_newer(self._reached, self._reform_s):
+        if cause is not None and not following.wait_newer(self._reached, patience_s):
             raise cause
         while True:
             meeting = following.wait_ready(self._reached, _WAIT_S)

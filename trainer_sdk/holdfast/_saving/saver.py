@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from holdfast._causes import drop_tracebacks
 from holdfast._copying.bubbles import Bubbles
 from holdfast._copying.devices import Device
 from holdfast._copying.engine import CopyEngine, CopyPlan, Digests
@@ -248,6 +249,7 @@ class Saver:
             self.problem = error
         self._link.note_lost_session(error)
         task.release(over=True)
+        drop_tracebacks(error)
         if task.handle.error is None:
             self.refuse(task.handle, error)
 

@@ -60,7 +60,7 @@ def _service(metrics: DaemonMetrics) -> TrainerService:
         arena_socket=Path("arena.sock"),
         node_host="127.0.0.1",
         status=lambda: {"jobs": {}},
-        authenticator=TokenAuthenticator(_Reviewer(), time.time),
+        authenticator=TokenAuthenticator(_Reviewer(), time.monotonic, time.time),
         metrics=metrics,
     )
 

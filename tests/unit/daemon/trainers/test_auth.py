@@ -62,9 +62,16 @@ class Bench:
 
     def __init__(self) -> None:
         self.now = NOW
+        self.set_back_s = 0.0
+        """Seconds by which the wall clock was set back."""
         self.reviewer = FakeReviewer()
         self.outcomes: list[str] = []
-        self.auth = TokenAuthenticator(self.reviewer, lambda: self.now, self.outcomes.append)
+        self.auth = TokenAuthenticator(
+            self.reviewer,
+            lambda: self.now,
+            lambda: self.now - self.set_back_s,
+            self.outcomes.append,
+        )
 
 
 def token_until(expires_at: float) -> str:
@@ -118,7 +125,7 @@ def test_a_pod_waits_for_its_job_and_is_kept_out_of_others(
     async def run() -> None:
         reviewer = FakeReviewer()
         reviewer.pod = "train-0-x7k2p"
-        auth = TokenAuthenticator(reviewer, lambda: NOW, pods_of=lambda job: pods)
+        auth = TokenAuthenticator(reviewer, lambda: NOW, lambda: NOW, pods_of=lambda job: pods)
         with pytest.raises(error) if error is not None else nullcontext():
             await auth.authorize("token", job)
         seen = await auth.visible("token", [JOB, "other.moe"])
@@ -274,6 +281,23 @@ def test_a_pod_that_is_gone_is_refused_once_the_api_server_is_back() -> None:
         bench.now += DENIED_FRESH_S
         with pytest.raises(UnreachableError):
             await bench.auth.authorize(token, JOB)
+
+    asyncio.run(run())
+
+
+def test_answers_become_old_although_the_wall_clock_was_set_back() -> None:
+    async def run() -> None:
+        bench, gone, early = Bench(), token_until(NOW + 3600), token_until(NOW + 3601)
+        await bench.auth.authorize(gone, JOB)
+        bench.reviewer.error = UnauthenticatedError("pod not found")
+        with pytest.raises(UnauthenticatedError):
+            await bench.auth.authorize(early, JOB)
+        bench.set_back_s = 86400.0
+        bench.now += FRESH_S
+        with pytest.raises(UnauthenticatedError):
+            await bench.auth.authorize(gone, JOB)
+        bench.reviewer.error = None
+        await bench.auth.authorize(early, JOB)
 
     asyncio.run(run())
 

@@ -19,9 +19,10 @@ from holdfast_core.errors import (
 )
 from holdfast_core.snapshots.generations import Generation
 from holdfast_daemon.transport import protocol
-from holdfast_daemon.transport.client import BulkClient
+from holdfast_daemon.transport.client import IDLE_S, BulkClient
 from holdfast_daemon.transport.protocol import Kind, Located, Request
 from holdfast_daemon.transport.server import BulkServer
+from holdfast_daemon.transport.tls import Connection, ConnectionFactory, Protection
 
 CONTENT = os.urandom(3_000_000)
 
@@ -264,6 +265,18 @@ class Busy(OneFile):
         return super().locate(request)
 
 
+class Dialling(ConnectionFactory):
+    """Plain connections, of which the sockets are known."""
+
+    def __init__(self) -> None:
+        super().__init__(None, Protection.AUTHENTICATED)
+        self.dialled_to: list[socket.socket] = []
+
+    def dialled(self, connection: socket.socket, timeout_s: float) -> Connection:
+        self.dialled_to.append(connection)
+        return super().dialled(connection, timeout_s)
+
+
 def test_a_connection_beyond_those_at_work_is_closed_and_counted(resolver: OneFile) -> None:
     busy = Busy(resolver.path)
     server = BulkServer("127.0.0.2", 0, busy, connections_max=1)
@@ -316,6 +329,19 @@ def test_the_address_with_most_connections_gives_way_first(resolver: OneFile) ->
     server.close()
     for each in (peer, *crowd):
         each.close()
+
+
+def test_connections_to_addresses_that_peers_have_left_are_closed(resolver: OneFile) -> None:
+    now, wiring = 0.0, Dialling()
+    client = BulkClient(5, wiring, lambda: now)
+    for _ in range(3):
+        server = BulkServer("127.0.0.2", 0, resolver)
+        server.start()
+        client.fetch_into(server.address, wanted(0, 10), memoryview(bytearray(10)))
+        server.close()
+        now += IDLE_S + 1
+    assert [each.fileno() >= 0 for each in wiring.dialled_to] == [False, False, True]
+    client.close()
 
 
 def test_a_client_survives_the_restart_of_a_peer(resolver: OneFile) -> None:

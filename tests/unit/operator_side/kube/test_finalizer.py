@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from samples import job_resource
 
 from holdfast_operator.kube.finalizer import PATIENCE_S, free_memory
@@ -56,7 +57,7 @@ class World:
     """The parts of the operator that freeing needs. Its clock moves on with each request."""
 
     server: Server
-    clocks: ClockPair = field(default_factory=lambda: ClockPair(now=0.0, wall=DELETED_AT))
+    clocks: ClockPair
     pods: Pods = field(default_factory=Pods)
     trainers: Pods = field(default_factory=Pods)
 
@@ -64,12 +65,14 @@ class World:
         return self.server.drops * PATIENCE_S / 2
 
 
-def drops(server: Server, *members: str) -> int:
-    """Free the memory of a job with these members, and return how often that was asked for."""
+def drops(server: Server, *members: str, ahead_s: float = 0.0) -> int:
+    """Free the memory of a job with these members, and return how often that was asked for. The
+    operator's clock is ahead of the API server's."""
+    clocks = ClockPair(now=0.0, wall=DELETED_AT + ahead_s)
     resource: dict[str, Any] = job_resource()
     resource["metadata"]["deletionTimestamp"] = "2023-11-14T22:13:20Z"
     resource["status"] = {"members": [{"node": member} for member in members]}
-    asyncio.run(free_memory(World(server), resource))  # type: ignore[arg-type]
+    asyncio.run(free_memory(World(server, clocks), resource))  # type: ignore[arg-type]
     return server.drops
 
 
@@ -79,8 +82,11 @@ def test_freeing_ends_once_no_daemon_holds_anything_of_the_job() -> None:
     assert not server.holding
 
 
-def test_freeing_waits_a_limited_time_for_a_daemon_that_has_not_connected_yet() -> None:
-    assert drops(Server(), "n0") == 2
+@pytest.mark.parametrize("ahead_s", [0.0, 86400.0, -86400.0])
+def test_freeing_waits_a_limited_time_for_a_daemon_that_has_not_connected_yet(
+    ahead_s: float,
+) -> None:
+    assert drops(Server(), "n0", ahead_s=ahead_s) == 2
 
 
 def test_freeing_does_not_wait_for_a_daemon_that_has_disconnected() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -184,6 +185,13 @@ def test_quota_is_given_back_once_the_pods_of_an_evicted_job_are_gone(
     assert write.status["accumulatedPastExecutionTimeSeconds"] == 600
     released = workload(JOB, ("Evicted", "True", reason, "why"))
     assert next_write(JOB, released, STOPPED) is None
+
+
+def test_a_clock_behind_that_of_kueue_takes_no_time_of_the_job_away() -> None:
+    found = workload(JOB, *ADMITTED, PREEMPTED, admission={"clusterQueue": "q"})
+    write = next_write(JOB, found, replace(STOPPED, now="2025-12-31T00:00:00Z"))
+    assert isinstance(write, WriteStatus)
+    assert write.status["accumulatedPastExecutionTimeSeconds"] == 0
 
 
 def test_kueue_is_told_whether_the_pods_are_ready_by_its_own_reasons() -> None:

@@ -9,7 +9,13 @@ import pytest
 
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import Redundancy
-from holdfast_operator.reconciler.counters import Counters, Outcome, from_document, to_document
+from holdfast_operator.reconciler.counters import (
+    Counters,
+    Outcome,
+    Setback,
+    from_document,
+    to_document,
+)
 from holdfast_operator.reconciler.shape import Shape
 from holdfast_operator.reconciler.views import ControlState
 
@@ -68,6 +74,16 @@ def test_what_is_stored_is_remembered_on_another_monotonic_clock() -> None:
     )
 
 
+def test_no_time_is_in_the_future_after_the_clock_was_set_back() -> None:
+    setback = Setback(node="n1", times=2, at=98.0)
+    state = replace(STATE, setbacks=(setback,), resized_at=97.0)
+    found = from_document(to_document(state, now=100.0, wall=90_000.0), now=20.0, wall=3600.0)
+    assert found.setbacks == (setback._replace(at=20.0),)
+    assert found.restarts == (20.0, 20.0)
+    times = (found.resized_at, found.no_replacement_since, found.active_since, found.ended_at)
+    assert times == (20.0, 20.0, 20.0, 20.0)
+
+
 def test_documents_keep_their_form() -> None:
     assert to_document(STATE, now=100.0, wall=5100.0) == {
         "epoch": 7,
@@ -106,15 +122,15 @@ def test_a_document_may_spell_out_its_defaults() -> None:
 
 
 def test_a_shape_that_an_earlier_version_wrote_in_words_is_read() -> None:
-    document = to_document(STATE, now=1.0, wall=1.0) | {"shape": WORDS}
-    assert from_document(document, now=1.0, wall=1.0) == counters_of(STATE)
+    document = to_document(STATE, now=100.0, wall=100.0) | {"shape": WORDS}
+    assert from_document(document, now=100.0, wall=100.0) == counters_of(STATE)
     assert str(SHAPE) == WORDS
 
 
 @pytest.mark.parametrize("words", ["", "4 nodes", WORDS + " or so", WORDS.replace("RAIM6", "X")])
 def test_words_that_are_no_shape_leave_it_unknown_and_lose_nothing_else(words: str) -> None:
-    document = to_document(STATE, now=1.0, wall=1.0) | {"shape": words}
-    found = from_document(document, now=1.0, wall=1.0)
+    document = to_document(STATE, now=100.0, wall=100.0) | {"shape": words}
+    found = from_document(document, now=100.0, wall=100.0)
     assert found == replace(counters_of(STATE), shape=None)
 
 

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import itertools
 import random
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
@@ -166,6 +168,22 @@ def placed(offset: int, nbytes: int, slot: int = 1, places: bytes = b"") -> Plac
     arena = memoryview(raw).cast("B")
     address = ctypes.addressof(raw)
     return Placed(arena=arena, address=address, layout=layout, slot=slot, places=places)
+
+
+def test_nothing_of_a_capture_is_left_to_the_collector_of_cycles(engine: CopyEngine) -> None:
+    class Told:
+        def __call__(self) -> None:
+            pass
+
+    parts, told = parts_of([3 * PIECE], 1), Told()
+    target, known = placed(4 * PIECE, 5 * PIECE), weakref.ref(told)
+    gc.disable()
+    try:
+        engine.capture(on_device(parts), target, None, hurry=told)  # type: ignore[arg-type]
+        del told
+        assert known() is None
+    finally:
+        gc.enable()
 
 
 @settings(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import struct
 import time
+import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from holdfast._elastic import groups
 from holdfast._elastic.forming import FormingStore
 from holdfast._exchange import GlooExchange
-from holdfast_core.errors import StaleEpochError
+from holdfast_core.errors import StaleEpochError, UnreachableError
 
 TIMEOUT_S = 30.0
 LATE_S = 2.0
@@ -188,3 +189,27 @@ def test_a_group_that_lacks_a_rank_is_given_up_when_its_world_ends_and_leaves_no
 ) -> None:
     clock = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     run_ranks(meet_twice, (dies, group, str(clock.port)), 3)
+
+
+class Entering:
+    """Context in which a group is formed, as that of a meeting point with a store."""
+
+    def __call__(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def leave_an_exchange(rank: int) -> None:
+    """Leave an exchange that something keeps, as a session does until it is collected."""
+    dist.init_process_group("gloo", store=HashStore(), rank=rank, world_size=1)
+    entering = Entering()
+    exchange, known = GlooExchange(TIMEOUT_S, forming=entering), weakref.ref(entering)
+    del entering
+    exchange.leave()
+    assert known() is None
+    with pytest.raises(UnreachableError):
+        next(exchange.subgroups([(0,)], torch.device("cpu")))
+    groups.leave()
+
+
+def test_an_exchange_that_is_left_keeps_no_store_of_its_world() -> None:
+    run_ranks(leave_an_exchange, (), 1)
