@@ -150,7 +150,7 @@ class _Killer:
             self._kill()
 
     def _kill(self) -> None:
-        self._known.wait(20)
+        assert self._known.wait(20)  # 0 would be this process and all beside it
         os.kill(self._victim, signal.SIGKILL)
 
 
