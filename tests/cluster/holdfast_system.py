@@ -161,6 +161,10 @@ class Holdfast:
             return str(lease["spec"].get("holderIdentity") or "").partition("_")[0]
         return ""
 
+    def wait_leader(self) -> str:
+        """Name of the operator's pod that leads, once one does."""
+        return wait_for("an operator to lead", self.leader, 60.0)
+
     def kill(self, pod: str, namespace: str = NAMESPACE) -> None:
         """SIGKILL every process of a pod, as a crash of its container does."""
         for pid in self.cluster.pod_processes(pod, namespace):

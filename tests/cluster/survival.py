@@ -222,7 +222,7 @@ def kill_operator(run: Run) -> str:
     run.strike()
     os.kill(rank, signal.SIGKILL)
     run.job.wait("a recovery", lambda s: s.get("recoveries", 0) > recoveries, 30.0)
-    leader = run.holdfast.leader()
+    leader = run.holdfast.wait_leader()
     run.holdfast.kill(leader)
     return "rank 0, then the operator"
 
@@ -271,7 +271,7 @@ def delete_redis(run: Run) -> str:
 def _node_without_operator(run: Run) -> str:
     """A member's node that the leading operator is not on: what is to be seen is how soon it acts,
     not how soon another one takes its place."""
-    leader = run.cluster.get("pod", run.holdfast.leader(), "-n", NAMESPACE)
+    leader = run.cluster.get("pod", run.holdfast.wait_leader(), "-n", NAMESPACE)
     homes: list[str] = [member["node"] for member in run.job.status()["members"]]
     return next(node for node in reversed(homes) if node != leader["spec"]["nodeName"])
 
