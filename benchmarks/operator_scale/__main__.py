@@ -69,7 +69,7 @@ async def _run(options: argparse.Namespace) -> dict[str, Any]:
     began = time.monotonic()
     with Cluster(nodes=1, node_grace_s=NODE_GRACE_S) as cluster:
         cluster.apply(RESOURCE)
-        cluster.kubectl("wait", "--for=condition=Established", "-f", str(RESOURCE))
+        cluster.wait_served()
         cluster.kubectl("create", "namespace", NAMESPACE)
         cluster.simulate_nodes(1)
         await add_nodes(cluster, options.members)

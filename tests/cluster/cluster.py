@@ -36,7 +36,7 @@ from servers import ControlPlane
 
 Document = Mapping[str, Any]
 
-_READY_S = 120.0
+_READY_S, _SERVED_S = 120.0, 60.0
 _SIMULATED = {"kwok.x-k8s.io/node": "fake"}
 _INOTIFY_INSTANCES = 2048
 """Each kubelet and containerd takes several; the usual limit is 128 for all of them."""
@@ -217,6 +217,21 @@ class Cluster:
                     text = json.dumps(document)
             self.kubectl("apply", "-f", "-", stdin=text)
 
+    def wait_served(self) -> None:
+        """Return when the API server serves every resource that is defined.
+
+        `kubectl wait` fails where a definition has no conditions yet.
+
+        Raises:
+            ClusterError: when it does not within a minute.
+        """
+
+        def served() -> bool:
+            found = self.get("crd")["items"]
+            return all(_is_established(d) for d in found if not _is_going(d))
+
+        wait_for("resources to be established", served, _SERVED_S)
+
     def load_image(self, *archives: Path) -> None:
         """Import OCI archives on every node that has power."""
         there = [node for node in self.nodes.values() if node.first_process is not None]
@@ -344,6 +359,15 @@ def _is_ready(node: Document, since: datetime | None) -> bool:
             beat_at = datetime.fromisoformat(condition["lastHeartbeatTime"])
             return since is None or beat_at >= since
     return False
+
+
+def _is_going(item: Document) -> bool:
+    return "deletionTimestamp" in item["metadata"]
+
+
+def _is_established(definition: Document) -> bool:
+    conditions = definition.get("status", {}).get("conditions") or ()
+    return any((c["type"], c["status"]) == ("Established", "True") for c in conditions)
 
 
 def _raise_inotify_limit() -> None:

@@ -109,7 +109,7 @@ class Controller:
         # The definitions are too long for the annotation that other applies leave.
         words = ("apply", "--server-side", "-f", "-")
         self._cluster.kubectl(*words, stdin=yaml.safe_dump_all(self._definitions))
-        wait_for("resources to be established", self._are_established, STARTED_S)
+        self._cluster.wait_served()
         self._start()
         self._cluster.apply(*(d for d in documents if d not in self._definitions))
         return self
@@ -121,14 +121,6 @@ class Controller:
         self._release()
         words = (*self._crds, f"namespace/{self._kind.namespace}")
         self._cluster.kubectl("delete", *words, "--timeout=60s")
-
-    def _are_established(self) -> bool:
-        """`kubectl wait` fails where a definition has no conditions yet."""
-        for name in self._crds:
-            conditions = self._cluster.get(name).get("status", {}).get("conditions") or ()
-            if not any((c["type"], c["status"]) == ("Established", "True") for c in conditions):
-                return False
-        return True
 
     @property
     def _crds(self) -> list[str]:

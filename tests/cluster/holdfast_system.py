@@ -130,6 +130,15 @@ class Holdfast:
         with urllib.request.urlopen(url, timeout=10) as answer:
             return str(answer.read().decode())
 
+    def volumes_on(self, node: str) -> list[dict[str, Any]]:
+        """What the driver on `node` has recorded about the volumes that it has mounted."""
+        found = []
+        for record in self.cluster.nodes[node].path("/run/holdfast/volumes").iterdir():
+            if record.suffix != ".new":  # is not all written yet
+                with suppress(FileNotFoundError):  # its volume went meanwhile
+                    found.append(json.loads(record.read_bytes()))
+        return found
+
     def redis(self) -> list[str]:
         """Names of the pods of Redis: one, or none."""
         return self._pods("redis")
@@ -151,6 +160,10 @@ class Holdfast:
             lease = self.cluster.get("lease", "holdfast-operator", "-n", NAMESPACE)
             return str(lease["spec"].get("holderIdentity") or "").partition("_")[0]
         return ""
+
+    def wait_leader(self) -> str:
+        """Name of the operator's pod that leads, once one does."""
+        return wait_for("an operator to lead", self.leader, 60.0)
 
     def kill(self, pod: str, namespace: str = NAMESPACE) -> None:
         """SIGKILL every process of a pod, as a crash of its container does."""

@@ -27,9 +27,12 @@ WAIT_S = 60.0
 
 Document = dict[str, Any]
 
+DETECTION: Document = {"heartbeatSeconds": 0.5, "missedHeartbeats": 20}
+
 
 def job(name: str, **spec: Any) -> Document:
-    """Four members of one rank and a spare; two seconds of silence make a lost node."""
+    """Four members of one rank and a spare; ten seconds of silence make a lost node: the daemons
+    are in the process of the test, which the machine may hold up."""
     return {
         "apiVersion": "holdfast.dev/v1alpha1",
         "kind": "MoETrainingJob",
@@ -39,7 +42,7 @@ def job(name: str, **spec: Any) -> Document:
             "parallelism": {"dp": 4, "ep": 4},
             "failurePolicy": {
                 "spares": 1,
-                "detection": {"heartbeatSeconds": 0.5, "missedHeartbeats": 4},
+                "detection": DETECTION,
             },
             "trainer": {
                 "template": {
@@ -118,7 +121,7 @@ class World:
 @pytest.fixture(scope="module")
 def namespace(cluster: Cluster) -> Iterator[str]:
     cluster.kubectl("apply", "-f", str(RESOURCE))
-    cluster.kubectl("wait", "--for=condition=Established", "-f", str(RESOURCE))
+    cluster.wait_served()
     wait_for("the namespace, which others may have only just left", lambda: _made(cluster), WAIT_S)
     for node in NODES:
         # What a daemon's pod makes: a pod that cannot mount it takes minutes to be deleted.

@@ -77,17 +77,20 @@ class Scene:
         return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
 
     def wait_standby(self) -> None:
-        """Return when one operator leads and another waits to follow."""
+        """Return when one operator leads and another waits to follow, and none of an earlier
+        release goes on working."""
         ready = "{.status.readyReplicas}/{.status.updatedReplicas}/{.status.replicas}"
         words = ("deployment", "holdfast-operator", "-n", NAMESPACE, "-o", f"jsonpath={ready}")
-        wait_for(
-            "two operators",
-            lambda: (
-                self.cluster.kubectl("get", *words) == "2/2/2"
-                and self.holdfast.leader() in self.holdfast.operators()
-            ),
-            WAIT_S,
-        )
+        label = ("-l", "app.kubernetes.io/component=operator")
+
+        def stands_by() -> bool:
+            found = self.cluster.get("pods", "-n", NAMESPACE, *label)["items"]
+            pods = [pod["metadata"] for pod in found]
+            ends = any("deletionTimestamp" in pod for pod in pods)
+            leads = self.holdfast.leader() in [pod["name"] for pod in pods]
+            return self.cluster.kubectl("get", *words) == "2/2/2" and leads and not ends
+
+        wait_for("two operators", stands_by, WAIT_S)
 
     def change_leader(self) -> None:
         """Let the other operator follow."""

@@ -60,7 +60,7 @@ def stand(run: Run) -> Standing:
 
 def member_without_operator(run: Run, standing: Standing) -> int:
     """A member between others, on a node that the leading operator is not on."""
-    leader = run.cluster.get("pod", run.holdfast.leader(), "-n", NAMESPACE)
+    leader = run.cluster.get("pod", run.holdfast.wait_leader(), "-n", NAMESPACE)
     inner = standing.status["members"][1:-1]
     home = leader["spec"]["nodeName"]
     return next(int(each["index"]) for each in inner if each["node"] != home)

@@ -28,12 +28,13 @@ from holdfast_operator.local import Recovery
 RUN_S, RECOVERY_S = 600.0, 240.0
 DETECTION: dict[str, Any] = {
     "heartbeatSeconds": 0.5,
-    "missedHeartbeats": 4,
+    "missedHeartbeats": 10,
     "replaceSeconds": 0,
     "hangSeconds": 60,
 }
-DETECTION_S = 2.0
-"""When `DETECTION` calls a silent node lost."""
+DETECTION_S = 5.0
+"""When `DETECTION` calls a silent node lost: a machine that plays all nodes may itself hold up a
+daemon for seconds."""
 
 OUTPUTS = ("--log-file", f"{OUTPUT}/log.jsonl", "--hash-file", f"{OUTPUT}/sha256")
 """Arguments of examples that name the files which they write."""
@@ -221,7 +222,7 @@ def kill_operator(run: Run) -> str:
     run.strike()
     os.kill(rank, signal.SIGKILL)
     run.job.wait("a recovery", lambda s: s.get("recoveries", 0) > recoveries, 30.0)
-    leader = run.holdfast.leader()
+    leader = run.holdfast.wait_leader()
     run.holdfast.kill(leader)
     return "rank 0, then the operator"
 
@@ -243,7 +244,7 @@ def drain(run: Run) -> str:
     _, run.broken = run.job.member(1)
     run.cluster.kubectl(
         *("drain", run.broken, "--ignore-daemonsets", "--delete-emptydir-data", "--force"),
-        *("--pod-selector", "app.kubernetes.io/component=trainer", "--timeout=60s"),
+        *("--pod-selector", "app.kubernetes.io/component=trainer", "--timeout=120s"),
     )
     return f"drain of {run.broken}"
 
@@ -270,7 +271,7 @@ def delete_redis(run: Run) -> str:
 def _node_without_operator(run: Run) -> str:
     """A member's node that the leading operator is not on: what is to be seen is how soon it acts,
     not how soon another one takes its place."""
-    leader = run.cluster.get("pod", run.holdfast.leader(), "-n", NAMESPACE)
+    leader = run.cluster.get("pod", run.holdfast.wait_leader(), "-n", NAMESPACE)
     homes: list[str] = [member["node"] for member in run.job.status()["members"]]
     return next(node for node in reversed(homes) if node != leader["spec"]["nodeName"])
 

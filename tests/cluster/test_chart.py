@@ -39,7 +39,7 @@ def dry_namespace(cluster: Cluster) -> Iterator[None]:
     for release in (RELEASE, "other"):
         cluster.kubectl("create", "serviceaccount", f"{release}-test", "-n", DRY)
     cluster.kubectl("apply", "-f", MONITORING)
-    cluster.kubectl("wait", "--for=condition=Established", "-f", MONITORING, "--timeout=30s")
+    cluster.wait_served()
     yield
     cluster.kubectl("delete", "-f", MONITORING)
     cluster.kubectl("delete", "namespace", DRY, "--wait=false")
@@ -326,10 +326,11 @@ def test_the_test_of_the_chart_passes(holdfast: Holdfast) -> None:
 
 
 def _daemons(cluster: Cluster) -> dict[str, str]:
-    """Name → uid of each daemon's pod."""
+    """Name → uid of each daemon's pod that is not being removed."""
     label = "app.kubernetes.io/component=daemon"
     found = cluster.get("pods", "-n", NAMESPACE, "-l", label)["items"]
-    return {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in found}
+    there = [pod["metadata"] for pod in found if "deletionTimestamp" not in pod["metadata"]]
+    return {metadata["name"]: metadata["uid"] for metadata in there}
 
 
 def _secret(cluster: Cluster) -> list[Document]:
@@ -340,6 +341,7 @@ def _secret(cluster: Cluster) -> list[Document]:
 
 def test_an_upgrade_leaves_daemons_and_passwords_alone(holdfast: Holdfast) -> None:
     cluster = holdfast.cluster
+    wait_for("the pod of an earlier Redis to go", lambda: len(holdfast.redis()) == 1, 60.0)
     before, secret, redis = _daemons(cluster), _secret(cluster), holdfast.redis()
     _release(cluster, "upgrade", *WAIT, daemon__threads="3")
     assert _secret(cluster) == secret
@@ -381,6 +383,6 @@ def test_a_job_can_be_deleted_when_the_release_is_gone(holdfast: Holdfast) -> No
     wait_for("the operator to take the job in", finalizers, 90.0)
     cluster.helm("uninstall", RELEASE, "--namespace", NAMESPACE, "--timeout", "120s")
     assert finalizers() == []
-    cluster.kubectl("delete", "moejob", "left-behind", "-n", DRY, "--timeout=10s")
+    cluster.kubectl("delete", "moejob", "left-behind", "-n", DRY, "--timeout=60s")
     left = cluster.get("clusterroles,clusterrolebindings", "-l", "app.kubernetes.io/name=holdfast")
     assert left["items"] == []

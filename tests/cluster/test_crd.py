@@ -76,7 +76,7 @@ VALID = {
 def resource(cluster: Cluster) -> Iterator[None]:
     """The resource, applied as a person would, and a namespace for the jobs."""
     cluster.kubectl("apply", "-f", RESOURCE)
-    cluster.kubectl("wait", "--for=condition=Established", "-f", RESOURCE, "--timeout=30s")
+    cluster.wait_served()
     cluster.kubectl("create", "namespace", NAMESPACE)
     yield
     cluster.kubectl("delete", "namespace", NAMESPACE, "--wait=false")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from cluster import Cluster
 from daemons import DaemonProcess
 from harness import RawCluster, RawJob
+from machine import ClusterError
 from waiting import WAIT_S, error_of, wait_for
 
 from holdfast_core.errors import (
@@ -52,6 +54,7 @@ class Api:
             self.make_account("trainer", name)
         self.make_account("daemon", TEAM)
         self.allow_reviews()
+        self.wait_allowed()
         token = self.cluster.kubectl("create", "token", "daemon", "-n", TEAM)
         (self.directory / "token").write_text(token)
 
@@ -83,6 +86,18 @@ class Api:
                 "subjects": [{"kind": "ServiceAccount", "name": "daemon", "namespace": TEAM}],
             },
         )
+
+    def wait_allowed(self) -> None:
+        """Return when the authorizer knows that right: roles reach it a moment later."""
+
+        def is_allowed() -> bool:
+            words = ("auth", "can-i", "create", "tokenreviews.authentication.k8s.io")
+            with suppress(ClusterError):  # it may not
+                self.cluster.kubectl(*words, "--as", f"system:serviceaccount:{TEAM}:daemon")
+                return True
+            return False
+
+        wait_for("the right to review tokens", is_allowed, 30.0)
 
     def forbid_reviews(self) -> None:
         for kind in ("clusterrolebinding", "clusterrole"):

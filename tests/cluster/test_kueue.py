@@ -20,7 +20,7 @@ from machine import wait_for
 TEAM = "queued"
 LABEL, LABELLED = "queued-test", ("node1", "node2", "node3", "node4")
 WAIT_S = 180.0
-STEPS, URGENT_STEPS = 100_000, 20
+STEPS, URGENT_STEPS = 100_000, 100
 """More than the test waits for, and few enough to end while it does."""
 MODEL = ("--seq", "32", "--dim", "32", "--layers", "1", "--experts", "8")
 TOO_LITTLE, ENOUGH = "350m", "450m"

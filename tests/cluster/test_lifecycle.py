@@ -266,10 +266,10 @@ def test_after_the_release_is_gone_jobs_and_their_namespace_can_be_deleted(
     wait_for("the jobs to be taken in", taken_in, WAIT_S)
     system.holdfast.uninstall()
     try:
-        cluster.kubectl("delete", "moejob", "first", "-n", namespace, "--timeout=10s")
+        cluster.kubectl("delete", "moejob", "first", "-n", namespace, "--timeout=60s")
         # Their volumes wait for a driver, as docs/install.md says.
         cluster.kubectl("delete", "pods", "--all", "-n", namespace, "--force", "--grace-period=0")
-        cluster.kubectl("delete", "namespace", namespace, "--timeout=60s")
+        cluster.kubectl("delete", "namespace", namespace, "--timeout=120s")
     finally:
         system.holdfast.install()
     # And the next release takes over at once.
@@ -277,8 +277,8 @@ def test_after_the_release_is_gone_jobs_and_their_namespace_can_be_deleted(
     system.live_through_another("newcomer")
 
     def is_clean() -> bool:
-        records = (node.path("/run/holdfast/volumes").iterdir() for node in cluster.nodes.values())
-        return not any(namespace in each.read_text() for found in records for each in found)
+        records = (each for node in cluster.nodes for each in system.holdfast.volumes_on(node))
+        return namespace not in [record["pod"]["namespace"] for record in records]
 
     # Kubelets try again every two minutes at the latest.
     wait_for("the new drivers to clean up", is_clean, 2 * WAIT_S)
@@ -308,6 +308,7 @@ def test_a_job_without_room_reports_it_once_and_waits(system: System, reason: st
         pod["containers"][0]["resources"] = TOO_MUCH
     else:
         pod["affinity"] = NOWHERE
+        pod["nodeSelector"] = {"kubernetes.io/hostname": "node1"}  # it would be moved elsewhere
     job = system.job(document)
     expected = ("False", reason)
     job.wait("the condition", lambda s: _condition(s, "Scheduled") == expected, WAIT_S)
@@ -336,8 +337,8 @@ def test_a_finished_job_goes_when_its_time_is_over(system: System) -> None:
     lent = jobs.trainer_job("x")["spec"]["trainer"]["template"]["spec"]
     lent["containers"][0] |= {"command": ["python", "-c", "pass"], "args": []}
     job = system.job(_small("brief", lent, ttlSecondsAfterFinished=6))
-    job.wait("its end", lambda s: s.get("phase") == "Complete", WAIT_S)
-    wait_for("the job to go", lambda: not system.is_there("brief"), WAIT_S)
+    wait_for("the job to go", lambda: not system.is_there("brief"), 2 * WAIT_S)
+    wait_for("its end to be told", lambda: "Complete" in [e.reason for e in job.events()], WAIT_S)
     wait_for("its pod to go", lambda: not system.pods("brief"), WAIT_S)
     with pytest.raises(ClusterError, match="not found"):
         system.cluster.get("service", "brief", "-n", TEAM)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from cluster import Cluster
 from machine import wait_for
-from operator_world import NAMESPACE, WAIT_S, World, job, namespace, world
+from operator_world import DETECTION, NAMESPACE, WAIT_S, World, job, namespace, world
 
 __all__ = ["namespace", "world"]
 
@@ -70,7 +70,7 @@ def test_a_spot_notice_asks_for_a_copy_and_a_spare_takes_over(
 def test_without_a_spare_the_job_trains_on_and_its_condition_states_what_was_done(
     world: World, taints: list[str], full: None
 ) -> None:
-    alone = {"spares": 0, "detection": {"heartbeatSeconds": 0.5, "missedHeartbeats": 4}}
+    alone = {"spares": 0, "detection": DETECTION}
     world.cluster.apply(job("alone", persistence=TIER, failurePolicy=alone))
     leaving = world.runs_in("alone", 1)["members"][0]["node"]
     _taint(world, taints, leaving, "ToBeDeletedByClusterAutoscaler")

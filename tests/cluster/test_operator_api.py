@@ -83,6 +83,7 @@ def test_an_operator_that_is_killed_in_a_recovery_finishes_it_once(world: World)
 def test_only_one_replica_leads_and_the_other_follows_when_it_ends(
     world: World, cluster: Cluster, namespace: str, tmp_path: Path
 ) -> None:
+    wait_for("the first to lead", lambda: "leader 1.0" in world.operator.ask("/metrics"), WAIT_S)
     log = tmp_path / "second.log"
     with OperatorProcess(cluster.kubeconfig, namespace, log, identity="replica-1") as second:
         assert "holdfast_operator_leader 0.0" in second.ask("/metrics")

@@ -146,7 +146,7 @@ def team(cluster: Cluster, holdfast: Holdfast) -> Iterator[None]:
         _definition(*kueue, *classes, "Cluster"),
     ]
     cluster.apply(*resources)
-    cluster.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=30s")
+    cluster.wait_served()
     Scene(holdfast, "ready").wait_standby()
     yield
     cluster.kubectl("delete", "moejob", "--all", "-n", TEAM, "--timeout=120s")

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +44,13 @@ class Pod:
 
     def server(self) -> int:
         """Pid of the server, as this host sees it."""
-        (found,) = (
-            pid
-            for pid in self.cluster.pod_processes(self.name, NAMESPACE)
-            if Path(f"/proc/{pid}/comm").read_text().strip() == "redis-server"
-        )
-        return found
+        found = []
+        for pid in self.cluster.pod_processes(self.name, NAMESPACE):
+            with suppress(OSError):  # a probe, which has ended
+                if Path(f"/proc/{pid}/comm").read_text().strip() == "redis-server":
+                    found.append(pid)
+        (server,) = found
+        return server
 
 
 @pytest.fixture

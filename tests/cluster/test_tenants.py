@@ -3,7 +3,6 @@ tries to get at its state with all that such a namespace allows."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -188,10 +187,9 @@ def test_such_a_namespace_has_no_way_around_the_driver(training: Job) -> None:
 def test_a_volume_goes_when_its_pod_has_ended(training: Job) -> None:
     cluster = training.cluster
     _, node = training.member(0)
-    records = cluster.nodes[node].path("/run/holdfast/volumes")
 
     def teams() -> set[str]:
-        found = (json.loads(record.read_bytes()) for record in records.iterdir())
+        found = Holdfast(cluster).volumes_on(node)
         return {record["pod"]["namespace"] for record in found} & {TEAM, OTHER_TEAM}
 
     wait_for("the record of its volume to go", lambda: teams() == {TEAM}, WAIT_S)

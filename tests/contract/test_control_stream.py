@@ -78,12 +78,12 @@ class Loop:
 
     def __init__(self) -> None:
         self.calls, self.passed_s = 0, 0.0
-        """Time that the server thinks has passed in addition to what has."""
+        """Time that the server thinks has passed."""
         self._called = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
         self.server = ControlServer(
             heartbeat_s=0.5,
-            clock=lambda: time.monotonic() + self.passed_s,
+            clock=lambda: self.passed_s,
             on_evidence=self._on_evidence,
         )
         self.port = 0

@@ -11,6 +11,7 @@ import asyncio
 import os
 import select
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,8 +30,16 @@ TRACKER_S = 2.0
 _TRACKER = b"from multiprocessing.resource_tracker import main"
 """Part of the command line by which Python starts a resource tracker."""
 
+PROC = Path("/proc")
 _STARTTIME_FIELD = 19
 """Index of the start time in /proc/<pid>/stat, counted from the state, the first after the name."""
+_FLAGS_FIELD, _PROGRAM_FIELDS = 6, slice(23, 26)
+"""Likewise, of the process's flags, and of where its code and its stack begin: not "0" once its
+program is there."""
+_KERNEL_THREAD = 0x0020_0000
+"""Flag of a process that never has a program."""
+_STARTING_S = 5.0
+"""Seconds for which a process that is being started is waited for, to learn its mark."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +54,7 @@ class ProcessId:
 def identify(pid: int) -> ProcessId | None:
     """The living process that has `pid` now; None when there is none, or a zombie."""
     with suppress(OSError, IndexError, ValueError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
         if fields[0] not in ("Z", "X"):
             return ProcessId(pid, int(fields[_STARTTIME_FIELD]))
     return None
@@ -101,15 +110,30 @@ def marked(mark: str) -> list[ProcessId]:
     """All living processes whose mark is `mark` or continues it after a colon."""
     wanted = f"{MARK}={mark}".encode()
     found = []
-    for entry in Path("/proc").iterdir():
+    for entry in PROC.iterdir():
         if not entry.name.isdigit():
             continue
         with suppress(OSError):
-            variables = (entry / "environ").read_bytes().split(b"\0")
+            variables = _environment(entry).split(b"\0")
             if any(v == wanted or v.startswith(wanted + b":") for v in variables):
                 process = identify(int(entry.name))
                 if process is not None:
                     found.append(process)
+    return found
+
+
+def _environment(process: Path) -> bytes:
+    """Variables of the process with this folder in /proc. While its program is being loaded it
+    shows none, although the process that started it may know it already."""
+    until, before = time.monotonic() + _STARTING_S, [""]
+    while not (found := (process / "environ").read_bytes()) and time.monotonic() < until:
+        fields = (process / "stat").read_text().rpartition(")")[2].split()
+        if fields[0] in ("Z", "X") or int(fields[_FLAGS_FIELD]) & _KERNEL_THREAD:
+            break
+        program = fields[_PROGRAM_FIELDS]
+        if program[0] != "0" and program == before:
+            break  # it really has none
+        before = program
     return found
 
 

@@ -355,6 +355,11 @@ class Cluster:
 
     # --- what must hold ---------------------------------------------------------------------------
 
+    def count(self, event: str) -> None:
+        """Count an event, of which several processes may have one at a time."""
+        with self.changed:
+            self.counts[event] += 1
+
     def begins(self, process: Process, epoch: int, step: int) -> None:
         """Check where a process goes on in an epoch."""
         if epoch in process.first_in:
@@ -364,7 +369,7 @@ class Cluster:
         if recovery is None or process not in recovery.survivors:
             return
         back = step <= recovery.completed[process.rank]
-        self.counts["goes back" if back else "goes on"] += 1
+        self.count("goes back" if back else "goes on")
         if recovery.expected:
             wrong = back != (recovery.expected == "global")
             assert not wrong, (
@@ -372,7 +377,7 @@ class Cluster:
                 f"{recovery.completed[process.rank]}, and {recovery.expected} was to follow from "
                 f"{recovery.loss}"
             )
-            self.counts[recovery.expected] += 1
+            self.count(recovery.expected)
 
     def completes(self, process: Process, epoch: int, step: int, *, alone: bool) -> None:
         """Check what a process has after a step that it has completed."""
@@ -382,7 +387,7 @@ class Cluster:
         assert isinstance(inner, ProtectedSession)
         if inner.repeats:
             return
-        self.counts["step alone" if alone else "step"] += 1
+        self.count("step alone" if alone else "step")
         digest = digest_of(inner)
         if alone and (epoch in self.diverging or self.lied):
             return  # what it has computed is compared when the replay ends
@@ -765,7 +770,8 @@ def train(cluster: Cluster, process: Process) -> None:
             run_step(cluster, process, model, optimizer, position)
             scheduler.step()
         if step._completed:
-            cluster.counts["frozen step"] += frozen
+            if frozen:
+                cluster.count("frozen step")
             cluster.completes(process, world.epoch, int(step), alone=alone)
             if not alone and not world.ended:
                 with suppress(UnreachableError):

@@ -21,6 +21,7 @@ from tiers import QUICK
 from holdfast_core.durable.choice import MARK_FILE
 from holdfast_core.snapshots.generations import Generation
 from holdfast_storage.local import FileSteps, LocalRoot
+from holdfast_storage.retrying import Retry
 from holdfast_storage.sets import SetStore
 
 OLD, NEW = Generation(1, 1), Generation(1, 2)
@@ -106,11 +107,11 @@ def _fork_on_demand(uri: str, port: int) -> None:
         print(status, flush=True)
 
 
-def s3_store(uri: str, port: int, **options: Any) -> SetStore:
+def s3_store(uri: str, port: int, retry: Retry = QUICK, **options: Any) -> SetStore:
     """Over the server or proxy at `port`, with parts of the least size."""
     from holdfast_storage.s3 import open_s3
 
-    root = open_s3(uri, versitygw.options(port, **options), QUICK, part_bytes=5 * 1024 * 1024)
+    root = open_s3(uri, versitygw.options(port, **options), retry, part_bytes=5 * 1024 * 1024)
     return SetStore(uri, JOB, root=root, grace_s=-60.0)
 
 

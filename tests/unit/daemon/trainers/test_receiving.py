@@ -125,6 +125,7 @@ def test_a_request_that_does_not_come_or_cannot_be_read_ends_the_call(
         if message is not None:
             await call.done_writing()
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        monkeypatch.undo()
         assert (await hello(channel, JOBS[0], "words")).epoch == 5, "its share was given back"
 
     run(work, tmp_path)

@@ -81,8 +81,9 @@ def attend(root: Path, children: list[subprocess.Popen[bytes]], epoch: int) -> b
 
 def wait_for_room(full: Path, wait_file: Path) -> None:
     """Wait, and report it in `wait_file`, while a file exists that stands for a full /dev/shm."""
-    while full.exists():
+    if full.exists():
         wait_file.write_text("NoRoom: the disk is full\n")
+    while full.exists():
         time.sleep(PAUSE_S)
     wait_file.unlink(missing_ok=True)
 

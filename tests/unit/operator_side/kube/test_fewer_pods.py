@@ -110,13 +110,13 @@ def test_a_deleted_pod_is_made_again_before_its_member_joins() -> None:
             uids(cluster).items() >= {name: before[name] for name in ("moe-0-1", "moe-1-1")}.items()
         )
         cluster.protect(KEY, Generation(2, 5))
+        starting = {"index": 2, "node": home, "pod": "moe-2-2", "state": "starting"}
+        await cluster.until(lambda: status(cluster)["joining"] == [starting])
         await cluster.look_again(KEY)
         assert status(cluster)["strength"] == {
             **{"active": 2, "desired": 3, "minimum": 2, "joining": 1}
         }
-        assert status(cluster)["joining"] == [
-            {"index": 2, "node": home, "pod": "moe-2-2", "state": "starting"}
-        ]
+        assert status(cluster)["joining"] == [starting]
         assert f"member 2 gets ready on {home}" in full_strength(cluster)[1]
         assert gauges(cluster)["members_joining"] == 1
         cluster.run_pod("moe-2-2")
