@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from test_fewer_nodes import START_S, Run, lose, running
 from waiting import wait_for
+from world_sizes import is_recovered
 
 from holdfast_core.states import RestoreSource
 from holdfast_operator.local import Status
@@ -86,6 +87,7 @@ class Change:
             return (
                 len(status.members) == members
                 and status.protected.startswith(f"{status.epoch}.")
+                and is_recovered(status)
                 and self._memory_of(status) == self.memory
             )
 

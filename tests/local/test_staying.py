@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 import staying_trainer
+from daemons import logged_in
 from staying_trainer import SAMPLES, replay
+from world_sizes import is_recovered
 
 from holdfast_core.catalogue.records import EventView
 from holdfast_core.catalogue.recoveries import RecoveryRecord, history_of
@@ -116,8 +118,8 @@ class Run:
         events = [
             {**event, "time": index}
             for log in (self.directory / "run" / "logs").glob("*.log")
-            for index, line in enumerate(log.read_text().splitlines())
-            if line.startswith("{") and (event := json.loads(line)).get("epoch") == epoch
+            for index, event in enumerate(logged_in(log))
+            if event.get("epoch") == epoch
         ]
         found = history_of(EventView(id="", event=event) for event in events)
         return found.recoveries[-1]
@@ -148,6 +150,7 @@ class Run:
                 and status.epoch > after_epoch
                 and not self.pending()
                 and status.protected.startswith(f"{status.epoch}.")
+                and is_recovered(status)
             )
 
         return holds
