@@ -27,7 +27,7 @@ from holdfast_operator.reconciler.counters import Outcome
 
 WAIT_S = 150.0
 RANKS = 3
-REFORM_S = 8
+REFORM_S = 12
 
 
 def make_job(directory: Path, misuse: tuple[str, ...], spec: dict[str, Any]) -> Any:
@@ -52,8 +52,8 @@ def make_job(directory: Path, misuse: tuple[str, ...], spec: dict[str, Any]) -> 
                     "reformSeconds": REFORM_S,
                     "detection": {
                         "heartbeatSeconds": 0.5,
-                        "missedHeartbeats": 4,
-                        "hangSeconds": 3,
+                        "missedHeartbeats": 8,
+                        "hangSeconds": 5,
                     },
                 },
                 "trainer": {"template": {"spec": {"containers": [container]}}},

@@ -78,7 +78,7 @@ def make_job(directory: Path, shape: Shape, spec: dict[str, Any]) -> Any:
                     "joinWaitSeconds": 0,
                     "detection": {
                         "heartbeatSeconds": 0.5,
-                        "missedHeartbeats": 4,
+                        "missedHeartbeats": 8,
                         "hangSeconds": 10,
                     },
                 },
