@@ -179,7 +179,12 @@ def test_training_goes_on_from_what_was_saved_as_if_nothing_had_happened(
         optimizer.step()
 
     model, optimizer = make(0)
-    session = holdfast.init(model=model, optimizer=optimizer, daemon=FakeDaemon(arenas))
+    session = holdfast.init(
+        model=model,
+        optimizer=optimizer,
+        daemon=FakeDaemon(arenas),
+        settings=holdfast.Settings(start_wait_s=WAIT_S),
+    )
     for step in range(1, 4):
         train(model, optimizer)
         handle = session.save(step)

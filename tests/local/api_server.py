@@ -13,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from ports import reserve_port
+
 AUDIENCE = "holdfast.dev/daemon"
 REVIEWS = "/apis/authentication.k8s.io/v1/tokenreviews"
 
@@ -38,7 +40,7 @@ class ApiServer:
         self.answer: tuple[int, bytes] | None = None
         """Answer to every request instead; None for real reviews."""
         self.asked: list[dict[str, Any]] = []
-        self.port = 0
+        self.port = reserve_port()  # it is to be the same after `stop`
         self._server: ThreadingHTTPServer | None = None
         self._certify()
         (directory / "token").write_text(f"{self.own_token}\n")
@@ -62,7 +64,7 @@ class ApiServer:
         return token
 
     def start(self) -> None:
-        """Listen, on the previous port if there was one."""
+        """Listen."""
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -82,7 +84,6 @@ class ApiServer:
         self._server = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
         self._server.daemon_threads = True
         self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
-        self.port = int(self._server.server_address[1])
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 
     def stop(self) -> None:

@@ -27,6 +27,8 @@ from waiting import WAIT_S, wait_for
 from holdfast_protos import trainer_pb2, trainer_pb2_grpc
 
 BUDGET_BYTES = 256 << 20
+STATUS_S = 10.0
+"""For an answer of a daemon. A report of a test that has failed may ask many that are stopped."""
 
 _forking = multiprocessing.get_context("forkserver")
 # grpc imports the last one when it serves, when a daemon of another user can no longer read it.
@@ -168,7 +170,7 @@ class DaemonProcess:
         )
 
     def status(self) -> dict[str, Any]:
-        reply = self.stub().Status(trainer_pb2.StatusRequest(), timeout=5)
+        reply = self.stub().Status(trainer_pb2.StatusRequest(), timeout=STATUS_S)
         return dict(json.loads(reply.json))
 
     def job(self, job: str) -> dict[str, Any]:
@@ -180,10 +182,16 @@ class DaemonProcess:
         except grpc.RpcError:
             return {}
 
+    def has_let_go(self, job: str) -> bool:
+        """Whether the daemon answers, and no longer has the job."""
+        try:
+            return job not in self.status()["jobs"]
+        except grpc.RpcError:  # it may only just have gone on
+            return False
+
     def logged(self, event: str) -> list[dict[str, Any]]:
         """The entries for `event` in the daemon's log, from its first start on."""
-        lines = (line for line in self.log.read_text().splitlines() if line.startswith("{"))
-        return [entry for entry in map(json.loads, lines) if entry.get("event") == event]
+        return [entry for entry in logged_in(self.log) if entry.get("event") == event]
 
     def metric(self, sample: str) -> float:
         """A sample of /metrics, such as `holdfast_parity_bytes{moejob="a",namespace="team"}`."""
@@ -200,6 +208,25 @@ class DaemonProcess:
         if self.channel is not None:
             self.channel.close()
             self.channel = None
+
+
+def logged_in(log: Path) -> list[dict[str, Any]]:
+    """The entries in a daemon's log, which it may be writing to: the last line is left out until
+    its end is there."""
+    lines = log.read_bytes().split(b"\n")[:-1]
+    return [json.loads(line) for line in lines if line.startswith(b"{")]
+
+
+def wait_until_frozen(daemon: DaemonProcess) -> None:
+    """Wait until a trap has stopped the daemon. It is taken away before: a daemon that went on in
+    between would be stopped afterwards, for good."""
+
+    def is_frozen() -> bool:
+        assert daemon.process is not None
+        stat = Path(f"/proc/{daemon.process.pid}/stat").read_text()
+        return not daemon.trap.exists() and stat.rpartition(")")[2].split()[0] == "T"
+
+    wait_for(f"{daemon.node} to be stopped", is_frozen)
 
 
 def wait_until_dead(daemon: DaemonProcess) -> None:

@@ -80,7 +80,8 @@ class Traps:
     def pass_by(self, at: str, when: str, name: str = "") -> None:
         """Die, or freeze, if the next trap lies here."""
         if (trap := self.sprung(at, when, name)) is not None:
-            os.kill(os.getpid(), trap.signal)
+            # Sent to the process, it may stop another thread first, while this one goes on.
+            signal.pthread_kill(threading.get_ident(), trap.signal)
 
     def sprung(self, at: str, when: str, name: str = "") -> Trap | None:
         """Remove and return the trap that lies here; None without one."""

@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -54,7 +55,10 @@ class Faults:
             return
         if wanted == point:
             self._file.rename(self._file.with_name(f"suffered-{os.getpid()}"))
-            os.kill(int(pid[0]) if pid else os.getpid(), signal.Signals[kind])
+            if pid:
+                os.kill(int(pid[0]), signal.Signals[kind])
+            else:  # this thread goes no further, whichever would be stopped first
+                signal.pthread_kill(threading.get_ident(), signal.Signals[kind])
 
     def before(self, owner: Any, name: str, point: str, after: str = "") -> None:
         """Make calls of `owner.name` points, before they begin and after they return."""

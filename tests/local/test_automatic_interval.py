@@ -22,6 +22,8 @@ import holdfast
 A_DAY = 86400.0 / 10
 """A recovery every ten seconds, so that snapshots are tenths of a second apart."""
 WIDTH = 256
+MEASURED_S = 60.0
+"""Far above what the ranks take to find their interval."""
 
 
 class Rank(ReplicaRank):
@@ -47,7 +49,7 @@ class Rank(ReplicaRank):
 
     def train_until_apart(self) -> None:
         """Until snapshots are apart on both ranks, and two more of them are protected."""
-        until, protected = time.monotonic() + WAIT_S, 0
+        until, protected = time.monotonic() + MEASURED_S, 0
         while True:
             handle = self.train()
             steps = self.session.counters.interval_steps

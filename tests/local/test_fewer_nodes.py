@@ -25,7 +25,7 @@ from holdfast_core.states import RestoreSource
 from holdfast_operator.local import LocalCluster, LocalSettings, Status, faults
 from holdfast_operator.local.processes import send
 
-WAIT_S = 60.0
+WAIT_S = 100.0
 START_S = 240.0
 """Longest wait for launchers that start at once, or while all others train."""
 ENDLESS = 10**6
@@ -39,7 +39,7 @@ def make_job(directory: Path, *, stay: bool, transformers: bool, spares: int, **
         "spares": spares,
         "maxRestarts": 1000,
         "joinWaitSeconds": 0,
-        "detection": {"heartbeatSeconds": 0.5, "missedHeartbeats": 4, "hangSeconds": 20},
+        "detection": {"heartbeatSeconds": 0.5, "missedHeartbeats": 8, "hangSeconds": 20},
     }
     return parse_job(
         {

@@ -58,7 +58,7 @@ def make_job(directory: Path, policy: Any, redundancy: Any, **spec: Any) -> Any:
                     "joinWaitSeconds": 0,
                     "detection": {
                         "heartbeatSeconds": 0.5,
-                        "missedHeartbeats": 4,
+                        "missedHeartbeats": 8,
                         "hangSeconds": 5,
                     },
                 },

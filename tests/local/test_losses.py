@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import grpc
 import pytest
 from combinations import Combination
+from daemons import DaemonProcess, wait_until_frozen
 from faulty_daemon import Trap
 from harness import RawCluster, RawJob
 from waiting import error_of, wait_for
@@ -64,7 +67,7 @@ def test_a_node_may_be_lost_while_another_of_another_group_is_rebuilt(
     _replace(cluster, job, 0)
     job.daemon(0).arm(Trap(at="Rebuild", signal=signal.SIGSTOP))
     job.form()
-    wait_for("the rebuild to begin", lambda: not job.daemon(0).trap.exists())
+    wait_until_frozen(job.daemon(0))
     _lose(job, 3)
     job.daemon(0).send_signal(signal.SIGCONT)
     _replace(cluster, job, 3)
@@ -135,6 +138,19 @@ def test_a_daemon_that_was_frozen_until_it_was_replaced_is_fenced(
     job.train(2)
 
 
+@contextmanager
+def silenced(daemons: Iterable[DaemonProcess]) -> Iterator[None]:
+    """Stop daemons meanwhile, so that they tell nobody anything."""
+    stopped = list(daemons)
+    for daemon in stopped:
+        daemon.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for daemon in stopped:
+            daemon.send_signal(signal.SIGCONT)
+
+
 def test_what_a_frozen_daemon_seals_after_it_was_replaced_is_never_restored(
     cluster: RawCluster, combination: Combination
 ) -> None:
@@ -149,10 +165,11 @@ def test_what_a_frozen_daemon_seals_after_it_was_replaced_is_never_restored(
     _replace(cluster, job, member)
     job.form()
     assert job.check_restored(job.start_trainers(), newest) == newest
-    frozen.send_signal(signal.SIGCONT)
-    ghost.commit(slot, job.step + 1)  # the daemon cannot know better yet, and it does no harm
-    sealed = Generation(newest.epoch, job.step + 1)
-    assert str(sealed) in {held["generation"] for held in frozen.job(job.name)["slots"]}
+    with silenced(job.daemon(each) for each in range(job.size)):
+        frozen.send_signal(signal.SIGCONT)
+        ghost.commit(slot, job.step + 1)  # the daemon cannot know better, and it does no harm
+        sealed = Generation(newest.epoch, job.step + 1)
+        assert str(sealed) in {held["generation"] for held in frozen.job(job.name)["slots"]}
     ghost.die()
     job.nodes[member] = frozen.node
     job.form()

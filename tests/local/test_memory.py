@@ -11,7 +11,7 @@ from combinations import Combination
 from daemons import DaemonProcess
 from harness import RawCluster, RawJob
 from small_tmpfs import TMPFS_BYTES
-from waiting import error_of, wait_for
+from waiting import WAIT_S, error_of, wait_for
 
 from holdfast_core.errors import MemoryBudgetError, SnapshotSkippedError
 
@@ -38,7 +38,7 @@ def test_a_budget_beyond_the_tmpfs_is_refused_at_the_start_with_both_numbers(
     daemon = cluster.make_node("--budget", str(64 << 20), root=tmpfs / "node")
     daemon.start()
     assert daemon.process is not None
-    assert daemon.process.wait(10) == 2
+    assert daemon.process.wait(WAIT_S) == 2
     text = daemon.log.read_text()
     assert str(64 << 20) in text
     numbers = [int(number) for number in re.findall(r"\d{7,}", text)]

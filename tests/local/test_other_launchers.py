@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ import pytest
 from harness import RawCluster
 from msgspec.structs import replace
 from operator_control import OperatorControl
+from ports import reserve_port
 from waiting import wait_for
 
 from holdfast_core.job.parsing import parse_job
@@ -66,14 +66,9 @@ class Launcher:
     log: Path
     homes: list[str]
     """Node of each rank."""
-    port: int = field(init=False)
+    port: int = field(default_factory=reserve_port)
     processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     state: ControlState = field(default_factory=ControlState)
-
-    def __post_init__(self) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
 
     def start(self, rank: int) -> None:
         environment = os.environ | {
@@ -131,7 +126,8 @@ class Launcher:
     def steps(self) -> list[dict[str, Any]]:
         """Lines of the trainer's log."""
         with suppress(FileNotFoundError):
-            return [json.loads(line) for line in self.log.read_text().splitlines()]
+            whole = self.log.read_text().split("\n")[:-1]  # it is being written
+            return [json.loads(line) for line in whole]
         return []
 
     def train(self, epoch: int) -> None:

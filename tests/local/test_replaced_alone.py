@@ -44,7 +44,7 @@ def test_a_daemon_that_was_replaced_lets_go_of_the_job_although_no_peer_is_left_
     frozen.send_signal(signal.SIGCONT)
     if isinstance(cluster.control, ControlServer):
         job.publish_to(frozen.node)  # the operator's server does so by itself
-    wait_for("the job to be let go", lambda: job.name not in frozen.status()["jobs"])
+    wait_for("the job to be let go", lambda: frozen.has_let_go(job.name))
     with pytest.raises(grpc.RpcError) as refused:
         ghost.grant(job.step + 1)
     assert isinstance(error_of(refused.value), UnknownSessionError)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from chaos_tier import ChaosTier
+from daemons import wait_until_frozen
 from faulty_daemon import Trap
 from harness import JOB, RawCluster, RawJob
 from waiting import wait_for
@@ -34,7 +35,7 @@ def test_what_a_replaced_leader_finishes_is_whole_and_hides_nothing_newer(
     first, frozen = job.train(), job.daemon(LEADER)
     frozen.arm(trap)
     job.save(2)
-    wait_for("the trap to be met", lambda: not frozen.trap.exists())
+    wait_until_frozen(frozen)
     ghost = job.trainers.pop(LEADER)
     (job.nodes[LEADER],) = cluster.start_nodes(1)
     job.form()
@@ -45,7 +46,7 @@ def test_what_a_replaced_leader_finishes_is_whole_and_hides_nothing_newer(
 
     frozen.send_signal(signal.SIGCONT)
     job.publish_to(frozen.node)
-    wait_for("the job to be let go", lambda: job.name not in frozen.status()["jobs"])
+    wait_for("the job to be let go", lambda: frozen.has_let_go(job.name))
     ghost.die()
     trainers = job.trainers
     assert tier.wrong(lambda rank, found: trainers[rank].content_at(found)) == ""

@@ -12,11 +12,13 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 from test_fewer_nodes import START_S, Run, lose, running
 from waiting import wait_for
+from world_sizes import is_recovered
 
 from holdfast_core.states import RestoreSource
 from holdfast_operator.local import Status
@@ -34,6 +36,7 @@ class Change:
         self.first = run.cluster.status
         self.pids = self._pids_of(self.first)
         self.memory = self._memory_of(self.first)
+        self._before, self._stops = set[int](), False
 
     @staticmethod
     def _pids_of(status: Status) -> dict[int, set[int]]:
@@ -52,6 +55,7 @@ class Change:
     def fail(self, who: int | str, point: str, what: str = "SIGKILL") -> None:
         """Have a process suffer a fault at its next arrival at a point; `new` is the next process
         that starts."""
+        self._before, self._stops = self._have_suffered(), what == "SIGSTOP"
         written = self.run.directory / f"tmp-{who}"
         written.write_text(f"{point} {what}")
         written.replace(self.run.directory / f"fault-{who}")
@@ -70,10 +74,22 @@ class Change:
 
             await self.cluster.wait_for(back, timeout_s=WAIT_S, what=f"another daemon on {name}")
 
+    def _have_suffered(self) -> set[int]:
+        """Processes that have come to the points of their faults."""
+        found = self.run.directory.glob("suffered-*")
+        return {int(path.name.removeprefix("suffered-")) for path in found}
+
     async def suffered(self) -> None:
-        """Wait until every fault has happened."""
+        """Wait until every fault has happened; one that goes on before it has stopped would be
+        stopped afterwards, for good."""
+
+        def holds(_: Status) -> bool:
+            if [*self.run.directory.glob("fault-*")]:
+                return False
+            return not self._stops or all(map(_stands, self._have_suffered() - self._before))
+
         await self.cluster.wait_for(
-            lambda _: not [*self.run.directory.glob("fault-*")],
+            holds,
             timeout_s=START_S,
             what="a process to come to the point of its fault",
         )
@@ -86,6 +102,7 @@ class Change:
             return (
                 len(status.members) == members
                 and status.protected.startswith(f"{status.epoch}.")
+                and is_recovered(status)
                 and self._memory_of(status) == self.memory
             )
 
@@ -103,6 +120,15 @@ class Change:
             member: self.pids[member] for member in survivors
         }
         return await asyncio.to_thread(self.run.check)
+
+
+def _stands(pid: int) -> bool:
+    """Whether a process is stopped, or has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return True
+    return stat.rpartition(")")[2].split()[0] in ("T", "Z", "X")
 
 
 @asynccontextmanager

@@ -163,15 +163,28 @@ class Run:
         async with self.cluster as cluster:
             step = 0
             for stages in losses:
-                is_time = functools.partial(self._is_time, step)
-                await cluster.wait_for(is_time, timeout_s=WAIT_S, what="steps after a snapshot")
-                found = self.lines()
+                found = await self._stop_in_time(step)
                 step = max(lines[-1].step for lines in found)
                 for fault in then:
                     self._prepare(fault, found)
-                for rank in self.shape.ranks_of(stages):
-                    os.kill(found[rank][-1].pid, signal.SIGKILL)
+                lost = self.shape.ranks_of(stages)
+                for rank, lines in enumerate(found):
+                    os.kill(lines[-1].pid, signal.SIGKILL if rank in lost else signal.SIGCONT)
             assert await cluster.finished(timeout_s=WAIT_S) is Outcome.COMPLETE
+
+    async def _stop_in_time(self, after: int) -> list[list[Line]]:
+        """Stop all ranks when some steps, and step `after` as well, have followed a protected
+        generation; return what they have run. While they go on, the time is over in a moment."""
+        is_time = functools.partial(self._is_time, after)
+        while True:
+            await self.cluster.wait_for(is_time, timeout_s=WAIT_S, what="steps after a snapshot")
+            pids = [lines[-1].pid for lines in self.lines()]
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+            if self._is_time(after, self.cluster.status):
+                return self.lines()
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
 
     def _prepare(self, fault: Fault, found: Sequence[Sequence[Line]]) -> None:
         """Have `fault` happen, once."""

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import staying_moe_trainer
 from staying_moe_trainer import ASTRAY_FROM
+from world_sizes import is_recovered
 
 from holdfast_core.job.parsing import parse_job
 from holdfast_core.states import RestoreSource
@@ -26,7 +27,7 @@ from holdfast_operator.reconciler.counters import Outcome
 
 WAIT_S = 150.0
 RANKS = 3
-REFORM_S = 8
+REFORM_S = 12
 
 
 def make_job(directory: Path, misuse: tuple[str, ...], spec: dict[str, Any]) -> Any:
@@ -51,8 +52,8 @@ def make_job(directory: Path, misuse: tuple[str, ...], spec: dict[str, Any]) -> 
                     "reformSeconds": REFORM_S,
                     "detection": {
                         "heartbeatSeconds": 0.5,
-                        "missedHeartbeats": 4,
-                        "hangSeconds": 3,
+                        "missedHeartbeats": 8,
+                        "hangSeconds": 5,
                     },
                 },
                 "trainer": {"template": {"spec": {"containers": [container]}}},
@@ -118,6 +119,7 @@ class Run:
                 and all(one and one[0].epoch == status.epoch for one in last)
                 and not [p for p in self.directory.glob("fault-*") if p.suffix != ".tmp"]
                 and (not self.protects or status.protected.startswith(f"{status.epoch}."))
+                and is_recovered(status)
                 and all(one[0].step > 12 for one in last)
             )
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import signal
 
 import pytest
+from daemons import wait_until_frozen
 from faulty_daemon import Trap
 from harness import RawCluster, RawJob
-from waiting import wait_for
 
 from holdfast_core.job.snapshots import PolicyType
 from holdfast_core.snapshots.membership import Redundancy
@@ -64,7 +64,7 @@ def test_a_node_may_be_lost_while_another_of_its_group_is_rebuilt(
     _lose(cluster, job, 0)
     job.daemon(0).arm(Trap(at="Rebuild", signal=signal.SIGSTOP))
     job.form()
-    wait_for("the rebuild to begin", lambda: not job.daemon(0).trap.exists())
+    wait_until_frozen(job.daemon(0))
     _lose(cluster, job, 3)
     job.daemon(0).send_signal(signal.SIGCONT)
     job.form()

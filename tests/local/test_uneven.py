@@ -20,7 +20,7 @@ import pytest
 import torch
 import uneven_trainer
 from torch.distributed.checkpoint import state_dict_loader
-from world_sizes import is_protected
+from world_sizes import is_protected, is_recovered
 
 from holdfast.dcp import HoldfastReader
 from holdfast_core.elastic_experts.reports import PlanCause
@@ -78,7 +78,7 @@ def make_job(directory: Path, shape: Shape, spec: dict[str, Any]) -> Any:
                     "joinWaitSeconds": 0,
                     "detection": {
                         "heartbeatSeconds": 0.5,
-                        "missedHeartbeats": 4,
+                        "missedHeartbeats": 8,
                         "hangSeconds": 10,
                     },
                 },
@@ -204,6 +204,7 @@ class Run:
                 and len(self.newest()) == size
                 and not self.pending()
                 and status.protected.startswith(f"{status.epoch}.")
+                and is_recovered(status)
             )
 
         await self.cluster.wait_for(holds, timeout_s=WAIT_S, what=f"recovery from {faults}")

@@ -71,7 +71,7 @@ def make_job(
                     "reformSeconds": 8,
                     "detection": {
                         "heartbeatSeconds": 0.5,
-                        "missedHeartbeats": 4,
+                        "missedHeartbeats": 8,
                         "hangSeconds": 10,
                     },
                 },

@@ -93,18 +93,26 @@ def _read_on_import(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name.startswith(READ_ON_IMPORT)}
 
 
-def _next_fork(asking: socket.socket) -> Request | None:
-    """Fork for each request; return it in the fork, and None here when nobody can ask any more."""
+def _next_fork(asking: socket.socket) -> tuple[Request, int] | None:
+    """Fork for each request; return it in the fork, with a pipe to close once it has its mark, and
+    None here when nobody can ask any more."""
     while asked := asking.recv(REQUEST_BYTES):
-        if pid := os.fork():
-            asking.send(str(pid).encode())
-        else:
-            return Request(**json.loads(asked))
+        here, there = os.pipe()
+        pid = os.fork()
+        if not pid:
+            os.close(here)
+            return Request(**json.loads(asked)), there
+        os.close(there)
+        os.read(here, 1)  # until it would be found, and killed, as one that was spawned
+        os.close(here)
+        asking.send(str(pid).encode())
     return None
 
 
-def _become(request: Request) -> None:
+def _become(request: Request, unmarked: int) -> None:
     """Be the process of a request, up to running its module."""
+    _overwrite_mark(request.environment[MARK])
+    os.close(unmarked)
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -117,7 +125,6 @@ def _become(request: Request) -> None:
     os.chdir(request.folder)
     sys.path[0] = request.folder
     sys.argv = [request.module, *request.arguments]
-    _overwrite_mark(request.environment[MARK])
     os.environ.clear()
     os.environ.update(request.environment)
 
@@ -142,10 +149,11 @@ def main() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the tests end this
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a fork
         asking.send(b"1")
-        request = _next_fork(asking)
-    if request is None:
+        forked = _next_fork(asking)
+    if forked is None:
         os._exit(0)  # without what libraries print of their leaks
-    _become(request)
+    request, unmarked = forked
+    _become(request, unmarked)
     sys.modules.pop(request.module, None)  # it is run as a program
     runpy.run_module(request.module, run_name="__main__", alter_sys=True)
 

@@ -210,7 +210,9 @@ def _record_waiting(file: Path | None, why: str) -> None:
         return
     try:
         if why:
-            file.write_text(f"{why}\n")
+            written = file.with_name(f"{file.name}.tmp")
+            written.write_text(f"{why}\n")
+            written.replace(file)
         else:
             file.unlink(missing_ok=True)
     except OSError as error:

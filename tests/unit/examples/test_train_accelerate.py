@@ -15,6 +15,7 @@ from holdfast.testing import FakeDaemon
 
 EPOCH, STEPS = 4, 11
 """Batches of an epoch of sixteen passages, and steps of the whole run."""
+WAIT_S = 60.0
 
 
 def losses(path: Path) -> list[tuple[int, float]]:
@@ -38,9 +39,10 @@ def test_a_run_goes_on_with_the_next_batch(
 
     def run(name: str, steps: int, daemon: FakeDaemon | None) -> list[tuple[int, float]]:
         def init(**arguments: Any) -> holdfast.Session:
-            return (
-                real(**arguments, daemon=daemon, job="accelerate") if daemon else real(**arguments)
-            )
+            if daemon is None:
+                return real(**arguments)
+            every_save = holdfast.Settings(start_wait_s=WAIT_S)
+            return real(**arguments, daemon=daemon, job="accelerate", settings=every_save)
 
         real = holdfast.init
         with monkeypatch.context() as patch:

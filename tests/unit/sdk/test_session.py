@@ -24,6 +24,8 @@ from holdfast_core.snapshots.generations import Generation
 
 Same = Callable[[dict[str, Any], dict[str, Any]], None]
 WAIT_S = 20
+HUNG_S = 60
+"""Longer than training waits for a save."""
 
 
 def error_of(handle: holdfast.SaveHandle) -> HoldfastError:
@@ -124,11 +126,11 @@ def test_the_optimizer_waits_while_the_save_before_is_hashed(
 
     def slow(*arguments: Any) -> Any:
         digests = capture(*arguments)
-        waited.wait(WAIT_S)
+        waited.wait(HUNG_S)
         return digests
 
     monkeypatch.setattr(CopyEngine, "capture", slow)
-    session = open_session(trainer, daemon, start_wait_s=1.0)
+    session = open_session(trainer, daemon, start_wait_s=WAIT_S)
     session.prepare()
     first = session.save(1)
     first.staged.result(WAIT_S)

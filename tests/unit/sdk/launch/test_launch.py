@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.launch import EXIT_DENIED, main, script_of
+from holdfast.launch import EXIT_DENIED, _record_waiting, main, script_of
 from holdfast_core.errors import AccessDeniedError
 
 PYTHON = "/opt/venv/bin/python3.11"
@@ -256,6 +256,17 @@ def test_a_time_to_arrive_that_no_worker_can_meet_is_refused(
     with pytest.raises(SystemExit):
         main([*given, "--", "true"])
     assert "--reform-s nan must be above 0" in capsys.readouterr().err
+
+
+def test_why_workers_wait_is_read_whole_while_it_is_written_again(tmp_path: Path) -> None:
+    file = tmp_path / "waits"
+    _record_waiting(file, "NoRoom: full")
+    with file.open() as reader:
+        _record_waiting(file, "NoRoom: still full")
+        assert reader.read() == "NoRoom: full\n"
+    assert file.read_text() == "NoRoom: still full\n"
+    _record_waiting(file, "")
+    assert list(tmp_path.iterdir()) == []
 
 
 ALONE = ("unshare", "--mount", "--propagation", "private", "sh", "-c")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
-
-import pytest
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import holdfast
 from holdfast._saving.tasks import Task
@@ -32,8 +30,10 @@ def test_time_in_which_the_worker_holds_a_task_uses_up_no_patience() -> None:
             end_s = time.monotonic() + PATIENCE_S
             while time.monotonic() < end_s:
                 assert not waits.done()
-        with pytest.raises(TimeoutError):
-            waits.result(PATIENCE_S / 4)
-        assert task.hold(), "it was not given up"
+            let_go_s = time.monotonic()
+        wait([waits], PATIENCE_S / 4)
+        given_up = not task.hold()
+        # Later only where this thread was not run for so long.
+        assert not given_up or time.monotonic() - let_go_s >= PATIENCE_S
         task.release(over=True)
-        assert waits.result(HUNG_S)
+        assert waits.result(HUNG_S) is not given_up

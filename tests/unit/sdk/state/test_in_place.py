@@ -199,7 +199,7 @@ def test_a_session_without_a_torch_optimizer_warns_once_to_wait(
     with caplog.at_level(logging.WARNING, logger="holdfast"):
         open_session(trainer, FakeDaemon(tmp_path / "torch"))
         assert not caplog.records
-        session = open_session(plain, FakeDaemon(tmp_path / "plain"))
+        session = open_session(plain, FakeDaemon(tmp_path / "plain"), start_wait_s=WAIT_S)
         for step in (1, 2):
             session.save(step).committed.result(WAIT_S)
     (message,) = [record.getMessage() for record in caplog.records]
