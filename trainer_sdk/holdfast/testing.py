@@ -138,7 +138,7 @@ class FakeDaemon:
         self._home = self.directory
         self._layout: Layout | None = None
         self._granted: dict[int, _Granted] = {}
-        self._protected: Generation | None = None
+        self._protected: Generation | None = line
         self._lines: dict[int, Generation | None] = {}
         """Epoch → the generation from which its training world starts."""
         self._events: queue.SimpleQueue[DaemonEvent | HoldfastError | None] = queue.SimpleQueue()
