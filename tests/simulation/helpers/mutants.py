@@ -26,7 +26,7 @@ ELASTIC = "trainer_sdk/holdfast/_elastic"
 RESTORING = "trainer_sdk/holdfast/_restoring"
 SAVING = "trainer_sdk/holdfast/_saving"
 SCHEDULES = 1500
-STAGE_SCHEDULES = 40
+STAGE_SCHEDULES = 160
 TIME_LIMIT_S = 1800
 """Far more than all schedules take: an engine that never returns is broken, too."""
 

@@ -154,7 +154,7 @@ def test_epoch_and_counters_are_restored_from_the_status() -> None:
     world.daemons["n1"].lost.add(1)
     world.settle(5.0)
     found = status(world)
-    state = from_document(found["counters"], now=CLOCKS.now, wall=CLOCKS.wall)
+    state = from_document(found["counters"], now=world.now, wall=CLOCKS.at_wall(world.now))
     assert state.epoch == world.state.epoch == 2
     assert (state.recoveries, state.counted) == (1, 1)
     assert state.restarts == pytest.approx(world.state.restarts, abs=0.001)

@@ -21,6 +21,7 @@ from holdfast import Settings
 from holdfast._copying.devices import CpuDevice
 from holdfast._exchange import Alone
 from holdfast._experts.counting import Counting
+from holdfast._experts.deciding import Deciding
 from holdfast._experts.gradients import NO_GRADIENTS
 from holdfast._experts.partial import PartialCapture
 from holdfast._experts.policy import CapturePolicy, FullCapture
@@ -31,7 +32,7 @@ from holdfast._state.capture import LiveState
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import HoldfastError
 from holdfast_core.experts.policies import policy_of
-from holdfast_core.job.snapshots import LossyPolicy
+from holdfast_core.job.snapshots import LossyPolicy, SparseWindows
 from holdfast_core.topology import Topology
 
 WAIT_S = 20.0
@@ -147,6 +148,12 @@ class Rank:
         self.who = Who(rank)
         self.stage = f"stage {topology.coordinates(rank).pp}: "
         self.live = LiveState(self.model, [self.optimizer], topology, rank)
+        given = Settings(
+            start_wait_s=WAIT_S,
+            exchange_timeout_s=WAIT_S,
+            **{"copy_threads": 1, **(settings or {})},
+        )
+        windows = given.policy if isinstance(given.policy, SparseWindows) else None
         self.session = ProtectedSession(
             live=self.live,
             stateful={"who": self.who},
@@ -155,14 +162,11 @@ class Rank:
             client=daemon,
             exchange=exchange,
             device=CpuDevice(),
-            settings=Settings(
-                start_wait_s=WAIT_S,
-                exchange_timeout_s=WAIT_S,
-                **{"copy_threads": 1, **(settings or {})},
-            ),
+            settings=given,
             comparing=Comparing(Alone(), topology, 0),
             policy=policy or FullCapture(),
             pacing=EverySave(),
+            deciding=Deciding(Alone(), windows) if windows is not None else None,
         )
 
     def train(self, step: int) -> None:
