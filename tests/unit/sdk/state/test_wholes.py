@@ -14,14 +14,18 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from holdfast import Topology
+from holdfast._exchange import Alone
+from holdfast._experts.deciding import Deciding
 from holdfast._saving.plan import layout_of, own_shards, plan_alone, table_of
 from holdfast._saving.windows import Windows
 from holdfast._state.capture import LiveState, TensorSource, Whole
 from holdfast._state.dtensors import is_box
 from holdfast_core.errors import InvalidJobError
+from holdfast_core.job.snapshots import SparseWindows
 from holdfast_core.snapshots.layouts import Entry
 
 RANK = 5
+WAIT_S = 20.0
 
 
 @pytest.fixture
@@ -88,7 +92,10 @@ def test_sparse_windows_refuse_experts_that_are_cut_over_ranks(mesh: DeviceMesh)
             Windows(None).agreed(base, [*sources(model).values()])
     whole = DTensor.from_local(torch.zeros(2, 4, 6), mesh, [Shard(0), Replicate()])
     model["experts"].w = nn.Parameter(whole)
-    Windows(None).agreed(base, [*sources(model).values()])
+    windows = Windows(Deciding(Alone(), SparseWindows()))
+    windows.called(1)
+    windows.agreed(base, [*sources(model).values()])
+    windows.close(WAIT_S)
 
 
 def test_optimizer_states_lie_as_their_tensors_do(mesh: DeviceMesh) -> None:
