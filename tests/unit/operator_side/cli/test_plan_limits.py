@@ -78,7 +78,7 @@ def test_both_numbers_of_slots_are_shown_with_what_each_costs(
 def test_the_share_of_a_node_is_of_the_whole_state_also_where_snapshots_of_experts_are_best(
     job: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job.write_text(JOB + "  persistence: {uri: 's3://bucket/run1'}\n")
+    job.write_text(JOB + "  snapshot: {interval: {steps: 2}}\n")
     out = " ".join(printed(capsys, job, *SIZES, "--copy-bandwidth", "2G").split())
     assert "recommended: PartialExperts" in out
     two = re.search(r" 2 [\d.]+ GiB ([\d.]+) ([\d.]+) [\d.]+ GiB ([\d.]+) ", out)
