@@ -63,7 +63,10 @@ def _follow(state: Callable[[], dict[str, Any]], *, wanted: str | None, wait_s: 
         if stored and (wanted is None or Generation.parse(stored) >= Generation.parse(wanted)):
             return str(stored)
         if time.monotonic() > until:
-            why = persist.get("failure") or "nothing is protected yet, or storage is slow"
+            why = persist.get("failure") or (
+                "nothing is protected yet, storage is slow, or ranks with sparse windows have yet "
+                "to capture everything in one step"
+            )
             raise StorageError(
                 f"generation {wanted} is not in durable storage after {wait_s:.0f} s: {why}; the "
                 f"daemons keep trying"
