@@ -22,7 +22,7 @@ import faulty_daemon
 import grpc
 from bearer import Bearer
 from faulty_storage import Access
-from waiting import WAIT_S, wait_for
+from waiting import WAIT_S, state_of, wait_for
 
 from holdfast_protos import trainer_pb2, trainer_pb2_grpc
 
@@ -223,8 +223,7 @@ def wait_until_frozen(daemon: DaemonProcess) -> None:
 
     def is_frozen() -> bool:
         assert daemon.process is not None
-        stat = Path(f"/proc/{daemon.process.pid}/stat").read_text()
-        return not daemon.trap.exists() and stat.rpartition(")")[2].split()[0] == "T"
+        return not daemon.trap.exists() and state_of(daemon.process.pid) == "T"
 
     wait_for(f"{daemon.node} to be stopped", is_frozen)
 

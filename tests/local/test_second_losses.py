@@ -12,12 +12,11 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
 from test_fewer_nodes import START_S, Run, lose, running
-from waiting import wait_for
+from waiting import state_of, wait_for
 from world_sizes import is_recovered
 
 from holdfast_core.states import RestoreSource
@@ -124,11 +123,7 @@ class Change:
 
 def _stands(pid: int) -> bool:
     """Whether a process is stopped, or has ended."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return True
-    return stat.rpartition(")")[2].split()[0] in ("T", "Z", "X")
+    return state_of(pid) in ("T", "Z", "X")
 
 
 @asynccontextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import grpc
@@ -31,6 +32,15 @@ def wait_for(what: str, condition: Callable[[], Value], timeout_s: float = WAIT_
         if time.monotonic() > until:
             raise AssertionError(f"waited {timeout_s} s in vain for {what}")
         tick.wait(POLL_S)
+
+
+def state_of(pid: int) -> str:
+    """State of a process as the kernel writes it: "T" where it is stopped, "X" where it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return "X"
+    return stat.rpartition(")")[2].split()[0]
 
 
 def error_of(failed: grpc.RpcError) -> HoldfastError:

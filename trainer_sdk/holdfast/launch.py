@@ -107,9 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
     if exit_file is not None:
-        written = exit_file.with_name(f"{exit_file.name}.tmp")
-        written.write_text(f"{code}\n")
-        written.replace(exit_file)
+        _write_line(exit_file, str(code))
     return code
 
 
@@ -210,13 +208,18 @@ def _record_waiting(file: Path | None, why: str) -> None:
         return
     try:
         if why:
-            written = file.with_name(f"{file.name}.tmp")
-            written.write_text(f"{why}\n")
-            written.replace(file)
+            _write_line(file, why)
         else:
             file.unlink(missing_ok=True)
     except OSError as error:
         log.warning("%s cannot be written: %s", file, error)
+
+
+def _write_line(file: Path, line: str) -> None:
+    """Make `line` all that is in `file`. Whoever reads it meanwhile finds the one before."""
+    written = file.with_name(f"{file.name}.tmp")
+    written.write_text(f"{line}\n")
+    written.replace(file)
 
 
 def script_of(command: Sequence[str], interpreter: str) -> tuple[str, ...] | None:

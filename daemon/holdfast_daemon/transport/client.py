@@ -100,7 +100,7 @@ class BulkClient:
         self._wiring = wiring or ConnectionFactory(None, Protection.AUTHENTICATED)
         self._lock = threading.Lock()
         self._idle: dict[str, list[_Idle]] = {}
-        """By address, those that have been idle for longest first."""
+        """Address of a peer → its idle connections, the one that is idle for longest first."""
         self._closed = False
         self.received_bytes = 0
 

@@ -291,19 +291,19 @@ class Saver:
         if slot == 0:
             self._drop_window("the next window begins")
             windows.decide(step, self._settings.start_wait_s / 2)
-        whole = windows.whole_instead(step)
-        if whole == step:
-            self._save_whole(task)
-        elif whole is not None:
+        if windows.gives_way(step - slot):
+            if slot == 0:
+                self._save_whole(task)
+                return
             self.comparing.missed(step)
-            why = f"the save of step {whole} captured everything in place of this window"
+            why = f"the save of step {step - slot} captured everything in place of this window"
             task.handle._fail(SnapshotSkippedError(why))
-        else:
-            try:
-                self._save_slot(task, slot)
-            except BaseException as error:
-                self._drop_window(f"{type(error).__name__}: {error}")
-                raise
+            return
+        try:
+            self._save_slot(task, slot)
+        except BaseException as error:
+            self._drop_window(f"{type(error).__name__}: {error}")
+            raise
 
     def _save_whole(self, task: Task) -> None:
         """Take a snapshot of one step."""

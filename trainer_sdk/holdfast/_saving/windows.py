@@ -78,7 +78,7 @@ class Windows:
         self._deciding = deciding
         self._origin: int | None = None
         self._whole: int | None = None
-        """Number of the newest window in whose place one save captures everything."""
+        """Step of the newest save that captures everything in a window's place."""
         self._schedule = Schedule(())
         self._alike: tuple[tuple[UnitKey, ...], ...] = ()
         self._early: tuple[str, ...] = ()
@@ -112,14 +112,10 @@ class Windows:
         assert self._origin is not None
         return (step - self._origin - 1) // self._schedule.window
 
-    def whole_instead(self, step: int) -> int | None:
-        """Step of the save that captures everything in place of the window of `step`, which
-        `decide` has to know; None where there is a window."""
-        number = self._number(step)
-        if number != self._whole:
-            return None
-        assert self._origin is not None
-        return self._origin + number * self._schedule.window + 1
+    def gives_way(self, first: int) -> bool:
+        """Whether the save of `first` captures everything in place of the window that it would
+        begin, as `decide` has found."""
+        return first == self._whole
 
     def want_whole(self, after: int) -> None:
         """Ask that all units be captured in one step after step `after`. Any thread."""
@@ -185,10 +181,9 @@ class Windows:
             SnapshotSkippedError: they have not.
         """
         assert self._deciding is not None and self._planned is not None
-        number = self._number(step)
-        decision = self._deciding.decision(number, wait_s)
+        decision = self._deciding.decision(self._number(step), wait_s)
         if decision.whole:
-            self._whole = number
+            self._whole = step
         if decision.schedule != self._schedule:
             self._schedule = decision.schedule
             self.opened(*self._planned)
