@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from holdfast_operator.control.server import ControlServer
 from holdfast_operator.kube.amounts import Amounts, total
 from holdfast_operator.kube.nodes import KubeNode, Wants, node_view
+from holdfast_operator.kube.room import Room
 from holdfast_operator.kube.watches import Cache
 from holdfast_operator.reconciler.views import NodeView
 
@@ -26,6 +27,7 @@ class CandidateNodes:
 
     Args:
         nodes: the watch's copy of the nodes.
+        room: what pods that are no trainers take from nodes.
         daemon_returns: whether the daemon of a node is about to come back; gets the node's name and
             the time of the newest heartbeat.
         requests_of: amounts that a member of a job requests, by the job's key.
@@ -35,12 +37,13 @@ class CandidateNodes:
         self,
         server: ControlServer,
         nodes: Cache[KubeNode],
+        room: Room,
         *,
         daemon_returns: Callable[[str, float], bool],
         requests_of: Callable[[str], Amounts],
         clock: Callable[[], float],
     ) -> None:
-        self._server, self._nodes, self._clock = server, nodes, clock
+        self._server, self._nodes, self._room, self._clock = server, nodes, room, clock
         self._daemon_returns, self._requests_of = daemon_returns, requests_of
         self._started_at = clock()
         self._order: list[str] = []
@@ -74,16 +77,17 @@ class CandidateNodes:
     def _view(self, name: str, key: str, wants: Wants) -> NodeView:
         reported = self._server.view(name, key)
         heartbeat_at = reported.heartbeat_at if reported is not None else float("-inf")
-        others: Iterable[str] = ()
+        taken: Amounts = ()
         if wants.requests:
             there = self._server.jobs_on(name) | self._server.awaited_on(name)
-            others = there - {key}
+            others = map(self._requests_of, there - {key})
+            taken = total([self._room.taken(name), *others])
         return node_view(
             name,
             self._nodes.get("", name),
             reported,
             wants,
-            taken=total(map(self._requests_of, others)),
+            taken=taken,
             returning=self._daemon_returns(name, heartbeat_at),
         )
 

@@ -101,8 +101,8 @@ def wants_of(job: MoETrainingJob) -> Wants:
 
 
 def unfit(node: KubeNode, wants: Wants, taken: Amounts) -> str:
-    """Reason why a pod cannot run on the node, in words; empty when it can. `taken` is what
-    trainers of other jobs request there."""
+    """Reason why a pod cannot run on the node, in words; empty when it can. `taken` is what pods
+    of others request there."""
     if not node.ready:
         return "not ready"
     if node.cordoned:

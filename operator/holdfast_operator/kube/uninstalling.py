@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from holdfast_operator.kube.api import CONFLICT, NOT_FOUND, ApiError, Object, UpsertApi
@@ -44,7 +44,7 @@ async def release_finalizers(
     namespace: str,
     lease: str,
     identity: str,
-    watch_namespace: str,
+    watch_namespaces: Collection[str],
     wall: Callable[[], float],
     sleep: Sleep = asyncio.sleep,
 ) -> int:
@@ -53,7 +53,7 @@ async def release_finalizers(
     Args:
         namespace: where the operator's Lease is.
         identity: name of this process.
-        watch_namespace: namespace of the jobs; empty for all.
+        watch_namespaces: namespaces of the jobs; empty for all.
         wall: seconds since the Unix epoch.
 
     Raises:
@@ -61,10 +61,14 @@ async def release_finalizers(
     """
     await _take_lease(api, namespace, lease, identity, wall)
     await sleep(OPERATOR_ENDS_S)
+    return sum([await _release_all(api, each) for each in watch_namespaces or ("",)])
+
+
+async def _release_all(api: UninstallApi, namespace: str) -> int:
     released = 0
     query = {"limit": PAGE}
     while True:
-        page = await api.list(JOBS, watch_namespace, **query)
+        page = await api.list(JOBS, namespace, **query)
         for job in page["items"]:
             released += await _release(api, job)
         token = page["metadata"].get("continue")

@@ -29,6 +29,7 @@ from holdfast_operator.kube.nodes import KubeNode, read_node
 from holdfast_operator.kube.pods import TrainerPod, read_pod
 from holdfast_operator.kube.queueing import Queues
 from holdfast_operator.kube.resources import JOBS, PODS, WORKLOADS, Resource
+from holdfast_operator.kube.room import Room
 from holdfast_operator.kube.times import ClockPair
 from holdfast_operator.kube.trainers import PodIndex, Trainers
 from holdfast_operator.kube.watches import Cache
@@ -212,6 +213,7 @@ class SmallCluster:
                 candidate_nodes=CandidateNodes(
                     self.server,
                     self.nodes,
+                    Room(),
                     daemon_returns=lambda node, heartbeat_at: False,
                     requests_of=self.fleet.requests_of,
                     clock=clock,
@@ -251,7 +253,7 @@ class SmallCluster:
     async def start_operator(self) -> None:
         """Have kopf begin a control loop for each job."""
         begun, api = asyncio.Event(), cast(Api, self.api)
-        carrying = carry_jobs(api, self.fleet, namespace="", begun=begun.set)
+        carrying = carry_jobs(api, self.fleet, namespaces=(), begun=begun.set)
         self._carrying = asyncio.create_task(carrying)
         await begun.wait()
 

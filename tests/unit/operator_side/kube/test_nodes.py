@@ -64,6 +64,38 @@ def test_requests_are_summed_and_limits_stand_in_for_them() -> None:
     assert amounts(spec) == (("cpu", 1.5), ("gpu", 1.0))
 
 
+def container(cpu: str, **more: str) -> Object:
+    return {"resources": {"requests": {"cpu": cpu}}, **more}
+
+
+@pytest.mark.parametrize(
+    ("spec", "cpus"),
+    [
+        ({"containers": [container("1")], "initContainers": [container("3")]}, 3),
+        ({"containers": [container("4")], "initContainers": [container("3")]}, 4),
+        # A sidecar runs beside the containers, and beside init containers after it.
+        (
+            {
+                "containers": [container("1")],
+                "initContainers": [container("1", restartPolicy="Always"), container("3")],
+            },
+            4,
+        ),
+        (
+            {
+                "containers": [container("1")],
+                "initContainers": [container("2"), container("1", restartPolicy="Always")],
+            },
+            2,
+        ),
+        ({"containers": [container("1")], "overhead": {"cpu": "250m"}}, 1.25),
+        ({"containers": [container("1")], "resources": {"requests": {"cpu": "2"}}}, 2),
+    ],
+)
+def test_a_pod_takes_what_the_scheduler_counts(spec: Object, cpus: float) -> None:
+    assert amounts(spec) == (("cpu", cpus),)
+
+
 @pytest.mark.parametrize(
     ("template", "raw", "why"),
     [
