@@ -69,6 +69,9 @@ VALID = {
         | {"spec.trainer.template.spec.containers.0.resources": {"limits": {"cpu": "1"}}}
         | {"spec.trainer.template.metadata.labels": {"team": "a"}}
     ),
+    "metadata as tools write it": changed(
+        {"spec.trainer.template.metadata": {"creationTimestamp": None, "labels": {"team": "a"}}}
+    ),
 }
 
 

@@ -118,6 +118,19 @@ def test_a_job_that_cannot_be_carried_out_reports_why_and_waits(world: World) ->
     world.runs_in("broken", 1)
 
 
+def test_a_field_that_pods_do_not_have_is_refused(world: World) -> None:
+    """In a pod it would be dropped without a word, and the job would run without it."""
+    container = {"name": "t", "command": ["x"], "image": "i", "resource": {"limits": {"cpu": 1}}}
+    template = {"spec": {"containers": [container], "nodeSelectors": {"pool": "gpu"}}}
+    world.cluster.apply(job("mistyped", trainer={"template": template}))
+    status = world.until("mistyped", lambda s: s["phase"] == "Waiting")
+    scheduled = next(c for c in status["conditions"] if c["type"] == "Scheduled")
+    assert (scheduled["status"], scheduled["reason"]) == ("False", "InvalidTemplate")
+    for field in ('"spec.containers[0].resource"', '"spec.nodeSelectors"'):
+        assert f"unknown field {field}" in scheduled["message"]
+    assert world.pods("mistyped") == {}
+
+
 def test_a_job_without_room_shows_a_condition_and_makes_no_pods(world: World) -> None:
     template = job("x")["spec"]["trainer"]["template"]
     template["spec"]["nodeSelector"] = {"accelerator": "none-has-this"}
