@@ -252,6 +252,7 @@ class JobLoop:
         ours = [pod for pod in pods if not pod.adopted]
         failed = await self._acting.carry_out(job, before, decision, ours, observed, remembered)
         pending, text = len(self._acting.pending), world.clocks.text(now)
+        await world.placeholders.keep(job, decision.missing_nodes)
         there = self._pods()  # also those that were created meanwhile
         failed += await self._queueing.follow(asked, there, pending, observed, decision, text)
         for event in failed:
@@ -302,7 +303,12 @@ class JobLoop:
             if external
             else agents(pods, self._acting.pending)
         )
-        return Observed(nodes=nodes, agents=found, suspension=self._suspension)
+        refusals = (
+            self._world.candidate_nodes.refusals(self.key, wants)
+            if self._state.membership is None and not external
+            else ()
+        )
+        return Observed(nodes=nodes, agents=found, suspension=self._suspension, refusals=refusals)
 
     def _status_of(
         self,

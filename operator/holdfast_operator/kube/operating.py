@@ -32,6 +32,12 @@ from holdfast_operator.kube.metrics import OperatorMetrics
 from holdfast_operator.kube.nodes import KubeNode, read_node
 from holdfast_operator.kube.notices import NOTICES
 from holdfast_operator.kube.options import Options
+from holdfast_operator.kube.placeholders import (
+    PLACEHOLDER_LABEL,
+    Placeholder,
+    Placeholders,
+    read_placeholder,
+)
 from holdfast_operator.kube.pods import TrainerPod, read_pod
 from holdfast_operator.kube.queueing import Queues
 from holdfast_operator.kube.renewing import Renewing
@@ -114,6 +120,10 @@ class Operating:
         if options.watch_namespace and options.namespace not in options.watch_namespace:
             own = self._watch(PODS, placed, options.namespace, room.SELECTOR)
             self._room_watches["our own pods"] = own
+        self._placeholders: Cache[Placeholder] = Cache(read_placeholder, lambda before, now: None)
+        self._placeholder_watches = self._watch_each(
+            "placeholders", PODS, self._placeholders, {"labelSelector": PLACEHOLDER_LABEL}
+        )
         self._workloads: Cache[KueueWorkload] = Cache(read_workload, self._workload_changed)
         self._workload_watches = self._watch_each(
             "workloads", WORKLOADS, self._workloads, {"labelSelector": SELECTOR}
@@ -179,7 +189,7 @@ class Operating:
                 self._attention.run(),
                 Endpoints(self._api, target).run(),
             ]
-            welcome = [*self._room_watches.values()]
+            welcome = [*self._room_watches.values(), *self._placeholder_watches.values()]
             if options.kueue:
                 welcome += self._workload_watches.values()
             work += [watch.run() for watch in welcome]
@@ -224,6 +234,12 @@ class Operating:
             trainers=Trainers(
                 self._api, self._pod_cache, self._metrics, self._options.trainer_volume
             ),
+            placeholders=Placeholders(
+                self._api,
+                self._placeholders,
+                are_known=partial(_are_synced, self._placeholder_watches),
+                clock=clock,
+            ),
             recorder=self._recorder,
             metrics=self._metrics,
             clock=clock,
@@ -233,9 +249,7 @@ class Operating:
             queues=Queues(
                 api=self._api,
                 workloads=self._workloads,
-                are_known=lambda: all(
-                    watch.synced.is_set() for watch in self._workload_watches.values()
-                ),
+                are_known=partial(_are_synced, self._workload_watches),
             )
             if self._options.kueue
             else None,
@@ -308,6 +322,11 @@ class Operating:
         self._fleet.wake(self._server.jobs_on(node.name))
         if self._server.jobs_on(node.name):
             self._fleet.wake(())
+
+
+def _are_synced(watches: dict[str, Watch]) -> bool:
+    """Whether all have their first lists."""
+    return all(watch.synced.is_set() for watch in watches.values())
 
 
 async def _first(*work: asyncio.Future[None] | Coroutine[object, object, object]) -> None:

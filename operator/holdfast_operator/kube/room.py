@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 from holdfast_operator.kube.amounts import Amounts, amounts, total
 from holdfast_operator.kube.api import Object
+from holdfast_operator.kube.placeholders import PLACEHOLDER_LABEL
 from holdfast_operator.kube.resources import JOB_LABEL
 
 SELECTOR = {
-    "labelSelector": f"!{JOB_LABEL}",
+    "labelSelector": f"!{JOB_LABEL},!{PLACEHOLDER_LABEL}",
     "fieldSelector": "spec.nodeName!=,status.phase!=Succeeded,status.phase!=Failed",
 }
-"""Pods that take something from a node, but for trainers."""
+"""Pods that take something from a node, but for trainers and what keeps room for them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

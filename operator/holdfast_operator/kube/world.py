@@ -12,6 +12,7 @@ from holdfast_operator.kube.attention import Attention
 from holdfast_operator.kube.candidates import CandidateNodes
 from holdfast_operator.kube.events import Recorder
 from holdfast_operator.kube.metrics import OperatorMetrics
+from holdfast_operator.kube.placeholders import Placeholders
 from holdfast_operator.kube.queueing import Queues
 from holdfast_operator.kube.times import ClockPair
 from holdfast_operator.kube.trainers import PodIndex, Trainers
@@ -28,6 +29,7 @@ class LoopContext:
     candidate_nodes: CandidateNodes
     pods: PodIndex
     trainers: Trainers
+    placeholders: Placeholders
     recorder: Recorder
     metrics: OperatorMetrics
     clock: Callable[[], float]

@@ -69,6 +69,7 @@ from holdfast_operator.reconciler.recovering import recover, start_missing
 from holdfast_operator.reconciler.replays import replay_in_words
 from holdfast_operator.reconciler.seats import note_plan
 from holdfast_operator.reconciler.shape import Shape
+from holdfast_operator.reconciler.shortage import missing_nodes
 from holdfast_operator.reconciler.stalls import NOTICE_SHARE, signs_of, stall_of
 from holdfast_operator.reconciler.standby import keep_standbys
 from holdfast_operator.reconciler.staying import may_go_on_live
@@ -97,6 +98,8 @@ from holdfast_operator.reconciler.views import (
 _MAY_WAIT = (AgentState.STARTING, AgentState.RUNNING)
 STALL_SHOWN_S = 10.0
 """Silence in a start after which the status names what is waited for."""
+REFUSALS_SHOWN = 4
+"""Number of reasons shown why nodes cannot take a member."""
 PLACEMENT_S = 10.0
 """How long the first placement waits for nodes that it could do without."""
 
@@ -123,6 +126,7 @@ def reconcile(
         actions=step.actions,
         conditions=_conditions(look, step.state, waiting),
         events=step.events,
+        missing_nodes=missing_nodes(look, step.state),
         reason=waiting or "all is as it should be",
     )
 
@@ -228,7 +232,11 @@ def _missing(look: Look, absent: list[str]) -> str:
     nodes = look.observed.nodes.values()
     closed = sorted(node.name for node in nodes if not node.schedulable and not node.gone)
     reasons = [f"waiting for {listed(absent)}"] if absent else []
-    reasons += [f"not schedulable: {listed(closed)}"] if closed else []
+    refusals = look.observed.refusals
+    if refusals:
+        reasons += [f"{count} of the cluster: {why}" for why, count in refusals[:REFUSALS_SHOWN]]
+    elif closed:
+        reasons.append(f"not schedulable: {listed(closed)}")
     return f" ({'; '.join(reasons)})" if reasons else ""
 
 

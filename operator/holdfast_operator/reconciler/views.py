@@ -197,6 +197,9 @@ class Observed:
     standbys: tuple[StandbyView, ...] = ()
     suspension: Suspension | None = None
     """Why the job's queue keeps it from running; None when the job may run."""
+    refusals: tuple[tuple[str, int], ...] = ()
+    """Reasons why nodes cannot take a member, each with the number of nodes, while the job has
+    none; empty where an adapter does not count them."""
     _by_home: dict[tuple[int, str], AgentView] = field(init=False, repr=False, compare=False)
     _views: dict[int, tuple[Membership, tuple[JobView | None, ...]]] = field(
         init=False, repr=False, compare=False, default_factory=dict
@@ -467,4 +470,6 @@ class Decision:
     actions: tuple[Action, ...] = ()
     conditions: tuple[Condition, ...] = ()
     events: tuple[Event, ...] = ()
+    missing_nodes: int = 0
+    """Number of nodes that the job lacks."""
     reason: str = field(default="", compare=False)

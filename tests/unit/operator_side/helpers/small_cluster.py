@@ -26,6 +26,7 @@ from holdfast_operator.kube.handlers import carry_jobs
 from holdfast_operator.kube.manifests import TrainerVolume
 from holdfast_operator.kube.metrics import OperatorMetrics
 from holdfast_operator.kube.nodes import KubeNode, read_node
+from holdfast_operator.kube.placeholders import PLACEHOLDER_LABEL, Placeholders, read_placeholder
 from holdfast_operator.kube.pods import TrainerPod, read_pod
 from holdfast_operator.kube.queueing import Queues
 from holdfast_operator.kube.resources import JOBS, PODS, WORKLOADS, Resource
@@ -220,6 +221,12 @@ class SmallCluster:
                 ),
                 pods=self._index,
                 trainers=Trainers(self.api, self.pods, self.metrics, TrainerVolume.CSI),
+                placeholders=Placeholders(
+                    self.api,
+                    Cache(read_placeholder, lambda before, now: None),
+                    are_known=lambda: True,
+                    clock=clock,
+                ),
                 recorder=self.recorder,
                 metrics=self.metrics,
                 clock=clock,
@@ -382,6 +389,8 @@ class SmallCluster:
 
     def _run_pod(self, body: Object) -> None:
         metadata = body["metadata"]
+        if PLACEHOLDER_LABEL in metadata["labels"]:
+            return  # no node is there for it
         key = f"{metadata['namespace']}.{metadata['labels']['holdfast.dev/job']}"
         if (PODS.plural, metadata["namespace"], metadata["name"]) not in self.api.objects:
             return
