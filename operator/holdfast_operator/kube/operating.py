@@ -115,11 +115,7 @@ class Operating:
             ),
         }
         self._room = Room()
-        placed: Cache[PlacedPod] = Cache(read_placed, self._room.change)
-        self._room_watches = self._watch_each("placed pods", PODS, placed, room.SELECTOR)
-        if options.watch_namespace and options.namespace not in options.watch_namespace:
-            own = self._watch(PODS, placed, options.namespace, room.SELECTOR)
-            self._room_watches["our own pods"] = own
+        self._room_watches = self._watch_room()
         self._placeholders: Cache[Placeholder] = Cache(read_placeholder, lambda before, now: None)
         self._placeholder_watches = self._watch_each(
             "placeholders", PODS, self._placeholders, {"labelSelector": PLACEHOLDER_LABEL}
@@ -275,6 +271,15 @@ class Operating:
             namespace=namespace,
             query=query,
         )
+
+    def _watch_room(self) -> dict[str, Watch]:
+        """Watches of pods that take room, in the watched namespaces and our own."""
+        options = self._options
+        placed: Cache[PlacedPod] = Cache(read_placed, self._room.change)
+        watches = self._watch_each("placed pods", PODS, placed, room.SELECTOR)
+        if options.watch_namespace and options.namespace not in options.watch_namespace:
+            watches["our own pods"] = self._watch(PODS, placed, options.namespace, room.SELECTOR)
+        return watches
 
     def _renewal(self) -> Renewing:
         """What replaces daemons of an older version; it does nothing until it is run."""
