@@ -66,13 +66,11 @@ _KINDS = {
 
 
 def _label(field: FieldDescriptor) -> str:
-    # The attribute `label` is deprecated, and `is_repeated` is not in old versions of protobuf.
+    # Old versions of protobuf have `label`, new ones `is_repeated`.
     repeated = getattr(field, "is_repeated", None)
-    return (
-        "repeated"
-        if (field.label == field.LABEL_REPEATED if repeated is None else repeated)
-        else "one"
-    )
+    if repeated is None:
+        repeated = getattr(field, "label", None) == FieldDescriptor.LABEL_REPEATED
+    return "repeated" if repeated else "one"
 
 
 def _note_properties(schema: dict[str, Any], path: str, found: dict[str, str]) -> None:

@@ -28,6 +28,11 @@ _log = logging.getLogger(__name__)
 PLACEHOLDER_LABEL = f"{GROUP}/placeholder"
 """Label of these pods; its value is the name of the job."""
 HOSTNAME = "kubernetes.io/hostname"
+_KEPT = (
+    *("nodeSelector", "tolerations", "affinity", "topologySpreadConstraints", "schedulerName"),
+    *("priorityClassName", "runtimeClassName", "imagePullSecrets", "securityContext"),
+)
+"""Fields of the template that decide where a pod may run, and whether."""
 REFUSED_S = 60.0
 """Seconds until a placeholder that the API server refused is tried again."""
 
@@ -118,9 +123,7 @@ def placeholder(job: MoETrainingJob, name: str) -> Object:
     of the job's trainers, is on a node."""
     given: Object = deepcopy(template_of(job)["spec"])
     trainer = given["containers"][0]
-    kept = ("nodeSelector", "tolerations", "affinity", "priorityClassName", "runtimeClassName")
-    kept += ("schedulerName", "imagePullSecrets", "securityContext", "topologySpreadConstraints")
-    spec = {field: given[field] for field in kept if field in given}
+    spec = {field: given[field] for field in _KEPT if field in given}
     apart = spec.setdefault("affinity", {}).setdefault("podAntiAffinity", {})
     terms = apart.setdefault("requiredDuringSchedulingIgnoredDuringExecution", [])
     terms += [
