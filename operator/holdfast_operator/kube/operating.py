@@ -120,7 +120,7 @@ class Operating:
             options.namespace,
             pods=self._daemon_cache.all,
             revisions=self._revisions.all,
-            jobs=lambda: self._fleet.stands() if self._ready else None,
+            jobs=self._fleet.stands,
             changed=self._daemons_changed,
             recorder=self._recorder,
             metrics=metrics,
@@ -234,6 +234,7 @@ class Operating:
             if self._options.kueue
             else None,
             insecure=self._options.insecure,
+            watch_namespace=self._options.watch_namespace,
             outdated=self._renewing.condition,
             status_s=self._fleet.status_s,
         )

@@ -41,6 +41,8 @@ class LoopContext:
     """Kueue; None when the operator works without."""
     insecure: bool = False
     """Whether daemons and operator run without certificates."""
+    watch_namespace: str = ""
+    """Namespace of the jobs; empty for all."""
     outdated: Callable[[Iterable[str]], Condition | None] = lambda nodes: None
     """Condition about daemons of an older version on these nodes; None when there are none."""
     status_s: Callable[[], float]

@@ -48,6 +48,9 @@ FORMING_S, FORMING_S_MAX = 1.0, 5.0
 """Least age at which an epoch is given up in which training was never seen running, and the maximum
 of that age: it doubles with each such epoch in a row."""
 
+SILENT = "their daemons are silent, while nothing else holds what their memory may hold"
+"""Why members that only their daemons' silence tells to be lost are not replaced."""
+
 EXIT_CODE_S = 0.5
 """How long a lost rank's exit code is waited for when failure rules depend on it: agents look after
 their workers ten times a second."""
@@ -137,6 +140,8 @@ def _await_nodes(look: Look, state: ControlState, case: _Case) -> Step:
         return Step(state, waiting=f"{case.text}; {missing}" if missing else None)
     if moves.unplaced:
         return await_replacement(look, state, case.membership, case.text, moves.unplaced)
+    if moves.silent:
+        return await_replacement(look, state, case.membership, case.text, moves.silent, SILENT)
     if (
         moves.held
         and not moves.away(case.membership)
