@@ -13,6 +13,7 @@ from holdfast_operator.kube.amounts import Amounts
 from holdfast_operator.kube.api import NOT_FOUND, ApiError, Object, pages
 from holdfast_operator.kube.finalizer import free_memory
 from holdfast_operator.kube.job_loop import JobLoop
+from holdfast_operator.kube.pacing import HEARTBEAT_S_MAX, heartbeats_s
 from holdfast_operator.kube.resources import JOBS
 from holdfast_operator.kube.world import LoopContext
 from holdfast_operator.reconciler.renewal import JobStand
@@ -20,9 +21,6 @@ from holdfast_operator.reconciler.views import Event
 
 _log = logging.getLogger(__name__)
 
-HEARTBEAT_S_MIN, HEARTBEAT_S_MAX = 0.2, 1.0
-"""Bounds of the heartbeats' interval. Daemons serve many jobs: within these, the most demanding job
-sets it."""
 HOUSEKEEPING_S = 5.0
 ORPHAN_S = 60.0
 """Seconds until the API server is asked about an unknown job that holds memory."""
@@ -176,7 +174,7 @@ class Fleet:
         world = self._world
         wanted = [loop.heartbeat_s for loop in self._loops.values()]
         most = min((each for each in wanted if each is not None), default=HEARTBEAT_S_MAX)
-        world.server.set_heartbeat_s(min(HEARTBEAT_S_MAX, max(HEARTBEAT_S_MIN, most)))
+        world.server.set_heartbeat_s(heartbeats_s(most))
         statuses = [loop.status for loop in self._loops.values()]
         phases = Counter(status.get("phase", Phase.WAITING) for status in statuses)
         for phase in Phase:

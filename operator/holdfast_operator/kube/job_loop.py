@@ -19,7 +19,7 @@ from holdfast_operator.kube.acting import Acting
 from holdfast_operator.kube.api import FORBIDDEN, ApiError, Object
 from holdfast_operator.kube.finalizer import FINALIZER
 from holdfast_operator.kube.nodes import Wants, wants_of
-from holdfast_operator.kube.pacing import pause_s
+from holdfast_operator.kube.pacing import heartbeats_s, pause_s
 from holdfast_operator.kube.pods import TrainerPod, adopted_agents, agents, pod_names
 from holdfast_operator.kube.queueing import Queueing
 from holdfast_operator.kube.recovery_log import RecoveryLog
@@ -216,6 +216,10 @@ class JobLoop:
                 return
         self._job, self.wants, self._refusal = job, wants_of(job), None
         self._edition = edition
+        wanted_s = job.spec.failure_policy.detection.heartbeat_seconds
+        if wanted_s < self._world.server.heartbeat_s:
+            # Before the job is looked at: at a slower pace its daemons would seem silent.
+            self._world.server.set_heartbeat_s(heartbeats_s(wanted_s))
 
     async def _refuse(self, reason: str, message: str) -> float:
         now = self._world.clocks.text(self._world.clock())

@@ -22,7 +22,7 @@ from holdfast_operator.kube.daemons import (
 )
 from holdfast_operator.kube.endpoints import Endpoints, endpoint_slice
 from holdfast_operator.kube.events import Recorder
-from holdfast_operator.kube.fleet import HEARTBEAT_S_MAX, Fleet
+from holdfast_operator.kube.fleet import Fleet
 from holdfast_operator.kube.handlers import carry_jobs
 from holdfast_operator.kube.health import Health
 from holdfast_operator.kube.leader import Leader
@@ -31,6 +31,7 @@ from holdfast_operator.kube.metrics import OperatorMetrics
 from holdfast_operator.kube.nodes import KubeNode, read_node
 from holdfast_operator.kube.notices import NOTICES
 from holdfast_operator.kube.options import Options
+from holdfast_operator.kube.pacing import HEARTBEAT_S_MAX
 from holdfast_operator.kube.pods import TrainerPod, read_pod
 from holdfast_operator.kube.queueing import Queues
 from holdfast_operator.kube.renewing import Renewing

@@ -10,7 +10,8 @@ from small_cluster import SmallCluster, on_a_cluster
 
 from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_operator.kube.api import ApiError, Object
-from holdfast_operator.kube.fleet import HEARTBEAT_S_MAX, HEARTBEAT_S_MIN, ORPHAN_S
+from holdfast_operator.kube.fleet import ORPHAN_S
+from holdfast_operator.kube.pacing import HEARTBEAT_S_MAX, HEARTBEAT_S_MIN
 from holdfast_operator.kube.resources import JOBS, PODS
 from holdfast_operator.reconciler.views import Condition, ConditionType
 
@@ -166,6 +167,20 @@ def job_with(template: Object, name: str, **spec: object) -> Object:
 # --- while daemons are renewed --------------------------------------------------------------------
 
 
+def test_daemons_are_asked_for_a_jobs_pace_before_it_is_looked_at_for_the_first_time() -> None:
+    """Else they would seem silent to a new operator, until it next keeps the fleet in order."""
+
+    async def test(cluster: SmallCluster) -> None:
+        cluster.apply(job("a", heartbeat_s=0.3))
+        await cluster.until(lambda: cluster.phase(job("a")))
+        assert cluster.server.heartbeat_s == 0.3
+        cluster.apply(job("b", heartbeat_s=0.6))
+        await cluster.until(lambda: cluster.phase(job("b")))
+        assert cluster.server.heartbeat_s == 0.3
+
+    on_a_cluster(test)
+
+
 def test_every_job_with_members_counts_when_daemons_are_replaced() -> None:
     async def test(cluster: SmallCluster) -> None:
         first = job("a", nodes=2, parallelism={"dp": 2}, redundancy={"raim5": {"groupSize": 2}})
@@ -202,13 +217,13 @@ def test_nothing_is_known_of_daemons_before_every_listed_job_was_looked_at() -> 
         fleet = cluster.fleet
         assert fleet.stands() is None  # no list yet
         cluster.apply(job("a"))
-        cluster.api.objects[(JOBS.plural, "team", "late")] = {  # kopf has not come to it yet
-            "metadata": {"namespace": "team", "name": "late", "uid": "late", "resourceVersion": "1"}
-        }
         cluster.api.refuse_next("list", JOBS, ApiError("busy", status=503))
         await fleet.list_jobs()
         assert fleet.stands() is None  # the list failed
         await cluster.runs(job("a"))
+        cluster.api.objects[(JOBS.plural, "team", "late")] = {  # kopf has not come to it yet
+            "metadata": {"namespace": "team", "name": "late", "uid": "late", "resourceVersion": "1"}
+        }
         await fleet.list_jobs()
         assert fleet.stands() is None  # one of them was not looked at
         del cluster.api.objects[(JOBS.plural, "team", "late")]
