@@ -62,9 +62,9 @@ def _lose_leader(holdfast: Holdfast, rng: random.Random) -> str:
         holdfast.cluster.kubectl("delete", "pod", before, "-n", NAMESPACE, "--wait=false")
     else:
         holdfast.cluster.kubectl("delete", "pod", before, "-n", NAMESPACE, "--wait=false")
-    return wait_for(
-        "another leader", lambda: (now := holdfast.leader()) not in ("", before) and now, LEADS_S
-    )
+    others = ("", before)
+    wait_for("another leader", lambda: holdfast.leader() not in others, LEADS_S)
+    return holdfast.leader()
 
 
 @pytest.mark.timeout(3600)

@@ -79,7 +79,7 @@ def recover(look: Look, state: ControlState, membership: Membership) -> Step:
         return Step(state, waiting=waits_for(evidence))
     causes = principal(evidence.causes)
     if look.job.spec.trainer.external:
-        causes, moves = follow_pods(look, state, membership, causes)
+        causes, moves = follow_pods(look, state, membership, causes, evidence.groups)
         rules = [rule_for(look.job, cause) for cause in causes]
     else:
         rules = [rule_for(look.job, cause) for cause in causes]
@@ -137,7 +137,8 @@ def _await_nodes(look: Look, state: ControlState, case: _Case) -> Step:
     moves = case.moves
     if look.job.spec.trainer.external:
         missing = missing_homes(look, homes(look, state))
-        return Step(state, waiting=f"{case.text}; {missing}" if missing else None)
+        if missing or not moves.silent:
+            return Step(state, waiting=f"{case.text}; {missing}" if missing else None)
     if moves.unplaced:
         return await_replacement(look, state, case.membership, case.text, moves.unplaced)
     if moves.silent:

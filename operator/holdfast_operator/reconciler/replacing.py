@@ -101,7 +101,7 @@ class _Mover:
         homes = {member.node for member in membership.members}
         candidates = look.candidates(state)
         self.groups = groups
-        self.has_copy = state.stored is not None and membership.tier is not None
+        self.state = state
         self.membership = membership
         homes.update(places(look, state, membership).values())
         self.alive = {node.name: node for node in candidates}
@@ -123,7 +123,7 @@ class _Mover:
         if cause.node_lost and home is not None:
             self.moves.to[member] = home  # the node is well, only its memory is new
             return
-        if cause.presumed and not self.has_copy and not self.groups.bear_loss_of(member):
+        if is_irreplaceable(cause, self.state, self.membership, self.groups):
             self.moves.silent.append(member)
             return
         if not cause.node_lost and not self.groups.bear_loss_of(member):
@@ -145,6 +145,20 @@ class _Mover:
         else:
             return
         self.groups.give_up(member)
+
+
+def is_irreplaceable(
+    cause: Cause, state: ControlState, membership: Membership, groups: ParityGroups
+) -> bool:
+    """Whether only silence tells that the member's memory is lost, while nothing could replace what
+    it may hold: neither its parity group nor a copy in durable storage."""
+    has_copy = state.stored is not None and membership.tier is not None
+    return (
+        cause.presumed
+        and cause.member is not None
+        and not has_copy
+        and not groups.bear_loss_of(cause.member)
+    )
 
 
 def replacements(

@@ -781,7 +781,7 @@ MUTANTS = (
     ),
     Mutant(
         name="failover: give up memory that only silence tells to be lost",
-        edits=((f"{RECONCILER}/replacing.py", "cause.presumed and not self.has_copy", "False"),),
+        edits=((f"{RECONCILER}/replacing.py", "        cause.presumed\n", "        False\n"),),
         test="operator_side/reconciler/test_patience.py",
     ),
     Mutant(

@@ -187,7 +187,9 @@ def test_every_job_with_members_counts_when_daemons_are_replaced() -> None:
         cluster.apply(first)
         await cluster.runs(first)
         await cluster.fleet.list_jobs()
-        (stand,) = cluster.fleet.stands() or ()
+        stands = cluster.fleet.stands()
+        assert stands is not None
+        (stand,) = stands
         assert stand.key == "team.a"
         members = cluster.job(first)["status"]["members"]
         assert stand.groups == (tuple(member["node"] for member in members),)
@@ -205,7 +207,9 @@ def test_the_daemons_of_a_job_are_left_alone_until_its_members_are_known_again()
         cluster.api.put(JOBS, unconnected)
         await cluster.fleet.list_jobs()
         await cluster.until_reported(cluster.fleet.stands)
-        (stand,) = cluster.fleet.stands() or ()
+        stands = cluster.fleet.stands()
+        assert stands is not None
+        (stand,) = stands
         assert stand.groups == (("far",),)
         assert stand.hold == "its daemons have not connected yet"
 
