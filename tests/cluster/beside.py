@@ -71,6 +71,11 @@ class Beside:
     def _is_safe_after(self, status: dict[str, Any], step: int) -> bool:
         return status.get("phase") == "Running" and safe_step(status) >= step + SAFE_STEPS
 
+    def irreplaceable(self) -> list[str]:
+        """Nodes whose memory nothing could replace."""
+        alone = self.nodes == 1
+        return [m["node"] for m in self.job.status().get("members", ()) if alone]
+
     def restored_after(self, epoch: int) -> dict[int, int]:
         """Epoch after `epoch` → the step that it went on from, for those that trained."""
         first: dict[int, int] = {}
