@@ -600,10 +600,16 @@ class JobEngine:
                 f"holdfast.elastic.init with stay=False"
             )
         self._followers_made += 1
-        self.memory.rank(rank).follower = Follower(
-            self._followers_made, pid, size, since=self.memory.epoch
-        )
+        record, follower = self.memory.rank(rank), self.memory.rank(rank).follower
+        if follower is None or follower.pid != pid:
+            record.began_alone = False
+        record.follower = Follower(self._followers_made, pid, size, since=self.memory.epoch)
         return self._followers_made
+
+    def begins_alone(self, rank: int) -> None:
+        """Record that the process of `rank` has begun from the beginning, and that what its member
+        holds is nowhere else."""
+        self.memory.rank(rank).began_alone = True
 
     def unfollows(self, rank: int, number: int) -> None:
         """Record that the stream `number` of `rank` has ended; one that was replaced is ignored."""

@@ -59,6 +59,7 @@ from holdfast_core.errors import (
     SnapshotSkippedError,
     StaleEpochError,
 )
+from holdfast_core.exit_codes import PROCESS_ENDS
 from holdfast_core.experts.replenish import Replenishing
 from holdfast_core.experts.sparse_windows import Schedule
 from holdfast_core.job.snapshots import Repeats
@@ -71,8 +72,6 @@ _log = logging.getLogger("holdfast")
 
 EXTRAS_BYTES_SMALL = 8 * 2**20
 """What beside the tensors is copied within `save` without a warning."""
-EXIT_EPOCH_ENDED = 75
-"""Exit code of a process whose epoch has ended, and which another launcher starts again."""
 
 
 class Saver:
@@ -620,7 +619,7 @@ class Saver:
             _log.warning("%s", self.problem)
             if event.ends_process:
                 # Training may hang in a collective, where no exception would reach it.
-                os._exit(EXIT_EPOCH_ENDED)
+                os._exit(PROCESS_ENDS)
             return
         if event.stage is Stage.WHOLE_AFTER:
             assert event.generation is not None
