@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from holdfast_core.exit_codes import BEGINS_ANEW, HOLDFAST_DECIDED
 from holdfast_core.job.parsing import MoETrainingJob, On
 from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_operator.reconciler.lookups import (
@@ -81,9 +82,14 @@ class Cause:
     stuck: bool = False
     """Whether training waits for the member's agent, which finds no room on its node."""
     counted: bool = False
-    """Whether it is what an earlier recovery waits for, which has been counted."""
+    """Whether it is what an earlier recovery waits for or has led to, which has been counted."""
     awaits_code: bool = False
     """Whether the agent may still report the rank's exit code."""
+
+    @property
+    def ended_by_holdfast(self) -> bool:
+        """Whether Holdfast, and nothing in the script, has decided that the rank ends."""
+        return self.on is On.EXIT_CODE and self.exit_code in HOLDFAST_DECIDED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,8 +133,11 @@ def gather(
 def principal(causes: Iterable[Cause]) -> tuple[Cause, ...]:
     """Drop the causes that others explain. When a node is lost or taken away, ranks elsewhere die
     as a result: they vanish, exit with a traceback (code 1) or are aborted (codes from 128 on).
-    When a rank died of something else, code 1 and ranks without a code are its consequence."""
+    When a rank died of something else, code 1 and ranks without a code are its consequence. Codes
+    with which Holdfast ends a rank are the consequence of any other."""
     found = tuple(causes)
+    if any(not (c.ended_by_holdfast or c.voluntary) for c in found):
+        found = tuple(c for c in found if not c.ended_by_holdfast)
     if any(c.on in (On.NODE_LOST, On.DISRUPTION) and not c.voluntary for c in found):
         return tuple(c for c in found if not _follows_a_loss(c))
     if any(c.on is On.EXIT_CODE and c.exit_code != FOLLOWING_CODE for c in found):
@@ -279,6 +288,7 @@ def _rank_failures(
             member=member.index,
             exit_code=code,
             last_lines=rank.last_lines,
+            counted=code == BEGINS_ANEW,
         )
     if exits:
         return
