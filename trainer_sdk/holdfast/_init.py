@@ -38,6 +38,7 @@ from holdfast._state.capture import LiveState
 from holdfast._state.collect import Stateful
 from holdfast._state.conventions import Seats, UnitNamer
 from holdfast._state.dtensors import raw
+from holdfast._state.forms import ModelForms
 from holdfast._state.groups import ParamGroups, check_optimizers
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.experts.policies import policy_of
@@ -175,13 +176,13 @@ class _Maker:
                 "that seats any: build its layers with holdfast.moe.MoELayer, or remove "
                 "spec.elastic"
             )
-        begun = None
+        begun = forms = None
         if self.protects:
             check_optimizers(self.optimizers)
-            begun = ParamGroups(self.optimizers)
+            begun, forms = ParamGroups(self.optimizers), ModelForms(self.model)
         return ElasticSession(
             world,
-            partial(self.session, begun),
+            partial(self.session, begun, forms),
             self.optimizers,
             # A vote waits for the slowest rank, as training's own collectives do.
             max(self.settings.exchange_timeout_s, world.timeout_s),
@@ -191,12 +192,13 @@ class _Maker:
             rebalance_steps=given.rebalance_steps if given else 0,
         )
 
-    def session(self, begun: ParamGroups | None = None) -> Session:
+    def session(self, begun: ParamGroups | None = None, forms: ModelForms | None = None) -> Session:
         """Make a session of the present world. Collective.
 
         Args:
             begun: parameter groups that the program has whenever it starts; those that it has now
                 when None.
+            forms: forms of the model's tensors, likewise.
         """
         if not self.protects:
             return UnprotectedSession()
@@ -213,6 +215,7 @@ class _Maker:
             units=self.units,
             private=self.private,
             begun=begun,
+            forms=forms,
         )
 
         def exchange() -> Exchange:

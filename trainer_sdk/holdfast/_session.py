@@ -371,6 +371,8 @@ class ProtectedSession(Session):
     def _task(self, handle: SaveHandle, *, copies: bool) -> Task:
         with torch.no_grad():
             if self._stale or self._live.changed():
+                self._stale = True  # until all of this has succeeded
+                self._live.forms.check()
                 self._sources = (*self._live.discover(), *self._gradients.sources())
                 self._optimizer_steps.make_room()
                 self._eager = [
