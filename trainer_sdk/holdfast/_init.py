@@ -34,11 +34,11 @@ from holdfast._saving.comparing import Comparing
 from holdfast._saving.pacing import DueSaves, EverySave, Pacing
 from holdfast._session import ProtectedSession
 from holdfast._settings import Settings
+from holdfast._state.buffers import BufferForms
 from holdfast._state.capture import LiveState
 from holdfast._state.collect import Stateful
 from holdfast._state.conventions import Seats, UnitNamer
 from holdfast._state.dtensors import raw
-from holdfast._state.forms import ModelForms
 from holdfast._state.groups import ParamGroups, check_optimizers
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.experts.policies import policy_of
@@ -179,7 +179,7 @@ class _Maker:
         begun = forms = None
         if self.protects:
             check_optimizers(self.optimizers)
-            begun, forms = ParamGroups(self.optimizers), ModelForms(self.model)
+            begun, forms = ParamGroups(self.optimizers), BufferForms(self.model)
         return ElasticSession(
             world,
             partial(self.session, begun, forms),
@@ -192,13 +192,15 @@ class _Maker:
             rebalance_steps=given.rebalance_steps if given else 0,
         )
 
-    def session(self, begun: ParamGroups | None = None, forms: ModelForms | None = None) -> Session:
+    def session(
+        self, begun: ParamGroups | None = None, forms: BufferForms | None = None
+    ) -> Session:
         """Make a session of the present world. Collective.
 
         Args:
             begun: parameter groups that the program has whenever it starts; those that it has now
                 when None.
-            forms: forms of the model's tensors, likewise.
+            forms: forms that buffers have whenever it starts, likewise.
         """
         if not self.protects:
             return UnprotectedSession()

@@ -172,7 +172,7 @@ class Gradients:
                 if stacked:
                     assert unit.expert is not None
                     base = base.slice(unit.expert)
-                private = self._live.is_private(str(base))
+                private = self._live.is_private(str(base), unit)
                 gradient = room.gradient[i] if stacked else room.gradient
                 found += [
                     _source(unit, base, TensorRole.GRADIENT, gradient, private),

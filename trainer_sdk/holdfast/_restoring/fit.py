@@ -14,12 +14,7 @@ import msgspec
 import torch
 
 from holdfast._experts.windows import WindowRecord, live_name, restored_entries
-from holdfast._state.capture import Anchor, LiveState, TensorSource
-from holdfast._state.casts import Pair, pair_of
-from holdfast._state.collect import buffers_of, devices_of
-from holdfast._state.dtensors import local_of, with_placement_of
-from holdfast._state.extras import dtype_name, dtype_named
-from holdfast._state.forms import (
+from holdfast._state.buffers import (
     ABSENT,
     NONE,
     ChangedBuffers,
@@ -28,6 +23,11 @@ from holdfast._state.forms import (
     form_of,
     put_form,
 )
+from holdfast._state.capture import Anchor, LiveState, TensorSource
+from holdfast._state.casts import Pair, pair_of
+from holdfast._state.collect import buffers_of, devices_of
+from holdfast._state.dtensors import local_of, with_placement_of
+from holdfast._state.extras import dtype_name, dtype_named
 from holdfast_core.errors import LayoutMismatchError
 from holdfast_core.experts.recompute import state_entries
 from holdfast_core.snapshots.layouts import Entry, Layout, TensorRole
@@ -82,9 +82,10 @@ def own_offers(
     live.sources()
     offers = []
     for entry in entries:
-        expert = UnitKey.parse(entry.unit).kind is UnitKind.EXPERT
+        unit = UnitKey.parse(entry.unit)
+        expert = unit.kind is UnitKind.EXPERT
         replicas = topology.expert_replicas(rank) if expert else topology.dense_replicas(rank)
-        if len(replicas) > 1 and not live.is_private(live_name(entry.tensor, window)[1]):
+        if len(replicas) > 1 and not live.is_private(live_name(entry.tensor, window)[1], unit):
             offers.append(
                 Offer(
                     tensor=entry.tensor,

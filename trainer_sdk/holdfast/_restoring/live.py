@@ -157,7 +157,8 @@ class HandOver:
         for source in self.live.sources():
             if source.seats is not None:  # they have moved already
                 continue
-            to = experts if source.unit.kind is UnitKind.EXPERT else dense
+            of_experts = source.of_stack or source.unit.kind is UnitKind.EXPERT
+            to = experts if of_experts else dense
             if to:
                 found.append(
                     Offer(

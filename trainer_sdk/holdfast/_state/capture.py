@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from holdfast._state.buffers import BufferForms, ChangedBuffers
 from holdfast._state.conventions import (
     Seats,
     TensorKey,
@@ -29,7 +30,6 @@ from holdfast._state.conventions import (
     plain_name,
 )
 from holdfast._state.dtensors import first_of_sharded_stack, global_box, is_sharded, local_of
-from holdfast._state.forms import ModelForms
 from holdfast._state.groups import Members, ParamGroups, check_optimizers
 from holdfast._state.in_place import Watched
 from holdfast._state.inventory import TensorInventory
@@ -72,6 +72,8 @@ class TensorSource:
     whole: Whole = field(default=Whole())
     seats: Seats | None = None
     """Module in whose seats its expert lies, of which other ranks may have copies."""
+    of_stack: bool = False
+    """Whether it is one number that an optimizer keeps for all experts of a stack on this rank."""
     captured: bool = True
     """Whether this rank captures it in snapshots, or another one that has a copy."""
 
@@ -107,7 +109,7 @@ class LiveState:
             as `path:key`.
         begun: parameter groups that the program has whenever it starts; those that it has now when
             None.
-        forms: forms of the model's tensors that the program has whenever it starts; as `begun`.
+        forms: forms that buffers have whenever the program starts, likewise.
 
     Raises:
         InvalidJobError: when the model has no parameters, or an optimizer lacks `state` or
@@ -124,7 +126,7 @@ class LiveState:
         units: UnitNamer | None = None,
         private: frozenset[str] = frozenset(),
         begun: ParamGroups | None = None,
-        forms: ModelForms | None = None,
+        forms: BufferForms | None = None,
     ) -> None:
         self.model = model
         self.optimizers = tuple(optimizers)
@@ -161,15 +163,16 @@ class LiveState:
         """Number of an optimizer → its parameter groups, for those whose groups have changed since
         the program began."""
         self._begun = begun or ParamGroups(self.optimizers)
-        self.forms = forms or ModelForms(model)
-        """Forms of the model's tensors when the program began."""
+        self.forms = forms or BufferForms(model)
+        """Forms of buffers when the program began."""
+        self.changed_buffers: ChangedBuffers = {}
         self._first = {name: weakref.ref(p) for name, p in model.named_parameters()}
         """Name → parameter of the model when the session began."""
         if next(model.parameters(), None) is None:
             raise InvalidJobError("the model has no parameters; pass the module that is trained")
 
     def begin(self) -> None:
-        """Take the current parameter groups and forms of tensors as those that the program has
+        """Take the current parameter groups and forms of buffers as those that the program has
         whenever it starts, if this is its first restore."""
         self._begun.begin()
         self.forms.begin()
@@ -241,6 +244,7 @@ class LiveState:
                     f"are two experts numbered alike?"
                 )
             seen.add(source.name)
+        self.changed_buffers = self._changed_buffers(modules)
         self._remember()
         self.watched = Watched(self._tensors)
         self._found = tuple(found)
@@ -356,6 +360,11 @@ class LiveState:
                 part = str(TensorName.parse(name).state(key))
                 found = self._source(unit, part, role, local[i], value, parameter, sliced=True)
                 yield _seated(found, place)
+        elif place.stacked and place.seats is None and local.numel() == 1:
+            # It belongs to no expert, so it must not be left out with one. Ranks have other stacks.
+            unit = UnitKey(place.unit.layer, UnitKind.DENSE)
+            found = self._source(unit, own, role, local, value, parameter)
+            yield replace(found, private=True, of_stack=True)
         else:
             yield self._source(place.unit, own, role, local, value, parameter)
 
@@ -393,13 +402,11 @@ class LiveState:
         paths = (f"{path}.{key}" if path else key for path in modules)
         return next((path for path in paths if self._buffer_name(path, modules) == name), None)
 
-    def changed_buffers(self) -> dict[str, tuple[str, str, str]]:
-        """See `ChangedBuffers`."""
+    def _changed_buffers(self, modules: Mapping[str, nn.Module]) -> ChangedBuffers:
         devices = {path: buffer.device.type for path, buffer in self.model.named_buffers()}
-        modules = dict(self.model.named_modules())
         return {
             self._buffer_name(path, modules): (first, now, devices.get(path, ""))
-            for path, (first, now) in self.forms.changed_buffers().items()
+            for path, (first, now) in self.forms.changed().items()
         }
 
     def _buffer_name(self, path: str, modules: Mapping[str, nn.Module]) -> str:
@@ -431,11 +438,14 @@ class LiveState:
         unit = self._units(name, tensor) if self._units is not None else None
         return place if unit is None else TensorKey(unit, place.name)
 
-    def is_private(self, name: str) -> bool:
-        """Whether no other rank holds the tensor `name`, which need not exist yet. Unknown names
-        count as private: a tensor without a place cannot be shared with other ranks."""
+    def is_private(self, name: str, unit: UnitKey) -> bool:
+        """Whether no other rank holds the tensor `name`, captured as part of `unit`, which need not
+        exist yet. Unknown names count as private: a tensor without a place cannot be shared with
+        other ranks."""
         parts = TensorName.parse(name)
         anchor = self.anchors.get(str(parts.base))
+        if anchor is not None and anchor.place.unit.kind is UnitKind.EXPERT is not unit.kind:
+            return True  # of a stack: see `_state`
         if anchor is None or self._declared_private(parts) or parts.kind is NameKind.ORPHAN:
             return True
         return is_sharded(anchor.parameter)

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 import xxhash
 
+from holdfast._state.buffers import ChangedBuffers
 from holdfast._state.capture import LiveState
 from holdfast._state.extras import encode_extras
-from holdfast._state.forms import ChangedBuffers
 from holdfast._state.groups import regroup
 from holdfast_core.errors import InvalidJobError, LayoutMismatchError
 from holdfast_core.snapshots.names import TensorName
@@ -59,7 +59,7 @@ def collect(live: LiveState, stateful: Mapping[str, Stateful], step: int) -> dic
         "stateful": {name: item.state_dict() for name, item in stateful.items()},
         "optimizers": [_optimizer_state(live, index) for index in range(len(live.optimizers))],
         "modules": _module_states(live),
-        "buffers": live.changed_buffers(),
+        "buffers": live.changed_buffers,
         "rng": _rng_states(live.cuda_devices),
     }
 

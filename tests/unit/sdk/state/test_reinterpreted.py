@@ -71,9 +71,7 @@ def test_what_only_an_optimizer_holds_is_followed_when_it_moves() -> None:
     assert live.changed()
 
 
-@pytest.mark.parametrize(
-    "way", [transposed, further_on_in_its_memory], ids=lambda way: way.__name__
-)
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_a_parameter_that_became_another_view_is_restored_as_it_was(
     way: Callable[..., None], make_trainer: Any, open_session: Any, tmp_path: Path
 ) -> None:

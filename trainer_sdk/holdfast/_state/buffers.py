@@ -1,13 +1,10 @@
-"""Forms of a model's tensors that differ from those which the program has whenever it starts.
+"""Buffers whose form differs from the one that they have whenever the program starts.
 
-A program that starts again has the tensors of its beginning, and a snapshot has those of its step.
-Buffers may differ: observers that get a shape with the first batch, a cache that is registered in a
-forward pass, statistics that are dropped. So a snapshot records for each buffer whose form has
-changed what it was when the program began, and a restore gives it the snapshot's form where the
-program began alike. Otherwise the program itself is another one, and that is an error.
-
-A parameter belongs to optimizers, and none of that could be recreated for one of another form: a
-save that no restore could fit is refused when it is made.
+A program that starts again has the buffers of its beginning, and a snapshot has those of its step:
+observers get a shape with the first batch, a cache is registered in a forward pass, statistics are
+dropped. So a snapshot records for each buffer whose form has changed what it was when the program
+began, and a restore gives it the snapshot's form where the program began alike. Otherwise the
+program itself is another one, and that is an error.
 """
 
 from __future__ import annotations
@@ -33,72 +30,58 @@ ChangedBuffers = Mapping[str, Sequence[str]]
 and the type of its device."""
 
 
-class ModelForms:
-    """Forms of a model's parameters and persistent buffers, compared with those that the program
-    has whenever it starts: a process that stays goes from world to world with the same ones."""
+class BufferForms:
+    """Forms of a model's persistent buffers, compared with those that they have whenever the
+    program starts: a process that stays goes from world to world with the same ones."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._parameters, self._buffers, self._modules = self._present()
+        self._first, self._modules = self._present()
         self._restores = False
 
     def begin(self) -> None:
         """Take the present forms, as the first restore finds them. Later restores find what the
         program has changed since."""
         if not self._restores:
-            self._parameters, self._buffers, self._modules = self._present()
+            self._first, self._modules = self._present()
             self._restores = True
 
     def begun(self, path: str) -> str:
         """Form that the buffer at `path` has when the program starts."""
-        return self._buffers.get(path, ABSENT)
+        return self._first.get(path, ABSENT)
 
-    def _present(self) -> tuple[dict[str, str], dict[str, str], frozenset[str]]:
+    def _present(self) -> tuple[dict[str, str], frozenset[str]]:
         modules = frozenset(path for path, _ in self._model.named_modules())
-        return _parameter_forms(self._model), dict(_buffer_forms(self._model)), modules
+        return dict(_buffer_forms(self._model)), modules
 
-    def changed_buffers(self) -> dict[str, tuple[str, str]]:
+    def changed(self) -> dict[str, tuple[str, str]]:
         """Map the path of each buffer whose form has changed to its first and its present form."""
         now = dict(_buffer_forms(self._model))
         return {
             path: (self.begun(path), now.get(path, ABSENT))
-            for path in self._buffers.keys() | now.keys()
+            for path in self._first.keys() | now.keys()
             if self.begun(path) != now.get(path, ABSENT)
         }
 
     def check(self) -> None:
-        """Check that a restore could give the model the tensors that it has.
+        """Check that a restore could make the buffers that there are.
 
         Raises:
-            InvalidJobError: when a parameter has another form than when the program began, or came
-                or went, or a buffer is in a module that came; the message names it.
+            InvalidJobError: when a buffer is in a module that the program adds while it trains, or
+                had no shape at all when it began; the message names it.
         """
-        for path in (path for path, _ in _buffer_forms(self._model)):
+        for path in dict(_buffer_forms(self._model)):
+            if self.begun(path) == _LAZY:
+                raise InvalidJobError(
+                    f"{path} had no shape when the session restored: a program that starts again "
+                    f"could not restore it; run a forward pass before holdfast.init"
+                )
             if path.rpartition(".")[0] not in self._modules:
                 raise InvalidJobError(
-                    f"{path} is a buffer of a module that was not in the model when the program "
-                    f"began to train, so a restart could not restore it; give the model all its "
-                    f"modules before holdfast.init"
+                    f"{path} is a buffer of a module that was not in the model when the session "
+                    f"restored: a program that starts again could not restore it; add modules "
+                    f"before session.restore()"
                 )
-        now = _parameter_forms(self._model)
-        for path in (*now, *self._parameters):
-            first, form_now = self._parameters.get(path, ABSENT), now.get(path, ABSENT)
-            if first == form_now:
-                continue
-            how = f"is {form_now}, and was {first}"
-            if first == _LAZY:
-                how = "had no shape"
-            elif ABSENT in (first, form_now):
-                how = "was not in the model" if first == ABSENT else "is gone, and was in the model"
-            raise InvalidJobError(
-                f"{path} {how} when the program began to train, so a restart could not restore it; "
-                f"give the model all its parameters, in their shapes, before holdfast.init (of "
-                f"lazy modules by a forward pass)"
-            )
-
-
-def _parameter_forms(model: nn.Module) -> dict[str, str]:
-    return {path: form_of(one) for path, one in model.named_parameters()}
 
 
 def form_of(tensor: torch.Tensor) -> str:
