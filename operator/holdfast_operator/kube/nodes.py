@@ -129,7 +129,8 @@ def node_view(
     returning: bool = False,
 ) -> NodeView:
     """View of the node for the reconciler. `node` is None when there is no such object (any more),
-    `reported` when no daemon has ever connected."""
+    `reported` when no daemon has connected to this process yet: nothing is known of its memory
+    then, and the node is judged by its object alone."""
     view = reported or NodeView(name=name)
     if node is None:
         return replace(view, gone=True, schedulable=False)

@@ -23,7 +23,7 @@ from holdfast_operator.kube.daemons import (
 )
 from holdfast_operator.kube.endpoints import Endpoints, endpoint_slice
 from holdfast_operator.kube.events import Recorder
-from holdfast_operator.kube.fleet import HEARTBEAT_S_MAX, Fleet
+from holdfast_operator.kube.fleet import Fleet
 from holdfast_operator.kube.handlers import carry_jobs
 from holdfast_operator.kube.health import Health
 from holdfast_operator.kube.leader import Leader
@@ -32,6 +32,7 @@ from holdfast_operator.kube.metrics import OperatorMetrics
 from holdfast_operator.kube.nodes import KubeNode, read_node
 from holdfast_operator.kube.notices import NOTICES
 from holdfast_operator.kube.options import Options
+from holdfast_operator.kube.pacing import HEARTBEAT_S_MAX
 from holdfast_operator.kube.placeholders import (
     PLACEHOLDER_LABEL,
     Placeholder,
@@ -204,7 +205,7 @@ class Operating:
             tasks.append(asyncio.create_task(self._fleet.run()))
             stack.push_async_callback(self._recorder.flush, LAST_EVENTS_S)
             carrying = carry_jobs(
-                self._api, self._fleet, namespaces=options.watch_namespace, begun=self._begun
+                self._api, self._fleet, namespaces=options.watch_namespaces, begun=self._begun
             )
             await _first(self._stop.wait(), carrying, *tasks)
 
@@ -250,6 +251,7 @@ class Operating:
             if self._options.kueue
             else None,
             insecure=self._options.insecure,
+            watch_namespaces=self._options.watch_namespaces,
             outdated=self._renewing.condition,
             status_s=self._fleet.status_s,
         )
@@ -277,7 +279,7 @@ class Operating:
         options = self._options
         placed: Cache[PlacedPod] = Cache(read_placed, self._room.change)
         watches = self._watch_each("placed pods", PODS, placed, room.SELECTOR)
-        if options.watch_namespace and options.namespace not in options.watch_namespace:
+        if options.watch_namespaces and options.namespace not in options.watch_namespaces:
             watches["our own pods"] = self._watch(PODS, placed, options.namespace, room.SELECTOR)
         return watches
 
@@ -288,7 +290,7 @@ class Operating:
             self._options.namespace,
             pods=self._daemon_cache.all,
             revisions=self._revisions.all,
-            jobs=lambda: self._fleet.stands() if self._ready else None,
+            jobs=self._fleet.stands,
             changed=self._daemons_changed,
             recorder=self._recorder,
             metrics=self._metrics,
@@ -304,7 +306,7 @@ class Operating:
             f"{what} in {namespace}" if namespace else what: self._watch(
                 resource, cache, namespace, query
             )
-            for namespace in self._options.watch_namespace or ("",)
+            for namespace in self._options.watch_namespaces or ("",)
         }
 
     def _watch_revisions(self) -> Watch:

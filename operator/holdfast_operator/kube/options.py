@@ -38,7 +38,7 @@ class Options:
     context: str
     namespace: str
     """Namespace in which Holdfast is installed."""
-    watch_namespace: tuple[str, ...]
+    watch_namespaces: tuple[str, ...]
     """Namespaces whose jobs are carried out; empty for all."""
     identity: str
     """Name of this replica, which is that of its pod."""
@@ -91,6 +91,7 @@ def parse(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> Op
         "--watch-namespace",
         action="append",
         default=[],
+        dest="watch_namespaces",
         metavar="NAME",
         help="a namespace of the jobs to run; may be repeated; default: all namespaces",
     )
@@ -128,7 +129,7 @@ def parse(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> Op
             variable = "POD_NAME" if flag == "--identity" else "POD_IP"
             parser.error(f"{flag} is missing: give it, or set {variable}")
     found.notice = tuple(found.notice)
-    found.watch_namespace = tuple(sorted({name for name in found.watch_namespace if name}))
+    found.watch_namespaces = tuple(sorted({name for name in found.watch_namespaces if name}))
     found.storage_locations = tuple(found.storage_locations)
     return Options(**vars(found))
 

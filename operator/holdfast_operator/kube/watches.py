@@ -17,7 +17,7 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
-from holdfast_operator.kube.api import GONE, Api, ApiError, Object
+from holdfast_operator.kube.api import GONE, Api, ApiError, Object, pages
 from holdfast_operator.kube.resources import Resource
 from holdfast_operator.kube.times import Clock, Sleep
 
@@ -28,7 +28,6 @@ SERVER_S = 300
 SILENCE_S = 90.0
 """Seconds of silence after which a watch counts as dead: bookmarks come about once a minute."""
 BACKOFF_S_MIN, BACKOFF_S_MAX = 0.2, 30.0
-PAGE = "500"
 
 T = TypeVar("T")
 Key = tuple[str, str]
@@ -168,14 +167,8 @@ class Watch:
 
     async def _list(self) -> None:
         items: list[Object] = []
-        query = {**self._query, "limit": PAGE}
-        while True:
-            page = await self._api.list(self._resource, self._namespace, **query)
+        async for page in pages(self._api, self._resource, self._namespace, **self._query):
             items += page["items"]
-            following = page["metadata"].get("continue", "")
-            if not following:
-                break
-            query["continue"] = following
         self._version = page["metadata"]["resourceVersion"]
         self._cache.replace_all(items, int(self._version), self._namespace)
         self.synced.set()

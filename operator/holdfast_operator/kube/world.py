@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from holdfast_core.job.locations import Locations
@@ -43,6 +43,8 @@ class LoopContext:
     """Kueue; None when the operator works without."""
     insecure: bool = False
     """Whether daemons and operator run without certificates."""
+    watch_namespaces: Collection[str] = ()
+    """Namespace of the jobs; empty for all."""
     outdated: Callable[[Iterable[str]], Condition | None] = lambda nodes: None
     """Condition about daemons of an older version on these nodes; None when there are none."""
     status_s: Callable[[], float]

@@ -123,7 +123,8 @@ class NodeView(Struct, frozen=True, kw_only=True, gc=False):
     memory_used_bytes: int = 0
     domain: str = ""
     schedulable: bool = True
-    """Whether it takes new agents; false for a node that is cordoned. What runs there stays."""
+    """Whether it takes new agents; false for a node that is cordoned, and for one whose daemon has
+    said that it has no memory left. What runs there stays."""
     agent_waits: bool = False
     """Whether an agent of the job waits here for a world, while the node has no part in any."""
     disruption: str = ""
@@ -281,6 +282,10 @@ class FenceNode:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DropJob:
     """Have all daemons free what they hold of the job."""
+
+    up_to_epoch: int | None = None
+    """Newest epoch of what is freed; None to free everything. A daemon that has not spoken yet may
+    hold what is newer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

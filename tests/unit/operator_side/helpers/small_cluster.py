@@ -52,6 +52,7 @@ class NotedApi(FakeApi):
         super().__init__()
         self._written, self._gone = written, gone
         self._refusals: dict[tuple[str, str], ApiError] = {}
+        self._always: dict[tuple[str, str], ApiError] = {}
         self.address = ""
 
     async def credentials(self) -> dict[str, str]:
@@ -78,9 +79,18 @@ class NotedApi(FakeApi):
         """Refuse the next request of this verb and resource."""
         self._refusals[verb, resource.plural] = error
 
+    def refuse_always(self, verb: str, resource: Resource, error: ApiError) -> None:
+        """Refuse all requests of this verb and resource, until `accept`."""
+        self._always[verb, resource.plural] = error
+
+    def accept(self, verb: str, resource: Resource) -> None:
+        """Accept requests of this verb and resource again."""
+        del self._always[verb, resource.plural]
+
     def _note(self, verb: str, resource: Resource, name: str) -> None:
         super()._note(verb, resource, name)
-        refusal = self._refusals.pop((verb, resource.plural), None)
+        kind = (verb, resource.plural)
+        refusal = self._refusals.pop(kind, None) or self._always.get(kind)
         if refusal is not None:
             raise refusal
 

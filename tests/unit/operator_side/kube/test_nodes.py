@@ -206,3 +206,12 @@ def test_a_daemon_without_memory_left_takes_no_new_job() -> None:
     assert not node_view("n0", there, full, wants).schedulable
     holds = NodeView(name="n0", memory_budget_bytes=0, job=JobView())
     assert node_view("n0", there, holds, wants).schedulable
+
+
+def test_nothing_is_known_of_the_memory_of_a_daemon_that_has_not_connected() -> None:
+    """It may hold the job: the node must not look like one that was cordoned."""
+    wants = wants_of(make_job(snapshot={"memoryPerNode": "2Gi"}))
+    unheard = node_view("n0", read_node(node()), None, wants)
+    assert unheard.schedulable and unheard.heartbeat_at == float("-inf")
+    cordoned = {**node(), "spec": {"unschedulable": True}}
+    assert not node_view("n0", read_node(cordoned), None, wants).schedulable
