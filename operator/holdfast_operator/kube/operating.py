@@ -88,22 +88,16 @@ class Operating:
             on_evidence=self._fleet.wake,
             identity=identity,
         )
-        self._pods = PodIndex(lambda key: self._fleet.wake((key,)))
+        self._pods = PodIndex(self._wake_job)
         self._pod_cache: Cache[TrainerPod | None] = Cache(read_pod, self._pods.change)
         read = partial(read_node, notices=NOTICES.union(options.notice))
         self._nodes: Cache[KubeNode] = Cache(read, self._node_changed)
         self._daemons = Daemons(clock)
         self._daemon_cache: Cache[DaemonPod] = Cache(read_daemon, self._daemons.change)
-        selector = {"labelSelector": TRAINER_SELECTOR}
         self._watches = {
-            "pods": self._watch(PODS, self._pod_cache, options.watch_namespace, selector),
+            "pods": self._watch_of_jobs(PODS, self._pod_cache),
             "nodes": self._watch(NODES, self._nodes),
-            "daemons": self._watch(
-                PODS,
-                self._daemon_cache,
-                options.namespace,
-                {"labelSelector": options.daemon_selector},
-            ),
+            "daemons": self._watch_of_daemons(PODS, self._daemon_cache),
         }
         self._workloads: Cache[KueueWorkload] = Cache(read_workload, self._workload_changed)
         self._workloads_watch = self._watch_workloads()
@@ -125,6 +119,9 @@ class Operating:
             recorder=self._recorder,
             metrics=metrics,
             clock=clock,
+        )
+        self._trainers = Trainers(
+            api, self._pod_cache, metrics, options.trainer_volume, self._wake_job
         )
         self._attention = Attention(self._server, clock=clock, wake=self._fleet.wake)
         self._stop = asyncio.Event()
@@ -177,6 +174,8 @@ class Operating:
                 self._recorder.run(),
                 self._attention.run(),
                 Endpoints(self._api, target).run(),
+                # A leader does not wait for these: what is not watched is made all the same.
+                self._trainers.shared.run(self._watch_of_jobs),
             ]
             if options.kueue:
                 work.append(self._workloads_watch.run())
@@ -217,9 +216,7 @@ class Operating:
                 clock=clock,
             ),
             pods=self._pods,
-            trainers=Trainers(
-                self._api, self._pod_cache, self._metrics, self._options.trainer_volume
-            ),
+            trainers=self._trainers,
             recorder=self._recorder,
             metrics=self._metrics,
             clock=clock,
@@ -260,10 +257,22 @@ class Operating:
         selector = {"labelSelector": SELECTOR}
         return self._watch(WORKLOADS, self._workloads, self._options.watch_namespace, selector)
 
+    def _watch_of_jobs(self, resource: Resource, cache: Fed) -> Watch:
+        """A watch of the objects of a kind that have the label of a job."""
+        namespace = self._options.watch_namespace
+        return self._watch(resource, cache, namespace, {"labelSelector": TRAINER_SELECTOR})
+
+    def _watch_of_daemons(self, resource: Resource, cache: Fed) -> Watch:
+        """A watch of the objects of a kind that have the labels of daemons."""
+        selector = {"labelSelector": self._options.daemon_selector}
+        return self._watch(resource, cache, self._options.namespace, selector)
+
     def _watch_revisions(self) -> Watch:
         """The watch of template revisions. A leader does not wait for it: jobs do not need it."""
-        selector = {"labelSelector": self._options.daemon_selector}
-        return self._watch(CONTROLLER_REVISIONS, self._revisions, self._options.namespace, selector)
+        return self._watch_of_daemons(CONTROLLER_REVISIONS, self._revisions)
+
+    def _wake_job(self, key: str) -> None:
+        self._fleet.wake((key,))
 
     def _daemons_changed(self, nodes: frozenset[str]) -> None:
         for node in nodes:

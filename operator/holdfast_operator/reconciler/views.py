@@ -188,6 +188,15 @@ class Suspension:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """Why members are not placed: what the job asks for is refused as it is."""
+
+    reason: str
+    """One word in CamelCase."""
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Observed:
     """Everything that is known now. A missing node was not seen yet. All agents are there: an
     adapter that has not listed them yet must not look."""
@@ -197,6 +206,8 @@ class Observed:
     standbys: tuple[StandbyView, ...] = ()
     suspension: Suspension | None = None
     """Why the job's queue keeps it from running; None when the job may run."""
+    refusal: Refusal | None = None
+    """Why the cluster would accept no agent of the job; None when it would, or was not asked."""
     _by_home: dict[tuple[int, str], AgentView] = field(init=False, repr=False, compare=False)
     _views: dict[int, tuple[Membership, tuple[JobView | None, ...]]] = field(
         init=False, repr=False, compare=False, default_factory=dict
@@ -338,6 +349,7 @@ class ConditionType(StrEnum):
     PERSISTED = "Persisted"
     INSECURE = "Insecure"
     DAEMONS_OUTDATED = "DaemonsOutdated"
+    PODS_REFUSED = "PodsRefused"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

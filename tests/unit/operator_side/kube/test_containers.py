@@ -72,7 +72,12 @@ def test_without_any_sign_the_first_container_counts() -> None:
 def test_a_sidecar_of_either_kind_works_until_it_has_ended(kind: str) -> None:
     raw = pod({CONTAINER_ANNOTATION: "trainer"})
     ended = {"name": "trainer", "state": {"terminated": {"exitCode": 0}}}
-    for state, works in (({"running": {}}, True), ({"terminated": {}}, False), ({}, False)):
+    states: list[tuple[Object, bool]] = [
+        ({"running": {}}, True),
+        ({"terminated": {}}, False),
+        ({}, False),
+    ]
+    for state, works in states:
         sidecar = {"name": "uploader", "state": state}
         raw["status"] = {"containerStatuses": [ended]}
         raw["status"][kind] = [*raw["status"].get(kind, []), sidecar]
