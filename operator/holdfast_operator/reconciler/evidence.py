@@ -342,10 +342,10 @@ def _hang(
     stall = stall_of(job, membership, observed, state, now)
     if stall is not None:
         if stall.quiet_s >= stall.limit_s:
-            text = f"{stall.text} for {stall.quiet_s:.1f} s"
+            text = f"{stall.quiet_text} for {stall.quiet_s:.1f} s"
             yield Cause(on=On.HANG, text=text, member=stall.member)
         return
-    ranks = [r for r in ranks_in(observed, membership) if r.state.at_work]
+    ranks = [r for r in ranks_in(observed, membership) if r.at_work]
     if not ranks:
         return
     idle_s = min(r.idle_s for r in ranks)

@@ -22,7 +22,7 @@ from holdfast_core.experts.loss_reports import LossReport
 from holdfast_core.job.status import ConditionStatus
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.membership import Membership
-from holdfast_core.states import RankHealth, RestoreSource
+from holdfast_core.states import EndReason, RankHealth, RestoreSource
 from holdfast_operator.reconciler.counters import Counters
 
 NEVER = float("-inf")
@@ -54,6 +54,18 @@ class RankView(Struct, frozen=True, kw_only=True, gc=False):
     """Step after which it has repeated steps alone, to that of `restored`."""
     no_replay: str = ""
     """Why no pipeline stage repeated steps alone; empty where none was to."""
+    since_work_s: float | None = None
+    """Seconds since its launcher last saw its worker work in this epoch: use the processor, read or
+    write. None when it has not, or the launcher is not Holdfast's."""
+    unprotected: bool = False
+    """Whether it trains without a session, because its saves are refused."""
+    exit_reason: EndReason = EndReason.UNKNOWN
+    """Why its worker failed, where that is known."""
+
+    @property
+    def at_work(self) -> bool:
+        """Whether it trains as far as its SDK reports, with a session or without."""
+        return self.state.at_work or self.unprotected
 
 
 class JobView(Struct, frozen=True, kw_only=True, gc=False):
@@ -373,6 +385,7 @@ class EventReason(StrEnum):
     JOINED = "Joined"
     JOINER_EXITED = "JoinerExited"
     SLOW_START = "SlowStart"
+    WORKS_UNPROTECTED = "WorksUnprotected"
     SLOW_END = "SlowEnd"
     LAST_LINES = "LastLines"
     TOKEN_LOSS_LIMIT_PASSED = "TokenLossLimitPassed"
@@ -448,6 +461,8 @@ class ControlState(Counters):
     """When `signs` last changed."""
     slow: str = ""
     """Start or end of an epoch that an event has reported as slow."""
+    works: str = ""
+    """Start or end of an epoch of which an event has reported that ranks work unprotected."""
     unprotected: frozenset[str] = frozenset()
     """Reasons for which `unprotected` has emitted events."""
     standby_exits: Mapping[str, tuple[int, float]] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from holdfast_core.job.locations import Locations
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.membership import Membership
-from holdfast_core.states import RankHealth, RestoreSource
+from holdfast_core.states import EndReason, RankHealth, RestoreSource
 from holdfast_operator.reconciler.conditions import phase
 from holdfast_operator.reconciler.counters import from_document, to_document
 from holdfast_operator.reconciler.evidence import UNSCHEDULABLE
@@ -135,6 +135,12 @@ class World:
         """Ranks whose workers stay in their processes when the world changes."""
         self.sessionless: set[int] = set()
         """Ranks that have no session, although their agents run: not yet, or no more."""
+        self.worked_at: dict[int, float] = {}
+        """Rank → when its launcher last saw its worker work; `inf`: it works all the time."""
+        self.unprotected: set[int] = set()
+        """Ranks that train without a session."""
+        self.oom_killed: set[int] = set()
+        """Ranks whose workers the kernel has killed for lack of memory, when they have failed."""
         self.busy: dict[str, str] = {}
         """Node → `rebuilding` or `loading`, which its daemon is."""
         self.live: int | None = None
@@ -269,6 +275,15 @@ class World:
                     restored=restored,
                     restored_from=source,
                     follows=rank in self.following - daemon.lost,
+                    since_work_s=(
+                        max(0.0, self.now - self.worked_at[rank])
+                        if rank in self.worked_at
+                        else None
+                    ),
+                    unprotected=rank in self.unprotected and works,
+                    exit_reason=EndReason.OOM_KILLED
+                    if rank in self.oom_killed and rank in daemon.exits
+                    else EndReason.UNKNOWN,
                 )
                 for rank in ranks
             ),
@@ -422,9 +437,15 @@ class World:
         ended = replace(self.standbys[name], state=AgentState.EXITED, exit_code=code)
         self.standbys[name] = ended
 
-    def exit_agent(self, member: int, code: int) -> None:
+    def exit_agent(self, member: int, code: int, reason: str = "", message: str = "") -> None:
         key = (member, self.membership.member(member).node)
-        self.agents[key] = replace(self.agents[key], state=AgentState.EXITED, exit_code=code)
+        self.agents[key] = replace(
+            self.agents[key],
+            state=AgentState.EXITED,
+            exit_code=code,
+            reason=reason,
+            message=message,
+        )
 
     def finish(self) -> None:
         for member in self.membership.members:

@@ -159,6 +159,20 @@ def test_the_exit_code_of_a_worker_is_reported_and_signals_are_128_and_more() ->
         assert len(daemon.exits) == 2
 
 
+def test_work_is_reported_with_the_present_epoch_and_a_daemon_that_is_away_misses_it() -> None:
+    worlds = Worlds()
+    daemon = PlayedDaemon(worlds)
+    with rendezvous(daemon) as (handler, _):
+        worlds.begin(1)
+        handler.next_rendezvous()
+        handler.worked([4, 5])
+        daemon.deaf = True
+        handler.worked([4])
+        daemon.deaf = False
+        handler.worked([5])
+    assert daemon.work == [(1, 4, 5), (1, 5)]
+
+
 def test_a_daemon_that_is_away_is_not_needed_to_report_an_exit_code(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
