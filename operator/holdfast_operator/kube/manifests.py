@@ -41,6 +41,8 @@ TOKEN_S = 3600
 POD_IP = "HOLDFAST_POD_IP"
 """Environment variable with the address at which other nodes reach the trainer, not its daemon."""
 SHARED_MEMORY_PATH = "/dev/shm"
+LINES_OF_LOG = "FallbackToLogsOnError"
+"""Policy by which a pod's status has the last lines of a container that failed."""
 CSI_DRIVER = GROUP
 """Name of the daemons' CSI driver."""
 
@@ -107,6 +109,8 @@ def pod_manifest(
     access = _ACCESS[volume]
     _launch(job, spec["containers"][0], node, access.token_file)
     _mount(spec, spec["containers"][0], access)
+    for container in spec.get("initContainers") or ():
+        container.setdefault("terminationMessagePolicy", LINES_OF_LOG)
     metadata = {
         "name": pod_name(job, member, attempt),
         "namespace": job.metadata.namespace,
@@ -212,7 +216,7 @@ def _launch(job: MoETrainingJob, container: Object, node: str, token_file: str) 
     ]
     container.pop("args", None)
     # A launcher that cannot even start logs the reason, which the pod's status then shows.
-    container.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
+    container.setdefault("terminationMessagePolicy", LINES_OF_LOG)
     ours = {
         "PYTHONUNBUFFERED": "1",
         "HOLDFAST_SOCKET": SOCKET_PATH,

@@ -51,6 +51,7 @@ from holdfast_core.states import RestoreSource
 from holdfast_operator.reconciler import conditions as judge
 from holdfast_operator.reconciler.counters import Outcome
 from holdfast_operator.reconciler.deadlines import delete_when_due, fail_when_overdue, note_activity
+from holdfast_operator.reconciler.end_reasons import note_late_ends, note_shortages
 from holdfast_operator.reconciler.evidence import is_left_over
 from holdfast_operator.reconciler.external import homes, leave_pods, missing_homes
 from holdfast_operator.reconciler.growing import grow, strength_condition
@@ -441,6 +442,8 @@ _RULES = (
     note_losses,
     note_plan,
     note_unprotected,
+    note_late_ends,
+    note_shortages,
     _note_resumption,
     _note_signs,
     _fail_when_overdue,

@@ -145,6 +145,10 @@ class NodeView(Struct, frozen=True, kw_only=True, gc=False):
     """None when the daemon holds nothing of the job."""
 
 
+INIT_FAILED = "InitContainerFailed"
+"""Reason of an agent that was not started, because a container that runs before it has failed."""
+
+
 class AgentState(StrEnum):
     """State of an agent. One that is nowhere in the observation is absent."""
 
@@ -388,6 +392,8 @@ class EventReason(StrEnum):
     WORKS_UNPROTECTED = "WorksUnprotected"
     SLOW_END = "SlowEnd"
     LAST_LINES = "LastLines"
+    AGENT_ENDED = "AgentEnded"
+    OUT_OF_MEMORY = "OutOfMemory"
     TOKEN_LOSS_LIMIT_PASSED = "TokenLossLimitPassed"
     EXPERTS_SEATED = "ExpertsSeated"
     COPY_REQUESTED = "CopyRequested"
@@ -465,6 +471,10 @@ class ControlState(Counters):
     """Start or end of an epoch of which an event has reported that ranks work unprotected."""
     unprotected: frozenset[str] = frozenset()
     """Reasons for which `unprotected` has emitted events."""
+    late_ends: frozenset[tuple[int, int]] = frozenset()
+    """(epoch, member) of agents of which an event has told why they ended, an epoch later."""
+    reached: tuple[tuple[int, int], ...] = ()
+    """(epoch, newest step) of this epoch and of the one before it."""
     standby_exits: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     """Node → how often its standby agent has ended of late, and when it last did."""
 
