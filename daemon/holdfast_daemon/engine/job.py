@@ -633,11 +633,15 @@ class JobEngine:
         reason: EndReason = EndReason.UNKNOWN,
     ) -> None:
         """Record that a worker of `epoch` failed, the end of its stderr, and the reason. Failures
-        in an ended epoch are ignored: workers are killed then. Raises as `rank_in_world` does."""
+        in an ended epoch are ignored, since workers are killed then, unless memory was short.
+        Raises as `rank_in_world` does."""
         if epoch == self.memory.epoch:
             record = self.memory.rank(self.rank_in_world(world_rank))
             record.exited, record.last_lines = (epoch, exit_code), last_lines
             record.exit_reason, record.unprotected_in = reason, 0
+        if reason is EndReason.OOM_KILLED and epoch <= self.memory.epoch:
+            record = self.memory.rank(self.rank_of_lane(world_rank))
+            record.oom_killed_in = max(record.oom_killed_in, epoch)
 
     def worked(self, epoch: int, world_ranks: Collection[int], now: float) -> None:
         """Record that workers of `epoch` have worked of late, as their agent saw; nothing, when

@@ -46,6 +46,8 @@ class RankOverview:
     """End of what that worker wrote to stderr."""
     exit_reason: EndReason
     """Why that worker failed, where that is known."""
+    oom_killed_in: int
+    """Newest epoch in which its worker was killed for lack of memory; 0 when in none."""
     worked_at: float | None
     """Monotonic time in seconds at which its agent last saw it work in this epoch; None when it has
     not."""
@@ -254,6 +256,7 @@ def evidence(memory: JobMemory) -> tuple[object, ...]:
                 exit_code(memory, record),
                 record.last_step > start,
                 is_unprotected(memory, record),
+                record.oom_killed_in,
             )
             for record in map(memory.rank, memory.my_ranks())
         ),
@@ -365,6 +368,7 @@ def _rank(memory: JobMemory, rank: int, committed: set[Generation]) -> RankOverv
         exit_code=exit_code(memory, record),
         last_lines=last_lines(memory, record),
         exit_reason=record.exit_reason if exit_code(memory, record) else EndReason.UNKNOWN,
+        oom_killed_in=record.oom_killed_in,
         worked_at=record.worked[1] if record.worked[0] == memory.epoch != 0 else None,
         unprotected=is_unprotected(memory, record),
         skipped=record.skipped,

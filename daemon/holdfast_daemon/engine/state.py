@@ -96,6 +96,9 @@ class RankRecord:
     """Last lines that the failed worker wrote to stderr, for operators."""
     exit_reason: EndReason = EndReason.UNKNOWN
     """Why that worker failed, where its agent knew it."""
+    oom_killed_in: int = 0
+    """Newest epoch in which the kernel killed it for lack of memory. The agent's report may come
+    when the next epoch has begun."""
     worked: tuple[int, float] = (0, 0.0)
     """(epoch, monotonic time in seconds) of the newest report of the agent that it had worked."""
     unprotected_in: int = 0

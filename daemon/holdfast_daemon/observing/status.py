@@ -94,6 +94,7 @@ def _rank(rank: RankOverview, now: float) -> control_pb2.RankState:
         since_work_s=None if rank.worked_at is None else max(0.0, now - rank.worked_at),
         unprotected=rank.unprotected,
         exit_reason=rank.exit_reason,
+        oom_killed_in=rank.oom_killed_in,
     )
 
 

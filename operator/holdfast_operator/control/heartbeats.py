@@ -109,6 +109,7 @@ def _rank_view(state: control_pb2.RankState) -> RankView:
         since_work_s=state.since_work_s if state.HasField("since_work_s") else None,
         unprotected=state.unprotected,
         exit_reason=EndReason.of(state.exit_reason),
+        oom_killed_in=state.oom_killed_in,
     )
 
 
@@ -125,7 +126,7 @@ def evidence_of(view: JobView) -> object:
         *(
             (
                 *(each.rank, each.pid, each.lost, each.restored, each.restored_from),
-                *(each.exit_code, each.exit_reason, each.unprotected),
+                *(each.exit_code, each.exit_reason, each.oom_killed_in, each.unprotected),
             )
             for each in view.ranks
         ),

@@ -38,28 +38,38 @@ ADVICE = (
 
 
 def note_late_ends(look: Look, state: ControlState, membership: Membership) -> Step:
-    """Emit an event for each agent of the last epoch whose end has a reason that was not known when
-    that epoch ended."""
+    """Emit an event for each agent and rank of the last epoch whose end has a reason that was not
+    known when that epoch ended."""
     step = Step(state)
-    for agent in _agents(look, membership):
-        key = (membership.epoch, agent.member)
-        if agent.reason in ("", "Error") or key in state.late_ends:
-            continue
-        if not is_left_over(agent, state, membership):
-            continue
-        how = exit_in_words(agent.exit_code or 0, agent.reason, agent.message)
-        text = f"the agent of member {agent.member} on {agent.node} {how}"
-        step = step.post(EventReason.AGENT_ENDED, text, warning=True)
+    for who, how in _late_ends(look, state, membership):
         kept = {each for each in step.state.late_ends if each[0] == membership.epoch}
-        step = replace(step, state=replace(step.state, late_ends=frozenset({*kept, key})))
+        if (membership.epoch, who) in kept:
+            continue
+        kept.add((membership.epoch, who))
+        step = step.post(EventReason.AGENT_ENDED, f"{who} {how}", warning=True)
+        step = replace(step, state=replace(step.state, late_ends=frozenset(kept)))
     return step
+
+
+def _late_ends(
+    look: Look, state: ControlState, membership: Membership
+) -> Iterator[tuple[str, str]]:
+    """Yield (who, how) for each end of the last epoch with a reason."""
+    for agent in _agents(look, membership):
+        if agent.reason not in ("", "Error") and is_left_over(agent, state, membership):
+            how = exit_in_words(agent.exit_code or 0, agent.reason, agent.message)
+            yield f"the agent of member {agent.member} on {agent.node}", how
+    known = state.shortage.epoch if state.shortage is not None else 0
+    for rank in ranks_in(look.observed, membership):
+        if known < rank.oom_killed_in == membership.epoch - 1:
+            yield f"rank {rank.rank}", exit_in_words(KILLED, EndReason.OOM_KILLED)
 
 
 def note_shortages(look: Look, state: ControlState, membership: Membership) -> Step:
     """Count ends for lack of memory, and end a job that has had too many at one step."""
     state = replace(state, reached=_reached(look, state, membership))
     step, before = Step(state), state.shortage
-    found = next(_shortages(look, state, membership), None)
+    found = max(_shortages(look, state, membership), default=None)
     if found is None or (before is not None and before.epoch >= found[0]):
         return step
     epoch, how = found
@@ -97,9 +107,9 @@ def _shortages(
     """Yield (epoch, who ended and how) for each end for lack of memory, in this epoch or at the end
     of the last."""
     for rank in ranks_in(look.observed, membership):
-        if rank.exit_code and rank.exit_reason is EndReason.OOM_KILLED:
-            how = exit_in_words(rank.exit_code, rank.exit_reason)
-            yield membership.epoch, f"rank {rank.rank} {how}"
+        if rank.oom_killed_in and rank.oom_killed_in >= membership.epoch - 1:
+            how = exit_in_words(rank.exit_code or KILLED, EndReason.OOM_KILLED)
+            yield rank.oom_killed_in, f"rank {rank.rank} {how}"
     for agent in _agents(look, membership):
         if (agent.exit_code, agent.reason) == (KILLED, EndReason.OOM_KILLED):
             late = is_left_over(agent, state, membership)

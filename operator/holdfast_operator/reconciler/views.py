@@ -61,6 +61,8 @@ class RankView(Struct, frozen=True, kw_only=True, gc=False):
     """Whether it trains without a session, because its saves are refused."""
     exit_reason: EndReason = EndReason.UNKNOWN
     """Why its worker failed, where that is known."""
+    oom_killed_in: int = 0
+    """Newest epoch in which its worker was killed for lack of memory; 0 when in none."""
 
     @property
     def at_work(self) -> bool:
@@ -471,8 +473,9 @@ class ControlState(Counters):
     """Start or end of an epoch of which an event has reported that ranks work unprotected."""
     unprotected: frozenset[str] = frozenset()
     """Reasons for which `unprotected` has emitted events."""
-    late_ends: frozenset[tuple[int, int]] = frozenset()
-    """(epoch, member) of agents of which an event has told why they ended, an epoch later."""
+    late_ends: frozenset[tuple[int, str]] = frozenset()
+    """(epoch, who) of agents and ranks of which an event has told why they ended, an epoch
+    later."""
     reached: tuple[tuple[int, int], ...] = ()
     """(epoch, newest step) of this epoch and of the one before it."""
     standby_exits: Mapping[str, tuple[int, float]] = field(default_factory=dict)

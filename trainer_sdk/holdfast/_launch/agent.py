@@ -81,6 +81,8 @@ class HoldfastAgent(LocalElasticAgent):
         self._grace_s, self._last_lines = grace_s, last_lines
         self._record_waiting, self._memory_was_short = record_waiting, memory_was_short
         self._started = False
+        self._killed_here: set[int] = set()
+        """Workers that this agent has killed, which the kernel had not."""
         self._result_was_read: Event | None = None
         rendezvous.kill, rendezvous.can_keep = self.kill_workers, self.workers_run
         rendezvous.list_workers = self.running_workers
@@ -90,6 +92,8 @@ class HoldfastAgent(LocalElasticAgent):
         context = self._pcontext
         if self._started and context is not None:
             for pid in context.pids().values():
+                if _runs(pid):
+                    self._killed_here.add(pid)
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
@@ -158,12 +162,18 @@ class HoldfastAgent(LocalElasticAgent):
         result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed() and result.failures:
             # torchrun stopped those that failed later, because of the first.
-            first = min(result.failures.values(), key=lambda failure: failure.timestamp)
+            by_themselves = [
+                each for each in result.failures.values() if each.pid not in self._killed_here
+            ]
+            first = min(
+                by_themselves or result.failures.values(), key=lambda failure: failure.timestamp
+            )
             # torchrun's own number is of the world in which the worker was started.
             lanes = worker_group.spec.local_world_size
             rank = self._membership.node_rank * lanes + first.local_rank
             lines = self._last_lines(first.local_rank)
-            reason = EndReason.OOM_KILLED if self._memory_was_short() else EndReason.UNKNOWN
+            short = bool(by_themselves) and self._memory_was_short()
+            reason = EndReason.OOM_KILLED if short else EndReason.UNKNOWN
             self._membership.worker_exited(rank, first.exitcode, lines, reason)
         return result
 

@@ -273,7 +273,7 @@ class HoldfastRendezvous(RendezvousHandler):
         """Report to the control loop a worker that failed in the present epoch, with its last
         lines. Failure rules use the exit code, people read the lines; a recovery needs neither, so
         a daemon that is away is only logged."""
-        if self._ended.is_set():
+        if self._ended.is_set() and reason is EndReason.UNKNOWN:
             return  # it was killed because the epoch has ended
         code = 128 - exit_code if exit_code < 0 else exit_code
         try:

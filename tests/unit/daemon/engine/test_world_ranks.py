@@ -109,6 +109,17 @@ def test_a_reason_is_recorded_with_the_exit_and_holds_in_its_epoch(engine: JobEn
     assert {r.rank: r.exit_reason for r in engine.overview().ranks} == {6: "", 7: "OOMKilled"}
     engine.memory.begin_epoch(replace(SHRUNK, epoch=5))
     assert {r.exit_reason for r in engine.overview().ranks} == {EndReason.UNKNOWN}
+    assert {r.rank: r.oom_killed_in for r in engine.overview().ranks} == {6: 0, 7: 4}
+
+
+def test_a_kill_for_lack_of_memory_is_recorded_when_its_epoch_has_ended(engine: JobEngine) -> None:
+    before = evidence(engine.memory)
+    engine.worker_exited(3, 7, 137, "", EndReason.OOM_KILLED)  # numbered as in the last world
+    assert evidence(engine.memory) != before
+    found = {r.rank: (r.oom_killed_in, r.exit_code) for r in engine.overview().ranks}
+    assert found == {6: (0, 0), 7: (3, 0)}
+    engine.worker_exited(9, 7, 137, "", EndReason.OOM_KILLED)  # of an epoch that never was
+    assert {r.oom_killed_in for r in engine.overview().ranks} == {0, 3}
 
 
 def test_a_rank_without_a_session_trains_until_it_ends_or_the_epoch_does(

@@ -139,8 +139,8 @@ class World:
         """Rank → when its launcher last saw its worker work; `inf`: it works all the time."""
         self.unprotected: set[int] = set()
         """Ranks that train without a session."""
-        self.oom_killed: set[int] = set()
-        """Ranks whose workers the kernel has killed for lack of memory, when they have failed."""
+        self.oom_epochs: dict[int, int] = {}
+        """Rank → newest epoch in which its worker was killed for lack of memory."""
         self.busy: dict[str, str] = {}
         """Node → `rebuilding` or `loading`, which its daemon is."""
         self.live: int | None = None
@@ -282,8 +282,9 @@ class World:
                     ),
                     unprotected=rank in self.unprotected and works,
                     exit_reason=EndReason.OOM_KILLED
-                    if rank in self.oom_killed and rank in daemon.exits
+                    if rank in daemon.exits and self.oom_epochs.get(rank) == membership.epoch
                     else EndReason.UNKNOWN,
+                    oom_killed_in=self.oom_epochs.get(rank, 0),
                 )
                 for rank in ranks
             ),

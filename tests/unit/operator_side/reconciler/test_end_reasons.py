@@ -22,8 +22,20 @@ def oom(world: World, step: int = 44, rank: int = 1, code: int = 137) -> None:
     """Train to `step`, have the kernel kill the rank's worker, and the job begin its next epoch."""
     world.step = step
     world.settle(1.0)
-    world.oom_killed = {rank}
+    world.oom_epochs[rank] = world.membership.epoch
     world.exit_rank(rank, code)
+    world.settle(8.0)
+
+
+def oom_told_late(world: World, step: int = 44, rank: int = 1) -> None:
+    """Likewise, but the launcher reports it when the next epoch has begun."""
+    world.step = step
+    world.settle(1.0)
+    before = world.membership.epoch
+    world.lose_rank(rank)
+    world.look()
+    assert world.membership.epoch == before + 1
+    world.oom_epochs[rank] = before
     world.settle(8.0)
 
 
@@ -38,7 +50,7 @@ def oom_of_container(world: World, step: int = 44, member: int = 1) -> None:
     world.settle(8.0)
 
 
-@pytest.mark.parametrize("end", [oom, oom_of_container])
+@pytest.mark.parametrize("end", [oom, oom_told_late, oom_of_container])
 def test_three_ends_for_lack_of_memory_at_one_step_fail_the_job_with_advice(end: Any) -> None:
     world = running(make_job())
     for _ in range(2):
@@ -51,7 +63,7 @@ def test_three_ends_for_lack_of_memory_at_one_step_fail_the_job_with_advice(end:
         world.state.outcome_reason
     )
     assert len(world.messages("OutOfMemory")) == 2
-    assert world.state.recoveries == 2 + (end is oom_of_container)
+    assert world.state.recoveries == 2 + (end is not oom)
 
 
 def test_both_kinds_of_ends_are_counted_together_and_others_between_change_nothing() -> None:
@@ -115,6 +127,22 @@ def test_an_end_that_is_explained_late_is_told_once_and_is_in_the_history() -> N
     assert history.all[-1].cause == f"{told}; rank 1 lost; restart in place in epoch 2"
     world.settle(8.0)
     assert world.messages("AgentEnded") == [told] and world.phase() == "Running"
+
+
+def test_a_rank_whose_end_is_explained_late_is_told_once_and_is_in_the_history() -> None:
+    world = running(make_job())
+    history = Recoveries()
+    history.follow(world.observed(), world.look(), 0.0)
+    world.lose_rank(1)
+    history.follow(world.observed(), world.look(), 1.0)
+    world.oom_epochs[1] = 1
+    history.follow(world.observed(), world.look(), 2.0)
+    told = "rank 1 was killed for lack of memory (OOMKilled, code 137)"
+    assert history.all[-1].cause == f"{told}; rank 1 lost; restart in place in epoch 2"
+    world.settle(8.0)
+    assert world.messages("AgentEnded") == [told]
+    oom(world)  # in time: nothing is late
+    assert world.messages("AgentEnded") == [told]
 
 
 def test_an_init_container_that_fails_again_and_again_is_an_error_of_the_job() -> None:

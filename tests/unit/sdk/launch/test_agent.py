@@ -269,6 +269,18 @@ def test_a_worker_that_dies_when_the_kernel_has_killed_for_memory_is_reported_wi
     assert (here.daemon.exits, here.daemon.reasons) == ([(1, 0, 137)], [EndReason.OOM_KILLED])
 
 
+def test_a_worker_that_the_agent_kills_was_not_killed_for_lack_of_memory(
+    worlds: Worlds, node: Callable[..., Node]
+) -> None:
+    worlds.begin(1)
+    here = node(PlayedDaemon(worlds))
+    here.agent.start()
+    here.memory_is_short = True  # of a process beside it
+    here.agent.kill_workers()
+    until(lambda: here.agent.state() is WorkerState.FAILED)
+    assert here.daemon.reasons == [EndReason.UNKNOWN]
+
+
 def test_nodes_that_kept_and_that_replaced_their_workers_finish_together(
     worlds: Worlds, node: Callable[..., Node]
 ) -> None:
