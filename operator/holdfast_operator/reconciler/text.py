@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable
 
+from holdfast_core.exit_codes import BEGINS_ANEW, PROCESS_ENDS
 from holdfast_core.states import EndReason
 from holdfast_operator.reconciler.views import INIT_FAILED
 
@@ -35,12 +36,16 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
 
 
 def exit_in_words(code: int, reason: str = "", message: str = "") -> str:
-    """`exited with code 3`, or `was killed by SIGKILL (code 137)`.
+    """`exited with code 3`, or `was killed by SIGKILL (code 137)`, or why Holdfast ended it.
 
     Args:
         reason: why, in one word of Kubernetes; empty or `Error` where only the code is known.
         message: the same in a sentence.
     """
+    if code == BEGINS_ANEW:
+        return f"ended so that training begins anew (code {code})"
+    if code == PROCESS_ENDS:
+        return f"ended with its training world (code {code})"
     if reason == INIT_FAILED:
         return f"was not started: {message}"
     if reason == EndReason.OOM_KILLED and code == KILLED:
