@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from quantized import Blockwise
 from torch import nn
 
 import holdfast
@@ -38,28 +39,6 @@ class Model(nn.Module):
             layer["experts"] = nn.ModuleList(nn.Linear(6, 8, bias=False) for _ in range(EXPERTS))
         self.layers = nn.ModuleList([layer])
         self.head = nn.Linear(6, 6)
-
-
-class Blockwise(torch.optim.Optimizer):
-    """Momentum in 8 bits with a factor for each block, as in bitsandbytes; a block of 0 is the
-    whole tensor, as for FP8 states."""
-
-    def __init__(self, params: Any, block: int, *, plain: bool = False) -> None:
-        super().__init__(params, {"lr": 0.1})
-        self.block, self.plain = block, plain
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for p in (p for group in self.param_groups for p in group["params"]):
-            block, state = self.block or p.numel(), self.state[p]
-            momentum = p.grad.reshape(-1, block).clone()
-            if state:
-                factors = torch.as_tensor(state["absmax1"]).reshape(-1, 1)
-                momentum += 0.9 * state["state1"].reshape(-1, block) * factors
-            factors = momentum.abs().amax(1) / 127
-            state["state1"] = (momentum / factors[:, None]).round().to(torch.int8).view_as(p)
-            state["absmax1"] = factors.item() if self.plain else factors
-            p.sub_(momentum.view_as(p), alpha=0.1)
 
 
 class Rotated(torch.optim.Optimizer):
