@@ -503,7 +503,7 @@ class LiveState:
 
 def _meeting(model: nn.Module) -> frozenset[str]:
     """Paths of parameters, and of buffers, that would have one name without their wrappers."""
-    found = set()
+    found: set[str] = set()
     for paths in ([n for n, _ in model.named_parameters()], [n for n, _ in model.named_buffers()]):
         counts = Counter(map(plain_name, paths))
         found.update(path for path in paths if counts[plain_name(path)] > 1)

@@ -13,9 +13,13 @@ from quantized import Blockwise
 from torch import nn
 
 import holdfast
+from holdfast._restoring.fit import own_offers
+from holdfast._state.capture import LiveState
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.snapshots import Full, PartialExperts, Policy, Selective
+from holdfast_core.snapshots.layouts import Entry
+from holdfast_core.topology import Topology
 
 WAIT_S = 20
 STEPS = 6
@@ -226,3 +230,26 @@ def test_a_list_of_experts_cannot_take_along_what_is_no_tensor(tmp_path: Path) -
         with pytest.raises(InvalidJobError, match=why.replace("w:", r"0\.weight:")):
             run.save(1).result(WAIT_S)
         run.session.close()
+
+
+def test_replicas_get_what_earlier_versions_captured_as_part_of_the_first_expert() -> None:
+    model = Model()
+    optimizer = torch.optim.Adam(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    topology = Topology(dp=2)
+    live = LiveState(model, [optimizer], topology, 0)
+    (step,) = (one for one in live.discover() if one.name == "layers.0.experts.w:step")
+    for unit, shared in [("layer0/expert0", True), (str(step.unit), False)]:
+        entry = Entry(
+            unit=unit,
+            tensor=step.name,
+            role=step.role,
+            dtype="float32",
+            shape=(),
+            start=0,
+            nbytes=4,
+            offset=0,
+        )
+        assert bool(own_offers([entry], live, topology, 0)) is shared
