@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import msgspec
 import torch
@@ -39,6 +38,8 @@ from holdfast._state.capture import LiveState, TensorSource
 from holdfast._state.collect import Stateful, collect
 from holdfast._state.extras import encode_extras
 from holdfast._state.in_place import InPlaceCheck
+from holdfast._state.nested import StepHooks, notices_steps
+from holdfast._state.unseen import UnseenState
 from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.errors import (
     HoldfastError,
@@ -115,12 +116,10 @@ class ProtectedSession(Session):
         self._closed, self._kept = False, START
         self._replay: Replay | None = None
         """Replay of a sparse window, until its last step is repeated."""
-        optimizers = [one for one in live.optimizers if isinstance(one, torch.optim.Optimizer)]
-        unheld = [one for one in live.optimizers if one not in optimizers]
-        self._hooks = [
-            *(one.register_step_pre_hook(self._before_step) for one in optimizers if hooks),
-            *(one.register_step_post_hook(self._after_step) for one in optimizers),
-        ]
+        unheld = [one for one in live.optimizers if not notices_steps(one)]
+        self._unheld, self._unseen = unheld, UnseenState(live.optimizers)
+        before = self.before_step if hooks else None
+        self._hooks = StepHooks(live.optimizers, before, self._after_step)
         self._held = not unheld
         """Whether a hook makes every optimizer wait until a save is staged."""
         self._asked = False
@@ -160,7 +159,7 @@ class ProtectedSession(Session):
 
     @property
     def problem(self) -> HoldfastError | None:
-        return self._saver.problem or self._saver.comparing.problem
+        return self._saver.problem or self._saver.comparing.problem or self._unseen.problem
 
     @property
     def counters(self) -> SaveCounters:
@@ -334,6 +333,9 @@ class ProtectedSession(Session):
         if self._saver.problem is not None:
             self._saver.refuse(handle, self._saver.problem)
             return
+        self._unseen.before_save(self._unheld)
+        if self._unseen.problem is not None:
+            raise self._unseen.problem
         if self._saver.busy:
             raise SnapshotSkippedError("the previous save is still in progress")
         self._saver.submit(self._task(handle, copies=True))
@@ -379,6 +381,8 @@ class ProtectedSession(Session):
                     if source.captured and source.eager and source.staging is not None
                 ]
                 self._stale = False
+            if self._live.unrestorable:
+                raise InvalidJobError(self._live.unrestorable)
             for staging, live in self._eager:
                 staging.copy_(live)
         self._gradients.settle()
@@ -439,10 +443,6 @@ class ProtectedSession(Session):
         self._saver.wait_staged()
         self._waited(began_s)
 
-    def _before_step(self, optimizer: object, args: Any, kwargs: Any) -> None:
-        del args, kwargs
-        self.before_step(optimizer)
-
     def before_step(self, optimizer: object) -> None:
         """Return when `optimizer` may step. Its hook calls it, unless `hooks` was False."""
         began_s = time.monotonic()
@@ -453,9 +453,11 @@ class ProtectedSession(Session):
         self._optimizer_steps.before_step(optimizer, due, frozen=self._replay is not None)
         if self._replay is not None:
             self._replay.before_step(optimizer)
+        self._live.begun.stepped()
+        self._unseen.before_step(optimizer)
 
-    def _after_step(self, optimizer: object, args: Any, kwargs: Any) -> None:
-        del args, kwargs
+    def _after_step(self, optimizer: object) -> None:
+        self._unseen.after_step()
         if self._replay is not None:
             self._replay.after_step()
         self._optimizer_steps.after_step(optimizer)
@@ -465,8 +467,7 @@ class ProtectedSession(Session):
             return
         self._saver.wait_staged()
         self._closed = True
-        for hook in self._hooks:
-            hook.remove()
+        self._hooks.remove()
         self._saver.close(self._settings.rpc_timeout_s)
         self._pacing.close(self._settings.rpc_timeout_s)
 

@@ -220,7 +220,8 @@ class Reseating:
             )
         if not stack.key:
             return anchor.parameter.detach()
-        state = live.optimizers[anchor.optimizer].state.setdefault(anchor.parameter, {})
+        state = live.state_of(anchor, stack.key)
+        assert state is not None, "experts in seats are this rank's"
         if stack.key not in state:
             here = anchor.parameter.device
             state[stack.key] = torch.zeros(

@@ -202,7 +202,9 @@ def make_room(
     for name in extra:
         base, _, key = name.partition(":")
         anchor = live.anchors[base]
-        live.optimizers[anchor.optimizer].state[anchor.parameter].pop(key, None)
+        state = live.state_of(anchor, key)
+        if state is not None:
+            state.pop(key, None)
     order = {base: place for place, base in enumerate(live.anchors)}
     for name in sorted(missing, key=lambda name: order[name.partition(":")[0]]):
         base, _, key = name.partition(":")
@@ -226,7 +228,12 @@ def _allocate(
 ) -> None:
     """Make the optimizer state `key` of a parameter; for a stacked one only at its first slice."""
     parameter = anchor.parameter
-    state = live.optimizers[anchor.optimizer].state.setdefault(parameter, {})
+    state = live.state_of(anchor, key)
+    if state is None:
+        raise LayoutMismatchError(
+            f"the snapshot has {wanted.tensor}, which the optimizer of another rank holds now: "
+            f"restore with as many ranks"
+        )
     if key in state:
         return
     local = local_of(parameter)
