@@ -20,6 +20,7 @@ from holdfast._elastic.session import ElasticSession, check_staying
 from holdfast._elastic.world import World
 from holdfast._environment import Environment, read_environment
 from holdfast._exchange import Alone, Exchange, make_exchange
+from holdfast._exits import set_exit_codes
 from holdfast._experts.counting import Counting
 from holdfast._experts.deciding import Deciding
 from holdfast._experts.gradients import NO_GRADIENTS, Gradients
@@ -95,6 +96,7 @@ def init(
             `load_state_dict`, or arguments contradict each other.
     """
     environment = read_environment()
+    set_exit_codes()
     maker = _Maker(
         model=model,
         optimizers=optimizer if isinstance(optimizer, list | tuple) else [optimizer],

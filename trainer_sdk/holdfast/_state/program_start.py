@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from holdfast._state.buffers import BufferForms
 from holdfast._state.conventions import plain_name
 from holdfast._state.dtensors import raw
 from holdfast._state.groups import ParamGroups
@@ -40,6 +41,8 @@ class ProgramStart:
         self.groups = ParamGroups(optimizers)
         self.values = OwnValues(optimizers)
         """What optimizers hold in attributes of their own."""
+        self.forms = BufferForms(model)
+        """Forms of buffers."""
         self._restores = False
         self._stepped: tuple[bool, list[nn.Module], list[bool]] | None = None
         """Mode of the model in the newest step, its modules, and theirs."""
@@ -72,6 +75,7 @@ class ProgramStart:
         if not self._restores:
             self.groups.begin()
             self.values.begin()
+            self.forms.begin()
             self._note()
             self._restores = True
 
@@ -103,7 +107,7 @@ class ProgramStart:
                     f"session restored: a program that starts again could not restore it; change "
                     f"it before session.restore()"
                 )
-        gone = next(iter(self._forms.keys() - forms.keys()), None)
+        gone = next((name for name in self._forms if name not in forms), None)
         if gone is not None:
             return (
                 f"the model no longer has {gone}, which it had when the session restored: a "

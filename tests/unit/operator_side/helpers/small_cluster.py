@@ -26,9 +26,11 @@ from holdfast_operator.kube.handlers import carry_jobs
 from holdfast_operator.kube.manifests import TrainerVolume
 from holdfast_operator.kube.metrics import OperatorMetrics
 from holdfast_operator.kube.nodes import KubeNode, read_node
+from holdfast_operator.kube.placeholders import PLACEHOLDER_LABEL, Placeholders, read_placeholder
 from holdfast_operator.kube.pods import TrainerPod, read_pod
 from holdfast_operator.kube.queueing import Queues
 from holdfast_operator.kube.resources import JOBS, PODS, WORKLOADS, Resource
+from holdfast_operator.kube.room import Room
 from holdfast_operator.kube.times import ClockPair
 from holdfast_operator.kube.trainers import PodIndex, Trainers
 from holdfast_operator.kube.watches import Cache
@@ -50,6 +52,7 @@ class NotedApi(FakeApi):
         super().__init__()
         self._written, self._gone = written, gone
         self._refusals: dict[tuple[str, str], ApiError] = {}
+        self._always: dict[tuple[str, str], ApiError] = {}
         self.address = ""
 
     async def credentials(self) -> dict[str, str]:
@@ -76,9 +79,18 @@ class NotedApi(FakeApi):
         """Refuse the next request of this verb and resource."""
         self._refusals[verb, resource.plural] = error
 
+    def refuse_always(self, verb: str, resource: Resource, error: ApiError) -> None:
+        """Refuse all requests of this verb and resource, until `accept`."""
+        self._always[verb, resource.plural] = error
+
+    def accept(self, verb: str, resource: Resource) -> None:
+        """Accept requests of this verb and resource again."""
+        del self._always[verb, resource.plural]
+
     def _note(self, verb: str, resource: Resource, name: str) -> None:
         super()._note(verb, resource, name)
-        refusal = self._refusals.pop((verb, resource.plural), None)
+        kind = (verb, resource.plural)
+        refusal = self._refusals.pop(kind, None) or self._always.get(kind)
         if refusal is not None:
             raise refusal
 
@@ -212,12 +224,19 @@ class SmallCluster:
                 candidate_nodes=CandidateNodes(
                     self.server,
                     self.nodes,
+                    Room(),
                     daemon_returns=lambda node, heartbeat_at: False,
                     requests_of=self.fleet.requests_of,
                     clock=clock,
                 ),
                 pods=self._index,
                 trainers=Trainers(self.api, self.pods, self.metrics, TrainerVolume.CSI),
+                placeholders=Placeholders(
+                    self.api,
+                    Cache(read_placeholder, lambda before, now: None),
+                    are_known=lambda: True,
+                    clock=clock,
+                ),
                 recorder=self.recorder,
                 metrics=self.metrics,
                 clock=clock,
@@ -251,7 +270,7 @@ class SmallCluster:
     async def start_operator(self) -> None:
         """Have kopf begin a control loop for each job."""
         begun, api = asyncio.Event(), cast(Api, self.api)
-        carrying = carry_jobs(api, self.fleet, namespace="", begun=begun.set)
+        carrying = carry_jobs(api, self.fleet, namespaces=(), begun=begun.set)
         self._carrying = asyncio.create_task(carrying)
         await begun.wait()
 
@@ -380,6 +399,8 @@ class SmallCluster:
 
     def _run_pod(self, body: Object) -> None:
         metadata = body["metadata"]
+        if PLACEHOLDER_LABEL in metadata["labels"]:
+            return  # no node is there for it
         key = f"{metadata['namespace']}.{metadata['labels']['holdfast.dev/job']}"
         if (PODS.plural, metadata["namespace"], metadata["name"]) not in self.api.objects:
             return

@@ -120,7 +120,8 @@ class Run:
     def state(self) -> State:
         """Of this rank: its part of each tensor."""
         found: State = {}
-        holder: Any = self.optimizer.optim if self.way == "zero" else self.optimizer
+        outer: Any = self.optimizer
+        holder = outer.optim if self.way == "zero" else outer
         for name, p in self.model.named_parameters():
             states = holder.state.get(p, {})
             for key, value in (("", p), *states.items()):

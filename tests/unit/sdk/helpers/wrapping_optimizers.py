@@ -48,7 +48,8 @@ class SAM(torch.optim.Optimizer):
         return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
 
     def _grad_norm(self) -> torch.Tensor:
-        return torch.stack([p.grad.norm(p=2) for p in self._trained()]).norm(p=2)
+        norms: list[torch.Tensor] = [p.grad.norm(p=2) for p in self._trained()]
+        return torch.linalg.vector_norm(torch.stack(norms))
 
 
 class LookaheadOwnState(torch.optim.Optimizer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def test_an_averager_that_counts_its_steps_is_restored(tmp_path: Path) -> None:
     def build() -> Training:
         model = mlp()
         averager = PeriodicModelAverager.__new__(PeriodicModelAverager)
-        averager.step, averager.period, averager.warmup_steps = 0, 2, 100  # type: ignore[attr-defined]
+        averager.step, averager.period, averager.warmup_steps = 0, 2, 100
         inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         return Training(model, PostLocalSGDOptimizer(inner, averager))
 
@@ -205,11 +206,11 @@ def test_one_step_of_a_wrapper_is_one_step() -> None:
         torch.optim.SGD([parameter], lr=0.1),
     ):
         calls: list[tuple[str, object]] = []
-        hooks = StepHooks(
-            [wrapped],
-            lambda one, calls=calls: calls.append(("before", one)),
-            lambda one, calls=calls: calls.append(("after", one)),
-        )
+
+        def note(when: str, one: object, calls: list[tuple[str, object]] = calls) -> None:
+            calls.append((when, one))
+
+        hooks = StepHooks([wrapped], partial(note, "before"), partial(note, "after"))
         wrapped.step()
         assert calls == [("before", wrapped), ("after", wrapped)]
         hooks.remove()

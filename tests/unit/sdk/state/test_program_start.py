@@ -183,11 +183,12 @@ def test_a_program_that_goes_back_drops_what_it_changed_since(tmp_path: Path) ->
     session.close()
     training.train(2)
     training.model.eval()
-    assert training.model[0].weight.requires_grad
+    weight = training.model.get_parameter("0.weight")
+    assert weight.requires_grad
     start.put_back_trains(saved)
     start.put_back_modes(saved)
-    assert not training.model[0].weight.requires_grad
-    assert training.model[2].training
+    assert not weight.requires_grad
+    assert training.model.get_submodule("2").training
 
 
 def added_module(model: nn.Sequential) -> None:
@@ -216,7 +217,7 @@ def doubled(model: nn.Sequential) -> None:
     model[1].double()
 
 
-ADDITIONS = {
+ADDITIONS: dict[Callable[[nn.Sequential], None], str] = {
     added_module: "late.weight [2, 2], and had not when the session restored",
     pruned: "3.weight_orig [2, 8], and had not when the session restored",
     parametrized: "3.parametrizations.weight.original0",
@@ -232,7 +233,7 @@ def test_what_a_program_that_starts_again_lacks_is_refused_by_the_next_save(
 ) -> None:
     def build() -> Training:
         model = frozen_model()
-        optimizer = torch.optim.SGD([model[0].weight.requires_grad_()], lr=0.1)
+        optimizer = torch.optim.SGD(model[0].requires_grad_(True).parameters(), lr=0.1)
 
         def alter(step: int) -> None:
             if step == 2:

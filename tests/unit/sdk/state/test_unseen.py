@@ -81,7 +81,7 @@ class _Hidden(torch.optim.Optimizer):
     def __init__(self, params: Any, **defaults: Any) -> None:
         super().__init__(params, {"lr": 0.1, **defaults})
         moments: dict[int, torch.Tensor] = {}
-        self.moments = lambda: moments
+        self.moments: Any = lambda: moments
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
