@@ -323,7 +323,7 @@ def _reports_pods(scene: Scene) -> bool:
     return any(each["type"] == "PodsReady" for each in conditions)
 
 
-RENEWAL = {"daemon__updateStrategy__type": "Protected", "operator__watchNamespace": TEAM}
+RENEWAL = {"daemon__updateStrategy__type": "Protected", "operator__watchNamespaces[0]": TEAM}
 GANGS = {"gangScheduling__volcano": "true", "gangScheduling__coscheduling": "true"}
 KUEUE = {"kueue__enabled": "true"}
 CREATE_ROLE = Permission(verb="create", group="rbac.authorization.k8s.io", resource="roles")

@@ -108,8 +108,8 @@ class Acting:
                     stops.add((member, node))
                 case StartAgent():
                     starts.append(action)
-                case DropJob() if remembered:
-                    self._world.server.drop(job.key)
+                case DropJob(up_to_epoch=epoch) if remembered:
+                    self._world.server.drop(job.key, up_to_epoch=epoch)
                 case PersistNow():
                     self._world.server.persist(job.key)
                 case DeleteJob():

@@ -19,7 +19,7 @@ from holdfast_operator.kube.acting import Acting
 from holdfast_operator.kube.api import ApiError, Object
 from holdfast_operator.kube.finalizer import FINALIZER
 from holdfast_operator.kube.nodes import Wants, wants_of
-from holdfast_operator.kube.pacing import pause_s
+from holdfast_operator.kube.pacing import heartbeats_s, pause_s
 from holdfast_operator.kube.pods import TrainerPod, adopted_agents, agents, pod_names
 from holdfast_operator.kube.queueing import Queueing
 from holdfast_operator.kube.recovery_log import RecoveryLog
@@ -31,6 +31,7 @@ from holdfast_operator.kube.world import LoopContext
 from holdfast_operator.reconciler.conditions import INSECURE
 from holdfast_operator.reconciler.counters import from_document
 from holdfast_operator.reconciler.reconcile import reconcile
+from holdfast_operator.reconciler.remembered import was_placed
 from holdfast_operator.reconciler.renewal import JobStand, stand_of
 from holdfast_operator.reconciler.views import (
     Condition,
@@ -40,6 +41,7 @@ from holdfast_operator.reconciler.views import (
     Event,
     NodeView,
     Observed,
+    PublishMembership,
     Refusal,
     Suspension,
 )
@@ -88,11 +90,8 @@ class JobLoop:
         self._ask_again_at = self._woken_at
         status = resource.get("status") or {}
         now = world.clock()
-        self._state = ControlState.remembering(
-            from_document(status.get("counters") or {}, now=now, wall=world.clocks.at_wall(now))
-        )
+        self._state = _remembered(status, now, world.clocks.at_wall(now))
         self._recovery_log = RecoveryLog(world.metrics, recoveries_of(status))
-        self._members_before = frozenset(m["node"] for m in status.get("members") or [])
         self._writer = StatusWriter(
             world.api,
             resource,
@@ -105,6 +104,8 @@ class JobLoop:
         self._suspension: Suspension | None = None
         """Why the job's queue keeps it from running."""
         self.looked_at = world.clock()
+        self.has_looked = False
+        """Whether it has looked at the job, so that the job's standing is known."""
 
     @property
     def key(self) -> str:
@@ -169,6 +170,8 @@ class JobLoop:
                 # The failure of one job must not end the loops of all others.
                 _log.exception("%s: the control loop failed; it continues", self.key)
                 pause, backoff_s = backoff_s, min(2 * backoff_s, BACKOFF_S_MAX)
+            else:
+                self.has_looked = True
             self.looked_at = self._world.clock()
             rest_s = min(BACKOFF_S_MAX, max(SOON_S, self._rested_at - self.looked_at))
             await asyncio.sleep(rest_s)
@@ -234,6 +237,10 @@ class JobLoop:
                     self._ask_again_at = self._world.clock() + RETRY_S
         self._job, self.wants, self._refusal = job, wants_of(job), refusal
         self._edition = edition
+        wanted_s = job.spec.failure_policy.detection.heartbeat_seconds
+        if wanted_s < self._world.server.heartbeat_s:
+            # Before the job is looked at: at a slower pace its daemons would seem silent.
+            self._world.server.set_heartbeat_s(heartbeats_s(wanted_s))
 
     async def _refuse(self, refusal: Refusal) -> float:
         now = self._world.clocks.text(self._world.clock())
@@ -273,9 +280,14 @@ class JobLoop:
         self._rested_at = world.clock() + DUTY * (world.worked_s() - began_s)
         # Written before anything is done: an operator that starts again needs it.
         remembered = await self._writer.write(status)
+        if not remembered and before.membership is None and _begins(decision):
+            # The next control loop would take the job for one that was never placed.
+            self._state = before
+            return BACKOFF_S_MIN
         ours = [pod for pod in pods if not pod.adopted]
         failed = await self._acting.carry_out(job, before, decision, ours, observed, remembered)
         pending, text = len(self._acting.pending), world.clocks.text(now)
+        await world.placeholders.keep(job, decision.missing_nodes)
         if self._refusal is None or decision.state.membership is not None:
             there = self._pods()  # also those that were created meanwhile
             failed += await self._queueing.follow(asked, there, pending, observed, decision, text)
@@ -319,12 +331,13 @@ class JobLoop:
 
     def stand(self) -> JobStand | None:
         """Standing of the job for the replacement of its daemons; None when there is none."""
-        if self._job is None or self._state.membership is None:
-            if not self._members_before:
-                return None
-            groups = (tuple(sorted(self._members_before)),)
-            return JobStand(key=self.key, groups=groups, hold="its daemons have not connected yet")
         server, now = self._world.server, self._world.clock()
+        if self._job is None or self._state.membership is None:
+            if self._state.outcome is not None or not was_placed(self._state):
+                return None
+            homes = self._state.homes or tuple(sorted(server.nodes()))
+            hold = "its daemons have not connected yet"
+            return JobStand(key=self.key, groups=(homes,), hold=hold)
         names = [member.node for member in self._state.membership.members]
         nodes = {name: server.view(name, self.key) or NodeView(name=name) for name in names}
         observed = Observed(nodes=nodes, suspension=self._suspension)
@@ -339,11 +352,8 @@ class JobLoop:
         return [pod for pod in found if pod.owner == self.uid and not pod.adopted]
 
     def _observe(self, job: MoETrainingJob, wants: Wants, pods: list[TrainerPod]) -> Observed:
-        near = {pod.node for pod in pods} | self._members_before
-        near |= {node for _, node in self._state.joining}
-        if self._state.membership is not None:
-            self._members_before = frozenset()
-            near |= {member.node for member in self._state.membership.members}
+        near = {pod.node for pod in pods} | {node for _, node in self._state.joining}
+        near.update(self._state.homes)
         wanted = job.spec.nodes + job.spec.failure_policy.spares
         external = job.spec.trainer.external
         others = 0 if external else max(CANDIDATES_MIN, 2 * wanted)
@@ -353,8 +363,17 @@ class JobLoop:
             if external
             else agents(pods, self._acting.pending)
         )
+        refusals = (
+            self._world.candidate_nodes.refusals(self.key, wants)
+            if self._state.membership is None and not external
+            else ()
+        )
         return Observed(
-            nodes=nodes, agents=found, suspension=self._suspension, refusal=self._refusal
+            nodes=nodes,
+            agents=found,
+            suspension=self._suspension,
+            refusals=refusals,
+            refusal=self._refusal,
         )
 
     def _status_of(
@@ -381,6 +400,11 @@ class JobLoop:
         return max(self._world.status_s(), members / 100)
 
 
+def _begins(decision: Decision) -> bool:
+    """Whether the job is placed now."""
+    return any(isinstance(action, PublishMembership) for action in decision.actions)
+
+
 def _edition(resource: Object) -> object:
     """What changes with the job, but not with its status: the version of its spec, its labels,
     which may name a queue, and a user's request for a copy."""
@@ -391,6 +415,19 @@ def _edition(resource: Object) -> object:
 
 def _template(job: MoETrainingJob | None) -> Object | None:
     return None if job is None else job.spec.trainer.template
+
+
+def _remembered(status: Object, now: float, wall: float) -> ControlState:
+    """State of a control loop that goes on from `status`. Where its counters cannot be read, or are
+    of a version that did not name the members' nodes, what else it shows has to do: a job that was
+    placed must not look like one that never was."""
+    counters = from_document(status.get("counters") or {}, now=now, wall=wall)
+    members = sorted(status.get("members") or (), key=lambda member: int(member["index"]))
+    return replace(
+        ControlState.remembering(counters),
+        epoch=max(counters.epoch, int(status.get("epoch") or 0)),
+        homes=counters.homes or tuple(member["node"] for member in members),
+    )
 
 
 def _attempts(status: Object) -> dict[int, int]:

@@ -87,25 +87,27 @@ class SharedObjects:
     def __init__(self, api: SharedApi, on_change: Callable[[str], None]) -> None:
         self._api, self._on_change = api, on_change
         self._caches: dict[Resource, Cache[SharedObject]] = {}
-        self._watches: dict[Resource, Watch] = {}
+        self._watches: dict[Resource, list[Watch]] = {}
         self._wanted: asyncio.Queue[Resource] = asyncio.Queue()
         """Kinds that are to be watched."""
         self._slots = asyncio.Semaphore(AT_ONCE_MAX)
         for resource in (SERVICES, SERVICE_ACCOUNTS, ROLES, ROLE_BINDINGS):
             self._cache(resource)
 
-    async def run(self, watch: Callable[[Resource, Fed], Watch]) -> None:
+    async def run(self, watches: Callable[[Resource, Fed], list[Watch]]) -> None:
         """Keep the copies up to date until cancelled. The kind of a gang scheduler's objects is
         watched once a job has one.
 
         Args:
-            watch: makes a watch of all objects of a kind that have the label of a job.
+            watches: makes watches of all objects of a kind that have the label of a job, in all
+                watched namespaces.
         """
         async with asyncio.TaskGroup() as tasks:
             while True:
                 resource = await self._wanted.get()
-                found = self._watches[resource] = watch(resource, self._cache(resource))
-                tasks.create_task(found.run())
+                found = self._watches[resource] = watches(resource, self._cache(resource))
+                for each in found:
+                    tasks.create_task(each.run())
 
     def lacks(self, job: MoETrainingJob) -> bool:
         """Whether an object of the job is known to be missing, by the copies alone. One whose kind
@@ -156,7 +158,8 @@ class SharedObjects:
 
     def _is_listed(self, resource: Resource) -> bool:
         """Whether the copy of a kind can be trusted: without its watch it would grow old."""
-        return resource in self._watches and self._watches[resource].synced.is_set()
+        watches = self._watches.get(resource, [])
+        return bool(watches) and all(each.synced.is_set() for each in watches)
 
     def _has(self, job: MoETrainingJob, resource: Resource, body: Object) -> bool:
         """Whether the job's object is known to be there."""

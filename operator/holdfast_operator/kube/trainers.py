@@ -24,6 +24,9 @@ AT_ONCE_MAX = 16
 """Number of pods of all jobs that are created at once, and likewise of pods that are deleted at
 once: a deletion does not wait for thousands of creations."""
 
+TRIED = {"dryRun": "All", "fieldValidation": "Strict"}
+"""How a pod is tried out."""
+
 
 class TrainersApi(Protocol):
     """The part of `Api` that `Trainers` needs."""
@@ -100,7 +103,8 @@ class Trainers:
         return self.shared.lacks(job)
 
     async def try_out(self, job: MoETrainingJob) -> None:
-        """Ask the API server whether it would accept the job's pods, without making one.
+        """Ask the API server whether it would accept the job's pods, without making one. Fields
+        that it does not know are refused: in a pod they would be dropped without a word.
 
         Raises:
             ApiError: when it would refuse them.
@@ -110,7 +114,7 @@ class Trainers:
             # Admission looks for the job's own account, which is made with the first pods.
             body["spec"]["serviceAccountName"] = "default"
         async with self._starts:
-            await self._api.create(PODS, job.metadata.namespace, body, dryRun="All")
+            await self._api.create(PODS, job.metadata.namespace, body, **TRIED)
 
     async def start(self, job: MoETrainingJob, member: int, node: str, attempt: int) -> bool:
         """Create the member's pod. An existing pod of its name that the job owns counts as that

@@ -26,9 +26,11 @@ from holdfast_operator.kube.handlers import carry_jobs
 from holdfast_operator.kube.manifests import TrainerVolume
 from holdfast_operator.kube.metrics import OperatorMetrics
 from holdfast_operator.kube.nodes import KubeNode, read_node
+from holdfast_operator.kube.placeholders import PLACEHOLDER_LABEL, Placeholders, read_placeholder
 from holdfast_operator.kube.pods import TrainerPod, read_pod
 from holdfast_operator.kube.queueing import Queues
 from holdfast_operator.kube.resources import JOBS, PODS, WORKLOADS, Resource
+from holdfast_operator.kube.room import Room
 from holdfast_operator.kube.shared_objects import controller_of
 from holdfast_operator.kube.times import ClockPair
 from holdfast_operator.kube.trainers import PodIndex, Trainers
@@ -77,6 +79,14 @@ class NotedApi(FakeApi):
     def refuse_next(self, verb: str, resource: Resource, error: ApiError) -> None:
         """Refuse the next request of this verb and resource."""
         self._refusals[verb, resource.plural] = error
+
+    def refuse_always(self, verb: str, resource: Resource, error: ApiError) -> None:
+        """Refuse all requests of this verb and resource, until `accept`."""
+        self.refuse_each(verb, resource, lambda name: error)
+
+    def accept(self, verb: str, resource: Resource) -> None:
+        """Accept requests of this verb and resource again."""
+        del self._rules[verb, resource.plural]
 
     def refuse_each(
         self, verb: str, resource: Resource, refusal: Callable[[str], ApiError | None]
@@ -244,12 +254,19 @@ class SmallCluster:
                 candidate_nodes=CandidateNodes(
                     self.server,
                     self.nodes,
+                    Room(),
                     daemon_returns=lambda node, heartbeat_at: False,
                     requests_of=self.fleet.requests_of,
                     clock=clock,
                 ),
                 pods=self._index,
                 trainers=self.trainers,
+                placeholders=Placeholders(
+                    self.api,
+                    Cache(read_placeholder, lambda before, now: None),
+                    are_known=lambda: True,
+                    clock=clock,
+                ),
                 recorder=self.recorder,
                 metrics=self.metrics,
                 clock=clock,
@@ -284,7 +301,7 @@ class SmallCluster:
     async def start_operator(self) -> None:
         """Have kopf begin a control loop for each job."""
         begun, api = asyncio.Event(), cast(Api, self.api)
-        carrying = carry_jobs(api, self.fleet, namespace="", begun=begun.set)
+        carrying = carry_jobs(api, self.fleet, namespaces=(), begun=begun.set)
         self._carrying = asyncio.create_task(carrying)
         await begun.wait()
 
@@ -409,9 +426,9 @@ class SmallCluster:
         assert workload is not None
         self.fleet.wake((f"{workload.namespace}.{workload.job}",))
 
-    def _watch_shared(self, resource: Resource, cache: Fed) -> Watch:
+    def _watch_shared(self, resource: Resource, cache: Fed) -> list[Watch]:
         self._shared[resource] = cache
-        return cast(Watch, StandingWatch())
+        return [cast(Watch, StandingWatch())]
 
     def _written(self, resource: Resource, body: Object) -> None:
         """Pass a written object on, as watches would."""
@@ -445,6 +462,8 @@ class SmallCluster:
 
     def _run_pod(self, body: Object) -> None:
         metadata = body["metadata"]
+        if PLACEHOLDER_LABEL in metadata["labels"]:
+            return  # no node is there for it
         key = f"{metadata['namespace']}.{metadata['labels']['holdfast.dev/job']}"
         if (PODS.plural, metadata["namespace"], metadata["name"]) not in self.api.objects:
             return

@@ -11,6 +11,7 @@ from rich.console import Console, RenderableType
 from samples import job_resource
 from small_cluster import SmallCluster, on_a_cluster
 
+from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_operator.cli.cluster_status import job_view
 from holdfast_operator.kube.api import ApiError, Object
 from holdfast_operator.kube.job_loop import REFUSED_S
@@ -370,6 +371,68 @@ def test_a_restarted_operator_keeps_a_jobs_epoch_restarts_and_pods() -> None:
         status = cluster.job(JOB)["status"]
         assert (status["phase"], status["epoch"], status["restarts"]) == ("Running", 2, 1)
         assert cluster.api.made(PODS) == ["moe-0-1", "moe-1-1"]
+
+    on_a_cluster(test)
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        {"epoch": 3, "counters": {"epoch": 3, "homes": ["n8", "n9"]}},
+        # Of a version that did not name the nodes there, and with counters that cannot be read.
+        {"epoch": 3, "counters": {"epoch": 3}, "members": [{"index": 1}, {"index": 0}]},
+        {"epoch": 3, "counters": {"epoch": "three"}, "members": [{"index": 1}, {"index": 0}]},
+    ],
+)
+def test_a_job_whose_daemons_have_not_dialled_yet_is_not_placed_anew(status: Object) -> None:
+    status = {**status, "phase": "Running"}
+    for member in status.get("members", ()):
+        member["node"] = ("n8", "n9")[member["index"]]
+
+    async def test(cluster: SmallCluster) -> None:
+        cluster.api.put(JOBS, {**JOB, "status": status})
+        for name in ("n8", "n9"):
+            cluster.cordon(name)  # their daemons are there, and have not dialled
+        await cluster.until(lambda: cluster.phase(JOB) == "Waiting")
+        cluster.passed_s += 3600.0
+        await cluster.look_again(KEY)
+        assert cluster.api.made(PODS) == []
+        assert cluster.job(JOB)["status"]["counters"]["homes"] == ["n8", "n9"]
+        assert "waiting for the daemon on n8, n9" in cluster.job(JOB)["status"]["problem"]
+        members = tuple(
+            Member(
+                index=index,
+                node=name,
+                memory_id=f"memory of {name}",
+                peer_address=f"{name}:1",
+                bulk_address=f"{name}:2",
+            )
+            for index, name in enumerate(("n8", "n9"))
+        )
+        held = Membership(job=KEY, epoch=3, members=members, nproc_per_node=1, groups=((0, 1),))
+        for name in ("n8", "n9"):
+            cluster.add_node(name)
+            cluster.daemons[name].memberships[KEY] = held
+            cluster.daemons[name].beat()
+        await cluster.runs(JOB)
+        assert [m["node"] for m in cluster.job(JOB)["status"]["members"]] == ["n8", "n9"]
+
+    on_a_cluster(test)
+
+
+def test_a_placement_that_could_not_be_stored_is_not_published() -> None:
+    """The next operator would take the job for one that was never placed."""
+
+    async def test(cluster: SmallCluster) -> None:
+        cluster.api.refuse_always("update status", JOBS, ApiError("busy", status=503))
+        cluster.apply(JOB)
+        for _ in range(2):
+            await cluster.look_again(KEY)
+        assert not any(daemon.memberships for daemon in cluster.daemons.values())
+        assert cluster.api.made(PODS) == []
+        cluster.api.accept("update status", JOBS)
+        await cluster.runs(JOB)
+        assert cluster.job(JOB)["status"]["counters"]["homes"] == ["n0", "n1"]
 
     on_a_cluster(test)
 

@@ -45,22 +45,16 @@ class Copies:
         self.shared = SharedObjects(self.api, self.woken.append)
         self.watched: dict[Resource, tuple[ListedWatch, Fed]] = {}
 
-    def watch(self, resource: Resource, cache: Fed) -> Watch:
+    def watch(self, resource: Resource, cache: Fed) -> list[Watch]:
         self.watched[resource] = ListedWatch(), cache
-        return cast(Watch, self.watched[resource][0])
+        return [cast(Watch, self.watched[resource][0])]
 
     def list_all(self) -> None:
         """End the first list of every watch."""
         for resource, (watch, cache) in self.watched.items():
             found = [b for (kind, *_), b in self.api.objects.items() if kind == resource.plural]
-            cache.replace_all(
-                found,
-                int(
-                    self.api.put(resource, {"metadata": {"name": "v"}})["metadata"][
-                        "resourceVersion"
-                    ]
-                ),
-            )
+            newest = self.api.put(resource, {"metadata": {"name": "v"}})["metadata"]
+            cache.replace_all(found, int(newest["resourceVersion"]), "")
             watch.synced.set()
 
 
