@@ -44,8 +44,8 @@ to notice that the last control loop is gone, and dial again."""
 
 PATIENCE_S = 60.0
 """Additional wait for a silent node that may still live, while its parity group could not rebuild
-what it holds: giving it up loses the generation that the job can go back to. After this the job has
-stood still for long enough, and starts from what is left, or fails and gives the reason."""
+what it holds: giving it up loses the generation that the job can go back to. After this the job
+starts from a copy in durable storage. Without one it waits, as for a node that nothing replaces."""
 
 UNSCHEDULABLE_S = 30.0
 """How long there may be no room for an agent on its node before another node is tried."""
@@ -71,6 +71,8 @@ class Cause:
     """Last lines that the rank or agent wrote, when it ended by itself."""
     node_lost: bool = False
     """Whether the member's memory on its node is lost, so that it cannot go on there as it is."""
+    presumed: bool = False
+    """Whether only its daemon's silence tells that the node is lost: its memory may be there."""
     evicted: bool = False
     """Whether the member's node takes no agent, so that the member cannot go on there, although its
     memory is there."""
@@ -169,7 +171,13 @@ def _node_loss(
         text = f"member {member.index} lost its memory: node {member.node} came back with another"
     else:
         return None
-    return Cause(on=On.NODE_LOST, text=text, member=member.index, node_lost=True)
+    return Cause(
+        on=On.NODE_LOST,
+        text=text,
+        member=member.index,
+        node_lost=True,
+        presumed=not (node.gone or node.connected),
+    )
 
 
 def _member_causes(

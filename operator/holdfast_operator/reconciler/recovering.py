@@ -49,6 +49,9 @@ FORMING_S, FORMING_S_MAX = 1.0, 5.0
 """Least age at which an epoch is given up in which training was never seen running, and the maximum
 of that age: it doubles with each such epoch in a row."""
 
+SILENT = "their daemons are silent, while nothing else holds what their memory may hold"
+"""Why members that only their daemons' silence tells to be lost are not replaced."""
+
 EXIT_CODE_S = 0.5
 """How long a lost rank's exit code is waited for when failure rules depend on it: agents look after
 their workers ten times a second."""
@@ -79,7 +82,7 @@ def recover(look: Look, state: ControlState, membership: Membership) -> Step:
         return Step(state, waiting=waits_for(evidence))
     causes = principal(evidence.causes)
     if look.job.spec.trainer.external:
-        causes, moves = follow_pods(look, state, membership, causes)
+        causes, moves = follow_pods(look, state, membership, causes, evidence.groups)
         rules = [rule_for(look.job, cause) for cause in causes]
     else:
         rules = [rule_for(look.job, cause) for cause in causes]
@@ -138,9 +141,12 @@ def _await_nodes(look: Look, state: ControlState, case: _Case) -> Step:
     moves = case.moves
     if look.job.spec.trainer.external:
         missing = missing_homes(look, homes(look, state))
-        return Step(state, waiting=f"{case.text}; {missing}" if missing else None)
+        if missing or not moves.silent:
+            return Step(state, waiting=f"{case.text}; {missing}" if missing else None)
     if moves.unplaced:
         return await_replacement(look, state, case.membership, case.text, moves.unplaced)
+    if moves.silent:
+        return await_replacement(look, state, case.membership, case.text, moves.silent, SILENT)
     if (
         moves.held
         and not moves.away(case.membership)
