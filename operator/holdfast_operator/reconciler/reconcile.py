@@ -220,7 +220,7 @@ def _await_homes(look: Look, state: ControlState) -> Step:
 
 def _refuse(look: Look, state: ControlState) -> Step:
     """Wait while the job asks for something that cannot be done."""
-    refusal = judge.unsupported(look.job, look.locations)
+    refusal = judge.unsupported(look.job, look.observed, look.locations)
     return Step(state, waiting=None if refusal is None else refusal.message)
 
 

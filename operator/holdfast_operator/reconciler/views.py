@@ -207,6 +207,15 @@ class Suspension:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """Why members are not placed: what the job asks for is refused as it is."""
+
+    reason: str
+    """One word in CamelCase."""
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Observed:
     """Everything that is known now. A missing node was not seen yet. All agents are there: an
     adapter that has not listed them yet must not look."""
@@ -219,6 +228,8 @@ class Observed:
     refusals: tuple[tuple[str, int], ...] = ()
     """Reasons why nodes cannot take a member, each with the number of nodes, while the job has
     none; empty where an adapter does not count them."""
+    refusal: Refusal | None = None
+    """Why the cluster would accept no agent of the job; None when it would, or was not asked."""
     _by_home: dict[tuple[int, str], AgentView] = field(init=False, repr=False, compare=False)
     _views: dict[int, tuple[Membership, tuple[JobView | None, ...]]] = field(
         init=False, repr=False, compare=False, default_factory=dict
@@ -364,6 +375,7 @@ class ConditionType(StrEnum):
     PERSISTED = "Persisted"
     INSECURE = "Insecure"
     DAEMONS_OUTDATED = "DaemonsOutdated"
+    PODS_REFUSED = "PodsRefused"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

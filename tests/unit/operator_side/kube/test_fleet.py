@@ -98,6 +98,8 @@ def test_a_job_that_takes_the_name_of_another_gets_a_loop_of_its_own() -> None:
         reborn = job("a")
         reborn["metadata"]["uid"] = "another"
         cluster.apply(reborn)
+        await cluster.until(lambda: "BeingCollected" in str(cluster.job(reborn)["status"]))
+        cluster.collect_garbage()
         await cluster.runs(reborn)
         assert cluster.api.made(PODS) == ["a-0-1", "a-0-2"]
 
