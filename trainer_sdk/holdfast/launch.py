@@ -6,7 +6,7 @@ or the workers are done; the control loop handles failures of workers.
 
 Exit codes: 0 when this node's workers finished; 128 + n when signal n ended the agent; 75 when the
 job ended while this node was waiting for its next world; 69 when the daemon stayed away; 77 when it
-denied the job to this process.
+denied the job to this process. They and those of workers are in `holdfast_core.exit_codes`.
 """
 
 from __future__ import annotations

@@ -49,6 +49,7 @@ from holdfast_operator.reconciler.shrinking import Strength, strength
 from holdfast_operator.reconciler.staying import recovery_mode
 from holdfast_operator.reconciler.views import (
     Condition,
+    ConditionType,
     Decision,
     Observed,
 )
@@ -329,4 +330,5 @@ def _problem(decision: Decision, phase: Phase) -> str:
         return decision.state.outcome_reason
     if phase in (Phase.RUNNING, Phase.COMPLETE, Phase.SUSPENDED):
         return ""
-    return decision.reason
+    refused = (c.message for c in decision.conditions if c.type is ConditionType.PODS_REFUSED)
+    return next(refused, decision.reason)
