@@ -52,13 +52,13 @@ POD_IP = "HOLDFAST_POD_IP"
 DEFAULT_VARIABLES = {"PYTHONUNBUFFERED": "1"}
 """Variables of the trainer that the template may set otherwise."""
 SHARED_MEMORY_PATH = "/dev/shm"
+LINES_OF_LOG = "FallbackToLogsOnError"
+"""Policy by which a pod's status has the last lines of a container that failed."""
 GRACE_S = 8
 """Seconds between SIGTERM and SIGKILL of a pod whose template gives none: longer than the launcher
 gives its workers."""
 LAUNCHER_S = 3
 """Part of a pod's grace that is left for the launcher, after that of its workers."""
-LINES_OF_LOG = "FallbackToLogsOnError"
-"""Policy by which a pod's status has the last lines of a container that failed."""
 
 
 class TrainerVolume(StrEnum):

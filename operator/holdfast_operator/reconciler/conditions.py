@@ -21,7 +21,7 @@ from holdfast_operator.reconciler.losses import loss_condition
 from holdfast_operator.reconciler.seats import plan_condition
 from holdfast_operator.reconciler.stalls import stall_of
 from holdfast_operator.reconciler.text import listed
-from holdfast_operator.reconciler.unprotected import unprotected_in_words
+from holdfast_operator.reconciler.unprotected import TRAINS_UNPROTECTED, unprotected_in_words
 from holdfast_operator.reconciler.views import (
     AgentState,
     Condition,
@@ -219,7 +219,7 @@ def _running(
     without = unprotected_in_words(observed, membership)
     if without:
         message = f"{message}; {without}"
-        return Condition(type=kind, status=True, reason="TrainsUnprotected", message=message)
+        return Condition(type=kind, status=True, reason=TRAINS_UNPROTECTED, message=message)
     return Condition(type=kind, status=True, reason="AllRanksReady", message=message)
 
 
@@ -254,7 +254,7 @@ def _protected(job: MoETrainingJob, observed: Observed, state: ControlState) -> 
     kind, membership = ConditionType.PROTECTED, state.membership
     without = "" if membership is None else unprotected_in_words(observed, membership)
     if without and newest_protected(observed) is None:
-        return Condition(type=kind, status=False, reason="TrainsUnprotected", message=without)
+        return Condition(type=kind, status=False, reason=TRAINS_UNPROTECTED, message=without)
     if job.spec.redundancy.type is Redundancy.NONE:
         message = "spec.redundancy.type is None: a lost node loses its snapshots"
         return Condition(type=kind, status=False, reason="NoRedundancy", message=message)

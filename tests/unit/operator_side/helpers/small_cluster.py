@@ -129,6 +129,8 @@ class Daemon:
         self.memberships: dict[str, Membership] = {}
         self.at_work, self.lost = set[str](), set[str]()
         """Jobs whose ranks run here, and jobs whose rank was lost in the current epoch."""
+        self.refused: dict[str, str] = {}
+        """Job → why the saves of its rank are refused, so that it has no session."""
         self.protected: dict[str, Generation] = {}
         """Job → its newest protected generation: the recovery line of the epochs after it."""
         self._beats: asyncio.Queue[control_pb2.Heartbeat] = asyncio.Queue()
@@ -156,8 +158,14 @@ class Daemon:
             has_member = membership.member_on(self.node) is not None
             if has_member and job in self.at_work | self.lost:
                 lost = job in self.lost
-                word = "OFFLINE" if lost else "HEALTHY"
-                state.ranks.add(rank=self._rank(membership), state=word, step=1, lost=lost)
+                state.problem = self.refused.get(job, "")
+                state.ranks.add(
+                    rank=self._rank(membership),
+                    state="OFFLINE" if lost or job in self.refused else "HEALTHY",
+                    step=1,
+                    lost=lost,
+                    unprotected=job in self.refused,
+                )
         self._beats.put_nowait(found)
 
     def _report_protection(self, state: control_pb2.JobState, membership: Membership) -> None:
