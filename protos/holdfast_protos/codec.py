@@ -94,8 +94,14 @@ def error_from_metadata(
     return by_code(code, message)
 
 
+_DIGITS_MAX = 20
+"""Digits of 64 bits."""
+
+
 def _decimal(text: str | None) -> int:
-    return int(text) if text is not None and text.isascii() and text.isdigit() else 0
+    if text is None or len(text) > _DIGITS_MAX or not (text.isascii() and text.isdigit()):
+        return 0
+    return int(text)
 
 
 # --- generations and lines ------------------------------------------------------------------------

@@ -115,7 +115,7 @@ def parse_job(document: Mapping[str, Any]) -> MoETrainingJob:
             if not problems:
                 return job
     name = at(known, "metadata", "name")
-    subject = f"job {name!r}" if isinstance(name, str) else "the job"
+    subject = f"job {name[:MAX_NAMESPACE_CHARACTERS]!r}" if isinstance(name, str) else "the job"
     refuse(f"{subject} is not valid", problems)
     raise AssertionError("a job that could not be converted has a problem")
 
