@@ -14,6 +14,10 @@ from holdfast_operator.local.directory import NodeRecord, RunDirectory, RunRecor
 from holdfast_operator.local.processes import MARK
 from holdfast_protos.identity import Role
 
+_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+"""Where torch's communication listens: all members are on this machine, so nobody else need reach
+them. By default it listens where the machine's name leads."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Command:
@@ -96,6 +100,7 @@ class Commands:
         ]
         environment = {
             "PYTHONUNBUFFERED": "1",
+            **_LOOPBACK,
             **inherited(),
             **variables,
             MARK: directory.mark(node.name, "agent", attempt),

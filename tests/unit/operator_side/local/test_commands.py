@@ -83,3 +83,12 @@ def test_output_is_not_held_back_unless_the_job_or_the_shell_says_otherwise(
     assert _agent(tmp_path, {"PYTHONUNBUFFERED": "0"}).environment["PYTHONUNBUFFERED"] == "0"
     monkeypatch.setenv("PYTHONUNBUFFERED", "0")
     assert _agent(tmp_path, {}).environment["PYTHONUNBUFFERED"] == "0"
+
+
+def test_trainers_of_a_local_run_listen_on_loopback_unless_somebody_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+        assert _agent(tmp_path, {}).environment[name] == "lo"
+        assert _agent(tmp_path, {name: "eth1"}).environment[name] == "eth1"

@@ -44,7 +44,7 @@ class OneEpoch:
             raise UnreachableError("closed")
         return self.after
 
-    def publish_store(self, epoch: int, store_address: str) -> None:
+    def publish_store(self, epoch: int, store_address: str, store_key: str) -> None:
         self.address = store_address
 
     def worker_exited(self, epoch: int, rank: int, exit_code: int, last_lines: str) -> None:
