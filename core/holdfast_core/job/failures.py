@@ -72,8 +72,8 @@ class Detection(Document, frozen=True, kw_only=True):
                 description="seconds without progress after which a start counts as hung",
                 examples=[1800],
                 extra={
-                    "more": "Without it, 600 or hangSeconds, whichever is longer. Must be longer "
-                    "than loading and compiling."
+                    "more": "Without it, 600 or hangSeconds, whichever is longer. Processes that "
+                    "use the processor, read or write are progress."
                 },
             ),
         ]
@@ -84,9 +84,9 @@ class Detection(Document, frozen=True, kw_only=True):
         Meta(
             gt=0,
             le=YEAR_S,
-            description="seconds that processes may run on after all sessions are closed",
+            description="seconds without progress after all sessions are closed",
             examples=[3600],
-            extra={"more": "After that they count as hung."},
+            extra={"more": "Then processes that run on count as hung, unless they work."},
         ),
     ] = 3600.0
     replace_seconds: Annotated[
@@ -247,9 +247,9 @@ class FailurePolicy(Document, frozen=True, kw_only=True):
             max_length=32,
             extra={
                 "title": "What to do about each kind of failure; the first match wins.",
-                "more": "If no rule matches, exit codes from 1 to 127, except 42, 69 and 75, "
-                "fail the job; after any other failure the job restarts in place, a lost node is "
-                "replaced, and the restart counts.",
+                "more": "If no rule matches, exit codes from 1 to 127, except 42, 69, 75, 79 "
+                "and 80, fail the job; after any other failure the job restarts in place, a lost "
+                "node is replaced, and the restart counts.",
             },
         ),
     ] = DEFAULT_RULES

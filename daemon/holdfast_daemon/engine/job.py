@@ -9,7 +9,7 @@ Adapters use only these queries: the memory is private to the engine.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from holdfast_core.catalogue.events import JobEvent
@@ -38,7 +38,7 @@ from holdfast_core.snapshots.layouts import (
 from holdfast_core.snapshots.manifests import ExpertVersion, Manifest, ParityEntry
 from holdfast_core.snapshots.membership import Membership
 from holdfast_core.snapshots.reports import Directive, MemberReport
-from holdfast_core.states import RestoreSource
+from holdfast_core.states import EndReason, RestoreSource
 from holdfast_daemon.engine import (
     answers,
     completions,
@@ -366,10 +366,8 @@ class JobEngine:
         session = self._session(session_id)
         session.claimed = True
         record = self.memory.rank(session.rank)
-        record.last_sign = now
-        for arena, slot in self.memory.slots():
-            if arena.rank == session.rank and slot.state is SlotState.GRANTED:
-                slot.clear()
+        record.last_sign, record.unprotected_in = now, 0
+        self._take_back(session.rank)
         self.memory.note(
             JobEvent.SESSION_OPENED,
             rank=session.rank,
@@ -389,7 +387,8 @@ class JobEngine:
         unchanged: bytes = b"",
         first_step: int = 0,
     ) -> tuple[Granted, list[Effect]]:
-        """Grant a slot for the snapshot of `step`, and places in the arena for its pieces.
+        """Grant a slot for the snapshot of `step`, and places in the arena for its pieces. One that
+        was granted before is taken back: its trainer failed to do that, or never learned of it.
 
         Args:
             base: the snapshot from which the trainer wants to carry pieces over; unless it is held
@@ -428,6 +427,7 @@ class JobEngine:
         record.passed = generation
         record.last_step, record.last_sign = first_step or step, now
         arena = memory.arenas[(session.rank, session.layout_id)]
+        self._take_back(session.rank)
         slot = upkeep.slot_to_write(memory, current, arena)
         if slot is None:
             memory.note(JobEvent.SKIPPED, rank=session.rank, generation=generation, detail="slots")
@@ -519,14 +519,15 @@ class JobEngine:
     def abort(self, session_id: str, *, epoch: int, step: int, now: float) -> list[Effect]:
         """Free a granted slot that the trainer gives back."""
         session = self._session(session_id)
-        for arena, slot in self.memory.slots():
-            if (
-                arena.rank == session.rank
-                and slot.state is SlotState.GRANTED
-                and slot.generation == Generation(epoch, step)
-            ):
-                slot.clear()
+        self._take_back(session.rank, Generation(epoch, step))
         return self._convergence.settle(now)
+
+    def _take_back(self, rank: int, generation: Generation | None = None) -> None:
+        """Free what is granted to a rank: for the snapshot of `generation`, or for any."""
+        for arena, slot in self.memory.slots():
+            granted = arena.rank == rank and slot.state is SlotState.GRANTED
+            if granted and generation in (None, slot.generation):
+                slot.clear()
 
     def session_ended(self, session_id: str, *, clean: bool, now: float) -> list[Effect]:
         """End a session: the trainer has closed it, or its process is gone."""
@@ -536,9 +537,7 @@ class JobEngine:
             return []
         self._forget(session)
         record = memory.rank(session.rank)
-        for arena, slot in memory.slots():
-            if arena.rank == session.rank and slot.state is SlotState.GRANTED:
-                slot.clear()
+        self._take_back(session.rank)
         if not clean and session.epoch == memory.epoch:
             record.lost_in = memory.epoch
             memory.note(
@@ -601,10 +600,16 @@ class JobEngine:
                 f"holdfast.elastic.init with stay=False"
             )
         self._followers_made += 1
-        self.memory.rank(rank).follower = Follower(
-            self._followers_made, pid, size, since=self.memory.epoch
-        )
+        record, follower = self.memory.rank(rank), self.memory.rank(rank).follower
+        if follower is None or follower.pid != pid:
+            record.began_alone = False
+        record.follower = Follower(self._followers_made, pid, size, since=self.memory.epoch)
         return self._followers_made
+
+    def begins_alone(self, rank: int) -> None:
+        """Record that the process of `rank` has begun from the beginning, and that what its member
+        holds is nowhere else."""
+        self.memory.rank(rank).began_alone = True
 
     def unfollows(self, rank: int, number: int) -> None:
         """Record that the stream `number` of `rank` has ended; one that was replaced is ignored."""
@@ -625,13 +630,65 @@ class JobEngine:
         return True
 
     def worker_exited(
-        self, epoch: int, world_rank: int, exit_code: int, last_lines: str = ""
+        self,
+        epoch: int,
+        world_rank: int,
+        exit_code: int,
+        last_lines: str = "",
+        reason: EndReason = EndReason.UNKNOWN,
     ) -> None:
-        """Record that a worker of `epoch` failed, and the end of its stderr. Failures in an ended
-        epoch are ignored: workers are killed then. Raises as `rank_in_world` does."""
+        """Record that a worker of `epoch` failed, the end of its stderr, and the reason. Failures
+        in an ended epoch are ignored, since workers are killed then, unless memory was short.
+        Raises as `rank_in_world` does."""
         if epoch == self.memory.epoch:
             record = self.memory.rank(self.rank_in_world(world_rank))
             record.exited, record.last_lines = (epoch, exit_code), last_lines
+            record.exit_reason, record.unprotected_in = reason, 0
+        if reason is EndReason.OOM_KILLED and epoch <= self.memory.epoch:
+            record = self.memory.rank(self.rank_of_lane(world_rank))
+            record.oom_killed_in = max(record.oom_killed_in, epoch)
+
+    def worked(self, epoch: int, world_ranks: Collection[int], now: float) -> None:
+        """Record that workers of `epoch` have worked of late, as their agent saw; nothing, when
+        that epoch has ended. Raises as `rank_in_world` does."""
+        if epoch == self.memory.epoch:
+            for rank in [self.rank_in_world(each) for each in set(world_ranks)]:
+                self.memory.rank(rank).worked = (epoch, now)
+
+    def trained(
+        self,
+        rank: int,
+        *,
+        epoch: int,
+        step: int,
+        now: float,
+        skipped: int = 0,
+        failed: int = 0,
+        failure: str = "",
+        failure_code: str = "",
+        closed: bool = False,
+    ) -> list[Effect]:
+        """Record the progress of a rank that has no session, because its saves are refused.
+
+        Args:
+            closed: the rank trains no more.
+
+        Raises:
+            StaleEpochError: `epoch` has ended.
+        """
+        self._check_epoch(epoch, f"rank {rank}")
+        record = self.memory.rank(rank)
+        if record.session is not None and record.session.claimed:
+            return []  # its own reports count
+        if closed:
+            record.unprotected_in = 0
+        else:
+            if step > record.last_step or record.unprotected_in != epoch:
+                record.last_step, record.last_sign = max(step, record.last_step), now
+            record.unprotected_in = epoch
+        record.skipped, record.failed = skipped, failed
+        record.failure, record.failure_code = failure, failure_code
+        return self._convergence.settle(now)
 
     def publish_store(
         self, epoch: int, address: str, now: float, store_key: str = ""

@@ -18,7 +18,7 @@ from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.manifests import Inventory, SnapshotEntry
 from holdfast_core.snapshots.membership import Membership
 from holdfast_core.snapshots.reports import Directive, MemberReport
-from holdfast_core.states import RestoreSource
+from holdfast_core.states import EndReason, RestoreSource
 from holdfast_daemon.engine.effects import Effect, Note
 from holdfast_daemon.engine.epoch import Epoch
 from holdfast_daemon.engine.loading_state import Loading
@@ -85,6 +85,9 @@ class RankRecord:
     session: TrainerSession | None = None
     follower: Follower | None = None
     """Living process, so it outlasts epochs."""
+    began_alone: bool = False
+    """Whether its process has begun from the beginning, what its member holds is nowhere else, and
+    nothing was protected in an earlier epoch."""
     arrived_in: int = 0
     """Epoch whose world its worker has joined most recently."""
     passed: Generation | None = None
@@ -94,6 +97,15 @@ class RankRecord:
     """(epoch, exit code) of its worker's newest failure, as reported by the agent."""
     last_lines: str = ""
     """Last lines that the failed worker wrote to stderr, for operators."""
+    exit_reason: EndReason = EndReason.UNKNOWN
+    """Why that worker failed, where its agent knew it."""
+    oom_killed_in: int = 0
+    """Newest epoch in which the kernel killed it for lack of memory. The agent's report may come
+    when the next epoch has begun."""
+    worked: tuple[int, float] = (0, 0.0)
+    """(epoch, monotonic time in seconds) of the newest report of the agent that it had worked."""
+    unprotected_in: int = 0
+    """Newest epoch in which it has reported progress without a session."""
     last_step: int = 0
     last_sign: float = 0.0
     seal_error: str = ""
@@ -121,6 +133,15 @@ class RankRecord:
     def is_live(self) -> bool:
         """Whether the rank went on in this epoch from what processes had."""
         return self.restored is not None and self.restored[1] is RestoreSource.LIVE
+
+    def can_stay(self, size: int, *, protected: bool) -> bool:
+        """Whether its process can stay for a world of `size` ranks.
+
+        Args:
+            protected: whether anything is known to be protected, to which the job could go back.
+        """
+        follows = self.follower is not None and self.follower.fits(size)
+        return follows and (protected or not self.began_alone)
 
     def stayed(self, session: TrainerSession) -> bool:
         """Whether the process of `session` followed its worlds before the session's epoch."""
@@ -190,6 +211,11 @@ class JobMemory:
         return self.epoch_seen > self.epoch
 
     @property
+    def protects(self) -> bool:
+        """Whether this epoch is known to have a generation that is kept."""
+        return self.current is not None and self.current.retained is not None
+
+    @property
     def leads(self) -> bool:
         return self.current is not None and self.current.leads
 
@@ -211,6 +237,9 @@ class JobMemory:
 
     def begin_epoch(self, membership: Membership) -> None:
         """Enter the epoch of `membership`: nothing is verified, reported or decided in it yet."""
+        if self.protects:
+            for record in self.ranks.values():
+                record.began_alone = False
         me = membership.member_on(self.node)
         if me is None:
             self.current, self.left = None, membership

@@ -7,11 +7,15 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Iterable
 
+from holdfast_core.job.parsing import MANAGER
 from holdfast_core.job.status import ENDED, Phase
+from holdfast_core.metric_definitions import job_labels
 from holdfast_operator.kube.amounts import Amounts
-from holdfast_operator.kube.api import NOT_FOUND, ApiError, Object
+from holdfast_operator.kube.api import NOT_FOUND, ApiError, Object, pages
 from holdfast_operator.kube.finalizer import free_memory
 from holdfast_operator.kube.job_loop import JobLoop
+from holdfast_operator.kube.metrics import OperatorMetrics
+from holdfast_operator.kube.pacing import HEARTBEAT_S_MAX, heartbeats_s
 from holdfast_operator.kube.resources import JOBS
 from holdfast_operator.kube.world import LoopContext
 from holdfast_operator.reconciler.renewal import JobStand
@@ -19,9 +23,6 @@ from holdfast_operator.reconciler.views import Event
 
 _log = logging.getLogger(__name__)
 
-HEARTBEAT_S_MIN, HEARTBEAT_S_MAX = 0.2, 1.0
-"""Bounds of the heartbeats' interval. Daemons serve many jobs: within these, the most demanding job
-sets it."""
 HOUSEKEEPING_S = 5.0
 ORPHAN_S = 60.0
 """Seconds until the API server is asked about an unknown job that holds memory."""
@@ -36,6 +37,10 @@ class Fleet:
         self._loops: dict[str, JobLoop] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._unknown_since: dict[str, float] = {}
+        self._listed: dict[str, str] | None = None
+        """Key → uid of each job that was there when this process began; None until they have been
+        listed."""
+        self._all_known = False
 
     def begin(self, world: LoopContext) -> None:
         """Use `world` for the control loops of all jobs that begin from now on."""
@@ -104,10 +109,20 @@ class Fleet:
 
     # --- what others ask ----------------------------------------------------------------------
 
-    def stands(self) -> list[JobStand]:
-        """Standing of every job that has one, for the replacement of daemons."""
+    def stands(self) -> list[JobStand] | None:
+        """Standing of every job that has one, for the replacement of daemons; None while there may
+        be a job that was not looked at yet."""
+        if not self._all_known:
+            listed = self._listed
+            if listed is None or not all(map(self._is_known, listed, listed.values())):
+                return None
+            self._all_known = True
         found = (loop.stand() for loop in self._loops.values())
         return [stand for stand in found if stand is not None]
+
+    def _is_known(self, key: str, uid: str) -> bool:
+        loop = self._loops.get(key)
+        return loop is not None and (loop.has_looked or loop.uid != uid)
 
     def requests_of(self, key: str) -> Amounts:
         """Amounts that a member of the job takes from its node."""
@@ -130,9 +145,31 @@ class Fleet:
     async def run(self) -> None:
         """Run until cancelled."""
         while True:
+            await self.list_jobs()
             await asyncio.sleep(HOUSEKEEPING_S)
             self.adjust()
             await self.free_orphans()
+
+    async def list_jobs(self) -> None:
+        """Find out which jobs there are, until all of them have been looked at. Jobs that are
+        being deleted, and those of other managers, have no control loop."""
+        assert self._world is not None
+        if self._all_known:
+            return
+        found: list[Object] = []
+        try:
+            for namespace in self._world.watch_namespaces or ("",):
+                async for page in pages(self._world.api, JOBS, namespace):
+                    found += page["items"]
+        except ApiError as error:
+            _log.warning("jobs cannot be listed, so no daemon is renewed yet: %s", error)
+            return
+        ours = (job for job in found if "deletionTimestamp" not in job["metadata"])
+        self._listed = {
+            _key(job): job["metadata"]["uid"]
+            for job in ours
+            if (job.get("spec") or {}).get("managedBy", MANAGER) == MANAGER
+        }
 
     def adjust(self) -> None:
         """Bring heartbeats and gauges up to date."""
@@ -140,11 +177,12 @@ class Fleet:
         world = self._world
         wanted = [loop.heartbeat_s for loop in self._loops.values()]
         most = min((each for each in wanted if each is not None), default=HEARTBEAT_S_MAX)
-        world.server.set_heartbeat_s(min(HEARTBEAT_S_MAX, max(HEARTBEAT_S_MIN, most)))
+        world.server.set_heartbeat_s(heartbeats_s(most))
         statuses = [loop.status for loop in self._loops.values()]
         phases = Counter(status.get("phase", Phase.WAITING) for status in statuses)
         for phase in Phase:
             world.metrics.set("jobs", phases[phase], phase=phase)
+        self._show_jobs(world.metrics)
         going = [s for s in statuses if s.get("phase") not in ENDED]
         world.metrics.set("ranks_desired", sum(s.get("desired", 0) for s in going))
         world.metrics.set("ranks_ready", sum(s.get("ready", 0) for s in going))
@@ -154,6 +192,14 @@ class Fleet:
         world.metrics.set("jobs_short", sum(map(_is_short, going)))
         connected = sum(view.connected for view in world.server.nodes().values())
         world.metrics.set("daemons_connected", connected)
+
+    def _show_jobs(self, metrics: OperatorMetrics) -> None:
+        """Bring the series of single jobs up to date."""
+        of = {tuple(job_labels(key).values()): loop.status for key, loop in self._loops.items()}
+        phases = {(*job, s.get("phase", Phase.WAITING)): 1.0 for job, s in of.items()}
+        metrics.replace_all("job_phase", phases)
+        metrics.replace_all("job_recoveries", {j: s.get("recoveries", 0) for j, s in of.items()})
+        metrics.replace_all("job_members_missing", {j: _missing(s) for j, s in of.items()})
 
     async def free_orphans(self) -> None:
         """Free the memory of jobs that were deleted while no operator was running. The API server
@@ -185,9 +231,15 @@ class Fleet:
 
 def _is_short(status: Object) -> bool:
     """Whether the job trains without some of its members."""
+    return _missing(status) > 0
+
+
+def _missing(status: Object) -> int:
+    """Number of members without which the job goes on."""
     found = status.get("strength") or {}
     active: int = found.get("active", 0)
-    return status.get("phase") != Phase.SUSPENDED and 0 < active < found.get("desired", 0)
+    goes_on = active > 0 and status.get("phase") not in (Phase.SUSPENDED, *ENDED)
+    return max(0, int(found.get("desired", 0)) - active) if goes_on else 0
 
 
 def _key(resource: Object) -> str:

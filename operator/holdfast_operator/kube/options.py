@@ -38,8 +38,8 @@ class Options:
     context: str
     namespace: str
     """Namespace in which Holdfast is installed."""
-    watch_namespace: str
-    """Namespace whose jobs are carried out; empty for all."""
+    watch_namespaces: tuple[str, ...]
+    """Namespaces whose jobs are carried out; empty for all."""
     identity: str
     """Name of this replica, which is that of its pod."""
     address: str
@@ -56,6 +56,8 @@ class Options:
     """Whether to delete the pods of daemons of an older version, when no job loses by it."""
     trainer_volume: TrainerVolume
     """How trainers' pods get at the daemon's sockets."""
+    disruption_budgets: bool
+    """Whether jobs get a PodDisruptionBudget."""
     kueue: bool
     """Whether jobs may name a queue of Kueue."""
     notice: tuple[str, ...]
@@ -87,7 +89,14 @@ def parse(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> Op
         metavar="NAME",
         help="where Holdfast is installed (default: $POD_NAMESPACE, else holdfast-system)",
     )
-    add("--watch-namespace", default="", metavar="NAME", help="of the jobs to run; default: all")
+    add(
+        "--watch-namespace",
+        action="append",
+        default=[],
+        dest="watch_namespaces",
+        metavar="NAME",
+        help="a namespace of the jobs to run; may be repeated; default: all namespaces",
+    )
     add(
         "--identity",
         default=environment.get("POD_NAME", ""),
@@ -122,6 +131,7 @@ def parse(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> Op
             variable = "POD_NAME" if flag == "--identity" else "POD_IP"
             parser.error(f"{flag} is missing: give it, or set {variable}")
     found.notice = tuple(found.notice)
+    found.watch_namespaces = tuple(sorted({name for name in found.watch_namespaces if name}))
     found.storage_locations = tuple(found.storage_locations)
     return Options(**vars(found))
 
@@ -143,6 +153,13 @@ def _add_nodes(parser: argparse.ArgumentParser) -> None:
         help="how trainers' pods get at the daemon's sockets: by an inline volume of the daemons' "
         "CSI driver, or by a hostPath, which Pod Security allows in privileged namespaces only "
         "(default: %(default)s)",
+    )
+    add(
+        "--no-disruption-budgets",
+        dest="disruption_budgets",
+        action="store_false",
+        help="make no PodDisruptionBudgets, by which evictions leave as many pods of a job as its "
+        "redundancy needs",
     )
     add(
         "--kueue",

@@ -4,10 +4,11 @@ The first rule that matches wins. Causes have the names that rules give after `w
 
 - `NodeLost`: the daemon is silent for too long, the node is gone, or its memory is.
 - `Disruption`: the cluster took the pod away (preemption, eviction, taint, deletion with its node),
-  or is about to take the node away. By default it is replaced and does not count.
+  refused it on its node, or is about to take the node away (`kube.pod_reasons` has all reasons). By
+  default it is replaced and does not count.
 - `Hang`: no rank makes progress.
 - `ExitCode`: a worker failed with a code that its agent has seen, or the agent itself did. A worker
-  that died of signal n has code 128 + n: out of memory is 137.
+  that died of signal n has code 128 + n. Of an init container that failed it is that one's code.
 - Everything else has no name, and only `Any` matches it: a rank that is lost without a code, an
   agent that waits. A pod that a person deleted is among them, and counts: it cannot be told from a
   crash, and something that deletes pods again and again must come to an end, as it does for a Job.
@@ -24,12 +25,9 @@ where nothing else explains it (`reconciler.evidence.principal`).
 
 from __future__ import annotations
 
+from holdfast_core.exit_codes import RETRYABLE
 from holdfast_core.job.parsing import FailureAction, FailureRule, MoETrainingJob, On
 from holdfast_operator.reconciler.evidence import Cause
-
-RETRYABLE = frozenset({42, 69, 75})
-"""Codes below 128 that ask for a restart. 42 is Holdfast's own convention; agents exit with 69 and
-75 (EX_UNAVAILABLE, EX_TEMPFAIL) when their daemon stayed away, or the job ended for them."""
 
 SIGNALS = 128
 """Codes above this are 128 + the signal."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from holdfast_core.exit_codes import BEGINS_ANEW
 from holdfast_core.job.parsing import FailureAction as RuleAction
 from holdfast_core.job.parsing import FailureRule
 from holdfast_core.snapshots.membership import Membership
@@ -48,6 +49,9 @@ FORMING_S, FORMING_S_MAX = 1.0, 5.0
 """Least age at which an epoch is given up in which training was never seen running, and the maximum
 of that age: it doubles with each such epoch in a row."""
 
+SILENT = "their daemons are silent, while nothing else holds what their memory may hold"
+"""Why members that only their daemons' silence tells to be lost are not replaced."""
+
 EXIT_CODE_S = 0.5
 """How long a lost rank's exit code is waited for when failure rules depend on it: agents look after
 their workers ten times a second."""
@@ -62,6 +66,8 @@ class _Case:
     rules: tuple[FailureRule, ...]
     """Failure rule that applies to each cause."""
     moves: Moves
+    anew: bool
+    """Whether no process is to be kept, because training begins from the beginning."""
 
     @property
     def text(self) -> str:
@@ -76,7 +82,7 @@ def recover(look: Look, state: ControlState, membership: Membership) -> Step:
         return Step(state, waiting=waits_for(evidence))
     causes = principal(evidence.causes)
     if look.job.spec.trainer.external:
-        causes, moves = follow_pods(look, state, membership, causes)
+        causes, moves = follow_pods(look, state, membership, causes, evidence.groups)
         rules = [rule_for(look.job, cause) for cause in causes]
     else:
         rules = [rule_for(look.job, cause) for cause in causes]
@@ -85,7 +91,8 @@ def recover(look: Look, state: ControlState, membership: Membership) -> Step:
         causes, rules = _worthwhile(causes, rules, moves)
     if not causes:
         return Step(replace(state, no_replacement_since=None, codes_awaited_since=None))
-    case = _Case(membership=membership, causes=causes, rules=tuple(rules), moves=moves)
+    anew = any(cause.exit_code == BEGINS_ANEW for cause in evidence.causes)
+    case = _Case(membership=membership, causes=causes, rules=tuple(rules), moves=moves, anew=anew)
     return fold(_RULES, look, state, case)
 
 
@@ -134,9 +141,12 @@ def _await_nodes(look: Look, state: ControlState, case: _Case) -> Step:
     moves = case.moves
     if look.job.spec.trainer.external:
         missing = missing_homes(look, homes(look, state))
-        return Step(state, waiting=f"{case.text}; {missing}" if missing else None)
+        if missing or not moves.silent:
+            return Step(state, waiting=f"{case.text}; {missing}" if missing else None)
     if moves.unplaced:
         return await_replacement(look, state, case.membership, case.text, moves.unplaced)
+    if moves.silent:
+        return await_replacement(look, state, case.membership, case.text, moves.silent, SILENT)
     if (
         moves.held
         and not moves.away(case.membership)
@@ -148,7 +158,7 @@ def _await_nodes(look: Look, state: ControlState, case: _Case) -> Step:
 
 
 def _fail_alike(look: Look, state: ControlState, case: _Case) -> Step:
-    return fail_alike(look, state, case.membership, case.rules)
+    return fail_alike(look, state, case.membership, case.causes, case.rules)
 
 
 def _count(look: Look, state: ControlState, case: _Case) -> Step:
@@ -186,7 +196,7 @@ def _count(look: Look, state: ControlState, case: _Case) -> Step:
 
 def _begin(look: Look, state: ControlState, case: _Case) -> Step:
     """Begin the next epoch, and emit an event with the reason."""
-    step = begin_epoch(look, state, case.membership, case.moves, case.causes)
+    step = begin_epoch(look, state, case.membership, case.moves, case.causes, anew=case.anew)
     text = f"{case.text}; {_response(look, step.state, case)} in epoch {step.state.epoch}"
     return step.post(EventReason.RECOVERING, text, warning=True).wait()
 
@@ -282,8 +292,14 @@ def begin_epoch(
     membership: Membership,
     moves: Moves,
     causes: tuple[Cause, ...],
+    *,
+    anew: bool = False,
 ) -> Step:
-    """Publish the next epoch, and move agents."""
+    """Publish the next epoch, and move agents.
+
+    Args:
+        anew: whether the workers of no member are kept.
+    """
     away = moves.away(membership)
     agents = look.observed.agents
     leaving = [agent for agent in agents if away.get(agent.member) == agent.node]
@@ -314,6 +330,8 @@ def begin_epoch(
     ended = [agent for agent in stays if _ends(agent)]
     step = step.then(stop(look, step.state, ended))
     failed = {cause.member for cause in causes if cause.member is not None}
+    if anew:
+        failed |= {member.index for member in membership.members}
     step = step.then(
         publish_next(look, step.state, membership, moves.to, failed, moves.leaving, moves.order)
     )

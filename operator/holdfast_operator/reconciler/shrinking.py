@@ -90,7 +90,8 @@ def leave_out(
     at_once = any(rule.action is RuleAction.SHRINK for rule in rules)
     may_leave = len(membership.members) - len(moves.leaving) - job.spec.least_nodes
     waited_s = 0.0 if since is None else look.now - since
-    lost = [*moves.unplaced, *(moves.held if waited_s >= patience_s(job) else ())]
+    kept = [*moves.held, *moves.silent]
+    lost = [*moves.unplaced, *(kept if waited_s >= patience_s(job) else ())]
     joining = _joining(look, state, membership, missing=len(lost) - may_leave)
     moves = replace(moves, to=moves.to | joining)
     may_leave += len(joining)
@@ -108,6 +109,7 @@ def leave_out(
         leaving=moves.leaving | leaving,
         unplaced=[],
         held=[member for member in moves.held if member not in leaving],
+        silent=[member for member in moves.silent if member not in leaving],
     )
     if not state.ran or not job.spec.may_shrink or (shrinks_after_s(job) and not at_once):
         return left
@@ -141,7 +143,8 @@ def _without_unready(
     for member in sorted(membership.members, key=lambda each: each.index not in moves.lost):
         index, node = member.index, moves.to.get(member.index)
         node = node or node_of(look.observed, member)
-        if index in leaving or index in moves.held or _is_ready_on(look, member, node.name):
+        waits = index in moves.held or index in moves.silent
+        if index in leaving or waits or _is_ready_on(look, member, node.name):
             continue
         if len(later) >= may_leave:
             break

@@ -22,7 +22,7 @@ from holdfast_core.experts.loss_reports import LossReport
 from holdfast_core.job.status import ConditionStatus
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.membership import Membership
-from holdfast_core.states import RankHealth, RestoreSource
+from holdfast_core.states import EndReason, RankHealth, RestoreSource
 from holdfast_operator.reconciler.counters import Counters
 
 NEVER = float("-inf")
@@ -54,6 +54,20 @@ class RankView(Struct, frozen=True, kw_only=True, gc=False):
     """Step after which it has repeated steps alone, to that of `restored`."""
     no_replay: str = ""
     """Why no pipeline stage repeated steps alone; empty where none was to."""
+    since_work_s: float | None = None
+    """Seconds since its launcher last saw its worker work in this epoch: use the processor, read or
+    write. None when it has not, or the launcher is not Holdfast's."""
+    unprotected: bool = False
+    """Whether it trains without a session, because its saves are refused."""
+    exit_reason: EndReason = EndReason.UNKNOWN
+    """Why its worker failed, where that is known."""
+    oom_killed_in: int = 0
+    """Newest epoch in which its worker was killed for lack of memory; 0 when in none."""
+
+    @property
+    def at_work(self) -> bool:
+        """Whether it trains as far as its SDK reports, with a session or without."""
+        return self.state.at_work or self.unprotected
 
 
 class JobView(Struct, frozen=True, kw_only=True, gc=False):
@@ -123,7 +137,8 @@ class NodeView(Struct, frozen=True, kw_only=True, gc=False):
     memory_used_bytes: int = 0
     domain: str = ""
     schedulable: bool = True
-    """Whether it takes new agents; false for a node that is cordoned. What runs there stays."""
+    """Whether it takes new agents; false for a node that is cordoned, and for one whose daemon has
+    said that it has no memory left. What runs there stays."""
     agent_waits: bool = False
     """Whether an agent of the job waits here for a world, while the node has no part in any."""
     disruption: str = ""
@@ -131,6 +146,10 @@ class NodeView(Struct, frozen=True, kw_only=True, gc=False):
     empty without any notice."""
     job: JobView | None = None
     """None when the daemon holds nothing of the job."""
+
+
+INIT_FAILED = "InitContainerFailed"
+"""Reason of an agent that was not started, because a container that runs before it has failed."""
 
 
 class AgentState(StrEnum):
@@ -188,6 +207,15 @@ class Suspension:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """Why members are not placed: what the job asks for is refused as it is."""
+
+    reason: str
+    """One word in CamelCase."""
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Observed:
     """Everything that is known now. A missing node was not seen yet. All agents are there: an
     adapter that has not listed them yet must not look."""
@@ -197,6 +225,11 @@ class Observed:
     standbys: tuple[StandbyView, ...] = ()
     suspension: Suspension | None = None
     """Why the job's queue keeps it from running; None when the job may run."""
+    refusals: tuple[tuple[str, int], ...] = ()
+    """Reasons why nodes cannot take a member, each with the number of nodes, while the job has
+    none; empty where an adapter does not count them."""
+    refusal: Refusal | None = None
+    """Why the cluster would accept no agent of the job; None when it would, or was not asked."""
     _by_home: dict[tuple[int, str], AgentView] = field(init=False, repr=False, compare=False)
     _views: dict[int, tuple[Membership, tuple[JobView | None, ...]]] = field(
         init=False, repr=False, compare=False, default_factory=dict
@@ -279,6 +312,10 @@ class FenceNode:
 class DropJob:
     """Have all daemons free what they hold of the job."""
 
+    up_to_epoch: int | None = None
+    """Newest epoch of what is freed; None to free everything. A daemon that has not spoken yet may
+    hold what is newer."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PersistNow:
@@ -338,6 +375,7 @@ class ConditionType(StrEnum):
     PERSISTED = "Persisted"
     INSECURE = "Insecure"
     DAEMONS_OUTDATED = "DaemonsOutdated"
+    PODS_REFUSED = "PodsRefused"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -373,8 +411,11 @@ class EventReason(StrEnum):
     JOINED = "Joined"
     JOINER_EXITED = "JoinerExited"
     SLOW_START = "SlowStart"
+    WORKS_UNPROTECTED = "WorksUnprotected"
     SLOW_END = "SlowEnd"
     LAST_LINES = "LastLines"
+    AGENT_ENDED = "AgentEnded"
+    OUT_OF_MEMORY = "OutOfMemory"
     TOKEN_LOSS_LIMIT_PASSED = "TokenLossLimitPassed"
     EXPERTS_SEATED = "ExpertsSeated"
     COPY_REQUESTED = "CopyRequested"
@@ -448,8 +489,15 @@ class ControlState(Counters):
     """When `signs` last changed."""
     slow: str = ""
     """Start or end of an epoch that an event has reported as slow."""
+    works: str = ""
+    """Start or end of an epoch of which an event has reported that ranks work unprotected."""
     unprotected: frozenset[str] = frozenset()
     """Reasons for which `unprotected` has emitted events."""
+    late_ends: frozenset[tuple[int, str]] = frozenset()
+    """(epoch, who) of agents and ranks of which an event has told why they ended, an epoch
+    later."""
+    reached: tuple[tuple[int, int], ...] = ()
+    """(epoch, newest step) of this epoch and of the one before it."""
     standby_exits: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     """Node → how often its standby agent has ended of late, and when it last did."""
 
@@ -467,4 +515,6 @@ class Decision:
     actions: tuple[Action, ...] = ()
     conditions: tuple[Condition, ...] = ()
     events: tuple[Event, ...] = ()
+    missing_nodes: int = 0
+    """Number of nodes that the job lacks."""
     reason: str = field(default="", compare=False)

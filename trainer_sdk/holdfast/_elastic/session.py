@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from holdfast._causes import drop_frames
 from holdfast._daemon.handles import SaveHandle
+from holdfast._elastic.beginning import Beginning
 from holdfast._elastic.pipeline import Pipeline
 from holdfast._elastic.stage_replay import agree_on_replay, hand_over_logs
 from holdfast._elastic.world import World
@@ -30,20 +31,25 @@ from holdfast._experts.partial_state import START, PartialState
 from holdfast._interface import Session
 from holdfast._saving.tally import SaveCounters
 from holdfast._session import ProtectedSession
-from holdfast._state.beginning import Beginning
 from holdfast._state.capture import LiveState
 from holdfast._state.collect import drop_unscaled
 from holdfast._state.dtensors import is_dtensor
+from holdfast._state.nested import StepHooks
 from holdfast._steps import TrainStep, steps_of
 from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.errors import (
+    BeginsAnewError,
     HoldfastError,
     InvalidJobError,
-    NoRecoveryLineError,
     UnreachableError,
 )
 from holdfast_core.protection.replaying import ReplayPlan
-from holdfast_core.protection.standing import RankStanding, StandingAction, StandingVerdict
+from holdfast_core.protection.standing import (
+    RankStanding,
+    StandingAction,
+    StandingVerdict,
+    can_lose_member,
+)
 from holdfast_core.snapshots.units import UnitKind
 
 _log = logging.getLogger("holdfast")
@@ -200,11 +206,7 @@ class ElasticSession(Session):
         self._session: Session
         self._exchange: Exchange
         self._begin()
-        self._hooks = [
-            one.register_step_pre_hook(self._before_optimizer)
-            for one in self._optimizers
-            if isinstance(one, torch.optim.Optimizer)
-        ]
+        self._hooks = StepHooks(self._optimizers, self._before_optimizer)
 
     def _begin(self, kept: PartialState = START) -> None:
         """Make what belongs to one world. Collective.
@@ -285,7 +287,7 @@ class ElasticSession(Session):
         """Enter the next world, and go on there live or restore; see `Runner`.
 
         Raises:
-            NoRecoveryLineError: there is nothing to go on from, and nothing was protected yet. Only
+            BeginsAnewError: there is nothing to go on from, and nothing was protected yet. Only
                 a process that starts anew can begin from the beginning.
             Exception: the failure that cut the step off, when no new world came.
         """
@@ -311,7 +313,7 @@ class ElasticSession(Session):
                     raise
                 continue
             if step is None:
-                raise NoRecoveryLineError(
+                raise BeginsAnewError(
                     f"epoch {self._world.epoch} starts from the beginning, because nothing was "
                     f"protected yet; this process ends so that a new one can"
                 )
@@ -336,9 +338,8 @@ class ElasticSession(Session):
 
     # --- the vote ---------------------------------------------------------------------------------
 
-    def _before_optimizer(self, optimizer: object, args: Any, kwargs: Any) -> None:
+    def _before_optimizer(self, optimizer: object) -> None:
         """Vote before the first optimizer of a step changes a byte; then wait for the save."""
-        del args, kwargs
         body = self._body
         if body is not None and not body.stepped:
             if self._votes and not body.voted and self._replaying is None:
@@ -478,6 +479,12 @@ class ElasticSession(Session):
             step = session.restore()
         if step is not None or held.step is None:
             self._hold_after(step or 0)
+        if (
+            step is None
+            and held.step is None
+            and not can_lose_member(self._standing(), self._world.size, self._world.nproc)
+        ):
+            self._world.begin_alone()
         return step
 
     def _hold(self, body: StepBody) -> None:
@@ -638,6 +645,5 @@ class ElasticSession(Session):
         self._session.wait_staged()
 
     def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        self._hooks.remove()
         self._session.close()

@@ -41,7 +41,7 @@ from holdfast._restoring.fit import make_room
 from holdfast._restoring.passing import Filling, Span, spans_of
 from holdfast._restoring.reading import ReadSnapshot, read_snapshot
 from holdfast._state.capture import LiveState, TensorSource
-from holdfast._state.collect import devices_of, put_back_groups
+from holdfast._state.collect import buffers_of, put_back_groups
 from holdfast._state.extras import decode_extras
 from holdfast_core.errors import (
     CorruptError,
@@ -238,7 +238,7 @@ def plan_world(
     tensors = assembled(layouts, was, tp=at.tp, pp=at.pp)
     found = local_tensors(live, tensors)
     own = with_all_values(extras[chosen], extras.values(), live)
-    sources = make_room(live, wanted_of(found), devices_of(own))
+    sources = make_room(live, wanted_of(found), own)
     states = {
         one.manifest.rank: _state_of(one)
         for one in world.snapshots
@@ -312,17 +312,37 @@ def with_all_values(
     chosen: Mapping[str, Any], everything: Iterable[Mapping[str, Any]], live: LiveState
 ) -> dict[str, Any]:
     """Complete `chosen` extras by what others hold of this rank's parameters: plain values of
-    optimizer states, and their devices. Values of parameters that this rank lacks are left out: it
-    may have other experts than the rank that saved them."""
+    optimizer states, their devices, and forms of buffers. Values of parameters that this rank lacks
+    are left out: it may have other experts than the rank that saved them."""
     others = [chosen, *everything]
+    buffers: dict[str, Any] = {}
+    for one in reversed(others):
+        buffers |= buffers_of(one)
     optimizers = []
-    for index, state in enumerate(chosen["optimizers"]):
-        scalars: dict[str, Any] = {}
+    for index, saved in enumerate(chosen["optimizers"]):
+        of_all = [extras["optimizers"][index] for extras in others]
         devices: dict[str, str] = {}
-        for one in (extras["optimizers"][index] for extras in others):
-            for name, values in one["scalars"].items():
-                if name in live.anchors:
-                    scalars.setdefault(name, values)
+        for one in of_all:
             devices = {**one["devices"], **devices}
-        optimizers.append({**state, "scalars": scalars, "devices": devices})
-    return {**chosen, "optimizers": optimizers}
+        state = {**saved, "scalars": _scalars(of_all, live), "devices": devices}
+        if "within" in state:
+            state["within"] = [
+                {
+                    **inner,
+                    "scalars": _scalars(beside := [one["within"][at] for one in of_all], live),
+                    "keys": sorted({key for one in beside for key in one["keys"]}),
+                }
+                for at, inner in enumerate(state["within"])
+            ]
+        optimizers.append(state)
+    return {**chosen, "optimizers": optimizers, "buffers": buffers}
+
+
+def _scalars(states: Iterable[Mapping[str, Any]], live: LiveState) -> dict[str, Any]:
+    """Plain values of this rank's parameters in the extras of several ranks."""
+    found: dict[str, Any] = {}
+    for state in states:
+        for name, values in state["scalars"].items():
+            if name in live.anchors:
+                found.setdefault(name, values)
+    return found

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
 from holdfast_core.elastic_experts.reports import PlanReport
@@ -15,7 +16,7 @@ from holdfast_core.job.locations import Locations
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.membership import Membership
-from holdfast_core.states import RankHealth, RestoreSource
+from holdfast_core.states import EndReason, RankHealth, RestoreSource
 from holdfast_operator.reconciler.conditions import phase
 from holdfast_operator.reconciler.counters import from_document, to_document
 from holdfast_operator.reconciler.evidence import UNSCHEDULABLE
@@ -106,6 +107,14 @@ class World:
         self.daemons = {f"n{i}": Daemon(f"memory-{i}") for i in range(count)}
         self.gone: set[str] = set()
         self.unconnected: set[str] = set()
+        """Nodes whose daemons have not connected to this control loop yet."""
+        self.dials_at: dict[str, float] = {}
+        """Node → when its daemon connects to a new control loop; those that are not here do at
+        once."""
+        self.sent: Membership | None = None
+        """Newest membership that this control loop has published."""
+        self.dropping = -1.0
+        """Newest epoch of what this control loop has daemons drop."""
         self.returning: set[str] = set()
         self.locations: Locations = None
         self.cordoned: set[str] = set()
@@ -135,6 +144,12 @@ class World:
         """Ranks whose workers stay in their processes when the world changes."""
         self.sessionless: set[int] = set()
         """Ranks that have no session, although their agents run: not yet, or no more."""
+        self.worked_at: dict[int, float] = {}
+        """Rank → when its launcher last saw its worker work; `inf`: it works all the time."""
+        self.unprotected: set[int] = set()
+        """Ranks that train without a session."""
+        self.oom_epochs: dict[int, int] = {}
+        """Rank → newest epoch in which its worker was killed for lack of memory."""
         self.busy: dict[str, str] = {}
         """Node → `rebuilding` or `loading`, which its daemon is."""
         self.live: int | None = None
@@ -192,9 +207,11 @@ class World:
 
     def beat(self) -> None:
         for name, daemon in self.daemons.items():
-            if daemon.alive:
+            if daemon.alive and self.now >= self.dials_at.get(name, 0.0):
                 daemon.heartbeat_at = self.now
-                self.unconnected.discard(name)
+                if name in self.unconnected:
+                    self.unconnected.discard(name)
+                    self.bring_up_to_date(name)
 
     # --- observations of the control loop -----------------------------------------------------
 
@@ -269,6 +286,16 @@ class World:
                     restored=restored,
                     restored_from=source,
                     follows=rank in self.following - daemon.lost,
+                    since_work_s=(
+                        max(0.0, self.now - self.worked_at[rank])
+                        if rank in self.worked_at
+                        else None
+                    ),
+                    unprotected=rank in self.unprotected and works,
+                    exit_reason=EndReason.OOM_KILLED
+                    if rank in daemon.exits and self.oom_epochs.get(rank) == membership.epoch
+                    else EndReason.UNKNOWN,
+                    oom_killed_in=self.oom_epochs.get(rank, 0),
                 )
                 for rank in ranks
             ),
@@ -306,8 +333,9 @@ class World:
             case PublishMembership(membership=membership):
                 self.published.append(membership)
                 self.cold_then.append(frozenset(self.cold))
+                self.sent, self.dropping = membership, -1.0
                 for name in self.daemons:
-                    self.deliver(name, membership)
+                    self.bring_up_to_date(name)
             case StartAgent(member=member, node=node):
                 assert (member, node) not in self.agents, f"{action} although there is one"
                 standby = self.standbys.get(node)
@@ -336,11 +364,25 @@ class World:
                 del self.standbys[node]
             case FenceNode(node=node):
                 self.fenced.append(node)
-            case DropJob():
+            case DropJob(up_to_epoch=epoch):
                 self.dropped = True
-                for daemon in self.daemons.values():
-                    if daemon.alive:
-                        daemon.membership = None
+                self.sent, self.dropping = None, inf if epoch is None else epoch
+                for name in self.daemons:
+                    self.bring_up_to_date(name)
+
+    def bring_up_to_date(self, name: str) -> None:
+        """Send the daemon what this control loop has published, or have it drop the job."""
+        daemon = self.daemons[name]
+        if name in self.unconnected or not daemon.alive:
+            return
+        if daemon.membership is not None and daemon.membership.epoch <= self.dropping:
+            self.drop(name)
+        elif self.sent is not None:
+            self.deliver(name, self.sent)
+
+    def drop(self, name: str) -> None:
+        """Have the daemon free what it holds."""
+        self.daemons[name].membership = None
 
     def deliver(self, name: str, membership: Membership) -> None:
         daemon = self.daemons[name]
@@ -422,9 +464,15 @@ class World:
         ended = replace(self.standbys[name], state=AgentState.EXITED, exit_code=code)
         self.standbys[name] = ended
 
-    def exit_agent(self, member: int, code: int) -> None:
+    def exit_agent(self, member: int, code: int, reason: str = "", message: str = "") -> None:
         key = (member, self.membership.member(member).node)
-        self.agents[key] = replace(self.agents[key], state=AgentState.EXITED, exit_code=code)
+        self.agents[key] = replace(
+            self.agents[key],
+            state=AgentState.EXITED,
+            exit_code=code,
+            reason=reason,
+            message=message,
+        )
 
     def finish(self) -> None:
         for member in self.membership.members:
@@ -434,6 +482,7 @@ class World:
         """Restart the control loop without any state."""
         self.state = ControlState()
         self.unconnected = set(self.daemons)
+        self.sent, self.dropping = None, -1.0
 
     def restart(self, document: dict[str, Any] | None = None) -> None:
         """Restart the control loop with its stored state: `document`, or the one that it would

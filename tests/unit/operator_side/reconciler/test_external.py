@@ -183,3 +183,16 @@ def test_the_job_is_complete_when_all_pods_have_succeeded(training: Pods) -> Non
     assert [e.reason for e in training.events][-1] == EventReason.COMPLETE
     assert training.dropped
     assert {type(action).__name__ for action in training.touched} <= {"DropJob", "Succeed"}
+
+
+def test_pods_that_have_moved_do_not_have_silent_memory_given_up() -> None:
+    """Two nodes of a group are silent: their controller starts the pods elsewhere, and what is
+    protected is where they were."""
+    world = Pods()
+    world.begin()
+    for name in ("n0", "n1"):
+        world.kill_daemon(name)
+    world.follow(["n3", "n4", "n5", "n2"])
+    world.settle(200)
+    assert world.membership.epoch == 1 and world.state.outcome is None
+    assert "nothing else holds what their memory may hold" in world.decision.reason

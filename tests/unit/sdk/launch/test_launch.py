@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.utils import macros
 
-from holdfast.launch import EXIT_DENIED, _kept_from_torch, _record_waiting, main, script_of
+from holdfast.launch import _kept_from_torch, _record_waiting, main, script_of
 from holdfast_core.errors import AccessDeniedError
+from holdfast_core.exit_codes import DENIED
 
 PYTHON = "/opt/venv/bin/python3.11"
 START_S = 120.0
@@ -173,6 +174,7 @@ def test_workers_that_are_stopped_or_killed_are_replaced_and_the_agent_ends_with
     daemon.begin(3)
     second = agent.workers(RESTART_S)
     assert [worker["epoch"] for worker in second] == ["3", "3"]
+    daemon.wait(lambda: (3, 0, 1) in daemon.work)  # they have started, at least
     for worker in first:
         with pytest.raises(ProcessLookupError):
             os.kill(worker["pid"], 0)
@@ -322,7 +324,7 @@ def test_an_agent_that_is_denied_its_job_exits_with_the_reason_and_does_not_wait
     command += ["--job", "default.moe", "--nodes", "1", "--nproc", "1", "--fresh", "--", "true"]
     environment = os.environ | {"HOLDFAST_TOKEN_FILE": str(token)}
     ended = subprocess.run(command, env=environment, capture_output=True, check=False, text=True)
-    assert ended.returncode == EXIT_DENIED
+    assert ended.returncode == DENIED
     assert "AccessDeniedError: pod a may not act for job default.moe" in ended.stderr
     assert daemon.bearers == ["Bearer this-pod"]
 
