@@ -95,7 +95,6 @@ def init(
             `load_state_dict`, or arguments contradict each other.
     """
     environment = read_environment()
-    set_exit_codes()
     maker = _Maker(
         model=model,
         optimizers=optimizer if isinstance(optimizer, list | tuple) else [optimizer],
@@ -249,6 +248,7 @@ class _Maker:
     def _connect(self, rank: int, ranks: Exchange) -> DaemonClient:
         if not self.job or self.socket is None:
             raise InvalidJobError("a daemon is named without a job; set HOLDFAST_JOB or pass job=")
+        set_exit_codes()
         store = self.environment.store_address
         if self.world is not None:
             store = self.world.store_address

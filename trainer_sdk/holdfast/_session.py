@@ -79,7 +79,6 @@ class ProtectedSession(Session):
         self._live, self._pacing, self._stateful = live, pacing, dict(stateful)
         self._settings, self._device = settings, device
         self._engine = CopyEngine(settings.copy_threads, device)
-        self._takes_apart = policy.leaves_out or bool(settings.window)
         self._counts_tokens = policy.leaves_out or settings.counts_tokens
         self._gradients = policy.gradients
         self._optimizer_steps = OptimizerSteps(live, settings.repeats if settings.window else None)
@@ -378,7 +377,7 @@ class ProtectedSession(Session):
                 self._stale = True  # until all of this has succeeded
                 self._live.begun.forms.check()
                 found = self._live.discover()
-                check_states_apart(self._live, takes_apart=self._takes_apart)
+                check_states_apart(self._live, takes_apart=self._policy_takes_apart())
                 self._sources = (*found, *self._gradients.sources())
                 self._optimizer_steps.make_room()
                 self._eager = [
@@ -412,6 +411,10 @@ class ProtectedSession(Session):
             unchanged=InPlaceCheck(self._live.watched) if copies else None,
             reseated=reseated,
         )
+
+    def _policy_takes_apart(self) -> bool:
+        """Whether experts of one generation may be captured at different steps."""
+        return self._restore.policy.leaves_out or bool(self._settings.window)
 
     def count_tokens(
         self, layer: int, counts: Sequence[float] | torch.Tensor, assignments: int | None = None

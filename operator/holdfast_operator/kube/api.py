@@ -32,7 +32,7 @@ CONNECTIONS_MAX = 64
 PAGE = "500"
 """Objects in one page of a list."""
 
-FORBIDDEN, NOT_FOUND, CONFLICT, GONE = 403, 404, 409, 410
+FORBIDDEN, NOT_FOUND, CONFLICT, GONE, TOO_MANY_REQUESTS = 403, 404, 409, 410, 429
 
 MERGE_PATCH = "application/merge-patch+json"
 
@@ -48,6 +48,11 @@ class ApiError(HoldfastError):
         """HTTP status; 0 when no answer came."""
         self.reason = reason
         """The API server's reason in one word, such as AlreadyExists."""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the same request would be refused again, until something else has changed."""
+        return 400 <= self.status < 500 and self.status != TOO_MANY_REQUESTS
 
 
 class UpsertApi(Protocol):

@@ -16,13 +16,15 @@ from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
 from holdfast_core.job.schema import COPY_ANNOTATION
 from holdfast_operator.kube.acting import Acting
-from holdfast_operator.kube.api import FORBIDDEN, ApiError, Object
+from holdfast_operator.kube.api import ApiError, Object
 from holdfast_operator.kube.finalizer import FINALIZER
 from holdfast_operator.kube.nodes import Wants, wants_of
 from holdfast_operator.kube.pacing import heartbeats_s, pause_s
 from holdfast_operator.kube.pods import TrainerPod, adopted_agents, agents, pod_names
 from holdfast_operator.kube.queueing import Queueing
 from holdfast_operator.kube.recovery_log import RecoveryLog
+from holdfast_operator.kube.shared_objects import BEING_COLLECTED
+from holdfast_operator.kube.starting import RETRY_S
 from holdfast_operator.kube.status import recoveries_of, refusal_status, status_of
 from holdfast_operator.kube.status_writer import StatusWriter
 from holdfast_operator.kube.world import LoopContext
@@ -33,12 +35,14 @@ from holdfast_operator.reconciler.remembered import was_placed
 from holdfast_operator.reconciler.renewal import JobStand, stand_of
 from holdfast_operator.reconciler.views import (
     Condition,
+    ConditionType,
     ControlState,
     Decision,
     Event,
     NodeView,
     Observed,
     PublishMembership,
+    Refusal,
     Suspension,
 )
 
@@ -50,8 +54,8 @@ DUTY = 4.0
 """Rest after a look, as a multiple of the time for which that look kept the process busy, whatever
 wakes the loop. Waiting for the API server counts as rest."""
 REFUSED_S = 30.0
-"""Seconds until a job that the cluster refuses is tried again: no event announces that it would be
-accepted now."""
+"""Seconds until the cluster is asked again about a job whose pods it refuses: no event announces
+that it would accept them now."""
 FINALIZER_S = 30.0
 """Pause of a job that has no finalizer yet: until it has, nothing is done that the job would leave
 behind. The finalizer wakes the loop when it is added."""
@@ -79,7 +83,11 @@ class JobLoop:
         self._job: MoETrainingJob | None = None
         self.wants: Wants | None = None
         """Requirements of the job's pods on a node; None until a valid document was read."""
-        self._refusal: tuple[str, str] | None = None
+        self._refusal: Refusal | None = None
+        """Why the newest version of the job cannot be carried out."""
+        self._refused_pods: ApiError | None = None
+        """What the API server answered when it was asked about the job's pods as they are now."""
+        self._ask_again_at = self._woken_at
         status = resource.get("status") or {}
         now = world.clock()
         self._state = _remembered(status, now, world.clocks.at_wall(now))
@@ -181,54 +189,69 @@ class JobLoop:
         metadata = self._resource["metadata"]
         if FINALIZER not in (metadata.get("finalizers") or ()):
             return FINALIZER_S
-        if _edition(self._resource) != self._edition or self._refusal is not None:
+        due = self._refusal is not None and self._world.clock() >= self._ask_again_at
+        if due or _edition(self._resource) != self._edition:
             await self._admit()
-        if self._refusal is not None:
-            return await self._refuse(*self._refusal)
-        assert self._job is not None
+        if self._job is None:  # no version of it could ever be read
+            assert self._refusal is not None
+            return await self._refuse(self._refusal)
         ended = self._state.outcome is not None
         refusal = self._queueing.refusal(self._job, ended=ended)
         if refusal is not None:
-            return await self._refuse(*refusal)
+            return await self._refuse(refusal)
         return await self._look(self._job)
 
     # --- admission ----------------------------------------------------------------------------
 
     async def _admit(self) -> None:
-        """Parse the document, and ask the API server whether it would accept the job's pods."""
+        """Parse the document, and ask the API server whether it would accept the job's pods. A job
+        that is refused is looked at all the same: its deadlines count, and what runs already is
+        cared for, by the last version that could be read."""
         resource = self._resource
         edition = _edition(resource)
+        self._ask_again_at = self._world.clock() + REFUSED_S
         try:
             job = parse_job(resource)
         except InvalidJobError as error:
-            self._refusal, self._edition = ("InvalidSpec", str(error)), edition
+            self._refusal = Refusal(reason="InvalidSpec", message=str(error))
+            self._edition = edition
+            self._report(self._refusal)
             return
+        refusal = self._refused_pods = None
         fresh = self._job is None and not self._pods()
         changed = self._refusal is not None or _template(self._job) != _template(job)
         if (fresh or changed) and not job.spec.trainer.external:
             try:
                 await self._world.trainers.try_out(job)
             except ApiError as error:
-                if error.status not in (FORBIDDEN, *_PERMANENT):
+                if not error.status:
                     raise
-                word = "InvalidTemplate" if error.status in _PERMANENT else "PodsRefused"
-                self._refusal, self._edition = (word, str(error)), edition
-                return
-        self._job, self.wants, self._refusal = job, wants_of(job), None
+                permanent = error.status in _PERMANENT
+                word = "InvalidTemplate" if permanent else ConditionType.PODS_REFUSED.value
+                refusal = Refusal(reason=word, message=str(error))
+                if permanent:
+                    self._report(refusal)
+                else:
+                    self._refused_pods = error
+                if not error.is_final:
+                    self._ask_again_at = self._world.clock() + RETRY_S
+        self._job, self.wants, self._refusal = job, wants_of(job), refusal
         self._edition = edition
         wanted_s = job.spec.failure_policy.detection.heartbeat_seconds
         if wanted_s < self._world.server.heartbeat_s:
             # Before the job is looked at: at a slower pace its daemons would seem silent.
             self._world.server.set_heartbeat_s(heartbeats_s(wanted_s))
 
-    async def _refuse(self, reason: str, message: str) -> float:
+    async def _refuse(self, refusal: Refusal) -> float:
         now = self._world.clocks.text(self._world.clock())
-        status = refusal_status(self._resource, reason, message, now)
+        status = refusal_status(self._resource, refusal.reason, refusal.message, now)
         if await self._writer.write(status):
-            self._world.recorder.post(
-                self._resource, Event(reason=reason, message=message, warning=True)
-            )
+            self._report(refusal)
         return REFUSED_S
+
+    def _report(self, refusal: Refusal) -> None:
+        event = Event(reason=refusal.reason, message=refusal.message, warning=True)
+        self._world.recorder.post(self._resource, event)
 
     # --- looking ------------------------------------------------------------------------------
 
@@ -252,6 +275,7 @@ class JobLoop:
         for event in decision.events:
             world.recorder.post(self._resource, event)
         self._recovery_log.follow(job, before, observed, decision, world.clocks.at_wall(now))
+        self._report_refused_pods(decision)
         status = self._status_of(job, observed, decision, pods, now)
         self._rested_at = world.clock() + DUTY * (world.worked_s() - began_s)
         # Written before anything is done: an operator that starts again needs it.
@@ -264,19 +288,46 @@ class JobLoop:
         failed = await self._acting.carry_out(job, before, decision, ours, observed, remembered)
         pending, text = len(self._acting.pending), world.clocks.text(now)
         await world.placeholders.keep(job, decision.missing_nodes)
-        there = self._pods()  # also those that were created meanwhile
-        failed += await self._queueing.follow(asked, there, pending, observed, decision, text)
+        if self._refusal is None or decision.state.membership is not None:
+            there = self._pods()  # also those that were created meanwhile
+            failed += await self._queueing.follow(asked, there, pending, observed, decision, text)
         for event in failed:
             world.recorder.post(self._resource, event)
         late = world.attention.late()
-        return pause_s(job, decision, late=late, failed=bool(failed), now=world.clock())
+        unmade = bool(failed) or self._acting.refusal is not None
+        return pause_s(job, decision, late=late, failed=unmade, now=world.clock())
 
     def _surroundings(self) -> list[Condition]:
         """Conditions that the job's surroundings impose on it."""
         found = [INSECURE] if self._world.insecure else []
         members = () if self._state.membership is None else self._state.membership.members
         outdated = self._world.outdated(member.node for member in members)
-        return found if outdated is None else [*found, outdated]
+        found += [] if outdated is None else [outdated]
+        refused = self._refusal_of_pods()
+        return found if refused is None else [*found, refused]
+
+    def _refusal_of_pods(self) -> Condition | None:
+        """Condition of a job whose pods the API server refuses; None while it accepts them."""
+        error = self._acting.refusal or self._refused_pods
+        if error is None:
+            return None
+        return Condition(
+            type=ConditionType.PODS_REFUSED,
+            status=True,
+            reason=error.reason or "Refused",
+            message=f"{error}; tried again within {REFUSED_S:.0f} s",
+        )
+
+    def _report_refused_pods(self, decision: Decision) -> None:
+        """Post one event when pods begin to be refused, or for another reason: the words differ
+        with each try."""
+        kind = ConditionType.PODS_REFUSED
+        before = self._writer.written.get("conditions") or []
+        known = {each.get("reason") for each in before if each.get("type") == kind}
+        for condition in decision.conditions:
+            new = condition.type is kind and condition.reason not in known
+            if new and condition.reason != BEING_COLLECTED:  # it passes
+                self._report(Refusal(reason=kind.value, message=condition.message))
 
     def stand(self) -> JobStand | None:
         """Standing of the job for the replacement of its daemons; None when there is none."""
@@ -317,7 +368,13 @@ class JobLoop:
             if self._state.membership is None and not external
             else ()
         )
-        return Observed(nodes=nodes, agents=found, suspension=self._suspension, refusals=refusals)
+        return Observed(
+            nodes=nodes,
+            agents=found,
+            suspension=self._suspension,
+            refusals=refusals,
+            refusal=self._refusal,
+        )
 
     def _status_of(
         self,

@@ -20,6 +20,7 @@ from holdfast_operator.kube.daemons import (
     TemplateRevision,
     read_daemon,
     read_revision,
+    without_daemon,
 )
 from holdfast_operator.kube.endpoints import Endpoints, endpoint_slice
 from holdfast_operator.kube.events import Recorder
@@ -53,9 +54,13 @@ from holdfast_protos.identity import Identity
 
 _log = logging.getLogger(__name__)
 
+OF_JOBS = {"labelSelector": TRAINER_SELECTOR}
+"""Selects the objects that have the label of a job."""
 FIRST_LISTS_S = 10.0
 """Time for the first lists that jobs can do without: those of Workloads, for which queued jobs wait
 anyway, and of other people's pods, beside which the scheduler finds room or does not."""
+MISSING_S = 5.0
+"""Pause between two counts of nodes without a daemon."""
 LAST_EVENTS_S = 3.0
 """Time limit for posting the last events."""
 
@@ -98,22 +103,16 @@ class Operating:
             on_evidence=self._fleet.wake,
             identity=identity,
         )
-        self._pods = PodIndex(lambda key: self._fleet.wake((key,)))
+        self._pods = PodIndex(self._wake_job)
         self._pod_cache: Cache[TrainerPod | None] = Cache(read_pod, self._pods.change)
         read = partial(read_node, notices=NOTICES.union(options.notice))
         self._nodes: Cache[KubeNode] = Cache(read, self._node_changed)
         self._daemons = Daemons(clock)
         self._daemon_cache: Cache[DaemonPod] = Cache(read_daemon, self._daemons.change)
-        selector = {"labelSelector": TRAINER_SELECTOR}
         self._watches = {
-            **self._watch_each("pods", PODS, self._pod_cache, selector),
+            **self._watch_each("pods", PODS, self._pod_cache, OF_JOBS),
             "nodes": self._watch(NODES, self._nodes),
-            "daemons": self._watch(
-                PODS,
-                self._daemon_cache,
-                options.namespace,
-                {"labelSelector": options.daemon_selector},
-            ),
+            "daemons": self._watch_of_daemons(PODS, self._daemon_cache),
         }
         self._room = Room()
         self._room_watches = self._watch_room()
@@ -134,6 +133,14 @@ class Operating:
         )
         self._revisions: Cache[TemplateRevision] = Cache(read_revision, lambda before, now: None)
         self._renewing = self._renewal()
+        self._trainers = Trainers(
+            api,
+            self._pod_cache,
+            metrics,
+            options.trainer_volume,
+            self._wake_job,
+            budgets=options.disruption_budgets,
+        )
         self._attention = Attention(self._server, clock=clock, wake=self._fleet.wake)
         self._stop = asyncio.Event()
         self._ready = False
@@ -162,6 +169,9 @@ class Operating:
             acquired.cancel()
             return True
         self._metrics.set("leader", 1)
+        self._metrics.follow(
+            "oldest_look_seconds", lambda: self._fleet.oldest_look_s(time.monotonic())
+        )
         lost = asyncio.create_task(self._leader.keep())
         try:
             await _first(lost, self._lead())
@@ -184,7 +194,10 @@ class Operating:
                 *(watch.run() for watch in self._watches.values()),
                 self._recorder.run(),
                 self._attention.run(),
+                self._show_missing_daemons(),
                 Endpoints(self._api, target).run(),
+                # A leader does not wait for these: what is not watched is made all the same.
+                self._trainers.shared.run(self._watches_of_jobs),
             ]
             welcome = [*self._room_watches.values(), *self._placeholder_watches.values()]
             if options.kueue:
@@ -209,6 +222,15 @@ class Operating:
             )
             await _first(self._stop.wait(), carrying, *tasks)
 
+    async def _show_missing_daemons(self) -> None:
+        """Keep the series of nodes without a daemon up to date, until cancelled."""
+        while True:
+            await asyncio.sleep(MISSING_S)
+            missing = without_daemon(
+                self._nodes.all().values(), self._daemon_cache.all().values(), self._server.nodes()
+            )
+            self._metrics.replace_all("daemon_missing", {(node,): 1.0 for node in missing})
+
     def _begun(self) -> None:
         self._ready = True
         self._catch_signals(self)
@@ -228,9 +250,7 @@ class Operating:
                 clock=clock,
             ),
             pods=self._pods,
-            trainers=Trainers(
-                self._api, self._pod_cache, self._metrics, self._options.trainer_volume
-            ),
+            trainers=self._trainers,
             placeholders=Placeholders(
                 self._api,
                 self._placeholders,
@@ -309,10 +329,21 @@ class Operating:
             for namespace in self._options.watch_namespaces or ("",)
         }
 
+    def _watches_of_jobs(self, resource: Resource, cache: Fed) -> list[Watch]:
+        """Watches of the objects of a kind that have the label of a job."""
+        return list(self._watch_each(resource.plural, resource, cache, OF_JOBS).values())
+
+    def _watch_of_daemons(self, resource: Resource, cache: Fed) -> Watch:
+        """A watch of the objects of a kind that have the labels of daemons."""
+        selector = {"labelSelector": self._options.daemon_selector}
+        return self._watch(resource, cache, self._options.namespace, selector)
+
     def _watch_revisions(self) -> Watch:
         """The watch of template revisions. A leader does not wait for it: jobs do not need it."""
-        selector = {"labelSelector": self._options.daemon_selector}
-        return self._watch(CONTROLLER_REVISIONS, self._revisions, self._options.namespace, selector)
+        return self._watch_of_daemons(CONTROLLER_REVISIONS, self._revisions)
+
+    def _wake_job(self, key: str) -> None:
+        self._fleet.wake((key,))
 
     def _daemons_changed(self, nodes: frozenset[str]) -> None:
         for node in nodes:

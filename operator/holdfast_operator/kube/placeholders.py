@@ -20,7 +20,8 @@ from holdfast_operator.kube.amounts import Amounts, amounts
 from holdfast_operator.kube.api import NOT_FOUND, ApiError, Object
 from holdfast_operator.kube.manifests import owner_reference, template_of
 from holdfast_operator.kube.resources import GROUP, JOB_LABEL, PODS
-from holdfast_operator.kube.trainers import EXISTS, TrainersApi
+from holdfast_operator.kube.shared_objects import EXISTS
+from holdfast_operator.kube.trainers import TrainersApi
 from holdfast_operator.kube.watches import Cache
 
 _log = logging.getLogger(__name__)

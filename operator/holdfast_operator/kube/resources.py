@@ -9,6 +9,8 @@ from holdfast_core.job.parsing import API_VERSION
 GROUP, VERSION = API_VERSION.split("/")
 JOB_LABEL, MEMBER_LABEL, ATTEMPT_LABEL = f"{GROUP}/job", f"{GROUP}/member", f"{GROUP}/attempt"
 """Labels of the pods of trainers."""
+CSI_DRIVER = GROUP
+"""Name of the daemons' CSI driver."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ SERVICE_ACCOUNTS = Resource("", "v1", "serviceaccounts")
 ROLES = Resource("rbac.authorization.k8s.io", "v1", "roles")
 ROLE_BINDINGS = Resource("rbac.authorization.k8s.io", "v1", "rolebindings")
 CONTROLLER_REVISIONS = Resource("apps", "v1", "controllerrevisions")
+DISRUPTION_BUDGETS = Resource("policy", "v1", "poddisruptionbudgets")
 EVENTS = Resource("events.k8s.io", "v1", "events")
 LEASES = Resource("coordination.k8s.io", "v1", "leases")
 ENDPOINT_SLICES = Resource("discovery.k8s.io", "v1", "endpointslices")

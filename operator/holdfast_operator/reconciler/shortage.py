@@ -22,7 +22,7 @@ def missing_nodes(look: Look, state: ControlState) -> int:
         return 0
     ready = {node.name for node in look.candidates(state)}
     if membership is None:
-        if judge.unsupported(look.job, look.locations) is not None:
+        if judge.unsupported(look.job, look.observed, look.locations) is not None:
             return 0
         nodes = look.observed.nodes.values()
         may_come = {node.name for node in nodes if node.schedulable and not node.gone}

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from holdfast._causes import drop_frames
 from holdfast._daemon.handles import SaveHandle
+from holdfast._elastic.beginning import Beginning
 from holdfast._elastic.pipeline import Pipeline
 from holdfast._elastic.stage_replay import agree_on_replay, hand_over_logs
 from holdfast._elastic.world import World
@@ -30,7 +31,6 @@ from holdfast._experts.partial_state import START, PartialState
 from holdfast._interface import Session
 from holdfast._saving.tally import SaveCounters
 from holdfast._session import ProtectedSession
-from holdfast._state.beginning import Beginning
 from holdfast._state.capture import LiveState
 from holdfast._state.collect import drop_unscaled
 from holdfast._state.dtensors import is_dtensor

@@ -29,7 +29,7 @@ from holdfast._state.conventions import (
     key_of_tensor,
     plain_name,
 )
-from holdfast._state.dtensors import first_of_sharded_stack, global_box, is_sharded, local_of
+from holdfast._state.dtensors import first_of_sharded_stack, global_box, is_sharded, local_of, raw
 from holdfast._state.groups import Members, check_optimizers
 from holdfast._state.in_place import Watched
 from holdfast._state.inventory import TensorInventory
@@ -203,6 +203,17 @@ class LiveState:
         """Whether any tensor has moved, appeared, vanished or changed its form since `discover`."""
         known = self._inventory
         return known is None or any(self._empty) or known.differs(self._objects())
+
+    def compared(self, device_bytes_max: int) -> dict[str, torch.Tensor]:
+        """Local bytes of all parameters and optimizer states by name, since `discover`: without the
+        states on a device that have more than `device_bytes_max`."""
+        return {
+            name: local_of(tensor)
+            for name, tensor in self._tensors.items()
+            if name in self.anchors
+            or raw(tensor).device.type == "cpu"
+            or raw(tensor).nbytes <= device_bytes_max
+        }
 
     def _objects(self) -> list[object]:
         """List everything that `discover` looks at, in a fixed order, from remembered containers
@@ -521,7 +532,7 @@ class LiveState:
 
 def _meeting(model: nn.Module) -> frozenset[str]:
     """Paths of parameters, and of buffers, that would have one name without their wrappers."""
-    found = set()
+    found: set[str] = set()
     for paths in ([n for n, _ in model.named_parameters()], [n for n, _ in model.named_buffers()]):
         counts = Counter(map(plain_name, paths))
         found.update(path for path in paths if counts[plain_name(path)] > 1)

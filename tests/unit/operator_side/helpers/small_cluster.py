@@ -31,9 +31,10 @@ from holdfast_operator.kube.pods import TrainerPod, read_pod
 from holdfast_operator.kube.queueing import Queues
 from holdfast_operator.kube.resources import JOBS, PODS, WORKLOADS, Resource
 from holdfast_operator.kube.room import Room
+from holdfast_operator.kube.shared_objects import controller_of
 from holdfast_operator.kube.times import ClockPair
 from holdfast_operator.kube.trainers import PodIndex, Trainers
-from holdfast_operator.kube.watches import Cache
+from holdfast_operator.kube.watches import Cache, Fed, Watch
 from holdfast_operator.kube.workloads import KueueWorkload, read_workload
 from holdfast_operator.kube.world import LoopContext
 from holdfast_operator.reconciler.views import Condition
@@ -52,7 +53,7 @@ class NotedApi(FakeApi):
         super().__init__()
         self._written, self._gone = written, gone
         self._refusals: dict[tuple[str, str], ApiError] = {}
-        self._always: dict[tuple[str, str], ApiError] = {}
+        self._rules: dict[tuple[str, str], Callable[[str], ApiError | None]] = {}
         self.address = ""
 
     async def credentials(self) -> dict[str, str]:
@@ -81,16 +82,25 @@ class NotedApi(FakeApi):
 
     def refuse_always(self, verb: str, resource: Resource, error: ApiError) -> None:
         """Refuse all requests of this verb and resource, until `accept`."""
-        self._always[verb, resource.plural] = error
+        self.refuse_each(verb, resource, lambda name: error)
 
     def accept(self, verb: str, resource: Resource) -> None:
         """Accept requests of this verb and resource again."""
-        del self._always[verb, resource.plural]
+        del self._rules[verb, resource.plural]
+
+    def refuse_each(
+        self, verb: str, resource: Resource, refusal: Callable[[str], ApiError | None]
+    ) -> None:
+        """Ask `refusal` about each request of this verb and resource, by the object's name."""
+        self._rules[verb, resource.plural] = refusal
 
     def _note(self, verb: str, resource: Resource, name: str) -> None:
         super()._note(verb, resource, name)
-        kind = (verb, resource.plural)
-        refusal = self._refusals.pop(kind, None) or self._always.get(kind)
+        rule = self._rules.get((verb, resource.plural))
+        error = rule(name) if rule is not None else None
+        if error is not None:
+            raise error
+        refusal = self._refusals.pop((verb, resource.plural), None)
         if refusal is not None:
             raise refusal
 
@@ -98,6 +108,17 @@ class NotedApi(FakeApi):
         found = super().put(resource, body)
         self._written(resource, found)
         return found
+
+
+class StandingWatch:
+    """A watch whose copy the cluster feeds itself."""
+
+    def __init__(self) -> None:
+        self.synced = asyncio.Event()
+        self.synced.set()
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
 
 
 class Daemon:
@@ -209,6 +230,15 @@ class SmallCluster:
         """Condition to report for daemons of an older version."""
         self.runs_pods = True
         """Whether pods run once they are created."""
+        self.trainers = Trainers(
+            self.api,
+            self.pods,
+            self.metrics,
+            TrainerVolume.CSI,
+            on_shared_change=lambda key: self.fleet.wake((key,)),
+        )
+        self._shared: dict[Resource, Fed] = {}
+        """Copies of the objects that the pods of jobs share."""
         self._changed = asyncio.Condition()
         self._tasks: list[asyncio.Task[None]] = []
         self._carrying: asyncio.Task[None]
@@ -230,7 +260,7 @@ class SmallCluster:
                     clock=clock,
                 ),
                 pods=self._index,
-                trainers=Trainers(self.api, self.pods, self.metrics, TrainerVolume.CSI),
+                trainers=self.trainers,
                 placeholders=Placeholders(
                     self.api,
                     Cache(read_placeholder, lambda before, now: None),
@@ -253,6 +283,7 @@ class SmallCluster:
     async def run(self, test: Callable[[SmallCluster], Awaitable[None]]) -> None:
         """Run `test`, then end everything."""
         self._tasks.append(asyncio.create_task(self.recorder.run()))
+        self._tasks.append(asyncio.create_task(self.trainers.shared.run(self._watch_shared)))
         for number in range(self._count):
             self.add_node(f"n{number}")
         try:
@@ -317,6 +348,32 @@ class SmallCluster:
         metadata = {**found["metadata"], "deletionTimestamp": "2099-01-01T00:00:00Z"}
         self.api.put(JOBS, {**found, "metadata": metadata})
 
+    def pass_time(self, seconds: float) -> None:
+        """Move the operator's clock; all daemons send a heartbeat then."""
+        self.passed_s += seconds
+        for daemon in self.daemons.values():
+            daemon.beat()
+
+    def delete_object(self, resource: Resource, name: str, namespace: str = "team") -> None:
+        """Delete an object that the pods of a job share."""
+        del self.api.objects[resource.plural, namespace, name]
+        self._shared[resource].remove(namespace, name)
+        self._tell_soon()
+
+    def collect_garbage(self) -> list[str]:
+        """Delete what belongs to jobs that are not there; returns its kinds."""
+        jobs = [o for (kind, *_), o in self.api.objects.items() if kind == JOBS.plural]
+        living = {job["metadata"]["uid"] for job in jobs}
+        gone = [
+            (resource, namespace, name)
+            for (kind, namespace, name), body in self.api.objects.items()
+            for resource in self._shared
+            if resource.plural == kind and controller_of(body).get("uid") not in living
+        ]
+        for resource, namespace, name in gone:
+            self.delete_object(resource, name, namespace)
+        return [resource.plural for resource, _, _ in gone]
+
     def job(self, resource: Object) -> Object:
         """The job as the API server has it."""
         metadata = resource["metadata"]
@@ -369,9 +426,15 @@ class SmallCluster:
         assert workload is not None
         self.fleet.wake((f"{workload.namespace}.{workload.job}",))
 
+    def _watch_shared(self, resource: Resource, cache: Fed) -> list[Watch]:
+        self._shared[resource] = cache
+        return [cast(Watch, StandingWatch())]
+
     def _written(self, resource: Resource, body: Object) -> None:
         """Pass a written object on, as watches would."""
         loop = asyncio.get_running_loop()
+        if resource in self._shared and "holdfast.dev/job" in body["metadata"].get("labels", {}):
+            loop.call_soon(self._shared[resource].put, body)
         if resource is JOBS:
             self.http.send("MODIFIED", body)
         elif resource is PODS:
