@@ -120,7 +120,8 @@ class FailureRule(Document, frozen=True, kw_only=True):
                 "detection.hangSeconds. "
                 "Disruption: the cluster takes the pod away (preemption, drain, eviction). "
                 "NodeLost: the node's daemon is silent, or the node is gone. "
-                "NoReplacement: no node could replace a lost one for `afterSeconds`. Any: "
+                "NoReplacement: no node could replace a lost or drained one for `afterSeconds`; "
+                "without a rule for it the job waits. Any: "
                 "everything else; allowed only in the last rule."
             },
         ),
@@ -134,7 +135,9 @@ class FailureRule(Document, frozen=True, kw_only=True):
                 "more": "RestartInPlace: the same nodes begin a new epoch. ReplaceNode: a spare "
                 "or another node replaces the lost one. Shrink: the same, but where no node is "
                 "ready, the job goes on with fewer at once; with when: NoReplacement, once "
-                "`afterSeconds` have passed; requires minNodes below nodes. Fail: the job fails. "
+                "`afterSeconds` have passed; requires minNodes below nodes. Fail: the job fails; "
+                "with when: NoReplacement, once `afterSeconds` have passed in which it could not "
+                "go on. "
                 "With minNodes below nodes, a member whose trainer has to start first joins when "
                 "it has: the others go on without it."
             },

@@ -192,8 +192,33 @@ def phase(conditions: tuple[Condition, ...]) -> Phase:
 
 def _goes_on(state: ControlState, membership: Membership) -> bool:
     """Whether training was seen running in this epoch and nothing is known to have stopped it. A
-    silent daemon does not stop it (invariant 3)."""
-    return state.resumed_epoch == membership.epoch and state.no_replacement_since is None
+    silent daemon does not stop it (invariant 3), and neither does a control loop that starts again
+    and has not heard of all daemons yet."""
+    if state.no_replacement_since is not None:
+        return False
+    return state.resumed_epoch == membership.epoch or _ran_before(state, membership)
+
+
+def _ran_before(state: ControlState, membership: Membership) -> bool:
+    """Whether an earlier control loop saw training run, and not all daemons have reported to this
+    one yet."""
+    return state.ran and not state.recovering and state.confirmed_epoch != membership.epoch
+
+
+def _trains_still(
+    job: MoETrainingJob,
+    observed: Observed,
+    state: ControlState,
+    membership: Membership | None,
+    now: float,
+) -> bool:
+    """Whether training goes on until a pod that is being removed has ended. What a daemon reported
+    before it fell silent proves nothing."""
+    return (
+        membership is not None
+        and training_runs(observed, membership)
+        and all(is_reachable(job, node_of(observed, m), state, now) for m in membership.members)
+    )
 
 
 def _running(
@@ -204,8 +229,15 @@ def _running(
         return Condition(type=kind, status=False, reason="Ended")
     if suspension_of(job, observed) is not None:
         return Condition(type=kind, status=False, reason="Suspended")
+    if state.no_replacement_since is not None and not _trains_still(
+        job, observed, state, membership, now
+    ):
+        return Condition(type=kind, status=False, reason="WaitingForNodes", message=waiting)
     if membership is None or not training_runs(observed, membership):
         if membership is not None and _goes_on(state, membership):
+            if state.resumed_epoch != membership.epoch:
+                message = "it ran when an operator last saw it; not all daemons have reported yet"
+                return Condition(type=kind, status=True, reason="ReportsAwaited", message=message)
             stall = stall_of(job, membership, observed, state, now)
             if stall is not None:
                 reason = "AllSessionsClosed"
@@ -221,14 +253,17 @@ def _running(
 def _recovering(
     job: MoETrainingJob, observed: Observed, state: ControlState, waiting: str
 ) -> Condition:
+    """Whether the job is on its way back to work after a failure: an epoch that begins for another
+    reason is a start, and a job that waits for a node does nothing else."""
     kind, membership = ConditionType.RECOVERING, state.membership
     if state.outcome is not None or membership is None or suspension_of(job, observed) is not None:
         return Condition(type=kind, status=False, reason="NothingToRecover")
-    if _goes_on(state, membership):
-        return Condition(type=kind, status=False, reason="TrainingGoesOn")
-    first = membership.epoch == state.void_epoch + 1
-    if first and state.no_replacement_since is None:
-        return Condition(type=kind, status=False, reason="Starting")
+    if state.no_replacement_since is not None:
+        return Condition(type=kind, status=False, reason="WaitingForNodes", message=waiting)
+    if not state.recovering:
+        goes_on = _goes_on(state, membership)
+        reason = "TrainingGoesOn" if goes_on else "Starting"
+        return Condition(type=kind, status=False, reason=reason)
     views = observed.views(membership)
     rebuilding = [
         member.index

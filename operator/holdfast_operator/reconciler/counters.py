@@ -71,7 +71,13 @@ class Counters:
     waits for a world there."""
     setbacks: tuple[Setback, ...] = ()
     """Nodes on which agents of missing members are not started at once."""
+    recovering: bool = False
+    """Whether the newest epoch was begun because something had failed, and training was not seen
+    running since."""
     no_replacement_since: float | None = None
+    """When the job began to wait for a node; None while it does not."""
+    wait_counts: bool = True
+    """Whether the recovery at the end of that wait counts towards the maximum."""
     noticed: frozenset[str] = frozenset()
     """Nodes with a notice of termination, for which a copy in durable storage was requested."""
     copy_request: str = ""

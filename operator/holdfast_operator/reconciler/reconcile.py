@@ -20,7 +20,7 @@ keep to this:
    for, moves to a spare while its parity group can rebuild it (`replacing`). The job goes on
    without members that no spare is left for, or that could not start their ranks at once, down to
    `minNodes` (`shrinking`). Their agents get ready where they will be (`joining`), and then they
-   join (`growing`). Below `minNodes` the job waits, then fails.
+   join (`growing`). Below `minNodes` the job waits, until a rule of the user ends it (`waiting`).
 4. Failure rules: the first that matches a cause gives its action (`failure_rules`). A lost node
    cannot be restarted in place, so it is replaced unless its rule is Fail. After an epoch that
    failed before it ran, the next one does not begin at once. A job that fails alike before its
@@ -327,7 +327,9 @@ def _note_resumption(look: Look, state: ControlState, membership: Membership) ->
         return Step(state)
     whole = len(membership.members) == look.job.spec.nodes
     unfit = frozenset[str]() if whole else state.unfit  # or members would leave and join for ever
-    resumed = replace(state, resumed_epoch=membership.epoch, ran=True, unfit=unfit)
+    resumed = replace(
+        state, resumed_epoch=membership.epoch, ran=True, recovering=False, unfit=unfit
+    )
     line = _line_of(look, membership)
     start = line.generation if line is not None else None
     replay = replay_in_words(ranks_in(look.observed, membership)) if state.recoveries else ""

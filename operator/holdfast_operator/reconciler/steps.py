@@ -169,6 +169,8 @@ def end(look: Look, state: ControlState, outcome: Outcome, reason: str, word: st
         outcome_reason=reason,
         outcome_word=word or f"Job{outcome.value}",
         ended_at=look.now,
+        recovering=False,
+        no_replacement_since=None,
         joining=(),
         replaced=frozenset(),
     )

@@ -22,7 +22,6 @@ from holdfast_operator.reconciler.growing import joiners
 from holdfast_operator.reconciler.lookups import suspension_of
 from holdfast_operator.reconciler.protection import ParityGroups
 from holdfast_operator.reconciler.recovering import (
-    await_replacement,
     begin_epoch,
     in_words,
     waits_for,
@@ -37,6 +36,7 @@ from holdfast_operator.reconciler.views import (
     DropJob,
     EventReason,
 )
+from holdfast_operator.reconciler.waiting import await_node
 
 
 def suspend(look: Look, state: ControlState) -> Step:
@@ -49,6 +49,7 @@ def suspend(look: Look, state: ControlState) -> Step:
         suspended=True,
         active_since=None,
         ran=False,
+        recovering=False,
         no_replacement_since=None,
         joining=(),
         replaced=frozenset(),
@@ -97,7 +98,7 @@ def _begin_again(look: Look, state: ControlState, membership: Membership) -> Ste
         look, state, membership, replace(moves, leaving=surplus), rules, evidence.groups
     )
     if moves.unplaced:
-        return await_replacement(look, state, membership, in_words(homeless), moves.unplaced)
+        return await_node(look, state, membership, in_words(homeless), moves.unplaced)
     taken = [node.name for node in moves.to.values()]
     moves.to.update(joiners(look, state, membership, taken))
     step = begin_epoch(look, state, membership, moves, homeless)
