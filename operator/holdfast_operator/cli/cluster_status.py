@@ -127,6 +127,9 @@ def job_view(job: Object, events: Sequence[Object]) -> RenderableType:
     parts: list[RenderableType] = [head]
     if found.get("problem"):
         parts.append(Text(found["problem"], style="dim"))
+    if found.get("keptUntil"):
+        text = f"snapshots are kept in memory until {found['keptUntil']}: persist or resume the job"
+        parts.append(Text(text, style="yellow"))
     failure = found.get("lastFailure") or {}
     if failure and phase != Phase.COMPLETE:
         parts.append(failure_text(failure.get("text", ""), failure.get("lastLines", "")))

@@ -35,6 +35,7 @@ from holdfast_operator.reconciler.conditions import newest_protected, newest_ste
 from holdfast_operator.reconciler.conditions import phase as phase_of
 from holdfast_operator.reconciler.counters import to_document
 from holdfast_operator.reconciler.joining import joining_state
+from holdfast_operator.reconciler.keeping import kept_until
 from holdfast_operator.reconciler.last_failure import TrainerFailure
 from holdfast_operator.reconciler.lookups import agent_at, fewest_slots
 from holdfast_operator.reconciler.losses import loss_text
@@ -87,6 +88,7 @@ def status_of(
     generation = job.metadata.generation
     started = previous.get("startedAt") or (clocks.text(now) if membership is not None else None)
     traffic = traffic_of(observed, membership)
+    kept = kept_until(job, state)
     return _document(
         JobStatus(
             phase=phase,
@@ -104,6 +106,7 @@ def status_of(
             recovery_mode=recovery_mode(observed, membership),
             started_at=started,
             ended_at=None if state.ended_at is None else clocks.text(state.ended_at),
+            kept_until=None if kept is None else clocks.text(kept),
             problem=_problem(decision, phase)[:PROBLEM_CHARACTERS_MAX] or None,
             observed_generation=generation,
             selector=f"{JOB_LABEL}={job.metadata.name}",

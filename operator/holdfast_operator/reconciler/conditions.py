@@ -260,24 +260,30 @@ def _recovering(
         return Condition(type=kind, status=False, reason="NothingToRecover")
     if state.no_replacement_since is not None:
         return Condition(type=kind, status=False, reason="WaitingForNodes", message=waiting)
+    if _goes_on(state, membership) and not state.recovering:
+        return Condition(type=kind, status=False, reason="TrainingGoesOn")
+    reason, message = _repair(observed, membership)
     if not state.recovering:
-        goes_on = _goes_on(state, membership)
-        reason = "TrainingGoesOn" if goes_on else "Starting"
-        return Condition(type=kind, status=False, reason=reason)
+        return Condition(type=kind, status=False, reason="Starting", message=message)
+    message = message or waiting or f"epoch {membership.epoch} is being formed"
+    return Condition(type=kind, status=True, reason=reason, message=message)
+
+
+def _repair(observed: Observed, membership: Membership) -> tuple[str, str]:
+    """What members get back that their memory lacks: in one word, and in a sentence, which is empty
+    when they lack nothing."""
     views = observed.views(membership)
     rebuilding = [
         member.index
         for member, view in zip(membership.members, views, strict=True)
         if view is not None and view.rebuilding
     ]
-    if rebuilding:
-        message = f"members [{listed(rebuilding)}] rebuild their snapshots from parity"
-        if any(view is not None and view.loading for view in views):
-            message = f"members [{listed(rebuilding)}] load their snapshots from storage"
-            return Condition(type=kind, status=True, reason="LoadingFromStorage", message=message)
-        return Condition(type=kind, status=True, reason="Rebuilding", message=message)
-    message = waiting or f"epoch {membership.epoch} is being formed"
-    return Condition(type=kind, status=True, reason="FormingEpoch", message=message)
+    if not rebuilding:
+        return "FormingEpoch", ""
+    if any(view is not None and view.loading for view in views):
+        message = f"members [{listed(rebuilding)}] load their snapshots from storage"
+        return "LoadingFromStorage", message
+    return "Rebuilding", f"members [{listed(rebuilding)}] rebuild their snapshots from parity"
 
 
 def _protected(job: MoETrainingJob, observed: Observed, state: ControlState) -> Condition:
@@ -335,6 +341,10 @@ def _problems(observed: Observed, membership: Membership) -> list[str]:
 def _ended(kind: ConditionType, outcome: Outcome, state: ControlState) -> Condition:
     if state.outcome is not outcome:
         return Condition(type=kind, status=False, reason="NotEnded")
-    return Condition(
-        type=kind, status=True, reason=state.outcome_word, message=state.outcome_reason
+    kept = (
+        "its snapshots stay in memory until .status.keptUntil: `holdfast persist` and `holdfast "
+        "resume` find them there"
     )
+    joint = "\n" if "\n" in state.outcome_reason else "; "
+    message = f"{state.outcome_reason}{joint}{kept}" if state.kept else state.outcome_reason
+    return Condition(type=kind, status=True, reason=state.outcome_word, message=message)

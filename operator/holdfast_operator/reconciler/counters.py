@@ -82,6 +82,11 @@ class Counters:
     """Nodes with a notice of termination, for which a copy in durable storage was requested."""
     copy_request: str = ""
     """Newest request of a user for a copy in durable storage, which was passed on."""
+    resume_request: str = ""
+    """Newest request of a user that the job go on after it has failed: it was answered, or came
+    before that."""
+    kept: bool = False
+    """Whether daemons keep the snapshots of the job although it has failed."""
     saved: Generation | None = None
     """Newest generation that was protected (without redundancy: complete). Once there is one, no
     recovery may start from nothing."""

@@ -91,6 +91,8 @@ def test_a_resumed_job_whose_memory_is_rebuilt_starts_as_well() -> None:
     world.job = make_job()
     world.settle(6.0)
     assert (world.membership.epoch, world.phase()) == (2, "Starting")
+    text = "members [1] rebuild their snapshots from parity"
+    assert world.condition("Recovering") == (False, "Starting", text)
 
 
 def test_members_that_join_start() -> None:
