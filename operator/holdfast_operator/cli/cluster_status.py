@@ -26,8 +26,8 @@ from holdfast_operator.cli.show import (
     strength_texts,
 )
 from holdfast_operator.kube.resources import EVENTS, JOBS
-from holdfast_operator.kube.times import seconds_of
 from holdfast_operator.local.status import TimedEvent
+from holdfast_operator.reconciler.timestamps import seconds_of
 from holdfast_operator.reconciler.views import Condition, ConditionType
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from holdfast_core.snapshots.membership import Membership
 from holdfast_core.states import RestoreSource
 from holdfast_operator.kube.api import Object
 from holdfast_operator.kube.resources import JOB_LABEL
-from holdfast_operator.kube.times import ClockPair, micro_timestamp, seconds_of
+from holdfast_operator.kube.times import ClockPair
 from holdfast_operator.reconciler.conditions import newest_protected, newest_step, refused
 from holdfast_operator.reconciler.conditions import phase as phase_of
 from holdfast_operator.reconciler.counters import to_document
@@ -48,6 +48,7 @@ from holdfast_operator.reconciler.recoveries import Recovery
 from holdfast_operator.reconciler.seats import plan_text
 from holdfast_operator.reconciler.shrinking import Strength, strength
 from holdfast_operator.reconciler.staying import recovery_mode
+from holdfast_operator.reconciler.timestamps import micro_timestamp, seconds_of
 from holdfast_operator.reconciler.views import (
     Condition,
     Decision,

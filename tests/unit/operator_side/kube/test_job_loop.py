@@ -14,7 +14,7 @@ from holdfast_core.snapshots.generations import Generation
 from holdfast_operator.cli.cluster_status import job_view
 from holdfast_operator.kube.api import ApiError, Object
 from holdfast_operator.kube.resources import EVENTS, JOBS, PODS
-from holdfast_operator.kube.times import seconds_of
+from holdfast_operator.reconciler.timestamps import seconds_of
 
 KEY = "team.moe"
 CALM = {"detection": {"heartbeatSeconds": 60, "missedHeartbeats": 5}}

@@ -241,7 +241,7 @@ def test_a_job_that_may_shrink_runs_on_what_is_left_or_shows_why_not(
     document, membership = world.stored(), world.membership
     world.forget()
     world.settle(20.0, step_s=1.0)
-    if "resized_at" not in document:  # else members may have joined
+    if "resizedAt" not in document:  # else members may have joined
         assert world.membership == membership
 
 
