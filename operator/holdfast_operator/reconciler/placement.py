@@ -55,12 +55,20 @@ def form(job: MoETrainingJob, nodes: Sequence[NodeView], epoch: int) -> Membersh
         groups=_parity_groups(job, members),
         redundancy=job.spec.redundancy.type,
         replicas=max(job.spec.redundancy.losses, 1),
-        memory_bytes=min(job.memory_per_node_bytes or 0, BYTES_MAX),
-        slots=slots if isinstance(slots := job.spec.snapshot.slots, int) else 0,
-        protection_bytes_s=min(job.spec.redundancy.bandwidth_bytes_s, BYTES_MAX),
         tier=tier_of(job.spec.persistence, job.spec.restore),
         external=job.spec.trainer.external,
+        **_limits(job),
     )
+
+
+def _limits(job: MoETrainingJob) -> dict[str, int]:
+    """Fields of a membership that each epoch takes from the job as it is then."""
+    slots = job.spec.snapshot.slots
+    return {
+        "memory_bytes": min(job.memory_per_node_bytes or 0, BYTES_MAX),
+        "slots": slots if isinstance(slots, int) else 0,
+        "protection_bytes_s": min(job.spec.redundancy.bandwidth_bytes_s, BYTES_MAX),
+    }
 
 
 def _parity_groups(job: MoETrainingJob, members: Sequence[Member]) -> tuple[tuple[int, ...], ...]:
@@ -83,8 +91,9 @@ def following(
     saved: Generation | None,
     order: tuple[int, ...] = (),
 ) -> Membership:
-    """The membership of the next epoch. When members left or joined, or torch counts them in
-    another order, it begins another world, with parity groups of its own.
+    """The membership of the next epoch, with the limits that the job has now. When members left or
+    joined, or torch counts them in another order, it begins another world, with parity groups of
+    its own.
 
     Args:
         saved: newest generation that was safe.
@@ -93,7 +102,7 @@ def following(
     Raises:
         InvalidJobError: when parity groups of `members` cannot be formed.
     """
-    like = replace(membership, epoch=epoch, revision=0, restarting=frozenset())
+    like = replace(membership, epoch=epoch, revision=0, restarting=frozenset(), **_limits(job))
     same = [member.index for member in members] == list(membership.world.members)
     if same and order == membership.order:
         return replace(like, members=members)
