@@ -76,7 +76,9 @@ class Counters:
     running since."""
     no_replacement_since: float | None = None
     """When the job began to wait for a node; None while it does not."""
-    wait_counts: bool = True
+    wait_members: frozenset[int] = frozenset()
+    """Members for which it has waited in that time."""
+    wait_counts: bool = False
     """Whether the recovery at the end of that wait counts towards the maximum."""
     noticed: frozenset[str] = frozenset()
     """Nodes with a notice of termination, for which a copy in durable storage was requested."""

@@ -66,12 +66,10 @@ class _Case:
         return in_words(self.causes)
 
     @property
-    def counts(self) -> bool:
-        """Whether a recovery from them counts towards the maximum."""
-        return any(
-            rule.count_towards_max and not cause.counted
-            for cause, rule in zip(self.causes, self.rules, strict=True)
-        )
+    def counting(self) -> frozenset[int | None]:
+        """Members whose causes count towards the maximum; None for a cause without a member."""
+        pairs = zip(self.causes, self.rules, strict=True)
+        return frozenset(c.member for c, rule in pairs if rule.count_towards_max and not c.counted)
 
 
 def recover(look: Look, state: ControlState, membership: Membership) -> Step:
@@ -141,8 +139,8 @@ def _await_nodes(look: Look, state: ControlState, case: _Case) -> Step:
         missing = missing_homes(look, homes(look, state))
         if not missing:
             return Step(state)
-        return await_pods(look, state, case.text, missing, counts=case.counts)
-    wait = partial(await_node, look, state, case.membership, case.text, counts=case.counts)
+        return await_pods(look, state, case.text, missing, counting=case.counting)
+    wait = partial(await_node, look, state, case.membership, case.text, counting=case.counting)
     if moves.unplaced:
         return wait(moves.unplaced)
     if (
@@ -169,7 +167,7 @@ def _count(look: Look, state: ControlState, case: _Case) -> Step:
         return Step(replace(kept, counted_epoch=state.epoch + 1))
     # What a wait for a node began with decides: when the node is back, its cause is gone.
     waited = state.no_replacement_since is not None
-    counts = state.wait_counts if waited else case.counts
+    counts = state.wait_counts if waited else bool(case.counting)
     if counts and len(recent) >= policy.max_restarts:
         reason = (
             f"{case.text}; {len(recent)} restarts within {window_s:g} s are as many as "

@@ -10,6 +10,7 @@ what it waits for, since when, and what would end that.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from holdfast_core.job.parsing import FailureAction as RuleAction
@@ -33,16 +34,16 @@ def await_node(
     members: list[int],
     *,
     why: str = NO_SPARE,
-    counts: bool = True,
+    counting: frozenset[int | None] = frozenset(),
 ) -> Step:
     """Wait until `members` can get a node, or the job may go on without them (`shrinking`).
 
     Args:
         text: what has happened to them.
         why: why they have no node.
-        counts: whether the recovery that follows counts towards the maximum.
+        counting: members whose causes count towards the maximum of recoveries.
     """
-    step, since = _begin(look, state, counts), state.no_replacement_since
+    step, since = _begin(look, state, members, counting), state.no_replacement_since
     if since is None:
         step = step.post(EventReason.NO_REPLACEMENT, f"{text}; {why}", warning=True)
     waited_s, left = (
@@ -70,18 +71,35 @@ def await_node(
     )
 
 
-def await_pods(look: Look, state: ControlState, text: str, missing: str, *, counts: bool) -> Step:
+def await_pods(
+    look: Look, state: ControlState, text: str, missing: str, *, counting: frozenset[int | None]
+) -> Step:
     """Wait until another controller has made the pods that are `missing`."""
-    step = _begin(look, state, counts)
+    step = _begin(look, state, (), counting)
     failing = _fail_by_rule(look, step.state, f"{text}; {missing}; ", "")
     if failing is not None:
         return step.then(failing)
     return step.wait(f"{text}; {missing}")
 
 
-def _begin(look: Look, state: ControlState, counts: bool) -> Step:
-    since = look.now if state.no_replacement_since is None else state.no_replacement_since
-    return Step(replace(state, no_replacement_since=since, wait_counts=counts))
+def _begin(
+    look: Look,
+    state: ControlState,
+    members: Collection[int],
+    counting: frozenset[int | None],
+) -> Step:
+    """Begin the wait, or go on with it. It counts by what came first: a node that was drained may
+    be switched off, and is lost then."""
+    begins = state.no_replacement_since is None
+    known = frozenset[int]() if begins else state.wait_members
+    return Step(
+        replace(
+            state,
+            no_replacement_since=look.now if begins else state.no_replacement_since,
+            wait_members=known.union(members),
+            wait_counts=bool(counting - known) or (state.wait_counts and not begins),
+        )
+    )
 
 
 def _fail_by_rule(look: Look, state: ControlState, text: str, short: str) -> Step | None:

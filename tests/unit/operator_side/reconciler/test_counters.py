@@ -202,15 +202,17 @@ def test_names_are_in_camel_case_and_times_in_rfc_3339() -> None:
     assert document["joining"] == [{"member": 1, "node": "n2"}]
 
 
-def test_every_field_of_every_kind_comes_back() -> None:
-    """Also those that are added later: a field whose kind this form does not know fails here."""
+LATER = replace(FULL, wait_members=frozenset({1, 2}))
+"""With values for the fields that earlier versions do not have."""
+
+
+def test_every_field_comes_back() -> None:
+    """Also those that are added later: those of simple kinds get a value here, others in LATER."""
     samples: dict[str, object] = {"bool": True, "int": 3, "str": "x", "float": 5.25}
     for each in fields(Counters):
-        kind = str(each.type).partition(" ")[0]
-        if kind not in samples or each.name in ("restarts",):
-            assert getattr(FULL, each.name) != each.default or each.name == "plan", each.name
-            continue
-        value = not each.default if kind == "bool" else samples[kind]
+        value = getattr(LATER, each.name)
+        if value == each.default and each.name != "plan":
+            value = samples[str(each.type).partition(" ")[0]]
         given = replace(Counters(), **{each.name: value})
         document = json.loads(json.dumps(to_document(given, now=100.0, wall=5100.0)))
         assert from_document(document, now=100.0, wall=5100.0) == given, each.name
