@@ -179,7 +179,7 @@ def essence(status: Object) -> object:
     may differ in steps and texts."""
     kept = {**(status.get("counters") or {})}
     kept.pop("saved", None)  # grows with every step
-    kept.pop("losses", None)  # likewise
+    kept.pop("tokenLosses", None)  # likewise
     kept["stored"] = bool(kept.get("stored"))  # whether there is a copy matters, not which
     conditions = [(c["type"], c["status"], c["reason"]) for c in status.get("conditions") or []]
     names = ("phase", "epoch", "observedGeneration")

@@ -123,8 +123,18 @@ class Counters:
 
 msgspec.json.Decoder(Counters)  # prepares the type for `convert`, before there are threads
 
-_NAMES = {"restarts": "restarted_at"}
-"""Fields that have another name in the document."""
+_NAMES = {
+    "restarts": "restarted_at",
+    "shape": "job_shape",
+    "losses": "token_losses",
+    "plan": "expert_plan",
+    "failure": "last_failure",
+    "joining": "joining_members",
+    "setbacks": "node_setbacks",
+}
+"""Fields that have another name in the document. What has another form than earlier versions wrote
+must have another name, too: one of them would understand nothing of the document, and begin again
+what has ended, when an upgrade is taken back."""
 _HUMP = re.compile("[A-Z]")
 _GENERATIONS = ("saved", "stored")
 _TIMES = ("active_since", "resized_at", "no_replacement_since", "ended_at")

@@ -177,6 +177,14 @@ def test_what_an_earlier_version_stored_is_read_and_written_in_the_new_form() ->
     assert from_document(document, now=100.0, wall=5100.0) == found
 
 
+def test_an_earlier_version_that_is_put_back_still_understands_that_a_job_has_ended() -> None:
+    """It reads the names that it knows, in the form that it knows, and ignores the others."""
+    document = to_document(FULL, now=100.0, wall=5100.0)
+    known = {name: value for name, value in document.items() if name in OF_AN_EARLIER_VERSION}
+    assert known == {name: OF_AN_EARLIER_VERSION[name] for name in known}
+    assert {"epoch", "outcome", "saved", "suspended", "recoveries"} <= known.keys()
+
+
 def test_names_are_in_camel_case_and_times_in_rfc_3339() -> None:
     document = to_document(FULL, now=100.0, wall=5100.0)
 
@@ -198,8 +206,10 @@ def test_names_are_in_camel_case_and_times_in_rfc_3339() -> None:
         value = document[name]
         for text in value if isinstance(value, list) else [value]:
             assert re.fullmatch(r"1970-01-01T01:2\d:\d\d\.\d{3}Z", text), text
-    assert document["setbacks"] == [{"node": "n1", "times": 2, "at": "1970-01-01T01:24:58.250Z"}]
-    assert document["joining"] == [{"member": 1, "node": "n2"}]
+    assert document["nodeSetbacks"] == [
+        {"node": "n1", "times": 2, "at": "1970-01-01T01:24:58.250Z"}
+    ]
+    assert document["joiningMembers"] == [{"member": 1, "node": "n2"}]
 
 
 LATER = replace(FULL, wait_members=frozenset({1, 2}))
@@ -231,7 +241,7 @@ def test_documents_keep_their_form() -> None:
         "activeSince": "1970-01-01T01:23:30.000Z",
         "ran": True,
         "noReplacementSince": "1970-01-01T01:24:59.000Z",
-        "shape": {
+        "jobShape": {
             "nodes": 4,
             "nprocPerNode": 8,
             "dp": 8,
@@ -256,16 +266,16 @@ def test_a_document_may_spell_out_its_defaults() -> None:
 
 
 def test_a_shape_that_an_earlier_version_wrote_in_words_is_read() -> None:
-    document = to_document(STATE, now=100.0, wall=100.0) | {"shape": WORDS}
-    assert from_document(document, now=100.0, wall=100.0) == counters_of(STATE)
+    document = OF_AN_EARLIER_VERSION | {"shape": WORDS}
+    assert from_document(document, now=100.0, wall=5100.0) == counters_of(FULL)
     assert str(SHAPE) == WORDS
 
 
 @pytest.mark.parametrize("words", ["", "4 nodes", WORDS + " or so", WORDS.replace("RAIM6", "X")])
 def test_words_that_are_no_shape_leave_it_unknown_and_lose_nothing_else(words: str) -> None:
-    document = to_document(STATE, now=100.0, wall=100.0) | {"shape": words}
-    found = from_document(document, now=100.0, wall=100.0)
-    assert found == replace(counters_of(STATE), shape=None)
+    document = OF_AN_EARLIER_VERSION | {"shape": words}
+    found = from_document(document, now=100.0, wall=5100.0)
+    assert found == replace(counters_of(FULL), shape=None)
 
 
 @pytest.mark.parametrize("redundancy", Redundancy)
@@ -295,6 +305,7 @@ def test_equal_states_give_equal_documents() -> None:
         {"saved": 6.4},
         {"stored": "7"},
         {"shape": {"nodes": 4}},
+        {"jobShape": {"nodes": 4}},
         {"endedAt": "yesterday"},
         {"restartedAt": 5},
         {"setbacks": [{"node": "n1"}]},
