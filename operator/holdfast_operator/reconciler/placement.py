@@ -47,7 +47,7 @@ def form(job: MoETrainingJob, nodes: Sequence[NodeView], epoch: int) -> Membersh
         InvalidJobError: when parity groups of the job's size cannot be formed.
     """
     members = tuple(member_at(index, node) for index, node in enumerate(nodes))
-    return Membership(
+    membership = Membership(
         job=job.key,
         epoch=epoch,
         members=members,
@@ -57,18 +57,19 @@ def form(job: MoETrainingJob, nodes: Sequence[NodeView], epoch: int) -> Membersh
         replicas=max(job.spec.redundancy.losses, 1),
         tier=tier_of(job.spec.persistence, job.spec.restore),
         external=job.spec.trainer.external,
-        **_limits(job),
     )
+    return _with_limits(job, membership)
 
 
-def _limits(job: MoETrainingJob) -> dict[str, int]:
-    """Fields of a membership that each epoch takes from the job as it is then."""
+def _with_limits(job: MoETrainingJob, membership: Membership) -> Membership:
+    """`membership` with the limits that the job has now."""
     slots = job.spec.snapshot.slots
-    return {
-        "memory_bytes": min(job.memory_per_node_bytes or 0, BYTES_MAX),
-        "slots": slots if isinstance(slots, int) else 0,
-        "protection_bytes_s": min(job.spec.redundancy.bandwidth_bytes_s, BYTES_MAX),
-    }
+    return replace(
+        membership,
+        memory_bytes=min(job.memory_per_node_bytes or 0, BYTES_MAX),
+        slots=slots if isinstance(slots, int) else 0,
+        protection_bytes_s=min(job.spec.redundancy.bandwidth_bytes_s, BYTES_MAX),
+    )
 
 
 def _parity_groups(job: MoETrainingJob, members: Sequence[Member]) -> tuple[tuple[int, ...], ...]:
@@ -102,7 +103,8 @@ def following(
     Raises:
         InvalidJobError: when parity groups of `members` cannot be formed.
     """
-    like = replace(membership, epoch=epoch, revision=0, restarting=frozenset(), **_limits(job))
+    like = replace(membership, epoch=epoch, revision=0, restarting=frozenset())
+    like = _with_limits(job, like)
     same = [member.index for member in members] == list(membership.world.members)
     if same and order == membership.order:
         return replace(like, members=members)

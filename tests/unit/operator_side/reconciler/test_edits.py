@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from virtual_world import World, make_job, running
 
-from holdfast_core.job.parsing import MoETrainingJob, parse_job
+from holdfast_core.job.parsing import parse_job
 from holdfast_operator.crd.rules import RULES
 
 DOCUMENT = (Path(__file__).parents[4] / "docs" / "job.md").read_text(encoding="utf-8")
@@ -52,10 +52,10 @@ def test_every_field_of_which_the_table_says_so_is_refused_by_the_api_server() -
     } == fixed
 
 
-def edited(path: str, value: Any, **options: Any) -> tuple[World, MoETrainingJob]:
-    """A job that was suspended, and the same with another value, which is to run."""
-    world = running(make_job(spares=0, spec={"redundancy": {"type": "RAIM5"}}, **options))
-    world.job = make_job(spares=0, suspend=True, **options)
+def edited(path: str, value: Any) -> World:
+    """A job that was suspended, and is to run with another value."""
+    world = running(make_job(spares=0))
+    world.job = make_job(spares=0, suspend=True)
     world.settle(2.0)
     document = {
         "apiVersion": "holdfast.dev/v1alpha1",
@@ -74,7 +74,8 @@ def edited(path: str, value: Any, **options: Any) -> tuple[World, MoETrainingJob
     for name in parents:
         at = at.setdefault(name, {})
     at[last] = value
-    return world, parse_job(document)
+    world.job = parse_job(document)
+    return world
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def edited(path: str, value: Any, **options: Any) -> tuple[World, MoETrainingJob
     ],
 )
 def test_a_suspended_job_goes_on_from_its_snapshots_after_an_edit(path: str, value: Any) -> None:
-    world, world.job = edited(path, value)
+    world = edited(path, value)
     world.settle(3.0)
     assert not world.dropped and world.phase() == "Running"
     assert "from generation 1.10" in world.messages("Running")[-1]
@@ -119,7 +120,7 @@ def test_a_suspended_job_starts_over_after_an_edit_of_its_shape(path: str, value
         world.settle(2.0)
         world.job = make_job(spares=0)
     else:
-        world, world.job = edited(path, value)
+        world = edited(path, value)
     world.protected = None
     world.settle(5.0)
     assert world.dropped and len(world.messages("Reshaped")) == 1
@@ -141,6 +142,6 @@ def test_limits_take_effect_with_the_next_epoch_without_a_suspension() -> None:
 
 
 def test_another_bandwidth_takes_effect_when_the_job_is_resumed() -> None:
-    world, world.job = edited("redundancy.bandwidth", "500M")
+    world = edited("redundancy.bandwidth", "500M")
     world.settle(3.0)
     assert world.membership.protection_bytes_s == 500_000_000

@@ -63,7 +63,8 @@ def phases_until(world: World, seconds: float) -> list[Phase]:
     found = list[Phase]()
     until = world.now + seconds
     while world.now < until:
-        now = Phase(world.look() and world.phase())
+        world.look()
+        now = Phase(world.phase())
         if not found or found[-1] is not now:
             found.append(now)
         world.now += 0.25
