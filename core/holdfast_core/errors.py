@@ -123,6 +123,13 @@ class NoRecoveryLineError(HoldfastError):
     code = "no_recovery_line"
 
 
+class BeginsAnewError(NoRecoveryLineError):
+    """Training begins from the beginning, because there is nothing to go on from or to go back to:
+    a process that has trained ends, so that a new one can begin."""
+
+    code = "begins_anew"
+
+
 class ReplicaMismatchError(HoldfastError):
     """Ranks that the topology declares to be replicas of a unit hold different bytes for it."""
 

@@ -37,6 +37,7 @@ class HelloRequest(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     STORE_ADDRESS_FIELD_NUMBER: _builtins.int
     WORLD_FIELD_NUMBER: _builtins.int
+    BEGAN_ALONE_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     job: _builtins.str
     rank: _builtins.int
@@ -47,6 +48,10 @@ class HelloRequest(_message.Message):
     read of a job whose pods another controller makes. The first world that comes to an epoch has
     it; another one waits, and the control loop begins a new epoch for it.
     """
+    began_alone: _builtins.bool
+    """Training has begun from the beginning, and what the ranks of this member hold is nowhere else:
+    while nothing is protected there is nothing for which a process could stay.
+    """
     def __init__(
         self,
         *,
@@ -55,10 +60,11 @@ class HelloRequest(_message.Message):
         rank: _builtins.int = ...,
         store_address: _builtins.str = ...,
         world: _builtins.str = ...,
+        began_alone: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "protocol_version", b"protocol_version", "rank", b"rank", "store_address", b"store_address", "world", b"world"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["began_alone", b"began_alone", "job", b"job", "protocol_version", b"protocol_version", "rank", b"rank", "store_address", b"store_address", "world", b"world"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

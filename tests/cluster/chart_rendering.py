@@ -16,6 +16,9 @@ URL = "redis://user:secret-word@redis.example:6380/0"
 
 Document = dict[str, Any]
 
+NO_USER: Document = {"runAsUser": None, "runAsGroup": None}
+"""What takes user and group out of a security context, as OpenShift wants it."""
+
 VALUE_SETS: dict[str, Document] = {
     "defaults": {},
     "minimal": {
@@ -32,7 +35,8 @@ VALUE_SETS: dict[str, Document] = {
         "operator": {
             "image": "registry.example/operator@sha256:" + "0" * 64,
             "priorityClassName": "system-cluster-critical",
-            "serviceAccount": {"annotations": {"team": "a"}},
+            "serviceAccount": {"name": "runner", "annotations": {"team": "a"}},
+            "extraEnv": [{"name": "HTTPS_PROXY", "value": "http://proxy.example:3128"}],
             "podLabels": {"team": "a"},
             "podAnnotations": {"team": "a"},
             "nodeSelector": {"pool": "system"},
@@ -46,6 +50,7 @@ VALUE_SETS: dict[str, Document] = {
             "protectionBandwidth": "1.5G",
             "updateStrategy": {"type": "RollingUpdate", "maxUnavailable": "10%"},
             "serviceAccount": {"annotations": {"team": "a"}},
+            "extraEnv": [{"name": "HTTPS_PROXY", "value": "http://proxy.example:3128"}],
             "seLinuxOptions": {"type": "spc_t"},
             "podLabels": {"team": "a"},
             "podAnnotations": {"team": "a"},
@@ -97,7 +102,18 @@ VALUE_SETS: dict[str, Document] = {
         }
     },
     "insecure": {"security": {"insecure": True}},
-    "one namespace": {"operator": {"watchNamespace": "team-a"}},
+    "one namespace": {"operator": {"watchNamespaces": ["team-a"]}},
+    "two namespaces": {"operator": {"watchNamespaces": ["team-a", "holdfast-system"]}},
+    "accounts and roles of others": {
+        "operator": {"serviceAccount": {"create": False, "name": "their-operator"}},
+        "daemon": {"serviceAccount": {"create": False, "name": "their-daemon"}},
+        "rbac": {"create": False},
+    },
+    "users that the cluster chooses": {
+        "operator": {"podSecurityContext": NO_USER},
+        "daemon": {"user": 1000900001},
+        "redis": {"enabled": True, "podSecurityContext": {**NO_USER, "fsGroup": None}},
+    },
     "monitoring": {
         "monitoring": {
             "monitors": {"enabled": True},

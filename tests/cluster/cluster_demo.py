@@ -1,5 +1,6 @@
 """`make cluster-demo`: a real job in real pods loses a rank, a pod, a daemon, a node and the
-operator, and finishes with the bytes of an undisturbed run.
+operator, and finishes with the bytes of an undisturbed run. Jobs of one and two nodes train beside
+it.
 
     python tests/cluster/cluster_demo.py --report build/cluster-demo/report.json
 
@@ -15,6 +16,7 @@ import time
 from pathlib import Path
 
 import images
+from beside import Beside
 from cluster import Cluster
 from holdfast_system import Holdfast
 from machine import ClusterError
@@ -57,8 +59,9 @@ def _demo(cluster: Cluster, options: argparse.Namespace, console: Console) -> in
     undisturbed = Run(cluster, "undisturbed", options.steps, console.print)
     fault_free = undisturbed.carry_out()
     undisturbed.job.delete()
-    console.print(f"the same with {len(DEMO)} faults")
-    disturbed = Run(cluster, "moe", options.steps, console.print)
+    console.print(f"the same with {len(DEMO)} faults, beside jobs of one and two nodes")
+    beside = (Beside(cluster, 1), Beside(cluster, 2))
+    disturbed = Run(cluster, "moe", options.steps, console.print, beside=beside)
     final = disturbed.carry_out(DEMO)
     console.print(cluster.kubectl("get", "moejob", "moe"), end="")
     spec = disturbed.job.document["spec"]

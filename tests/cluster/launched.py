@@ -12,6 +12,8 @@ import jobs
 from cluster import Cluster
 from holdfast_system import Job
 
+from holdfast_operator.kube.containers import trainer_status
+
 NODES, STEPS, FIRST_STEPS = 4, 100_000, 5
 """More steps than a test waits for."""
 WAIT_S = 300.0
@@ -43,9 +45,8 @@ class Standing:
 
     @property
     def restarts(self) -> dict[str, int]:
-        """How often kubelets have started each pod's container again."""
-        statuses = {i: pod["status"]["containerStatuses"] for i, pod in self.pods.items()}
-        return {index: found[0]["restartCount"] for index, found in statuses.items()}
+        """How often kubelets have started each trainer's container again."""
+        return {index: trainer_status(pod)["restartCount"] for index, pod in self.pods.items()}
 
 
 class Launched:

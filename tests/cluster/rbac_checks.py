@@ -163,6 +163,53 @@ def _job_whose_pod_is_there(scene: Scene) -> None:
     scene.job()
 
 
+def _put(scene: Scene, version: str, kind: str, suffix: str = "", **fields: Any) -> None:
+    """Make an object of somebody else with the name of one that a job gets."""
+    metadata = {"name": f"{scene.name}{suffix}", "namespace": TEAM}
+    scene.cluster.apply({"apiVersion": version, "kind": kind, "metadata": metadata, **fields})
+
+
+def _job_whose_names_are_taken(scene: Scene) -> None:
+    _put(scene, "v1", "Service", spec={"clusterIP": "None", "selector": {"app": "web"}})
+    _put(scene, "v1", "ServiceAccount", "-trainer")
+    scene.job()
+
+
+def _job_whose_role_is_taken(scene: Scene) -> None:
+    version, group = "rbac.authorization.k8s.io/v1", "rbac.authorization.k8s.io"
+    _put(scene, version, "Role", "-trainer", rules=[])
+    reference = {"apiGroup": group, "kind": "Role", "name": f"{scene.name}-trainer"}
+    _put(scene, version, "RoleBinding", "-trainer", roleRef=reference)
+    scene.job()
+
+
+def _gang_whose_group_is_taken(name: str, version: str) -> Callable[[Scene], None]:
+    def provoke(scene: Scene) -> None:
+        scene.change_leader()
+        _put(scene, version, "PodGroup", spec={"minMember": 1})
+        scene.job(scheduling={"gang": name})
+
+    return provoke
+
+
+def _names_the_owner(scene: Scene) -> bool:
+    """Whether the job shows that a name is taken."""
+    found = scene.status().get("conditions") or []
+    return any(c["type"] == "PodsRefused" and c["reason"] == "NameTaken" for c in found)
+
+
+def _deleted_for_a_new_leader(kind: str, suffix: str = "") -> Callable[[Scene], None]:
+    """Delete an object of a job whose pod is there."""
+
+    def provoke(scene: Scene) -> None:
+        scene.change_leader()
+        scene.job()
+        wait_for("the pod", scene.pods, WAIT_S)
+        scene.cluster.kubectl("delete", kind, f"{scene.name}{suffix}", "-n", TEAM)
+
+    return provoke
+
+
 def _note_renewal(scene: Scene) -> None:
     scene.seen = scene.cluster.get(*LEASE)["spec"]["renewTime"]
 
@@ -276,7 +323,7 @@ def _reports_pods(scene: Scene) -> bool:
     return any(each["type"] == "PodsReady" for each in conditions)
 
 
-RENEWAL = {"daemon__updateStrategy__type": "Protected", "operator__watchNamespace": TEAM}
+RENEWAL = {"daemon__updateStrategy__type": "Protected", "operator__watchNamespaces[0]": TEAM}
 GANGS = {"gangScheduling__volcano": "true", "gangScheduling__coscheduling": "true"}
 KUEUE = {"kueue__enabled": "true"}
 CREATE_ROLE = Permission(verb="create", group="rbac.authorization.k8s.io", resource="roles")
@@ -307,6 +354,18 @@ CHECKS = {
     "serviceaccounts-create": _made("serviceaccount", "-trainer"),
     "roles-create": _made("role", "-trainer"),
     "rolebindings-create": _made("rolebinding", "-trainer"),
+    "shared-get": Check(provoke=_job_whose_names_are_taken, done=_names_the_owner),
+    "shared-watch": Check(
+        provoke=_deleted_for_a_new_leader("service"),
+        done=lambda scene: scene.find("service"),
+        changes_leader=True,
+    ),
+    "shared-roles-get": Check(provoke=_job_whose_role_is_taken, done=_names_the_owner),
+    "shared-roles-watch": Check(
+        provoke=_deleted_for_a_new_leader("rolebinding", "-trainer"),
+        done=lambda scene: scene.find("rolebinding", f"{scene.name}-trainer"),
+        changes_leader=True,
+    ),
     "events-create": Check(provoke=Scene.job, done=_events, again=True),
     "volcano-create": Check(
         provoke=_gang("Volcano"),
@@ -316,6 +375,18 @@ CHECKS = {
     "coscheduling-create": Check(
         provoke=_gang("Coscheduling"),
         done=lambda scene: scene.find("podgroups.scheduling.x-k8s.io"),
+        values=GANGS,
+    ),
+    "volcano-watch": Check(
+        provoke=_gang_whose_group_is_taken("Volcano", "scheduling.volcano.sh/v1beta1"),
+        done=_names_the_owner,
+        changes_leader=True,
+        values=GANGS,
+    ),
+    "coscheduling-watch": Check(
+        provoke=_gang_whose_group_is_taken("Coscheduling", "scheduling.x-k8s.io/v1alpha1"),
+        done=_names_the_owner,
+        changes_leader=True,
         values=GANGS,
     ),
     "workloads-watch": Check(

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from beside import Beside, safe_step
 from cluster import Cluster
 from holdfast_system import NAMESPACE, Holdfast, Job
 from jobs import OUTPUT, lend_folder, make_folder, trainer_job
@@ -72,6 +73,8 @@ class Run:
     example: str = "moe-job.yaml"
     """File of the example."""
     outputs: tuple[str, ...] = OUTPUTS
+    beside: tuple[Beside, ...] = ()
+    """Smaller jobs that train beside it, until it has ended."""
     job: Job = field(init=False)
     injected: list[Injected] = field(default_factory=list)
     faults: list[FaultReport] = field(default_factory=list)
@@ -79,6 +82,8 @@ class Run:
     """Kind of fault → the newest protected step that the status knew before it."""
     behind: dict[str, int] = field(default_factory=dict)
     """Kind of fault → by how many steps parity was behind training then, as the status showed."""
+    safe_beside: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Status of each job beside it before the operator was killed."""
     broken: str = ""
     """The node that the last fault hit."""
     struck_at: float = 0.0
@@ -128,10 +133,15 @@ class Run:
             ClusterError: when a fault was not survived, or the job did not end well.
         """
         self.begin()
+        for each in self.beside:
+            each.begin()
         job = self.job
         with self.lasting:
             for fault in script:
                 self._inject(job, fault)
+        for each in self.beside:
+            each.runs_on()
+            each.job.delete()
         job.wait("the job to end", lambda status: status.get("phase") == "Complete", RUN_S)
         return (self.folder / "sha256").read_text().strip()
 
@@ -219,12 +229,27 @@ def boot_node(run: Run) -> None:
 def kill_operator(run: Run) -> str:
     """In the middle of a recovery, which another replica has to finish."""
     recoveries, rank = run.job.status().get("recoveries", 0), run.job.rank_process(0)
+    run.safe_beside = {each.name: each.runs_on() for each in run.beside}
     run.strike()
     os.kill(rank, signal.SIGKILL)
     run.job.wait("a recovery", lambda s: s.get("recoveries", 0) > recoveries, 30.0)
     leader = run.holdfast.wait_leader()
     run.holdfast.kill(leader)
     return "rank 0, then the operator"
+
+
+def check_beside(run: Run) -> None:
+    """See that the jobs beside the broken one went on in their epochs, as if nothing had been.
+
+    Raises:
+        ClusterError: when one did not.
+    """
+    for each in run.beside:
+        before = run.safe_beside[each.name]
+        after = each.runs_on(safe_step(before))
+        if after["epoch"] != before["epoch"]:
+            raise ClusterError(f"{each.name} began epoch {after['epoch']}, with another leader")
+        run.say(f"  {each.name} trained on, from step {before['step']} to {after['step']}")
 
 
 def partition(run: Run) -> str:
@@ -269,11 +294,12 @@ def delete_redis(run: Run) -> str:
 
 
 def _node_without_operator(run: Run) -> str:
-    """A member's node that the leading operator is not on: what is to be seen is how soon it acts,
-    not how soon another one takes its place."""
+    """A member's node that the leading operator is not on, since what is to be seen is how soon it
+    acts, not how soon another one takes its place; nor a job whose loss nothing could make good."""
     leader = run.cluster.get("pod", run.holdfast.wait_leader(), "-n", NAMESPACE)
+    spared = {leader["spec"]["nodeName"], *(n for b in run.beside for n in b.irreplaceable())}
     homes: list[str] = [member["node"] for member in run.job.status()["members"]]
-    return next(node for node in reversed(homes) if node != leader["spec"]["nodeName"])
+    return next(node for node in reversed(homes) if node not in spared)
 
 
 DEMO = (
@@ -281,7 +307,7 @@ DEMO = (
     Fault(kind="delete-pod", at=0.3, inject=delete_pod),
     Fault(kind="kill-daemon", at=0.45, inject=kill_daemon, restarts=False),
     Fault(kind="kill-node", at=0.6, inject=kill_node, after=boot_node),
-    Fault(kind="kill-operator", at=0.75, inject=kill_operator),
+    Fault(kind="kill-operator", at=0.75, inject=kill_operator, after=check_beside),
 )
 """What `make cluster-demo` does."""
 

@@ -84,7 +84,9 @@ def test_only_what_mounts_has_privileges(render: Renderer, name: str) -> None:
                 privileged.append(container["name"])
                 continue
             assert merged["runAsNonRoot"], container["name"]
-            assert merged["runAsUser"] == 65532
+            chosen = name == "users that the cluster chooses"
+            by_hand = 1000900001 if container["name"] == "daemon" else None
+            assert merged.get("runAsUser") == (by_hand if chosen else 65532)
             assert merged["allowPrivilegeEscalation"] is False
             assert merged["readOnlyRootFilesystem"] is True
             assert merged["capabilities"] == {"drop": ["ALL"]}
@@ -201,6 +203,64 @@ def test_one_namespace_needs_no_permission_in_any_other(render: Renderer) -> Non
     assert role["metadata"]["namespace"] == "team-a"
 
 
+def test_each_watched_namespace_gets_a_role_and_the_operator_watches_them_all(
+    render: Renderer,
+) -> None:
+    documents = render.documents(VALUE_SETS["two namespaces"])
+    for kind in ("Role", "RoleBinding"):
+        named = [
+            each["metadata"]["namespace"]
+            for each in documents
+            if each["kind"] == kind and each["metadata"]["name"] == "holdfast-operator-jobs"
+        ]
+        assert named == ["team-a", "holdfast-system"]
+    operator = render.one("Deployment", "holdfast-operator", VALUE_SETS["two namespaces"])
+    args = operator["spec"]["template"]["spec"]["containers"][0]["args"]
+    watched = [each for each in args if each.startswith("--watch-namespace=")]
+    assert watched == ["--watch-namespace=team-a", "--watch-namespace=holdfast-system"]
+
+
+def test_accounts_and_roles_may_be_those_of_others(render: Renderer) -> None:
+    """Whoever may not grant rights installs the chart without them."""
+    values = VALUE_SETS["accounts and roles of others"]
+    documents = render.documents(values)
+    assert not [each for each in documents if "rbac" in each["apiVersion"]]
+    accounts = {d["metadata"]["name"] for d in documents if d["kind"] == "ServiceAccount"}
+    assert accounts == {"holdfast-test"}
+    for kind, name in (("DaemonSet", "daemon"), ("Deployment", "operator")):
+        pod = render.one(kind, f"holdfast-{name}", values)["spec"]["template"]["spec"]
+        assert pod["serviceAccountName"] == f"their-{name}"
+    job = render.one("Job", "holdfast-release-finalizers", values)["spec"]["template"]["spec"]
+    assert job["serviceAccountName"] == "their-operator"
+
+
+def test_a_role_is_granted_to_the_account_that_was_named(render: Renderer) -> None:
+    values = {"operator": {"serviceAccount": {"name": "runner"}}}
+    documents = render.documents(values)
+    assert "runner" in {d["metadata"]["name"] for d in documents if d["kind"] == "ServiceAccount"}
+    bindings = [d for d in documents if d["kind"].endswith("Binding")]
+    subjects = {
+        each["metadata"]["name"]: [subject["name"] for subject in each["subjects"]]
+        for each in bindings
+    }
+    assert subjects["holdfast-operator"] == ["runner"]
+    assert subjects["holdfast-daemon"] == ["holdfast-daemon"]
+
+
+def test_the_memory_belongs_to_the_daemons_user(render: Renderer) -> None:
+    values = VALUE_SETS["users that the cluster chooses"]
+    pod = render.one("DaemonSet", "holdfast-daemon", values)["spec"]["template"]["spec"]
+    (mount,), (daemon, csi) = pod["initContainers"], pod["containers"]
+    assert daemon["securityContext"]["runAsUser"] == 1000900001
+    for container in (mount, csi):
+        assert "--owner=1000900001" in container["command"]
+    env = render.one(
+        "DaemonSet", "holdfast-daemon", VALUE_SETS["everything"] | {"fullnameOverride": ""}
+    )
+    names = {each["name"] for each in env["spec"]["template"]["spec"]["containers"][0]["env"]}
+    assert {"HTTPS_PROXY", "NODE_NAME"} <= names
+
+
 def test_operator_and_daemons_have_the_same_list_and_daemons_alone_have_credentials(
     render: Renderer,
 ) -> None:
@@ -251,6 +311,12 @@ def _locations(pod: Document) -> list[StorageLocation]:
         ),
         ({"daemon": {"protectionBandwidth": "9M"}}, "9M is too little to protect anything in time"),
         ({"daemon": {"protectionBandwidth": 9}}, "'/daemon/protectionBandwidth': minimum"),
+        ({"operator": {"watchNamespaces": "a"}}, "'/operator/watchNamespaces': got string"),
+        (
+            {"operator": {"serviceAccount": {"create": False}}},
+            "operator.serviceAccount.name names no account, and operator.serviceAccount.create is",
+        ),
+        ({"daemon": {"user": 0}}, "'/daemon/user': minimum"),
         ({"daemon": {"auth": "token"}}, "must be one of 'token-review', 'none'"),
         ({"operator": {"replicas": "two"}}, "'/operator/replicas': got string, want integer"),
         ({"operator": {"replicas": 0}}, "'/operator/replicas': minimum"),

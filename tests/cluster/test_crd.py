@@ -13,7 +13,7 @@ import pytest
 import yaml
 from cluster import Cluster
 from invalid_jobs import BASE, INVALID_JOBS, SMALL, InvalidJob, changed
-from machine import ClusterError
+from machine import ClusterError, wait_for
 
 from holdfast_core.job.parsing import parse_job
 from holdfast_operator.crd.rules import RULES
@@ -69,6 +69,9 @@ VALID = {
         | {"spec.trainer.template.spec.containers.0.resources": {"limits": {"cpu": "1"}}}
         | {"spec.trainer.template.metadata.labels": {"team": "a"}}
     ),
+    "metadata as tools write it": changed(
+        {"spec.trainer.template.metadata": {"creationTimestamp": None, "labels": {"team": "a"}}}
+    ),
 }
 
 
@@ -99,6 +102,15 @@ def dry_run(cluster: Cluster, document: dict[str, Any]) -> Any:
     """The document as the API server would store it."""
     words = ("apply", "--dry-run=server", "-o", "json", "-f", "-")
     return json.loads(cluster.kubectl(*words, stdin=text(document)))
+
+
+def _is_valid(cluster: Cluster, document: dict[str, Any]) -> bool:
+    """Whether the API server takes the document now."""
+    try:
+        dry_run(cluster, document)
+    except ClusterError:
+        return False
+    return True
 
 
 def without_nulls(value: Any) -> Any:
@@ -136,6 +148,28 @@ def test_a_valid_job_is_the_same_to_the_api_server_and_to_a_local_run(
     ours = parse_job(document).spec
     assert stored == without_nulls(msgspec.json.decode(msgspec.json.encode(ours)))
     assert parse_job({**document, "spec": stored}).spec == ours
+
+
+def test_the_resource_of_a_newer_version_may_be_taken_back(cluster: Cluster) -> None:
+    """As by `helm rollback`: jobs stay, without the fields that this version does not have."""
+    newer = yaml.safe_load(RESOURCE.read_text(encoding="utf-8"))
+    schema = newer["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    schema["properties"]["spec"]["properties"]["later"] = {"type": "string"}
+    cluster.apply(newer)
+    document = changed({"spec.later": "x", "metadata.name": "from-later"})
+    found = ("moejob", "from-later", "-n", NAMESPACE)
+    try:
+        wait_for("the field", lambda: _is_valid(cluster, document), 30)
+        cluster.kubectl("create", "-f", "-", stdin=text(document))
+        cluster.kubectl("apply", "-f", RESOURCE)
+        wait_for("the field's end", lambda: "later" not in cluster.get(*found)["spec"], 30)
+        cluster.kubectl("label", *found, "team=a")
+        job = cluster.get(*found)
+        assert job["metadata"]["labels"] == {"team": "a"}
+        assert parse_job(job).spec == parse_job(changed({})).spec
+    finally:
+        cluster.kubectl("apply", "-f", RESOURCE)
+        cluster.kubectl("delete", *found, "--ignore-not-found")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 from cluster import Cluster
 from machine import wait_for
 from operator_process import OperatorProcess
-from operator_world import NAMESPACE, WAIT_S, World, job, namespace, world
+from operator_world import NAMESPACE, NODES, WAIT_S, Document, World, job, namespace, world
 
 __all__ = ["namespace", "world"]
 
@@ -118,13 +118,74 @@ def test_a_job_that_cannot_be_carried_out_reports_why_and_waits(world: World) ->
     world.runs_in("broken", 1)
 
 
+def test_a_field_that_pods_do_not_have_is_refused(world: World) -> None:
+    """In a pod it would be dropped without a word, and the job would run without it."""
+    container = {"name": "t", "command": ["x"], "image": "i", "resource": {"limits": {"cpu": 1}}}
+    template = {"spec": {"containers": [container], "nodeSelectors": {"pool": "gpu"}}}
+    world.cluster.apply(job("mistyped", trainer={"template": template}))
+    status = world.until("mistyped", lambda s: s["phase"] == "Waiting")
+    scheduled = next(c for c in status["conditions"] if c["type"] == "Scheduled")
+    assert (scheduled["status"], scheduled["reason"]) == ("False", "InvalidTemplate")
+    for field in ('"spec.containers[0].resource"', '"spec.nodeSelectors"'):
+        assert f"unknown field {field}" in scheduled["message"]
+    assert world.pods("mistyped") == {}
+
+
 def test_a_job_without_room_shows_a_condition_and_makes_no_pods(world: World) -> None:
     template = job("x")["spec"]["trainer"]["template"]
     template["spec"]["nodeSelector"] = {"accelerator": "none-has-this"}
     world.cluster.apply(job("roomless", trainer={"template": template}))
     status = world.until("roomless", lambda s: s["phase"] == "Waiting")
     assert status["problem"].startswith("0 of 4 nodes")
+    status = world.until("roomless", lambda s: "of the cluster" in s["problem"])
+    assert "5 of the cluster: label accelerator is not none-has-this" in status["problem"]
     assert world.pods("roomless") == {}
+
+
+def test_a_pod_waits_for_each_node_that_a_job_lacks(world: World) -> None:
+    """So autoscalers, which add nodes for pods that no node takes, see what is missing."""
+    for node in ("node4", "node5"):
+        world.cluster.kubectl("cordon", node)
+    waiting = ("pods", "-l", "holdfast.dev/placeholder=short")
+    try:
+        world.cluster.apply(job("short"))
+        wait_for("a pod that no node takes", lambda: _unschedulable(world.items(*waiting)), WAIT_S)
+        assert world.pods("short") == {}
+        world.cluster.kubectl("uncordon", "node4")
+        world.runs_in("short", 1)
+        wait_for("its end", lambda: not world.items(*waiting), WAIT_S)
+    finally:
+        for node in ("node4", "node5"):
+            world.cluster.kubectl("uncordon", node)
+
+
+def _unschedulable(pods: list[Document]) -> bool:
+    conditions = [each for pod in pods for each in pod.get("status", {}).get("conditions", ())]
+    return len(pods) == 1 and any(each.get("reason") == "Unschedulable" for each in conditions)
+
+
+def test_a_node_that_is_full_of_other_pods_gets_no_member(world: World) -> None:
+    """A member's pod would wait there for ever, although others have room."""
+    cpus = int(world.cluster.get("node", "node1")["status"]["allocatable"]["cpu"])
+    template = job("x")["spec"]["trainer"]["template"]
+    resources = {"requests": {"cpu": f"{600 * cpus}m"}}
+    template["spec"]["containers"][0]["resources"] = resources
+    other = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "other", "namespace": NAMESPACE},
+        "spec": {
+            "nodeName": "node1",
+            "containers": [{"name": "c", "image": "localhost/none", "resources": resources}],
+        },
+    }
+    world.cluster.apply(other)
+    try:
+        world.cluster.apply(job("beside", trainer={"template": template}))
+        world.runs_in("beside", 1)
+        assert set(world.pods("beside").values()) == set(NODES) - {"node1"}
+    finally:
+        world.kubectl("delete", "pod", "other", "--grace-period=0", "--force")
 
 
 def test_suspending_takes_the_pods_away_and_keeps_the_memory(world: World) -> None:

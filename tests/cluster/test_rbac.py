@@ -200,7 +200,10 @@ LONG = {
     "endpoints-renew",
     "lease-create",
     "nodes-watch",
+    "coscheduling-watch",
     "revisions-watch",
+    "shared-roles-watch",
+    "volcano-watch",
     "workloads-watch",
 }
 """Rules whose absence takes long to show: their rows are most of the time of this file."""

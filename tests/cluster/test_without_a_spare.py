@@ -22,6 +22,7 @@ from standings import Standing, member_without_operator, stand, wait_members
 from survival import RECOVERY_S, RUN_S, Run
 
 from holdfast_operator.cli.demo_report import LoggedStep
+from holdfast_operator.kube.containers import trainer_status
 
 STEPS = 100_000
 """More than any test waits for."""
@@ -126,8 +127,8 @@ def _delete_pod(run: Run) -> DeletedPod:
 
     def started() -> str:
         found = run.cluster.get("pod", name, "-n", job.namespace)
-        container = (found["status"].get("containerStatuses") or [{}])[0]
-        return str(container.get("state", {}).get("running", {}).get("startedAt", ""))
+        state = trainer_status(found).get("state", {})
+        return str(state.get("running", {}).get("startedAt", ""))
 
     job.wait("its container", lambda status: bool(started()), RECOVERY_S)
     started_at = datetime.fromisoformat(started()).timestamp()

@@ -169,6 +169,20 @@ def test_the_list_of_jobs_that_nodes_hold_follows_the_heartbeats() -> None:
     on_a_line(test)
 
 
+def test_what_is_newer_than_the_epoch_that_was_given_up_is_not_dropped() -> None:
+    async def test(line: Line) -> None:
+        line.server.drop("a.a", up_to_epoch=1)
+        line.server.drop("b.b", up_to_epoch=0)
+        line.server.drop("c.c")
+        line.beat(state("a.a"), state("b.b"), state("c.c"))
+        await line.until(lambda: sum(m.HasField("drop") for m in line.received) == 2)
+        line.server.set_heartbeat_s(0.25)  # comes after whatever else was sent
+        await line.until(lambda: any(m.welcome.heartbeat_s == 0.25 for m in line.received))
+        assert {m.drop.job for m in line.received if m.HasField("drop")} == {"a.a", "c.c"}
+
+    on_a_line(test)
+
+
 def test_daemons_receive_another_pace_at_once() -> None:
     async def test(line: Line) -> None:
         line.beat()

@@ -20,6 +20,7 @@ from holdfast._elastic.session import ElasticSession, check_staying
 from holdfast._elastic.world import World
 from holdfast._environment import Environment, read_environment
 from holdfast._exchange import Alone, Exchange, make_exchange
+from holdfast._exits import set_exit_codes
 from holdfast._experts.counting import Counting
 from holdfast._experts.deciding import Deciding
 from holdfast._experts.gradients import NO_GRADIENTS, Gradients
@@ -34,6 +35,7 @@ from holdfast._saving.comparing import Comparing
 from holdfast._saving.pacing import DueSaves, EverySave, Pacing
 from holdfast._session import ProtectedSession
 from holdfast._settings import Settings
+from holdfast._state.buffers import BufferForms
 from holdfast._state.capture import LiveState
 from holdfast._state.collect import Stateful
 from holdfast._state.conventions import Seats, UnitNamer
@@ -93,6 +95,7 @@ def init(
             `load_state_dict`, or arguments contradict each other.
     """
     environment = read_environment()
+    set_exit_codes()
     maker = _Maker(
         model=model,
         optimizers=optimizer if isinstance(optimizer, list | tuple) else [optimizer],
@@ -175,13 +178,13 @@ class _Maker:
                 "that seats any: build its layers with holdfast.moe.MoELayer, or remove "
                 "spec.elastic"
             )
-        begun = None
+        begun = forms = None
         if self.protects:
             check_optimizers(self.optimizers)
-            begun = ParamGroups(self.optimizers)
+            begun, forms = ParamGroups(self.optimizers), BufferForms(self.model)
         return ElasticSession(
             world,
-            partial(self.session, begun),
+            partial(self.session, begun, forms),
             self.optimizers,
             # A vote waits for the slowest rank, as training's own collectives do.
             max(self.settings.exchange_timeout_s, world.timeout_s),
@@ -191,12 +194,15 @@ class _Maker:
             rebalance_steps=given.rebalance_steps if given else 0,
         )
 
-    def session(self, begun: ParamGroups | None = None) -> Session:
+    def session(
+        self, begun: ParamGroups | None = None, forms: BufferForms | None = None
+    ) -> Session:
         """Make a session of the present world. Collective.
 
         Args:
             begun: parameter groups that the program has whenever it starts; those that it has now
                 when None.
+            forms: forms that buffers have whenever it starts, likewise.
         """
         if not self.protects:
             return UnprotectedSession()
@@ -213,6 +219,7 @@ class _Maker:
             units=self.units,
             private=self.private,
             begun=begun,
+            forms=forms,
         )
 
         def exchange() -> Exchange:

@@ -19,6 +19,7 @@ from holdfast._copying.engine import CopyEngine
 from holdfast._daemon.client import DaemonClient
 from holdfast._daemon.handles import SaveHandle, completed_steps
 from holdfast._exchange import Exchange
+from holdfast._experts.apart import check_states_apart
 from holdfast._experts.capacity import Capacity
 from holdfast._experts.deciding import Deciding
 from holdfast._experts.partial_state import START, PartialState
@@ -77,6 +78,7 @@ class ProtectedSession(Session):
         self._live, self._pacing, self._stateful = live, pacing, dict(stateful)
         self._settings, self._device = settings, device
         self._engine = CopyEngine(settings.copy_threads, device)
+        self._takes_apart = policy.leaves_out or bool(settings.window)
         self._counts_tokens = policy.leaves_out or settings.counts_tokens
         self._gradients = policy.gradients
         self._optimizer_steps = OptimizerSteps(live, settings.repeats if settings.window else None)
@@ -371,7 +373,11 @@ class ProtectedSession(Session):
     def _task(self, handle: SaveHandle, *, copies: bool) -> Task:
         with torch.no_grad():
             if self._stale or self._live.changed():
-                self._sources = (*self._live.discover(), *self._gradients.sources())
+                self._stale = True  # until all of this has succeeded
+                self._live.forms.check()
+                found = self._live.discover()
+                check_states_apart(self._live, takes_apart=self._takes_apart)
+                self._sources = (*found, *self._gradients.sources())
                 self._optimizer_steps.make_room()
                 self._eager = [
                     (source.staging, source.tensor)

@@ -18,6 +18,7 @@ from holdfast._daemon.following import Following
 from holdfast._elastic.pipeline import Pipeline
 from holdfast._elastic.world import World, WorldGroup
 from holdfast._environment import read_environment
+from holdfast._exits import set_exit_codes
 
 __all__ = ["Pipeline", "World", "WorldGroup", "init"]
 
@@ -46,6 +47,7 @@ def init(
         HoldfastError: when the daemon refuses this process.
     """
     environment = read_environment()
+    set_exit_codes()
     following = None
     if stay and environment.socket is not None:
         following = Following(

@@ -10,6 +10,7 @@ installed.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -134,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dimension(text: str) -> tuple[str, int]:
     pattern, _, dim = text.rpartition("=")
-    if not pattern or not dim.lstrip("-").isdigit():
+    if not pattern or not re.fullmatch("-?[0-9]{1,9}", dim):
         raise InvalidJobError(f"--tensor-parallel {text!r}: write PATTERN=DIMENSION")
     return pattern, int(dim)
 

@@ -37,13 +37,11 @@ from holdfast._launch.rendezvous import GrpcDaemon, HoldfastRendezvous
 from holdfast._launch.script import do_nothing, run_script
 from holdfast._launch.stderr import StderrLogs, WorkerStderr
 from holdfast_core.errors import AccessDeniedError
+from holdfast_core.exit_codes import DENIED, JOB_ENDED, NO_DAEMON
 from holdfast_core.job.failures import REFORM_S
 
 log = logging.getLogger(__name__)
 
-EXIT_JOB_ENDED = 75
-EXIT_NO_DAEMON = 69
-EXIT_DENIED = 77
 MONITOR_S = 0.1
 GRACE_S = 5.0
 PRELOAD = ["torch", "torch._dynamo", "holdfast._launch.agent", "holdfast._launch.script"]
@@ -192,10 +190,10 @@ def _run_agent(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
             return 1 if result is None or result.is_failed() else 0
     except RendezvousClosedError as error:
         log.warning("%s", error)
-        return EXIT_JOB_ENDED
+        return JOB_ENDED
     except RendezvousConnectionError as error:
         log.error("%s", error)
-        return EXIT_DENIED if isinstance(error.__cause__, AccessDeniedError) else EXIT_NO_DAEMON
+        return DENIED if isinstance(error.__cause__, AccessDeniedError) else NO_DAEMON
     except SignalException as error:
         return 128 + int(error.sigval)
     finally:

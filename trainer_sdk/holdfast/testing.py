@@ -82,6 +82,7 @@ class FakeSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class _Granted:
+    step: int
     slot: int
     places: bytes
     unchanged: bytes
@@ -137,7 +138,7 @@ class FakeDaemon:
         self._sessions = 0
         self._home = self.directory
         self._layout: Layout | None = None
-        self._granted: dict[int, _Granted] = {}
+        self._granted: _Granted | None = None
         self._protected: Generation | None = line
         self._lines: dict[int, Generation | None] = {}
         """Epoch → the generation from which its training world starts."""
@@ -161,7 +162,7 @@ class FakeDaemon:
         """Forget all sessions, as a daemon that restarted does; sealed snapshots stay."""
         with self._lock:
             self._session = ""
-            self._granted.clear()
+            self._granted = None
             self._events.put(UnreachableError("the daemon restarted"))
             self._events = queue.SimpleQueue()
 
@@ -181,6 +182,12 @@ class FakeDaemon:
             if event.stage is Stage.PROTECTED:
                 self._protected = generation
             self._events.put(event)
+
+    @property
+    def granted_step(self) -> int | None:
+        """Step for whose snapshot a slot is granted, neither committed nor given back; None when
+        there is none. The next grant takes that slot back, as real daemons do."""
+        return None if self._granted is None else self._granted.step
 
     def sealed(self) -> dict[Generation, FakeSnapshot]:
         """Snapshots of this rank that could be restored."""
@@ -277,7 +284,7 @@ class FakeDaemon:
             self._layout = decoded
             self._sessions += 1
             self._session = f"session-{self._sessions}"
-            self._granted.clear()
+            self._granted = None
             self._events.put(None)  # ends a watch of the session before
             self._events = queue.SimpleQueue()
             return Opened(
@@ -343,8 +350,8 @@ class FakeDaemon:
                 base=held.piece_map if held else None,
                 unchanged=unchanged,
             )
-            self._granted[step] = _Granted(
-                slot, places, unchanged if held else b"", held, first_step
+            self._granted = _Granted(
+                step, slot, places, unchanged if held else b"", held, first_step
             )
             return Grant(slot=slot, places=places, carried=held is not None)
 
@@ -352,8 +359,9 @@ class FakeDaemon:
         self._enter("commit", commit.step)
         with self._lock:
             self._check(commit.session, commit.epoch)
-            granted = self._granted.pop(commit.step, None)
-            if granted is None or granted.slot != commit.slot or self._layout is None:
+            granted, self._granted = self._granted, None
+            wanted = (commit.step, commit.slot)
+            if granted is None or (granted.step, granted.slot) != wanted or self._layout is None:
                 raise ProtocolError(f"slot {commit.slot} was not granted for step {commit.step}")
             digests = commit.digests
             if granted.base is not None:
@@ -388,7 +396,8 @@ class FakeDaemon:
         self._enter("abort", step)
         with self._lock:
             self._check(session, epoch)
-            self._granted.pop(step, None)
+            if step == self.granted_step:
+                self._granted = None
 
     def watch(self, session: str) -> Iterator[DaemonEvent]:
         self._enter("watch")

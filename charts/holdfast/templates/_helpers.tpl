@@ -79,18 +79,13 @@ imagePullSecrets:
 {{- add $budget $overhead -}}
 {{- end -}}
 
-{{/* Security contexts of pods and containers that need nothing from the kernel. */}}
-{{- define "holdfast.podSecurity" -}}
-runAsNonRoot: true
-runAsUser: 65532
-runAsGroup: 65532
-seccompProfile: {type: RuntimeDefault}
+{{/* The service account of a component. Arguments: root, component. */}}
+{{- define "holdfast.account" -}}
+{{- $account := (get .root.Values .component).serviceAccount -}}
+{{- if not (or $account.create $account.name) -}}
+{{- fail (printf "%s.serviceAccount.name names no account, and %s.serviceAccount.create is false: give the name of one that exists" .component .component) -}}
 {{- end -}}
-
-{{- define "holdfast.containerSecurity" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-capabilities: {drop: [ALL]}
+{{- $account.name | default (include (printf "holdfast.%s" .component) .root) -}}
 {{- end -}}
 
 {{/* A pod's own name and node, as environment. */}}

@@ -25,6 +25,7 @@ from itertools import product
 from holdfast_core.errors import InvalidJobError, LayoutMismatchError
 from holdfast_core.experts.recompute import state_entries
 from holdfast_core.snapshots.layouts import Entry, Layout, TensorRole
+from holdfast_core.snapshots.names import NameKind, TensorName
 from holdfast_core.snapshots.units import UnitKey, UnitKind
 from holdfast_core.topology import Coordinates, Topology
 
@@ -34,9 +35,6 @@ REPLICATED = -1
 """Stands for a tensor-parallel dimension where every tensor-parallel rank holds the whole
 tensor."""
 
-_NAME = re.compile(
-    r"(?P<base>.*?)(?P<buffer>\(buffer\))?(?P<master>/master)?(?:\[(?P<index>[0-9]+)\])?", re.DOTALL
-)
 _DTYPE = re.compile(r"(?:bfloat|float|complex|uint|int|qint|quint)([0-9]+)(?:_e[0-9]+m.*)?")
 _MASTER_BYTES = 4
 _ITEM_BYTES = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16}
@@ -84,11 +82,15 @@ class SetTensor:
     """See `Entry.param_group`."""
     expert: bool
     """Whether it belongs to an expert, so that only some ranks hold it."""
+    index: int | None = None
+    """Number of the expert whose slice of a stack it is, with `Reading.by_expert`."""
+    own: bool = False
+    """Whether only one rank has it; see `Entry.own`."""
 
     @property
-    def own(self) -> bool:
-        """Whether only one rank has it; see `Entry.own`."""
-        return self.name.startswith(_OWN_PREFIX)
+    def shown(self) -> str:
+        """Name of the parameter (or buffer), with the number of the expert."""
+        return _shown(self.parameter, self.index)
 
     @property
     def item_bytes(self) -> int:
@@ -124,10 +126,18 @@ class _Placed:
     name: str
     parameter: str
     key: str
+    index: int | None
+    own: bool
     shape: tuple[int, ...]
     """Shape of the whole; 0 for a number of stacked experts, which only follows from all ranks."""
     box: tuple[tuple[int, ...], tuple[int, ...]]
     """Offsets of the local tensor in the whole, and its shape."""
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What is the same of all parts of one tensor, and of no two tensors."""
+        buffer = self.entry.role is TensorRole.BUFFER
+        return self.parameter, self.index, self.key, self.own, buffer
 
 
 def item_bytes(dtype: str) -> int:
@@ -157,8 +167,19 @@ def set_tensors(
     for rank in sorted(layouts):
         for entry in (*state_entries(layouts[rank]), *layouts[rank].casts):
             for placed in placing.place(rank, entry):
-                by_name.setdefault(placed.name, []).append(placed)
+                same = by_name.setdefault(placed.name, [])
+                if same and same[0].identity != placed.identity:
+                    raise LayoutMismatchError(
+                        f"{entry.tensor} of rank {rank} and {same[0].entry.tensor} of rank "
+                        f"{same[0].rank} would both be called {placed.name!r}; give rename="
+                        f"(parameter, coordinates) → another name for one of them"
+                    )
+                same.append(placed)
     return {name: _tensor(name, parts) for name, parts in sorted(by_name.items())}
+
+
+def _shown(parameter: str, index: int | None) -> str:
+    return parameter if index is None else f"{parameter}[{index}]"
 
 
 class _Placing:
@@ -180,11 +201,9 @@ class _Placing:
         used."""
         topology = self._topologies[rank]
         at = topology.coordinates(rank)
-        text, _, key = entry.tensor.partition(":")
-        match = _NAME.fullmatch(text)
-        assert match is not None
-        parameter, index = match["base"], None if match["index"] is None else int(match["index"])
-        if match["master"] and not key:
+        parts = TensorName.of_entry(entry.tensor, entry.role)
+        parameter, index, key = parts.path, parts.expert, parts.key or ""
+        if parts.kind is NameKind.MASTER and not key:
             key = "master"
         if self._reading.rename is not None:
             renamed = self._reading.rename(parameter, at)
@@ -204,7 +223,7 @@ class _Placing:
                     shape[dim] *= topology.tp
         local = list(entry.shape)
         if index is None and entry.tensor in self._stacks and entry.shape:
-            if match["buffer"]:
+            if parts.kind is NameKind.BUFFER:
                 offsets[0] = UnitKey.parse(entry.unit).expert or 0
                 shape[0] = 0  # as many as there are
             else:
@@ -212,7 +231,7 @@ class _Placing:
         if index is not None and not self._reading.by_expert:
             shape, offsets, local = [0, *shape], [index, *offsets], [1, *local]
         alone = index is not None and self._reading.by_expert
-        shown = f"{parameter}[{index}]" if alone else parameter
+        shown = _shown(parameter, index if alone else None)
         name = f"{OPTIMIZER_PREFIX}state.{shown}.{key}" if key else shown
         if own:
             name = f"{_OWN_PREFIX}{rank:05d}/{entry.tensor}"
@@ -223,6 +242,8 @@ class _Placing:
             name=name,
             parameter=parameter,
             key=key,
+            index=index if alone else None,
+            own=own,
             shape=tuple(shape),
             box=(tuple(offsets), tuple(local)),
         )
@@ -268,6 +289,8 @@ def _tensor(name: str, parts: Sequence[_Placed]) -> SetTensor:
         name=name,
         parameter=first.parameter,
         key=first.key,
+        index=first.index,
+        own=first.own,
         role=first.entry.role,
         dtype=first.entry.dtype,
         shape=shape,

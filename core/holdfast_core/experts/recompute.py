@@ -12,7 +12,7 @@ of the expert's unit. They lie behind its state, on pieces of their own, and are
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from fractions import Fraction
 from typing import Annotated
@@ -20,6 +20,7 @@ from typing import Annotated
 import msgspec
 
 from holdfast_core.snapshots.layouts import Entry, Layout, TensorRole, piece_count
+from holdfast_core.snapshots.names import NameKind, TensorName
 from holdfast_core.snapshots.units import UnitKey
 
 GRADIENT = "gradient"
@@ -34,8 +35,6 @@ and two moments in float32."""
 BESIDE_STATE = frozenset({TensorRole.GRADIENT, TensorRole.RECIPE})
 """Roles of tensors that a snapshot carries for its protection, and a restore leaves alone."""
 
-_MASTER = "/master"
-"""Text after a parameter's name, in the name of a master that only the optimizer has."""
 MASTER_KEYS = (
     "master",
     "master_weight",
@@ -152,24 +151,29 @@ def recomputables(layout: Layout) -> tuple[Recomputable, ...]:
 
 
 def _of(recipe: Entry, by_name: Mapping[str, Entry]) -> Recomputable | None:
-    name = recipe.tensor.removesuffix(f":{RECIPE}")
-    gradient, parameter = by_name.get(f"{name}:{GRADIENT}"), by_name.get(name)
-    masters = (by_name.get(f"{name}:{key}") for key in MASTER_KEYS)
+    name = TensorName.parse(recipe.tensor).base
+
+    def state(key: str) -> Entry | None:
+        return by_name.get(str(name.state(key)))
+
+    gradient, parameter = state(GRADIENT), by_name.get(str(name))
+    masters = map(state, MASTER_KEYS)
     weights = next((master for master in masters if master is not None), parameter)
     if gradient is None or weights is None:
         return None
-    rounded = parameter if weights is not parameter else by_name.get(name.replace(_MASTER, ""))
+    beside = by_name.get(str(replace(name, kind=NameKind.PARAMETER)))
+    rounded = parameter if weights is not parameter else beside
     if rounded is weights:
         rounded = None
-    step = by_name.get(f"{name}:step") or by_name.get(f"{name.rpartition('[')[0]}:step")
+    step = state("step") or by_name.get(str(name.whole.state("step")))
     one = Recomputable(
         unit=recipe.unit,
         recipe=recipe,
         gradient=gradient,
         weights=weights,
         rounded=rounded,
-        first=by_name.get(f"{name}:exp_avg") or by_name.get(f"{name}:momentum_buffer"),
-        second=by_name.get(f"{name}:exp_avg_sq"),
+        first=state("exp_avg") or state("momentum_buffer"),
+        second=state("exp_avg_sq"),
         step=step if step is not None and step.unit == recipe.unit else None,
     )
     return one if _fits(one) else None

@@ -140,7 +140,7 @@ def convert(
     before = len(problems)
     fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
     problems.extend(
-        _unknown(key, value[key], path, list(fields)) for key in value if key not in fields
+        unknown_field(key, value[key], path, list(fields)) for key in value if key not in fields
     )
     arguments: dict[str, Any] = {}
     for name, field in fields.items():
@@ -208,7 +208,8 @@ def _struct_in(kind: Any) -> tuple[type[msgspec.Struct] | None, bool]:
     return (structs[0] if structs else None), typing.get_origin(kind) is tuple
 
 
-def _unknown(key: object, value: object, path: str, known: list[str]) -> Problem:
+def unknown_field(key: object, value: object, path: str, known: list[str]) -> Problem:
+    """Problem of a field `key` of the mapping at `path`, which has only the fields `known`."""
     near = difflib.get_close_matches(str(key), known, n=1)
     lower = {name.lower(): name for name in known}
     guess = lower.get(str(key).lower()) or (near[0] if near else None)

@@ -267,9 +267,9 @@ class FailurePolicy(Document, frozen=True, kw_only=True):
             max_length=32,
             extra={
                 "title": "What to do about each kind of failure; the first match wins.",
-                "more": "If no rule matches, exit codes from 1 to 127, except 42, 69 and 75, "
-                "fail the job; after any other failure the job restarts in place, a lost node is "
-                "replaced, and the restart counts.",
+                "more": "If no rule matches, exit codes from 1 to 127, except 42, 69, 75, 79 "
+                "and 80, fail the job; after any other failure the job restarts in place, a lost "
+                "node is replaced, and the restart counts.",
             },
         ),
     ] = DEFAULT_RULES

@@ -305,7 +305,8 @@ class JobStatus(_Part, frozen=True, kw_only=True):
                     "StorageReachable and Persisted (with durable storage), TokenLossWithinLimit "
                     "(where snapshots leave experts out), ExpertsReplicated (where experts have "
                     "uneven copies), Insecure (where identity is off), "
-                    "DaemonsOutdated (until the daemons of its nodes are renewed), FullStrength "
+                    "DaemonsOutdated (until the daemons of its nodes are renewed), PodsRefused "
+                    "(while the API server refuses pods, in its words), FullStrength "
                     "(where minNodes is below nodes), Complete and Failed."
                 },
                 extra_json_schema={

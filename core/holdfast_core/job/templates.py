@@ -1,6 +1,7 @@
 """What Holdfast needs to find in a job's pod template: the trainer's command and environment.
 
-Everything else in the template belongs to Kubernetes and is passed on as it is.
+The rest of the pod's specification belongs to Kubernetes and is passed on as it is; what is beside
+it would be dropped, and is refused.
 """
 
 from __future__ import annotations
@@ -9,7 +10,12 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from holdfast_core.job.documents import MISSING, Problem, at
+from holdfast_core.job.documents import MISSING, Problem, at, unknown_field
+
+TEMPLATE_FIELDS = ("metadata", "spec")
+METADATA_FIELDS = ("labels", "annotations", "name", "namespace", "creationTimestamp")
+"""Fields of a template's metadata. The last three are what tools write into templates; pods get
+names, and the namespace, of their job."""
 
 _ENV_NAME = re.compile(r"[-._a-zA-Z][-._a-zA-Z0-9]*")
 
@@ -18,7 +24,17 @@ def template_problems(template: object) -> Iterator[Problem]:
     """Problems of `spec.trainer.template`; its absence is reported elsewhere."""
     if not isinstance(template, Mapping):
         return
-    path = "spec.trainer.template.spec.containers"
+    path = "spec.trainer.template"
+    metadata = at(template, "metadata")
+    for each, where, fields in (
+        (template, path, TEMPLATE_FIELDS),
+        (metadata, f"{path}.metadata", METADATA_FIELDS),
+    ):
+        if isinstance(each, Mapping):
+            for key in each:
+                if key not in fields:
+                    yield unknown_field(key, each[key], where, list(fields))
+    path = f"{path}.spec.containers"
     containers = at(template, "spec", "containers")
     if not isinstance(containers, list | tuple) or not containers:
         yield Problem(

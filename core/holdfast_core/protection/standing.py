@@ -164,6 +164,25 @@ def standing(ranks: Sequence[RankStanding]) -> StandingVerdict:
     )
 
 
+def can_lose_member(own: RankStanding, ranks: int, nproc: int) -> bool:
+    """Whether other members hold all that the member of this rank holds, so that training may go on
+    live without it.
+
+    Args:
+        own: what this rank has, between two steps.
+        ranks: number of ranks of the world.
+        nproc: ranks of each member.
+    """
+    if own.torn:
+        return False
+    if own.held:  # where copies of experts are, the plan says
+        return True
+    topology, first = Topology.parse(own.topology), own.rank // nproc * nproc
+    lost = range(first, first + nproc)
+    live = {rank: own for rank in range(ranks) if rank not in lost}
+    return not any(isinstance(_sources_of(rank, topology, live), str) for rank in lost)
+
+
 def _back(reason: str) -> StandingVerdict:
     return StandingVerdict(action=StandingAction.LINE, reason=reason)
 

@@ -17,6 +17,9 @@ from holdfast_core.snapshots.layouts import TensorRole
 KEYS_REMEMBERED = 1 << 14
 """Parsed keys that are cached: each snapshot names the same experts again."""
 
+NUMBER_DIGITS_MAX = 9
+"""Most digits of the number of a layer or an expert."""
+
 _TEXT = re.compile(r"layer([0-9]{1,9})/(?:expert([0-9]{1,9})|gate|dense)|embedding|head|other")
 
 

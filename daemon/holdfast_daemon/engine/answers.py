@@ -284,6 +284,6 @@ def world_state(memory: JobMemory, after_epoch: int) -> WorldState | None:
         store_address=store_address,
         serves_store=position == 0 and not store_address,
         keep=epoch.me not in epoch.membership.restarting
-        and all(r.follower is not None and r.follower.fits(size) for r in records),
+        and all(record.can_stay(size, protected=memory.protects) for record in records),
         arrived=all(record.arrived_in == epoch.number for record in records),
     )

@@ -367,9 +367,7 @@ class JobEngine:
         session.claimed = True
         record = self.memory.rank(session.rank)
         record.last_sign = now
-        for arena, slot in self.memory.slots():
-            if arena.rank == session.rank and slot.state is SlotState.GRANTED:
-                slot.clear()
+        self._take_back(session.rank)
         self.memory.note(
             JobEvent.SESSION_OPENED,
             rank=session.rank,
@@ -389,7 +387,8 @@ class JobEngine:
         unchanged: bytes = b"",
         first_step: int = 0,
     ) -> tuple[Granted, list[Effect]]:
-        """Grant a slot for the snapshot of `step`, and places in the arena for its pieces.
+        """Grant a slot for the snapshot of `step`, and places in the arena for its pieces. One that
+        was granted before is taken back: its trainer failed to do that, or never learned of it.
 
         Args:
             base: the snapshot from which the trainer wants to carry pieces over; unless it is held
@@ -428,6 +427,7 @@ class JobEngine:
         record.passed = generation
         record.last_step, record.last_sign = first_step or step, now
         arena = memory.arenas[(session.rank, session.layout_id)]
+        self._take_back(session.rank)
         slot = upkeep.slot_to_write(memory, current, arena)
         if slot is None:
             memory.note(JobEvent.SKIPPED, rank=session.rank, generation=generation, detail="slots")
@@ -519,14 +519,15 @@ class JobEngine:
     def abort(self, session_id: str, *, epoch: int, step: int, now: float) -> list[Effect]:
         """Free a granted slot that the trainer gives back."""
         session = self._session(session_id)
-        for arena, slot in self.memory.slots():
-            if (
-                arena.rank == session.rank
-                and slot.state is SlotState.GRANTED
-                and slot.generation == Generation(epoch, step)
-            ):
-                slot.clear()
+        self._take_back(session.rank, Generation(epoch, step))
         return self._convergence.settle(now)
+
+    def _take_back(self, rank: int, generation: Generation | None = None) -> None:
+        """Free what is granted to a rank: for the snapshot of `generation`, or for any."""
+        for arena, slot in self.memory.slots():
+            granted = arena.rank == rank and slot.state is SlotState.GRANTED
+            if granted and generation in (None, slot.generation):
+                slot.clear()
 
     def session_ended(self, session_id: str, *, clean: bool, now: float) -> list[Effect]:
         """End a session: the trainer has closed it, or its process is gone."""
@@ -536,9 +537,7 @@ class JobEngine:
             return []
         self._forget(session)
         record = memory.rank(session.rank)
-        for arena, slot in memory.slots():
-            if arena.rank == session.rank and slot.state is SlotState.GRANTED:
-                slot.clear()
+        self._take_back(session.rank)
         if not clean and session.epoch == memory.epoch:
             record.lost_in = memory.epoch
             memory.note(
@@ -601,10 +600,16 @@ class JobEngine:
                 f"holdfast.elastic.init with stay=False"
             )
         self._followers_made += 1
-        self.memory.rank(rank).follower = Follower(
-            self._followers_made, pid, size, since=self.memory.epoch
-        )
+        record, follower = self.memory.rank(rank), self.memory.rank(rank).follower
+        if follower is None or follower.pid != pid:
+            record.began_alone = False
+        record.follower = Follower(self._followers_made, pid, size, since=self.memory.epoch)
         return self._followers_made
+
+    def begins_alone(self, rank: int) -> None:
+        """Record that the process of `rank` has begun from the beginning, and that what its member
+        holds is nowhere else."""
+        self.memory.rank(rank).began_alone = True
 
     def unfollows(self, rank: int, number: int) -> None:
         """Record that the stream `number` of `rank` has ended; one that was replaced is ignored."""

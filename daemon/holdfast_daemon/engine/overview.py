@@ -345,7 +345,8 @@ def _rank(memory: JobMemory, rank: int, committed: set[Generation]) -> RankOverv
         last_sign=record.last_sign,
         pid=record.session.pid if record.session else 0,
         lost=record.lost_in == memory.epoch,
-        follows=record.follower is not None,
+        follows=record.follower is not None
+        and record.can_stay(record.follower.size, protected=memory.protects),
         restored=record.restored,
         repeated_after=record.repeated_after,
         no_replay=record.no_replay,

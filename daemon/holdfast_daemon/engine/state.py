@@ -85,6 +85,9 @@ class RankRecord:
     session: TrainerSession | None = None
     follower: Follower | None = None
     """Living process, so it outlasts epochs."""
+    began_alone: bool = False
+    """Whether its process has begun from the beginning, what its member holds is nowhere else, and
+    nothing was protected in an earlier epoch."""
     arrived_in: int = 0
     """Epoch whose world its worker has joined most recently."""
     passed: Generation | None = None
@@ -121,6 +124,15 @@ class RankRecord:
     def is_live(self) -> bool:
         """Whether the rank went on in this epoch from what processes had."""
         return self.restored is not None and self.restored[1] is RestoreSource.LIVE
+
+    def can_stay(self, size: int, *, protected: bool) -> bool:
+        """Whether its process can stay for a world of `size` ranks.
+
+        Args:
+            protected: whether anything is known to be protected, to which the job could go back.
+        """
+        follows = self.follower is not None and self.follower.fits(size)
+        return follows and (protected or not self.began_alone)
 
     def stayed(self, session: TrainerSession) -> bool:
         """Whether the process of `session` followed its worlds before the session's epoch."""
@@ -190,6 +202,11 @@ class JobMemory:
         return self.epoch_seen > self.epoch
 
     @property
+    def protects(self) -> bool:
+        """Whether this epoch is known to have a generation that is kept."""
+        return self.current is not None and self.current.retained is not None
+
+    @property
     def leads(self) -> bool:
         return self.current is not None and self.current.leads
 
@@ -211,6 +228,9 @@ class JobMemory:
 
     def begin_epoch(self, membership: Membership) -> None:
         """Enter the epoch of `membership`: nothing is verified, reported or decided in it yet."""
+        if self.protects:
+            for record in self.ranks.values():
+                record.began_alone = False
         me = membership.member_on(self.node)
         if me is None:
             self.current, self.left = None, membership

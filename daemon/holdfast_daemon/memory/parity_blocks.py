@@ -31,8 +31,8 @@ from holdfast_daemon.memory.files import (
     touch,
 )
 
-_ENTRY_NAME = re.compile(r"(\d+)-(\d+)\.entry")
-_BLOCK_NAME = re.compile(r"(\d+)-(\d+)\.block")
+_ENTRY_NAME = re.compile(r"([0-9]+)-([0-9]+)\.entry")
+_BLOCK_NAME = re.compile(r"([0-9]+)-([0-9]+)\.block")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

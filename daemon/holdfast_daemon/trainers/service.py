@@ -109,6 +109,8 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         rank = host.engine.rank_in_world(request.rank)
         request_limits.check_address(request.world)
         membership = host.hello(rank, request.store_address, request.world)
+        if request.began_alone:
+            host.engine.begins_alone(rank)
         return trainer_pb2.HelloReply(
             protocol_version=codec.PROTOCOL_VERSION,
             epoch=membership.epoch,

@@ -19,6 +19,7 @@ from holdfast_core.snapshots.generations import Generation
 from holdfast_operator.cli import exit_codes, kubectl
 from holdfast_operator.cli.catalogue_places import DAEMONS
 from holdfast_operator.cli.cluster_calls import connected
+from holdfast_operator.kube.containers import trainer_container
 from holdfast_operator.kube.resources import JOB_LABEL, JOBS, PODS
 from holdfast_operator.reconciler.views import ConditionType
 
@@ -205,7 +206,7 @@ def _signal_rank(options: argparse.Namespace) -> int:
     if not _is_confirmed(options, f"send SIG{name} to rank {options.rank} in pod {pod}"):
         return exit_codes.BAD_INPUT
     found = connected(options, lambda api, _: api.get(PODS, options.namespace, pod))
-    container = str(found["spec"]["containers"][0]["name"])
+    container = str(trainer_container(found)["name"])
     arena = member * lanes + lane
     command = ("python", "-c", _SIGNAL, str(options.rank), str(arena), name)
     print(kubectl.execute(options, pod, container, *command))
@@ -238,7 +239,9 @@ def _kill_daemon(options: argparse.Namespace) -> int:
             f"no daemon on node {options.node!r} in namespace {options.system_namespace}; name the "
             f"namespace of the release with --system-namespace"
         )
-    name = pods[0]["metadata"]["name"]
+    # While a daemon is replaced, its node may have two; the one that ends already is the wrong one.
+    staying = [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
+    name = (staying or pods)[0]["metadata"]["name"]
     what = (
         f"delete the daemon's pod {name} on {options.node} at once: no job with a member there is "
         f"protected until the next daemon has taken its memory over"

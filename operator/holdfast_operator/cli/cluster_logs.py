@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.status import ENDED
 from holdfast_operator.cli.cluster_calls import connected
+from holdfast_operator.kube.containers import trainer_container, trainer_status
 from holdfast_operator.kube.resources import JOB_LABEL, JOBS, MEMBER_LABEL, PODS
 
 if TYPE_CHECKING:
@@ -88,8 +89,9 @@ async def _pods(
 
 
 def _has_started(pod: Object) -> bool:
-    statuses = (pod.get("status") or {}).get("containerStatuses") or [{}]
-    return not (statuses[0].get("state") or {"waiting": {}}).get("waiting")
+    """Whether the trainer's container of a pod runs, or has ended."""
+    state = trainer_status(pod).get("state") or {}
+    return "running" in state or "terminated" in state
 
 
 async def _is_over(
@@ -111,7 +113,7 @@ async def _follow(
     metadata = pod["metadata"]
     first, last = member * lanes, (member + 1) * lanes - 1
     ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
-    query = {"container": pod["spec"]["containers"][0]["name"]}
+    query = {"container": str(trainer_container(pod)["name"])}
     if options.follow:
         query["follow"] = "true"
     if options.tail is not None:

@@ -13,6 +13,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import grpc
@@ -104,7 +105,8 @@ class ControlServer:
         """Node → the jobs whose published memberships have a member on it."""
         self._holders: dict[str, set[str]] = {}
         """Job → the nodes that hold something of it."""
-        self._dropped: Recent[None] = Recent(DROPPED_MAX)
+        self._dropped: Recent[float] = Recent(DROPPED_MAX)
+        """Job → the newest epoch of what daemons are to drop of it."""
         self._server: grpc.aio.Server | None = None
 
     # --- for the owner ------------------------------------------------------------------------
@@ -163,10 +165,11 @@ class ControlServer:
         self._dropped.pop(membership.job, None)
         self._send_news(membership.job)
 
-    def drop(self, job: str) -> None:
-        """Have every daemon drop what it holds of the job, which has ended."""
+    def drop(self, job: str, *, up_to_epoch: int | None = None) -> None:
+        """Have every daemon drop what it holds of the job up to an epoch; of any epoch when None,
+        because the job has ended."""
         self._unplace(job)
-        self._dropped[job] = None
+        self._dropped[job] = inf if up_to_epoch is None else up_to_epoch
         self._send_news(job)
 
     def persist(self, job: str) -> None:
@@ -346,7 +349,7 @@ class ControlServer:
             return
         for job in jobs:
             theirs, membership = node.jobs.get(job), self._published.get(job)
-            if theirs is not None and job in self._dropped:
+            if theirs is not None and theirs.epoch <= self._dropped.get(job, -1):
                 drop = control_pb2.ControlMessage(drop=control_pb2.DropJob(job=job))
                 node.connection.outbox.put(drop.SerializeToString())
                 node.connection.known.pop(job, None)

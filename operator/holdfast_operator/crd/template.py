@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from holdfast_core.job.templates import METADATA_FIELDS
+
 _WORDS = {"type": "array", "items": {"type": "string"}}
 _ENV_NAME = "^[-._a-zA-Z][-._a-zA-Z0-9]*$"
 
@@ -39,27 +41,28 @@ def template_schema(description: str) -> dict[str, Any]:
         "items": container,
         "description": "The containers; the first is the trainer.",
     }
-    labels = _open(
-        "Labels and annotations of the pods.",
-        [],
-        labels={
-            "type": "object",
-            "additionalProperties": {"type": "string"},
-            "description": "Labels of the pods.",
-        },
-        annotations={
-            "type": "object",
-            "additionalProperties": {"type": "string"},
-            "description": "Annotations of the pods.",
-        },
+    texts = {"type": "object", "additionalProperties": {"type": "string"}}
+    ignored = {"type": "string", "nullable": True, "description": "Of no effect on pods."}
+    given = {
+        "labels": {**texts, "description": "Labels of the pods."},
+        "annotations": {**texts, "description": "Annotations of the pods."},
+    }
+    metadata = _closed(
+        "Labels and annotations of the pods.", [], **dict.fromkeys(METADATA_FIELDS, ignored) | given
     )
     pod = _open("The specification of the pods.", ["containers"], containers=containers)
-    return _open(description, ["spec"], metadata=labels, spec=pod)
+    return _closed(description, ["spec"], metadata=metadata, spec=pod)
 
 
 def _open(description: str, required: list[str], **properties: object) -> dict[str, Any]:
     """Schema of an object that may have more than these properties."""
+    schema = _closed(description, required, **properties)
+    return {**schema, "x-kubernetes-preserve-unknown-fields": True}
+
+
+def _closed(description: str, required: list[str], **properties: object) -> dict[str, Any]:
+    """Schema of an object that has no other properties."""
     schema: dict[str, Any] = {"type": "object", "description": description}
     if required:
         schema["required"] = required
-    return {**schema, "properties": properties, "x-kubernetes-preserve-unknown-fields": True}
+    return {**schema, "properties": properties}

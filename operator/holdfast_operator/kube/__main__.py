@@ -84,7 +84,7 @@ async def _leave(options: Options) -> bool:
             namespace=options.namespace,
             lease=options.lease,
             identity=options.identity,
-            watch_namespace=options.watch_namespace,
+            watch_namespaces=options.watch_namespaces,
             wall=time.time,
         )
     finally:

@@ -17,7 +17,6 @@ from holdfast_operator.kube.api import NOT_FOUND, ApiError
 from holdfast_operator.kube.pods import TrainerPod
 from holdfast_operator.kube.resources import JOBS
 from holdfast_operator.kube.starting import Starting
-from holdfast_operator.kube.trainers import GRACE_S
 from holdfast_operator.kube.world import LoopContext
 from holdfast_operator.reconciler.counters import Outcome
 from holdfast_operator.reconciler.lookups import node_of
@@ -38,8 +37,9 @@ from holdfast_operator.reconciler.views import (
 
 _log = logging.getLogger(__name__)
 
-STUCK_S = GRACE_S + 4.0
-"""Longest wait for a pod that is being stopped on a node whose daemon is silent."""
+STUCK_S = 4.0
+"""Longest wait, after its grace, for a pod that is being stopped on a node whose daemon is
+silent."""
 
 
 _Work = partial[Coroutine[Any, Any, None]]
@@ -63,6 +63,11 @@ class Acting:
         """Agents whose pods do not exist yet."""
         return self._starting.pending
 
+    @property
+    def refusal(self) -> ApiError | None:
+        """Why the API server makes no pod of a member that needs one; None when it does."""
+        return self._starting.refusal
+
     async def carry_out(
         self,
         job: MoETrainingJob,
@@ -80,7 +85,8 @@ class Acting:
             remembered: whether what must not be lost is stored; if not, no memory is freed.
 
         Returns:
-            events for actions that failed, and for pods not created since the last call.
+            events for actions that failed, and for pods whose creation got no answer since the
+            last call; see also `refusal`.
         """
         began = self._world.clock()
         self._note_losses(before, decision, observed)
@@ -102,8 +108,8 @@ class Acting:
                     stops.add((member, node))
                 case StartAgent():
                     starts.append(action)
-                case DropJob() if remembered:
-                    self._world.server.drop(job.key)
+                case DropJob(up_to_epoch=epoch) if remembered:
+                    self._world.server.drop(job.key, up_to_epoch=epoch)
                 case PersistNow():
                     self._world.server.persist(job.key)
                 case DeleteJob():
@@ -116,9 +122,13 @@ class Acting:
             going = [pod for pod in there if pod.state is not AgentState.STOPPING]
             later.append(partial(self._world.trainers.stop, going))
         self._starting.want(job, starts)
+        if any(pod.state is not AgentState.EXITED for pod in pods):
+            self._starting.mend(job)
         await asyncio.gather(*(self._try(work, failed) for work in later))
         for error in self._starting.failures():
-            self._fail(error, "start", failed)
+            # What the API server has answered is a condition: an event for each try, each about
+            # another pod, would be one every few seconds.
+            self._fail(error, "start", [] if error.status else failed)
         if decision.actions:
             self._world.metrics.observe("act_seconds", self._world.clock() - began)
         if before.outcome is None and decision.state.outcome is not None:
@@ -162,7 +172,7 @@ class Acting:
         for uid, pod in stopping.items():
             node = observed.nodes.get(pod.node)
             alive = node is not None and node.connected and not node.gone
-            if not alive and now - self._stopping_since[uid] >= STUCK_S:
+            if not alive and now - self._stopping_since[uid] >= pod.grace_s + STUCK_S:
                 stuck.append(pod)
         if stuck:
             await self._world.trainers.stop(stuck, force=True)

@@ -28,14 +28,29 @@ def amount(text: str | float) -> float:
 
 
 def amounts(pod_spec: Object) -> Amounts:
-    """Amounts that a pod requests: requests of all its containers, or limits where only those are
-    given."""
-    asked: list[Amounts] = []
-    for container in pod_spec.get("containers") or []:
-        resources = container.get("resources") or {}
-        wanted = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
-        asked.append(tuple((name, amount(text)) for name, text in wanted.items()))
-    return total(asked)
+    """Amounts that a pod requests, as the scheduler counts them: those of its containers and
+    sidecars, or of an init container that needs more beside the sidecars before it; those of the
+    whole pod where it gives them; and its overhead. Limits count where only those are given."""
+    running = total(_asked(each) for each in pod_spec.get("containers") or [])
+    sidecars: Amounts = ()
+    peaks: dict[str, float] = {}
+    for each in pod_spec.get("initContainers") or []:
+        here = total([sidecars, _asked(each)])
+        peaks = {**peaks, **{name: max(value, peaks.get(name, 0.0)) for name, value in here}}
+        if each.get("restartPolicy") == "Always":
+            sidecars = here
+    wanted = dict(total([running, sidecars]))
+    wanted |= {name: max(value, wanted.get(name, 0.0)) for name, value in peaks.items()}
+    wanted |= dict(_asked(pod_spec))
+    overhead = pod_spec.get("overhead") or {}
+    return total([tuple(wanted.items()), tuple((k, amount(v)) for k, v in overhead.items())])
+
+
+def _asked(of: Object) -> Amounts:
+    """Amounts in the `resources` of a container, or of a pod."""
+    resources = of.get("resources") or {}
+    wanted = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
+    return tuple((name, amount(text)) for name, text in wanted.items())
 
 
 def total(parts: Iterable[Amounts]) -> Amounts:

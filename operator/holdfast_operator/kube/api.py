@@ -29,7 +29,10 @@ REQUEST_S = 15.0
 CONNECT_S = 5.0
 CONNECTIONS_MAX = 64
 
-FORBIDDEN, NOT_FOUND, CONFLICT, GONE = 403, 404, 409, 410
+PAGE = "500"
+"""Objects in one page of a list."""
+
+FORBIDDEN, NOT_FOUND, CONFLICT, GONE, TOO_MANY_REQUESTS = 403, 404, 409, 410, 429
 
 MERGE_PATCH = "application/merge-patch+json"
 
@@ -46,6 +49,11 @@ class ApiError(HoldfastError):
         self.reason = reason
         """The API server's reason in one word, such as AlreadyExists."""
 
+    @property
+    def is_final(self) -> bool:
+        """Whether the same request would be refused again, until something else has changed."""
+        return 400 <= self.status < 500 and self.status != TOO_MANY_REQUESTS
+
 
 class UpsertApi(Protocol):
     """The part of `Api` that is needed to keep one object up to date."""
@@ -59,6 +67,26 @@ class UpsertApi(Protocol):
     async def replace(
         self, resource: Resource, namespace: str, body: Object, subresource: str = ""
     ) -> Object: ...
+
+
+class ListApi(Protocol):
+    """The part of `Api` that lists objects."""
+
+    async def list(self, resource: Resource, namespace: str = "", **query: str) -> Object: ...
+
+
+async def pages(
+    api: ListApi, resource: Resource, namespace: str = "", **query: str
+) -> AsyncIterator[Object]:
+    """The pages of a list that may be long, one request each."""
+    token = ""
+    while True:
+        more = {"continue": token} if token else {}
+        page = await api.list(resource, namespace, limit=PAGE, **query, **more)
+        yield page
+        token = (page.get("metadata") or {}).get("continue", "")
+        if not token:
+            return
 
 
 class CountsRequests(Protocol):

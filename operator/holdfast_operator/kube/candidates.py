@@ -6,11 +6,13 @@ least used nodes are offered first, so that jobs placed at the same time come to
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from holdfast_operator.control.server import ControlServer
 from holdfast_operator.kube.amounts import Amounts, total
-from holdfast_operator.kube.nodes import KubeNode, Wants, node_view
+from holdfast_operator.kube.nodes import KubeNode, Wants, has_memory, node_view, unfit
+from holdfast_operator.kube.room import Room
 from holdfast_operator.kube.watches import Cache
 from holdfast_operator.reconciler.views import NodeView
 
@@ -26,6 +28,7 @@ class CandidateNodes:
 
     Args:
         nodes: the watch's copy of the nodes.
+        room: what pods that are no trainers take from nodes.
         daemon_returns: whether the daemon of a node is about to come back; gets the node's name and
             the time of the newest heartbeat.
         requests_of: amounts that a member of a job requests, by the job's key.
@@ -35,12 +38,13 @@ class CandidateNodes:
         self,
         server: ControlServer,
         nodes: Cache[KubeNode],
+        room: Room,
         *,
         daemon_returns: Callable[[str, float], bool],
         requests_of: Callable[[str], Amounts],
         clock: Callable[[], float],
     ) -> None:
-        self._server, self._nodes, self._clock = server, nodes, clock
+        self._server, self._nodes, self._room, self._clock = server, nodes, room, clock
         self._daemon_returns, self._requests_of = daemon_returns, requests_of
         self._started_at = clock()
         self._order: list[str] = []
@@ -66,6 +70,24 @@ class CandidateNodes:
             views |= self._unconnected(key, wants, views.keys())
         return views
 
+    def refusals(self, key: str, wants: Wants) -> tuple[tuple[str, int], ...]:
+        """Reasons why nodes of the cluster cannot take a member of the job, the most frequent
+        first, each with the number of nodes. A job that waits for nodes shows them."""
+        reasons = Counter(
+            self._refusal(node, key, wants) for node in list(self._nodes.all().values())
+        )
+        del reasons[""]
+        return tuple(sorted(reasons.items(), key=lambda each: (-each[1], each[0])))
+
+    def _refusal(self, node: KubeNode, key: str, wants: Wants) -> str:
+        why = unfit(node, wants, self._taken(node.name, key, wants))
+        if why:
+            return why
+        reported = self._server.view(node.name, key)
+        if reported is None:
+            return "no daemon"
+        return "" if has_memory(reported, wants) else "not enough memory for snapshots"
+
     def _unconnected(self, key: str, wants: Wants, known: Iterable[str]) -> dict[str, NodeView]:
         names = {name for _, name in self._nodes.all()}.difference(known, self._server.nodes())
         views = {name: self._view(name, key, wants) for name in names}
@@ -74,18 +96,21 @@ class CandidateNodes:
     def _view(self, name: str, key: str, wants: Wants) -> NodeView:
         reported = self._server.view(name, key)
         heartbeat_at = reported.heartbeat_at if reported is not None else float("-inf")
-        others: Iterable[str] = ()
-        if wants.requests:
-            there = self._server.jobs_on(name) | self._server.awaited_on(name)
-            others = there - {key}
         return node_view(
             name,
             self._nodes.get("", name),
             reported,
             wants,
-            taken=total(map(self._requests_of, others)),
+            taken=self._taken(name, key, wants),
             returning=self._daemon_returns(name, heartbeat_at),
         )
+
+    def _taken(self, name: str, key: str, wants: Wants) -> Amounts:
+        """What others request on the node."""
+        if not wants.requests:
+            return ()
+        there = self._server.jobs_on(name) | self._server.awaited_on(name)
+        return total([self._room.taken(name), *map(self._requests_of, there - {key})])
 
     def _by_use(self) -> list[str]:
         """Nodes whose daemons are connected, those with the fewest jobs first."""

@@ -54,5 +54,7 @@ def _connected(world: LoopContext, node: str, key: str) -> bool:
 
 def _member_unconnected(world: LoopContext, resource: Object, key: str) -> bool:
     """Whether some member's daemon has not connected since this process started."""
-    members = (resource.get("status") or {}).get("members") or []
-    return any(world.server.view(member["node"], key) is None for member in members)
+    status = resource.get("status") or {}
+    homes = (status.get("counters") or {}).get("homes") or ()
+    nodes = {*homes, *(member["node"] for member in status.get("members") or ())}
+    return any(world.server.view(node, key) is None for node in nodes)

@@ -7,11 +7,13 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Iterable
 
+from holdfast_core.job.parsing import MANAGER
 from holdfast_core.job.status import ENDED, Phase
 from holdfast_operator.kube.amounts import Amounts
-from holdfast_operator.kube.api import NOT_FOUND, ApiError, Object
+from holdfast_operator.kube.api import NOT_FOUND, ApiError, Object, pages
 from holdfast_operator.kube.finalizer import free_memory
 from holdfast_operator.kube.job_loop import JobLoop
+from holdfast_operator.kube.pacing import HEARTBEAT_S_MAX, heartbeats_s
 from holdfast_operator.kube.resources import JOBS
 from holdfast_operator.kube.world import LoopContext
 from holdfast_operator.reconciler.renewal import JobStand
@@ -19,9 +21,6 @@ from holdfast_operator.reconciler.views import Event
 
 _log = logging.getLogger(__name__)
 
-HEARTBEAT_S_MIN, HEARTBEAT_S_MAX = 0.2, 1.0
-"""Bounds of the heartbeats' interval. Daemons serve many jobs: within these, the most demanding job
-sets it."""
 HOUSEKEEPING_S = 5.0
 ORPHAN_S = 60.0
 """Seconds until the API server is asked about an unknown job that holds memory."""
@@ -36,6 +35,10 @@ class Fleet:
         self._loops: dict[str, JobLoop] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._unknown_since: dict[str, float] = {}
+        self._listed: dict[str, str] | None = None
+        """Key → uid of each job that was there when this process began; None until they have been
+        listed."""
+        self._all_known = False
 
     def begin(self, world: LoopContext) -> None:
         """Use `world` for the control loops of all jobs that begin from now on."""
@@ -104,10 +107,20 @@ class Fleet:
 
     # --- what others ask ----------------------------------------------------------------------
 
-    def stands(self) -> list[JobStand]:
-        """Standing of every job that has one, for the replacement of daemons."""
+    def stands(self) -> list[JobStand] | None:
+        """Standing of every job that has one, for the replacement of daemons; None while there may
+        be a job that was not looked at yet."""
+        if not self._all_known:
+            listed = self._listed
+            if listed is None or not all(map(self._is_known, listed, listed.values())):
+                return None
+            self._all_known = True
         found = (loop.stand() for loop in self._loops.values())
         return [stand for stand in found if stand is not None]
+
+    def _is_known(self, key: str, uid: str) -> bool:
+        loop = self._loops.get(key)
+        return loop is not None and (loop.has_looked or loop.uid != uid)
 
     def requests_of(self, key: str) -> Amounts:
         """Amounts that a member of the job takes from its node."""
@@ -130,9 +143,31 @@ class Fleet:
     async def run(self) -> None:
         """Run until cancelled."""
         while True:
+            await self.list_jobs()
             await asyncio.sleep(HOUSEKEEPING_S)
             self.adjust()
             await self.free_orphans()
+
+    async def list_jobs(self) -> None:
+        """Find out which jobs there are, until all of them have been looked at. Jobs that are
+        being deleted, and those of other managers, have no control loop."""
+        assert self._world is not None
+        if self._all_known:
+            return
+        found: list[Object] = []
+        try:
+            for namespace in self._world.watch_namespaces or ("",):
+                async for page in pages(self._world.api, JOBS, namespace):
+                    found += page["items"]
+        except ApiError as error:
+            _log.warning("jobs cannot be listed, so no daemon is renewed yet: %s", error)
+            return
+        ours = (job for job in found if "deletionTimestamp" not in job["metadata"])
+        self._listed = {
+            _key(job): job["metadata"]["uid"]
+            for job in ours
+            if (job.get("spec") or {}).get("managedBy", MANAGER) == MANAGER
+        }
 
     def adjust(self) -> None:
         """Bring heartbeats and gauges up to date."""
@@ -140,7 +175,7 @@ class Fleet:
         world = self._world
         wanted = [loop.heartbeat_s for loop in self._loops.values()]
         most = min((each for each in wanted if each is not None), default=HEARTBEAT_S_MAX)
-        world.server.set_heartbeat_s(min(HEARTBEAT_S_MAX, max(HEARTBEAT_S_MIN, most)))
+        world.server.set_heartbeat_s(heartbeats_s(most))
         statuses = [loop.status for loop in self._loops.values()]
         phases = Counter(status.get("phase", Phase.WAITING) for status in statuses)
         for phase in Phase:

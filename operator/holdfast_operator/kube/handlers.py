@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import aiohttp
@@ -34,11 +34,13 @@ LOOP_ENDS_S = 5.0
 """Seconds within which a control loop ends once kopf stops it."""
 
 
-async def carry_jobs(api: Api, fleet: Fleet, *, namespace: str, begun: Callable[[], None]) -> None:
+async def carry_jobs(
+    api: Api, fleet: Fleet, *, namespaces: Collection[str], begun: Callable[[], None]
+) -> None:
     """Carry out every job, until cancelled.
 
     Args:
-        namespace: namespace of the jobs; empty for all.
+        namespaces: namespaces of the jobs; empty for all.
         begun: called once kopf has started, and has replaced the handlers of signals by its own.
 
     Raises:
@@ -50,8 +52,8 @@ async def carry_jobs(api: Api, fleet: Fleet, *, namespace: str, begun: Callable[
         registry=_handlers(api, fleet, sessions),
         settings=kopf_settings(),
         standalone=True,
-        clusterwide=not namespace,
-        namespaces=[namespace] if namespace else [],
+        clusterwide=not namespaces,
+        namespaces=namespaces,
     )
     begun()
     try:

@@ -16,27 +16,33 @@ from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
 from holdfast_core.job.schema import COPY_ANNOTATION, RESUME_ANNOTATION
 from holdfast_operator.kube.acting import Acting
-from holdfast_operator.kube.api import FORBIDDEN, ApiError, Object
+from holdfast_operator.kube.api import ApiError, Object
 from holdfast_operator.kube.finalizer import FINALIZER
 from holdfast_operator.kube.nodes import Wants, wants_of
-from holdfast_operator.kube.pacing import pause_s
+from holdfast_operator.kube.pacing import heartbeats_s, pause_s
 from holdfast_operator.kube.pods import TrainerPod, adopted_agents, agents, pod_names
 from holdfast_operator.kube.queueing import Queueing
 from holdfast_operator.kube.recovery_log import RecoveryLog
+from holdfast_operator.kube.shared_objects import BEING_COLLECTED
+from holdfast_operator.kube.starting import RETRY_S
 from holdfast_operator.kube.status import recoveries_of, refusal_status, status_of
 from holdfast_operator.kube.status_writer import StatusWriter
 from holdfast_operator.kube.world import LoopContext
 from holdfast_operator.reconciler.conditions import INSECURE
 from holdfast_operator.reconciler.counters import from_document
 from holdfast_operator.reconciler.reconcile import reconcile
+from holdfast_operator.reconciler.remembered import was_placed
 from holdfast_operator.reconciler.renewal import JobStand, stand_of
 from holdfast_operator.reconciler.views import (
     Condition,
+    ConditionType,
     ControlState,
     Decision,
     Event,
     NodeView,
     Observed,
+    PublishMembership,
+    Refusal,
     Suspension,
 )
 
@@ -48,8 +54,8 @@ DUTY = 4.0
 """Rest after a look, as a multiple of the time for which that look kept the process busy, whatever
 wakes the loop. Waiting for the API server counts as rest."""
 REFUSED_S = 30.0
-"""Seconds until a job that the cluster refuses is tried again: no event announces that it would be
-accepted now."""
+"""Seconds until the cluster is asked again about a job whose pods it refuses: no event announces
+that it would accept them now."""
 FINALIZER_S = 30.0
 """Pause of a job that has no finalizer yet: until it has, nothing is done that the job would leave
 behind. The finalizer wakes the loop when it is added."""
@@ -77,14 +83,13 @@ class JobLoop:
         self._job: MoETrainingJob | None = None
         self.wants: Wants | None = None
         """Requirements of the job's pods on a node; None until a valid document was read."""
-        self._refusal: tuple[str, str] | None = None
+        self._refusal: Refusal | None = None
+        """Why the newest version of the job cannot be carried out."""
+        self._ask_again_at = self._woken_at
         status = resource.get("status") or {}
         now = world.clock()
-        self._state = ControlState.remembering(
-            from_document(status.get("counters") or {}, now=now, wall=world.clocks.at_wall(now))
-        )
+        self._state = _remembered(status, now, world.clocks.at_wall(now))
         self._recovery_log = RecoveryLog(world.metrics, recoveries_of(status))
-        self._members_before = frozenset(m["node"] for m in status.get("members") or [])
         self._writer = StatusWriter(
             world.api,
             resource,
@@ -97,6 +102,8 @@ class JobLoop:
         self._suspension: Suspension | None = None
         """Why the job's queue keeps it from running."""
         self.looked_at = world.clock()
+        self.has_looked = False
+        """Whether it has looked at the job, so that the job's standing is known."""
 
     @property
     def key(self) -> str:
@@ -161,6 +168,8 @@ class JobLoop:
                 # The failure of one job must not end the loops of all others.
                 _log.exception("%s: the control loop failed; it continues", self.key)
                 pause, backoff_s = backoff_s, min(2 * backoff_s, BACKOFF_S_MAX)
+            else:
+                self.has_looked = True
             self.looked_at = self._world.clock()
             rest_s = min(BACKOFF_S_MAX, max(SOON_S, self._rested_at - self.looked_at))
             await asyncio.sleep(rest_s)
@@ -178,50 +187,67 @@ class JobLoop:
         metadata = self._resource["metadata"]
         if FINALIZER not in (metadata.get("finalizers") or ()):
             return FINALIZER_S
-        if _edition(self._resource) != self._edition or self._refusal is not None:
+        due = self._refusal is not None and self._world.clock() >= self._ask_again_at
+        if due or _edition(self._resource) != self._edition:
             await self._admit()
-        if self._refusal is not None:
-            return await self._refuse(*self._refusal)
-        assert self._job is not None
+        if self._job is None:  # no version of it could ever be read
+            assert self._refusal is not None
+            return await self._refuse(self._refusal)
         ended = self._state.outcome is not None
         refusal = self._queueing.refusal(self._job, ended=ended)
         if refusal is not None:
-            return await self._refuse(*refusal)
+            return await self._refuse(refusal)
         return await self._look(self._job)
 
     # --- admission ----------------------------------------------------------------------------
 
     async def _admit(self) -> None:
-        """Parse the document, and ask the API server whether it would accept the job's pods."""
+        """Parse the document, and ask the API server whether it would accept the job's pods. A job
+        that is refused is looked at all the same: its deadlines count, and what runs already is
+        cared for, by the last version that could be read."""
         resource = self._resource
         edition = _edition(resource)
+        self._ask_again_at = self._world.clock() + REFUSED_S
         try:
             job = parse_job(resource)
         except InvalidJobError as error:
-            self._refusal, self._edition = ("InvalidSpec", str(error)), edition
+            self._refusal = Refusal(reason="InvalidSpec", message=str(error))
+            self._edition = edition
+            self._report(self._refusal)
             return
+        refusal = None
         fresh = self._job is None and not self._pods()
         changed = self._refusal is not None or _template(self._job) != _template(job)
         if (fresh or changed) and not job.spec.trainer.external:
             try:
                 await self._world.trainers.try_out(job)
             except ApiError as error:
-                if error.status not in (FORBIDDEN, *_PERMANENT):
+                if not error.status:
                     raise
-                word = "InvalidTemplate" if error.status in _PERMANENT else "PodsRefused"
-                self._refusal, self._edition = (word, str(error)), edition
-                return
-        self._job, self.wants, self._refusal = job, wants_of(job), None
+                permanent = error.status in _PERMANENT
+                word = "InvalidTemplate" if permanent else ConditionType.PODS_REFUSED.value
+                refusal = Refusal(reason=word, message=str(error))
+                if permanent:
+                    self._report(refusal)
+                elif not error.is_final:
+                    self._ask_again_at = self._world.clock() + RETRY_S
+        self._job, self.wants, self._refusal = job, wants_of(job), refusal
         self._edition = edition
+        wanted_s = job.spec.failure_policy.detection.heartbeat_seconds
+        if wanted_s < self._world.server.heartbeat_s:
+            # Before the job is looked at: at a slower pace its daemons would seem silent.
+            self._world.server.set_heartbeat_s(heartbeats_s(wanted_s))
 
-    async def _refuse(self, reason: str, message: str) -> float:
+    async def _refuse(self, refusal: Refusal) -> float:
         now = self._world.clocks.text(self._world.clock())
-        status = refusal_status(self._resource, reason, message, now)
+        status = refusal_status(self._resource, refusal.reason, refusal.message, now)
         if await self._writer.write(status):
-            self._world.recorder.post(
-                self._resource, Event(reason=reason, message=message, warning=True)
-            )
+            self._report(refusal)
         return REFUSED_S
+
+    def _report(self, refusal: Refusal) -> None:
+        event = Event(reason=refusal.reason, message=refusal.message, warning=True)
+        self._world.recorder.post(self._resource, event)
 
     # --- looking ------------------------------------------------------------------------------
 
@@ -245,35 +271,69 @@ class JobLoop:
         for event in decision.events:
             world.recorder.post(self._resource, event)
         self._recovery_log.follow(job, before, observed, decision, world.clocks.at_wall(now))
+        self._report_refused_pods(decision)
         status = self._status_of(job, observed, decision, pods, now)
         self._rested_at = world.clock() + DUTY * (world.worked_s() - began_s)
         # Written before anything is done: an operator that starts again needs it.
         remembered = await self._writer.write(status)
+        if not remembered and before.membership is None and _begins(decision):
+            # The next control loop would take the job for one that was never placed.
+            self._state = before
+            return BACKOFF_S_MIN
         ours = [pod for pod in pods if not pod.adopted]
         failed = await self._acting.carry_out(job, before, decision, ours, observed, remembered)
         pending, text = len(self._acting.pending), world.clocks.text(now)
-        there = self._pods()  # also those that were created meanwhile
-        failed += await self._queueing.follow(asked, there, pending, observed, decision, text)
+        await world.placeholders.keep(job, decision.missing_nodes)
+        if self._refusal is None or decision.state.membership is not None:
+            there = self._pods()  # also those that were created meanwhile
+            failed += await self._queueing.follow(asked, there, pending, observed, decision, text)
         for event in failed:
             world.recorder.post(self._resource, event)
         late = world.attention.late()
-        return pause_s(job, decision, late=late, failed=bool(failed), now=world.clock())
+        unmade = bool(failed) or self._acting.refusal is not None
+        return pause_s(job, decision, late=late, failed=unmade, now=world.clock())
 
     def _surroundings(self) -> list[Condition]:
         """Conditions that the job's surroundings impose on it."""
         found = [INSECURE] if self._world.insecure else []
         members = () if self._state.membership is None else self._state.membership.members
         outdated = self._world.outdated(member.node for member in members)
-        return found if outdated is None else [*found, outdated]
+        found += [] if outdated is None else [outdated]
+        refused = self._refused_pods()
+        return found if refused is None else [*found, refused]
+
+    def _refused_pods(self) -> Condition | None:
+        """Condition of a job whose pods the API server refuses; None while it accepts them."""
+        refusal, error = self._refusal, self._acting.refusal
+        kind, again = ConditionType.PODS_REFUSED, f"tried again within {REFUSED_S:.0f} s"
+        if error is not None:
+            reason = error.reason or "Refused"
+            return Condition(type=kind, status=True, reason=reason, message=f"{error}; {again}")
+        if refusal is not None and refusal.reason == kind:
+            text = f"{refusal.message}; {again}"
+            return Condition(type=kind, status=True, reason="Refused", message=text)
+        return None
+
+    def _report_refused_pods(self, decision: Decision) -> None:
+        """Post one event when pods begin to be refused, or for another reason: the words differ
+        with each try."""
+        kind = ConditionType.PODS_REFUSED
+        before = self._writer.written.get("conditions") or []
+        known = {each.get("reason") for each in before if each.get("type") == kind}
+        for condition in decision.conditions:
+            new = condition.type is kind and condition.reason not in known
+            if new and condition.reason != BEING_COLLECTED:  # it passes
+                self._report(Refusal(reason=kind.value, message=condition.message))
 
     def stand(self) -> JobStand | None:
         """Standing of the job for the replacement of its daemons; None when there is none."""
-        if self._job is None or self._state.membership is None:
-            if not self._members_before:
-                return None
-            groups = (tuple(sorted(self._members_before)),)
-            return JobStand(key=self.key, groups=groups, hold="its daemons have not connected yet")
         server, now = self._world.server, self._world.clock()
+        if self._job is None or self._state.membership is None:
+            if self._state.outcome is not None or not was_placed(self._state):
+                return None
+            homes = self._state.homes or tuple(sorted(server.nodes()))
+            hold = "its daemons have not connected yet"
+            return JobStand(key=self.key, groups=(homes,), hold=hold)
         names = [member.node for member in self._state.membership.members]
         nodes = {name: server.view(name, self.key) or NodeView(name=name) for name in names}
         observed = Observed(nodes=nodes, suspension=self._suspension)
@@ -288,11 +348,8 @@ class JobLoop:
         return [pod for pod in found if pod.owner == self.uid and not pod.adopted]
 
     def _observe(self, job: MoETrainingJob, wants: Wants, pods: list[TrainerPod]) -> Observed:
-        near = {pod.node for pod in pods} | self._members_before
-        near |= {node for _, node in self._state.joining}
-        if self._state.membership is not None:
-            self._members_before = frozenset()
-            near |= {member.node for member in self._state.membership.members}
+        near = {pod.node for pod in pods} | {node for _, node in self._state.joining}
+        near.update(self._state.homes)
         wanted = job.spec.nodes + job.spec.failure_policy.spares
         external = job.spec.trainer.external
         others = 0 if external else max(CANDIDATES_MIN, 2 * wanted)
@@ -302,7 +359,18 @@ class JobLoop:
             if external
             else agents(pods, self._acting.pending)
         )
-        return Observed(nodes=nodes, agents=found, suspension=self._suspension)
+        refusals = (
+            self._world.candidate_nodes.refusals(self.key, wants)
+            if self._state.membership is None and not external
+            else ()
+        )
+        return Observed(
+            nodes=nodes,
+            agents=found,
+            suspension=self._suspension,
+            refusals=refusals,
+            refusal=self._refusal,
+        )
 
     def _status_of(
         self,
@@ -328,6 +396,11 @@ class JobLoop:
         return max(self._world.status_s(), members / 100)
 
 
+def _begins(decision: Decision) -> bool:
+    """Whether the job is placed now."""
+    return any(isinstance(action, PublishMembership) for action in decision.actions)
+
+
 def _edition(resource: Object) -> object:
     """What changes with the job, but not with its status: the version of its spec, its labels,
     which may name a queue, and a user's requests."""
@@ -339,6 +412,19 @@ def _edition(resource: Object) -> object:
 
 def _template(job: MoETrainingJob | None) -> Object | None:
     return None if job is None else job.spec.trainer.template
+
+
+def _remembered(status: Object, now: float, wall: float) -> ControlState:
+    """State of a control loop that goes on from `status`. Where its counters cannot be read, or are
+    of a version that did not name the members' nodes, what else it shows has to do: a job that was
+    placed must not look like one that never was."""
+    counters = from_document(status.get("counters") or {}, now=now, wall=wall)
+    members = sorted(status.get("members") or (), key=lambda member: int(member["index"]))
+    return replace(
+        ControlState.remembering(counters),
+        epoch=max(counters.epoch, int(status.get("epoch") or 0)),
+        homes=counters.homes or tuple(member["node"] for member in members),
+    )
 
 
 def _attempts(status: Object) -> dict[int, int]:

@@ -13,9 +13,15 @@ from enum import StrEnum
 
 from holdfast_core.job.parsing import API_VERSION, KIND, MoETrainingJob
 from holdfast_operator.kube.api import Object
+from holdfast_operator.kube.containers import (
+    CONTAINER_ANNOTATION,
+    DEFAULT_ANNOTATION,
+    SOCKET_VARIABLE,
+)
 from holdfast_operator.kube.gangs import gang_parts
 from holdfast_operator.kube.resources import (
     ATTEMPT_LABEL,
+    CSI_DRIVER,
     GROUP,
     JOB_LABEL,
     MEMBER_LABEL,
@@ -40,9 +46,14 @@ TOKEN_AUDIENCE = f"{GROUP}/daemon"
 TOKEN_S = 3600
 POD_IP = "HOLDFAST_POD_IP"
 """Environment variable with the address at which other nodes reach the trainer, not its daemon."""
+DEFAULT_VARIABLES = {"PYTHONUNBUFFERED": "1"}
+"""Variables of the trainer that the template may set otherwise."""
 SHARED_MEMORY_PATH = "/dev/shm"
-CSI_DRIVER = GROUP
-"""Name of the daemons' CSI driver."""
+GRACE_S = 8
+"""Seconds between SIGTERM and SIGKILL of a pod whose template gives none: longer than the launcher
+gives its workers."""
+LAUNCHER_S = 3
+"""Part of a pod's grace that is left for the launcher, after that of its workers."""
 
 
 class TrainerVolume(StrEnum):
@@ -91,22 +102,26 @@ def pod_manifest(
         ATTEMPT_LABEL: str(attempt),
         **gang.labels,
     }
+    spec: Object = template["spec"]
+    trainer = spec["containers"][0]  # of the template, which nobody else changes
     annotations = {
+        DEFAULT_ANNOTATION: trainer.get("name", ""),
         **(given.get("annotations") or {}),
         NODE_ANNOTATION: node,
+        CONTAINER_ANNOTATION: trainer.get("name", ""),
         **gang.annotations,
     }
-    spec: Object = template["spec"]
     spec["restartPolicy"] = "Never"
-    spec.setdefault("serviceAccountName", f"{job.metadata.name}-trainer")
+    spec.setdefault("serviceAccountName", account_of(job) or f"{job.metadata.name}-trainer")
     spec.setdefault("hostname", f"{job.metadata.name}-{member}")
     spec.setdefault("subdomain", job.metadata.name)
     if gang.scheduler_name:
         spec.setdefault("schedulerName", gang.scheduler_name)
     _pin(spec, node)
     access = _ACCESS[volume]
-    _launch(job, spec["containers"][0], node, access.token_file)
-    _mount(spec, spec["containers"][0], access)
+    _launch(job, trainer, node, access.token_file, _grace_options(spec))
+    _mount(spec, trainer, access)
+    spec.setdefault("terminationGracePeriodSeconds", GRACE_S)
     metadata = {
         "name": pod_name(job, member, attempt),
         "namespace": job.metadata.namespace,
@@ -117,8 +132,16 @@ def pod_manifest(
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
+def account_of(job: MoETrainingJob) -> str:
+    """Service account that the template names; empty when it names none. `serviceAccount` is the
+    older name of the field."""
+    spec = template_of(job)["spec"]
+    return str(spec.get("serviceAccountName") or spec.get("serviceAccount") or "")
+
+
 def job_objects(job: MoETrainingJob) -> tuple[tuple[Resource, Object], ...]:
-    """Objects that the pods of the job share, in the order in which they are made."""
+    """Objects that the pods of the job share, in the order in which they are made. A job whose
+    template names a service account gets none of its own."""
     name = job.metadata.name
     account = f"{name}-trainer"
     service: Object = {
@@ -158,11 +181,10 @@ def job_objects(job: MoETrainingJob) -> tuple[tuple[Resource, Object], ...]:
             {"kind": "ServiceAccount", "name": account, "namespace": job.metadata.namespace}
         ],
     }
+    identity = [(SERVICE_ACCOUNTS, service_account), (ROLES, role), (ROLE_BINDINGS, binding)]
     objects = [
         (SERVICES, service),
-        (SERVICE_ACCOUNTS, service_account),
-        (ROLES, role),
-        (ROLE_BINDINGS, binding),
+        *([] if account_of(job) else identity),
         *gang_parts(job).objects,
     ]
     for _, body in objects:
@@ -197,7 +219,17 @@ def _pin(spec: Object, node: str) -> None:
         term["matchFields"] = [{"key": "metadata.name", "operator": "In", "values": [node]}]
 
 
-def _launch(job: MoETrainingJob, container: Object, node: str, token_file: str) -> None:
+def _grace_options(spec: Object) -> list[str]:
+    """Options that give workers the time that the template gives its pods."""
+    grace_s = spec.get("terminationGracePeriodSeconds")
+    if not isinstance(grace_s, int):
+        return []  # the API server says what is wrong with it
+    return ["--grace-s", str(max(1, grace_s - LAUNCHER_S))]
+
+
+def _launch(
+    job: MoETrainingJob, container: Object, node: str, token_file: str, options: list[str]
+) -> None:
     container["command"] = [
         *("python", "-m", "holdfast.launch"),
         *("--socket", SOCKET_PATH),
@@ -207,6 +239,7 @@ def _launch(job: MoETrainingJob, container: Object, node: str, token_file: str) 
         *("--member-node", node),
         *("--host", f"$({POD_IP})"),
         *job.launcher_options,
+        *options,
         "--",
         *job.command,
     ]
@@ -214,15 +247,19 @@ def _launch(job: MoETrainingJob, container: Object, node: str, token_file: str) 
     # A launcher that cannot even start logs the reason, which the pod's status then shows.
     container.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
     ours = {
-        "PYTHONUNBUFFERED": "1",
-        "HOLDFAST_SOCKET": SOCKET_PATH,
+        SOCKET_VARIABLE: SOCKET_PATH,
         **job.variables,
         "HOLDFAST_TOKEN_FILE": token_file,
     }
     own = {"name": POD_IP, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
     taken = {*ours, POD_IP}
     given = [entry for entry in container.get("env") or [] if entry["name"] not in taken]
-    texts = [{"name": name, "value": text} for name, text in ours.items()]
+    named = {entry["name"] for entry in given}
+    texts = [
+        {"name": name, "value": text}
+        for name, text in (DEFAULT_VARIABLES | ours).items()
+        if name not in named
+    ]
     container["env"] = [*given, *texts, own]
 
 

@@ -101,8 +101,8 @@ def wants_of(job: MoETrainingJob) -> Wants:
 
 
 def unfit(node: KubeNode, wants: Wants, taken: Amounts) -> str:
-    """Reason why a pod cannot run on the node, in words; empty when it can. `taken` is what
-    trainers of other jobs request there."""
+    """Reason why a pod cannot run on the node, in words; empty when it can. `taken` is what pods
+    of others request there."""
     if not node.ready:
         return "not ready"
     if node.cordoned:
@@ -129,20 +129,26 @@ def node_view(
     returning: bool = False,
 ) -> NodeView:
     """View of the node for the reconciler. `node` is None when there is no such object (any more),
-    `reported` when no daemon has ever connected."""
+    `reported` when no daemon has connected to this process yet: nothing is known of its memory
+    then, and the node is judged by its object alone."""
     view = reported or NodeView(name=name)
     if node is None:
         return replace(view, gone=True, schedulable=False)
-    free_bytes = view.memory_budget_bytes - view.memory_used_bytes
-    fits = view.job is not None or free_bytes >= wants.memory_bytes
     return replace(
         view,
         gone=node.out_of_service,
         returning=returning and node.ready,
         disruption=node.leaving,
         domain=node.labels.get(wants.domain_label, ""),
-        schedulable=fits and not unfit(node, wants, taken),
+        schedulable=(reported is None or has_memory(reported, wants))
+        and not unfit(node, wants, taken),
     )
+
+
+def has_memory(reported: NodeView, wants: Wants) -> bool:
+    """Whether the daemon has said that it has memory for the job."""
+    free_bytes = reported.memory_budget_bytes - reported.memory_used_bytes
+    return reported.job is not None or free_bytes >= wants.memory_bytes
 
 
 def _tolerates(toleration: Object, taint: Taint) -> bool:

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, suppress
 from functools import partial
 
 from holdfast_operator.control.server import ControlServer
+from holdfast_operator.kube import room
 from holdfast_operator.kube.api import Api
 from holdfast_operator.kube.attention import Attention
 from holdfast_operator.kube.candidates import CandidateNodes
@@ -22,7 +23,7 @@ from holdfast_operator.kube.daemons import (
 )
 from holdfast_operator.kube.endpoints import Endpoints, endpoint_slice
 from holdfast_operator.kube.events import Recorder
-from holdfast_operator.kube.fleet import HEARTBEAT_S_MAX, Fleet
+from holdfast_operator.kube.fleet import Fleet
 from holdfast_operator.kube.handlers import carry_jobs
 from holdfast_operator.kube.health import Health
 from holdfast_operator.kube.leader import Leader
@@ -31,10 +32,18 @@ from holdfast_operator.kube.metrics import OperatorMetrics
 from holdfast_operator.kube.nodes import KubeNode, read_node
 from holdfast_operator.kube.notices import NOTICES
 from holdfast_operator.kube.options import Options
+from holdfast_operator.kube.pacing import HEARTBEAT_S_MAX
+from holdfast_operator.kube.placeholders import (
+    PLACEHOLDER_LABEL,
+    Placeholder,
+    Placeholders,
+    read_placeholder,
+)
 from holdfast_operator.kube.pods import TrainerPod, read_pod
 from holdfast_operator.kube.queueing import Queues
 from holdfast_operator.kube.renewing import Renewing
 from holdfast_operator.kube.resources import CONTROLLER_REVISIONS, NODES, PODS, WORKLOADS, Resource
+from holdfast_operator.kube.room import PlacedPod, Room, read_placed
 from holdfast_operator.kube.times import ClockPair
 from holdfast_operator.kube.trainers import PodIndex, Trainers
 from holdfast_operator.kube.watches import Cache, Fed, Watch
@@ -44,8 +53,11 @@ from holdfast_protos.identity import Identity
 
 _log = logging.getLogger(__name__)
 
-KUEUE_S = 10.0
-"""Time for the first list of Workloads before jobs are carried out; queued ones wait for it."""
+OF_JOBS = {"labelSelector": TRAINER_SELECTOR}
+"""Selects the objects that have the label of a job."""
+FIRST_LISTS_S = 10.0
+"""Time for the first lists that jobs can do without: those of Workloads, for which queued jobs wait
+anyway, and of other people's pods, beside which the scheduler finds room or does not."""
 LAST_EVENTS_S = 3.0
 """Time limit for posting the last events."""
 
@@ -88,25 +100,27 @@ class Operating:
             on_evidence=self._fleet.wake,
             identity=identity,
         )
-        self._pods = PodIndex(lambda key: self._fleet.wake((key,)))
+        self._pods = PodIndex(self._wake_job)
         self._pod_cache: Cache[TrainerPod | None] = Cache(read_pod, self._pods.change)
         read = partial(read_node, notices=NOTICES.union(options.notice))
         self._nodes: Cache[KubeNode] = Cache(read, self._node_changed)
         self._daemons = Daemons(clock)
         self._daemon_cache: Cache[DaemonPod] = Cache(read_daemon, self._daemons.change)
-        selector = {"labelSelector": TRAINER_SELECTOR}
         self._watches = {
-            "pods": self._watch(PODS, self._pod_cache, options.watch_namespace, selector),
+            **self._watch_each("pods", PODS, self._pod_cache, OF_JOBS),
             "nodes": self._watch(NODES, self._nodes),
-            "daemons": self._watch(
-                PODS,
-                self._daemon_cache,
-                options.namespace,
-                {"labelSelector": options.daemon_selector},
-            ),
+            "daemons": self._watch_of_daemons(PODS, self._daemon_cache),
         }
+        self._room = Room()
+        self._room_watches = self._watch_room()
+        self._placeholders: Cache[Placeholder] = Cache(read_placeholder, lambda before, now: None)
+        self._placeholder_watches = self._watch_each(
+            "placeholders", PODS, self._placeholders, {"labelSelector": PLACEHOLDER_LABEL}
+        )
         self._workloads: Cache[KueueWorkload] = Cache(read_workload, self._workload_changed)
-        self._workloads_watch = self._watch_workloads()
+        self._workload_watches = self._watch_each(
+            "workloads", WORKLOADS, self._workloads, {"labelSelector": SELECTOR}
+        )
         self._recorder = Recorder(
             api,
             instance=options.identity,
@@ -115,16 +129,9 @@ class Operating:
             on_drop=lambda: metrics.add("events_dropped"),
         )
         self._revisions: Cache[TemplateRevision] = Cache(read_revision, lambda before, now: None)
-        self._renewing = Renewing(
-            api,
-            options.namespace,
-            pods=self._daemon_cache.all,
-            revisions=self._revisions.all,
-            jobs=lambda: self._fleet.stands() if self._ready else None,
-            changed=self._daemons_changed,
-            recorder=self._recorder,
-            metrics=metrics,
-            clock=clock,
+        self._renewing = self._renewal()
+        self._trainers = Trainers(
+            api, self._pod_cache, metrics, options.trainer_volume, self._wake_job
         )
         self._attention = Attention(self._server, clock=clock, wake=self._fleet.wake)
         self._stop = asyncio.Event()
@@ -177,9 +184,13 @@ class Operating:
                 self._recorder.run(),
                 self._attention.run(),
                 Endpoints(self._api, target).run(),
+                # A leader does not wait for these: what is not watched is made all the same.
+                self._trainers.shared.run(self._watches_of_jobs),
             ]
+            welcome = [*self._room_watches.values(), *self._placeholder_watches.values()]
             if options.kueue:
-                work.append(self._workloads_watch.run())
+                welcome += self._workload_watches.values()
+            work += [watch.run() for watch in welcome]
             if options.renew_daemons:
                 work += [self._watch_revisions().run(), self._renewing.run()]
             tasks = [asyncio.create_task(each) for each in work]
@@ -187,15 +198,15 @@ class Operating:
             for kind, watch in self._watches.items():
                 await watch.synced.wait()
                 _log.info("the watch of %s has its first list", kind)
-            if options.kueue:
-                # Jobs without a queue do not wait for a Kueue that is not there.
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._workloads_watch.synced.wait(), KUEUE_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(FIRST_LISTS_S):
+                    for watch in welcome:
+                        await watch.synced.wait()
             self._fleet.begin(self._world())
             tasks.append(asyncio.create_task(self._fleet.run()))
             stack.push_async_callback(self._recorder.flush, LAST_EVENTS_S)
             carrying = carry_jobs(
-                self._api, self._fleet, namespace=options.watch_namespace, begun=self._begun
+                self._api, self._fleet, namespaces=options.watch_namespaces, begun=self._begun
             )
             await _first(self._stop.wait(), carrying, *tasks)
 
@@ -212,13 +223,18 @@ class Operating:
             candidate_nodes=CandidateNodes(
                 self._server,
                 self._nodes,
+                self._room,
                 daemon_returns=self._daemons.returns,
                 requests_of=self._fleet.requests_of,
                 clock=clock,
             ),
             pods=self._pods,
-            trainers=Trainers(
-                self._api, self._pod_cache, self._metrics, self._options.trainer_volume
+            trainers=self._trainers,
+            placeholders=Placeholders(
+                self._api,
+                self._placeholders,
+                are_known=partial(_are_synced, self._placeholder_watches),
+                clock=clock,
             ),
             recorder=self._recorder,
             metrics=self._metrics,
@@ -229,11 +245,12 @@ class Operating:
             queues=Queues(
                 api=self._api,
                 workloads=self._workloads,
-                are_known=self._workloads_watch.synced.is_set,
+                are_known=partial(_are_synced, self._workload_watches),
             )
             if self._options.kueue
             else None,
             insecure=self._options.insecure,
+            watch_namespaces=self._options.watch_namespaces,
             outdated=self._renewing.condition,
             status_s=self._fleet.status_s,
         )
@@ -256,14 +273,56 @@ class Operating:
             query=query,
         )
 
-    def _watch_workloads(self) -> Watch:
-        selector = {"labelSelector": SELECTOR}
-        return self._watch(WORKLOADS, self._workloads, self._options.watch_namespace, selector)
+    def _watch_room(self) -> dict[str, Watch]:
+        """Watches of pods that take room, in the watched namespaces and our own."""
+        options = self._options
+        placed: Cache[PlacedPod] = Cache(read_placed, self._room.change)
+        watches = self._watch_each("placed pods", PODS, placed, room.SELECTOR)
+        if options.watch_namespaces and options.namespace not in options.watch_namespaces:
+            watches["our own pods"] = self._watch(PODS, placed, options.namespace, room.SELECTOR)
+        return watches
+
+    def _renewal(self) -> Renewing:
+        """What replaces daemons of an older version; it does nothing until it is run."""
+        return Renewing(
+            self._api,
+            self._options.namespace,
+            pods=self._daemon_cache.all,
+            revisions=self._revisions.all,
+            jobs=self._fleet.stands,
+            changed=self._daemons_changed,
+            recorder=self._recorder,
+            metrics=self._metrics,
+            clock=time.monotonic,
+        )
+
+    def _watch_each(
+        self, what: str, resource: Resource, cache: Fed, query: dict[str, str]
+    ) -> dict[str, Watch]:
+        """A watch for each namespace whose jobs are carried out, or one of all namespaces; by what
+        is watched, in words."""
+        return {
+            f"{what} in {namespace}" if namespace else what: self._watch(
+                resource, cache, namespace, query
+            )
+            for namespace in self._options.watch_namespaces or ("",)
+        }
+
+    def _watches_of_jobs(self, resource: Resource, cache: Fed) -> list[Watch]:
+        """Watches of the objects of a kind that have the label of a job."""
+        return list(self._watch_each(resource.plural, resource, cache, OF_JOBS).values())
+
+    def _watch_of_daemons(self, resource: Resource, cache: Fed) -> Watch:
+        """A watch of the objects of a kind that have the labels of daemons."""
+        selector = {"labelSelector": self._options.daemon_selector}
+        return self._watch(resource, cache, self._options.namespace, selector)
 
     def _watch_revisions(self) -> Watch:
         """The watch of template revisions. A leader does not wait for it: jobs do not need it."""
-        selector = {"labelSelector": self._options.daemon_selector}
-        return self._watch(CONTROLLER_REVISIONS, self._revisions, self._options.namespace, selector)
+        return self._watch_of_daemons(CONTROLLER_REVISIONS, self._revisions)
+
+    def _wake_job(self, key: str) -> None:
+        self._fleet.wake((key,))
 
     def _daemons_changed(self, nodes: frozenset[str]) -> None:
         for node in nodes:
@@ -280,6 +339,11 @@ class Operating:
         self._fleet.wake(self._server.jobs_on(node.name))
         if self._server.jobs_on(node.name):
             self._fleet.wake(())
+
+
+def _are_synced(watches: dict[str, Watch]) -> bool:
+    """Whether all have their first lists."""
+    return all(watch.synced.is_set() for watch in watches.values())
 
 
 async def _first(*work: asyncio.Future[None] | Coroutine[object, object, object]) -> None:

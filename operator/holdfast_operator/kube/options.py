@@ -38,8 +38,8 @@ class Options:
     context: str
     namespace: str
     """Namespace in which Holdfast is installed."""
-    watch_namespace: str
-    """Namespace whose jobs are carried out; empty for all."""
+    watch_namespaces: tuple[str, ...]
+    """Namespaces whose jobs are carried out; empty for all."""
     identity: str
     """Name of this replica, which is that of its pod."""
     address: str
@@ -87,7 +87,14 @@ def parse(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> Op
         metavar="NAME",
         help="where Holdfast is installed (default: $POD_NAMESPACE, else holdfast-system)",
     )
-    add("--watch-namespace", default="", metavar="NAME", help="of the jobs to run; default: all")
+    add(
+        "--watch-namespace",
+        action="append",
+        default=[],
+        dest="watch_namespaces",
+        metavar="NAME",
+        help="a namespace of the jobs to run; may be repeated; default: all namespaces",
+    )
     add(
         "--identity",
         default=environment.get("POD_NAME", ""),
@@ -122,6 +129,7 @@ def parse(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> Op
             variable = "POD_NAME" if flag == "--identity" else "POD_IP"
             parser.error(f"{flag} is missing: give it, or set {variable}")
     found.notice = tuple(found.notice)
+    found.watch_namespaces = tuple(sorted({name for name in found.watch_namespaces if name}))
     found.storage_locations = tuple(found.storage_locations)
     return Options(**vars(found))
 

@@ -12,6 +12,9 @@ from holdfast_operator.reconciler.conditions import phase as phase_of
 from holdfast_operator.reconciler.keeping import kept_until
 from holdfast_operator.reconciler.views import ControlState, Decision, StartAgent
 
+HEARTBEAT_S_MIN, HEARTBEAT_S_MAX = 0.2, 1.0
+"""Bounds of the heartbeats' interval. Daemons serve many jobs: within these, the most demanding job
+sets it."""
 CALM_S = 5.0
 """Pause of a healthy job, for noticing hangs and for the steps in its status."""
 ENDED_S = 60.0
@@ -24,6 +27,11 @@ FAILED_S = 2.0
 """Pause after an action that the API server refused."""
 NOW_S = 0.05
 """Pause after actions, which change what there is to see."""
+
+
+def heartbeats_s(wanted_s: float) -> float:
+    """Interval at which daemons are asked for heartbeats when `wanted_s` would serve best."""
+    return min(HEARTBEAT_S_MAX, max(HEARTBEAT_S_MIN, wanted_s))
 
 
 def pause_s(

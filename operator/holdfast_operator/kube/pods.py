@@ -15,9 +15,13 @@ from holdfast_core.last_lines import last_lines, secrets_among
 from holdfast_core.snapshots.membership import Membership
 from holdfast_operator.kube.amounts import Amounts, amounts
 from holdfast_operator.kube.api import Object
-from holdfast_operator.kube.manifests import (
-    NODE_ANNOTATION,
+from holdfast_operator.kube.containers import (
+    others_run,
+    starts_again,
+    trainer_container,
+    trainer_status,
 )
+from holdfast_operator.kube.manifests import GRACE_S, NODE_ANNOTATION
 from holdfast_operator.kube.resources import ATTEMPT_LABEL, JOB_LABEL, MEMBER_LABEL
 from holdfast_operator.reconciler.views import AgentState, AgentView, StartAgent
 
@@ -67,6 +71,12 @@ class TrainerPod:
     requests: Amounts = ()
     adopted: bool = False
     """Whether another controller has made it."""
+    grace_s: int = GRACE_S
+    """Seconds between SIGTERM and SIGKILL."""
+    trainer_ended: bool = False
+    """Whether its trainer has ended, also while the pod is being stopped."""
+    others_run: bool = False
+    """Whether a container beside the trainer's is running."""
 
     @property
     def job_key(self) -> str:
@@ -89,8 +99,9 @@ def read_pod(raw: Object) -> TrainerPod | None:
         return None
     owners = metadata.get("ownerReferences") or []
     annotations = metadata.get("annotations") or {}
-    state, exit_code, reason, message = _state(metadata, spec, status)
-    if adopted and state is AgentState.EXITED and status.get("phase") not in _ENDED:
+    state, exit_code, reason, message = _state(raw)
+    in_its_pod = adopted and status.get("phase") not in _ENDED
+    if exit_code is not None and in_its_pod and starts_again(raw, exit_code):
         state, exit_code = AgentState.STARTING, None
     return TrainerPod(
         namespace=metadata["namespace"],
@@ -106,9 +117,12 @@ def read_pod(raw: Object) -> TrainerPod | None:
         reason=reason,
         message=message,
         disruption=_condition(status, DISRUPTED, "True").get("reason", ""),
-        last_lines=_last_lines(spec, status) if state is AgentState.EXITED and exit_code else "",
+        last_lines=_last_lines(raw) if state is AgentState.EXITED and exit_code else "",
         requests=amounts(spec),
         adopted=adopted,
+        grace_s=spec.get("terminationGracePeriodSeconds", GRACE_S),
+        trainer_ended="terminated" in (trainer_status(raw).get("state") or {}),
+        others_run=others_run(raw),
     )
 
 
@@ -163,9 +177,13 @@ def pod_names(
 
 def agents(pods: Iterable[TrainerPod], pending: Iterable[StartAgent] = ()) -> tuple[AgentView, ...]:
     """The members' agents: for each member and node the newest pod that is not being stopped, or
-    else the newest that is; and those whose pods are still to be created."""
+    else the newest that is; and those whose pods are still to be created. A pod that is being
+    stopped is no agent any more once its trainer has ended, though a sidecar may still work, unless
+    it shows that the cluster takes it away."""
     newest: dict[tuple[int, str], TrainerPod] = {}
     for pod in pods:
+        if pod.state is AgentState.STOPPING and pod.trainer_ended and not pod.disruption:
+            continue
         key = (pod.member, pod.node)
         other = newest.get(key)
         if other is None or _rank(pod) > _rank(other):
@@ -193,14 +211,12 @@ def _rank(pod: TrainerPod) -> tuple[bool, int]:
     return pod.state is not AgentState.STOPPING, pod.attempt
 
 
-def _state(
-    metadata: Object, spec: Object, status: Object
-) -> tuple[AgentState, int | None, str, str]:
+def _state(raw: Object) -> tuple[AgentState, int | None, str, str]:
     """(state, exit code, reason in one word, reason in a sentence)."""
-    if metadata.get("deletionTimestamp"):
+    if raw["metadata"].get("deletionTimestamp"):
         return AgentState.STOPPING, None, "", ""
-    trainer = _trainer_status(spec, status)
-    state = trainer.get("state") or {}
+    status = raw.get("status") or {}
+    state = trainer_status(raw).get("state") or {}
     ended = state.get("terminated")
     if ended is not None:
         code = int(ended.get("exitCode", KILLED_CODE))
@@ -215,12 +231,12 @@ def _state(
     return AgentState.STARTING, None, *_waits_for(status, state)
 
 
-def _last_lines(spec: Object, status: Object) -> str:
+def _last_lines(raw: Object) -> str:
     """End of the log of a container that failed, which the kubelet reports by
     `terminationMessagePolicy: FallbackToLogsOnError`. Secret variables of the template are
     hidden."""
-    ended = (_trainer_status(spec, status).get("state") or {}).get("terminated") or {}
-    given = (spec.get("containers") or [{}])[0].get("env") or []
+    ended = (trainer_status(raw).get("state") or {}).get("terminated") or {}
+    given = trainer_container(raw).get("env") or []
     variables = {str(each.get("name")): str(each.get("value", "")) for each in given}
     return last_lines(str(ended.get("message", "")), secrets_among(variables))
 
@@ -235,14 +251,6 @@ def _waits_for(status: Object, trainer_state: Object) -> tuple[str, str]:
         if waiting.get("reason") not in (None, "PodInitializing"):
             return _why(waiting)
     return "", ""
-
-
-def _trainer_status(spec: Object, status: Object) -> Object:
-    """Status of the container that is first in the template."""
-    containers = spec.get("containers") or [{}]
-    name = containers[0].get("name")
-    statuses: list[Object] = status.get("containerStatuses") or []
-    return next((each for each in statuses if each.get("name") == name), {})
 
 
 def _condition(status: Object, kind: str, value: str) -> Object:

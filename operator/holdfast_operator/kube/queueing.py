@@ -43,6 +43,7 @@ from holdfast_operator.reconciler.views import (
     Decision,
     Event,
     Observed,
+    Refusal,
     Suspension,
 )
 
@@ -76,8 +77,8 @@ class Queueing:
         self._turn: tuple[MoETrainingJob, object, Turn] | None = None
         """The last job and admission, and what follows from them: flavors are read once."""
 
-    def refusal(self, job: MoETrainingJob, *, ended: bool) -> tuple[str, str] | None:
-        """Why a queued job cannot be carried out: a word, and a sentence; None when it can."""
+    def refusal(self, job: MoETrainingJob, *, ended: bool) -> Refusal | None:
+        """Why a queued job cannot be carried out; None when it can."""
         if job.kueue_queue is None or job.spec.suspend or ended:
             return None
         if self._queues is not None and self._queues.are_known():
@@ -85,9 +86,10 @@ class Queueing:
         asks = f"the job asks for Kueue's queue {job.kueue_queue}"
         if self._queues is None:
             why = "the operator works without: set kueue.enabled in the chart's values"
-            return "KueueIsOff", f"{asks}, and {why}"
+            return Refusal(reason="KueueIsOff", message=f"{asks}, and {why}")
         version = f"{WORKLOADS.group}/{WORKLOADS.version}"
-        return "KueueUnknown", f"{asks}, and no Workload of {version} can be read: install Kueue"
+        message = f"{asks}, and no Workload of {version} can be read: install Kueue"
+        return Refusal(reason="KueueUnknown", message=message)
 
     async def look(self, job: MoETrainingJob, *, ended: bool) -> Turn:
         """Read what the queue has decided.

@@ -9,6 +9,8 @@ from holdfast_core.job.parsing import API_VERSION
 GROUP, VERSION = API_VERSION.split("/")
 JOB_LABEL, MEMBER_LABEL, ATTEMPT_LABEL = f"{GROUP}/job", f"{GROUP}/member", f"{GROUP}/attempt"
 """Labels of the pods of trainers."""
+CSI_DRIVER = GROUP
+"""Name of the daemons' CSI driver."""
 
 
 @dataclass(frozen=True, slots=True)

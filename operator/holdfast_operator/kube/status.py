@@ -178,7 +178,7 @@ def essence(status: Object) -> object:
     control loop that starts again needs, and what users wait for. Statuses with the same essence
     may differ in steps and texts."""
     kept = {**(status.get("counters") or {})}
-    kept.pop("saved", None)  # grows with every step
+    kept["saved"] = bool(kept.get("saved"))  # grows with every step
     kept.pop("tokenLosses", None)  # likewise
     kept["stored"] = bool(kept.get("stored"))  # whether there is a copy matters, not which
     conditions = [(c["type"], c["status"], c["reason"]) for c in status.get("conditions") or []]

@@ -12,26 +12,20 @@ from typing import Protocol
 
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_operator.kube.api import NOT_FOUND, ApiError, Object
-from holdfast_operator.kube.manifests import TrainerVolume, job_objects, pod_manifest
+from holdfast_operator.kube.manifests import TrainerVolume, account_of, pod_manifest
 from holdfast_operator.kube.metrics import OperatorMetrics
 from holdfast_operator.kube.pods import TrainerPod
-from holdfast_operator.kube.resources import (
-    PODS,
-    ROLE_BINDINGS,
-    ROLES,
-    SERVICE_ACCOUNTS,
-    Resource,
-)
+from holdfast_operator.kube.resources import PODS, Resource
+from holdfast_operator.kube.shared_objects import EXISTS, SharedObjects, controller_of
 from holdfast_operator.kube.watches import Cache
 from holdfast_operator.reconciler.views import AgentState
 
-GRACE_S = 8
-"""Seconds between SIGTERM and SIGKILL of a pod: longer than the launcher gives its workers."""
 AT_ONCE_MAX = 16
-"""Number of objects of all jobs that are created at once, and likewise of pods that are deleted at
+"""Number of pods of all jobs that are created at once, and likewise of pods that are deleted at
 once: a deletion does not wait for thousands of creations."""
 
-EXISTS = "AlreadyExists"
+TRIED = {"dryRun": "All", "fieldValidation": "Strict"}
+"""How a pod is tried out."""
 
 
 class TrainersApi(Protocol):
@@ -78,6 +72,8 @@ class Trainers:
     Args:
         cache: the watch's copy of the pods.
         volume: how the pods get at the daemon's sockets.
+        on_shared_change: called with the key of a job when an object that its pods share has
+            changed.
     """
 
     def __init__(
@@ -86,8 +82,11 @@ class Trainers:
         cache: Cache[TrainerPod | None],
         metrics: OperatorMetrics,
         volume: TrainerVolume,
+        on_shared_change: Callable[[str], None] = lambda key: None,
     ) -> None:
         self._api, self._cache, self._metrics, self._volume = api, cache, metrics, volume
+        self.shared = SharedObjects(api, on_shared_change)
+        """Objects that the pods of each job share."""
         self._starts = asyncio.Semaphore(AT_ONCE_MAX)
         self._stops = asyncio.Semaphore(AT_ONCE_MAX)
 
@@ -95,33 +94,31 @@ class Trainers:
         """Make the objects that the job's pods share, where they are missing.
 
         Raises:
-            ApiError: when the API server refuses it.
+            ApiError: when the API server refuses one, or it belongs to another owner.
         """
-        for resource, body in job_objects(job):
-            if _has_account(job) and resource in (SERVICE_ACCOUNTS, ROLES, ROLE_BINDINGS):
-                continue
-            async with self._starts:
-                try:
-                    await self._api.create(resource, job.metadata.namespace, body)
-                except ApiError as error:
-                    if error.reason != EXISTS:
-                        raise
+        await self.shared.make(job)
+
+    def lacks(self, job: MoETrainingJob) -> bool:
+        """Whether an object that the job's pods share is known to be missing; costs no request."""
+        return self.shared.lacks(job)
 
     async def try_out(self, job: MoETrainingJob) -> None:
-        """Ask the API server whether it would accept the job's pods, without making one.
+        """Ask the API server whether it would accept the job's pods, without making one. Fields
+        that it does not know are refused: in a pod they would be dropped without a word.
 
         Raises:
             ApiError: when it would refuse them.
         """
         body = pod_manifest(job, 0, "any", 0, self._volume)
-        if not _has_account(job):
+        if not account_of(job):
             # Admission looks for the job's own account, which is made with the first pods.
             body["spec"]["serviceAccountName"] = "default"
         async with self._starts:
-            await self._api.create(PODS, job.metadata.namespace, body, dryRun="All")
+            await self._api.create(PODS, job.metadata.namespace, body, **TRIED)
 
-    async def start(self, job: MoETrainingJob, member: int, node: str, attempt: int) -> None:
-        """Create the member's pod. An existing pod of its name counts as that pod.
+    async def start(self, job: MoETrainingJob, member: int, node: str, attempt: int) -> bool:
+        """Create the member's pod. An existing pod of its name that the job owns counts as that
+        pod; returns False when the name belongs to another owner's pod.
 
         Raises:
             ApiError: when the API server refuses it.
@@ -135,7 +132,11 @@ class Trainers:
                 if error.reason != EXISTS:
                     raise
                 name = body["metadata"]["name"]
-                self._cache.put(await self._api.get(PODS, job.metadata.namespace, name))
+                there = await self._api.get(PODS, job.metadata.namespace, name)
+                if controller_of(there).get("uid") != job.metadata.uid:
+                    return False
+                self._cache.put(there)
+        return True
 
     async def stop(self, pods: Iterable[TrainerPod], *, force: bool = False) -> None:
         """Delete pods; with `force`, without waiting for their nodes.
@@ -146,12 +147,12 @@ class Trainers:
         await asyncio.gather(*(self._stop(pod, force) for pod in pods))
 
     async def _stop(self, pod: TrainerPod, force: bool) -> None:
-        # A pod that has ended needs no grace.
-        force = force or pod.state is AgentState.EXITED
+        # A pod that has ended needs no grace; but a sidecar may still upload its trainer's files.
+        force = force or (pod.state is AgentState.EXITED and not pod.others_run)
         async with self._stops:
             try:
                 answer = await self._api.delete(
-                    PODS, pod.namespace, pod.name, uid=pod.uid, grace_s=0 if force else GRACE_S
+                    PODS, pod.namespace, pod.name, uid=pod.uid, grace_s=0 if force else pod.grace_s
                 )
             except ApiError as error:
                 if error.status != NOT_FOUND and error.reason != "Conflict":
@@ -163,7 +164,3 @@ class Trainers:
             self._cache.remove(pod.namespace, pod.name)
         elif self._cache.get(pod.namespace, pod.name) is not None:
             self._cache.put(answer)
-
-
-def _has_account(job: MoETrainingJob) -> bool:
-    return "serviceAccountName" in (job.spec.trainer.template or {})["spec"]

@@ -9,10 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
-from holdfast_operator.kube.api import CONFLICT, NOT_FOUND, ApiError, Object, UpsertApi
+from holdfast_operator.kube.api import (
+    CONFLICT,
+    NOT_FOUND,
+    ApiError,
+    ListApi,
+    Object,
+    UpsertApi,
+    pages,
+)
 from holdfast_operator.kube.finalizer import FINALIZER
 from holdfast_operator.kube.leader import RETRY_S
 from holdfast_operator.kube.resources import JOBS, LEASES, Resource
@@ -25,14 +33,11 @@ LEASE_S = 60
 """Duration of the Lease: longer than it takes to delete the Deployment of the operator."""
 OPERATOR_ENDS_S = 2 * RETRY_S
 """Time for the operator to end: it looks at its Lease every `RETRY_S`."""
-PAGE = "500"
 TRIES = 10
 
 
-class UninstallApi(UpsertApi, Protocol):
+class UninstallApi(UpsertApi, ListApi, Protocol):
     """The part of `Api` that `release_finalizers` needs."""
-
-    async def list(self, resource: Resource, namespace: str = "", **query: str) -> Object: ...
 
     async def patch(
         self, resource: Resource, namespace: str, name: str, body: Object, subresource: str = ""
@@ -45,7 +50,7 @@ async def release_finalizers(
     namespace: str,
     lease: str,
     identity: str,
-    watch_namespace: str,
+    watch_namespaces: Collection[str],
     wall: Callable[[], float],
     sleep: Sleep = asyncio.sleep,
 ) -> int:
@@ -54,7 +59,7 @@ async def release_finalizers(
     Args:
         namespace: where the operator's Lease is.
         identity: name of this process.
-        watch_namespace: namespace of the jobs; empty for all.
+        watch_namespaces: namespaces of the jobs; empty for all.
         wall: seconds since the Unix epoch.
 
     Raises:
@@ -62,16 +67,15 @@ async def release_finalizers(
     """
     await _take_lease(api, namespace, lease, identity, wall)
     await sleep(OPERATOR_ENDS_S)
+    return sum([await _release_all(api, each) for each in watch_namespaces or ("",)])
+
+
+async def _release_all(api: UninstallApi, namespace: str) -> int:
     released = 0
-    query = {"limit": PAGE}
-    while True:
-        page = await api.list(JOBS, watch_namespace, **query)
+    async for page in pages(api, JOBS, namespace):
         for job in page["items"]:
             released += await _release(api, job)
-        token = page["metadata"].get("continue")
-        if not token:
-            return released
-        query["continue"] = token
+    return released
 
 
 async def _take_lease(

@@ -17,7 +17,7 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
-from holdfast_operator.kube.api import GONE, Api, ApiError, Object
+from holdfast_operator.kube.api import GONE, Api, ApiError, Object, pages
 from holdfast_operator.kube.resources import Resource
 from holdfast_operator.kube.times import Clock, Sleep
 
@@ -28,7 +28,6 @@ SERVER_S = 300
 SILENCE_S = 90.0
 """Seconds of silence after which a watch counts as dead: bookmarks come about once a minute."""
 BACKOFF_S_MIN, BACKOFF_S_MAX = 0.2, 30.0
-PAGE = "500"
 
 T = TypeVar("T")
 Key = tuple[str, str]
@@ -38,17 +37,18 @@ Key = tuple[str, str]
 class Fed(Protocol):
     """The cache that a watch feeds, of objects of any kind."""
 
-    version: int
-
     def put(self, raw: Object) -> None: ...
 
     def remove(self, namespace: str, name: str) -> None: ...
 
-    def replace_all(self, raws: list[Object], version: int) -> None: ...
+    def replace_all(self, raws: list[Object], version: int, namespace: str) -> None: ...
+
+    def note_version(self, version: int, namespace: str) -> None: ...
 
 
 class Cache(Generic[T]):
-    """Newest known version of every object, parsed by `parse`.
+    """Newest known version of every object, parsed by `parse`. One watch feeds it, or one for each
+    of several namespaces.
 
     Args:
         parse: reads the API's form; called once for each version.
@@ -64,8 +64,9 @@ class Cache(Generic[T]):
         self._parse, self._on_change = parse, on_change
         self._objects: dict[Key, T] = {}
         self._versions: dict[Key, int] = {}
-        self.version = 0
-        """Newest resource version up to which all changes have been seen."""
+        self._seen: dict[str, int] = {}
+        """Newest resource version up to which all changes have been seen, by the namespace of the
+        watch; empty for the watch of all."""
 
     def get(self, namespace: str, name: str) -> T | None:
         return self._objects.get((namespace, name))
@@ -88,7 +89,8 @@ class Cache(Generic[T]):
     def put_written(self, raw: Object) -> None:
         """Store the answer to a write of this process ahead of the watch, unless the watch is
         already past it: then the object may have been deleted since."""
-        if _identity(raw)[1] > self.version:
+        (namespace, _), version = _identity(raw)
+        if version > max(self._seen.get(namespace, 0), self._seen.get("", 0)):
             self.put(raw)
 
     def remove(self, namespace: str, name: str) -> None:
@@ -98,15 +100,21 @@ class Cache(Generic[T]):
         if before is not None:
             self._on_change(before, None)
 
-    def replace_all(self, raws: list[Object], version: int) -> None:
-        """Replace all objects by a list of resource version `version`, except newer ones."""
+    def replace_all(self, raws: list[Object], version: int, namespace: str) -> None:
+        """Replace all objects of `namespace` (empty: all) by a list of resource version `version`,
+        except newer ones."""
         listed = {_identity(raw)[0] for raw in raws}
-        for key in [key for key in self._objects if key not in listed]:
-            if self._versions[key] <= version:
+        concerned = [key for key in self._objects if namespace in ("", key[0])]
+        for key in concerned:
+            if key not in listed and self._versions[key] <= version:
                 self.remove(*key)
         for raw in raws:
             self.put(raw)
-        self.version = version
+        self.note_version(version, namespace)
+
+    def note_version(self, version: int, namespace: str) -> None:
+        """Remember that all changes in `namespace` (empty: all) up to `version` have been seen."""
+        self._seen[namespace] = version
 
 
 class Watch:
@@ -159,16 +167,10 @@ class Watch:
 
     async def _list(self) -> None:
         items: list[Object] = []
-        query = {**self._query, "limit": PAGE}
-        while True:
-            page = await self._api.list(self._resource, self._namespace, **query)
+        async for page in pages(self._api, self._resource, self._namespace, **self._query):
             items += page["items"]
-            following = page["metadata"].get("continue", "")
-            if not following:
-                break
-            query["continue"] = following
         self._version = page["metadata"]["resourceVersion"]
-        self._cache.replace_all(items, int(self._version))
+        self._cache.replace_all(items, int(self._version), self._namespace)
         self.synced.set()
 
     async def _follow(self) -> None:
@@ -192,7 +194,7 @@ class Watch:
             self._cache.remove(*_identity(raw)[0])
         elif kind != "BOOKMARK":
             self._cache.put(raw)
-        self._cache.version = int(self._version)
+        self._cache.note_version(int(self._version), self._namespace)
 
 
 def _identity(raw: Mapping[str, Any]) -> tuple[Key, int]:

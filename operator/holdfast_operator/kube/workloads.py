@@ -77,8 +77,8 @@ class KueueWorkload:
     @property
     def assignment(self) -> Object:
         """What the pods were given."""
-        found: list[Object] = self.admission.get("podSetAssignments") or [{}]
-        return found[0]
+        found: list[Object] = self.admission.get("podSetAssignments") or []
+        return next((each for each in found if each.get("name") == POD_SET), {})
 
     @property
     def flavors(self) -> tuple[str, ...]:

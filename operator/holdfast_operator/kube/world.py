@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from holdfast_core.job.locations import Locations
@@ -12,6 +12,7 @@ from holdfast_operator.kube.attention import Attention
 from holdfast_operator.kube.candidates import CandidateNodes
 from holdfast_operator.kube.events import Recorder
 from holdfast_operator.kube.metrics import OperatorMetrics
+from holdfast_operator.kube.placeholders import Placeholders
 from holdfast_operator.kube.queueing import Queues
 from holdfast_operator.kube.times import ClockPair
 from holdfast_operator.kube.trainers import PodIndex, Trainers
@@ -28,6 +29,7 @@ class LoopContext:
     candidate_nodes: CandidateNodes
     pods: PodIndex
     trainers: Trainers
+    placeholders: Placeholders
     recorder: Recorder
     metrics: OperatorMetrics
     clock: Callable[[], float]
@@ -41,6 +43,8 @@ class LoopContext:
     """Kueue; None when the operator works without."""
     insecure: bool = False
     """Whether daemons and operator run without certificates."""
+    watch_namespaces: Collection[str] = ()
+    """Namespace of the jobs; empty for all."""
     outdated: Callable[[Iterable[str]], Condition | None] = lambda nodes: None
     """Condition about daemons of an older version on these nodes; None when there are none."""
     status_s: Callable[[], float]

@@ -6,6 +6,7 @@ nothing. Its memory may be lost at any time (`ControlState`).
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Callable
@@ -136,8 +137,8 @@ class ControlLoop:
                 self._supervisor.stop_standby(node)
             case FenceNode(node=node):
                 self._supervisor.fence(node)
-            case DropJob():
-                self._server.drop(self._job.key)
+            case DropJob(up_to_epoch=epoch):
+                self._server.drop(self._job.key, up_to_epoch=epoch)
             case PersistNow():
                 self._server.persist(self._job.key)
             case Succeed() | Fail() | DeleteJob():
@@ -168,7 +169,8 @@ class ControlLoop:
 
     def remember(self) -> None:
         """Take over counters, events and recoveries of an earlier control loop, if its status file
-        is there."""
+        is there. Without it, any node may hold the job."""
+        self._state = dataclasses.replace(self._state, homes=tuple(self._supervisor.run.nodes))
         try:
             earlier = read_status(self._directory.status_file)
         except HoldfastError:

@@ -93,7 +93,7 @@ def conditions(
 ) -> tuple[Condition, ...]:
     """Compute all conditions, in the order of `ConditionType`, without those that belong only to
     other kinds of jobs. `waiting`: what the loop waits for."""
-    refusal = unsupported(job, locations) if state.membership is None else None
+    refusal = unsupported(job, observed, locations) if state.membership is None else None
     found = (
         _suspended(job, observed, state),
         refusal or _scheduled(job, observed, state, now, waiting),
@@ -154,17 +154,19 @@ def _without_room(observed: Observed, membership: Membership) -> str:
     return f"members [{members}] wait for room; member {first.member} on {first.node}: {text}"
 
 
-def unsupported(job: MoETrainingJob, locations: Locations = None) -> Condition | None:
-    """Condition of a job that asks for what is not allowed; None for all others. Nothing is tried
-    before the spec changes."""
-    reason = "StorageNotAllowed"
+def unsupported(
+    job: MoETrainingJob, observed: Observed, locations: Locations = None
+) -> Condition | None:
+    """Condition of a job that asks for what is not allowed, or whose agents the cluster would
+    refuse; None for all others. It is not placed while that is so."""
+    kind, refusal = ConditionType.SCHEDULED, observed.refusal
     try:
         check_storage(job, locations)
     except InvalidJobError as error:
-        return Condition(
-            type=ConditionType.SCHEDULED, status=False, reason=reason, message=str(error)
-        )
-    return None
+        return Condition(type=kind, status=False, reason="StorageNotAllowed", message=str(error))
+    if refusal is None:
+        return None
+    return Condition(type=kind, status=False, reason=refusal.reason, message=refusal.message)
 
 
 def refused(reason: str, message: str) -> tuple[Condition, ...]:

@@ -50,6 +50,10 @@ class Counters:
 
     epoch: int = 0
     """Highest epoch that was ever published or seen."""
+    homes: tuple[str, ...] = ()
+    """Nodes of the members of that epoch, or of the newest one before it that the control loop has
+    had to do with, by index. While one of their daemons has not spoken to a new control loop, the
+    job is not placed anew (`remembered`)."""
     restarts: tuple[float, ...] = ()
     """Times of the recoveries within the window that count towards the maximum."""
     recoveries: int = 0

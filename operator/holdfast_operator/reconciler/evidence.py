@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from holdfast_core.exit_codes import BEGINS_ANEW, HOLDFAST_DECIDED
 from holdfast_core.job.parsing import MoETrainingJob, On
 from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_operator.reconciler.lookups import (
@@ -43,8 +44,8 @@ to notice that the last control loop is gone, and dial again."""
 
 PATIENCE_S = 60.0
 """Additional wait for a silent node that may still live, while its parity group could not rebuild
-what it holds: giving it up loses the generation that the job can go back to. After this the job has
-stood still for long enough, and starts from what is left, or fails and gives the reason."""
+what it holds: giving it up loses the generation that the job can go back to. After this the job
+starts from a copy in durable storage. Without one it waits, as for a node that nothing replaces."""
 
 UNSCHEDULABLE_S = 30.0
 """How long there may be no room for an agent on its node before another node is tried."""
@@ -70,6 +71,8 @@ class Cause:
     """Last lines that the rank or agent wrote, when it ended by itself."""
     node_lost: bool = False
     """Whether the member's memory on its node is lost, so that it cannot go on there as it is."""
+    presumed: bool = False
+    """Whether only its daemon's silence tells that the node is lost: its memory may be there."""
     evicted: bool = False
     """Whether the member's node takes no agent, so that the member cannot go on there, although its
     memory is there."""
@@ -79,9 +82,14 @@ class Cause:
     stuck: bool = False
     """Whether training waits for the member's agent, which finds no room on its node."""
     counted: bool = False
-    """Whether it is what an earlier recovery waits for, which has been counted."""
+    """Whether it is what an earlier recovery waits for or has led to, which has been counted."""
     awaits_code: bool = False
     """Whether the agent may still report the rank's exit code."""
+
+    @property
+    def ended_by_holdfast(self) -> bool:
+        """Whether Holdfast, and nothing in the script, has decided that the rank ends."""
+        return self.on is On.EXIT_CODE and self.exit_code in HOLDFAST_DECIDED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,8 +133,11 @@ def gather(
 def principal(causes: Iterable[Cause]) -> tuple[Cause, ...]:
     """Drop the causes that others explain. When a node is lost or taken away, ranks elsewhere die
     as a result: they vanish, exit with a traceback (code 1) or are aborted (codes from 128 on).
-    When a rank died of something else, code 1 and ranks without a code are its consequence."""
+    When a rank died of something else, code 1 and ranks without a code are its consequence. Codes
+    with which Holdfast ends a rank are the consequence of any other."""
     found = tuple(causes)
+    if any(not (c.ended_by_holdfast or c.voluntary) for c in found):
+        found = tuple(c for c in found if not c.ended_by_holdfast)
     if any(c.on in (On.NODE_LOST, On.DISRUPTION) and not c.voluntary for c in found):
         return tuple(c for c in found if not _follows_a_loss(c))
     if any(c.on is On.EXIT_CODE and c.exit_code != FOLLOWING_CODE for c in found):
@@ -160,7 +171,13 @@ def _node_loss(
         text = f"member {member.index} lost its memory: node {member.node} came back with another"
     else:
         return None
-    return Cause(on=On.NODE_LOST, text=text, member=member.index, node_lost=True)
+    return Cause(
+        on=On.NODE_LOST,
+        text=text,
+        member=member.index,
+        node_lost=True,
+        presumed=not (node.gone or node.connected),
+    )
 
 
 def _member_causes(
@@ -271,6 +288,7 @@ def _rank_failures(
             member=member.index,
             exit_code=code,
             last_lines=rank.last_lines,
+            counted=code == BEGINS_ANEW,
         )
     if exits:
         return

@@ -15,7 +15,8 @@ from holdfast_core.job.parsing import On
 from holdfast_core.snapshots.membership import Membership
 from holdfast_operator.reconciler.evidence import Cause
 from holdfast_operator.reconciler.lookups import is_reachable
-from holdfast_operator.reconciler.replacing import Moves
+from holdfast_operator.reconciler.protection import ParityGroups
+from holdfast_operator.reconciler.replacing import Moves, is_irreplaceable
 from holdfast_operator.reconciler.steps import Look
 from holdfast_operator.reconciler.text import listed
 from holdfast_operator.reconciler.views import (
@@ -76,7 +77,11 @@ def missing_homes(look: Look, found: dict[int, NodeView]) -> str:
 
 
 def follow_pods(
-    look: Look, state: ControlState, membership: Membership, causes: Sequence[Cause]
+    look: Look,
+    state: ControlState,
+    membership: Membership,
+    causes: Sequence[Cause],
+    groups: ParityGroups,
 ) -> tuple[tuple[Cause, ...], Moves]:
     """Causes of a new epoch, and the moves of members. A member stays on its node while a pod is
     there, whatever the pod's number: the order of members follows the numbers. One whose node has
@@ -84,6 +89,11 @@ def follow_pods(
     # Only who started the processes can end one that hangs.
     kept = [cause for cause in causes if not cause.voluntary and cause.on is not On.HANG]
     found, moves = homes(look, state), Moves()
+    moves.silent = [
+        cause.member
+        for cause in kept
+        if cause.member is not None and is_irreplaceable(cause, state, membership, groups)
+    ]
     if missing_homes(look, found):
         return tuple(kept), moves
     at = {member.node: member.index for member in membership.members}

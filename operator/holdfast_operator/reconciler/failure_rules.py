@@ -24,12 +24,9 @@ where nothing else explains it (`reconciler.evidence.principal`).
 
 from __future__ import annotations
 
+from holdfast_core.exit_codes import RETRYABLE
 from holdfast_core.job.parsing import FailureAction, FailureRule, MoETrainingJob, On
 from holdfast_operator.reconciler.evidence import Cause
-
-RETRYABLE = frozenset({42, 69, 75})
-"""Codes below 128 that ask for a restart. 42 is Holdfast's own convention; agents exit with 69 and
-75 (EX_UNAVAILABLE, EX_TEMPFAIL) when their daemon stayed away, or the job ended for them."""
 
 SIGNALS = 128
 """Codes above this are 128 + the signal."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from operator import attrgetter
 
 from holdfast_core.job.parsing import MoETrainingJob
-from holdfast_core.snapshots.membership import Member, Membership
+from holdfast_core.snapshots.membership import Member, Membership, Redundancy
 from holdfast_core.states import RestoreSource
 from holdfast_operator.reconciler.views import (
     AgentView,
@@ -70,6 +70,18 @@ def fewest_slots(observed: Observed, membership: Membership | None) -> int:
     """Slots of the job's ranks, on the node where they have fewest; 0 while no arena is known."""
     views = observed.views(membership) if membership is not None else ()
     return min((view.slots for view in views if view and view.slots), default=0)
+
+
+def is_anything_saved(job: MoETrainingJob, observed: Observed, state: ControlState) -> bool:
+    """Whether there may be a generation that a recovery could go back to: one that the state
+    remembers, or that a daemon reports. One daemon is enough: the others may not have spoken yet,
+    and nothing was remembered of what became safe while there was no control loop."""
+    if state.saved is not None:
+        return True
+    views = [view for node in observed.nodes.values() if (view := node.job) is not None]
+    if job.spec.redundancy.type is Redundancy.NONE:
+        return any(view.complete is not None for view in views)
+    return any(view.protected is not None for view in views)
 
 
 def agent_at(observed: Observed, member: Member) -> AgentView | None:

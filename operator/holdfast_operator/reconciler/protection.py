@@ -15,7 +15,11 @@ from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.protection.codes import code_of
 from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_core.snapshots.worlds import MemberWorld
-from holdfast_operator.reconciler.lookups import is_reachable, node_of
+from holdfast_operator.reconciler.lookups import (
+    is_anything_saved,
+    is_reachable,
+    node_of,
+)
 from holdfast_operator.reconciler.views import ControlState, JobView, Observed
 
 
@@ -35,7 +39,9 @@ class ParityGroups:
 
     def bear_loss_of(self, member: int) -> bool:
         """Whether losing the memory of `member` would lose nothing."""
-        if self._state.saved is None or member not in self._group_of:
+        if member not in self._group_of:
+            return True
+        if not is_anything_saved(self._job, self._observed, self._state):
             return True
         group = self._group_of[member]
         code = code_of(self._membership, group)

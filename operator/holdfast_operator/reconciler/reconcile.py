@@ -8,6 +8,11 @@ Each rule is given the look and the state that the rule before returned. It retu
 actions, events, and perhaps a text on what is waited for, which ends the look (`steps`). The rules
 keep to this:
 
+0. Absence of evidence is no evidence of absence (invariant 7): what was protected is given up only
+   by a daemon's own word that it does not hold it, by the end of its node, or by a person. So a job
+   that the status remembers as placed is not placed anew before each of its members' daemons has
+   spoken, or its node is gone (`remembered`); until then its membership is adopted from the first
+   daemon that reports it.
 1. A recovery publishes a new epoch, one more than every epoch ever seen. So do the first
    placement, the end of a suspension and members that join, and nothing else but what rule 5 names.
    A change of addresses alone raises the revision. An epoch that is known but not confirmed by all
@@ -68,9 +73,11 @@ from holdfast_operator.reconciler.losses import note_losses
 from holdfast_operator.reconciler.notices import ask_for_copy
 from holdfast_operator.reconciler.placement import form, refreshed
 from holdfast_operator.reconciler.recovering import recover, start_missing
+from holdfast_operator.reconciler.remembered import awaited_in_words, unheard_homes
 from holdfast_operator.reconciler.replays import replay_in_words
 from holdfast_operator.reconciler.seats import note_plan
 from holdfast_operator.reconciler.shape import Shape
+from holdfast_operator.reconciler.shortage import missing_nodes
 from holdfast_operator.reconciler.stalls import NOTICE_SHARE, signs_of, stall_of
 from holdfast_operator.reconciler.standby import keep_standbys
 from holdfast_operator.reconciler.staying import may_go_on_live
@@ -80,7 +87,12 @@ from holdfast_operator.reconciler.stored_copies import (
     pass_stored_epochs,
     storage_conditions,
 )
-from holdfast_operator.reconciler.suspending import free_earlier_shape, resume, suspend
+from holdfast_operator.reconciler.suspending import (
+    forget_reshaped,
+    free_earlier_shape,
+    resume,
+    suspend,
+)
 from holdfast_operator.reconciler.text import listed, ranks_in_words
 from holdfast_operator.reconciler.trainer_failures import note_first_step
 from holdfast_operator.reconciler.unprotected import note_unprotected
@@ -98,6 +110,8 @@ from holdfast_operator.reconciler.views import (
 _MAY_WAIT = (AgentState.STARTING, AgentState.RUNNING)
 STALL_SHOWN_S = 10.0
 """Silence in a start after which the status names what is waited for."""
+REFUSALS_SHOWN = 4
+"""Number of reasons shown why nodes cannot take a member."""
 PLACEMENT_S = 10.0
 """How long the first placement waits for nodes that it could do without."""
 
@@ -114,6 +128,7 @@ def reconcile(
     persist to. `standbys`: number of spares on which an agent shall wait."""
     look = Look(job=job, observed=observed, now=now, locations=locations, standbys=standbys)
     step = _follow_rules(look, look.begin(state))
+    step = replace(step, state=_with_homes(step.state))
     waiting = step.waiting or ""
     step = step.then(ask_for_copy(look, step.state, state.membership))
     step = step.then(keep_standbys(look, step.state))
@@ -124,8 +139,17 @@ def reconcile(
         actions=step.actions,
         conditions=_conditions(look, step.state, waiting),
         events=step.events,
+        missing_nodes=missing_nodes(look, step.state),
         reason=waiting or "all is as it should be",
     )
+
+
+def _with_homes(state: ControlState) -> ControlState:
+    """The state, with the nodes of its membership for the next control loop."""
+    if state.membership is None:
+        return state
+    homes = tuple(member.node for member in state.membership.members)
+    return state if homes == state.homes else replace(state, homes=homes)
 
 
 def _conditions(look: Look, state: ControlState, waiting: str) -> tuple[Condition, ...]:
@@ -168,6 +192,8 @@ def _adopt(look: Look, state: ControlState) -> Step:
     newest = max(seen, key=lambda m: (m.epoch, m.revision), default=None)
     if newest is None or newest.job != look.job.key or newest.epoch <= state.void_epoch:
         return Step(state)
+    if known is None and newest.epoch < state.epoch and unheard_homes(look.observed, state):
+        return Step(state)  # they may hold a newer one, and what it has protected
     if known is None or newest.epoch > known.epoch:
         adopted = replace(state, membership=newest, started_from=None, resumed_epoch=0)
         text = f"epoch {newest.epoch} is adopted from the daemons and goes on"
@@ -178,16 +204,30 @@ def _adopt(look: Look, state: ControlState) -> Step:
 
 
 def _place(look: Look, state: ControlState) -> Step:
-    """Place the members for the first time, once there are enough daemons."""
+    """Place the members for the first time, or anew when no daemon holds anything of the job any
+    more, once there are enough daemons."""
     if state.membership is not None:
         return Step(state)
-    rules = (fail_when_overdue, _refuse, free_earlier_shape, _choose_nodes)
+    rules = (
+        fail_when_overdue,
+        _refuse,
+        forget_reshaped,
+        free_earlier_shape,
+        _await_homes,
+        _choose_nodes,
+    )
     return fold(rules, look, state)
+
+
+def _await_homes(look: Look, state: ControlState) -> Step:
+    """Rule 0: wait for the daemons that may hold what an earlier control loop has placed."""
+    unheard = unheard_homes(look.observed, state)
+    return Step(state, waiting=awaited_in_words(state, unheard) if unheard else None)
 
 
 def _refuse(look: Look, state: ControlState) -> Step:
     """Wait while the job asks for something that cannot be done."""
-    refusal = judge.unsupported(look.job, look.locations)
+    refusal = judge.unsupported(look.job, look.observed, look.locations)
     return Step(state, waiting=None if refusal is None else refusal.message)
 
 
@@ -206,7 +246,16 @@ def _choose_nodes(look: Look, state: ControlState) -> Step:
         )
     if absent and look.now - state.attentive_since < PLACEMENT_S:
         return Step(state, waiting=f"waiting for the daemon on {listed(absent)}")
-    return _place_on(look, state, sorted(ready, key=lambda node: node.name)[:need])
+    return _place_on(look, state, _in_order(state, ready, need))
+
+
+def _in_order(state: ControlState, ready: list[NodeView], need: int) -> list[NodeView]:
+    """The nodes of the first `need` members. A member that was placed before stays where it was: a
+    daemon that has lost its record of the epoch may still hold its snapshots."""
+    there = {node.name: node for node in sorted(ready, key=lambda node: node.name)}
+    homes = state.homes if len(state.homes) == need else ()
+    others = iter([node for name, node in there.items() if name not in homes])
+    return [there.get(home) or next(others) for home in homes] or list(there.values())[:need]
 
 
 def _choose_homes(look: Look, state: ControlState) -> Step:
@@ -236,7 +285,11 @@ def _missing(look: Look, absent: list[str]) -> str:
     nodes = look.observed.nodes.values()
     closed = sorted(node.name for node in nodes if not node.schedulable and not node.gone)
     reasons = [f"waiting for {listed(absent)}"] if absent else []
-    reasons += [f"not schedulable: {listed(closed)}"] if closed else []
+    refusals = look.observed.refusals
+    if refusals:
+        reasons += [f"{count} of the cluster: {why}" for why, count in refusals[:REFUSALS_SHOWN]]
+    elif closed:
+        reasons.append(f"not schedulable: {listed(closed)}")
     return f" ({'; '.join(reasons)})" if reasons else ""
 
 

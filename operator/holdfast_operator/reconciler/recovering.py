@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from holdfast_core.exit_codes import BEGINS_ANEW
 from holdfast_core.job.parsing import FailureAction as RuleAction
 from holdfast_core.job.parsing import FailureRule
 from holdfast_core.snapshots.membership import Membership
@@ -39,7 +40,7 @@ from holdfast_operator.reconciler.views import (
     FenceNode,
     StartAgent,
 )
-from holdfast_operator.reconciler.waiting import await_node, await_pods
+from holdfast_operator.reconciler.waiting import SILENT, await_node, await_pods
 
 FORMING_S, FORMING_S_MAX = 1.0, 5.0
 """Least age at which an epoch is given up in which training was never seen running, and the maximum
@@ -59,6 +60,8 @@ class _Case:
     rules: tuple[FailureRule, ...]
     """Failure rule that applies to each cause."""
     moves: Moves
+    anew: bool
+    """Whether no process is to be kept, because training begins from the beginning."""
 
     @property
     def text(self) -> str:
@@ -79,7 +82,7 @@ def recover(look: Look, state: ControlState, membership: Membership) -> Step:
         return Step(state, waiting=waits_for(evidence))
     causes = principal(evidence.causes)
     if look.job.spec.trainer.external:
-        causes, moves = follow_pods(look, state, membership, causes)
+        causes, moves = follow_pods(look, state, membership, causes, evidence.groups)
         rules = [rule_for(look.job, cause) for cause in causes]
     else:
         rules = [rule_for(look.job, cause) for cause in causes]
@@ -88,7 +91,8 @@ def recover(look: Look, state: ControlState, membership: Membership) -> Step:
         causes, rules = _worthwhile(causes, rules, moves)
     if not causes:
         return Step(replace(state, no_replacement_since=None, codes_awaited_since=None))
-    case = _Case(membership=membership, causes=causes, rules=tuple(rules), moves=moves)
+    anew = any(cause.exit_code == BEGINS_ANEW for cause in evidence.causes)
+    case = _Case(membership=membership, causes=causes, rules=tuple(rules), moves=moves, anew=anew)
     return fold(_RULES, look, state, case)
 
 
@@ -137,12 +141,15 @@ def _await_nodes(look: Look, state: ControlState, case: _Case) -> Step:
     moves = case.moves
     if look.job.spec.trainer.external:
         missing = missing_homes(look, homes(look, state))
-        if not missing:
+        if missing:
+            return await_pods(look, state, case.text, missing, counting=case.counting)
+        if not moves.silent:
             return Step(state)
-        return await_pods(look, state, case.text, missing, counting=case.counting)
     wait = partial(await_node, look, state, case.membership, case.text, counting=case.counting)
     if moves.unplaced:
         return wait(moves.unplaced)
+    if moves.silent:
+        return wait(moves.silent, why=SILENT)
     if (
         moves.held
         and not moves.away(case.membership)
@@ -153,7 +160,7 @@ def _await_nodes(look: Look, state: ControlState, case: _Case) -> Step:
 
 
 def _fail_alike(look: Look, state: ControlState, case: _Case) -> Step:
-    return fail_alike(look, state, case.membership, case.rules)
+    return fail_alike(look, state, case.membership, case.causes, case.rules)
 
 
 def _count(look: Look, state: ControlState, case: _Case) -> Step:
@@ -191,7 +198,7 @@ def _count(look: Look, state: ControlState, case: _Case) -> Step:
 def _begin(look: Look, state: ControlState, case: _Case) -> Step:
     """Begin the next epoch, and emit an event with the reason."""
     begun = replace(state, recovering=True)
-    step = begin_epoch(look, begun, case.membership, case.moves, case.causes)
+    step = begin_epoch(look, begun, case.membership, case.moves, case.causes, anew=case.anew)
     text = f"{case.text}; {_response(look, step.state, case)} in epoch {step.state.epoch}"
     return step.post(EventReason.RECOVERING, text, warning=True).wait()
 
@@ -252,8 +259,14 @@ def begin_epoch(
     membership: Membership,
     moves: Moves,
     causes: tuple[Cause, ...],
+    *,
+    anew: bool = False,
 ) -> Step:
-    """Publish the next epoch, and move agents."""
+    """Publish the next epoch, and move agents.
+
+    Args:
+        anew: whether the workers of no member are kept.
+    """
     away = moves.away(membership)
     agents = look.observed.agents
     leaving = [agent for agent in agents if away.get(agent.member) == agent.node]
@@ -284,6 +297,8 @@ def begin_epoch(
     ended = [agent for agent in stays if _ends(agent)]
     step = step.then(stop(look, step.state, ended))
     failed = {cause.member for cause in causes if cause.member is not None}
+    if anew:
+        failed |= {member.index for member in membership.members}
     step = step.then(
         publish_next(look, step.state, membership, moves.to, failed, moves.leaving, moves.order)
     )

@@ -16,7 +16,7 @@ from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import Redundancy
 from holdfast_operator.reconciler.conditions import has_all_who_captured, newest_protected
-from holdfast_operator.reconciler.lookups import suspension_of
+from holdfast_operator.reconciler.lookups import is_anything_saved, suspension_of
 from holdfast_operator.reconciler.protection import ParityGroups
 from holdfast_operator.reconciler.text import listed
 from holdfast_operator.reconciler.views import Condition, ConditionType, ControlState, Observed
@@ -153,10 +153,15 @@ def stand_of(
     grouped = membership.groups or tuple((index,) for index in nodes)
     groups = tuple(tuple(nodes[index] for index in group) for group in grouped)
     protected = newest_protected(observed)
-    if state.saved is None:
-        return JobStand(key=job.key, groups=groups)  # nothing to lose
-    weak = ParityGroups(job, membership, observed, state, now).weak
     views = observed.views(membership)
+    unheard = [
+        member.node for member, view in zip(membership.members, views, strict=True) if view is None
+    ]
+    if not is_anything_saved(job, observed, state):
+        # Nothing to lose, if that is what all of them say.
+        hold = f"the daemon on {listed(unheard)} has not reported yet" if unheard else ""
+        return JobStand(key=job.key, groups=groups, hold=hold)
+    weak = ParityGroups(job, membership, observed, state, now).weak
     unsure = {
         member.index
         for member, view in zip(membership.members, views, strict=True)

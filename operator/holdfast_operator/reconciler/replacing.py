@@ -36,6 +36,9 @@ class Moves:
     """Members that cannot go on where they are, and for which there is no node."""
     held: list[int] = field(default_factory=list)
     """Members that cannot go on where they are, but whose memory must not be left behind yet."""
+    silent: list[int] = field(default_factory=list)
+    """Members whose daemons are silent, and whose memory, which may be there, nothing could
+    replace: neither their parity groups nor durable storage."""
     stuck: list[int] = field(default_factory=list)
     """Members whose agents find no room where they are, and for which there is no other node."""
     warned: list[int] = field(default_factory=list)
@@ -98,6 +101,7 @@ class _Mover:
         homes = {member.node for member in membership.members}
         candidates = look.candidates(state)
         self.groups = groups
+        self.state = state
         self.membership = membership
         homes.update(places(look, state, membership).values())
         self.alive = {node.name: node for node in candidates}
@@ -119,6 +123,9 @@ class _Mover:
         if cause.node_lost and home is not None:
             self.moves.to[member] = home  # the node is well, only its memory is new
             return
+        if is_irreplaceable(cause, self.state, self.membership, self.groups):
+            self.moves.silent.append(member)
+            return
         if not cause.node_lost and not self.groups.bear_loss_of(member):
             if cause.evicted:
                 self.moves.held.append(member)
@@ -138,6 +145,20 @@ class _Mover:
         else:
             return
         self.groups.give_up(member)
+
+
+def is_irreplaceable(
+    cause: Cause, state: ControlState, membership: Membership, groups: ParityGroups
+) -> bool:
+    """Whether only silence tells that the member's memory is lost, while nothing could replace what
+    it may hold: neither its parity group nor a copy in durable storage."""
+    has_copy = state.stored is not None and membership.tier is not None
+    return (
+        cause.presumed
+        and cause.member is not None
+        and not has_copy
+        and not groups.bear_loss_of(cause.member)
+    )
 
 
 def replacements(

@@ -134,7 +134,8 @@ def _without_unready(
     for member in sorted(membership.members, key=lambda each: each.index not in moves.lost):
         index, node = member.index, moves.to.get(member.index)
         node = node or node_of(look.observed, member)
-        if index in leaving or index in moves.held or _is_ready_on(look, member, node.name):
+        waits = index in moves.held or index in moves.silent
+        if index in leaving or waits or _is_ready_on(look, member, node.name):
             continue
         if len(later) >= may_leave:
             break

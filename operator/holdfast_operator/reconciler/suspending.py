@@ -36,7 +36,7 @@ from holdfast_operator.reconciler.views import (
     DropJob,
     EventReason,
 )
-from holdfast_operator.reconciler.waiting import await_node
+from holdfast_operator.reconciler.waiting import SILENT, await_node
 
 
 def suspend(look: Look, state: ControlState) -> Step:
@@ -99,6 +99,9 @@ def _begin_again(look: Look, state: ControlState, membership: Membership) -> Ste
     )
     if moves.unplaced:
         return await_node(look, state, membership, in_words(homeless), moves.unplaced)
+    if moves.silent:
+        text = in_words(homeless)
+        return await_node(look, state, membership, text, moves.silent, why=SILENT)
     taken = [node.name for node in moves.to.values()]
     moves.to.update(joiners(look, state, membership, taken))
     step = begin_epoch(look, state, membership, moves, homeless)
@@ -156,12 +159,27 @@ def _forget_snapshots(look: Look, state: ControlState, membership: Membership) -
     if not _is_reshaped(look, state, membership):
         return Step(state)
     known = state.shape or f"{len(membership.members)} nodes of {membership.nproc_per_node}"
+    return _forget(look, state, str(known))
+
+
+def forget_reshaped(look: Look, state: ControlState) -> Step:
+    """The same while no daemon has reported the membership: who changed the shape of a suspended
+    job has given its snapshots up, wherever they are."""
+    known = state.shape
+    if not state.suspended or known is None or known == Shape.of(look.job):
+        return Step(state)
+    return Step(state) if _is_resized(look.job, known) else _forget(look, state, str(known))
+
+
+def _forget(look: Look, state: ControlState, known: str) -> Step:
+    """Give up the snapshots of a job that was of the shape `known`."""
     saved = state.saved
     loses = f"generation {saved} and all other snapshots" if saved else "snapshots"
     forgotten = replace(
         state,
         suspended=False,
         membership=None,
+        homes=(),
         void_epoch=state.epoch,
         shape=None,
         saved=None,
@@ -187,9 +205,9 @@ def free_earlier_shape(look: Look, state: ControlState) -> Step:
     names = sorted(
         node.name
         for node in look.observed.nodes.values()
-        if node.connected and node.job is not None and node.job.epoch <= state.void_epoch
+        if node.connected and node.job is not None and 0 < node.job.epoch <= state.void_epoch
     )
     if not names:
         return Step(state)
     text = f"snapshots of an earlier layout are being freed on {listed(names)}"
-    return Step(state, (DropJob(),), waiting=text)
+    return Step(state, (DropJob(up_to_epoch=state.void_epoch),), waiting=text)

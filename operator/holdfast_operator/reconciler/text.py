@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable
 
+from holdfast_core.exit_codes import BEGINS_ANEW, PROCESS_ENDS
+
 NAMED_MAX = 8
 """Names in a list for people; a job of thousands of members must not fill its own status."""
 
@@ -30,7 +32,11 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
 
 
 def exit_in_words(code: int) -> str:
-    """`exited with code 3`, or `was killed by SIGKILL (code 137)`."""
+    """`exited with code 3`, or `was killed by SIGKILL (code 137)`, or why Holdfast ended it."""
+    if code == BEGINS_ANEW:
+        return f"ended so that training begins anew (code {code})"
+    if code == PROCESS_ENDS:
+        return f"ended with its training world (code {code})"
     try:
         name = signal.Signals(code - 128).name
     except ValueError:

@@ -70,11 +70,16 @@ def note_failure(state: ControlState, membership: Membership, causes: Sequence[C
 
 
 def fail_alike(
-    look: Look, state: ControlState, membership: Membership, rules: Sequence[FailureRule]
+    look: Look,
+    state: ControlState,
+    membership: Membership,
+    causes: Sequence[Cause],
+    rules: Sequence[FailureRule],
 ) -> Step:
-    """End a job whose script has failed alike too often before its first step."""
+    """End a job whose script has failed alike too often before its first step. Epochs that Holdfast
+    has ended are passed over: they show nothing of the script, for or against it."""
     failure = state.failure
-    if failure is None:
+    if failure is None or all(cause.ended_by_holdfast for cause in causes):
         return Step(state)
     if failure.epoch != membership.epoch:  # this one ended for another reason
         return Step(replace(state, failure=replace(failure, times=0)))
@@ -98,8 +103,9 @@ def with_last_lines(text: str, lines: str) -> str:
 
 
 def _decisive(causes: Sequence[Cause]) -> Cause | None:
-    """The most informative failure: of those that ended by themselves, one with last lines."""
-    exits = [cause for cause in causes if cause.on is On.EXIT_CODE]
+    """The most informative failure: of those that ended by themselves, one with last lines. None
+    where Holdfast has ended them: that is no failure of theirs."""
+    exits = [cause for cause in causes if cause.on is On.EXIT_CODE and not cause.ended_by_holdfast]
     return next((cause for cause in exits if cause.last_lines), exits[0] if exits else None)
 
 

@@ -123,7 +123,8 @@ class NodeView(Struct, frozen=True, kw_only=True, gc=False):
     memory_used_bytes: int = 0
     domain: str = ""
     schedulable: bool = True
-    """Whether it takes new agents; false for a node that is cordoned. What runs there stays."""
+    """Whether it takes new agents; false for a node that is cordoned, and for one whose daemon has
+    said that it has no memory left. What runs there stays."""
     agent_waits: bool = False
     """Whether an agent of the job waits here for a world, while the node has no part in any."""
     disruption: str = ""
@@ -188,6 +189,15 @@ class Suspension:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """Why members are not placed: what the job asks for is refused as it is."""
+
+    reason: str
+    """One word in CamelCase."""
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Observed:
     """Everything that is known now. A missing node was not seen yet. All agents are there: an
     adapter that has not listed them yet must not look."""
@@ -197,6 +207,11 @@ class Observed:
     standbys: tuple[StandbyView, ...] = ()
     suspension: Suspension | None = None
     """Why the job's queue keeps it from running; None when the job may run."""
+    refusals: tuple[tuple[str, int], ...] = ()
+    """Reasons why nodes cannot take a member, each with the number of nodes, while the job has
+    none; empty where an adapter does not count them."""
+    refusal: Refusal | None = None
+    """Why the cluster would accept no agent of the job; None when it would, or was not asked."""
     _by_home: dict[tuple[int, str], AgentView] = field(init=False, repr=False, compare=False)
     _views: dict[int, tuple[Membership, tuple[JobView | None, ...]]] = field(
         init=False, repr=False, compare=False, default_factory=dict
@@ -279,6 +294,10 @@ class FenceNode:
 class DropJob:
     """Have all daemons free what they hold of the job."""
 
+    up_to_epoch: int | None = None
+    """Newest epoch of what is freed; None to free everything. A daemon that has not spoken yet may
+    hold what is newer."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PersistNow:
@@ -338,6 +357,7 @@ class ConditionType(StrEnum):
     PERSISTED = "Persisted"
     INSECURE = "Insecure"
     DAEMONS_OUTDATED = "DaemonsOutdated"
+    PODS_REFUSED = "PodsRefused"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -469,4 +489,6 @@ class Decision:
     actions: tuple[Action, ...] = ()
     conditions: tuple[Condition, ...] = ()
     events: tuple[Event, ...] = ()
+    missing_nodes: int = 0
+    """Number of nodes that the job lacks."""
     reason: str = field(default="", compare=False)

@@ -24,6 +24,8 @@ from holdfast_operator.reconciler.text import listed, roughly
 from holdfast_operator.reconciler.views import ControlState, EventReason
 
 NO_SPARE = "no spare is left"
+SILENT = "their daemons are silent, while nothing else holds what their memory may hold"
+"""Why members that only their daemons' silence tells to be lost are not replaced."""
 
 
 def await_node(
@@ -46,20 +48,19 @@ def await_node(
     step, since = _begin(look, state, members, counting), state.no_replacement_since
     if since is None:
         step = step.post(EventReason.NO_REPLACEMENT, f"{text}; {why}", warning=True)
-    waited_s, left = (
-        look.now - (look.now if since is None else since),
-        strength(look.job, membership),
-    )
+    waited_s = 0.0 if since is None else look.now - since
+    left = strength(look.job, membership)
     remaining = left.active - len(members)
     who = f"members [{listed(members)}] have no node and {why}"
-    if remaining >= left.least and waited_s < shrinks_after_s(look.job):
+    may_leave = why == NO_SPARE and remaining >= left.least
+    if may_leave and waited_s < shrinks_after_s(look.job):
         left_s = shrinks_after_s(look.job) - waited_s
         return step.wait(
             f"{who}; in {left_s:.0f} s {remaining} of {left.active} members go on without them"
         )
     short = (
         f"{remaining} members are left, and spec.minNodes is {left.least}; "
-        if left.least < left.desired
+        if remaining < left.least < left.desired
         else ""
     )
     failing = _fail_by_rule(look, step.state, f"{text}; ", short)
@@ -67,7 +68,7 @@ def await_node(
         return step.then(failing)
     return step.wait(
         f"{who}: {short}{_nodes_in_words(look, step.state, membership, members)}; waiting for "
-        f"{roughly(waited_s)}. {_prospect(look, step.state, membership, members)}"
+        f"{roughly(waited_s)}. {_prospect(look, step.state, membership, members, why)}"
     )
 
 
@@ -134,7 +135,9 @@ def _nodes_in_words(
     return ", ".join(parts) or "their nodes are about to go"
 
 
-def _prospect(look: Look, state: ControlState, membership: Membership, members: list[int]) -> str:
+def _prospect(
+    look: Look, state: ControlState, membership: Membership, members: list[int], why: str
+) -> str:
     """Text on what would end the wait."""
     names = listed(membership.member(member).node for member in members)
     start = (
@@ -143,7 +146,12 @@ def _prospect(look: Look, state: ControlState, membership: Membership, members: 
         else f"The job goes on from its newest snapshots, which daemons keep in memory (generation "
         f"{state.saved} was safe),"
     )
-    return f"{start} once {names} or another node takes pods; {_limits(look, state)}"
+    when = f"{names} or another node takes pods"
+    if why == SILENT:
+        when = (
+            f"the daemons on {names} are back with their memory, or those nodes are gone for good"
+        )
+    return f"{start} once {when}; {_limits(look, state)}"
 
 
 def _limits(look: Look, state: ControlState) -> str:

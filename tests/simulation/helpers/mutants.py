@@ -1,5 +1,6 @@
 """Plant bugs in a copy of the sources and check that the simulation finds them: `make mutants`.
-Those in the seats of experts are for tests to find: the simulation has daemons and no tensors.
+Those in the seats of experts, and in the control loop, are for tests to find: the simulation has
+daemons, and neither tensors nor an operator.
 
 A simulation that finds nothing may be blind. Each mutant breaks one rule of the protocol; a mutant
 that survives shows a hole in the simulation, or a rule that another rule already enforces.
@@ -16,15 +17,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-SOURCES = ("core", "protos", "storage", "daemon", "trainer_sdk")
+SOURCES = ("core", "protos", "storage", "daemon", "operator", "trainer_sdk")
 SIMULATION = Path(__file__).resolve().parent
 DAEMON = "daemon/holdfast_daemon"
 ENGINE = f"{DAEMON}/engine"
 MOE = "trainer_sdk/holdfast/_moe"
+RECONCILER = "operator/holdfast_operator/reconciler"
+KUBE = "operator/holdfast_operator/kube"
 EXPERTS = "trainer_sdk/holdfast/_experts"
 ELASTIC = "trainer_sdk/holdfast/_elastic"
 RESTORING = "trainer_sdk/holdfast/_restoring"
 SAVING = "trainer_sdk/holdfast/_saving"
+FAILOVERS = "operator_side/reconciler/test_failing_over.py"
 SCHEDULES = 1500
 STAGE_SCHEDULES = 160
 TIME_LIMIT_S = 1800
@@ -714,6 +718,83 @@ MUTANTS = (
             ),
         ),
         test="sdk/moe/test_snapshots_of_some_experts.py",
+    ),
+    Mutant(
+        name="failover: place a job anew while its daemons have not spoken",
+        edits=(
+            (
+                f"{RECONCILER}/reconcile.py",
+                "        forget_reshaped,\n        free_earlier_shape,\n        _await_homes,\n",
+                "        forget_reshaped,\n        free_earlier_shape,\n",
+            ),
+        ),
+        test=FAILOVERS,
+    ),
+    Mutant(
+        name="failover: adopt an older epoch while a newer one may be unheard",
+        edits=(
+            (
+                f"{RECONCILER}/reconcile.py",
+                "newest.epoch < state.epoch and unheard_homes",
+                "newest.epoch < 0 and unheard_homes",
+            ),
+        ),
+        test=FAILOVERS,
+    ),
+    Mutant(
+        name="failover: take a daemon that has not spoken for one that holds nothing",
+        edits=(
+            (
+                f"{RECONCILER}/remembered.py",
+                "return Word.NOT_HEARD if node.heartbeat_at == NEVER else Word.HOLDS_NOTHING",
+                "return Word.HOLDS_NOTHING",
+            ),
+        ),
+        test=FAILOVERS,
+    ),
+    Mutant(
+        name="failover: wait for an epoch that was stored and never published",
+        edits=(
+            (
+                f"{RECONCILER}/remembered.py",
+                "for node in nodes.values() if state.homes else ():",
+                "for node in ():",
+            ),
+        ),
+        test=FAILOVERS,
+    ),
+    Mutant(
+        name="failover: have newer snapshots freed with those of an earlier shape",
+        edits=(
+            (
+                f"{RECONCILER}/suspending.py",
+                "DropJob(up_to_epoch=state.void_epoch)",
+                "DropJob()",
+            ),
+        ),
+        test=FAILOVERS,
+    ),
+    Mutant(
+        name="failover: remember no nodes of members",
+        edits=((f"{RECONCILER}/reconcile.py", "replace(state, homes=homes)", "state"),),
+        test=FAILOVERS,
+    ),
+    Mutant(
+        name="failover: give up memory that only silence tells to be lost",
+        edits=((f"{RECONCILER}/replacing.py", "        cause.presumed\n", "        False\n"),),
+        test="operator_side/reconciler/test_patience.py",
+    ),
+    Mutant(
+        name="failover: judge the memory of a daemon that has not spoken",
+        edits=(
+            (f"{KUBE}/nodes.py", "reported is None or _has_memory(reported", "_has_memory(view"),
+        ),
+        test="operator_side/kube/test_nodes.py",
+    ),
+    Mutant(
+        name="failover: renew daemons before every job was looked at",
+        edits=((f"{KUBE}/fleet.py", "loop is not None and (loop.has_looked", "(loop is None"),),
+        test="operator_side/kube/test_fleet.py",
     ),
 )
 

@@ -429,7 +429,7 @@ class PlayedGroup:
 class PipelineWorld:
     """The part of `World` that a session and a pipeline use."""
 
-    stays, size = True, RANKS
+    stays, size, nproc = True, RANKS, 1
     failure: Exception | None = None
 
     def __init__(self, cluster: Cluster, process: Process) -> None:
@@ -445,6 +445,9 @@ class PipelineWorld:
     @property
     def ended(self) -> bool:
         return self._left or self._cluster.epoch > self.epoch
+
+    def begin_alone(self) -> None:
+        """The model's processes always stay."""
 
     def check_process(self) -> None:
         """Threads do not fork."""

@@ -257,7 +257,7 @@ class ReplicasExchange:
 class ReplicasWorld:
     """The part of `World` that a session uses."""
 
-    stays, size = True, RANKS
+    stays, size, nproc = True, RANKS, 1
     failure: Exception | None = None
 
     def __init__(self, cluster: Cluster, rank: int) -> None:
@@ -272,6 +272,9 @@ class ReplicasWorld:
     @property
     def ended(self) -> bool:
         return self._left or self._cluster.epoch > self.epoch
+
+    def begin_alone(self) -> None:
+        """The model's processes always stay."""
 
     def check_process(self) -> None:
         """Threads do not fork."""

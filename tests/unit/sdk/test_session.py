@@ -13,13 +13,13 @@ import torch
 
 import holdfast
 from holdfast._copying.engine import CopyEngine
-from holdfast._saving.saver import EXIT_EPOCH_ENDED
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import (
     HoldfastError,
     SnapshotSkippedError,
     StorageError,
 )
+from holdfast_core.exit_codes import PROCESS_ENDS
 from holdfast_core.snapshots.generations import Generation
 
 Same = Callable[[dict[str, Any], dict[str, Any]], None]
@@ -297,7 +297,7 @@ HANGS = """
 import sys, threading, torch, holdfast
 from pathlib import Path
 from holdfast._copying.engine import CopyEngine
-from holdfast._saving.saver import EXIT_EPOCH_ENDED
+from holdfast_core.exit_codes import PROCESS_ENDS
 from holdfast.testing import FakeDaemon
 
 model = torch.nn.Linear(2, 2)
@@ -320,7 +320,7 @@ def test_a_process_that_another_launcher_has_started_ends_with_its_epoch(tmp_pat
         text=True,
         timeout=120,
     )
-    assert process.returncode == EXIT_EPOCH_ENDED, process.stderr
+    assert process.returncode == PROCESS_ENDS, process.stderr
 
 
 def test_progress_is_reported(trainer: Any, open_session: Any, daemon: FakeDaemon) -> None:

@@ -251,15 +251,12 @@ class CopyEngine:
         failures: list[BaseException] = []
 
         def drain(look: Callable[[], None] = _nothing) -> None:
-            while not failures:
-                first = take()
-                if first is None:
-                    return
-                try:
+            try:
+                while not failures and (first := take()) is not None:
                     block(first)
                     look()
-                except BaseException as error:
-                    failures.append(error)
+            except BaseException as error:
+                failures.append(error)
 
         helpers = self._helpers if len(firsts) > 1 and not self._busy else []
         sides, busy = len(helpers) + 1, self._busy

@@ -98,9 +98,13 @@ class Following:
                 raise self._problem
             return self._newest if ready() else None
 
-    def arrive(self, rank: int, store_address: str) -> None:
+    def arrive(self, rank: int, store_address: str, *, began_alone: bool = False) -> None:
         """Report that this worker has left its old world and is at the store of the new one, in
         which it has `rank`.
+
+        Args:
+            began_alone: whether it has begun there from the beginning, and what its member holds is
+                nowhere else: until something is protected, it need not stay when that is lost.
 
         Raises:
             HoldfastError: the daemon does not answer, or that world has ended.
@@ -110,6 +114,7 @@ class Following:
             job=self._request.job,
             rank=rank,
             store_address=store_address,
+            began_alone=began_alone,
         )
         self._calls.ask(self._calls.stub.Hello, request, _HELLO_S)
 

@@ -54,6 +54,8 @@ class Link:
         self.slots = 0
         """Slots of the newest session's arena."""
         self._arena: MappedArena | None = None
+        self._granted: int | None = None
+        """Step for whose snapshot a slot may be granted, neither sealed nor given back."""
         self._lost = False
         self._pause_s = 0.0
         self._retry_s = 0.0
@@ -118,11 +120,16 @@ class Link:
         """Request a slot, for the window from `first_step` to `step` if that is given. Return where
         to write, and whether the `unchanged` pieces are carried over from `base`.
 
+        From the call on the slot counts as granted, whatever fails, until `commit` has sealed it or
+        `give_back` was called.
+
         Raises:
             SnapshotSkippedError: when there is no slot now.
         """
+        self._granted = step  # before the call, whose answer may be lost
         grant = self._client.grant(self.session, self.epoch or 0, step, base, unchanged, first_step)
         if grant.slot < 0:
+            self._granted = None
             raise SnapshotSkippedError(f"no slot: {grant.skipped}")
         arena = self._arena
         assert arena is not None and self.layout is not None
@@ -138,15 +145,20 @@ class Link:
     def commit(self, commit: Commit, nan_units: tuple[str, ...]) -> None:
         """Seal the snapshot. Raises the error that the daemon answers."""
         self._client.commit(replace(commit, nan_units=nan_units))
+        self._granted = None
 
-    def abort(self, step: int, reason: str) -> None:
-        """Give a slot back, as best effort: the daemon reclaims it by itself later."""
-        if self._lost:
+    def give_back(self, reason: str) -> None:
+        """Give back the slot that is granted, if one is. Raises nothing: where it fails, the daemon
+        takes the slot back with the next grant, or with the end of the session."""
+        step, self._granted = self._granted, None
+        if step is None or self._lost:
             return
         try:
             self._client.abort(self.session, self.epoch or 0, step, reason)
         except HoldfastError as error:
             self.note_lost_session(error)
+        except Exception:
+            _log.debug("the slot of step %d could not be given back", step, exc_info=True)
 
     def note_lost_session(self, error: HoldfastError) -> None:
         """Mark the session as lost if `error` means that it is gone."""
@@ -154,8 +166,12 @@ class Link:
             self._lost = True
 
     def end(self) -> None:
-        """Close the session and release the claim."""
-        if self._arena is not None and not self._lost:
+        """Close the session and release the claim.
+
+        Also a session that is lost to this process, because an answer was: where the daemon still
+        has it, it would take the end of the claim for the end of this rank.
+        """
+        if self._arena is not None:
             try:
                 self._client.close_session(self.session)
             except HoldfastError as error:
@@ -163,7 +179,7 @@ class Link:
         self._release()
 
     def _release(self) -> None:
-        arena, self._arena = self._arena, None
+        arena, self._arena, self._granted = self._arena, None, None
         if arena is not None:
             self._device.unregister()
             arena.close()

@@ -21,12 +21,12 @@ from holdfast._dcp.reader import HoldfastReader
 from holdfast._restoring.assembling import local_name
 from holdfast._restoring.fit import Wanted, make_room
 from holdfast._state.capture import LiveState
-from holdfast._state.collect import devices_of
 from holdfast._state.conventions import UnitNamer
 from holdfast._state.dtensors import is_dtensor
 from holdfast_core.durable.set_tensors import Reading, SetTensor
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.names import NameKind, TensorName
 from holdfast_core.topology import Topology
 
 
@@ -95,7 +95,7 @@ def load_into(
         for name, tensor in local.items()
     }
     with torch.no_grad():
-        sources = make_room(live, wanted, devices_of(reader.extras()))
+        sources = make_room(live, wanted, reader.extras())
         state: dict[str, Any] = {local[name].name: sources[name].tensor for name in local}
         load(state, storage_reader=reader)
         _put_values(live, reader)
@@ -111,7 +111,8 @@ def _put_values(live: LiveState, reader: HoldfastReader) -> None:
                 if index < len(groups):
                     groups[index][key] = plain.value
             case (_, "state", str(name), str(key)):
-                anchor = live.anchors.get(f"{name}/master", live.anchors.get(name))
+                anchor = live.anchors.get(str(TensorName(name, NameKind.MASTER)))
+                anchor = anchor or live.anchors.get(str(TensorName(name)))
                 if anchor is not None and anchor.optimizer >= 0:
                     state = live.optimizers[anchor.optimizer].state
                     state.setdefault(anchor.parameter, {})[key] = plain.value

@@ -31,7 +31,7 @@ from torch.futures import Future
 
 from holdfast._dcp.values import PlainValue, extras_of, plain_values
 from holdfast._state.extras import dtype_named
-from holdfast_core.durable.set_tensors import Reading, SetTensor
+from holdfast_core.durable.set_tensors import OPTIMIZER_PREFIX, Reading, SetTensor
 from holdfast_core.errors import HoldfastError, InvalidJobError
 from holdfast_core.snapshots.generations import Generation
 from holdfast_storage.whole_sets import Want, WholeSet, open_set
@@ -174,7 +174,7 @@ class HoldfastReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         epoch, _, step = str(checkpoint_id).partition(".")
-        return epoch.isdigit() and step.isdigit()
+        return f"{epoch}{step}".isascii() and epoch.isdigit() and step.isdigit()
 
     def _want(self, item: ReadItem) -> Want:
         index = item.storage_index
@@ -223,8 +223,7 @@ def _path_of(tensor: SetTensor) -> tuple[str, ...]:
     """Path of the tensor in a nested state dict."""
     if not tensor.key or tensor.own:
         return (tensor.name,)
-    outer, state, rest = tensor.name.split(".", 2)
-    return (outer, state, rest.removesuffix(f".{tensor.key}"), tensor.key)
+    return (OPTIMIZER_PREFIX.removesuffix("."), "state", tensor.shown, tensor.key)
 
 
 def _batches(

@@ -14,6 +14,7 @@ from typing import Any
 from holdfast._state.extras import decode_extras, split_extras
 from holdfast_core.durable.set_tensors import OPTIMIZER_PREFIX
 from holdfast_core.snapshots.layouts import TensorRole
+from holdfast_core.snapshots.names import TensorName
 from holdfast_storage.whole_sets import WholeSet
 
 _THREADS = 8
@@ -65,7 +66,7 @@ def plain_values(source: WholeSet) -> dict[str, PlainValue]:
                     found[f"{_OUTER}.{flat}"] = PlainValue((_OUTER, flat), value)
         for state in optimizers:
             for name, values in state["scalars"].items():
-                _add_scalars(found, name.removesuffix("/master"), values)
+                _add_scalars(found, TensorName.parse(name).path, values)
     return found
 
 

@@ -37,13 +37,18 @@ from holdfast._state.dtensors import is_dtensor
 from holdfast._steps import TrainStep, steps_of
 from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.errors import (
+    BeginsAnewError,
     HoldfastError,
     InvalidJobError,
-    NoRecoveryLineError,
     UnreachableError,
 )
 from holdfast_core.protection.replaying import ReplayPlan
-from holdfast_core.protection.standing import RankStanding, StandingAction, StandingVerdict
+from holdfast_core.protection.standing import (
+    RankStanding,
+    StandingAction,
+    StandingVerdict,
+    can_lose_member,
+)
 from holdfast_core.snapshots.units import UnitKind
 
 _log = logging.getLogger("holdfast")
@@ -285,7 +290,7 @@ class ElasticSession(Session):
         """Enter the next world, and go on there live or restore; see `Runner`.
 
         Raises:
-            NoRecoveryLineError: there is nothing to go on from, and nothing was protected yet. Only
+            BeginsAnewError: there is nothing to go on from, and nothing was protected yet. Only
                 a process that starts anew can begin from the beginning.
             Exception: the failure that cut the step off, when no new world came.
         """
@@ -311,7 +316,7 @@ class ElasticSession(Session):
                     raise
                 continue
             if step is None:
-                raise NoRecoveryLineError(
+                raise BeginsAnewError(
                     f"epoch {self._world.epoch} starts from the beginning, because nothing was "
                     f"protected yet; this process ends so that a new one can"
                 )
@@ -478,6 +483,12 @@ class ElasticSession(Session):
             step = session.restore()
         if step is not None or held.step is None:
             self._hold_after(step or 0)
+        if (
+            step is None
+            and held.step is None
+            and not can_lose_member(self._standing(), self._world.size, self._world.nproc)
+        ):
+            self._world.begin_alone()
         return step
 
     def _hold(self, body: StepBody) -> None:

@@ -302,6 +302,17 @@ class World:
             raise UnreachableError("the training world has ended")
         return self._point.gather(self._rank, text)
 
+    def begin_alone(self) -> None:
+        """Report that training has begun from the beginning, and that it cannot go on live without
+        this member. A daemon that does not answer keeps this process, which then ends by itself."""
+        following = self._following
+        if following is None:
+            return
+        try:
+            following.arrive(self._rank, self._store_address, began_alone=True)
+        except HoldfastError as error:
+            _log.info("the daemon does not know that nothing could be kept: %s", error)
+
     def check_process(self) -> None:
         """Raise InvalidJobError in a process that was forked from this world's: it has its parent's
         sockets, and no thread that serves them."""

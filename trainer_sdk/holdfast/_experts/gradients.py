@@ -40,6 +40,7 @@ from holdfast_core.experts.recompute import (
 )
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import TensorRole
+from holdfast_core.snapshots.names import TensorName
 from holdfast_core.snapshots.units import UnitKey, UnitKind
 
 _log = logging.getLogger("holdfast")
@@ -167,12 +168,15 @@ class Gradients:
             rooms[name] = room
             stacked = anchor.place.stacked
             for i, unit in enumerate(units):
-                base = f"{name}[{unit.expert}]" if stacked else name
-                private = self._live.is_private(base)
+                base = TensorName.parse(name)
+                if stacked:
+                    assert unit.expert is not None
+                    base = base.slice(unit.expert)
+                private = self._live.is_private(str(base), unit)
                 gradient = room.gradient[i] if stacked else room.gradient
                 found += [
-                    _source(unit, f"{base}:{GRADIENT}", TensorRole.GRADIENT, gradient, private),
-                    _source(unit, f"{base}:{RECIPE}", TensorRole.RECIPE, room.recipe[i], private),
+                    _source(unit, base, TensorRole.GRADIENT, gradient, private),
+                    _source(unit, base, TensorRole.RECIPE, room.recipe[i], private),
                 ]
         self._rooms = rooms
         return tuple(found)
@@ -181,12 +185,14 @@ class Gradients:
         """Experts of a parameter for which peers may compute the step, by slice; empty otherwise.
 
         The parameter must be in an optimizer, must not be a DTensor, and must be float32, or
-        bfloat16 with master weights.
+        bfloat16 with master weights; and its state must leave their names to gradients and recipes.
         """
         unit, parameter = anchor.place.unit, anchor.parameter
         if anchor.optimizer < 0 or unit.kind is not UnitKind.EXPERT or is_dtensor(parameter):
             return []
         state = self._live.optimizers[anchor.optimizer].state.get(parameter, {})
+        if GRADIENT in state or RECIPE in state:
+            return []
         master = any(key in state for key in MASTER_KEYS)
         if not (parameter.dtype is torch.float32 or (parameter.dtype is torch.bfloat16 and master)):
             return []
@@ -373,10 +379,15 @@ def _room(anchor: Anchor, group: int, units: Sequence[UnitKey]) -> _Room:
 
 
 def _source(
-    unit: UnitKey, name: str, role: TensorRole, tensor: torch.Tensor, private: bool
+    unit: UnitKey, base: TensorName, role: TensorRole, tensor: torch.Tensor, private: bool
 ) -> TensorSource:
     return TensorSource(
-        unit=unit, name=name, role=role, tensor=tensor, private=private, whole=Whole(own=True)
+        unit=unit,
+        name=str(base.state(GRADIENT if role is TensorRole.GRADIENT else RECIPE)),
+        role=role,
+        tensor=tensor,
+        private=private,
+        whole=Whole(own=True),
     )
 
 

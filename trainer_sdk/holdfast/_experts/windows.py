@@ -165,8 +165,9 @@ def end_of(frames: Collection[Collection[Entry]], start: int) -> int:
 
 
 def frame_name(slot: int, tensor: str) -> str:
-    """Name of `tensor` as of the save of `slot`, while a replay has not come there."""
-    return f"frame{slot}/{tensor}"
+    """Name of `tensor` as of the save of `slot`, while a replay has not come there. No text of a
+    `TensorName` begins with a colon."""
+    return f":{slot}:{tensor}"
 
 
 def restored_entries(layout: Layout, record: WindowRecord) -> Iterator[Entry]:
@@ -202,8 +203,7 @@ def restored_entries(layout: Layout, record: WindowRecord) -> Iterator[Entry]:
 def live_name(tensor: str, record: WindowRecord | None) -> tuple[int, str]:
     """Pair (slot, name of the live tensor) of a name in `restored_entries`; slot 0 for live
     ones."""
-    if record is not None:
-        for slot in range(1, len(record.slots)):
-            if tensor.startswith(prefix := frame_name(slot, "")):
-                return slot, tensor.removeprefix(prefix)
-    return 0, tensor
+    if record is None or not tensor.startswith(":"):
+        return 0, tensor
+    _, slot, name = tensor.split(":", 2)
+    return int(slot), name

@@ -19,11 +19,13 @@ from pathlib import Path
 from types import TracebackType
 
 from holdfast._environment import read_local_rank
+from holdfast._exits import exit_code_of
 
 MODULE = "-m"
 STDERR = 2
 FAILED = 1
-"""Exit code after an uncaught exception, as for any Python program."""
+"""Exit code after an uncaught exception, as for any Python program; where Holdfast raises it about
+the world of this process, there is another one."""
 
 
 def run_script(stderr_paths: tuple[str, ...], *command: str) -> None:
@@ -58,8 +60,9 @@ def run_script(stderr_paths: tuple[str, ...], *command: str) -> None:
     except Exception as error:
         # torchrun would pass it to the agent, and show it among the agent's own messages.
         shown = error.with_traceback(_of_script(error.__traceback__))
+        code = exit_code_of(shown) or FAILED
         sys.excepthook(type(shown), shown, shown.__traceback__)
-        raise SystemExit(FAILED) from None
+        raise SystemExit(code) from None
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -35,6 +35,7 @@ from holdfast_core.elastic_experts.plans import ExpertPlan
 from holdfast_core.elastic_experts.rebalancing import weigh
 from holdfast_core.elastic_experts.reports import PlanCause, PlanReport
 from holdfast_core.errors import InvalidJobError, NoRecoveryLineError, ProtocolError
+from holdfast_core.snapshots.names import TensorName
 
 _log = logging.getLogger("holdfast")
 
@@ -199,11 +200,9 @@ class Reseating:
         numbers = {id(layer.experts): at for at, layer in enumerate(self._layers)}
         for source in live.sources():
             if source.seats is not None and id(source.seats) in numbers:
-                name, _, rest = source.name.partition("[")
                 yield Stack(
                     layer=numbers[id(source.seats)],
-                    name=name,
-                    key=rest.partition(":")[2],
+                    name=str(TensorName.parse(source.name).whole),
                     dtype=dtype_name(source.tensor.dtype),
                     shape=tuple(source.tensor.shape),
                     device=source.tensor.device.type,
@@ -212,23 +211,24 @@ class Reseating:
     @staticmethod
     def _tensor(live: LiveState, stack: Stack, seats: int) -> torch.Tensor:
         """The tensor, made of zeros where an optimizer does not have it yet."""
-        anchor = live.anchors.get(stack.name)
+        name = TensorName.parse(stack.name)
+        anchor = live.anchors.get(str(name.base))
         if anchor is None:
             raise ProtocolError(
                 f"a rank has seats in {stack.name!r}, which this rank's model does not have; run "
                 f"the same script on all ranks"
             )
-        if not stack.key:
+        if name.key is None:
             return anchor.parameter.detach()
         state = live.optimizers[anchor.optimizer].state.setdefault(anchor.parameter, {})
-        if stack.key not in state:
+        if name.key not in state:
             here = anchor.parameter.device
-            state[stack.key] = torch.zeros(
+            state[name.key] = torch.zeros(
                 (seats, *stack.shape),
                 dtype=dtype_named(stack.dtype),
                 device=here if here.type == stack.device else stack.device,
             )
-        found: torch.Tensor = state[stack.key]
+        found: torch.Tensor = state[name.key]
         return found
 
     def _move(
@@ -246,7 +246,7 @@ class Reseating:
             seats = len(layer.experts.seat_experts)
             tensors = [
                 self._tensor(live, stack, seats)
-                for stack in sorted(stacks, key=lambda one: (one.name, one.key))
+                for stack in sorted(stacks, key=lambda one: one.name)
                 if stack.layer == at
             ]
             of_layer = [one for one in moves if one.layer == at]

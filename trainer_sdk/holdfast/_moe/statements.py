@@ -25,8 +25,7 @@ class Stack(msgspec.Struct, frozen=True):
 
     layer: int
     name: str
-    key: str
-    """Key of an optimizer state; empty for a parameter."""
+    """Text of its `TensorName`."""
     dtype: str
     shape: tuple[int, ...]
     """Shape of one seat."""
@@ -71,10 +70,10 @@ def read_statements(
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise _wrong(rank, f"cannot be read: {error}") from error
         _check(rank, found[-1], layers, experts, seats)
-    known = dict[tuple[int, str, str], tuple[int, Stack]]()
+    known = dict[tuple[int, str], tuple[int, Stack]]()
     for rank, one in enumerate(found):
         for stack in one.stacks:
-            first, same = known.setdefault((stack.layer, stack.name, stack.key), (rank, stack))
+            first, same = known.setdefault((stack.layer, stack.name), (rank, stack))
             if stack != same:
                 raise _wrong(rank, f"has {stack}, and that of rank {first} {same}")
     return found

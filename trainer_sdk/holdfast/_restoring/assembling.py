@@ -24,6 +24,7 @@ from holdfast_core.durable.set_tensors import (
 )
 from holdfast_core.errors import LayoutMismatchError
 from holdfast_core.snapshots.layouts import Entry, Layout, TensorRole
+from holdfast_core.snapshots.names import NameKind, TensorName
 from holdfast_core.snapshots.units import UnitKind
 from holdfast_core.topology import Topology
 
@@ -91,24 +92,23 @@ def _placed_anywhere(entries: Sequence[Entry], *, plain: bool) -> tuple[Entry, .
 def local_name(live: LiveState, tensor: SetTensor) -> str | None:
     """Find this rank's name for a tensor of the set; None when it does not hold the tensor."""
     if tensor.own:
-        if tensor.parameter in live.anchors:
+        if str(TensorName(tensor.parameter)) in live.anchors:
             raise LayoutMismatchError(
                 f"{tensor.name} belongs to one rank and has no counterpart in another parallelism; "
                 f"restore with the parallelism of the set, or load with dcp.load"
             )
         return None
+    name = TensorName(tensor.parameter, expert=tensor.index)
+    if tensor.role is TensorRole.BUFFER:
+        text = str(replace(name, kind=NameKind.BUFFER))
+        return text if live.path_of_buffer(text) is not None else None
     if not tensor.key:
-        if tensor.role is TensorRole.BUFFER:
-            known = any(name == tensor.name for name, _ in live.model.named_buffers())
-            return f"{tensor.name}(buffer)" if known else None
-        return tensor.name if tensor.name in live.anchors else None
-    shown = tensor.name.split(".", 2)[2].removesuffix(f".{tensor.key}")
-    index = shown.removeprefix(tensor.parameter)
-    foreign = f"{tensor.parameter}/master{index}"
-    if foreign in live.anchors:
-        return foreign if tensor.key == "master" else f"{foreign}:{tensor.key}"
-    anchor = live.anchors.get(shown)
-    return f"{shown}:{tensor.key}" if anchor is not None and anchor.optimizer >= 0 else None
+        return str(name) if str(name) in live.anchors else None
+    foreign = replace(name, kind=NameKind.MASTER)
+    if str(foreign) in live.anchors:
+        return str(foreign if tensor.key == "master" else foreign.state(tensor.key))
+    anchor = live.anchors.get(str(name))
+    return str(name.state(tensor.key)) if anchor is not None and anchor.optimizer >= 0 else None
 
 
 def local_tensors(live: LiveState, tensors: Mapping[str, SetTensor]) -> dict[str, LocalTensor]:
@@ -138,8 +138,10 @@ def _box_of(
     """Pair (offsets, shape) of the local tensor in the whole. Where they do not fit together, it is
     all of the whole, and `make_room` refuses the live tensor with both shapes."""
     everything = (0,) * len(tensor.shape), tensor.shape
+    if source is None and tensor.role is TensorRole.BUFFER:
+        return everything
     if source is None:
-        anchor = live.anchors[name.partition(":")[0]]
+        anchor = live.anchors[str(TensorName.parse(name).base)]
         shape, offsets = global_box(anchor.parameter) or ((), ())
         lengths = tuple(local_of(anchor.parameter).shape)
         if anchor.index is not None:
@@ -153,6 +155,11 @@ def _box_of(
     if stacked and first is not None and lengths and lengths[1:] == tensor.shape[1:]:
         # A buffer of stacked experts is one tensor, with a row for each expert of this rank.
         fits = lengths != tensor.shape and first + lengths[0] <= tensor.shape[0]
+        if lengths != tensor.shape and not fits:
+            raise LayoutMismatchError(
+                f"{name} has rows for experts {first} to {first + lengths[0] - 1}, in the snapshot "
+                f"for {tensor.shape[0]} experts"
+            )
         return ((first, *everything[0][1:]), lengths) if fits else everything
     return everything
 

@@ -8,18 +8,30 @@ that afterwards exactly the snapshot's exist.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 import torch
 
 from holdfast._experts.windows import WindowRecord, live_name, restored_entries
+from holdfast._state.buffers import (
+    ABSENT,
+    NONE,
+    ChangedBuffers,
+    drop_buffer,
+    form,
+    form_of,
+    put_form,
+)
 from holdfast._state.capture import Anchor, LiveState, TensorSource
 from holdfast._state.casts import Pair, pair_of
+from holdfast._state.collect import buffers_of, devices_of
 from holdfast._state.dtensors import local_of, with_placement_of
 from holdfast._state.extras import dtype_name, dtype_named
 from holdfast_core.errors import LayoutMismatchError
 from holdfast_core.experts.recompute import state_entries
-from holdfast_core.snapshots.layouts import Entry, Layout
+from holdfast_core.snapshots.layouts import Entry, Layout, TensorRole
+from holdfast_core.snapshots.names import NameKind, TensorName
 from holdfast_core.snapshots.units import UnitKey, UnitKind
 from holdfast_core.topology import Topology
 
@@ -70,9 +82,10 @@ def own_offers(
     live.sources()
     offers = []
     for entry in entries:
-        expert = UnitKey.parse(entry.unit).kind is UnitKind.EXPERT
+        unit = UnitKey.parse(entry.unit)
+        expert = unit.kind is UnitKind.EXPERT
         replicas = topology.expert_replicas(rank) if expert else topology.dense_replicas(rank)
-        if len(replicas) > 1 and not live.is_private(live_name(entry.tensor, window)[1]):
+        if len(replicas) > 1 and not live.is_private(live_name(entry.tensor, window)[1], unit):
             offers.append(
                 Offer(
                     tensor=entry.tensor,
@@ -174,42 +187,79 @@ def cast_pairs(
 
 
 def make_room(
-    live: LiveState, wanted: Mapping[str, Wanted], devices: Mapping[str, str]
+    live: LiveState, wanted: Mapping[str, Wanted], extras: Mapping[str, Any]
 ) -> dict[str, TensorSource]:
-    """Make and drop optimizer states to fit `wanted`; return the live sources by name.
+    """Make and drop optimizer states, and give buffers their forms, to fit `wanted`; return the
+    live sources by name.
 
     Args:
-        devices: device types of states that are not where their parameter is.
+        extras: extras of the snapshot.
 
     Raises:
         LayoutMismatchError: when a tensor differs; the message names it.
     """
+    devices = devices_of(extras)
+    _fit_buffers(live, wanted, buffers_of(extras))
     sources = {source.name: source for source in live.sources()}
     missing = [name for name in wanted if name not in sources]
     for name in missing:
-        base, colon, _ = name.partition(":")
-        anchor = live.anchors.get(base)
-        if not colon or anchor is None or anchor.optimizer < 0:
+        parts = TensorName.parse(name)
+        anchor = live.anchors.get(str(parts.base))
+        if not parts.is_state or anchor is None or anchor.optimizer < 0:
             raise LayoutMismatchError(
                 f"the snapshot has {name}, which the model and its optimizers do not"
             )
     for name, source in sources.items():
         if name in wanted:
             _check(wanted[name], source)
-        elif ":" not in name:
+        elif not TensorName.parse(name).is_state:
             raise LayoutMismatchError(f"the snapshot lacks {name}, which the model has")
     extra = sources.keys() - wanted.keys()
     for name in extra:
-        base, _, key = name.partition(":")
-        anchor = live.anchors[base]
+        key = TensorName.parse(name).key
+        anchor = live.anchors[str(TensorName.parse(name).base)]
         live.optimizers[anchor.optimizer].state[anchor.parameter].pop(key, None)
     order = {base: place for place, base in enumerate(live.anchors)}
-    for name in sorted(missing, key=lambda name: order[name.partition(":")[0]]):
-        base, _, key = name.partition(":")
-        _allocate(live, live.anchors[base], key, wanted[name], devices)
+    states = [(str(TensorName.parse(name).base), name) for name in missing]
+    for base, name in sorted(states, key=lambda state: order[state[0]]):
+        _allocate(live, live.anchors[base], TensorName.parse(name), wanted[name], devices)
     if not (missing or extra):
         return sources
     return {source.name: source for source in live.sources()}
+
+
+def _fit_buffers(live: LiveState, wanted: Mapping[str, Wanted], changed: ChangedBuffers) -> None:
+    """Give buffers the forms of the snapshot, where the program began as the one that saved it.
+
+    Raises:
+        LayoutMismatchError: when it began otherwise; the message names the buffer.
+    """
+    here = {source.name: source for source in live.sources() if source.role is TensorRole.BUFFER}
+    for name, item in wanted.items():
+        if TensorName.parse(name).kind is not NameKind.BUFFER:
+            continue
+        saved = form(item.dtype, item.shape)
+        now = form_of(here[name].tensor) if name in here else ABSENT
+        if now == saved:
+            continue
+        path = live.path_of_buffer(name)
+        if path is None:
+            raise LayoutMismatchError(f"the snapshot has {name}, which the model does not")
+        first, _, device = changed.get(name, (saved, saved, ""))
+        if first != live.forms.begun(path):
+            raise LayoutMismatchError(
+                f"{name} is {now}, in the snapshot it is {saved}; this program begins with "
+                f"{live.forms.begun(path)}, and the one that saved it began with {first}"
+            )
+        put_form(live.model, path, item.dtype, item.shape, device)
+    for name in here.keys() - wanted.keys():
+        path = live.path_of_buffer(name)
+        assert path is not None
+        begun = live.forms.begun(path)
+        first, saved, _ = changed.get(name, (begun, begun, ""))
+        if first != begun or saved not in (ABSENT, NONE):
+            raise LayoutMismatchError(f"the snapshot lacks {name}, which the model has")
+        drop_buffer(live.model, path, saved)
 
 
 def _check(wanted: Wanted, source: TensorSource) -> None:
@@ -222,16 +272,16 @@ def _check(wanted: Wanted, source: TensorSource) -> None:
 
 
 def _allocate(
-    live: LiveState, anchor: Anchor, key: str, wanted: Wanted, devices: Mapping[str, str]
+    live: LiveState, anchor: Anchor, name: TensorName, wanted: Wanted, devices: Mapping[str, str]
 ) -> None:
-    """Make the optimizer state `key` of a parameter; for a stacked one only at its first slice."""
-    parameter = anchor.parameter
+    """Make an optimizer state of a parameter; for a stacked one only at its first slice."""
+    parameter, key = anchor.parameter, name.key
     state = live.optimizers[anchor.optimizer].state.setdefault(parameter, {})
     if key in state:
         return
     local = local_of(parameter)
     shape = wanted.shape if anchor.index is None else (local.shape[0], *wanted.shape)
-    home = devices.get(f"{live.names[id(parameter)]}:{key}")
+    home = devices.get(str(name.whole))
     device = parameter.device if home is None else torch.device(home)
     dtype = dtype_named(wanted.dtype)
     if shape != tuple(local.shape):

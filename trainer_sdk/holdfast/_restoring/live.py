@@ -29,7 +29,6 @@ from holdfast._state.capture import LiveState, TensorSource
 from holdfast._state.collect import (
     Stateful,
     collect,
-    devices_of,
     generators_of,
     put_back,
     put_back_groups,
@@ -158,7 +157,8 @@ class HandOver:
         for source in self.live.sources():
             if source.seats is not None:  # they have moved already
                 continue
-            to = experts if source.unit.kind is UnitKind.EXPERT else dense
+            of_experts = source.of_stack or source.unit.kind is UnitKind.EXPERT
+            to = experts if of_experts else dense
             if to:
                 found.append(
                     Offer(
@@ -216,7 +216,7 @@ class HandOver:
                 wanted[source.name] = Wanted(
                     tensor=source.name, dtype=dtype, shape=shape, ranges=[]
                 )
-        return make_room(self.live, wanted, devices_of(extras))
+        return make_room(self.live, wanted, extras)
 
     def _filled(self) -> dict[str, TensorSource]:
         """Tensors of this rank by name, those that are given in parts packed."""

@@ -41,7 +41,7 @@ from holdfast._restoring.fit import make_room
 from holdfast._restoring.passing import Filling, Span, spans_of
 from holdfast._restoring.reading import ReadSnapshot, read_snapshot
 from holdfast._state.capture import LiveState, TensorSource
-from holdfast._state.collect import devices_of, put_back_groups
+from holdfast._state.collect import buffers_of, put_back_groups
 from holdfast._state.extras import decode_extras
 from holdfast_core.errors import (
     CorruptError,
@@ -238,7 +238,7 @@ def plan_world(
     tensors = assembled(layouts, was, tp=at.tp, pp=at.pp)
     found = local_tensors(live, tensors)
     own = with_all_values(extras[chosen], extras.values(), live)
-    sources = make_room(live, wanted_of(found), devices_of(own))
+    sources = make_room(live, wanted_of(found), own)
     states = {
         one.manifest.rank: _state_of(one)
         for one in world.snapshots
@@ -312,9 +312,12 @@ def with_all_values(
     chosen: Mapping[str, Any], everything: Iterable[Mapping[str, Any]], live: LiveState
 ) -> dict[str, Any]:
     """Complete `chosen` extras by what others hold of this rank's parameters: plain values of
-    optimizer states, and their devices. Values of parameters that this rank lacks are left out: it
-    may have other experts than the rank that saved them."""
+    optimizer states, their devices, and forms of buffers. Values of parameters that this rank lacks
+    are left out: it may have other experts than the rank that saved them."""
     others = [chosen, *everything]
+    buffers: dict[str, Any] = {}
+    for one in reversed(others):
+        buffers |= buffers_of(one)
     optimizers = []
     for index, state in enumerate(chosen["optimizers"]):
         scalars: dict[str, Any] = {}
@@ -325,4 +328,4 @@ def with_all_values(
                     scalars.setdefault(name, values)
             devices = {**one["devices"], **devices}
         optimizers.append({**state, "scalars": scalars, "devices": devices})
-    return {**chosen, "optimizers": optimizers}
+    return {**chosen, "optimizers": optimizers, "buffers": buffers}

@@ -120,7 +120,7 @@ def frozen_in_stacks(live: LiveState, schedule: Schedule, slot: int) -> list[tor
         for source in live.sources()
         if source.role is not TensorRole.BUFFER
         and schedule.slot(source.unit) >= slot
-        and (anchor := live.anchors.get(source.name.partition(":")[0])) is not None
+        and (anchor := live.anchor_of(source)) is not None
         and anchor.index is not None
     ]
 

@@ -54,7 +54,7 @@ from holdfast._restoring.scatter import scatter
 from holdfast._settings import Settings
 from holdfast._state.capture import LiveState, TensorSource
 from holdfast._state.casts import Pair, fill
-from holdfast._state.collect import Stateful, devices_of, put_back, put_back_groups
+from holdfast._state.collect import Stateful, put_back, put_back_groups
 from holdfast._state.extras import decode_extras
 from holdfast_core.errors import (
     CorruptError,
@@ -457,7 +457,7 @@ class Restore:
         put_back_groups(self.live, found.extras)
         of_frames = {name: live_name(name, window) for name in wanted}
         of_live = {name: item for name, item in wanted.items() if not of_frames[name][0]}
-        sources = make_room(self.live, of_live, devices_of(found.extras))
+        sources = make_room(self.live, of_live, found.extras)
         casts = cast_pairs(of_live, sources)
         frames: list[tuple[int, str, Wanted, TensorSource | None]] = []
         for frame, (slot, name) in of_frames.items():

@@ -27,7 +27,9 @@ def units_with_nan(placed: Placed, carried: Collection[str] = ()) -> tuple[str, 
         if entry.unit in carried or entry.role in BESIDE_STATE:
             continue
         dtype = dtype_named(entry.dtype)
-        if entry.unit in found or not (dtype.is_floating_point or dtype.is_complex):
+        if dtype.is_complex:
+            dtype = dtype.to_real()  # complex numbers of 16-bit floats have no arithmetic
+        if entry.unit in found or not dtype.is_floating_point:
             continue
         count = entry.nbytes // dtype.itemsize
         if not count or entry.start % dtype.itemsize:

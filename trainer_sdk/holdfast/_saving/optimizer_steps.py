@@ -276,8 +276,7 @@ class OptimizerSteps:
         return [
             source
             for source in self._live.sources()
-            if (anchor := self._live.anchors.get(source.name.partition(":")[0])) is not None
-            and anchor.optimizer == index
+            if (anchor := self._live.anchor_of(source)) is not None and anchor.optimizer == index
         ]
 
     def _watched_units(self, index: int) -> Collection[UnitKey]:

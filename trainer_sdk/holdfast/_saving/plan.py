@@ -43,6 +43,7 @@ from holdfast_core.snapshots.layouts import (
     TensorRole,
     round_up,
 )
+from holdfast_core.snapshots.names import TensorName
 from holdfast_core.snapshots.sharding import Grain, Shard, ShardStrategy, plan_shards
 from holdfast_core.snapshots.units import TensorSize, UnitKey
 from holdfast_core.topology import Topology
@@ -373,7 +374,7 @@ def _own_ranges(base: BasePlan, size: TensorSize) -> tuple[tuple[int, int], ...]
         if size.is_expert
         else topology.dense_replicas(base.rank)
     )
-    beside = base.casts.get(size.tensor, size.tensor.partition(":")[0])
+    beside = base.casts.get(size.tensor, str(TensorName.parse(size.tensor).base))
     parameter = base.tables.get(beside)
     if parameter is not None and parameter.shape == size.shape and parameter.nbytes:
         # Elements of the state follow the elements of its parameter, weights those of their master.

@@ -15,6 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -58,6 +59,7 @@ from holdfast_core.errors import (
     SnapshotSkippedError,
     StaleEpochError,
 )
+from holdfast_core.exit_codes import PROCESS_ENDS
 from holdfast_core.experts.replenish import Replenishing
 from holdfast_core.experts.sparse_windows import Schedule
 from holdfast_core.job.snapshots import Repeats
@@ -70,8 +72,6 @@ _log = logging.getLogger("holdfast")
 
 EXTRAS_BYTES_SMALL = 8 * 2**20
 """What beside the tensors is copied within `save` without a warning."""
-EXIT_EPOCH_ENDED = 75
-"""Exit code of a process whose epoch has ended, and which another launcher starts again."""
 
 
 class Saver:
@@ -216,33 +216,50 @@ class Saver:
     # --- the worker -------------------------------------------------------------------------------
 
     def _loop(self) -> None:
-        while True:
-            try:
-                task = self._tasks.get(timeout=self._report_due_s())
-            except queue.Empty:
-                self._report()
-                continue
-            if task is None:
-                break
-            self._take(task)
-            self._report()
+        while self._work():
+            pass
         self._drop_window("the session was closed")
         self._link.end()
 
-    def _take(self, task: Task) -> None:
+    def _work(self) -> bool:
+        """Take the next task, or report; return whether there may be more to do. Raises nothing:
+        later saves go on."""
+        task = None
         try:
-            self._save(task)
-        except HoldfastError as error:
-            self._give_up(task, error)
+            with suppress(queue.Empty):
+                task = self._tasks.get(timeout=self._report_due_s())
+                if task is None:
+                    return False
+                self._take(task)
+            self._report()
         except Exception as error:
-            _log.debug("unexpected failure of a save", exc_info=True)
-            why = f"the save failed with {type(error).__name__}: {error}"
-            self._give_up(task, SnapshotSkippedError(why))
-        finally:
-            task.release(over=True)
-            self._policy.ended(task.number)
-            task.hashed.set()
-            task.ended.set()
+            _log.debug("unexpected failure of the saver", exc_info=True)
+            if task is None:
+                time.sleep(IDLE_S)
+            else:
+                why = f"the save failed with {type(error).__name__}: {error}"
+                task.handle._fail(SnapshotSkippedError(why))
+        return True
+
+    def _take(self, task: Task) -> None:
+        """Take the save of a task. However it ends, the tensors are released, and no slot stays
+        granted but that of a window that goes on."""
+        why = "training went on before the copy began"
+        with ExitStack() as ends:  # called in reverse, each whatever the others raise
+            ends.callback(task.ended.set)
+            ends.callback(lambda: self._windows.open or self._link.give_back(why))
+            ends.callback(task.hashed.set)
+            ends.callback(self._policy.ended, task.number)
+            ends.callback(task.release, over=True)
+            try:
+                self._save(task)
+            except HoldfastError as error:
+                why = f"{type(error).__name__}: {error}"
+                self._give_up(task, error)
+            except Exception as error:
+                why = f"{type(error).__name__}: {error}"
+                _log.debug("unexpected failure of a save", exc_info=True)
+                self._give_up(task, SnapshotSkippedError(f"the save failed with {why}"))
 
     def _give_up(self, task: Task, error: HoldfastError) -> None:
         if isinstance(error, StaleEpochError | ReplicaMismatchError):
@@ -314,18 +331,13 @@ class Saver:
         placed, carried = link.grant(step, choice.base, choice.unchanged)
         task.handle._slots = link.slots
         if not task.hold():
-            link.abort(step, "training went on before the copy began")
-            return
-        try:
-            choice = self._policy.granted(task.number, choice, carried=carried)
-            if due:
-                self.comparing.hand_over(task.number, self._live_digests(task))
-            digests = self._capture(task, placed, choice)
-            commit, state = self._finish(task, placed, choice, digests)
-            self.comparing.settle(task.number)
-        except BaseException as error:
-            link.abort(step, f"{type(error).__name__}: {error}")
-            raise
+            return  # `wait_staged` has refused it
+        choice = self._policy.granted(task.number, choice, carried=carried)
+        if due:
+            self.comparing.hand_over(task.number, self._live_digests(task))
+        digests = self._capture(task, placed, choice)
+        commit, state = self._finish(task, placed, choice, digests)
+        self.comparing.settle(task.number)
         self._commit(task, commit, placed, choice.left_out)
         self._newest = Generation(commit.epoch, commit.step)
         self._policy.keep(state)
@@ -386,26 +398,22 @@ class Saver:
         self._windows.open = None
         for earlier in window.handles[:-1]:
             earlier._follow(task.handle)
-        try:
-            extras = self._windows.record_of(window, of_state)
-            if len(extras) > layout.extras_capacity:
-                raise SnapshotSkippedError(
-                    f"extras of {len(extras)} bytes do not fit {layout.extras_capacity}"
-                )
-            self._engine.hash_rest(window.placed, window.digests, window.written)
-            commit = Commit(
-                session=link.session,
-                epoch=link.epoch or 0,
-                step=task.handle.step,
-                slot=window.placed.slot,
-                payload_bytes=layout.extras_offset + len(extras),
-                extras_bytes=len(extras),
-                digests=self._engine.finish(window.placed, extras, window.digests),
-                experts=(),
+        extras = self._windows.record_of(window, of_state)
+        if len(extras) > layout.extras_capacity:
+            raise SnapshotSkippedError(
+                f"extras of {len(extras)} bytes do not fit {layout.extras_capacity}"
             )
-        except BaseException as error:
-            link.abort(task.handle.step, f"{type(error).__name__}: {error}")
-            raise
+        self._engine.hash_rest(window.placed, window.digests, window.written)
+        commit = Commit(
+            session=link.session,
+            epoch=link.epoch or 0,
+            step=task.handle.step,
+            slot=window.placed.slot,
+            payload_bytes=layout.extras_offset + len(extras),
+            extras_bytes=len(extras),
+            digests=self._engine.finish(window.placed, extras, window.digests),
+            experts=(),
+        )
         self._commit(task, commit, window.placed, ())
         self._newest = Generation(commit.epoch, commit.step)
 
@@ -415,8 +423,7 @@ class Saver:
         if window is None:
             return
         last = window.first + self._windows.window - 1
-        if window.session == self._link.session:
-            self._link.abort(last, why)
+        self._link.give_back(why)
         error = SnapshotSkippedError(f"the window of steps {window.first} to {last} is lost: {why}")
         for handle in window.handles:
             self.refuse(handle, error)
@@ -596,9 +603,8 @@ class Saver:
         self._awaiting.add(generation, handle)
         try:
             link.commit(commit, nan_units)
-        except HoldfastError as error:
+        except BaseException:
             self._awaiting.drop(generation)
-            link.abort(commit.step, f"{error.code}: the commit failed")
             raise
         handle._reach(handle.committed)
         self.tally.commit()
@@ -613,7 +619,7 @@ class Saver:
             _log.warning("%s", self.problem)
             if event.ends_process:
                 # Training may hang in a collective, where no exception would reach it.
-                os._exit(EXIT_EPOCH_ENDED)
+                os._exit(PROCESS_ENDS)
             return
         if event.stage is Stage.WHOLE_AFTER:
             assert event.generation is not None

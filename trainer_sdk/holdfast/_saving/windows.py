@@ -31,6 +31,7 @@ from holdfast_core.errors import InvalidJobError, SnapshotSkippedError
 from holdfast_core.experts.sparse_windows import Schedule
 from holdfast_core.job.snapshots import Repeats
 from holdfast_core.snapshots.layouts import Entry, Layout, TensorRole
+from holdfast_core.snapshots.names import TensorName
 from holdfast_core.snapshots.units import UnitKey, UnitKind
 
 
@@ -353,9 +354,6 @@ def _plan(
 def _shared_in_stacks(sources: Sequence[TensorSource]) -> tuple[str, ...]:
     """Optimizer states that all experts of a stack share, such as its number of steps: they change
     although some of these experts are frozen."""
-    stacks = {
-        source.name.rpartition("[")[0]
-        for source in sources
-        if source.role in (TensorRole.COMPUTE, TensorRole.MASTER) and source.name.endswith("]")
-    }
-    return tuple(source.name for source in sources if source.name.partition(":")[0] in stacks)
+    names = {source.name: TensorName.parse(source.name) for source in sources}
+    stacks = {one.base.whole for one in names.values() if one.expert is not None}
+    return tuple(text for text, one in names.items() if one.is_state and one.base in stacks)

@@ -12,6 +12,7 @@ that are not contiguous, and for buffers, which forward passes change.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -20,7 +21,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast._state.conventions import Seats, TensorKey, UnitNamer, key_of_tensor
+from holdfast._state.buffers import BufferForms, ChangedBuffers
+from holdfast._state.conventions import (
+    Seats,
+    TensorKey,
+    UnitNamer,
+    key_of_tensor,
+    plain_name,
+)
 from holdfast._state.dtensors import first_of_sharded_stack, global_box, is_sharded, local_of
 from holdfast._state.groups import Members, ParamGroups, check_optimizers
 from holdfast._state.in_place import Watched
@@ -30,11 +38,9 @@ from holdfast._state.room import room_like
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.experts.recompute import MASTER_KEYS
 from holdfast_core.snapshots.layouts import TensorRole
+from holdfast_core.snapshots.names import NameKind, TensorName
 from holdfast_core.snapshots.units import UnitKey, UnitKind
 from holdfast_core.topology import Topology
-
-_ORPHAN = "optimizer/"
-"""Prefix of the names of parameters that only an optimizer holds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,8 +59,7 @@ class TensorSource:
 
     unit: UnitKey
     name: str
-    """Unique in the model: `blocks.3.moe.w1[5]` for expert 5 of a stack, `….weight:exp_avg` for an
-    optimizer state."""
+    """Text of its `TensorName`: unique in the model."""
     role: TensorRole
     tensor: torch.Tensor
     """Local bytes: a detached view of the live tensor."""
@@ -67,6 +72,8 @@ class TensorSource:
     whole: Whole = field(default=Whole())
     seats: Seats | None = None
     """Module in whose seats its expert lies, of which other ranks may have copies."""
+    of_stack: bool = False
+    """Whether it is one number that an optimizer keeps for all experts of a stack on this rank."""
     captured: bool = True
     """Whether this rank captures it in snapshots, or another one that has a copy."""
 
@@ -82,7 +89,7 @@ class TensorSource:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Anchor:
-    """Parameter, or slice of one, to which the optimizer states of a base name belong."""
+    """Parameter, or slice of one, for which an optimizer keeps states."""
 
     optimizer: int
     parameter: torch.Tensor
@@ -98,9 +105,11 @@ class LiveState:
         optimizers: any objects with torch's `state` and `param_groups`.
         rank: this rank in `topology`, which determines the experts that it holds.
         units: see `holdfast.init`.
-        private: names of tensors (of optimizer states as `name:key`) that no other rank holds.
+        private: names of tensors that no other rank holds: paths in the model, of optimizer states
+            as `path:key`.
         begun: parameter groups that the program has whenever it starts; those that it has now when
             None.
+        forms: forms that buffers have whenever the program starts, likewise.
 
     Raises:
         InvalidJobError: when the model has no parameters, or an optimizer lacks `state` or
@@ -117,6 +126,7 @@ class LiveState:
         units: UnitNamer | None = None,
         private: frozenset[str] = frozenset(),
         begun: ParamGroups | None = None,
+        forms: BufferForms | None = None,
     ) -> None:
         self.model = model
         self.optimizers = tuple(optimizers)
@@ -126,6 +136,8 @@ class LiveState:
         self._private = private
         self._parameter_groups: list[Mapping[str, torch.Tensor | None]] = []
         self._module_groups: list[Mapping[str, nn.Module | None]] = []
+        self._wrapped: frozenset[str] = frozenset()
+        """Paths in the model that keep the names of wrappers."""
         self._empty: list[Mapping[str, object]] = []
         """Dictionaries of modules that were empty at the last `discover`."""
         self._inventory: TensorInventory | None = None
@@ -136,7 +148,9 @@ class LiveState:
         self.cuda_devices: tuple[int, ...] = ()
         """Numbers of the CUDA devices that hold tensors, ascending."""
         self.anchors: dict[str, Anchor] = {}
-        """Base name → anchor, for each parameter and each slice of a stacked one."""
+        """Name → anchor, for each parameter and each slice of a stacked one."""
+        self._buffer_paths: dict[str, str] = {}
+        """Name of each buffer → its path in the model."""
         self.names: dict[int, str] = {}
         """`id` of each parameter → its name."""
         self._groups: dict[int, int] = {}
@@ -149,15 +163,19 @@ class LiveState:
         """Number of an optimizer → its parameter groups, for those whose groups have changed since
         the program began."""
         self._begun = begun or ParamGroups(self.optimizers)
+        self.forms = forms or BufferForms(model)
+        """Forms of buffers when the program began."""
+        self.changed_buffers: ChangedBuffers = {}
         self._first = {name: weakref.ref(p) for name, p in model.named_parameters()}
         """Name → parameter of the model when the session began."""
         if next(model.parameters(), None) is None:
             raise InvalidJobError("the model has no parameters; pass the module that is trained")
 
     def begin(self) -> None:
-        """Take the current parameter groups as those that the program has whenever it starts, if
-        this is its first restore."""
+        """Take the current parameter groups and forms of buffers as those that the program has
+        whenever it starts, if this is its first restore."""
         self._begun.begin()
+        self.forms.begin()
 
     def go_back_to_begun(self, index: int, saved: Sequence[Mapping[str, Any]]) -> None:
         """Give optimizer `index` the groups of the program's beginning; see `ParamGroups`."""
@@ -205,10 +223,12 @@ class LiveState:
         self.anchors.clear()
         self.names.clear()
         self._tensors.clear()
+        self._buffer_paths.clear()
         self.devices = {index: {} for index in range(len(self.optimizers))}
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         self._groups = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
         modules = dict(self.model.named_modules())
+        self._wrapped = _meeting(self.model)
         found = [*self._parameters(modules), *self._foreign_parameters()]
         own = {id(p): p for p in self.model.parameters()}
         self.changed_groups = self._begun.changed(self.names, own)
@@ -220,9 +240,11 @@ class LiveState:
         for source in found:
             if source.name in seen:
                 raise InvalidJobError(
-                    f"two tensors are called {source.name!r}; is a parameter in two optimizers?"
+                    f"two tensors are called {source.name!r}; is a parameter in two optimizers, or "
+                    f"are two experts numbered alike?"
                 )
             seen.add(source.name)
+        self.changed_buffers = self._changed_buffers(modules)
         self._remember()
         self.watched = Watched(self._tensors)
         self._found = tuple(found)
@@ -282,10 +304,11 @@ class LiveState:
             for i, parameter in enumerate(foreign):
                 if masters:
                     base = self.anchors[self.names[id(match[i])]].place
-                    place = replace(base, name=f"{base.name}/master")
+                    name = replace(TensorName.parse(base.name), kind=NameKind.MASTER)
+                    place = replace(base, name=str(name))
                 else:
-                    name = f"{_ORPHAN}{index}/parameter{i}"
-                    place = TensorKey(UnitKey(None, UnitKind.OTHER), name)
+                    name = TensorName.orphan(index, i)
+                    place = TensorKey(UnitKey(None, UnitKind.OTHER), str(name))
                 self.names[id(parameter)] = place.name
                 yield from self._add(index, parameter, place, TensorRole.MASTER)
 
@@ -320,23 +343,30 @@ class LiveState:
                 for key, value in state.items():
                     if isinstance(value, torch.Tensor) and isinstance(key, str):
                         if value.device.type != parameter.device.type:
-                            self.devices[index][f"{name}:{key}"] = value.device.type
+                            here = str(TensorName.parse(name).state(key))
+                            self.devices[index][here] = value.device.type
                         yield from self._state(parameter, place, key, value)
 
     def _state(
         self, parameter: torch.Tensor, place: TensorKey, key: str, value: torch.Tensor
     ) -> Iterator[TensorSource]:
         role = TensorRole.MASTER if key in MASTER_KEYS else TensorRole.OPTIMIZER
-        local = readable(f"{place.name}:{key}", value)
+        own = str(TensorName.parse(place.name).state(key))
+        local = readable(own, value)
         first = local_of(parameter).shape[:1]
-        self._tensors[f"{place.name}:{key}"] = value
+        self._tensors[own] = value
         if place.stacked and local.ndim and local.shape[:1] == first:
             for i, unit, name in _slices_of(place, local.shape[0]):
-                key_name = f"{name}:{key}"
-                found = self._source(unit, key_name, role, local[i], value, parameter, sliced=True)
+                part = str(TensorName.parse(name).state(key))
+                found = self._source(unit, part, role, local[i], value, parameter, sliced=True)
                 yield _seated(found, place)
+        elif place.stacked and place.seats is None and local.numel() == 1:
+            # It belongs to no expert, so it must not be left out with one. Ranks have other stacks.
+            unit = UnitKey(place.unit.layer, UnitKind.DENSE)
+            found = self._source(unit, own, role, local, value, parameter)
+            yield replace(found, private=True, of_stack=True)
         else:
-            yield self._source(place.unit, f"{place.name}:{key}", role, local, value, parameter)
+            yield self._source(place.unit, own, role, local, value, parameter)
 
     def _buffers(self, modules: Mapping[str, nn.Module]) -> Iterator[TensorSource]:
         seen: set[int] = set()
@@ -347,18 +377,47 @@ class LiveState:
                 if id(buffer) in seen:
                     continue
                 seen.add(id(buffer))
-                name = f"{path}.{key}" if path else key
-                local = readable(name, buffer)
-                place = self._place(name, buffer, local, modules)
+                path_of_it = f"{path}.{key}" if path else key
+                local = readable(path_of_it, buffer)
+                place = self._place(path_of_it, buffer, local, modules)
+                name = str(replace(TensorName.parse(place.name), kind=NameKind.BUFFER))
+                self._buffer_paths[name] = path_of_it
                 yield TensorSource(
                     unit=place.unit,
-                    name=f"{place.name}(buffer)",
+                    name=name,
                     role=TensorRole.BUFFER,
                     tensor=local,
                     private=True,  # running statistics differ between data-parallel replicas
                     eager=True,
                     staging=room_like(local),
                 )
+
+    def path_of_buffer(self, name: str) -> str | None:
+        """Path in the model of the buffer `name`, which need not exist yet; None where no module
+        could have it."""
+        if name in self._buffer_paths:
+            return self._buffer_paths[name]
+        key = TensorName.parse(name).path.rpartition(".")[2]
+        modules = dict(self.model.named_modules())
+        paths = (f"{path}.{key}" if path else key for path in modules)
+        return next((path for path in paths if self._buffer_name(path, modules) == name), None)
+
+    def _changed_buffers(self, modules: Mapping[str, nn.Module]) -> ChangedBuffers:
+        devices = {path: buffer.device.type for path, buffer in self.model.named_buffers()}
+        return {
+            self._buffer_name(path, modules): (first, now, devices.get(path, ""))
+            for path, (first, now) in self.forms.changed().items()
+        }
+
+    def _buffer_name(self, path: str, modules: Mapping[str, nn.Module]) -> str:
+        place = key_of_tensor(
+            path,
+            torch.empty(0, device="meta"),
+            modules,
+            ep_index=self._ep_index,
+            wrapped=path in self._wrapped,
+        )
+        return str(replace(TensorName.parse(place.name), kind=NameKind.BUFFER))
 
     def _place(
         self,
@@ -368,18 +427,42 @@ class LiveState:
         modules: Mapping[str, nn.Module],
     ) -> TensorKey:
         first = first_of_sharded_stack(tensor)
-        place = key_of_tensor(name, local, modules, ep_index=self._ep_index, first_in_stack=first)
+        place = key_of_tensor(
+            name,
+            local,
+            modules,
+            ep_index=self._ep_index,
+            first_in_stack=first,
+            wrapped=name in self._wrapped,
+        )
         unit = self._units(name, tensor) if self._units is not None else None
         return place if unit is None else TensorKey(unit, place.name)
 
-    def is_private(self, name: str) -> bool:
-        """Whether no other rank holds the tensor `name`, which need not exist yet. Unknown names
-        count as private: a tensor without a place cannot be shared with other ranks."""
-        base = name.partition(":")[0]
-        anchor = self.anchors.get(base)
-        if anchor is None or name in self._private or base.startswith(_ORPHAN):
+    def is_private(self, name: str, unit: UnitKey) -> bool:
+        """Whether no other rank holds the tensor `name`, captured as part of `unit`, which need not
+        exist yet. Unknown names count as private: a tensor without a place cannot be shared with
+        other ranks."""
+        parts = TensorName.parse(name)
+        anchor = self.anchors.get(str(parts.base))
+        if anchor is not None and anchor.place.unit.kind is UnitKind.EXPERT is not unit.kind:
+            return True  # of a stack: see `_state`
+        if anchor is None or self._declared_private(parts) or parts.kind is NameKind.ORPHAN:
             return True
         return is_sharded(anchor.parameter)
+
+    def anchor_of(self, source: TensorSource) -> Anchor | None:
+        """Parameter, or slice of one, that is `source` or for which an optimizer keeps it."""
+        return self.anchors.get(str(TensorName.parse(source.name).base))
+
+    def _declared_private(self, name: TensorName) -> bool:
+        """Whether the caller said that no other rank holds the tensor."""
+        if not self._private:
+            return False
+        shown = name.path if name.expert is None else f"{name.path}[{name.expert}]"
+        return (
+            str(name) in self._private
+            or (shown if name.key is None else f"{shown}:{name.key}") in self._private
+        )
 
     def _source(
         self,
@@ -396,14 +479,15 @@ class LiveState:
         staging = None
         if not local.is_contiguous():
             staging = room_like(local)
-        private = name in self._private or any(is_sharded(holder) for holder in holders)
-        orphan = name.startswith(_ORPHAN)
+        parts = TensorName.parse(name)
+        declared, orphan = self._declared_private(parts), parts.kind is NameKind.ORPHAN
+        private = declared or any(is_sharded(holder) for holder in holders)
         box = global_box(holders[0])
         shape, offsets = box or ((), ())
         whole = Whole(
             global_shape=shape[1:] if sliced else shape,
             global_offsets=offsets[1:] if sliced else offsets,
-            own=name in self._private or orphan or box is None,
+            own=declared or orphan or box is None,
             param_group=group,
         )
         return TensorSource(
@@ -417,6 +501,15 @@ class LiveState:
         )
 
 
+def _meeting(model: nn.Module) -> frozenset[str]:
+    """Paths of parameters, and of buffers, that would have one name without their wrappers."""
+    found = set()
+    for paths in ([n for n, _ in model.named_parameters()], [n for n, _ in model.named_buffers()]):
+        counts = Counter(map(plain_name, paths))
+        found.update(path for path in paths if counts[plain_name(path)] > 1)
+    return frozenset(found)
+
+
 def _slices_of(place: TensorKey, count: int) -> Iterator[tuple[int, UnitKey, str]]:
     """Number, unit and name of each slice of a stacked tensor that holds an expert."""
     unit = place.unit
@@ -428,7 +521,8 @@ def _slices_of(place: TensorKey, count: int) -> Iterator[tuple[int, UnitKey, str
         experts = range(unit.expert, unit.expert + count)
     for i, expert in enumerate(experts):
         if expert is not None:
-            yield i, UnitKey(unit.layer, UnitKind.EXPERT, expert), f"{place.name}[{expert}]"
+            name = str(TensorName.parse(place.name).slice(expert))
+            yield i, UnitKey(unit.layer, UnitKind.EXPERT, expert), name
 
 
 def _seated(source: TensorSource, place: TensorKey) -> TensorSource:

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from holdfast._state.capture import TensorSource
 from holdfast._state.floats import has_nan
 from holdfast_core.snapshots.layouts import TensorRole
+from holdfast_core.snapshots.names import NameKind, TensorName
 
 AT_ONCE = 1 << 15
 """Elements that are compared at once in host memory: few enough for a core's cache, and for torch
@@ -32,7 +33,6 @@ _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 _ROUNDED = (torch.bfloat16, torch.float16)
-_MASTER = "/master"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,9 +101,8 @@ def fill(pair: Pair) -> None:
 def _name_of_weights(master: str) -> str:
     """Name of the parameter that belongs to a master: `w[5]` for `w/master[5]` and for
     `w[5]:master_param`."""
-    base, colon, _ = master.partition(":")
-    head, _, index = base.rpartition(_MASTER)
-    return base if colon else head + index
+    name = TensorName.parse(master)
+    return str(name.base if name.is_state else replace(name, kind=NameKind.PARAMETER))
 
 
 def _alike(weights: TensorSource, master: TensorSource) -> bool:

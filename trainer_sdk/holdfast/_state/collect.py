@@ -17,10 +17,12 @@ import numpy as np
 import torch
 import xxhash
 
+from holdfast._state.buffers import ChangedBuffers
 from holdfast._state.capture import LiveState
 from holdfast._state.extras import encode_extras
 from holdfast._state.groups import regroup
-from holdfast_core.errors import LayoutMismatchError
+from holdfast_core.errors import InvalidJobError, LayoutMismatchError
+from holdfast_core.snapshots.names import TensorName
 
 
 class Stateful(Protocol):
@@ -57,6 +59,7 @@ def collect(live: LiveState, stateful: Mapping[str, Stateful], step: int) -> dic
         "stateful": {name: item.state_dict() for name, item in stateful.items()},
         "optimizers": [_optimizer_state(live, index) for index in range(len(live.optimizers))],
         "modules": _module_states(live),
+        "buffers": live.changed_buffers,
         "rng": _rng_states(live.cuda_devices),
     }
 
@@ -80,8 +83,14 @@ def put_back(live: LiveState, stateful: Mapping[str, Stateful], extras: Mapping[
         )
     for index, state in enumerate(extras["optimizers"]):
         _load_optimizer(live, index, state)
+    modules = dict(live.model.named_modules())
+    modules |= {str(TensorName(path)): module for path, module in modules.items()}
     for name, state in extras["modules"].items():
-        live.model.get_submodule(name).set_extra_state(state)
+        if name not in modules:
+            raise LayoutMismatchError(
+                f"the snapshot has the extra state of a module {name!r}, which the model does not"
+            )
+        modules[name].set_extra_state(state)
     for name, item in stateful.items():
         item.load_state_dict(saved[name])
     _load_rng_states(extras["rng"], live.cuda_devices)
@@ -116,6 +125,12 @@ def seed_generators(*numbers: int) -> None:
 def devices_of(extras: Mapping[str, Any]) -> dict[str, str]:
     """Device types of optimizer states that are not where their parameter is."""
     return {name: kind for state in extras["optimizers"] for name, kind in state["devices"].items()}
+
+
+def buffers_of(extras: Mapping[str, Any]) -> ChangedBuffers:
+    """Buffers whose form had changed since the program began."""
+    found: ChangedBuffers = extras.get("buffers", {})  # snapshots of earlier versions have none
+    return found
 
 
 def put_back_groups(live: LiveState, extras: Mapping[str, Any]) -> None:
@@ -193,12 +208,18 @@ def _is_captured(key: object, value: object) -> bool:
 
 
 def _module_states(live: LiveState) -> dict[str, Any]:
-    default = torch.nn.Module.get_extra_state
-    return {
-        name: module.get_extra_state()
-        for name, module in live.model.named_modules()
-        if type(module).get_extra_state is not default
-    }
+    found = {}
+    for path, module in live.model.named_modules():
+        kind = type(module)
+        if kind.get_extra_state is torch.nn.Module.get_extra_state:
+            continue
+        if kind.set_extra_state is torch.nn.Module.set_extra_state:
+            raise InvalidJobError(
+                f"{path or 'the model'} is a {kind.__qualname__} with get_extra_state and without "
+                f"set_extra_state, so its state could not be restored: define both"
+            )
+        found[str(TensorName(path))] = module.get_extra_state()
+    return found
 
 
 def _rng_states(cuda_devices: Sequence[int]) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from holdfast_core.snapshots.units import UnitKey, UnitKind
+from holdfast_core.snapshots.names import TensorName
+from holdfast_core.snapshots.units import NUMBER_DIGITS_MAX, UnitKey, UnitKind
 
 UnitNamer = Callable[[str, torch.Tensor], UnitKey | None]
 """(name, tensor) → its unit, or None to follow the conventions."""
@@ -39,8 +40,8 @@ class TensorKey:
     unit: UnitKey
     """Unit of the tensor; for stacked weights that of the first expert in the stack."""
     name: str
-    """Name that is unique in the model and the same on every rank that holds the tensor: experts
-    are numbered over all ranks."""
+    """Text of its `TensorName`: unique in the model and the same on every rank that holds the
+    tensor, since experts are numbered over all ranks."""
     stacked: bool = False
     """Whether the first dimension counts experts."""
     seats: Seats | None = None
@@ -70,6 +71,7 @@ def key_of_tensor(
     *,
     ep_index: int,
     first_in_stack: int | None = None,
+    wrapped: bool = False,
 ) -> TensorKey:
     """Find the unit and the name of `tensor`.
 
@@ -80,46 +82,55 @@ def key_of_tensor(
         ep_index: number of the share of experts that this rank holds.
         first_in_stack: global index of the first expert of a stack, where the sharding determines
             it; otherwise it is `ep_index` times the number of experts in the stack.
+        wrapped: whether wrappers stay in the name, because it would meet another one without them.
     """
-    plain = plain_name(name)
+    plain = name if wrapped else plain_name(name)
     parts = plain.split(".")
+    text = str(TensorName(plain))
     owner = modules.get(name.rpartition(".")[0])
-    numbers = [int(part) for part in parts[:-1] if part.isdigit()]
+    numbers = [int(part) for part in parts[:-1] if _is_number(part)]
     if "experts" in parts[:-1]:
         at = parts.index("experts")
-        before = [int(part) for part in parts[:at] if part.isdigit()]
+        before = [int(part) for part in parts[:at] if _is_number(part)]
         layer = before[0] if before else 0
-        inner = next((i for i in range(at + 1, len(parts) - 1) if parts[i].isdigit()), None)
+        inner = next((i for i in range(at + 1, len(parts) - 1) if _is_number(parts[i])), None)
         if inner is not None:
             local = sum(1 for _ in _children(name, "experts", modules))
             expert = ep_index * local + int(parts[inner])
             parts[inner] = str(expert)
-            return TensorKey(UnitKey(layer, UnitKind.EXPERT, expert), ".".join(parts))
+            renumbered = str(TensorName(".".join(parts)))
+            return TensorKey(UnitKey(layer, UnitKind.EXPERT, expert), renumbered)
     else:
         layer = numbers[0] if numbers else None  # type: ignore[assignment]  # narrowed below
     if not _GATES.isdisjoint(parts[:-1]):
         unit = UnitKey(layer, UnitKind.GATE) if layer is not None else UnitKey(None, UnitKind.OTHER)
-        return TensorKey(unit, plain)
+        return TensorKey(unit, text)
     if isinstance(owner, Seats):
-        return TensorKey(UnitKey(layer or 0, UnitKind.DENSE), plain, stacked=True, seats=owner)
+        return TensorKey(UnitKey(layer or 0, UnitKind.DENSE), text, stacked=True, seats=owner)
     if owner is not None and _is_stack(name, tensor, owner):
         first = first_in_stack if first_in_stack is not None else ep_index * tensor.shape[0]
-        return TensorKey(UnitKey(layer or 0, UnitKind.EXPERT, first), plain, stacked=True)
+        return TensorKey(UnitKey(layer or 0, UnitKind.EXPERT, first), text, stacked=True)
     if layer is not None:
-        return TensorKey(UnitKey(layer, UnitKind.DENSE), plain)
+        return TensorKey(UnitKey(layer, UnitKind.DENSE), text)
     if isinstance(owner, nn.Embedding) or not _EMBEDDINGS.isdisjoint(parts):
-        return TensorKey(UnitKey(None, UnitKind.EMBEDDING), plain)
+        return TensorKey(UnitKey(None, UnitKind.EMBEDDING), text)
     kind = UnitKind.OTHER if _HEADS.isdisjoint(parts) else UnitKind.HEAD
-    return TensorKey(UnitKey(None, kind), plain)
+    return TensorKey(UnitKey(None, kind), text)
 
 
 def _children(name: str, called: str, modules: Mapping[str, nn.Module]) -> list[str]:
     """Names of the numbered modules in the first list below the module `called` on the path."""
     parts = name.split(".")
     at = parts.index(called)
-    inner = next(i for i in range(at + 1, len(parts)) if parts[i].isdigit())
+    inner = next(i for i in range(at + 1, len(parts)) if _is_number(parts[i]))
     parent = modules.get(".".join(parts[:inner]))
-    return [child for child, _ in parent.named_children() if child.isdigit()] if parent else []
+    return [child for child, _ in parent.named_children() if _is_number(child)] if parent else []
+
+
+def _is_number(part: str) -> bool:
+    """Whether a component of a path numbers a layer or an expert. Names are any text: other
+    scripts' digits, and numbers that no unit can have, are names."""
+    return part.isascii() and part.isdigit() and len(part) <= NUMBER_DIGITS_MAX
 
 
 def _is_stack(name: str, tensor: torch.Tensor, owner: nn.Module) -> bool:

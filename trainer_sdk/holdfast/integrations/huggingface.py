@@ -7,13 +7,16 @@
 `Trainer` asks for the step to resume at before it builds what a session needs. So `restore` makes
 the session first, from the trainer's model and optimizer, and returns a folder in the format of
 the trainer's own checkpoints whose index names every tensor and whose files hold none: the trainer
-takes from it where it was, skips the batches that were trained on, and loads nothing.
+takes from it where it was, skips the batches that were trained on, and loads nothing. Of a model of
+peft it would load adapters, which have no such index, and not where there is a file of weights:
+that file holds nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,9 +32,12 @@ from holdfast_core.packages import PackageGroup, needing
 
 with needing("holdfast.integrations.huggingface", PackageGroup.HUGGINGFACE):
     from safetensors.torch import save_file
-    from transformers import Trainer, TrainerCallback, TrainerState
+    from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerState
 
 _INDEX, _SHARD, _STATE = "model.safetensors.index.json", "nothing.safetensors", "trainer_state.json"
+_WHOLE = "model.safetensors"
+_MISSING = "There were missing keys in the checkpoint model loaded"
+_TRAINER_LOG = logging.getLogger("transformers.trainer")
 _LEFT_OUT = frozenset({"log_history", "stateful_callbacks"})
 """Fields of `TrainerState` that grow with training, or that belong to other callbacks."""
 
@@ -59,6 +65,7 @@ class HoldfastTrainerCallback(TrainerCallback):  # type: ignore[misc]  # the pac
         self._generators: RandomGenerators | None = None
         """Random generators after the restored step, until training has arrived there."""
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._quiet = _NothingIsMissing()
 
     def restore(self, trainer: Trainer) -> str | None:
         """Restore the state of `trainer`. Every rank calls it, right before `trainer.train`.
@@ -94,6 +101,7 @@ class HoldfastTrainerCallback(TrainerCallback):  # type: ignore[misc]  # the pac
         # The trainer's own checkpoints look each of the other callbacks up in there.
         others = {"stateful_callbacks": trainer.state.stateful_callbacks}
         _write_position(Path(self._folder.name), trainer.model, at.restored | others)
+        _TRAINER_LOG.addFilter(self._quiet)
         return self._folder.name
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -107,6 +115,7 @@ class HoldfastTrainerCallback(TrainerCallback):  # type: ignore[misc]  # the pac
         for group, kept in zip(kwargs["optimizer"].param_groups, self._groups, strict=False):
             group.update(kept)
         self._groups = []
+        _TRAINER_LOG.removeFilter(self._quiet)
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
@@ -141,6 +150,14 @@ class HoldfastTrainerCallback(TrainerCallback):  # type: ignore[misc]  # the pac
         if self._generators is not None:
             self._generators.put_back()
             self._generators = None
+
+
+class _NothingIsMissing(logging.Filter):
+    """Filter of the warning that a folder without tensors lacks them: Holdfast has restored
+    them."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(_MISSING)
 
 
 class _KeptState:
@@ -205,7 +222,10 @@ def _check(trainer: Trainer) -> None:
 
 def _write_position(folder: Path, model: torch.nn.Module, state: dict[str, Any]) -> None:
     """Write a checkpoint of a trainer's position, and of no tensor."""
-    save_file({}, folder / _SHARD)
-    index = {"metadata": {}, "weight_map": dict.fromkeys(model.state_dict(), _SHARD)}
-    (folder / _INDEX).write_text(json.dumps(index))
+    if hasattr(model, "peft_config") and not isinstance(model, PreTrainedModel):
+        save_file({}, folder / _WHOLE)
+    else:
+        save_file({}, folder / _SHARD)
+        index = {"metadata": {}, "weight_map": dict.fromkeys(model.state_dict(), _SHARD)}
+        (folder / _INDEX).write_text(json.dumps(index))
     TrainerState(**state).save_to_json(str(folder / _STATE))

@@ -28,7 +28,7 @@ from holdfast_core.topology import Topology
 def entry(tensor: str, shape: tuple[int, ...], **more: Any) -> Entry:
     fields: dict[str, Any] = {
         "unit": "layer0/dense",
-        "role": TensorRole.COMPUTE,
+        "role": TensorRole.OPTIMIZER if ":" in tensor else TensorRole.COMPUTE,
         "dtype": "float32",
         "start": 0,
         "nbytes": 4 * math.prod(shape),

@@ -16,9 +16,11 @@ from holdfast_core.protection.standing import (
     NEW,
     RankStanding,
     StandingAction,
+    can_lose_member,
     read_standings,
     standing,
 )
+from holdfast_core.topology import Topology
 
 RANKS = 3
 K = 7
@@ -261,3 +263,37 @@ def test_a_rank_in_the_next_vote_waits_until_the_others_have_caught_up() -> None
     ranks = [live(K + 1, ready=True), live(K, ready=True, rank=1), RankStanding(step=NEW)]
     verdict = standing(ranks)
     assert (verdict.action, verdict.step) == (StandingAction.FORWARD, K + 1)
+
+
+def shapes() -> Iterator[tuple[str, int, int, bool, bool]]:
+    """Topology, number of ranks, ranks of each member, and whether ranks have tensors that no other
+    rank holds, and experts."""
+    for dp, tp, pp in itertools.product((1, 2, 4), (1, 2), (1, 2)):
+        for ep in (part for part in (1, 2, 4) if dp % part == 0):
+            ranks = dp * tp * pp
+            for nproc in (part for part in (1, 2, 4) if ranks % part == 0):
+                for unshared, experts in itertools.product((False, True), repeat=2):
+                    yield str(Topology(dp=dp, ep=ep, tp=tp, pp=pp)), ranks, nproc, unshared, experts
+
+
+@pytest.mark.parametrize("step", [0, K])
+def test_a_member_can_be_lost_where_the_others_would_go_on_live(step: int) -> None:
+    seen = set()
+    for topology, ranks, nproc, unshared, experts in shapes():
+        own = [
+            RankStanding(
+                step=step, topology=topology, rank=rank, unshared=unshared, experts=experts
+            )
+            for rank in range(ranks)
+        ]
+        for member in range(ranks // nproc):
+            lost = range(member * nproc, (member + 1) * nproc)
+            left = [RankStanding() if rank in lost else own[rank] for rank in range(ranks)]
+            lives = standing(left).action is StandingAction.LIVE
+            seen.add(lives)
+            assert can_lose_member(own[lost[0]], ranks, nproc) is lives, (topology, nproc)
+    assert seen == {False, True}
+
+
+def test_what_is_the_state_of_no_step_is_nothing_to_go_on_with() -> None:
+    assert not can_lose_member(RankStanding(step=0, topology="dp3·ep1·tp1·pp1", torn="x"), 3, 1)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast_core.errors import SnapshotSkippedError, StepOrderError
+from holdfast_core.errors import SnapshotSkippedError, StepOrderError, UnknownSessionError
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import (
     Layout,
@@ -105,20 +105,22 @@ class Engine:
         self.do(effects)
         return granted
 
-    def commit(self, step: int, slot: int, digests: bytes) -> None:
-        self.do(
-            self.engine.commit(
-                self.session,
-                epoch=1,
-                step=step,
-                slot=slot,
-                payload_bytes=PIECES * PIECE + 4,
-                extras_bytes=4,
-                digests=digests,
-                nan_units=(),
-                now=0.0,
-            )
+    def start_commit(self, step: int, slot: int, digests: bytes) -> list[Effect]:
+        """Commit; the slot is sealed when the effects are done."""
+        return self.engine.commit(
+            self.session,
+            epoch=1,
+            step=step,
+            slot=slot,
+            payload_bytes=PIECES * PIECE + 4,
+            extras_bytes=4,
+            digests=digests,
+            nan_units=(),
+            now=0.0,
         )
+
+    def commit(self, step: int, slot: int, digests: bytes) -> None:
+        self.do(self.start_commit(step, slot, digests))
 
     def save(
         self, step: int, base: int | None = None, unchanged: Set[int] = frozenset()
@@ -273,10 +275,43 @@ def test_with_two_slots_a_save_waits_until_the_one_before_is_kept_in_place_of_th
     engine = Engine(slots=2)
     engine.save(1)
     granted = engine.grant(2)
+    sealing = engine.start_commit(2, granted.slot, digests_of(2))
     with pytest.raises(SnapshotSkippedError, match="every slot of rank 0 is in use"):
         engine.grant(3)
-    engine.commit(2, granted.slot, digests_of(2))
+    engine.do(sealing)
     assert engine.grant(4).slot != granted.slot
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+def test_a_slot_whose_trainer_never_learned_of_it_is_taken_back_with_the_next_grant(
+    slots: int,
+) -> None:
+    engine = Engine(slots=slots)
+    engine.save(1)
+    for step in range(2, 8):  # the answers are lost, or giving the slot back fails each time
+        engine.grant(step)
+        assert sum(s.state is SlotState.GRANTED for s in engine.arena.slots) == 1
+    engine.save(8)
+    assert [seal.manifest.generation.step for seal in engine.seals] == [1, 8]
+
+
+def test_a_slot_that_was_taken_back_cannot_be_committed_nor_its_successor_be_given_back() -> None:
+    engine = Engine()
+    first = engine.grant(2)
+    second = engine.grant(3)
+    with pytest.raises(UnknownSessionError, match="was not granted for step 2"):
+        engine.commit(2, first.slot, digests_of(2))
+    engine.do(engine.engine.abort(engine.session, epoch=1, step=2, now=1.0))  # comes late
+    engine.commit(3, second.slot, digests_of(3))
+
+
+@pytest.mark.parametrize("clean", [True, False])
+def test_a_granted_slot_is_free_once_its_session_has_ended(clean: bool) -> None:
+    engine = Engine(slots=2)
+    engine.save(1)
+    engine.grant(2)
+    engine.do(engine.engine.session_ended(engine.session, clean=clean, now=1.0))
+    assert not any(s.state is SlotState.GRANTED for s in engine.arena.slots)
 
 
 def test_the_last_free_slot_is_for_a_snapshot_that_is_about_to_be_rebuilt() -> None:

@@ -219,3 +219,57 @@ def test_a_session_of_the_epoch_shows_arrival_to_a_daemon_that_restarted() -> No
             rank=rank, epoch=1, layout=LAYOUTS[rank], largest_slot_bytes=4096, pid=rank, now=0.0
         )
     assert world(engine).arrived
+
+
+def begun_alone() -> JobEngine:
+    """A member whose ranks have begun from the beginning, and hold what nobody else has."""
+    engine = member()
+    follow_all(engine)
+    for rank in RANKS:
+        engine.begins_alone(rank)
+    return engine
+
+
+def protect(engine: JobEngine, epoch: int) -> None:
+    """Let the leader announce a generation that is kept."""
+    assert engine.memory.directive is not None
+    engine.memory.direct(replace(engine.memory.directive, retained=Generation(epoch, 1)))
+
+
+def test_where_nothing_is_protected_or_held_elsewhere_there_is_nothing_to_keep() -> None:
+    engine = begun_alone()
+    assert follows(engine) == [False, False]
+    begin(engine, 2, 0)
+    assert not world(engine).keep
+
+
+def test_what_was_protected_in_an_earlier_epoch_is_worth_staying_for() -> None:
+    engine = begun_alone()
+    protect(engine, 1)
+    assert follows(engine) == [True, True]
+    begin(engine, 2, 0)
+    assert world(engine).keep
+    begin(engine, 3, 0)  # nothing new is known to be protected
+    assert world(engine).keep
+
+
+def test_one_rank_that_holds_something_elsewhere_does_not_keep_its_node() -> None:
+    engine = member()
+    follow_all(engine)
+    engine.begins_alone(2)
+    assert follows(engine) == [False, True]
+    assert not world(engine).keep
+
+
+def test_a_new_process_can_stay_until_it_has_begun() -> None:
+    engine = begun_alone()
+    for rank in RANKS:
+        engine.follows(rank, 200 + rank)
+    begin(engine, 2, 0)
+    assert world(engine).keep
+
+
+def test_a_stream_that_is_opened_again_changes_nothing_for_its_process() -> None:
+    engine = begun_alone()
+    follow_all(engine)
+    assert not world(engine).keep

@@ -38,7 +38,7 @@ def pod(member: int) -> Object:
             "labels": {"holdfast.dev/member": str(member)},
         },
         "spec": {"containers": [{"name": "trainer"}]},
-        "status": {"containerStatuses": [{"state": {"running": {}}}]},
+        "status": {"containerStatuses": [{"name": "trainer", "state": {"running": {}}}]},
     }
 
 
@@ -208,6 +208,42 @@ def test_logs_have_the_member_and_ranks_of_each_line(
         "member 1 ranks 2-3 | last",
     ]
     assert {"container": ["trainer"], "tailLines": ["5"]} in server.queries
+
+
+def put_sidecar_first(pod: Object, sidecar: Object, **trainer: Object) -> None:
+    """Change a pod as a webhook does that puts its container first."""
+    pod["metadata"]["annotations"] = {"holdfast.dev/container": "trainer"}
+    pod["spec"]["containers"].insert(0, {"name": "istio-proxy"})
+    states = [{"name": "istio-proxy", "state": sidecar}]
+    states += [{"name": "trainer", "state": trainer}] if trainer else []
+    pod["status"]["containerStatuses"] = states
+
+
+def test_logs_are_those_of_the_trainer_where_a_sidecar_comes_first(
+    server: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    later, first = server.objects[PODS]["items"]
+    put_sidecar_first(first, {"waiting": {}}, terminated={"exitCode": 1})
+    put_sidecar_first(later, {"running": {}})
+    assert main(["logs", "-n", "team-a", "llm"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "member 0 ranks 0-1 | hello of llm-0-1",
+        "member 0 ranks 0-1 | last",
+    ]
+    assert server.queries[-1]["container"] == ["trainer"]
+
+
+def test_of_two_daemons_on_a_node_the_one_that_stays_is_killed(
+    server: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ending = {"name": "daemon-old", "deletionTimestamp": "2026-01-01T00:00:00Z"}
+    for order in ([ending, {"name": "daemon-new"}], [{"name": "daemon-new"}, ending]):
+        server.changes.clear()
+        items = [{"metadata": metadata} for metadata in order]
+        server.objects[f"{SYSTEM}/pods"] = {"items": items}
+        assert main(["inject", "kill-daemon", "n1", "-n", "team-a", "--yes"]) == 0
+        assert server.changes == [("delete", f"{SYSTEM}/pods/daemon-new")]
+    capsys.readouterr()
 
 
 def test_logs_that_are_followed_end_with_the_job(

@@ -17,6 +17,8 @@ class FakeApi:
         self.requests: list[tuple[str, str, str]] = []
         """(verb, kind of object, name)."""
         self.refuse: ApiError | None = None
+        self.graces_s: list[int] = []
+        """Grace with which each deletion was asked for."""
         self._version = 100
 
     def put(self, resource: Resource, body: Object) -> Object:
@@ -88,6 +90,7 @@ class FakeApi:
         self, resource: Resource, namespace: str, name: str, *, uid: str = "", grace_s: int = -1
     ) -> Object:
         self._note("delete", resource, name)
+        self.graces_s.append(grace_s)
         found = self._find(resource, namespace, name)
         if uid and found["metadata"]["uid"] != uid:
             raise ApiError("another one", status=CONFLICT, reason="Conflict")

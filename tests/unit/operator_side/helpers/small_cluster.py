@@ -26,12 +26,15 @@ from holdfast_operator.kube.handlers import carry_jobs
 from holdfast_operator.kube.manifests import TrainerVolume
 from holdfast_operator.kube.metrics import OperatorMetrics
 from holdfast_operator.kube.nodes import KubeNode, read_node
+from holdfast_operator.kube.placeholders import PLACEHOLDER_LABEL, Placeholders, read_placeholder
 from holdfast_operator.kube.pods import TrainerPod, read_pod
 from holdfast_operator.kube.queueing import Queues
 from holdfast_operator.kube.resources import JOBS, PODS, WORKLOADS, Resource
+from holdfast_operator.kube.room import Room
+from holdfast_operator.kube.shared_objects import controller_of
 from holdfast_operator.kube.times import ClockPair
 from holdfast_operator.kube.trainers import PodIndex, Trainers
-from holdfast_operator.kube.watches import Cache
+from holdfast_operator.kube.watches import Cache, Fed, Watch
 from holdfast_operator.kube.workloads import KueueWorkload, read_workload
 from holdfast_operator.kube.world import LoopContext
 from holdfast_operator.reconciler.views import Condition
@@ -50,6 +53,7 @@ class NotedApi(FakeApi):
         super().__init__()
         self._written, self._gone = written, gone
         self._refusals: dict[tuple[str, str], ApiError] = {}
+        self._rules: dict[tuple[str, str], Callable[[str], ApiError | None]] = {}
         self.address = ""
 
     async def credentials(self) -> dict[str, str]:
@@ -76,8 +80,26 @@ class NotedApi(FakeApi):
         """Refuse the next request of this verb and resource."""
         self._refusals[verb, resource.plural] = error
 
+    def refuse_always(self, verb: str, resource: Resource, error: ApiError) -> None:
+        """Refuse all requests of this verb and resource, until `accept`."""
+        self.refuse_each(verb, resource, lambda name: error)
+
+    def accept(self, verb: str, resource: Resource) -> None:
+        """Accept requests of this verb and resource again."""
+        del self._rules[verb, resource.plural]
+
+    def refuse_each(
+        self, verb: str, resource: Resource, refusal: Callable[[str], ApiError | None]
+    ) -> None:
+        """Ask `refusal` about each request of this verb and resource, by the object's name."""
+        self._rules[verb, resource.plural] = refusal
+
     def _note(self, verb: str, resource: Resource, name: str) -> None:
         super()._note(verb, resource, name)
+        rule = self._rules.get((verb, resource.plural))
+        error = rule(name) if rule is not None else None
+        if error is not None:
+            raise error
         refusal = self._refusals.pop((verb, resource.plural), None)
         if refusal is not None:
             raise refusal
@@ -86,6 +108,17 @@ class NotedApi(FakeApi):
         found = super().put(resource, body)
         self._written(resource, found)
         return found
+
+
+class StandingWatch:
+    """A watch whose copy the cluster feeds itself."""
+
+    def __init__(self) -> None:
+        self.synced = asyncio.Event()
+        self.synced.set()
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
 
 
 class Daemon:
@@ -197,6 +230,15 @@ class SmallCluster:
         """Condition to report for daemons of an older version."""
         self.runs_pods = True
         """Whether pods run once they are created."""
+        self.trainers = Trainers(
+            self.api,
+            self.pods,
+            self.metrics,
+            TrainerVolume.CSI,
+            on_shared_change=lambda key: self.fleet.wake((key,)),
+        )
+        self._shared: dict[Resource, Fed] = {}
+        """Copies of the objects that the pods of jobs share."""
         self._changed = asyncio.Condition()
         self._tasks: list[asyncio.Task[None]] = []
         self._carrying: asyncio.Task[None]
@@ -212,12 +254,19 @@ class SmallCluster:
                 candidate_nodes=CandidateNodes(
                     self.server,
                     self.nodes,
+                    Room(),
                     daemon_returns=lambda node, heartbeat_at: False,
                     requests_of=self.fleet.requests_of,
                     clock=clock,
                 ),
                 pods=self._index,
-                trainers=Trainers(self.api, self.pods, self.metrics, TrainerVolume.CSI),
+                trainers=self.trainers,
+                placeholders=Placeholders(
+                    self.api,
+                    Cache(read_placeholder, lambda before, now: None),
+                    are_known=lambda: True,
+                    clock=clock,
+                ),
                 recorder=self.recorder,
                 metrics=self.metrics,
                 clock=clock,
@@ -234,6 +283,7 @@ class SmallCluster:
     async def run(self, test: Callable[[SmallCluster], Awaitable[None]]) -> None:
         """Run `test`, then end everything."""
         self._tasks.append(asyncio.create_task(self.recorder.run()))
+        self._tasks.append(asyncio.create_task(self.trainers.shared.run(self._watch_shared)))
         for number in range(self._count):
             self.add_node(f"n{number}")
         try:
@@ -251,7 +301,7 @@ class SmallCluster:
     async def start_operator(self) -> None:
         """Have kopf begin a control loop for each job."""
         begun, api = asyncio.Event(), cast(Api, self.api)
-        carrying = carry_jobs(api, self.fleet, namespace="", begun=begun.set)
+        carrying = carry_jobs(api, self.fleet, namespaces=(), begun=begun.set)
         self._carrying = asyncio.create_task(carrying)
         await begun.wait()
 
@@ -297,6 +347,32 @@ class SmallCluster:
         found = self.job(resource)
         metadata = {**found["metadata"], "deletionTimestamp": "2099-01-01T00:00:00Z"}
         self.api.put(JOBS, {**found, "metadata": metadata})
+
+    def pass_time(self, seconds: float) -> None:
+        """Move the operator's clock; all daemons send a heartbeat then."""
+        self.passed_s += seconds
+        for daemon in self.daemons.values():
+            daemon.beat()
+
+    def delete_object(self, resource: Resource, name: str, namespace: str = "team") -> None:
+        """Delete an object that the pods of a job share."""
+        del self.api.objects[resource.plural, namespace, name]
+        self._shared[resource].remove(namespace, name)
+        self._tell_soon()
+
+    def collect_garbage(self) -> list[str]:
+        """Delete what belongs to jobs that are not there; returns its kinds."""
+        jobs = [o for (kind, *_), o in self.api.objects.items() if kind == JOBS.plural]
+        living = {job["metadata"]["uid"] for job in jobs}
+        gone = [
+            (resource, namespace, name)
+            for (kind, namespace, name), body in self.api.objects.items()
+            for resource in self._shared
+            if resource.plural == kind and controller_of(body).get("uid") not in living
+        ]
+        for resource, namespace, name in gone:
+            self.delete_object(resource, name, namespace)
+        return [resource.plural for resource, _, _ in gone]
 
     def job(self, resource: Object) -> Object:
         """The job as the API server has it."""
@@ -350,9 +426,15 @@ class SmallCluster:
         assert workload is not None
         self.fleet.wake((f"{workload.namespace}.{workload.job}",))
 
+    def _watch_shared(self, resource: Resource, cache: Fed) -> list[Watch]:
+        self._shared[resource] = cache
+        return [cast(Watch, StandingWatch())]
+
     def _written(self, resource: Resource, body: Object) -> None:
         """Pass a written object on, as watches would."""
         loop = asyncio.get_running_loop()
+        if resource in self._shared and "holdfast.dev/job" in body["metadata"].get("labels", {}):
+            loop.call_soon(self._shared[resource].put, body)
         if resource is JOBS:
             self.http.send("MODIFIED", body)
         elif resource is PODS:
@@ -380,6 +462,8 @@ class SmallCluster:
 
     def _run_pod(self, body: Object) -> None:
         metadata = body["metadata"]
+        if PLACEHOLDER_LABEL in metadata["labels"]:
+            return  # no node is there for it
         key = f"{metadata['namespace']}.{metadata['labels']['holdfast.dev/job']}"
         if (PODS.plural, metadata["namespace"], metadata["name"]) not in self.api.objects:
             return

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
 from holdfast_core.elastic_experts.reports import PlanReport
@@ -106,6 +107,14 @@ class World:
         self.daemons = {f"n{i}": Daemon(f"memory-{i}") for i in range(count)}
         self.gone: set[str] = set()
         self.unconnected: set[str] = set()
+        """Nodes whose daemons have not connected to this control loop yet."""
+        self.dials_at: dict[str, float] = {}
+        """Node → when its daemon connects to a new control loop; those that are not here do at
+        once."""
+        self.sent: Membership | None = None
+        """Newest membership that this control loop has published."""
+        self.dropping = -1.0
+        """Newest epoch of what this control loop has daemons drop."""
         self.returning: set[str] = set()
         self.locations: Locations = None
         self.cordoned: set[str] = set()
@@ -192,9 +201,11 @@ class World:
 
     def beat(self) -> None:
         for name, daemon in self.daemons.items():
-            if daemon.alive:
+            if daemon.alive and self.now >= self.dials_at.get(name, 0.0):
                 daemon.heartbeat_at = self.now
-                self.unconnected.discard(name)
+                if name in self.unconnected:
+                    self.unconnected.discard(name)
+                    self.bring_up_to_date(name)
 
     # --- observations of the control loop -----------------------------------------------------
 
@@ -306,8 +317,9 @@ class World:
             case PublishMembership(membership=membership):
                 self.published.append(membership)
                 self.cold_then.append(frozenset(self.cold))
+                self.sent, self.dropping = membership, -1.0
                 for name in self.daemons:
-                    self.deliver(name, membership)
+                    self.bring_up_to_date(name)
             case StartAgent(member=member, node=node):
                 assert (member, node) not in self.agents, f"{action} although there is one"
                 standby = self.standbys.get(node)
@@ -336,11 +348,25 @@ class World:
                 del self.standbys[node]
             case FenceNode(node=node):
                 self.fenced.append(node)
-            case DropJob():
+            case DropJob(up_to_epoch=epoch):
                 self.dropped = True
-                for daemon in self.daemons.values():
-                    if daemon.alive:
-                        daemon.membership = None
+                self.sent, self.dropping = None, inf if epoch is None else epoch
+                for name in self.daemons:
+                    self.bring_up_to_date(name)
+
+    def bring_up_to_date(self, name: str) -> None:
+        """Send the daemon what this control loop has published, or have it drop the job."""
+        daemon = self.daemons[name]
+        if name in self.unconnected or not daemon.alive:
+            return
+        if daemon.membership is not None and daemon.membership.epoch <= self.dropping:
+            self.drop(name)
+        elif self.sent is not None:
+            self.deliver(name, self.sent)
+
+    def drop(self, name: str) -> None:
+        """Have the daemon free what it holds."""
+        self.daemons[name].membership = None
 
     def deliver(self, name: str, membership: Membership) -> None:
         daemon = self.daemons[name]
@@ -434,6 +460,7 @@ class World:
         """Restart the control loop without any state."""
         self.state = ControlState()
         self.unconnected = set(self.daemons)
+        self.sent, self.dropping = None, -1.0
 
     def restart(self, document: dict[str, Any] | None = None) -> None:
         """Restart the control loop with its stored state: `document`, or the one that it would

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import cast
@@ -28,26 +29,33 @@ from holdfast_operator.reconciler.views import (
 )
 
 REFUSAL = ApiError("no room in the quota", status=403)
+SILENCE = ApiError("no answer", status=0)
 
 
 class StuckTrainers:
-    """No pod is ever created; with `refuses`, each request fails at once."""
+    """No pod is ever created; with a `refusal`, each request fails at once."""
 
-    def __init__(self, *, refuses: bool = False) -> None:
-        self._refuses = refuses
+    def __init__(self, refusal: ApiError | None = None) -> None:
+        self._refusal = refusal
 
     async def prepare(self, job: MoETrainingJob) -> None: ...
 
-    async def start(self, job: MoETrainingJob, member: int, node: str, attempt: int) -> None:
-        if self._refuses:
-            raise REFUSAL
-        await asyncio.Event().wait()
+    def lacks(self, job: MoETrainingJob) -> bool:
+        return False
+
+    async def start(self, job: MoETrainingJob, member: int, node: str, attempt: int) -> bool:
+        if self._refusal is not None:
+            raise self._refusal
+        return await asyncio.Event().wait()
 
 
-def carry_out_twice(trainers: StuckTrainers) -> tuple[list[Event], list[Event]]:
-    """What two turns could not do."""
+def carry_out_twice(
+    trainers: StuckTrainers,
+) -> tuple[list[Event], list[Event], ApiError | None]:
+    """Events about what two turns could not do, and why no pods are made."""
+    time = itertools.count(0, 100)
     world = SimpleNamespace(
-        clock=lambda: 0.0,
+        clock=lambda: next(time),
         trainers=trainers,
         pods=SimpleNamespace(of=lambda key: []),
         metrics=OperatorMetrics(),
@@ -56,7 +64,7 @@ def carry_out_twice(trainers: StuckTrainers) -> tuple[list[Event], list[Event]]:
     decision = Decision(actions=actions, state=ControlState(), conditions=(), events=())
     seen = Observed(nodes={}, agents=())
 
-    async def scenario() -> tuple[list[Event], list[Event]]:
+    async def scenario() -> tuple[list[Event], list[Event], ApiError | None]:
         hands = Acting(cast(LoopContext, world), {})
         turns = []
         for _ in range(2):
@@ -64,20 +72,27 @@ def carry_out_twice(trainers: StuckTrainers) -> tuple[list[Event], list[Event]]:
             turns.append(await asyncio.wait_for(work, 30.0))
             for _ in range(10):
                 await asyncio.sleep(0)
+        refusal = hands.refusal
         hands.close()
-        return turns[0], turns[1]
+        return turns[0], turns[1], refusal
 
     return asyncio.run(scenario())
 
 
 def test_a_turn_does_not_wait_for_pods_that_are_being_created() -> None:
-    assert carry_out_twice(StuckTrainers()) == ([], [])
+    assert carry_out_twice(StuckTrainers()) == ([], [], None)
 
 
-def test_a_following_turn_reports_once_why_pods_were_not_created() -> None:
-    for events in carry_out_twice(StuckTrainers(refuses=True)):
+def test_a_following_turn_reports_once_that_pods_were_not_created() -> None:
+    *turns, refusal = carry_out_twice(StuckTrainers(SILENCE))
+    for events in turns:
         assert [(event.reason, event.warning) for event in events] == [("ActionFailed", True)]
-        assert "no room in the quota; trying again" in events[0].message
+        assert "no answer; trying again" in events[0].message
+    assert refusal is None
+
+
+def test_what_the_api_server_refuses_is_no_event_of_a_turn() -> None:
+    assert carry_out_twice(StuckTrainers(REFUSAL)) == ([], [], REFUSAL)
 
 
 def test_a_copy_is_asked_for_of_the_jobs_daemons() -> None:
@@ -101,7 +116,11 @@ class WillingTrainers:
 
     async def prepare(self, job: MoETrainingJob) -> None: ...
 
-    async def start(self, job: MoETrainingJob, member: int, node: str, attempt: int) -> None: ...
+    def lacks(self, job: MoETrainingJob) -> bool:
+        return False
+
+    async def start(self, job: MoETrainingJob, member: int, node: str, attempt: int) -> bool:
+        return True
 
     async def stop(self, pods: Iterable[object], *, force: bool = False) -> None: ...
 

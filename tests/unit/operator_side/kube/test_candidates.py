@@ -12,6 +12,7 @@ from holdfast_operator.kube.amounts import Amounts
 from holdfast_operator.kube.api import Object
 from holdfast_operator.kube.candidates import SETTLE_S, CandidateNodes
 from holdfast_operator.kube.nodes import Wants, read_node, wants_of
+from holdfast_operator.kube.room import Room, read_placed
 from holdfast_operator.kube.watches import Cache
 from holdfast_operator.reconciler.views import NodeView
 
@@ -62,9 +63,11 @@ class Region:
         self.cache: Cache[object] = Cache(read_node, lambda before, now: None)
         for name in (*self.connected, *self.unconnected):
             self.cache.put(node(name))
+        self.room = Room()
         self.candidates = CandidateNodes(
             self.server,
             self.cache,  # type: ignore[arg-type]
+            self.room,
             daemon_returns=lambda name, heartbeat_at: False,
             requests_of=lambda key: self.requests.get(key, ()),
             clock=lambda: self.now,
@@ -124,6 +127,27 @@ def test_its_own_requests_do_not_stand_in_a_jobs_way() -> None:
     container = {"name": "t", "command": ["x"], "resources": {"limits": {"gpu": "8"}}}
     wants = wants_of(make_job({"containers": [container]}))
     assert region.candidates.views("team.moe", wants, ["n0"], 0)["n0"].schedulable
+
+
+def pod(name: str, node: str, gpus: int) -> Object:
+    container = {"resources": {"requests": {"gpu": str(gpus)}}}
+    return {
+        "metadata": {"namespace": "other", "name": name, "resourceVersion": "1"},
+        "spec": {"nodeName": node, "containers": [container]},
+    }
+
+
+def test_pods_of_others_take_their_room_until_they_have_gone() -> None:
+    region = Region(("n0", "n1"))
+    container = {"name": "t", "command": ["x"], "resources": {"limits": {"gpu": "4"}}}
+    wants = wants_of(make_job({"containers": [container]}))
+    cache = Cache(read_placed, region.room.change)
+    for name in ("a", "b"):
+        cache.put(pod(name, "n1", 3))
+    assert region.shown(wants=wants) == ["n0"]
+    cache.remove("other", "a")
+    assert region.shown(wants=wants) == ["n0", "n1"]
+    assert region.shown(wants=wants_of(make_job())) == ["n0", "n1"], "it asks for nothing"
 
 
 def test_nodes_whose_daemons_have_not_connected_are_shown_while_they_may_still_come() -> None:

@@ -10,6 +10,7 @@ from small_cluster import SmallCluster, on_a_cluster
 from holdfast_core.snapshots.generations import Generation
 from holdfast_operator.kube.api import Object
 from holdfast_operator.kube.candidates import SORTED_S
+from holdfast_operator.kube.pods import read_pod
 from holdfast_operator.kube.resources import EVENTS, PODS
 
 KEY = "team.moe"
@@ -46,7 +47,8 @@ def full_strength(cluster: SmallCluster) -> tuple[str, str]:
 
 def uids(cluster: SmallCluster) -> dict[str, str]:
     """Name → uid of each pod."""
-    pods = [body for (kind, _, _), body in cluster.api.objects.items() if kind == PODS.plural]
+    objects = cluster.api.objects.items()
+    pods = [body for (kind, _, _), body in objects if kind == PODS.plural and read_pod(body)]
     return {body["metadata"]["name"]: body["metadata"]["uid"] for body in pods}
 
 

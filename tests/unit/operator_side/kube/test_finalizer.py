@@ -65,13 +65,14 @@ class World:
         return self.server.drops * PATIENCE_S / 2
 
 
-def drops(server: Server, *members: str, ahead_s: float = 0.0) -> int:
+def drops(server: Server, *members: str, ahead_s: float = 0.0, homes: tuple[str, ...] = ()) -> int:
     """Free the memory of a job with these members, and return how often that was asked for. The
     operator's clock is ahead of the API server's."""
     clocks = ClockPair(now=0.0, wall=DELETED_AT + ahead_s)
     resource: dict[str, Any] = job_resource()
     resource["metadata"]["deletionTimestamp"] = "2023-11-14T22:13:20Z"
     resource["status"] = {"members": [{"node": member} for member in members]}
+    resource["status"]["counters"] = {"homes": list(homes)}
     asyncio.run(free_memory(World(server, clocks), resource))  # type: ignore[arg-type]
     return server.drops
 
@@ -87,6 +88,10 @@ def test_freeing_waits_a_limited_time_for_a_daemon_that_has_not_connected_yet(
     ahead_s: float,
 ) -> None:
     assert drops(Server(), "n0", ahead_s=ahead_s) == 2
+
+
+def test_freeing_waits_for_daemons_of_members_that_no_daemon_has_reported_yet() -> None:
+    assert drops(Server(), homes=("n0",)) == 2
 
 
 def test_freeing_does_not_wait_for_a_daemon_that_has_disconnected() -> None:

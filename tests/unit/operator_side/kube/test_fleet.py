@@ -9,8 +9,9 @@ from samples import job_resource
 from small_cluster import SmallCluster, on_a_cluster
 
 from holdfast_core.snapshots.membership import Member, Membership
-from holdfast_operator.kube.api import Object
-from holdfast_operator.kube.fleet import HEARTBEAT_S_MAX, HEARTBEAT_S_MIN, ORPHAN_S
+from holdfast_operator.kube.api import ApiError, Object
+from holdfast_operator.kube.fleet import ORPHAN_S
+from holdfast_operator.kube.pacing import HEARTBEAT_S_MAX, HEARTBEAT_S_MIN
 from holdfast_operator.kube.resources import JOBS, PODS
 from holdfast_operator.reconciler.views import Condition, ConditionType
 
@@ -79,6 +80,8 @@ def test_a_job_that_takes_the_name_of_another_gets_a_loop_of_its_own() -> None:
         reborn = job("a")
         reborn["metadata"]["uid"] = "another"
         cluster.apply(reborn)
+        await cluster.until(lambda: "BeingCollected" in str(cluster.job(reborn)["status"]))
+        cluster.collect_garbage()
         await cluster.runs(reborn)
         assert cluster.api.made(PODS) == ["a-0-1", "a-0-2"]
 
@@ -166,12 +169,29 @@ def job_with(template: Object, name: str, **spec: object) -> Object:
 # --- while daemons are renewed --------------------------------------------------------------------
 
 
+def test_daemons_are_asked_for_a_jobs_pace_before_it_is_looked_at_for_the_first_time() -> None:
+    """Else they would seem silent to a new operator, until it next keeps the fleet in order."""
+
+    async def test(cluster: SmallCluster) -> None:
+        cluster.apply(job("a", heartbeat_s=0.3))
+        await cluster.until(lambda: cluster.phase(job("a")))
+        assert cluster.server.heartbeat_s == 0.3
+        cluster.apply(job("b", heartbeat_s=0.6))
+        await cluster.until(lambda: cluster.phase(job("b")))
+        assert cluster.server.heartbeat_s == 0.3
+
+    on_a_cluster(test)
+
+
 def test_every_job_with_members_counts_when_daemons_are_replaced() -> None:
     async def test(cluster: SmallCluster) -> None:
         first = job("a", nodes=2, parallelism={"dp": 2}, redundancy={"raim5": {"groupSize": 2}})
         cluster.apply(first)
         await cluster.runs(first)
-        (stand,) = cluster.fleet.stands()
+        await cluster.fleet.list_jobs()
+        stands = cluster.fleet.stands()
+        assert stands is not None
+        (stand,) = stands
         assert stand.key == "team.a"
         members = cluster.job(first)["status"]["members"]
         assert stand.groups == (tuple(member["node"] for member in members),)
@@ -187,10 +207,50 @@ def test_the_daemons_of_a_job_are_left_alone_until_its_members_are_known_again()
             "status": {"members": [{"index": 0, "node": "far", "pod": "a-0-1"}]},
         }
         cluster.api.put(JOBS, unconnected)
+        await cluster.fleet.list_jobs()
         await cluster.until_reported(cluster.fleet.stands)
-        (stand,) = cluster.fleet.stands()
+        stands = cluster.fleet.stands()
+        assert stands is not None
+        (stand,) = stands
         assert stand.groups == (("far",),)
         assert stand.hold == "its daemons have not connected yet"
+
+    on_a_cluster(test)
+
+
+def test_nothing_is_known_of_daemons_before_every_listed_job_was_looked_at() -> None:
+    async def test(cluster: SmallCluster) -> None:
+        fleet = cluster.fleet
+        assert fleet.stands() is None  # no list yet
+        cluster.apply(job("a"))
+        cluster.api.refuse_next("list", JOBS, ApiError("busy", status=503))
+        await fleet.list_jobs()
+        assert fleet.stands() is None  # the list failed
+        await cluster.runs(job("a"))
+        cluster.api.objects[(JOBS.plural, "team", "late")] = {  # kopf has not come to it yet
+            "metadata": {"namespace": "team", "name": "late", "uid": "late", "resourceVersion": "1"}
+        }
+        await fleet.list_jobs()
+        assert fleet.stands() is None  # one of them was not looked at
+        del cluster.api.objects[(JOBS.plural, "team", "late")]
+        await fleet.list_jobs()
+        assert [stand.key for stand in fleet.stands() or ()] == ["team.a"]
+
+    on_a_cluster(test)
+
+
+def test_a_job_being_deleted_and_one_of_another_manager_are_not_waited_for() -> None:
+    async def test(cluster: SmallCluster) -> None:
+        for name, metadata, spec in (
+            ("leaving", {"deletionTimestamp": "2099-01-01T00:00:00Z"}, {}),
+            ("other", {}, {"managedBy": "kueue.x-k8s.io/multikueue"}),
+        ):
+            cluster.api.objects[(JOBS.plural, "team", name)] = {
+                "metadata": {"namespace": "team", "name": name, "uid": name, **metadata},
+                "spec": spec,
+            }
+        await cluster.fleet.list_jobs()
+        assert cluster.fleet.stands() == []
 
     on_a_cluster(test)
 

@@ -84,6 +84,8 @@ def test_an_operator_that_ends_leaves_jobs_and_their_finalizers_alone() -> None:
     async def test(cluster: SmallCluster) -> None:
         cluster.apply(JOB)
         await cluster.runs(JOB)
+        await cluster.fleet.list_jobs()
+        assert cluster.fleet.stands()
         await cluster.stop_operator()
         assert cluster.job(JOB)["metadata"]["finalizers"] == [FINALIZER]
         assert cluster.server.holders(KEY)

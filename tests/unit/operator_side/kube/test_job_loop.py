@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from io import StringIO
 from typing import Any
 
@@ -11,9 +12,21 @@ from samples import job_resource
 from small_cluster import SmallCluster, on_a_cluster
 
 from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_operator.cli.cluster_status import job_view
 from holdfast_operator.kube.api import ApiError, Object
-from holdfast_operator.kube.resources import EVENTS, JOBS, PODS
+from holdfast_operator.kube.job_loop import REFUSED_S
+from holdfast_operator.kube.resources import (
+    EVENTS,
+    JOBS,
+    PODS,
+    ROLE_BINDINGS,
+    ROLES,
+    SERVICE_ACCOUNTS,
+    SERVICES,
+    Resource,
+)
+from holdfast_operator.kube.starting import RETRY_S_MAX
 from holdfast_operator.reconciler.timestamps import seconds_of
 
 KEY = "team.moe"
@@ -46,6 +59,17 @@ def reasons(cluster: SmallCluster) -> set[str]:
     """Reasons of the events that were posted."""
     posted = [body for (kind, _, _), body in cluster.api.objects.items() if kind == EVENTS.plural]
     return {body["reason"] for body in posted}
+
+
+def refused_pods(cluster: SmallCluster) -> str | None:
+    """Reason of the condition PodsRefused; None without it."""
+    found = (cluster.job(JOB).get("status") or {}).get("conditions") or []
+    return next((each["reason"] for each in found if each["type"] == "PodsRefused"), None)
+
+
+def shown(cluster: SmallCluster) -> str:
+    """Messages of all conditions."""
+    return "; ".join(each["message"] for each in cluster.job(JOB)["status"]["conditions"])
 
 
 def wrote_status(cluster: SmallCluster) -> int:
@@ -138,6 +162,183 @@ def test_a_job_whose_pods_the_cluster_refuses_gets_an_event_and_no_pods() -> Non
     on_a_cluster(test)
 
 
+QUOTA = 'create pods: 403 pods "{name}" is forbidden: exceeded quota: team, used: memory={used}Gi'
+
+
+def refuse_pods(cluster: SmallCluster, is_refused: Callable[[str, int], bool]) -> list[str]:
+    """Refuse the pods of these names and attempts to be admitted, each in words of its own;
+    returns the names of all that are asked for."""
+    asked: list[str] = []
+
+    def refusal(name: str) -> ApiError | None:
+        asked.append(name)
+        if not is_refused(name, len(asked)):
+            return None
+        words = QUOTA.format(name=name, used=len(asked))
+        return ApiError(words, status=403, reason="Forbidden")
+
+    cluster.api.refuse_each("create", PODS, refusal)
+    return asked
+
+
+def posted(cluster: SmallCluster, reason: str) -> list[str]:
+    """Notes of the events with this reason."""
+    found = [body for (kind, *_), body in cluster.api.objects.items() if kind == EVENTS.plural]
+    return [body["note"] for body in found if body["reason"] == reason]
+
+
+def test_refused_pods_are_one_condition_and_one_event_and_go_on_when_they_are_accepted() -> None:
+    """A quota that has room for one of the job's two pods."""
+    room = ["moe-0-1"]
+
+    async def test(cluster: SmallCluster) -> None:
+        # Attempt 0 is the one that asks whether pods would be accepted at all.
+        asked = refuse_pods(cluster, lambda name, _: name not in ("moe-0-0", *room))
+        cluster.apply(JOB)
+        await cluster.until(lambda: refused_pods(cluster) == "Forbidden")
+        assert "exceeded quota: team" in shown(cluster)
+        for _ in range(20):
+            cluster.pass_time(10.0)
+            await cluster.look_again(KEY)
+        assert set(asked[3:]) == {"moe-1-1"}  # a name is not used up by a refusal
+        assert 6 < len(asked) < 16
+        (event,) = posted(cluster, "PodsRefused")
+        assert 'pods "moe-1-1" is forbidden' in event and posted(cluster, "ActionFailed") == []
+        room.append("moe-1-1")
+        cluster.pass_time(RETRY_S_MAX)
+        await cluster.runs(JOB)
+        assert refused_pods(cluster) is None
+        assert cluster.api.made(PODS) == ["moe-0-1", "moe-1-1"]
+
+    on_a_cluster(test)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["all pods", "pods of members"])
+@pytest.mark.parametrize("limit", ["preRunningDeadlineSeconds", "activeDeadlineSeconds"])
+def test_deadlines_count_while_pods_are_refused(limit: str, first: bool) -> None:
+    async def test(cluster: SmallCluster) -> None:
+        refuse_pods(cluster, lambda name, _: first or not name.endswith("-0"))
+        cluster.apply(two_members(**{limit: 60}))
+        await cluster.until(lambda: refused_pods(cluster) is not None)
+        await cluster.look_again(KEY)
+        cluster.passed_s += 61.0
+        cluster.fleet.wake((KEY,))
+        await cluster.until(lambda: cluster.phase(JOB) == "Failed")
+        assert limit in cluster.job(JOB)["status"]["problem"]
+
+    on_a_cluster(test)
+
+
+@pytest.mark.parametrize("status", [403, 429, 500])
+def test_a_job_none_of_whose_pods_would_be_accepted_waits_until_they_are(status: int) -> None:
+    answers = [ApiError("pod security: restricted", status=status)]
+
+    async def test(cluster: SmallCluster) -> None:
+        cluster.api.refuse_each("create", PODS, lambda name: answers[0] if answers else None)
+        cluster.apply(JOB)
+        await cluster.until(lambda: refused_pods(cluster) == "Refused")
+        assert (cluster.phase(JOB), cluster.api.made(SERVICES)) == ("Waiting", [])
+        assert "restricted" in cluster.job(JOB)["status"]["problem"]
+        answers.clear()
+        cluster.passed_s += REFUSED_S
+        cluster.fleet.wake((KEY,))
+        await cluster.runs(JOB)
+        assert len(posted(cluster, "PodsRefused")) == 1
+
+    on_a_cluster(test)
+
+
+@pytest.mark.parametrize("wrong", ["spec", "template"])
+def test_a_job_that_runs_is_cared_for_though_its_newest_version_is_refused(wrong: str) -> None:
+    edited = two_members(**({"parallelism": {"dp": 7}} if wrong == "spec" else {}))
+    edited["metadata"]["generation"] = 4
+    edited["spec"]["trainer"]["template"]["spec"]["hostNetwork"] = True
+    word = "InvalidSpec" if wrong == "spec" else "InvalidTemplate"
+
+    async def test(cluster: SmallCluster) -> None:
+        cluster.apply(JOB)
+        await cluster.runs(JOB)
+        cluster.api.refuse_next("create", PODS, ApiError("hostNetwork: Forbidden", status=422))
+        cluster.apply(edited)
+        await cluster.until(lambda: word in reasons(cluster))
+        cluster.lose_rank(cluster.job(JOB)["status"]["members"][1]["node"], KEY)
+        await cluster.until(lambda: cluster.job(JOB)["status"]["epoch"] == 2)
+        await cluster.runs(JOB)
+
+    on_a_cluster(test)
+
+
+SHARED = {
+    SERVICES: "moe",
+    SERVICE_ACCOUNTS: "moe-trainer",
+    ROLES: "moe-trainer",
+    ROLE_BINDINGS: "moe-trainer",
+}
+
+
+@pytest.mark.parametrize("resource", SHARED, ids=lambda resource: resource.plural)
+def test_what_pods_share_is_made_again_when_it_was_deleted(resource: Resource) -> None:
+    async def test(cluster: SmallCluster) -> None:
+        cluster.apply(JOB)
+        await cluster.runs(JOB)
+        await cluster.look_again(KEY)
+        requests = len(cluster.api.requests)
+        for _ in range(5):
+            await cluster.look_again(KEY)
+        assert [r for r in cluster.api.requests[requests:] if r[1] in _plurals()] == []
+        cluster.delete_object(resource, SHARED[resource])
+        await cluster.until(lambda: cluster.api.made(resource) == [SHARED[resource]])
+        assert cluster.phase(JOB) == "Running" and refused_pods(cluster) is None
+
+    on_a_cluster(test)
+
+
+def test_what_ended_and_suspended_jobs_share_is_not_made_again() -> None:
+    async def test(cluster: SmallCluster) -> None:
+        cluster.apply(JOB)
+        await cluster.runs(JOB)
+        held = {**JOB["spec"], "suspend": True}
+        cluster.apply({**JOB, "metadata": {**JOB["metadata"], "generation": 4}, "spec": held})
+        await cluster.until(lambda: cluster.phase(JOB) == "Suspended")
+        cluster.delete_object(SERVICES, "moe")
+        await cluster.look_again(KEY)
+        assert cluster.api.made(SERVICES) == []
+
+    on_a_cluster(test)
+
+
+@pytest.mark.parametrize("owner", [None, {"kind": "Deployment", "name": "web", "uid": "w"}])
+@pytest.mark.parametrize("resource", SHARED, ids=lambda resource: resource.plural)
+def test_what_belongs_to_another_owner_is_refused_by_its_name(
+    resource: Resource, owner: Object | None
+) -> None:
+    owners = [] if owner is None else [{**owner, "controller": True, "apiVersion": "apps/v1"}]
+    name = SHARED[resource]
+    metadata = {"name": name, "namespace": "team", "ownerReferences": owners}
+
+    async def test(cluster: SmallCluster) -> None:
+        cluster.api.put(resource, {"metadata": metadata})
+        before = cluster.api.objects[resource.plural, "team", name]
+        cluster.apply(JOB)
+        await cluster.until(lambda: refused_pods(cluster) == "NameTaken")
+        assert cluster.api.made(PODS) == []
+        whose = "Deployment web" if owner else "somebody else: it has no controller"
+        assert f"team/{name} belongs to {whose}" in shown(cluster)
+        assert "or give the job another name" in shown(cluster)
+        assert cluster.api.objects[resource.plural, "team", name] == before
+        del cluster.api.objects[resource.plural, "team", name]
+        cluster.passed_s += RETRY_S_MAX
+        cluster.fleet.wake((KEY,))
+        await cluster.runs(JOB)
+        assert len(posted(cluster, "PodsRefused")) == 1
+
+    on_a_cluster(test)
+
+
+def _plurals() -> set[str]:
+    return {resource.plural for resource in (*SHARED, PODS)}
+
+
 def test_a_failed_request_is_repeated() -> None:
     async def test(cluster: SmallCluster) -> None:
         cluster.api.refuse_next("patch", JOBS, ApiError("busy", status=500))
@@ -177,6 +378,68 @@ def test_a_restarted_operator_keeps_a_jobs_epoch_restarts_and_pods() -> None:
     on_a_cluster(test)
 
 
+@pytest.mark.parametrize(
+    "status",
+    [
+        {"epoch": 3, "counters": {"epoch": 3, "homes": ["n8", "n9"]}},
+        # Of a version that did not name the nodes there, and with counters that cannot be read.
+        {"epoch": 3, "counters": {"epoch": 3}, "members": [{"index": 1}, {"index": 0}]},
+        {"epoch": 3, "counters": {"epoch": "three"}, "members": [{"index": 1}, {"index": 0}]},
+    ],
+)
+def test_a_job_whose_daemons_have_not_dialled_yet_is_not_placed_anew(status: Object) -> None:
+    status = {**status, "phase": "Running"}
+    for member in status.get("members", ()):
+        member["node"] = ("n8", "n9")[member["index"]]
+
+    async def test(cluster: SmallCluster) -> None:
+        cluster.api.put(JOBS, {**JOB, "status": status})
+        for name in ("n8", "n9"):
+            cluster.cordon(name)  # their daemons are there, and have not dialled
+        await cluster.until(lambda: cluster.phase(JOB) == "Waiting")
+        cluster.passed_s += 3600.0
+        await cluster.look_again(KEY)
+        assert cluster.api.made(PODS) == []
+        assert cluster.job(JOB)["status"]["counters"]["homes"] == ["n8", "n9"]
+        assert "waiting for the daemon on n8, n9" in cluster.job(JOB)["status"]["problem"]
+        members = tuple(
+            Member(
+                index=index,
+                node=name,
+                memory_id=f"memory of {name}",
+                peer_address=f"{name}:1",
+                bulk_address=f"{name}:2",
+            )
+            for index, name in enumerate(("n8", "n9"))
+        )
+        held = Membership(job=KEY, epoch=3, members=members, nproc_per_node=1, groups=((0, 1),))
+        for name in ("n8", "n9"):
+            cluster.add_node(name)
+            cluster.daemons[name].memberships[KEY] = held
+            cluster.daemons[name].beat()
+        await cluster.runs(JOB)
+        assert [m["node"] for m in cluster.job(JOB)["status"]["members"]] == ["n8", "n9"]
+
+    on_a_cluster(test)
+
+
+def test_a_placement_that_could_not_be_stored_is_not_published() -> None:
+    """The next operator would take the job for one that was never placed."""
+
+    async def test(cluster: SmallCluster) -> None:
+        cluster.api.refuse_always("update status", JOBS, ApiError("busy", status=503))
+        cluster.apply(JOB)
+        for _ in range(2):
+            await cluster.look_again(KEY)
+        assert not any(daemon.memberships for daemon in cluster.daemons.values())
+        assert cluster.api.made(PODS) == []
+        cluster.api.accept("update status", JOBS)
+        await cluster.runs(JOB)
+        assert cluster.job(JOB)["status"]["counters"]["homes"] == ["n0", "n1"]
+
+    on_a_cluster(test)
+
+
 def test_a_new_job_does_not_use_pods_of_an_earlier_job_of_its_name() -> None:
     async def test(cluster: SmallCluster) -> None:
         cluster.runs_pods = False
@@ -186,7 +449,12 @@ def test_a_new_job_does_not_use_pods_of_an_earlier_job_of_its_name() -> None:
         cluster.runs_pods = True
         reborn = {**JOB, "metadata": {**JOB["metadata"], "uid": "another"}}
         cluster.apply(reborn)
+        await cluster.until(lambda: refused_pods(cluster) == "BeingCollected")
+        assert "belongs to an earlier job of this name (uid job-uid)" in shown(cluster)
+        assert cluster.api.made(PODS) == ["moe-0-1", "moe-1-1"]
+        assert len(cluster.collect_garbage()) == 4
         await cluster.runs(JOB)
+        assert refused_pods(cluster) is None and "PodsRefused" not in reasons(cluster)
         assert cluster.api.made(PODS) == ["moe-0-1", "moe-0-2", "moe-1-1", "moe-1-2"]
 
     on_a_cluster(test)

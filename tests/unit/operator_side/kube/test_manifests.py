@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from samples import make_job
 
 from holdfast_core.job.parsing import Gang, MoETrainingJob
@@ -47,6 +48,62 @@ def test_the_trainers_command_is_run_by_the_launcher() -> None:
     address = {"fieldRef": {"fieldPath": "status.podIP"}}
     assert {"name": "HOLDFAST_POD_IP", "valueFrom": address} in container["env"]
     assert env["HOLDFAST_TOKEN_FILE"] == "/run/holdfast/token"
+
+
+def test_a_pod_names_its_trainer_for_the_operator_and_for_kubectl() -> None:
+    containers = [
+        {"name": "train", "image": "t", "command": ["true"]},
+        {"name": "logs", "image": "l"},
+    ]
+    job = make_job({"containers": containers})
+    annotations = pod_manifest(job, 0, "n0", 1)["metadata"]["annotations"]
+    assert annotations["holdfast.dev/container"] == "train"
+    assert annotations["kubectl.kubernetes.io/default-container"] == "train"
+    template = job.spec.trainer.template
+    assert template is not None
+    template["metadata"] = {"annotations": {"kubectl.kubernetes.io/default-container": "logs"}}
+    annotations = pod_manifest(job, 0, "n0", 1)["metadata"]["annotations"]
+    assert annotations["holdfast.dev/container"] == "train"
+    assert annotations["kubectl.kubernetes.io/default-container"] == "logs"
+
+
+@pytest.mark.parametrize(
+    ("asked_s", "pod_s", "workers"),
+    [
+        (None, 8, []),  # the launcher's default
+        (120, 120, ["--grace-s", "117"]),
+        (2, 2, ["--grace-s", "1"]),
+        (0, 0, ["--grace-s", "1"]),
+    ],
+)
+def test_the_templates_grace_is_that_of_the_pod_and_of_its_workers(
+    asked_s: int | None, pod_s: int, workers: list[str]
+) -> None:
+    template = {} if asked_s is None else {"terminationGracePeriodSeconds": asked_s}
+    raw = pod_manifest(make_job(template), 0, "n0", 1)
+    command = raw["spec"]["containers"][0]["command"]
+    own = command[: command.index("--")]
+    assert raw["spec"]["terminationGracePeriodSeconds"] == pod_s
+    assert own[own.index("--grace-s") :] == workers if workers else "--grace-s" not in own
+    pod = read_pod(raw)
+    assert pod is not None and pod.grace_s == pod_s
+
+
+@pytest.mark.parametrize("given", [None, {"value": "0"}, {"valueFrom": {"fieldRef": {}}}])
+def test_a_default_variable_gives_way_to_the_templates(given: Object | None) -> None:
+    name = "PYTHONUNBUFFERED"
+    env = [] if given is None else [{"name": name, **given}]
+    containers = [{"name": "t", "image": "i", "command": ["true"], "env": env}]
+    found = pod_manifest(make_job({"containers": containers}), 0, "n0", 1)
+    written = [e for e in found["spec"]["containers"][0]["env"] if e["name"] == name]
+    assert written == [{"name": name, "value": "1"} if given is None else {"name": name, **given}]
+
+
+@pytest.mark.parametrize("field", ["serviceAccountName", "serviceAccount"])
+def test_a_template_with_an_account_keeps_it_and_gets_none(field: str) -> None:
+    job = make_job({field: "mine"})
+    assert pod_manifest(job, 0, "n0", 1)["spec"]["serviceAccountName"] == "mine"
+    assert [body["kind"] for _, body in job_objects(job)] == ["Service"]
 
 
 def test_the_launcher_is_told_of_a_time_that_is_not_its_default() -> None:

@@ -64,6 +64,38 @@ def test_requests_are_summed_and_limits_stand_in_for_them() -> None:
     assert amounts(spec) == (("cpu", 1.5), ("gpu", 1.0))
 
 
+def container(cpu: str, **more: str) -> Object:
+    return {"resources": {"requests": {"cpu": cpu}}, **more}
+
+
+@pytest.mark.parametrize(
+    ("spec", "cpus"),
+    [
+        ({"containers": [container("1")], "initContainers": [container("3")]}, 3),
+        ({"containers": [container("4")], "initContainers": [container("3")]}, 4),
+        # A sidecar runs beside the containers, and beside init containers after it.
+        (
+            {
+                "containers": [container("1")],
+                "initContainers": [container("1", restartPolicy="Always"), container("3")],
+            },
+            4,
+        ),
+        (
+            {
+                "containers": [container("1")],
+                "initContainers": [container("2"), container("1", restartPolicy="Always")],
+            },
+            2,
+        ),
+        ({"containers": [container("1")], "overhead": {"cpu": "250m"}}, 1.25),
+        ({"containers": [container("1")], "resources": {"requests": {"cpu": "2"}}}, 2),
+    ],
+)
+def test_a_pod_takes_what_the_scheduler_counts(spec: Object, cpus: float) -> None:
+    assert amounts(spec) == (("cpu", cpus),)
+
+
 @pytest.mark.parametrize(
     ("template", "raw", "why"),
     [
@@ -174,3 +206,12 @@ def test_a_daemon_without_memory_left_takes_no_new_job() -> None:
     assert not node_view("n0", there, full, wants).schedulable
     holds = NodeView(name="n0", memory_budget_bytes=0, job=JobView())
     assert node_view("n0", there, holds, wants).schedulable
+
+
+def test_nothing_is_known_of_the_memory_of_a_daemon_that_has_not_connected() -> None:
+    """It may hold the job: the node must not look like one that was cordoned."""
+    wants = wants_of(make_job(snapshot={"memoryPerNode": "2Gi"}))
+    unheard = node_view("n0", read_node(node()), None, wants)
+    assert unheard.schedulable and unheard.heartbeat_at == float("-inf")
+    cordoned = {**node(), "spec": {"unschedulable": True}}
+    assert not node_view("n0", read_node(cordoned), None, wants).schedulable

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -112,6 +113,42 @@ def test_the_state_of_a_pod_is_that_of_its_trainer(
     assert (found.reason, found.message) == (reason, message)
 
 
+@pytest.mark.parametrize("order", list(permutations(("trainer", "istio-proxy", "log-shipper"))))
+@pytest.mark.parametrize("code", [0, 1])
+def test_the_trainer_is_found_by_its_name_wherever_webhooks_put_their_containers(
+    order: tuple[str, ...], code: int
+) -> None:
+    states = {
+        "trainer": {"terminated": {"exitCode": code, "message": "ValueError: bad batch"}},
+        "istio-proxy": {"running": {}},
+        "log-shipper": {"waiting": {"reason": "ImagePullBackOff"}},
+    }
+    raw = pod({"phase": "Running"})
+    named = {each["name"]: each for each in raw["spec"]["containers"]}
+    raw["spec"]["containers"] = [named.get(name, {"name": name}) for name in order]
+    for listed in permutations(order):
+        statuses = [{"name": name, "state": states[name]} for name in listed]
+        raw["status"]["containerStatuses"] = statuses
+        found = seen(raw)
+        assert (found.state, found.exit_code) == (AgentState.EXITED, code)
+        assert found.last_lines == ("ValueError: bad batch" if code else "")
+        assert found.others_run and found.trainer_ended
+
+
+def test_a_pod_that_is_stopped_is_no_agent_once_its_trainer_has_ended() -> None:
+    ended = container(terminated={"exitCode": 143})
+    sidecar = {"name": "log-shipper", "state": {"running": {}}}
+    status: Object = {"phase": "Running", "containerStatuses": [sidecar, ended]}
+    raw = pod(status, deletionTimestamp="2026-01-01T00:00:00Z")
+    assert agents([seen(raw)]) == ()
+    (agent,) = agents([seen(raw), seen(pod(attempt=2))])
+    assert agent.state is AgentState.STARTING
+    evicted = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
+    status["conditions"] = [evicted]
+    (agent,) = agents([seen(raw)])
+    assert agent.disruption == "EvictionByEvictionAPI"
+
+
 def test_the_end_of_a_failed_containers_log_is_kept_without_secrets() -> None:
     log = "ModuleNotFoundError: No module named 'torch'\nkey open sesame\n"
     ended = {"exitCode": 1, "reason": "Error", "message": log}
@@ -174,6 +211,34 @@ def adopted(
         "spec": {"nodeName": node, "containers": [{"name": "trainer"}]},
         "status": status or {"phase": "Running", "containerStatuses": [container(running={})]},
     }
+
+
+@pytest.mark.parametrize(
+    ("policy", "code", "ended"),
+    [
+        ("Never", 0, True),
+        ("Never", 1, True),
+        ("OnFailure", 0, True),
+        ("OnFailure", 1, False),
+        ("Always", 0, False),
+        ("Always", 1, False),
+        (None, 0, False),
+    ],
+)
+def test_an_adopted_trainer_beside_a_sidecar_has_ended_if_its_kubelet_starts_it_no_more(
+    policy: str | None, code: int, ended: bool
+) -> None:
+    raw = adopted("3")
+    env = [{"name": "HOLDFAST_SOCKET", "value": "/run/holdfast/sockets/daemon.sock"}]
+    raw["spec"]["containers"] = [{"name": "proxy"}, {"name": "trainer", "env": env}]
+    raw["spec"] |= {} if policy is None else {"restartPolicy": policy}
+    proxy = {"name": "proxy", "state": {"running": {}}}
+    statuses = [proxy, container(terminated={"exitCode": code})]
+    raw["status"] = {"phase": "Running", "containerStatuses": statuses}
+    found = seen(raw)
+    assert (found.state, found.exit_code) == (
+        (AgentState.EXITED, code) if ended else (AgentState.STARTING, None)
+    )
 
 
 @pytest.mark.parametrize(

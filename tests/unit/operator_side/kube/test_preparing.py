@@ -25,13 +25,15 @@ class World:
     api: FakeApi = field(default_factory=FakeApi)
     metrics: OperatorMetrics = field(default_factory=OperatorMetrics)
     pods: PodIndex = field(default_factory=lambda: PodIndex(lambda key: None))
+    now: float = 0.0
 
     def __post_init__(self) -> None:
         cache: Cache[TrainerPod | None] = Cache(read_pod, self.pods.change)
         self.trainers = Trainers(self.api, cache, self.metrics, TrainerVolume.CSI)
 
     def clock(self) -> float:
-        return 0.0
+        self.now += 100.0
+        return self.now
 
     def acting(self) -> Acting:
         return Acting(self, {})  # type: ignore[arg-type]
@@ -58,7 +60,7 @@ def carry_out(acting: Acting, *turns: list[StartAgent]) -> list[list[Event]]:
 def test_what_pods_share_is_made_before_them_though_the_first_try_failed() -> None:
     world = World()
     acting = world.acting()
-    world.api.refuse = ApiError("not now", status=500)
+    world.api.refuse = ApiError("not now", status=0)
     start = [StartAgent(member=0, node="n0")]
     events = [event for turn in carry_out(acting, start, []) for event in turn]
     assert [(each.reason, each.message) for each in events] == [

@@ -8,8 +8,8 @@ import pytest
 from fake_api import FakeApi
 from samples import make_job
 
-from holdfast_operator.kube.api import ApiError
-from holdfast_operator.kube.manifests import TrainerVolume
+from holdfast_operator.kube.api import ApiError, Object
+from holdfast_operator.kube.manifests import TrainerVolume, pod_manifest
 from holdfast_operator.kube.metrics import OperatorMetrics
 from holdfast_operator.kube.pods import TrainerPod, read_pod
 from holdfast_operator.kube.resources import PODS, SERVICE_ACCOUNTS, SERVICES
@@ -51,6 +51,50 @@ def test_a_pod_that_is_there_already_is_taken_for_the_one_that_was_wanted() -> N
     asyncio.run(second.trainers.start(make_job(), 1, "n0", 1))
     assert second.seen() == [("moe-1-1", AgentState.STARTING)]
     assert second.sample("pods_created_total") == 0
+
+
+@pytest.mark.parametrize("owner", ["", "an-earlier-jobs-uid"])
+def test_a_pod_of_another_owner_is_not_taken_for_the_one_that_was_wanted(owner: str) -> None:
+    hands = Hands()
+    stranger: Object = {"metadata": {"name": "moe-1-1", "namespace": "team"}, "spec": {}}
+    if owner:
+        job = make_job()
+        stranger = pod_manifest(job, 1, "n0", 1, TrainerVolume.CSI)
+        stranger["metadata"]["ownerReferences"][0]["uid"] = owner
+    hands.api.put(PODS, stranger)
+    assert asyncio.run(hands.trainers.start(make_job(), 1, "n0", 1)) is False
+    assert hands.seen() == []
+    assert asyncio.run(hands.trainers.start(make_job(), 1, "n0", 2)) is True
+    assert hands.seen() == [("moe-1-2", AgentState.STARTING)]
+
+
+SIDECAR = {"name": "uploader", "state": {"running": {}}}
+
+
+@pytest.mark.parametrize("asked_s", [None, 120])
+@pytest.mark.parametrize(
+    ("trainer", "others", "force", "is_waited_for"),
+    [
+        ({"running": {}}, [], False, True),
+        ({"running": {}}, [SIDECAR], False, True),
+        ({"terminated": {"exitCode": 1}}, [], False, False),
+        ({"terminated": {"exitCode": 1}}, [SIDECAR], False, True),
+        ({"terminated": {"exitCode": 0}}, [SIDECAR], False, True),
+        ({"terminated": {"exitCode": 0}}, [SIDECAR], True, False),  # its node is lost
+    ],
+)
+def test_a_pod_gets_its_grace_while_a_container_works(
+    asked_s: int | None, trainer: Object, others: list[Object], force: bool, is_waited_for: bool
+) -> None:
+    hands = Hands()
+    job = make_job({} if asked_s is None else {"terminationGracePeriodSeconds": asked_s})
+    asyncio.run(hands.trainers.start(job, 0, "n0", 1))
+    raw = hands.api.objects["pods", "team", "moe-0-1"]
+    statuses = [*others, {"name": "trainer", "state": trainer}]
+    pod = read_pod({**raw, "status": {"phase": "Running", "containerStatuses": statuses}})
+    assert pod is not None
+    asyncio.run(hands.trainers.stop([pod], force=force))
+    assert hands.api.graces_s == [(asked_s or 8) if is_waited_for else 0]
 
 
 def test_a_pod_that_was_just_stopped_is_seen_stopping() -> None:

@@ -53,7 +53,7 @@ def finalizers(api: FakeApi, name: str, namespace: str = "default") -> list[str]
     return found
 
 
-def release(api: JobsApi, watch_namespace: str = "") -> tuple[int, list[float]]:
+def release(api: JobsApi, *watch_namespaces: str) -> tuple[int, list[float]]:
     slept: list[float] = []
 
     async def sleep(seconds: float) -> None:
@@ -67,7 +67,7 @@ def release(api: JobsApi, watch_namespace: str = "") -> tuple[int, list[float]]:
             namespace="hf",
             lease="op",
             identity="leaver",
-            watch_namespace=watch_namespace,
+            watch_namespaces=watch_namespaces,
             wall=lambda: 1e9,
             sleep=sleep,
         )
@@ -86,11 +86,11 @@ def test_every_job_loses_our_finalizer_and_keeps_those_of_others() -> None:
     assert finalizers(api, "c") == [OTHER]
 
 
-def test_only_jobs_of_the_watched_namespace_are_released() -> None:
+def test_only_jobs_of_the_watched_namespaces_are_released() -> None:
     api = JobsApi()
-    api.put(JOBS, job("a", FINALIZER))
-    api.put(JOBS, job("b", FINALIZER, namespace="elsewhere"))
-    assert release(api, "elsewhere")[0] == 1
+    for namespace in ("default", "one", "two"):
+        api.put(JOBS, job("a", FINALIZER, namespace=namespace))
+    assert release(api, "one", "two")[0] == 2
     assert finalizers(api, "a") == [FINALIZER]
 
 

@@ -36,7 +36,7 @@ def test_an_older_version_of_an_object_is_ignored() -> None:
 
 def test_the_answer_to_a_write_is_stored_unless_the_watch_is_past_it() -> None:
     cache, _ = make_cache()
-    cache.version = 10
+    cache.note_version(10, "ns")
     cache.put_written(thing("a", 11, "mine"))
     assert cache.get("ns", "a") == "mine"
     # The watch showed that it came and went before the answer was read.
@@ -48,10 +48,26 @@ def test_a_list_removes_older_objects_that_are_not_in_it() -> None:
     cache, changes = make_cache()
     cache.put(thing("old", 3, "old"))
     cache.put(thing("newer", 12, "newer"))
-    cache.replace_all([thing("listed", 8, "listed")], 10)
+    cache.replace_all([thing("listed", 8, "listed")], 10, "")
     assert sorted(name for _, name in cache.all()) == ["listed", "newer"]
     assert ("old", None) in changes
-    assert cache.version == 10
+    cache.put_written(thing("written", 10, "gone already"))
+    assert cache.get("ns", "written") is None
+
+
+def test_the_list_of_a_namespace_leaves_those_of_others_alone() -> None:
+    """Where several namespaces are watched, each by a watch of its own, into one cache."""
+    cache, changes = make_cache()
+    cache.put(thing("here", 3, "here"))
+    elsewhere = thing("there", 4, "there")
+    elsewhere["metadata"]["namespace"] = "other"
+    cache.put(elsewhere)
+    cache.replace_all([], 10, "other")
+    assert sorted(cache.all()) == [("ns", "here")]
+    assert ("there", None) in changes
+    # What the watch of one namespace has seen says nothing about another one.
+    cache.put_written(thing("mine", 9, "mine"))
+    assert cache.get("ns", "mine") == "mine"
 
 
 class Script:

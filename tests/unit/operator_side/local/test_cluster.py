@@ -364,6 +364,33 @@ def test_a_run_takes_over_what_an_earlier_control_loop_left(run_directory: Path)
     asyncio.run(scenario())
 
 
+def test_without_a_status_every_daemon_of_an_earlier_run_is_waited_for(
+    run_directory: Path,
+) -> None:
+    """The only member's daemon does not dial, and the other node could take the job."""
+
+    async def scenario() -> None:
+        job = tiny_job(nodes=1, redundancy={"type": "None"})
+        first = LocalCluster(job, settings(run_directory))
+        await first.start()
+        before = await first.wait_for(runs_in(1), timeout_s=WAIT_S)
+        daemon = before.nodes[0].daemon_pid
+        os.kill(daemon, signal.SIGSTOP)
+        await first.detach()
+        first.directory.status_file.unlink()
+
+        async with LocalCluster(job, settings(run_directory)) as second:
+            await second.wait_for(
+                lambda s: "waiting for the daemon on n0, whose memory may hold" in s.reason,
+                timeout_s=WAIT_S,
+            )
+            os.kill(daemon, signal.SIGCONT)
+            after = await second.wait_for(runs_in(1), timeout_s=WAIT_S)
+            assert after.members[0].ranks[0].pid == before.members[0].ranks[0].pid
+
+    asyncio.run(scenario())
+
+
 def test_files_that_daemons_delete_while_they_are_counted_count_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -212,7 +212,7 @@ def test_names_are_in_camel_case_and_times_in_rfc_3339() -> None:
     assert document["joiningMembers"] == [{"member": 1, "node": "n2"}]
 
 
-LATER = replace(FULL, wait_members=frozenset({1, 2}))
+LATER = replace(FULL, homes=("n0", "n1"), wait_members=frozenset({1, 2}))
 """With values for the fields that earlier versions do not have."""
 
 

@@ -23,6 +23,8 @@ WITHOUT_ANY = [{"when": "NodeLost", "action": "ReplaceNode"}]
         (42, False),
         (69, False),
         (75, False),
+        (79, False),
+        (80, False),
         (127, True),
         (128, False),
         (137, False),

@@ -194,3 +194,16 @@ def test_a_pod_that_its_controller_does_not_make_again_is_waited_for(training: P
     assert training.messages("NoReplacement") == []
     training.follow(NODES)
     assert (training.phase(), training.membership.epoch) == ("Running", 2)
+
+
+def test_pods_that_have_moved_do_not_have_silent_memory_given_up() -> None:
+    """Two nodes of a group are silent: their controller starts the pods elsewhere, and what is
+    protected is where they were."""
+    world = Pods()
+    world.begin()
+    for name in ("n0", "n1"):
+        world.kill_daemon(name)
+    world.follow(["n3", "n4", "n5", "n2"])
+    world.settle(200)
+    assert world.membership.epoch == 1 and world.state.outcome is None
+    assert "nothing else holds what their memory may hold" in world.decision.reason

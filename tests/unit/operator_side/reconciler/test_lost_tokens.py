@@ -182,7 +182,7 @@ def test_conditions_keep_their_order() -> None:
     found = conditions(world.job, world.observed(), world.state, world.now, "")
     absent = {
         *(ConditionType.FULL_STRENGTH, ConditionType.STORAGE_REACHABLE, ConditionType.PERSISTED),
-        *(ConditionType.INSECURE, ConditionType.DAEMONS_OUTDATED),
+        *(ConditionType.INSECURE, ConditionType.DAEMONS_OUTDATED, ConditionType.PODS_REFUSED),
         ConditionType.EXPERTS_REPLICATED,
     }
     assert [c.type for c in found] == [t for t in ConditionType if t not in absent]

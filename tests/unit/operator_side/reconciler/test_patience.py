@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from virtual_world import World, make_job, running
 
+from holdfast_core.snapshots.generations import Generation
 from holdfast_operator.reconciler.evidence import DIAL_S, PATIENCE_S
 from holdfast_operator.reconciler.lookups import detection_s
 
@@ -35,12 +38,63 @@ def test_two_silent_nodes_of_a_group_that_bears_two_losses_are_replaced_at_once(
         assert world.nodes_of_members() == ["n4", "n5", "n2", "n3"]
 
 
-def test_patience_has_a_bound() -> None:
-    world = running(make_job(spares=2))
+WAITS = [{"when": "NoReplacement", "action": "Fail", "afterSeconds": 1000}]
+
+
+def test_silence_alone_gives_up_nothing_that_cannot_be_replaced() -> None:
+    world = running(make_job(spares=2, rules=WAITS))
+    world.kill_daemon("n0")
+    world.kill_daemon("n1")
+    world.settle(PATIENCE_S + DETECTED_S + 600.0)
+    assert world.membership.epoch == 1 and world.state.outcome is None
+    assert "nothing else holds what their memory may hold" in world.decision.reason
+    assert world.phase() != "Running"
+    world.kill_node("n1")  # now it is known
+    world.settle(1.0)
+    assert world.membership.epoch == 1  # the other one may still be there
+    world.revive_daemon("n0")
+    world.settle(1.0)
+    assert world.nodes_of_members() == ["n0", "n4", "n2", "n3"]
+
+
+def test_a_rule_that_the_user_wrote_ends_the_wait_for_silent_memory() -> None:
+    world = running(make_job(spares=2, rules=WAITS))
+    world.kill_daemon("n0")
+    world.kill_daemon("n1")
+    world.settle(PATIENCE_S + DETECTED_S + 1010.0)
+    assert world.state.outcome_word == "NoReplacement"
+
+
+def test_a_copy_in_storage_is_gone_back_to_when_patience_ends() -> None:
+    job = make_job(spares=2, spec={"persistence": {"uri": "file:///tier"}})
+    world = running(job)
+    world.state = replace(world.state, stored=Generation(1, 5), stored_in="file:///tier")
     world.kill_daemon("n0")
     world.kill_daemon("n1")
     world.settle(PATIENCE_S + DETECTED_S)
     assert world.nodes_of_members() == ["n4", "n5", "n2", "n3"]
+
+
+def test_a_suspended_job_does_not_leave_silent_memory_behind_when_it_resumes() -> None:
+    world = running(make_job(redundancy="None", rules=WAITS, suspend=False))
+    world.job = make_job(redundancy="None", rules=WAITS, suspend=True)
+    world.settle(2.0)
+    world.kill_daemon("n0")
+    world.job = make_job(redundancy="None", rules=WAITS)
+    world.settle(PATIENCE_S + DETECTED_S + 100.0)
+    assert world.membership.epoch == 1 and world.state.outcome is None
+    world.revive_daemon("n0")
+    world.settle(2.0)
+    assert world.membership.epoch == 2 and world.phase() == "Running"
+
+
+def test_what_became_safe_without_a_control_loop_counts_once_a_daemon_reports_it() -> None:
+    """The status remembers no generation, and the silent daemon holds a part of one."""
+    world = running(make_job(redundancy="None", rules=WAITS))
+    world.forget()
+    world.daemons["n1"].alive = False
+    world.settle(PATIENCE_S + DETECTED_S + 60.0)
+    assert world.state.saved is None and world.membership.epoch == 1
 
 
 def test_nodes_that_are_known_to_be_gone_are_not_waited_for() -> None:

@@ -202,6 +202,25 @@ def test_a_job_with_nothing_to_lose_holds_nothing() -> None:
     assert (found.hold, found.weak, found.protected) == ("", frozenset(), None)
 
 
+def test_a_job_whose_daemons_have_not_all_reported_may_have_something_to_lose() -> None:
+    """A new control loop remembers nothing that was saved, and has heard all but one."""
+    world = World(make_job())
+    world.settle()
+    nodes = {member.node: world.node_view(member.node) for member in world.membership.members}
+    nodes["n1"] = NodeView(name="n1")
+    found = stand_of(world.job, world.state, Observed(nodes=nodes), world.now)
+    assert found is not None
+    assert found.hold == "the daemon on n1 has not reported yet"
+
+
+def test_what_a_daemon_reports_as_protected_counts_before_the_control_loop_remembers_it() -> None:
+    world = protected_world()
+    world.state = replace(world.state, saved=None, resumed_epoch=0)
+    found = stand(world)
+    assert found is not None
+    assert found.hold == "training does not run"
+
+
 def test_a_job_that_has_ended_has_no_requirements() -> None:
     world = protected_world()
     world.finish()

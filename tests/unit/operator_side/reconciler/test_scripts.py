@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from virtual_world import World, make_job, running
 
+from holdfast_core.exit_codes import BEGINS_ANEW, HOLDFAST_DECIDED, PROCESS_ENDS
 from holdfast_operator.reconciler.counters import Outcome
 from holdfast_operator.reconciler.trainer_failures import ALIKE_MAX, LINES_CHARACTERS_MAX
 
@@ -131,3 +133,54 @@ def test_of_many_lines_an_event_has_the_last_and_the_state_has_all() -> None:
     assert len(message) < LINES_CHARACTERS_MAX + 100 and message.endswith(lines[-80:])
     assert "it wrote last:\nline 00" in message
     assert world.state.failure is not None and world.state.failure.last_lines == lines
+
+
+def test_codes_with_which_holdfast_ends_ranks_are_never_the_scripts_fault() -> None:
+    for code in HOLDFAST_DECIDED:
+        world = failing(code=code, times=ALIKE_MAX + 1)
+        assert world.state.outcome is None
+        assert world.state.failure is None
+        assert not world.messages("LastLines")
+
+
+@pytest.mark.parametrize("code", sorted(HOLDFAST_DECIDED))
+def test_an_epoch_that_holdfast_ends_says_nothing_for_or_against_the_script(code: int) -> None:
+    world = World(make_job())
+    for _ in range(ALIKE_MAX - 1):
+        failing(world, times=1)
+        failing(world, code=code, lines="holdfast_core.errors.Any: its world ended", times=1)
+    failing(world, times=1)
+    assert world.condition("Failed")[1] == "FailsBeforeFirstStep"
+
+
+@pytest.mark.parametrize("code", sorted(HOLDFAST_DECIDED))
+@pytest.mark.parametrize("other", [1, 3, 137])
+def test_what_else_ended_a_rank_explains_those_that_holdfast_ended(code: int, other: int) -> None:
+    world = World(make_job())
+    world.settle(6.0)
+    world.exit_rank(0, code, "holdfast_core.errors.StaleEpochError: ended")
+    world.exit_rank(2, other, LINES)
+    world.settle(6.0)
+    assert world.state.failure is not None
+    assert world.state.failure.exit_code == other
+
+
+def test_where_training_begins_anew_all_members_restart_at_once_and_it_counts_once() -> None:
+    world = World(make_job())
+    world.settle(6.0)
+    world.exit_rank(2, 137, "")
+    world.settle(6.0)
+    counted = world.state.counted
+    world.exit_rank(0, BEGINS_ANEW, "")
+    world.settle(6.0)
+    assert world.membership.restarting == set(world.membership.world.members)
+    assert world.state.counted == counted
+
+
+def test_a_rank_that_ends_with_its_world_restarts_alone() -> None:
+    world = World(make_job())
+    world.settle(6.0)
+    world.exit_rank(0, PROCESS_ENDS, "")
+    world.settle(6.0)
+    assert world.membership.restarting == {0}
+    assert world.state.counted == 1

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import InvalidJobError
@@ -45,12 +47,43 @@ class KillAfter(transformers.TrainerCallback):  # type: ignore[misc, name-define
         return [manifest.generation for manifest in self._daemon.manifests]
 
 
-def train(tmp_path: Path, daemon: FakeDaemon, kill_after: int = 0) -> str:
+class Adapted(torch.nn.Module):
+    """A model with adapters, as far as the trainer can see: no model of transformers itself."""
+
+    def __init__(self, base: torch.nn.Module) -> None:
+        super().__init__()
+        self.base, self.peft_config = base, {"default": None}
+        self.adapter = torch.nn.Linear(1, 1)
+        base.requires_grad_(False)
+        base.lm_head.requires_grad_(True)  # type: ignore[union-attr]  # it is a module
+
+    def forward(self, **batch: Any) -> Any:
+        out = self.base(**batch)
+        out.loss = out.loss * self.adapter(torch.ones(1)).square().sum()
+        return out
+
+
+def with_lora(base: torch.nn.Module) -> torch.nn.Module:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1)
+    adapted: torch.nn.Module = peft.get_peft_model(base, config)
+    return adapted
+
+
+def train(
+    tmp_path: Path,
+    daemon: FakeDaemon,
+    kill_after: int = 0,
+    adapted: Callable[[torch.nn.Module], torch.nn.Module] | None = None,
+) -> str:
     """Train to the end, or to the step at which the process dies; return the state's hash."""
     protection = HoldfastTrainerCallback(daemon=daemon)
     arguments = ["--steps", str(STEPS), "--passages", str(PASSAGES)]
     args = train_huggingface.parse_args([*arguments, "--log-file", str(tmp_path / "log")])
     trainer = train_huggingface.make_trainer(args, protection)
+    if adapted is not None:
+        torch.manual_seed(1)
+        trainer.model = trainer.model_wrapped = adapted(trainer.model)
     trainer.args.eval_strategy, trainer.args.eval_steps = "steps", 2  # draws random numbers
     trainer.eval_dataset = train_huggingface.Passages(4)
     trainer.args.save_strategy, trainer.args.save_steps = "steps", 6  # checkpoints of its own
@@ -96,6 +129,20 @@ def test_a_restart_after_the_last_step_ends_with_the_same_losses_and_bytes(
     for epoch in (1, 2):
         assert train(tmp_path, FakeDaemon(memory, epoch=epoch)) == undisturbed[0]
         assert losses(tmp_path) == undisturbed[1]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("adapted", [Adapted, with_lora])
+def test_a_model_with_adapters_goes_on_after_a_restart(
+    tmp_path: Path, adapted: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = tmp_path / "memory"
+    whole = train(tmp_path, FakeDaemon(tmp_path / "whole"), adapted=adapted)
+    with pytest.raises(Killed):
+        train(tmp_path, FakeDaemon(memory), kill_after=4, adapted=adapted)
+    caplog.clear()
+    assert train(tmp_path, FakeDaemon(memory, epoch=2), adapted=adapted) == whole
+    assert "missing keys" not in caplog.text
 
 
 def test_training_without_a_restore_is_refused(tmp_path: Path) -> None:

@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.launch import EXIT_DENIED, _record_waiting, main, script_of
+from holdfast.launch import _record_waiting, main, script_of
 from holdfast_core.errors import AccessDeniedError
+from holdfast_core.exit_codes import DENIED
 
 PYTHON = "/opt/venv/bin/python3.11"
 START_S = 120.0
@@ -314,7 +315,7 @@ def test_an_agent_that_is_denied_its_job_exits_with_the_reason_and_does_not_wait
     command += ["--job", "default.moe", "--nodes", "1", "--nproc", "1", "--fresh", "--", "true"]
     environment = os.environ | {"HOLDFAST_TOKEN_FILE": str(token)}
     ended = subprocess.run(command, env=environment, capture_output=True, check=False, text=True)
-    assert ended.returncode == EXIT_DENIED
+    assert ended.returncode == DENIED
     assert "AccessDeniedError: pod a may not act for job default.moe" in ended.stderr
     assert daemon.bearers == ["Bearer this-pod"]
 

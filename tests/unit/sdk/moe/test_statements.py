@@ -17,7 +17,7 @@ from holdfast._moe.statements import (
 from holdfast_core.errors import ProtocolError
 
 LAYERS, EXPERTS, SEATS = 2, 4, 3
-STACK = Stack(0, "w_in", "exp_avg", "float32", (4, 8), "cpu")
+STACK = Stack(0, "w_in:exp_avg", "float32", (4, 8), "cpu")
 HONEST = Statement(
     loads=((9, 4, 2, 2), (1, 1, 8, 3)),
     step_s=0.5,

@@ -1,0 +1,29 @@
+"""Exit codes with a meaning of their own: of trainers, and of the launchers that start them.
+
+Two of them are Holdfast's alone. A trainer ends with them where Holdfast, and nothing in the
+script, has decided that it ends; so they never count as failures of the script. They are outside
+of what others use: 1 and 2 (Python, shells), 64 to 78 (sysexits), 126 and 127 (shells), 128 + n
+(signal n).
+"""
+
+from __future__ import annotations
+
+ASKS_RESTART = 42
+"""A script asks to be started again."""
+NO_DAEMON = 69
+"""A launcher's daemon stayed away (EX_UNAVAILABLE)."""
+JOB_ENDED = 75
+"""The job ended for a launcher while it waited for its next world (EX_TEMPFAIL)."""
+DENIED = 77
+"""A launcher's daemon denied it the job (EX_NOPERM)."""
+PROCESS_ENDS = 79
+"""This process cannot go on, and another may: its epoch has ended, it was fenced, or its daemon, or
+ranks that it needs, cannot be reached."""
+BEGINS_ANEW = 80
+"""Training begins from the beginning, which only new processes can do: no process ends of it alone,
+so the others are not kept either."""
+
+HOLDFAST_DECIDED = frozenset({PROCESS_ENDS, BEGINS_ANEW})
+"""Codes with which Holdfast ends a trainer."""
+RETRYABLE = frozenset({ASKS_RESTART, NO_DAEMON, JOB_ENDED}) | HOLDFAST_DECIDED
+"""Codes below 128 that ask for a restart."""
