@@ -15,6 +15,7 @@ from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.documents import MISSING, Problem, at, check_plain, convert, refuse
 from holdfast_core.job.failures import (
     DEFAULT_RULES,
+    KEEP_FAILED_S,
     Detection,
     FailureAction,
     FailurePolicy,
@@ -182,6 +183,11 @@ def ignored_locally(job: MoETrainingJob) -> tuple[str, ...]:
         )
     if spec.trainer.template is not None:
         notes.extend(local_differences(spec.trainer.template, job.container))
+    if spec.failure_policy.keep_failed_seconds != KEEP_FAILED_S:
+        notes.append(
+            f"spec.failurePolicy.keepFailedSeconds = {spec.failure_policy.keep_failed_seconds:g} "
+            f"is ignored here: a local run ends with its job, and its memory with it"
+        )
     return tuple(notes)
 
 

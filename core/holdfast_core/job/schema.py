@@ -58,6 +58,8 @@ class Gang(StrEnum):
 
 COPY_ANNOTATION = "holdfast.dev/persist"
 """Annotation of a job that asks for a copy of the newest generation in durable storage."""
+RESUME_ANNOTATION = "holdfast.dev/resume"
+"""Annotation of a failed job that asks for it to go on."""
 
 
 class Metadata(Document, frozen=True, kw_only=True):
@@ -320,6 +322,12 @@ class MoETrainingJob(Document, frozen=True, kw_only=True):
         """Text of the annotation that asks for a copy in durable storage: each new text asks for
         one; empty when there is none."""
         return self.metadata.annotations.get(COPY_ANNOTATION, "")
+
+    @property
+    def resume_request(self) -> str:
+        """Text of the annotation that asks for the job to go on after it has failed: each new text
+        asks once; empty when there is none."""
+        return self.metadata.annotations.get(RESUME_ANNOTATION, "")
 
     def topology(self) -> Topology:
         """The parallel topology of the whole job.
