@@ -246,38 +246,41 @@ class SmallCluster:
         self.recorder = Recorder(
             self.api, instance="op", clock=clock, wall=time.time, on_drop=lambda: None
         )
-        self.fleet.begin(
-            LoopContext(
-                api=cast(Api, self.api),
-                server=self.server,
-                attention=Attention(self.server, clock=clock, wake=self.fleet.wake),
-                candidate_nodes=CandidateNodes(
-                    self.server,
-                    self.nodes,
-                    Room(),
-                    daemon_returns=lambda node, heartbeat_at: False,
-                    requests_of=self.fleet.requests_of,
-                    clock=clock,
-                ),
-                pods=self._index,
-                trainers=self.trainers,
-                placeholders=Placeholders(
-                    self.api,
-                    Cache(read_placeholder, lambda before, now: None),
-                    are_known=lambda: True,
-                    clock=clock,
-                ),
-                recorder=self.recorder,
-                metrics=self.metrics,
+        self.fleet.begin(self._context(clock, queues if kueue else None, insecure))
+
+    def _context(
+        self, clock: Callable[[], float], queues: Queues | None, insecure: bool
+    ) -> LoopContext:
+        return LoopContext(
+            api=cast(Api, self.api),
+            server=self.server,
+            attention=Attention(self.server, clock=clock, wake=self.fleet.wake),
+            candidate_nodes=CandidateNodes(
+                self.server,
+                self.nodes,
+                Room(),
+                daemon_returns=lambda node, heartbeat_at: False,
+                requests_of=self.fleet.requests_of,
                 clock=clock,
-                worked_s=time.thread_time,
-                clocks=ClockPair(now=clock(), wall=time.time()),
-                locations=None,
-                queues=queues if kueue else None,
-                insecure=insecure,
-                outdated=lambda nodes: self.outdated if list(nodes) else None,
-                status_s=lambda: 0.0,
-            )
+            ),
+            pods=self._index,
+            trainers=self.trainers,
+            placeholders=Placeholders(
+                self.api,
+                Cache(read_placeholder, lambda before, now: None),
+                are_known=lambda: True,
+                clock=clock,
+            ),
+            recorder=self.recorder,
+            metrics=self.metrics,
+            clock=clock,
+            worked_s=time.thread_time,
+            clocks=ClockPair(now=clock(), wall=time.time()),
+            locations=None,
+            queues=queues,
+            insecure=insecure,
+            outdated=lambda nodes: self.outdated if list(nodes) else None,
+            status_s=lambda: 0.0,
         )
 
     async def run(self, test: Callable[[SmallCluster], Awaitable[None]]) -> None:
