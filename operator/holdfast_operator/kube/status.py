@@ -219,7 +219,7 @@ def _at_work(observed: Observed, membership: Membership | None) -> tuple[int, in
     if membership is None:
         return 0, 0
     views = [view for view in observed.views(membership) if view is not None]
-    at_work = [sum(rank.state.at_work for rank in view.ranks) for view in views]
+    at_work = [sum(rank.at_work for rank in view.ranks) for view in views]
     return sum(at_work), at_work.count(membership.nproc_per_node)
 
 

@@ -131,7 +131,7 @@ def test_what_two_modules_share_is_shared_when_it_comes_back(
     make_trainer: Any, open_session: Any, tmp_path: Path
 ) -> None:
     def shared() -> Any:
-        model = nn.ModuleList([Observer("float32[0]"), Observer(ABSENT)])
+        model: Any = nn.ModuleList([Observer("float32[0]"), Observer(ABSENT)])
         model[1].put("float32[0]")
         model[1]._buffers["seen"] = model[0]._buffers["seen"]
         return trainer_of(make_trainer, model)
