@@ -6,7 +6,7 @@ or the workers are done; the control loop handles failures of workers.
 
 Exit codes: 0 when this node's workers finished; 128 + n when signal n ended the agent; 75 when the
 job ended while this node was waiting for its next world; 69 when the daemon stayed away; 77 when it
-denied the job to this process.
+denied the job to this process. They and those of workers are in `holdfast_core.exit_codes`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ from torch.distributed.elastic.rendezvous.api import (
 from holdfast._environment import read_secrets, read_token_file, set_for_workers
 from holdfast._launch.agent import RESTARTS_MAX, EpochEndedError, HoldfastAgent
 from holdfast._launch.forking import start_fork_server
+from holdfast._launch.memory_kills import MemoryKills
 from holdfast._launch.rendezvous import GrpcDaemon, HoldfastRendezvous
 from holdfast._launch.script import do_nothing, run_script
 from holdfast._launch.stderr import StderrLogs, WorkerStderr
+from holdfast._launch.work import WorkWatch
 from holdfast_core.errors import AccessDeniedError
 from holdfast_core.exit_codes import DENIED, JOB_ENDED, NO_DAEMON
 from holdfast_core.job.failures import REFORM_S
@@ -171,6 +173,9 @@ def _run_agent(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
         else StderrLogs(stderr, forked=script is not None)
     )
     last_lines = stderr.last_lines if stderr is not None else lambda local_rank: ""
+    kills = MemoryKills()
+    watch = WorkWatch(rendezvous, settings.nproc, kills)
+    watch.start()
     try:
         while True:
             agent = HoldfastAgent(
@@ -181,6 +186,7 @@ def _run_agent(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
                 settings.grace_s,
                 last_lines,
                 partial(_record_waiting, settings.wait_file),
+                kills.any_recent,
             )
             try:
                 result = agent.run()
@@ -197,6 +203,7 @@ def _run_agent(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
     except SignalException as error:
         return 128 + int(error.sigval)
     finally:
+        watch.close()
         rendezvous.shutdown()
 
 

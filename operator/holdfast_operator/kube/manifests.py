@@ -54,6 +54,8 @@ GRACE_S = 8
 gives its workers."""
 LAUNCHER_S = 3
 """Part of a pod's grace that is left for the launcher, after that of its workers."""
+LINES_OF_LOG = "FallbackToLogsOnError"
+"""Policy by which a pod's status has the last lines of a container that failed."""
 
 
 class TrainerVolume(StrEnum):
@@ -122,6 +124,8 @@ def pod_manifest(
     _launch(job, trainer, node, access.token_file, _grace_options(spec))
     _mount(spec, trainer, access)
     spec.setdefault("terminationGracePeriodSeconds", GRACE_S)
+    for container in spec.get("initContainers") or ():
+        container.setdefault("terminationMessagePolicy", LINES_OF_LOG)
     metadata = {
         "name": pod_name(job, member, attempt),
         "namespace": job.metadata.namespace,
@@ -245,7 +249,7 @@ def _launch(
     ]
     container.pop("args", None)
     # A launcher that cannot even start logs the reason, which the pod's status then shows.
-    container.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
+    container.setdefault("terminationMessagePolicy", LINES_OF_LOG)
     ours = {
         SOCKET_VARIABLE: SOCKET_PATH,
         **job.variables,

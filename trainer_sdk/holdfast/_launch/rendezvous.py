@@ -23,7 +23,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -47,6 +47,7 @@ from torch.distributed.elastic.rendezvous.api import (
 from holdfast._daemon.calls import REPLY_S, JobCalls
 from holdfast_core.errors import HoldfastError, ProtocolError, UnreachableError
 from holdfast_core.job.failures import REFORM_S
+from holdfast_core.states import EndReason
 from holdfast_protos import codec, trainer_pb2
 
 log = logging.getLogger(__name__)
@@ -107,8 +108,13 @@ class Daemon(Protocol):
     def publish_store(self, epoch: int, store_address: str) -> None:
         """Publish the address of the store of `epoch` to the other agents."""
 
-    def worker_exited(self, epoch: int, rank: int, exit_code: int, last_lines: str) -> None:
+    def worker_exited(
+        self, epoch: int, rank: int, exit_code: int, last_lines: str, reason: EndReason
+    ) -> None:
         """Report to the control loop that a worker failed; 128 + n stands for signal n."""
+
+    def worked(self, epoch: int, ranks: Collection[int]) -> None:
+        """Report to the control loop that workers have worked of late."""
 
     def close(self) -> None:
         """End the connection and all calls that wait on it."""
@@ -148,11 +154,22 @@ class GrpcDaemon:
         )
         self._calls.ask(self._calls.stub.PublishStore, request)
 
-    def worker_exited(self, epoch: int, rank: int, exit_code: int, last_lines: str) -> None:
+    def worker_exited(
+        self, epoch: int, rank: int, exit_code: int, last_lines: str, reason: EndReason
+    ) -> None:
         request = trainer_pb2.WorkerExitedRequest(
-            job=self._job, epoch=epoch, rank=rank, exit_code=exit_code, last_lines=last_lines
+            job=self._job,
+            epoch=epoch,
+            rank=rank,
+            exit_code=exit_code,
+            last_lines=last_lines,
+            reason=reason,
         )
         self._calls.ask(self._calls.stub.WorkerExited, request)
+
+    def worked(self, epoch: int, ranks: Collection[int]) -> None:
+        request = trainer_pb2.WorkedRequest(job=self._job, epoch=epoch, ranks=ranks)
+        self._calls.ask(self._calls.stub.Worked, request)
 
     def close(self) -> None:
         self._calls.close()
@@ -177,6 +194,8 @@ class HoldfastRendezvous(RendezvousHandler):
         reform_s: time that workers that are kept have to arrive in a new epoch.
 
     Attributes:
+        list_workers: returns the process id of each worker that runs, by its local rank. Empty,
+            unless replaced.
         kill: kills this agent's workers at once, whatever state they are in. Replace it before the
             first rendezvous where the agent has other children than workers.
         can_keep: returns whether all workers run, so that they can be kept. Both are called from
@@ -189,6 +208,7 @@ class HoldfastRendezvous(RendezvousHandler):
     ) -> None:
         self.kill: Callable[[], None] = kill_children
         self.can_keep: Callable[[], bool] = lambda: False
+        self.list_workers: Callable[[], Mapping[int, int]] = dict
         self._daemon, self._job, self._host, self._reform_s = daemon, job, host, reform_s
         self._joined = JoinedWorld()
         self._published: JoinedWorld | None = None
@@ -243,19 +263,35 @@ class HoldfastRendezvous(RendezvousHandler):
         self._settled.wait(timeout_s)
         return self._arrived
 
-    def worker_exited(self, rank: int, exit_code: int, last_lines: str) -> None:
+    def worker_exited(
+        self,
+        rank: int,
+        exit_code: int,
+        last_lines: str,
+        reason: EndReason = EndReason.UNKNOWN,
+    ) -> None:
         """Report to the control loop a worker that failed in the present epoch, with its last
         lines. Failure rules use the exit code, people read the lines; a recovery needs neither, so
         a daemon that is away is only logged."""
-        if self._ended.is_set():
+        if self._ended.is_set() and reason is EndReason.UNKNOWN:
             return  # it was killed because the epoch has ended
         code = 128 - exit_code if exit_code < 0 else exit_code
         try:
-            self._daemon.worker_exited(self.epoch, rank, code, last_lines)
+            self._daemon.worker_exited(self.epoch, rank, code, last_lines, reason)
         except HoldfastError as error:
             log.warning(
                 "rank %d exited with code %d, which was not reported: %s", rank, code, error
             )
+
+    def workers(self) -> Mapping[int, int]:
+        """Process id of each worker that runs, by its local rank."""
+        return self.list_workers()
+
+    def worked(self, ranks: Collection[int]) -> None:
+        """Report to the control loop which ranks have worked of late. A daemon that is away, or of
+        a version that does not know the call, misses it."""
+        with suppress(HoldfastError):
+            self._daemon.worked(self.epoch, ranks)
 
     def get_backend(self) -> str:
         return BACKEND

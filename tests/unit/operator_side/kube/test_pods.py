@@ -167,7 +167,7 @@ def test_a_pod_that_is_deleted_stops_and_shows_why() -> None:
     )
     (agent,) = agents([seen(raw)])
     assert agent.state is AgentState.STOPPING
-    assert agent.disruption == "EvictionByEvictionAPI"
+    assert agent.disruption == "EvictionByEvictionAPI: the pod was evicted, as by kubectl drain"
 
 
 def test_a_pod_with_strange_labels_belongs_to_no_job() -> None:

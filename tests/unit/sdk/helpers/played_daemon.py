@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 from holdfast._launch.rendezvous import AnnouncedWorld, HoldfastRendezvous
 from holdfast_core.errors import HoldfastError, UnreachableError
 from holdfast_core.job.failures import REFORM_S
+from holdfast_core.states import EndReason
 
 TIMEOUT_S = 30.0
 
@@ -65,6 +66,9 @@ class PlayedDaemon:
         self.may_reply.set()
         self.exits: list[tuple[int, int, int]] = []
         self.lines: list[str] = []
+        self.reasons: list[EndReason] = []
+        self.work: list[tuple[int, ...]] = []
+        """Epoch and ranks of each report of work."""
         self.deaf = False
 
     def join_world(self, after_epoch: int, wait_s: float, *, peek: bool) -> AnnouncedWorld:
@@ -109,11 +113,19 @@ class PlayedDaemon:
             self.lose_replies -= 1
             raise UnreachableError("the reply is lost")
 
-    def worker_exited(self, epoch: int, rank: int, exit_code: int, last_lines: str) -> None:
+    def worker_exited(
+        self, epoch: int, rank: int, exit_code: int, last_lines: str, reason: EndReason
+    ) -> None:
         if self.deaf:
             raise UnreachableError("away")
         self.exits.append((epoch, rank, exit_code))
         self.lines.append(last_lines)
+        self.reasons.append(reason)
+
+    def worked(self, epoch: int, ranks: Collection[int]) -> None:
+        if self.deaf:
+            raise UnreachableError("away")
+        self.work.append((epoch, *ranks))
 
     def close(self) -> None:
         with self.worlds.changed:

@@ -166,6 +166,7 @@ def test_workers_that_are_stopped_or_killed_are_replaced_and_the_agent_ends_with
     daemon.begin(3)
     second = agent.workers(RESTART_S)
     assert [worker["epoch"] for worker in second] == ["3", "3"]
+    daemon.wait(lambda: (3, 0, 1) in daemon.work)  # they have started, at least
     for worker in first:
         with pytest.raises(ProcessLookupError):
             os.kill(worker["pid"], 0)
