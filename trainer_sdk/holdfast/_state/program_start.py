@@ -25,6 +25,7 @@ from holdfast._state.conventions import plain_name
 from holdfast._state.dtensors import raw
 from holdfast._state.groups import ParamGroups
 from holdfast._state.own_values import OwnValues
+from holdfast_core.snapshots.names import TensorName
 
 _trains = attrgetter("requires_grad")
 _mode = attrgetter("training")
@@ -61,7 +62,10 @@ class ProgramStart:
         self._parameters = [*parameters.values()]
         self._names = [names.get(id(one), name) for name, one in parameters.items()]
         self._first = [self._trained.get(name, True) for name in parameters]
-        modules = {plain_name(path): one for path, one in self._model.named_modules()}
+        # As texts of names, which any encoding can hold.
+        modules = {
+            str(TensorName(plain_name(path))): one for path, one in self._model.named_modules()
+        }
         if self._modules != [*modules.values()]:
             self._paths, self._modules = [*modules], [*modules.values()]
 
