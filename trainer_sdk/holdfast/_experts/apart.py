@@ -44,12 +44,15 @@ def check_states_apart(live: LiveState, *, takes_apart: bool) -> None:
         seated = anchor.place.seats is not None
         if not seated and not (takes_apart and anchor.place.unit.kind is UnitKind.EXPERT):
             continue
-        optimizer = live.optimizers[anchor.optimizer]
-        name, state = TensorName.parse(text), optimizer.state.get(anchor.parameter, {})
-        if takes_apart and isinstance(optimizer, torch.optim.LBFGS):
+        name, holders = TensorName.parse(text), live.holders[anchor.optimizer]
+        state = {
+            key: value
+            for states in holders.states()
+            for key, value in states.get(anchor.parameter, {}).items()
+        }
+        wrong = why_not_apart(name, anchor.parameter, state, stacked=anchor.place.stacked)
+        if any(isinstance(one, torch.optim.LBFGS) for one in holders.optimizers):
             wrong = f"{name} shares the state of all parameters, as LBFGS keeps it"
-        else:
-            wrong = why_not_apart(name, anchor.parameter, state, stacked=anchor.place.stacked)
         if wrong:
             how = "snapshot.policy captures experts at different steps, and it could be of one only"
             if seated:

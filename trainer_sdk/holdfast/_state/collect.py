@@ -91,9 +91,11 @@ def put_back(live: LiveState, stateful: Mapping[str, Stateful], extras: Mapping[
     modules = dict(live.model.named_modules())
     modules |= {str(TensorName(path)): module for path, module in modules.items()}
     for name, state in extras["modules"].items():
-        if name not in modules:
+        default = torch.nn.Module.set_extra_state
+        if name not in modules or type(modules[name]).set_extra_state is default:
             raise LayoutMismatchError(
-                f"the snapshot has the extra state of a module {name!r}, which the model does not"
+                f"the snapshot has the extra state of a module {name!r}, and the model none that "
+                f"could load it"
             )
         modules[name].set_extra_state(state)
     for name, item in stateful.items():

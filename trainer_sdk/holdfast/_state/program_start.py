@@ -26,6 +26,7 @@ from holdfast._state.conventions import plain_name
 from holdfast._state.dtensors import raw
 from holdfast._state.groups import ParamGroups
 from holdfast._state.own_values import OwnValues
+from holdfast_core.snapshots.names import TensorName
 
 _trains = attrgetter("requires_grad")
 _mode = attrgetter("training")
@@ -64,7 +65,9 @@ class ProgramStart:
         self._first = [self._trained.get(name, True) for name in parameters]
         modules = [*self._model.modules()]
         if self._modules != modules:
-            self._paths = [plain_name(path) for path, _ in self._model.named_modules()]
+            # As texts of names, which any encoding can hold.
+            named = self._model.named_modules()
+            self._paths = [str(TensorName(plain_name(path))) for path, _ in named]
             self._modules = modules
 
     def trained(self) -> list[nn.Parameter]:

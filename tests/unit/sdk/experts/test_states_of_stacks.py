@@ -71,6 +71,17 @@ class Factored(Blockwise):
             p.sub_(p.grad, alpha=0.1)
 
 
+class Within(torch.optim.Optimizer):
+    """Holds the optimizer that does the work in an attribute, as wrappers do."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner, self.param_groups = inner, inner.param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
 Made = Callable[[Any], Any]
 OPTIMIZERS: dict[str, Made] = {
     "ASGD": lambda p: torch.optim.ASGD(p, 0.1),
@@ -98,6 +109,7 @@ REFUSED: dict[str, tuple[Made, str]] = {
         lambda p: Blockwise(p, 0),
         r"w:absmax1 \[1\] is one number for all experts beside the codes \['state1'\]",
     ),
+    "factors in an optimizer within": (lambda p: Within(Blockwise(p, 12)), r"w:absmax1 \[16\]"),
     "one plain factor": (
         lambda p: Blockwise(p, 0, plain=True),
         r"w:absmax1 is a number beside the codes \['state1'\], and no tensor",
@@ -147,7 +159,8 @@ class Run:
     def state(self) -> dict[str, Any]:
         """State of the first parameter, which is the stack or the first of the list."""
         parameter = next(self.model.layers.parameters())
-        found = {"": parameter.detach(), **self.optimizer.state[parameter]}
+        optimizer = getattr(self.optimizer, "inner", self.optimizer)
+        found = {"": parameter.detach(), **optimizer.state[parameter]}
         return {key: v.clone() if torch.is_tensor(v) else v for key, v in sorted(found.items())}
 
 

@@ -94,7 +94,7 @@ def test_it_has_that_form_again_where_a_process_that_stays_has_changed_it_since(
     model = Observer("float32[0]")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     live = LiveState(model, [optimizer], Topology(dp=1), 0)
-    live.begin()
+    live.begun.begin()
     model.put(saved)
     wanted = {
         source.name: Wanted(
@@ -107,7 +107,7 @@ def test_it_has_that_form_again_where_a_process_that_stays_has_changed_it_since(
     }
     extras, form = collect(live, {}, 1), model.form()[0]
     model.put(later)
-    live.begin()  # the second restore changes nothing in what the program begins with
+    live.begun.begin()  # the second restore changes nothing in what the program begins with
     make_room(live, wanted, extras)
     assert model.form()[0] == form or {saved, later} == {ABSENT, NONE}
 
