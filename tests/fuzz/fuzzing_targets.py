@@ -230,7 +230,7 @@ def _seats_of(rank: int) -> bytes:
         loads=tuple(layer.tokens for layer in plan.layers),
         step_s=0.5,
         held=tuple(layer.experts_of(rank) for layer in plan.layers),
-        stacks=(Stack(0, "w_in", "exp_avg", "float32", (4, 8), "cpu"),),
+        stacks=(Stack(0, "w_in:exp_avg", "float32", (4, 8), "cpu"),),
     )
     return encode_statement(one)
 

@@ -109,8 +109,8 @@ def local_differences(template: Mapping[str, Any], trainer: Mapping[str, Any]) -
             yield _ignored(f"{at}.{name}", OF_CONTAINER.get(name, _UNKNOWN))
     for i, container in enumerate(containers):
         if container is not trainer:
-            name = container.get("name") if isinstance(container, Mapping) else None
-            yield _ignored(f"{POD}.containers[{i}] ({name})", OF_POD["containers"])
+            named = container.get("name") if isinstance(container, Mapping) else None
+            yield _ignored(f"{POD}.containers[{i}] ({named})", OF_POD["containers"])
     for name in spec:
         if name != "containers":
             yield _ignored(f"{POD}.{name}", OF_POD.get(name, _UNKNOWN))
