@@ -35,6 +35,10 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "Jobs": (
         "holdfast_operator_jobs",
+        "holdfast_operator_job_phase",
+        "holdfast_operator_job_recoveries",
+        "holdfast_operator_job_members_missing",
+        "holdfast_operator_job_unprotected",
         "holdfast_operator_ranks_desired",
         "holdfast_operator_ranks_ready",
         "holdfast_operator_members_desired",
@@ -96,6 +100,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "holdfast_recomputed_pieces_sent_total",
         "holdfast_peer_messages_lost_total",
         "holdfast_operator_daemons_connected",
+        "holdfast_operator_daemon_missing",
         "holdfast_operator_daemons_outdated",
     ),
     "Integrity and access": (
@@ -114,6 +119,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "Health": (
         "holdfast_operator_leader",
+        "holdfast_operator_oldest_look_seconds",
         "holdfast_operator_reconcile_seconds",
         "holdfast_operator_act_seconds",
         "holdfast_operator_api_requests_total",
@@ -296,8 +302,10 @@ _SLOWEST = (
     "holdfast_save_period_seconds",
     "holdfast_save_staged_seconds",
     "holdfast_save_interval_steps",
+    "holdfast_operator_oldest_look_seconds",
 )
-"""Gauges of the slowest rank of a node, which all nodes of the job wait for."""
+"""Gauges of which the largest counts: of the slowest rank of a node, which all nodes of the job
+wait for, or of the replica that leads."""
 
 
 _NEWEST = ("holdfast_protection_age_seconds", "holdfast_persist_age_seconds")

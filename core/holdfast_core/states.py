@@ -56,6 +56,20 @@ class RestoreSource(StrEnum):
         return _named(cls, name, cls.UNKNOWN)
 
 
+class EndReason(StrEnum):
+    """Why a worker failed, in the words that Kubernetes has for the end of a container."""
+
+    UNKNOWN = ""
+    """The exit code has to do, or a reason that this version does not define."""
+    OOM_KILLED = "OOMKilled"
+    """The kernel killed it, or a process below it, for lack of memory."""
+
+    @classmethod
+    def of(cls, name: str) -> EndReason:
+        """The reason called `name`; UNKNOWN for an unknown name."""
+        return _named(cls, name, cls.UNKNOWN)
+
+
 class RestorePhase(StrEnum):
     """Stage that a restore has reached."""
 

@@ -20,6 +20,7 @@ from holdfast_core.errors import HoldfastError, MemoryBudgetError, StorageError
 from holdfast_core.last_lines import last_lines
 from holdfast_core.snapshots.layouts import encode_layout
 from holdfast_core.snapshots.membership import Membership
+from holdfast_core.states import EndReason
 from holdfast_daemon.engine import JobEngine
 from holdfast_daemon.engine.effects import (
     Completion,
@@ -185,14 +186,21 @@ class JobHost:
         self.carry_out([])
         return number
 
-    def worker_exited(self, epoch: int, world_rank: int, exit_code: int, written: str) -> None:
+    def worker_exited(
+        self,
+        epoch: int,
+        world_rank: int,
+        exit_code: int,
+        written: str,
+        reason: EndReason = EndReason.UNKNOWN,
+    ) -> None:
         """Note that a worker failed, and report it to the control loop.
 
         Raises:
             InvalidJobError: the rank is not on this node.
         """
         # Agents cut the text and take secrets out before they send it; not all clients do.
-        self.engine.worker_exited(epoch, world_rank, exit_code, last_lines(written))
+        self.engine.worker_exited(epoch, world_rank, exit_code, last_lines(written), reason)
         self.carry_out([])
 
     def drop(self) -> None:

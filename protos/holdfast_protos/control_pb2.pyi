@@ -265,6 +265,10 @@ class RankState(_message.Message):
     FOLLOWS_FIELD_NUMBER: _builtins.int
     REPEATED_AFTER_FIELD_NUMBER: _builtins.int
     NO_REPLAY_FIELD_NUMBER: _builtins.int
+    SINCE_WORK_S_FIELD_NUMBER: _builtins.int
+    UNPROTECTED_FIELD_NUMBER: _builtins.int
+    EXIT_REASON_FIELD_NUMBER: _builtins.int
+    OOM_KILLED_IN_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     state: _builtins.str
     """HEALTHY, SNAPSHOTTING, UNHEALTHY, OFFLINE (REFT §4.2)"""
@@ -287,6 +291,14 @@ class RankState(_message.Message):
     """It has repeated the steps after this one alone, to that of `restored`."""
     no_replay: _builtins.str
     """why no pipeline stage repeated steps alone in this epoch"""
+    since_work_s: _builtins.float
+    """Since the rank's launcher last saw it work in this epoch; absent when it has not."""
+    unprotected: _builtins.bool
+    """it trains without a session: its saves are refused"""
+    exit_reason: _builtins.str
+    """why its worker failed: OOMKilled; empty when that is not known"""
+    oom_killed_in: _builtins.int
+    """newest epoch in which it was killed for lack of memory; 0: none"""
     @_builtins.property
     def restored(self) -> _values_pb2.Generation:
         """of "live": the epoch, and the step after which the rank goes on"""
@@ -307,14 +319,23 @@ class RankState(_message.Message):
         follows: _builtins.bool = ...,
         repeated_after: _builtins.int | None = ...,
         no_replay: _builtins.str = ...,
+        since_work_s: _builtins.float | None = ...,
+        unprotected: _builtins.bool = ...,
+        exit_reason: _builtins.str = ...,
+        oom_killed_in: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_repeated_after", b"_repeated_after", "repeated_after", b"repeated_after", "restored", b"restored"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_repeated_after", b"_repeated_after", "_since_work_s", b"_since_work_s", "repeated_after", b"repeated_after", "restored", b"restored", "since_work_s", b"since_work_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_repeated_after", b"_repeated_after", "exit_code", b"exit_code", "follows", b"follows", "idle_s", b"idle_s", "last_lines", b"last_lines", "lost", b"lost", "no_replay", b"no_replay", "pid", b"pid", "rank", b"rank", "repeated_after", b"repeated_after", "restored", b"restored", "restored_from", b"restored_from", "state", b"state", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_repeated_after", b"_repeated_after", "_since_work_s", b"_since_work_s", "exit_code", b"exit_code", "exit_reason", b"exit_reason", "follows", b"follows", "idle_s", b"idle_s", "last_lines", b"last_lines", "lost", b"lost", "no_replay", b"no_replay", "oom_killed_in", b"oom_killed_in", "pid", b"pid", "rank", b"rank", "repeated_after", b"repeated_after", "restored", b"restored", "restored_from", b"restored_from", "since_work_s", b"since_work_s", "state", b"state", "step", b"step", "unprotected", b"unprotected"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__repeated_after: _TypeAlias = _typing.Literal["repeated_after"]  # noqa: Y015
     _WhichOneofArgType__repeated_after: _TypeAlias = _typing.Literal["_repeated_after", b"_repeated_after"]  # noqa: Y015
+    _WhichOneofReturnType__since_work_s: _TypeAlias = _typing.Literal["since_work_s"]  # noqa: Y015
+    _WhichOneofArgType__since_work_s: _TypeAlias = _typing.Literal["_since_work_s", b"_since_work_s"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__repeated_after) -> _WhichOneofReturnType__repeated_after | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__since_work_s) -> _WhichOneofReturnType__since_work_s | None: ...
 
 Global___RankState: _TypeAlias = RankState  # noqa: Y015
 

@@ -761,6 +761,7 @@ class World(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     KEEP_FIELD_NUMBER: _builtins.int
     ARRIVED_FIELD_NUMBER: _builtins.int
+    STORE_KEY_FIELD_NUMBER: _builtins.int
     ready: _builtins.bool
     epoch: _builtins.int
     node_rank: _builtins.int
@@ -777,6 +778,8 @@ class World(_message.Message):
     """this node's workers can be kept: all of them follow their worlds"""
     arrived: _builtins.bool
     """all of this node's ranks have called Hello in this epoch"""
+    store_key: _builtins.str
+    """for the job's ranks only: proves who wrote a value of the store"""
     def __init__(
         self,
         *,
@@ -790,10 +793,11 @@ class World(_message.Message):
         finished: _builtins.bool = ...,
         keep: _builtins.bool = ...,
         arrived: _builtins.bool = ...,
+        store_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived", b"arrived", "epoch", b"epoch", "finished", b"finished", "keep", b"keep", "node_host", b"node_host", "node_rank", b"node_rank", "nodes", b"nodes", "ready", b"ready", "serves_store", b"serves_store", "store_address", b"store_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived", b"arrived", "epoch", b"epoch", "finished", b"finished", "keep", b"keep", "node_host", b"node_host", "node_rank", b"node_rank", "nodes", b"nodes", "ready", b"ready", "serves_store", b"serves_store", "store_address", b"store_address", "store_key", b"store_key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -840,19 +844,22 @@ class PublishStoreRequest(_message.Message):
     JOB_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     STORE_ADDRESS_FIELD_NUMBER: _builtins.int
+    STORE_KEY_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     epoch: _builtins.int
     store_address: _builtins.str
+    store_key: _builtins.str
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
         epoch: _builtins.int = ...,
         store_address: _builtins.str = ...,
+        store_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "job", b"job", "store_address", b"store_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "job", b"job", "store_address", b"store_address", "store_key", b"store_key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -882,6 +889,7 @@ class WorkerExitedRequest(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     EXIT_CODE_FIELD_NUMBER: _builtins.int
     LAST_LINES_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     epoch: _builtins.int
     rank: _builtins.int
@@ -889,6 +897,8 @@ class WorkerExitedRequest(_message.Message):
     """1 to 255; 128 + n when signal n ended it"""
     last_lines: _builtins.str
     """last lines that it wrote to stderr, for people; without secrets"""
+    reason: _builtins.str
+    """why, where that is known; in the words of a container's end: OOMKilled"""
     def __init__(
         self,
         *,
@@ -897,10 +907,11 @@ class WorkerExitedRequest(_message.Message):
         rank: _builtins.int = ...,
         exit_code: _builtins.int = ...,
         last_lines: _builtins.str = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "exit_code", b"exit_code", "job", b"job", "last_lines", b"last_lines", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "exit_code", b"exit_code", "job", b"job", "last_lines", b"last_lines", "rank", b"rank", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -920,6 +931,108 @@ class WorkerExitedReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerExitedReply: _TypeAlias = WorkerExitedReply  # noqa: Y015
+
+@_typing.final
+class WorkedRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    epoch: _builtins.int
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        ranks: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "job", b"job", "ranks", b"ranks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkedRequest: _TypeAlias = WorkedRequest  # noqa: Y015
+
+@_typing.final
+class WorkedReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkedReply: _TypeAlias = WorkedReply  # noqa: Y015
+
+@_typing.final
+class TrainedRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    SKIPPED_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    FAILURE_CODE_FIELD_NUMBER: _builtins.int
+    CLOSED_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    epoch: _builtins.int
+    rank: _builtins.int
+    step: _builtins.int
+    skipped: _builtins.int
+    failed: _builtins.int
+    failure: _builtins.str
+    """why nothing is saved"""
+    failure_code: _builtins.str
+    """its kind: a `HoldfastError.code`"""
+    closed: _builtins.bool
+    """the rank trains no more"""
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        rank: _builtins.int = ...,
+        step: _builtins.int = ...,
+        skipped: _builtins.int = ...,
+        failed: _builtins.int = ...,
+        failure: _builtins.str = ...,
+        failure_code: _builtins.str = ...,
+        closed: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "epoch", b"epoch", "failed", b"failed", "failure", b"failure", "failure_code", b"failure_code", "job", b"job", "rank", b"rank", "skipped", b"skipped", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrainedRequest: _TypeAlias = TrainedRequest  # noqa: Y015
+
+@_typing.final
+class TrainedReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrainedReply: _TypeAlias = TrainedReply  # noqa: Y015
 
 @_typing.final
 class PersistRequest(_message.Message):

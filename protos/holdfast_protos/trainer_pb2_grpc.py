@@ -80,6 +80,16 @@ class TrainerStub(object):
                 request_serializer=holdfast__protos_dot_trainer__pb2.WorkerExitedRequest.SerializeToString,
                 response_deserializer=holdfast__protos_dot_trainer__pb2.WorkerExitedReply.FromString,
                 )
+        self.Worked = channel.unary_unary(
+                '/holdfast.v1.Trainer/Worked',
+                request_serializer=holdfast__protos_dot_trainer__pb2.WorkedRequest.SerializeToString,
+                response_deserializer=holdfast__protos_dot_trainer__pb2.WorkedReply.FromString,
+                )
+        self.Trained = channel.unary_unary(
+                '/holdfast.v1.Trainer/Trained',
+                request_serializer=holdfast__protos_dot_trainer__pb2.TrainedRequest.SerializeToString,
+                response_deserializer=holdfast__protos_dot_trainer__pb2.TrainedReply.FromString,
+                )
         self.Persist = channel.unary_unary(
                 '/holdfast.v1.Trainer/Persist',
                 request_serializer=holdfast__protos_dot_trainer__pb2.PersistRequest.SerializeToString,
@@ -194,6 +204,22 @@ class TrainerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Worked(self, request, context):
+        """Reports which workers have worked since the last report: they used the processor, or read or
+        wrote. It shows that they get on while they have no sessions.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Trained(self, request, context):
+        """Reports the progress of a rank that has no session because its saves are refused, and trains all
+        the same.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Persist(self, request, context):
         """Requests that the newest generation be written to the durable tier now. Returns at once.
         """
@@ -275,6 +301,16 @@ def add_TrainerServicer_to_server(servicer, server):
                     servicer.WorkerExited,
                     request_deserializer=holdfast__protos_dot_trainer__pb2.WorkerExitedRequest.FromString,
                     response_serializer=holdfast__protos_dot_trainer__pb2.WorkerExitedReply.SerializeToString,
+            ),
+            'Worked': grpc.unary_unary_rpc_method_handler(
+                    servicer.Worked,
+                    request_deserializer=holdfast__protos_dot_trainer__pb2.WorkedRequest.FromString,
+                    response_serializer=holdfast__protos_dot_trainer__pb2.WorkedReply.SerializeToString,
+            ),
+            'Trained': grpc.unary_unary_rpc_method_handler(
+                    servicer.Trained,
+                    request_deserializer=holdfast__protos_dot_trainer__pb2.TrainedRequest.FromString,
+                    response_serializer=holdfast__protos_dot_trainer__pb2.TrainedReply.SerializeToString,
             ),
             'Persist': grpc.unary_unary_rpc_method_handler(
                     servicer.Persist,
@@ -515,6 +551,40 @@ class Trainer(object):
         return grpc.experimental.unary_unary(request, target, '/holdfast.v1.Trainer/WorkerExited',
             holdfast__protos_dot_trainer__pb2.WorkerExitedRequest.SerializeToString,
             holdfast__protos_dot_trainer__pb2.WorkerExitedReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Worked(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/holdfast.v1.Trainer/Worked',
+            holdfast__protos_dot_trainer__pb2.WorkedRequest.SerializeToString,
+            holdfast__protos_dot_trainer__pb2.WorkedReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Trained(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/holdfast.v1.Trainer/Trained',
+            holdfast__protos_dot_trainer__pb2.TrainedRequest.SerializeToString,
+            holdfast__protos_dot_trainer__pb2.TrainedReply.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -79,6 +79,14 @@ class TrainerStub:
     """
     WorkerExited: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.WorkerExitedRequest, _trainer_pb2.WorkerExitedReply]
     """Reports a failed worker before the agent stops the others; failure rules use its exit code."""
+    Worked: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.WorkedRequest, _trainer_pb2.WorkedReply]
+    """Reports which workers have worked since the last report: they used the processor, or read or
+    wrote. It shows that they get on while they have no sessions.
+    """
+    Trained: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.TrainedRequest, _trainer_pb2.TrainedReply]
+    """Reports the progress of a rank that has no session because its saves are refused, and trains all
+    the same.
+    """
     Persist: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.PersistRequest, _trainer_pb2.PersistReply]
     """Requests that the newest generation be written to the durable tier now. Returns at once."""
     Status: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.StatusRequest, _trainer_pb2.StatusReply]
@@ -126,6 +134,14 @@ class TrainerAsyncStub(TrainerStub):
     """
     WorkerExited: _aio.UnaryUnaryMultiCallable[_trainer_pb2.WorkerExitedRequest, _trainer_pb2.WorkerExitedReply]  # type: ignore[assignment]
     """Reports a failed worker before the agent stops the others; failure rules use its exit code."""
+    Worked: _aio.UnaryUnaryMultiCallable[_trainer_pb2.WorkedRequest, _trainer_pb2.WorkedReply]  # type: ignore[assignment]
+    """Reports which workers have worked since the last report: they used the processor, or read or
+    wrote. It shows that they get on while they have no sessions.
+    """
+    Trained: _aio.UnaryUnaryMultiCallable[_trainer_pb2.TrainedRequest, _trainer_pb2.TrainedReply]  # type: ignore[assignment]
+    """Reports the progress of a rank that has no session because its saves are refused, and trains all
+    the same.
+    """
     Persist: _aio.UnaryUnaryMultiCallable[_trainer_pb2.PersistRequest, _trainer_pb2.PersistReply]  # type: ignore[assignment]
     """Requests that the newest generation be written to the durable tier now. Returns at once."""
     Status: _aio.UnaryUnaryMultiCallable[_trainer_pb2.StatusRequest, _trainer_pb2.StatusReply]  # type: ignore[assignment]
@@ -248,6 +264,26 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.WorkerExitedReply, _abc.Awaitable[_trainer_pb2.WorkerExitedReply]]:
         """Reports a failed worker before the agent stops the others; failure rules use its exit code."""
+
+    @_abc_1.abstractmethod
+    def Worked(
+        self,
+        request: _trainer_pb2.WorkedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_pb2.WorkedReply, _abc.Awaitable[_trainer_pb2.WorkedReply]]:
+        """Reports which workers have worked since the last report: they used the processor, or read or
+        wrote. It shows that they get on while they have no sessions.
+        """
+
+    @_abc_1.abstractmethod
+    def Trained(
+        self,
+        request: _trainer_pb2.TrainedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_pb2.TrainedReply, _abc.Awaitable[_trainer_pb2.TrainedReply]]:
+        """Reports the progress of a rank that has no session because its saves are refused, and trains all
+        the same.
+        """
 
     @_abc_1.abstractmethod
     def Persist(

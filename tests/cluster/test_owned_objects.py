@@ -214,7 +214,7 @@ def quota_of_one(team: Team) -> Iterator[None]:
     team.delete("quota", "few")
 
 
-TWO = {"nodes": 2, "parallelism": {"dp": 2, "ep": 1}}
+TWO: Document = {"nodes": 2, "parallelism": {"dp": 2, "ep": 1}}
 
 
 def test_a_quota_is_one_condition_and_one_event_and_pods_come_when_it_is_raised(
@@ -256,7 +256,7 @@ def test_a_namespace_that_becomes_restricted_refuses_pods_in_its_words(team: Tea
     team.cluster.kubectl("label", "namespace", TEAM, f"{label}=restricted")
     try:
         job = team.job("unsafe", preRunningDeadlineSeconds=600)
-        job.wait("the refusal", _refused("Refused"), WAIT_S)
+        job.wait("the refusal", _refused("Forbidden"), WAIT_S)
         message = job.condition("PodsRefused")["message"]
         assert 'violates PodSecurity "restricted' in message and not team.pods("unsafe")
     finally:

@@ -334,15 +334,12 @@ def trainer_requests() -> list[bytes]:
                 job=JOB, epoch=1, store_address="10.0.0.1:29500"
             ).SerializeToString(),
         ),
-        (
-            8,
-            trainer_pb2.WorkerExitedRequest(
-                job=JOB, epoch=1, rank=0, exit_code=1
-            ).SerializeToString(),
-        ),
+        (8, trainer_pb2.WorkerExitedRequest(job=JOB, epoch=1, exit_code=1).SerializeToString()),
         (9, trainer_pb2.RestoreRequest(job=JOB, epoch=1).SerializeToString()),
         (10, trainer_pb2.CloseRequest(session="s").SerializeToString()),
         (11, trainer_pb2.FollowRequest(protocol_version=1, job=JOB, pid=7).SerializeToString()),
+        (12, trainer_pb2.WorkedRequest(job=JOB, epoch=1, ranks=[0]).SerializeToString()),
+        (13, trainer_pb2.TrainedRequest(job=JOB, epoch=1, step=4).SerializeToString()),
     ]
     return [bytes([kind]) + message for kind, message in messages]
 

@@ -16,6 +16,7 @@ from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import encode_layout, piece_digests
 from holdfast_core.snapshots.membership import Member, Membership, Redundancy
 from holdfast_core.snapshots.reports import MemberReport
+from holdfast_core.states import EndReason
 from holdfast_daemon.engine import EngineSettings, JobEngine
 from holdfast_daemon.engine.effects import ArenaReady, Effect, Seal
 from holdfast_daemon.engine.effects import SlotSealed as SealedEvent
@@ -50,6 +51,8 @@ CALLS: tuple[tuple[str, Any], ...] = (
     ("Restore", trainer_pb2.RestoreRequest),
     ("Close", trainer_pb2.CloseRequest),
     ("Follow", trainer_pb2.FollowRequest),
+    ("Worked", trainer_pb2.WorkedRequest),
+    ("Trained", trainer_pb2.TrainedRequest),
 )
 
 
@@ -148,8 +151,10 @@ class _Host:
     def follows(self, rank: int, pid: int, size: int) -> int:
         return self.engine.follows(rank, pid, size)
 
-    def worker_exited(self, epoch: int, rank: int, exit_code: int, last_lines: str) -> None:
-        self.engine.worker_exited(epoch, rank, exit_code, last_lines)
+    def worker_exited(
+        self, epoch: int, rank: int, exit_code: int, last_lines: str, reason: EndReason
+    ) -> None:
+        self.engine.worker_exited(epoch, rank, exit_code, last_lines, reason)
 
 
 def request(data: bytes) -> None:

@@ -35,12 +35,13 @@ from holdfast._saving.comparing import Comparing
 from holdfast._saving.pacing import DueSaves, EverySave, Pacing
 from holdfast._session import ProtectedSession
 from holdfast._settings import Settings
-from holdfast._state.buffers import BufferForms
 from holdfast._state.capture import LiveState
 from holdfast._state.collect import Stateful
 from holdfast._state.conventions import Seats, UnitNamer
 from holdfast._state.dtensors import raw
-from holdfast._state.groups import ParamGroups, check_optimizers
+from holdfast._state.groups import check_optimizers
+from holdfast._state.nested import check_nested, notices_steps, with_nested
+from holdfast._state.program_start import ProgramStart
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.experts.policies import policy_of
 from holdfast_core.job.snapshots import Full, Policy, Repeats, SparseWindows
@@ -70,8 +71,7 @@ def init(
 
     Args:
         model: the trained module, which DDP or FSDP2 may wrap.
-        optimizer: a torch optimizer, or several in a list; a hook on `step` waits until a save is
-            staged.
+        optimizer: one of torch, or several in a list; a hook on `step` waits for staged saves.
         stateful: other objects that a restore must bring back (scheduler, sampler, …), by name.
         topology: which ranks hold the same state; without it all ranks are data-parallel replicas.
             In a later world of another size, dp follows from it, and tp, pp and ep stay.
@@ -95,7 +95,6 @@ def init(
             `load_state_dict`, or arguments contradict each other.
     """
     environment = read_environment()
-    set_exit_codes()
     maker = _Maker(
         model=model,
         optimizers=optimizer if isinstance(optimizer, list | tuple) else [optimizer],
@@ -153,7 +152,7 @@ class _Maker:
             and (
                 policy is None or isinstance(policy, Full | SparseWindows) or _has_seats(self.model)
             )
-            and all(isinstance(one, torch.optim.Optimizer) for one in self.optimizers)
+            and all(notices_steps(one) for one in self.optimizers)
         )
 
     def check(self) -> None:
@@ -162,6 +161,13 @@ class _Maker:
         _check_stateful(self.stateful)
         if self.protects and self.topology is not None:
             self.topology.check_world(_world(self.environment, self.rank)[1])
+        if self.protects:
+            check_optimizers(self.optimizers)
+            check_nested(
+                self.optimizers,
+                self.settings.repeats if self.settings.window else None,
+                stays=self.world is not None,
+            )
         if _has_seats(self.model):
             _check_seats(self.topology, self.settings.policy)
             for one in self.optimizers:
@@ -178,13 +184,12 @@ class _Maker:
                 "that seats any: build its layers with holdfast.moe.MoELayer, or remove "
                 "spec.elastic"
             )
-        begun = forms = None
+        begun = None
         if self.protects:
-            check_optimizers(self.optimizers)
-            begun, forms = ParamGroups(self.optimizers), BufferForms(self.model)
+            begun = ProgramStart(self.model, self.optimizers)
         return ElasticSession(
             world,
-            partial(self.session, begun, forms),
+            partial(self.session, begun),
             self.optimizers,
             # A vote waits for the slowest rank, as training's own collectives do.
             max(self.settings.exchange_timeout_s, world.timeout_s),
@@ -194,15 +199,11 @@ class _Maker:
             rebalance_steps=given.rebalance_steps if given else 0,
         )
 
-    def session(
-        self, begun: ParamGroups | None = None, forms: BufferForms | None = None
-    ) -> Session:
+    def session(self, begun: ProgramStart | None = None) -> Session:
         """Make a session of the present world. Collective.
 
         Args:
-            begun: parameter groups that the program has whenever it starts; those that it has now
-                when None.
-            forms: forms that buffers have whenever it starts, likewise.
+            begun: what the program has whenever it starts; what it has now when None.
         """
         if not self.protects:
             return UnprotectedSession()
@@ -219,7 +220,6 @@ class _Maker:
             units=self.units,
             private=self.private,
             begun=begun,
-            forms=forms,
         )
 
         def exchange() -> Exchange:
@@ -248,6 +248,7 @@ class _Maker:
     def _connect(self, rank: int, ranks: Exchange) -> DaemonClient:
         if not self.job or self.socket is None:
             raise InvalidJobError("a daemon is named without a job; set HOLDFAST_JOB or pass job=")
+        set_exit_codes()
         store = self.environment.store_address
         if self.world is not None:
             store = self.world.store_address
@@ -353,7 +354,7 @@ def _check_repeatable(model: nn.Module, optimizers: Sequence[Any], repeats: Repe
                 f"{name} is not a torch.optim.Optimizer, whose steps sparse windows repeat with "
                 f"frozen units; derive it from that class, or use snapshot.policy.type Full"
             )
-        if isinstance(optimizer, torch.optim.LBFGS):
+        if any(isinstance(one, torch.optim.LBFGS) for one in with_nested(optimizer)):
             raise InvalidJobError(
                 f"{name} computes one update from all parameters, so none can be frozen when steps "
                 f"of a sparse window are repeated; use snapshot.policy.type Full"

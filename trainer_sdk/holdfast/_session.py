@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import msgspec
 import torch
@@ -40,6 +39,8 @@ from holdfast._state.capture import LiveState, TensorSource
 from holdfast._state.collect import Stateful, collect
 from holdfast._state.extras import encode_extras
 from holdfast._state.in_place import InPlaceCheck
+from holdfast._state.nested import StepHooks, notices_steps
+from holdfast._state.unseen import UnseenState
 from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.errors import (
     HoldfastError,
@@ -78,7 +79,6 @@ class ProtectedSession(Session):
         self._live, self._pacing, self._stateful = live, pacing, dict(stateful)
         self._settings, self._device = settings, device
         self._engine = CopyEngine(settings.copy_threads, device)
-        self._takes_apart = policy.leaves_out or bool(settings.window)
         self._counts_tokens = policy.leaves_out or settings.counts_tokens
         self._gradients = policy.gradients
         self._optimizer_steps = OptimizerSteps(live, settings.repeats if settings.window else None)
@@ -117,12 +117,10 @@ class ProtectedSession(Session):
         self._closed, self._kept = False, START
         self._replay: Replay | None = None
         """Replay of a sparse window, until its last step is repeated."""
-        optimizers = [one for one in live.optimizers if isinstance(one, torch.optim.Optimizer)]
-        unheld = [one for one in live.optimizers if one not in optimizers]
-        self._hooks = [
-            *(one.register_step_pre_hook(self._before_step) for one in optimizers if hooks),
-            *(one.register_step_post_hook(self._after_step) for one in optimizers),
-        ]
+        unheld = [one for one in live.optimizers if not notices_steps(one)]
+        self._unheld, self._unseen = unheld, UnseenState(live.optimizers)
+        before = self.before_step if hooks else None
+        self._hooks = StepHooks(live.optimizers, before, self._after_step)
         self._held = not unheld
         """Whether a hook makes every optimizer wait until a save is staged."""
         self._asked = False
@@ -162,7 +160,7 @@ class ProtectedSession(Session):
 
     @property
     def problem(self) -> HoldfastError | None:
-        return self._saver.problem or self._saver.comparing.problem
+        return self._saver.problem or self._saver.comparing.problem or self._unseen.problem
 
     @property
     def counters(self) -> SaveCounters:
@@ -336,6 +334,9 @@ class ProtectedSession(Session):
         if self._saver.problem is not None:
             self._saver.refuse(handle, self._saver.problem)
             return
+        self._unseen.before_save(self._unheld)
+        if self._unseen.problem is not None:
+            raise self._unseen.problem
         if self._saver.busy:
             raise SnapshotSkippedError("the previous save is still in progress")
         self._saver.submit(self._task(handle, copies=True))
@@ -374,9 +375,9 @@ class ProtectedSession(Session):
         with torch.no_grad():
             if self._stale or self._live.changed():
                 self._stale = True  # until all of this has succeeded
-                self._live.forms.check()
+                self._live.begun.forms.check()
                 found = self._live.discover()
-                check_states_apart(self._live, takes_apart=self._takes_apart)
+                check_states_apart(self._live, takes_apart=self._policy_takes_apart())
                 self._sources = (*found, *self._gradients.sources())
                 self._optimizer_steps.make_room()
                 self._eager = [
@@ -385,6 +386,8 @@ class ProtectedSession(Session):
                     if source.captured and source.eager and source.staging is not None
                 ]
                 self._stale = False
+            if self._live.unrestorable:
+                raise InvalidJobError(self._live.unrestorable)
             for staging, live in self._eager:
                 staging.copy_(live)
         self._gradients.settle()
@@ -408,6 +411,10 @@ class ProtectedSession(Session):
             unchanged=InPlaceCheck(self._live.watched) if copies else None,
             reseated=reseated,
         )
+
+    def _policy_takes_apart(self) -> bool:
+        """Whether experts of one generation may be captured at different steps."""
+        return self._restore.policy.leaves_out or bool(self._settings.window)
 
     def count_tokens(
         self, layer: int, counts: Sequence[float] | torch.Tensor, assignments: int | None = None
@@ -445,10 +452,6 @@ class ProtectedSession(Session):
         self._saver.wait_staged()
         self._waited(began_s)
 
-    def _before_step(self, optimizer: object, args: Any, kwargs: Any) -> None:
-        del args, kwargs
-        self.before_step(optimizer)
-
     def before_step(self, optimizer: object) -> None:
         """Return when `optimizer` may step. Its hook calls it, unless `hooks` was False."""
         began_s = time.monotonic()
@@ -459,9 +462,11 @@ class ProtectedSession(Session):
         self._optimizer_steps.before_step(optimizer, due, frozen=self._replay is not None)
         if self._replay is not None:
             self._replay.before_step(optimizer)
+        self._live.begun.stepped()
+        self._unseen.before_step(optimizer)
 
-    def _after_step(self, optimizer: object, args: Any, kwargs: Any) -> None:
-        del args, kwargs
+    def _after_step(self, optimizer: object) -> None:
+        self._unseen.after_step()
         if self._replay is not None:
             self._replay.after_step()
         self._optimizer_steps.after_step(optimizer)
@@ -471,8 +476,7 @@ class ProtectedSession(Session):
             return
         self._saver.wait_staged()
         self._closed = True
-        for hook in self._hooks:
-            hook.remove()
+        self._hooks.remove()
         self._saver.close(self._settings.rpc_timeout_s)
         self._pacing.close(self._settings.rpc_timeout_s)
 

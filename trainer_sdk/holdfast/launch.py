@@ -6,7 +6,7 @@ or the workers are done; the control loop handles failures of workers.
 
 Exit codes: 0 when this node's workers finished; 128 + n when signal n ended the agent; 75 when the
 job ended while this node was waiting for its next world; 69 when the daemon stayed away; 77 when it
-denied the job to this process.
+denied the job to this process. They and those of workers are in `holdfast_core.exit_codes`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ from torch.distributed.elastic.rendezvous.api import (
 from holdfast._environment import read_secrets, read_token_file, set_for_workers
 from holdfast._launch.agent import RESTARTS_MAX, EpochEndedError, HoldfastAgent
 from holdfast._launch.forking import start_fork_server
+from holdfast._launch.memory_kills import MemoryKills
 from holdfast._launch.rendezvous import GrpcDaemon, HoldfastRendezvous
 from holdfast._launch.script import do_nothing, run_script
 from holdfast._launch.stderr import StderrLogs, WorkerStderr
+from holdfast._launch.work import WorkWatch
 from holdfast_core.errors import AccessDeniedError
 from holdfast_core.exit_codes import DENIED, JOB_ENDED, NO_DAEMON
 from holdfast_core.job.failures import REFORM_S
@@ -156,12 +158,13 @@ def _run_agent(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
     # With a log directory, files already keep everything that workers write.
     stderr = None if settings.log_dir else WorkerStderr(settings.nproc, read_secrets())
     paths = () if stderr is None else stderr.paths
+    arguments = _kept_from_torch(script or settings.command[1:])
     spec = WorkerSpec(
         role="trainer",
         local_world_size=settings.nproc,
         rdzv_handler=rendezvous,
         entrypoint=entrypoint,
-        args=(paths, *script) if script else settings.command[1:],
+        args=(paths, *arguments) if script else arguments,
         max_restarts=RESTARTS_MAX,
         monitor_interval=MONITOR_S,
     )
@@ -171,6 +174,9 @@ def _run_agent(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
         else StderrLogs(stderr, forked=script is not None)
     )
     last_lines = stderr.last_lines if stderr is not None else lambda local_rank: ""
+    kills = MemoryKills()
+    watch = WorkWatch(rendezvous, settings.nproc, kills)
+    watch.start()
     try:
         while True:
             agent = HoldfastAgent(
@@ -181,6 +187,7 @@ def _run_agent(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
                 settings.grace_s,
                 last_lines,
                 partial(_record_waiting, settings.wait_file),
+                kills.any_recent,
             )
             try:
                 result = agent.run()
@@ -197,7 +204,14 @@ def _run_agent(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
     except SignalException as error:
         return 128 + int(error.sigval)
     finally:
+        watch.close()
         rendezvous.shutdown()
+
+
+def _kept_from_torch(arguments: Sequence[str]) -> tuple[str, ...]:
+    """`arguments` such that workers get them as they are: torch resolves macros in them, like
+    `${local_rank}`, and halves `$$`."""
+    return tuple(argument.replace("$", "$$") for argument in arguments)
 
 
 def _record_waiting(file: Path | None, why: str) -> None:

@@ -130,6 +130,8 @@ class FakeDaemon:
         self.calls: list[str] = []
         """Names of the methods that were called, in order."""
         self.reports: list[TrainerReport] = []
+        self.unprotected: list[TrainerReport | None] = []
+        """Reports that came without a session; None for the last, when the rank trains no more."""
         self.manifests: list[Manifest] = []
         """Manifests of all snapshots committed here."""
         self._failures: dict[str, list[_Failure]] = {}
@@ -412,6 +414,12 @@ class FakeDaemon:
     def progress(self, report: TrainerReport) -> None:
         self._enter("progress")
         self.reports.append(report)
+
+    def trained(self, epoch: int, report: TrainerReport, *, closed: bool = False) -> None:
+        self._enter("trained")
+        if epoch != self.epoch:
+            raise StaleEpochError(f"epoch {epoch} has ended; the current epoch is {self.epoch}")
+        self.unprotected.append(None if closed else report)
 
     def close_session(self, session: str) -> None:
         self._enter("close_session")

@@ -74,8 +74,8 @@ class Detection(Document, frozen=True, kw_only=True):
                 description="seconds without progress after which a start counts as hung",
                 examples=[1800],
                 extra={
-                    "more": "Without it, 600 or hangSeconds, whichever is longer. Must be longer "
-                    "than loading and compiling."
+                    "more": "Without it, 600 or hangSeconds, whichever is longer. Processes that "
+                    "use the processor, read or write are progress."
                 },
             ),
         ]
@@ -86,9 +86,9 @@ class Detection(Document, frozen=True, kw_only=True):
         Meta(
             gt=0,
             le=YEAR_S,
-            description="seconds that processes may run on after all sessions are closed",
+            description="seconds without progress after all sessions are closed",
             examples=[3600],
-            extra={"more": "After that they count as hung."},
+            extra={"more": "Then processes that run on count as hung, unless they work."},
         ),
     ] = 3600.0
     replace_seconds: Annotated[

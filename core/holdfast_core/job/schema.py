@@ -18,6 +18,7 @@ from holdfast_core.job.documents import YEAR_S, Document
 from holdfast_core.job.elastic import ElasticExperts, ElasticVariable
 from holdfast_core.job.failures import REFORM_S, FailurePolicy
 from holdfast_core.job.persistence import Persistence, RestoreSpec
+from holdfast_core.job.references import resolve_env
 from holdfast_core.job.snapshots import (
     COMPARE_REPLICAS_EVERY,
     PolicyType,
@@ -363,7 +364,8 @@ class MoETrainingJob(Document, frozen=True, kw_only=True):
 
     @property
     def command(self) -> tuple[str, ...]:
-        """The trainer's command line: `command`, then `args`."""
+        """The trainer's command line as it is written: `command`, then `args`. References to
+        variables are for the kubelet, or a local run, to resolve."""
         return (*self.container.get("command", ()), *self.container.get("args", ()))
 
     @property
@@ -415,9 +417,10 @@ class MoETrainingJob(Document, frozen=True, kw_only=True):
 
     @property
     def env(self) -> dict[str, str]:
-        """The trainer's environment, as far as the document has the values (no `valueFrom`)."""
-        return {
-            entry["name"]: entry.get("value", "")
-            for entry in self.container.get("env", ())
-            if "valueFrom" not in entry
-        }
+        """The trainer's environment, as far as the document has the values (no `valueFrom`), with
+        references to other variables resolved.
+
+        Raises:
+            InvalidJobError: that makes it too long; never after `check_local`.
+        """
+        return resolve_env(self.container.get("env") or ())

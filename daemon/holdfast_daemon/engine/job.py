@@ -9,7 +9,7 @@ Adapters use only these queries: the memory is private to the engine.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from holdfast_core.catalogue.events import JobEvent
@@ -38,7 +38,7 @@ from holdfast_core.snapshots.layouts import (
 from holdfast_core.snapshots.manifests import ExpertVersion, Manifest, ParityEntry
 from holdfast_core.snapshots.membership import Membership
 from holdfast_core.snapshots.reports import Directive, MemberReport
-from holdfast_core.states import RestoreSource
+from holdfast_core.states import EndReason, RestoreSource
 from holdfast_daemon.engine import (
     answers,
     completions,
@@ -366,7 +366,7 @@ class JobEngine:
         session = self._session(session_id)
         session.claimed = True
         record = self.memory.rank(session.rank)
-        record.last_sign = now
+        record.last_sign, record.unprotected_in = now, 0
         self._take_back(session.rank)
         self.memory.note(
             JobEvent.SESSION_OPENED,
@@ -630,20 +630,77 @@ class JobEngine:
         return True
 
     def worker_exited(
-        self, epoch: int, world_rank: int, exit_code: int, last_lines: str = ""
+        self,
+        epoch: int,
+        world_rank: int,
+        exit_code: int,
+        last_lines: str = "",
+        reason: EndReason = EndReason.UNKNOWN,
     ) -> None:
-        """Record that a worker of `epoch` failed, and the end of its stderr. Failures in an ended
-        epoch are ignored: workers are killed then. Raises as `rank_in_world` does."""
+        """Record that a worker of `epoch` failed, the end of its stderr, and the reason. Failures
+        in an ended epoch are ignored, since workers are killed then, unless memory was short.
+        Raises as `rank_in_world` does."""
         if epoch == self.memory.epoch:
             record = self.memory.rank(self.rank_in_world(world_rank))
             record.exited, record.last_lines = (epoch, exit_code), last_lines
+            record.exit_reason, record.unprotected_in = reason, 0
+        if reason is EndReason.OOM_KILLED and epoch <= self.memory.epoch:
+            record = self.memory.rank(self.rank_of_lane(world_rank))
+            record.oom_killed_in = max(record.oom_killed_in, epoch)
 
-    def publish_store(self, epoch: int, address: str, now: float) -> list[Effect]:
-        """Announce the address of the world's store, which the first member's agent serves."""
+    def worked(self, epoch: int, world_ranks: Collection[int], now: float) -> None:
+        """Record that workers of `epoch` have worked of late, as their agent saw; nothing, when
+        that epoch has ended. Raises as `rank_in_world` does."""
+        if epoch == self.memory.epoch:
+            for rank in [self.rank_in_world(each) for each in set(world_ranks)]:
+                self.memory.rank(rank).worked = (epoch, now)
+
+    def trained(
+        self,
+        rank: int,
+        *,
+        epoch: int,
+        step: int,
+        now: float,
+        skipped: int = 0,
+        failed: int = 0,
+        failure: str = "",
+        failure_code: str = "",
+        closed: bool = False,
+    ) -> list[Effect]:
+        """Record the progress of a rank that has no session, because its saves are refused.
+
+        Args:
+            closed: the rank trains no more.
+
+        Raises:
+            StaleEpochError: `epoch` has ended.
+        """
+        self._check_epoch(epoch, f"rank {rank}")
+        record = self.memory.rank(rank)
+        if record.session is not None and record.session.claimed:
+            return []  # its own reports count
+        if closed:
+            record.unprotected_in = 0
+        else:
+            if step > record.last_step or record.unprotected_in != epoch:
+                record.last_step, record.last_sign = max(step, record.last_step), now
+            record.unprotected_in = epoch
+        record.skipped, record.failed = skipped, failed
+        record.failure, record.failure_code = failure, failure_code
+        return self._convergence.settle(now)
+
+    def publish_store(
+        self, epoch: int, address: str, now: float, store_key: str = ""
+    ) -> list[Effect]:
+        """Announce the address of the world's store, which the first member's agent serves, and its
+        key, if it has one."""
         memory = self.memory
         self._check_epoch(epoch, "the agent")
         if memory.current is not None:
-            memory.direct(replace(memory.current.directive, rendezvous=address))
+            memory.direct(
+                replace(memory.current.directive, rendezvous=address, store_key=store_key)
+            )
         return self._convergence.settle(now)
 
     def restore_given(self, rank: int, state: RestoreState) -> None:

@@ -17,7 +17,7 @@ from holdfast_core.experts.loss_reports import LossReport, merged
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.membership import Membership, Redundancy
 from holdfast_core.snapshots.reports import Directive
-from holdfast_core.states import RankHealth, RestoreSource
+from holdfast_core.states import EndReason, RankHealth, RestoreSource
 from holdfast_daemon.engine.slots import ParityState, SlotState
 from holdfast_daemon.engine.state import JobMemory, RankRecord, SavePace
 
@@ -44,6 +44,15 @@ class RankOverview:
     """Exit code with which its worker failed in this epoch; 0 when it has not."""
     last_lines: str
     """End of what that worker wrote to stderr."""
+    exit_reason: EndReason
+    """Why that worker failed, where that is known."""
+    oom_killed_in: int
+    """Newest epoch in which its worker was killed for lack of memory; 0 when in none."""
+    worked_at: float | None
+    """Monotonic time in seconds at which its agent last saw it work in this epoch; None when it has
+    not."""
+    unprotected: bool
+    """Whether it trains without a session in this epoch."""
     skipped: int
     failed: int
     pace: SavePace
@@ -246,6 +255,8 @@ def evidence(memory: JobMemory) -> tuple[object, ...]:
                 record.restored,
                 exit_code(memory, record),
                 record.last_step > start,
+                is_unprotected(memory, record),
+                record.oom_killed_in,
             )
             for record in map(memory.rank, memory.my_ranks())
         ),
@@ -276,6 +287,11 @@ def last_lines(memory: JobMemory, record: RankRecord) -> str:
     """Last lines that the failed worker wrote to stderr; empty when none has failed in this
     epoch."""
     return record.last_lines if exit_code(memory, record) else ""
+
+
+def is_unprotected(memory: JobMemory, record: RankRecord) -> bool:
+    """Whether the rank trains without a session in this epoch."""
+    return record.unprotected_in == memory.epoch != 0
 
 
 def problem(memory: JobMemory) -> ProtectionProblem:
@@ -352,6 +368,10 @@ def _rank(memory: JobMemory, rank: int, committed: set[Generation]) -> RankOverv
         no_replay=record.no_replay,
         exit_code=exit_code(memory, record),
         last_lines=last_lines(memory, record),
+        exit_reason=record.exit_reason if exit_code(memory, record) else EndReason.UNKNOWN,
+        oom_killed_in=record.oom_killed_in,
+        worked_at=record.worked[1] if record.worked[0] == memory.epoch != 0 else None,
+        unprotected=is_unprotected(memory, record),
         skipped=record.skipped,
         failed=record.failed,
         pace=record.pace,

@@ -18,7 +18,7 @@ from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.manifests import Inventory, SnapshotEntry
 from holdfast_core.snapshots.membership import Membership
 from holdfast_core.snapshots.reports import Directive, MemberReport
-from holdfast_core.states import RestoreSource
+from holdfast_core.states import EndReason, RestoreSource
 from holdfast_daemon.engine.effects import Effect, Note
 from holdfast_daemon.engine.epoch import Epoch
 from holdfast_daemon.engine.loading_state import Loading
@@ -97,6 +97,15 @@ class RankRecord:
     """(epoch, exit code) of its worker's newest failure, as reported by the agent."""
     last_lines: str = ""
     """Last lines that the failed worker wrote to stderr, for operators."""
+    exit_reason: EndReason = EndReason.UNKNOWN
+    """Why that worker failed, where its agent knew it."""
+    oom_killed_in: int = 0
+    """Newest epoch in which the kernel killed it for lack of memory. The agent's report may come
+    when the next epoch has begun."""
+    worked: tuple[int, float] = (0, 0.0)
+    """(epoch, monotonic time in seconds) of the newest report of the agent that it had worked."""
+    unprotected_in: int = 0
+    """Newest epoch in which it has reported progress without a session."""
     last_step: int = 0
     last_sign: float = 0.0
     seal_error: str = ""

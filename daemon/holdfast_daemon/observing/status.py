@@ -91,6 +91,10 @@ def _rank(rank: RankOverview, now: float) -> control_pb2.RankState:
         follows=rank.follows,
         repeated_after=rank.repeated_after,
         no_replay=rank.no_replay,
+        since_work_s=None if rank.worked_at is None else max(0.0, now - rank.worked_at),
+        unprotected=rank.unprotected,
+        exit_reason=rank.exit_reason,
+        oom_killed_in=rank.oom_killed_in,
     )
 
 
@@ -125,6 +129,7 @@ def as_json(host: JobHost, job: JobOverview) -> dict[str, object]:
                 "skipped": rank.skipped,
                 "failed": rank.failed,
                 "follows": rank.follows,
+                "unprotected": rank.unprotected,
                 "loss": _loss(rank.loss),
             }
             for rank in job.ranks

@@ -29,7 +29,7 @@ from holdfast_core.errors import (
     known_code,
 )
 from holdfast_core.snapshots.generations import Generation
-from holdfast_core.states import RestorePhase, RestoreSource
+from holdfast_core.states import EndReason, RestorePhase, RestoreSource
 from holdfast_daemon.engine import RestoreState, SavePace, WorldState
 from holdfast_daemon.engine.slots import ArenaView, Slot
 from holdfast_daemon.host import JobHost
@@ -384,6 +384,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             node_rank=state.node_rank,
             nodes=state.nodes,
             store_address=state.store_address,
+            store_key=state.store_key,
             serves_store=state.serves_store,
             node_host=self._node_host,
             keep=state.keep,
@@ -426,14 +427,48 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     async def PublishStore(self, request: trainer_pb2.PublishStoreRequest, context: Any) -> Any:
         host = self._placed(request.job)
         request_limits.check_address(request.store_address)
-        host.carry_out(host.engine.publish_store(request.epoch, request.store_address, host.now))
+        request_limits.check_store_key(request.store_key)
+        host.carry_out(
+            host.engine.publish_store(
+                request.epoch, request.store_address, host.now, request.store_key
+            )
+        )
         return trainer_pb2.PublishStoreReply()
 
     @_translating
     async def WorkerExited(self, request: trainer_pb2.WorkerExitedRequest, context: Any) -> Any:
         host = self._placed(request.job)
-        host.worker_exited(request.epoch, request.rank, request.exit_code, request.last_lines)
+        host.worker_exited(
+            request.epoch,
+            request.rank,
+            request.exit_code,
+            request.last_lines,
+            EndReason.of(request.reason),
+        )
         return trainer_pb2.WorkerExitedReply()
+
+    @_translating
+    async def Worked(self, request: trainer_pb2.WorkedRequest, context: Any) -> Any:
+        host = self._placed(request.job)
+        host.engine.worked(request.epoch, request.ranks, host.now)
+        return trainer_pb2.WorkedReply()
+
+    @_translating
+    async def Trained(self, request: trainer_pb2.TrainedRequest, context: Any) -> Any:
+        host = self._placed(request.job)
+        effects = host.engine.trained(
+            host.engine.rank_in_world(request.rank, request.epoch),
+            epoch=request.epoch,
+            step=request.step,
+            skipped=request_limits.counted(request.skipped),
+            failed=request_limits.counted(request.failed),
+            failure=request_limits.shortened(request.failure),
+            failure_code=known_code(request.failure_code),
+            closed=request.closed,
+            now=host.now,
+        )
+        host.carry_out(effects)
+        return trainer_pb2.TrainedReply()
 
     @_translating
     async def Persist(self, request: trainer_pb2.PersistRequest, context: Any) -> Any:

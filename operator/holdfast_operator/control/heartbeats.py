@@ -8,7 +8,7 @@ from math import inf
 from holdfast_core.errors import known_code
 from holdfast_core.last_lines import last_lines
 from holdfast_core.snapshots.membership import Membership
-from holdfast_core.states import RankHealth, RestoreSource
+from holdfast_core.states import EndReason, RankHealth, RestoreSource
 from holdfast_operator.reconciler.views import JobView, NodeView, RankView
 from holdfast_protos import codec, control_pb2, values_pb2
 from holdfast_protos.expert_plans import plan_from_proto
@@ -106,6 +106,10 @@ def _rank_view(state: control_pb2.RankState) -> RankView:
         follows=state.follows,
         repeated_after=state.repeated_after if state.HasField("repeated_after") else None,
         no_replay=last_lines(state.no_replay),
+        since_work_s=state.since_work_s if state.HasField("since_work_s") else None,
+        unprotected=state.unprotected,
+        exit_reason=EndReason.of(state.exit_reason),
+        oom_killed_in=state.oom_killed_in,
     )
 
 
@@ -120,7 +124,10 @@ def evidence_of(view: JobView) -> object:
         *(view.epoch, view.membership, view.verified, view.line),
         *(view.agent_waiting, view.rebuilding, view.problem, view.problem_code),
         *(
-            (each.rank, each.pid, each.lost, each.restored, each.restored_from, each.exit_code)
+            (
+                *(each.rank, each.pid, each.lost, each.restored, each.restored_from),
+                *(each.exit_code, each.exit_reason, each.oom_killed_in, each.unprotected),
+            )
             for each in view.ranks
         ),
     )

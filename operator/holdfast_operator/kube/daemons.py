@@ -6,10 +6,12 @@ its memory is still there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from holdfast_operator.kube.api import Object
+from holdfast_operator.kube.nodes import KubeNode
+from holdfast_operator.reconciler.views import NodeView
 
 REVISION_LABEL = "controller-revision-hash"
 """Label that Kubernetes writes on the pods and ControllerRevisions of a DaemonSet."""
@@ -91,6 +93,17 @@ def owner_of(metadata: Object) -> tuple[str, str]:
         if owner.get("kind") == "DaemonSet":
             return owner.get("uid", ""), owner.get("name", "")
     return "", ""
+
+
+def without_daemon(
+    nodes: Iterable[KubeNode], pods: Iterable[DaemonPod], known: Mapping[str, NodeView]
+) -> frozenset[str]:
+    """Nodes that should have a daemon, as its pod or an earlier connection shows, and whose daemon
+    is not connected. A node that has left the cluster is none of them."""
+    here = {node.name for node in nodes}
+    wanted = {pod.node for pod in pods} | known.keys()
+    connected = {name for name, view in known.items() if view.connected}
+    return frozenset((wanted & here) - connected)
 
 
 class Daemons:

@@ -9,15 +9,18 @@ from collections.abc import Awaitable, Iterable
 
 from holdfast_core.job.parsing import MANAGER
 from holdfast_core.job.status import ENDED, Phase
+from holdfast_core.metric_definitions import job_labels
 from holdfast_operator.kube.amounts import Amounts
 from holdfast_operator.kube.api import NOT_FOUND, ApiError, Object, pages
 from holdfast_operator.kube.finalizer import free_memory
 from holdfast_operator.kube.job_loop import JobLoop
+from holdfast_operator.kube.metrics import OperatorMetrics
 from holdfast_operator.kube.pacing import HEARTBEAT_S_MAX, heartbeats_s
 from holdfast_operator.kube.resources import JOBS
 from holdfast_operator.kube.world import LoopContext
 from holdfast_operator.reconciler.renewal import JobStand
-from holdfast_operator.reconciler.views import Event
+from holdfast_operator.reconciler.unprotected import TRAINS_UNPROTECTED
+from holdfast_operator.reconciler.views import ConditionType, Event
 
 _log = logging.getLogger(__name__)
 
@@ -180,6 +183,7 @@ class Fleet:
         phases = Counter(status.get("phase", Phase.WAITING) for status in statuses)
         for phase in Phase:
             world.metrics.set("jobs", phases[phase], phase=phase)
+        self._show_jobs(world.metrics)
         going = [s for s in statuses if s.get("phase") not in ENDED]
         world.metrics.set("ranks_desired", sum(s.get("desired", 0) for s in going))
         world.metrics.set("ranks_ready", sum(s.get("ready", 0) for s in going))
@@ -189,6 +193,15 @@ class Fleet:
         world.metrics.set("jobs_short", sum(map(_is_short, going)))
         connected = sum(view.connected for view in world.server.nodes().values())
         world.metrics.set("daemons_connected", connected)
+
+    def _show_jobs(self, metrics: OperatorMetrics) -> None:
+        """Bring the series of single jobs up to date."""
+        of = {tuple(job_labels(key).values()): loop.status for key, loop in self._loops.items()}
+        phases = {(*job, s.get("phase", Phase.WAITING)): 1.0 for job, s in of.items()}
+        metrics.replace_all("job_phase", phases)
+        metrics.replace_all("job_recoveries", {j: s.get("recoveries", 0) for j, s in of.items()})
+        metrics.replace_all("job_unprotected", {j: _is_unprotected(s) for j, s in of.items()})
+        metrics.replace_all("job_members_missing", {j: _missing(s) for j, s in of.items()})
 
     async def free_orphans(self) -> None:
         """Free the memory of jobs that were deleted while no operator was running. The API server
@@ -220,9 +233,24 @@ class Fleet:
 
 def _is_short(status: Object) -> bool:
     """Whether the job trains without some of its members."""
+    return _missing(status) > 0
+
+
+def _is_unprotected(status: Object) -> bool:
+    """Whether ranks of the job train without sessions."""
+    conditions = status.get("conditions") or ()
+    return any(
+        (each["type"], each["reason"]) == (ConditionType.RUNNING, TRAINS_UNPROTECTED)
+        for each in conditions
+    )
+
+
+def _missing(status: Object) -> int:
+    """Number of members without which the job goes on."""
     found = status.get("strength") or {}
     active: int = found.get("active", 0)
-    return status.get("phase") != Phase.SUSPENDED and 0 < active < found.get("desired", 0)
+    goes_on = active > 0 and status.get("phase") not in (Phase.SUSPENDED, *ENDED)
+    return max(0, int(found.get("desired", 0)) - active) if goes_on else 0
 
 
 def _key(resource: Object) -> str:

@@ -85,6 +85,8 @@ class JobLoop:
         """Requirements of the job's pods on a node; None until a valid document was read."""
         self._refusal: Refusal | None = None
         """Why the newest version of the job cannot be carried out."""
+        self._refused_pods: ApiError | None = None
+        """What the API server answered when it was asked about the job's pods as they are now."""
         self._ask_again_at = self._woken_at
         status = resource.get("status") or {}
         now = world.clock()
@@ -215,7 +217,7 @@ class JobLoop:
             self._edition = edition
             self._report(self._refusal)
             return
-        refusal = None
+        refusal = self._refused_pods = None
         fresh = self._job is None and not self._pods()
         changed = self._refusal is not None or _template(self._job) != _template(job)
         if (fresh or changed) and not job.spec.trainer.external:
@@ -229,7 +231,9 @@ class JobLoop:
                 refusal = Refusal(reason=word, message=str(error))
                 if permanent:
                     self._report(refusal)
-                elif not error.is_final:
+                else:
+                    self._refused_pods = error
+                if not error.is_final:
                     self._ask_again_at = self._world.clock() + RETRY_S
         self._job, self.wants, self._refusal = job, wants_of(job), refusal
         self._edition = edition
@@ -299,20 +303,20 @@ class JobLoop:
         members = () if self._state.membership is None else self._state.membership.members
         outdated = self._world.outdated(member.node for member in members)
         found += [] if outdated is None else [outdated]
-        refused = self._refused_pods()
+        refused = self._refusal_of_pods()
         return found if refused is None else [*found, refused]
 
-    def _refused_pods(self) -> Condition | None:
+    def _refusal_of_pods(self) -> Condition | None:
         """Condition of a job whose pods the API server refuses; None while it accepts them."""
-        refusal, error = self._refusal, self._acting.refusal
-        kind, again = ConditionType.PODS_REFUSED, f"tried again within {REFUSED_S:.0f} s"
-        if error is not None:
-            reason = error.reason or "Refused"
-            return Condition(type=kind, status=True, reason=reason, message=f"{error}; {again}")
-        if refusal is not None and refusal.reason == kind:
-            text = f"{refusal.message}; {again}"
-            return Condition(type=kind, status=True, reason="Refused", message=text)
-        return None
+        error = self._acting.refusal or self._refused_pods
+        if error is None:
+            return None
+        return Condition(
+            type=ConditionType.PODS_REFUSED,
+            status=True,
+            reason=error.reason or "Refused",
+            message=f"{error}; tried again within {REFUSED_S:.0f} s",
+        )
 
     def _report_refused_pods(self, decision: Decision) -> None:
         """Post one event when pods begin to be refused, or for another reason: the words differ

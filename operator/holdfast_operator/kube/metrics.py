@@ -1,8 +1,9 @@
 """The operator's metrics: one list of definitions, and the collectors made from it.
 
 The exposition, the documentation and the dashboard are made from this list, so that they cannot
-disagree. Every label has few values: no job, pod or node names, and causes are those of failure
-rules. No decision may depend on a metric.
+disagree. A series of one job or node is a gauge that `replace_all` writes, so that it ends with
+what it is about; no pod is named, and causes are those of failure rules. No decision may depend on
+a metric.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
 
 from holdfast_core.job.failures import On
-from holdfast_core.metric_definitions import Definition, MetricType
+from holdfast_core.metric_definitions import JOB_LABELS, Definition, MetricType
 from holdfast_core.states import RestoreSource
 from holdfast_operator.reconciler.counters import Outcome
 
@@ -53,6 +54,14 @@ DEFINITIONS: tuple[Definition, ...] = (
         "certificate",
     ),
     _gauge("jobs", "Jobs in each phase.", "phase"),
+    _gauge("job_phase", "1 for the phase that a job is in.", *JOB_LABELS, "phase"),
+    _gauge("job_recoveries", "Recoveries of a job so far.", *JOB_LABELS),
+    _gauge("job_members_missing", "Members without which a job goes on.", *JOB_LABELS),
+    _gauge("job_unprotected", "1 while ranks of a job train without sessions.", *JOB_LABELS),
+    _gauge(
+        "oldest_look_seconds",
+        "Time since the last look at the job that has gone longest without one.",
+    ),
     _gauge("ranks_desired", "Ranks of all jobs that have not ended."),
     _gauge("ranks_ready", "Ranks at work."),
     _gauge("members_desired", "Members that the jobs that have not ended want."),
@@ -61,6 +70,11 @@ DEFINITIONS: tuple[Definition, ...] = (
     _gauge("members_joining", "Missing members of these jobs whose pods start or wait."),
     _gauge("jobs_short", "Jobs that go on without some of their members."),
     _gauge("daemons_connected", "Daemons whose Control stream is open."),
+    _gauge(
+        "daemon_missing",
+        "1 for a node that has a daemon's pod, or had a daemon, and has none that is connected.",
+        "node",
+    ),
     _gauge("daemons_outdated", "Daemons of an older version that the operator has yet to replace."),
     _histogram(
         "reconcile_seconds", "Time from the event that woke a job's loop to its decision.", _FAST_S
@@ -101,6 +115,7 @@ class OperatorMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._collectors = {each.name: _make(each, self.registry) for each in DEFINITIONS}
+        self._shown: dict[str, frozenset[tuple[str, ...]]] = {}
         for each in DEFINITIONS:
             if each.type is MetricType.COUNTER and each.labels:
                 for labels in each.series():
@@ -117,6 +132,17 @@ class OperatorMetrics:
         gauge = self._find(name, labels)
         assert isinstance(gauge, Gauge)
         gauge.set(value)
+
+    def replace_all(self, name: str, values: Mapping[tuple[str, ...], float], /) -> None:
+        """Make `values` all the series of the gauge `name`, by the values of its labels in order. A
+        series that stays has no gap: an alert would begin to wait anew."""
+        gauge = self._collectors[name]
+        assert isinstance(gauge, Gauge)
+        for labels, value in values.items():
+            gauge.labels(*labels).set(value)
+        for labels in self._shown.get(name, frozenset()) - values.keys():
+            gauge.remove(*labels)
+        self._shown[name] = frozenset(values)
 
     def follow(self, name: str, read: Callable[[], float], /, **labels: str) -> None:
         """Make the gauge `name` show what `read` returns at each exposition."""

@@ -20,6 +20,7 @@ from holdfast_operator.kube.daemons import (
     TemplateRevision,
     read_daemon,
     read_revision,
+    without_daemon,
 )
 from holdfast_operator.kube.endpoints import Endpoints, endpoint_slice
 from holdfast_operator.kube.events import Recorder
@@ -58,6 +59,8 @@ OF_JOBS = {"labelSelector": TRAINER_SELECTOR}
 FIRST_LISTS_S = 10.0
 """Time for the first lists that jobs can do without: those of Workloads, for which queued jobs wait
 anyway, and of other people's pods, beside which the scheduler finds room or does not."""
+MISSING_S = 5.0
+"""Pause between two counts of nodes without a daemon."""
 LAST_EVENTS_S = 3.0
 """Time limit for posting the last events."""
 
@@ -131,7 +134,12 @@ class Operating:
         self._revisions: Cache[TemplateRevision] = Cache(read_revision, lambda before, now: None)
         self._renewing = self._renewal()
         self._trainers = Trainers(
-            api, self._pod_cache, metrics, options.trainer_volume, self._wake_job
+            api,
+            self._pod_cache,
+            metrics,
+            options.trainer_volume,
+            self._wake_job,
+            budgets=options.disruption_budgets,
         )
         self._attention = Attention(self._server, clock=clock, wake=self._fleet.wake)
         self._stop = asyncio.Event()
@@ -161,6 +169,9 @@ class Operating:
             acquired.cancel()
             return True
         self._metrics.set("leader", 1)
+        self._metrics.follow(
+            "oldest_look_seconds", lambda: self._fleet.oldest_look_s(time.monotonic())
+        )
         lost = asyncio.create_task(self._leader.keep())
         try:
             await _first(lost, self._lead())
@@ -183,6 +194,7 @@ class Operating:
                 *(watch.run() for watch in self._watches.values()),
                 self._recorder.run(),
                 self._attention.run(),
+                self._show_missing_daemons(),
                 Endpoints(self._api, target).run(),
                 # A leader does not wait for these: what is not watched is made all the same.
                 self._trainers.shared.run(self._watches_of_jobs),
@@ -209,6 +221,15 @@ class Operating:
                 self._api, self._fleet, namespaces=options.watch_namespaces, begun=self._begun
             )
             await _first(self._stop.wait(), carrying, *tasks)
+
+    async def _show_missing_daemons(self) -> None:
+        """Keep the series of nodes without a daemon up to date, until cancelled."""
+        while True:
+            await asyncio.sleep(MISSING_S)
+            missing = without_daemon(
+                self._nodes.all().values(), self._daemon_cache.all().values(), self._server.nodes()
+            )
+            self._metrics.replace_all("daemon_missing", {(node,): 1.0 for node in missing})
 
     def _begun(self) -> None:
         self._ready = True

@@ -22,11 +22,9 @@ from holdfast_operator.kube.containers import (
     trainer_status,
 )
 from holdfast_operator.kube.manifests import GRACE_S, NODE_ANNOTATION
+from holdfast_operator.kube.pod_reasons import disruption_of, end_of
 from holdfast_operator.kube.resources import ATTEMPT_LABEL, JOB_LABEL, MEMBER_LABEL
 from holdfast_operator.reconciler.views import AgentState, AgentView, StartAgent
-
-KILLED_CODE = 128 + 9
-"""Exit code of a container whose end was not observed, such as that of an evicted pod."""
 
 NUMBERS = (
     MEMBER_LABEL,
@@ -40,7 +38,6 @@ UNNUMBERED = -1
 """Member of an adopted pod without a number."""
 
 SCHEDULED = "PodScheduled"
-DISRUPTED = "DisruptionTarget"
 _ENDED = ("Succeeded", "Failed")
 """Phases in which no container of a pod starts again."""
 
@@ -99,7 +96,7 @@ def read_pod(raw: Object) -> TrainerPod | None:
         return None
     owners = metadata.get("ownerReferences") or []
     annotations = metadata.get("annotations") or {}
-    state, exit_code, reason, message = _state(raw)
+    state, exit_code, reason, message, written = _state(raw)
     in_its_pod = adopted and status.get("phase") not in _ENDED
     if exit_code is not None and in_its_pod and starts_again(raw, exit_code):
         state, exit_code = AgentState.STARTING, None
@@ -116,8 +113,8 @@ def read_pod(raw: Object) -> TrainerPod | None:
         exit_code=exit_code,
         reason=reason,
         message=message,
-        disruption=_condition(status, DISRUPTED, "True").get("reason", ""),
-        last_lines=_last_lines(raw) if state is AgentState.EXITED and exit_code else "",
+        disruption=disruption_of(status),
+        last_lines=_last_lines(raw, written) if state is AgentState.EXITED else "",
         requests=amounts(spec),
         adopted=adopted,
         grace_s=spec.get("terminationGracePeriodSeconds", GRACE_S),
@@ -211,34 +208,27 @@ def _rank(pod: TrainerPod) -> tuple[bool, int]:
     return pod.state is not AgentState.STOPPING, pod.attempt
 
 
-def _state(raw: Object) -> tuple[AgentState, int | None, str, str]:
-    """(state, exit code, reason in one word, reason in a sentence)."""
+def _state(raw: Object) -> tuple[AgentState, int | None, str, str, str]:
+    """(state, exit code, reason in one word, reason in a sentence, end of the log)."""
     if raw["metadata"].get("deletionTimestamp"):
-        return AgentState.STOPPING, None, "", ""
-    status = raw.get("status") or {}
-    state = trainer_status(raw).get("state") or {}
-    ended = state.get("terminated")
-    if ended is not None:
-        code = int(ended.get("exitCode", KILLED_CODE))
-        return AgentState.EXITED, code, ended.get("reason", "") if code else "", ""
-    phase = status.get("phase", "Pending")
-    if phase == "Succeeded":
-        return AgentState.EXITED, 0, "", ""
-    if phase == "Failed":
-        return AgentState.EXITED, KILLED_CODE, *_why(status)
-    if phase == "Running" and "running" in state:
-        return AgentState.RUNNING, None, "", ""
-    return AgentState.STARTING, None, *_waits_for(status, state)
+        return AgentState.STOPPING, None, "", "", ""
+    status, trainer = raw.get("status") or {}, trainer_status(raw)
+    end = end_of(raw.get("spec") or {}, status, trainer)
+    if end is not None:
+        return AgentState.EXITED, end.exit_code, end.reason, end.message, end.written
+    state = trainer.get("state") or {}
+    if status.get("phase", "Pending") == "Running" and "running" in state:
+        return AgentState.RUNNING, None, "", "", ""
+    return AgentState.STARTING, None, *_waits_for(status, state), ""
 
 
-def _last_lines(raw: Object) -> str:
+def _last_lines(raw: Object, written: str) -> str:
     """End of the log of a container that failed, which the kubelet reports by
     `terminationMessagePolicy: FallbackToLogsOnError`. Secret variables of the template are
     hidden."""
-    ended = (trainer_status(raw).get("state") or {}).get("terminated") or {}
     given = trainer_container(raw).get("env") or []
     variables = {str(each.get("name")): str(each.get("value", "")) for each in given}
-    return last_lines(str(ended.get("message", "")), secrets_among(variables))
+    return last_lines(written, secrets_among(variables))
 
 
 def _waits_for(status: Object, trainer_state: Object) -> tuple[str, str]:

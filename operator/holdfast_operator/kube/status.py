@@ -51,6 +51,7 @@ from holdfast_operator.reconciler.staying import recovery_mode
 from holdfast_operator.reconciler.timestamps import micro_timestamp, seconds_of
 from holdfast_operator.reconciler.views import (
     Condition,
+    ConditionType,
     Decision,
     Observed,
 )
@@ -222,7 +223,7 @@ def _at_work(observed: Observed, membership: Membership | None) -> tuple[int, in
     if membership is None:
         return 0, 0
     views = [view for view in observed.views(membership) if view is not None]
-    at_work = [sum(rank.state.at_work for rank in view.ranks) for view in views]
+    at_work = [sum(rank.at_work for rank in view.ranks) for view in views]
     return sum(at_work), at_work.count(membership.nproc_per_node)
 
 
@@ -333,4 +334,5 @@ def _problem(decision: Decision, phase: Phase) -> str:
         return decision.state.outcome_reason
     if phase in (Phase.RUNNING, Phase.COMPLETE, Phase.SUSPENDED):
         return ""
-    return decision.reason
+    refused = (c.message for c in decision.conditions if c.type is ConditionType.PODS_REFUSED)
+    return next(refused, decision.reason)

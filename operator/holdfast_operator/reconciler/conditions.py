@@ -21,6 +21,7 @@ from holdfast_operator.reconciler.losses import loss_condition
 from holdfast_operator.reconciler.seats import plan_condition
 from holdfast_operator.reconciler.stalls import stall_of
 from holdfast_operator.reconciler.text import listed
+from holdfast_operator.reconciler.unprotected import TRAINS_UNPROTECTED, unprotected_in_words
 from holdfast_operator.reconciler.views import (
     AgentState,
     Condition,
@@ -70,11 +71,9 @@ def newest_step(observed: Observed, membership: Membership) -> int:
 
 
 def training_runs(observed: Observed, membership: Membership) -> bool:
-    """Whether every rank of the world has a session in this epoch, and none is lost."""
+    """Whether every rank of the world trains in this epoch, and none is lost."""
     ranks = ranks_in(observed, membership)
-    return len(ranks) == membership.world_size and all(
-        r.state.at_work and not r.lost for r in ranks
-    )
+    return len(ranks) == membership.world_size and all(r.at_work and not r.lost for r in ranks)
 
 
 def all_agents_succeeded(observed: Observed, membership: Membership) -> bool:
@@ -249,6 +248,10 @@ def _running(
         return Condition(type=kind, status=False, reason="NotAllRanksReady", message=waiting)
     step = newest_step(observed, membership)
     message = f"{membership.world_size} ranks train in epoch {membership.epoch}, step {step}"
+    without = unprotected_in_words(observed, membership)
+    if without:
+        message = f"{message}; {without}"
+        return Condition(type=kind, status=True, reason=TRAINS_UNPROTECTED, message=message)
     return Condition(type=kind, status=True, reason="AllRanksReady", message=message)
 
 
@@ -290,6 +293,9 @@ def _repair(observed: Observed, membership: Membership) -> tuple[str, str]:
 
 def _protected(job: MoETrainingJob, observed: Observed, state: ControlState) -> Condition:
     kind, membership = ConditionType.PROTECTED, state.membership
+    without = "" if membership is None else unprotected_in_words(observed, membership)
+    if without and newest_protected(observed) is None:
+        return Condition(type=kind, status=False, reason=TRAINS_UNPROTECTED, message=without)
     if job.spec.redundancy.type is Redundancy.NONE:
         message = "spec.redundancy.type is None: a lost node loses its snapshots"
         return Condition(type=kind, status=False, reason="NoRedundancy", message=message)

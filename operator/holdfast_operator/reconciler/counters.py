@@ -22,7 +22,7 @@ from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.errors import HoldfastError
 from holdfast_core.experts.loss_reports import JobLoss
 from holdfast_core.snapshots.generations import Generation
-from holdfast_operator.reconciler.last_failure import TrainerFailure
+from holdfast_operator.reconciler.last_failure import MemoryShortage, TrainerFailure
 from holdfast_operator.reconciler.shape import Shape
 from holdfast_operator.reconciler.timestamps import milli_timestamp, seconds_of
 
@@ -107,6 +107,8 @@ class Counters:
     """Newest expert plan that trainers have reported; None without uneven copies."""
     failure: TrainerFailure | None = None
     """First failure of a trainer in the newest epoch that had one."""
+    shortage: MemoryShortage | None = None
+    """Newest ends for lack of memory."""
     stepped: bool = False
     """Whether some rank has completed a step: then the job's script can run."""
     suspended: bool = False

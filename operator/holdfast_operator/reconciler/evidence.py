@@ -199,7 +199,8 @@ def _member_causes(
         text = f"member {member.index} has no agent, and node {member.node} accepts none"
         yield Cause(on=On.DISRUPTION, text=text, member=member.index, evicted=True)
     elif agent is not None and _is_taken_away(agent, ran or bool(failures)):
-        text = f"the agent of member {member.index} on {member.node} is being removed: "
+        how = "was taken away" if agent.state is AgentState.EXITED else "is being removed"
+        text = f"the agent of member {member.index} on {member.node} {how}: "
         yield Cause(
             on=On.DISRUPTION,
             text=text + agent.disruption,
@@ -262,7 +263,11 @@ def _failures(member: Member, view: JobView | None, agent: AgentView | None) -> 
     yield from _rank_failures(member, view, agent)
     if agent is not None and agent.state is AgentState.EXITED and agent.exit_code != 0:
         code = agent.exit_code
-        how = exit_in_words(code) if code is not None else agent.why or "ended"
+        how = (
+            exit_in_words(code, agent.reason, agent.message)
+            if code is not None
+            else agent.why or "ended"
+        )
         yield Cause(
             on=On.EXIT_CODE,
             text=f"the agent of member {member.index} {how}",
@@ -284,7 +289,7 @@ def _rank_failures(
     for rank, code in exits:
         yield Cause(
             on=On.EXIT_CODE,
-            text=f"rank {rank.rank} {exit_in_words(code)}",
+            text=f"rank {rank.rank} {exit_in_words(code, rank.exit_reason)}",
             member=member.index,
             exit_code=code,
             last_lines=rank.last_lines,
@@ -360,10 +365,10 @@ def _hang(
     stall = stall_of(job, membership, observed, state, now)
     if stall is not None:
         if stall.quiet_s >= stall.limit_s:
-            text = f"{stall.text} for {stall.quiet_s:.1f} s"
+            text = f"{stall.quiet_text} for {stall.quiet_s:.1f} s"
             yield Cause(on=On.HANG, text=text, member=stall.member)
         return
-    ranks = [r for r in ranks_in(observed, membership) if r.state.at_work]
+    ranks = [r for r in ranks_in(observed, membership) if r.at_work]
     if not ranks:
         return
     idle_s = min(r.idle_s for r in ranks)

@@ -4,10 +4,11 @@ The first rule that matches wins. Causes have the names that rules give after `w
 
 - `NodeLost`: the daemon is silent for too long, the node is gone, or its memory is.
 - `Disruption`: the cluster took the pod away (preemption, eviction, taint, deletion with its node),
-  or is about to take the node away. By default it is replaced and does not count.
+  refused it on its node, or is about to take the node away (`kube.pod_reasons` has all reasons). By
+  default it is replaced and does not count.
 - `Hang`: no rank makes progress.
 - `ExitCode`: a worker failed with a code that its agent has seen, or the agent itself did. A worker
-  that died of signal n has code 128 + n: out of memory is 137.
+  that died of signal n has code 128 + n. Of an init container that failed it is that one's code.
 - Everything else has no name, and only `Any` matches it: a rank that is lost without a code, an
   agent that waits. A pod that a person deleted is among them, and counts: it cannot be told from a
   crash, and something that deletes pods again and again must come to an end, as it does for a Job.

@@ -210,7 +210,11 @@ def _note_ends(look: Look, state: ControlState, membership: Membership) -> Step:
     for agent in ended:
         if known.get(agent.member) != agent.node:
             continue
-        how = "ended" if agent.exit_code is None else exit_in_words(agent.exit_code)
+        how = (
+            "ended"
+            if agent.exit_code is None
+            else exit_in_words(agent.exit_code, agent.reason, agent.message)
+        )
         pause_s = not_before(state, agent.node) - look.now
         text = (
             f"the agent of member {agent.member} on {agent.node} {how} before the member joined, "

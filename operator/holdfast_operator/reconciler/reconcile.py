@@ -57,6 +57,7 @@ from holdfast_core.states import RestoreSource
 from holdfast_operator.reconciler import conditions as judge
 from holdfast_operator.reconciler.counters import Outcome
 from holdfast_operator.reconciler.deadlines import delete_when_due, fail_when_overdue, note_activity
+from holdfast_operator.reconciler.end_reasons import note_late_ends, note_shortages
 from holdfast_operator.reconciler.evidence import is_left_over
 from holdfast_operator.reconciler.external import homes, leave_pods, missing_homes
 from holdfast_operator.reconciler.growing import grow, strength_condition
@@ -374,6 +375,9 @@ def _note_signs(look: Look, state: ControlState, membership: Membership) -> Step
     if signs != state.signs:
         return Step(replace(state, signs=signs, quiet_since=look.now))
     slow = f"{membership.epoch} {'end' if stall.ending else 'start'}"
+    if stall.working and stall.waited_s >= stall.limit_s and state.works != slow:
+        reason = EventReason.WORKS_UNPROTECTED
+        return Step(replace(state, works=slow)).post(reason, stall.message, warning=True)
     if stall.quiet_s < NOTICE_SHARE * stall.limit_s or state.slow == slow:
         return Step(state)
     reason = EventReason.SLOW_END if stall.ending else EventReason.SLOW_START
@@ -456,10 +460,10 @@ def _tend(look: Look, state: ControlState, membership: Membership) -> Step:
     step = step.then(start_missing(look, step.state, current))
     if step.state.resumed_epoch == membership.epoch:
         return step.wait()
-    ready = sum(r.state.at_work for r in ranks_in(look.observed, membership))
+    ready = sum(r.at_work for r in ranks_in(look.observed, membership))
     text = f"{ready} of {membership.world_size} ranks are at work in epoch {current.epoch}"
     stall = stall_of(look.job, membership, look.observed, step.state, look.now)
-    if stall is not None and stall.quiet_s >= STALL_SHOWN_S:
+    if stall is not None and stall.waited_s >= STALL_SHOWN_S:
         text += f"; {stall.message}"
     return step.wait(text + _agents_that_wait(look, current))
 
@@ -501,6 +505,8 @@ _RULES = (
     note_losses,
     note_plan,
     note_unprotected,
+    note_late_ends,
+    note_shortages,
     _note_resumption,
     _note_signs,
     _fail_when_overdue,

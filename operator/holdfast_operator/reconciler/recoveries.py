@@ -90,6 +90,9 @@ class Recoveries:
         if not self.all or self.all[-1].epoch != membership.epoch:
             return
         last = self.all[-1]
+        for event in decision.events:
+            if event.reason == EventReason.AGENT_ENDED and not began:  # of the epoch that it ended
+                last = replace(last, cause=f"{event.message}; {last.cause}")
         start = state.started_from
         if last.resumed_at is None and start is not None and training_runs(observed, membership):
             ranks = ranks_in(observed, membership)

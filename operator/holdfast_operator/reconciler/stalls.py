@@ -4,24 +4,35 @@ While training runs, ranks report steps, and their silence is a hang. Before the
 after they have closed them, they report nothing: a rank that blocks while it loads its model, or a
 process that never ends, would hold its nodes for ever. So the control loop looks for signs that
 either gets on: launchers that run or have ended, ranks that follow their worlds or have sessions.
-Each one begins the wait anew. What has limits of its own is not waited for here: a launcher that
-does not run yet, snapshots that are rebuilt or loaded.
+Each one begins the wait anew. So does work that launchers see: a process that uses the processor,
+reads or writes may load for long, or train without a session, and nothing tells these apart from
+here. What has limits of its own is not waited for here: a launcher that does not run yet, snapshots
+that are rebuilt or loaded.
 
 This module must not decide what is done about a stall: `evidence` makes a cause of it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.snapshots.membership import Membership
 from holdfast_operator.reconciler.lookups import agent_at, ranks_in
 from holdfast_operator.reconciler.text import listed, ranks_in_words, roughly
-from holdfast_operator.reconciler.views import AgentState, AgentView, ControlState, Observed
+from holdfast_operator.reconciler.views import (
+    AgentState,
+    AgentView,
+    ControlState,
+    Observed,
+    RankView,
+)
 
 NOTICE_SHARE = 0.1
 """Part of a limit after which an event names what is waited for."""
+WORK_S = 10.0
+"""Age up to which a worker's last work shows that it works: launchers look every two seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,14 +44,36 @@ class Stall:
     """What is waited for."""
     member: int
     """A member that is waited for."""
+    waited_s: float
+    """Time since the last sign."""
     quiet_s: float
+    """Time since the last sign or work."""
     limit_s: float
     """Silence that counts as a hang."""
+    working: tuple[int, ...] = ()
+    """Ranks that are waited for, and work."""
+
+    @property
+    def quiet_text(self) -> str:
+        """What is waited for, as it is said with the time of silence."""
+        return self.text if self.ending else f"{self.text}, and nothing has changed"
 
     @property
     def message(self) -> str:
         """What is waited for, for how long, and when it is over."""
-        return f"{self.text} for {roughly(self.quiet_s)} (a hang after {roughly(self.limit_s)})"
+        if not self.working or self.waited_s < WORK_S:
+            quiet, limit = roughly(self.quiet_s), roughly(self.limit_s)
+            return f"{self.quiet_text} for {quiet} (a hang after {limit})"
+        work, what = ("works", "its") if len(self.working) == 1 else ("work", "their")
+        why = (
+            f"after {what} last save"
+            if self.ending
+            else "loading, or training without holdfast.init and session.save"
+        )
+        return (
+            f"{self.text} for {roughly(self.waited_s)}; {ranks_in_words(self.working)} {work} "
+            f"without protection, {why}"
+        )
 
 
 def stall_of(
@@ -52,30 +85,52 @@ def stall_of(
 ) -> Stall | None:
     """What a start, or an end, waits for; None while training runs."""
     ranks = ranks_in(observed, membership)
-    at_work = {rank.rank for rank in ranks if rank.state.at_work}
+    at_work = {rank.rank for rank in ranks if rank.at_work}
     stepped = any(rank.step > (state.started_from or 0) for rank in ranks)
     began = stepped or state.resumed_epoch == membership.epoch
     if began and at_work:
         return None
     detection = job.spec.failure_policy.detection
-    quiet_s = now - max(state.quiet_since, state.attentive_since) if state.signs else 0.0
+    waited_s = now - max(state.quiet_since, state.attentive_since) if state.signs else 0.0
     if began:
-        return _ending(membership, observed, quiet_s, detection.exit_seconds)
+        return _ending(membership, observed, ranks, waited_s, detection.exit_seconds)
     members = [member.index for member in membership.members]
     lacking = [r for member in members for r in membership.ranks_of(member) if r not in at_work]
     if not lacking:
         return None
     who = ranks_in_words(lacking) if at_work else "all ranks"
+    # Work of ranks that have sessions proves nothing: they may wait in a collective, and spin.
+    without = [rank for rank in ranks if not rank.at_work]
     return Stall(
         ending=False,
-        text=f"training waits for the sessions of {who}, and nothing has changed",
+        text=f"training waits for the sessions of {who}",
         member=membership.member_of(lacking[0]),
-        quiet_s=quiet_s,
+        waited_s=waited_s,
+        quiet_s=_quiet_s(without, waited_s),
         limit_s=detection.start_limit_s,
+        working=_working(without),
     )
 
 
-def _ending(membership: Membership, observed: Observed, quiet_s: float, limit_s: float) -> Stall:
+def _quiet_s(ranks: Collection[RankView], waited_s: float) -> float:
+    """Time since the last sign, or the last work of one of `ranks` if that came later."""
+    since_s = [rank.since_work_s for rank in ranks if rank.since_work_s is not None]
+    return min([waited_s, *since_s])
+
+
+def _working(ranks: Collection[RankView]) -> tuple[int, ...]:
+    return tuple(
+        rank.rank for rank in ranks if rank.since_work_s is not None and rank.since_work_s < WORK_S
+    )
+
+
+def _ending(
+    membership: Membership,
+    observed: Observed,
+    ranks: Collection[RankView],
+    waited_s: float,
+    limit_s: float,
+) -> Stall:
     agents = [(member.index, agent_at(observed, member)) for member in membership.members]
     left = [index for index, agent in agents if not _has_ended(agent)]
     return Stall(
@@ -83,8 +138,10 @@ def _ending(membership: Membership, observed: Observed, quiet_s: float, limit_s:
         text=f"all ranks have closed their sessions, and the processes of members "
         f"[{listed(left)}] have not ended",
         member=left[0] if left else membership.members[0].index,
-        quiet_s=quiet_s,
+        waited_s=waited_s,
+        quiet_s=_quiet_s(ranks, waited_s),
         limit_s=limit_s,
+        working=_working(ranks),
     )
 
 
@@ -106,7 +163,7 @@ def signs_of(observed: Observed, state: ControlState, membership: Membership) ->
         sum(_has_ended(agent) for agent in agents),
         sum(view.line is not None for view in views),
         sum(rank.follows for rank in ranks),
-        sum(rank.state.at_work for rank in ranks),
+        sum(rank.at_work for rank in ranks),
     )
 
 

@@ -22,7 +22,7 @@ from holdfast_core.experts.loss_reports import LossReport
 from holdfast_core.job.status import ConditionStatus
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.membership import Membership
-from holdfast_core.states import RankHealth, RestoreSource
+from holdfast_core.states import EndReason, RankHealth, RestoreSource
 from holdfast_operator.reconciler.counters import Counters
 
 NEVER = float("-inf")
@@ -54,6 +54,20 @@ class RankView(Struct, frozen=True, kw_only=True, gc=False):
     """Step after which it has repeated steps alone, to that of `restored`."""
     no_replay: str = ""
     """Why no pipeline stage repeated steps alone; empty where none was to."""
+    since_work_s: float | None = None
+    """Seconds since its launcher last saw its worker work in this epoch: use the processor, read or
+    write. None when it has not, or the launcher is not Holdfast's."""
+    unprotected: bool = False
+    """Whether it trains without a session, because its saves are refused."""
+    exit_reason: EndReason = EndReason.UNKNOWN
+    """Why its worker failed, where that is known."""
+    oom_killed_in: int = 0
+    """Newest epoch in which its worker was killed for lack of memory; 0 when in none."""
+
+    @property
+    def at_work(self) -> bool:
+        """Whether it trains as far as its SDK reports, with a session or without."""
+        return self.state.at_work or self.unprotected
 
 
 class JobView(Struct, frozen=True, kw_only=True, gc=False):
@@ -132,6 +146,10 @@ class NodeView(Struct, frozen=True, kw_only=True, gc=False):
     empty without any notice."""
     job: JobView | None = None
     """None when the daemon holds nothing of the job."""
+
+
+INIT_FAILED = "InitContainerFailed"
+"""Reason of an agent that was not started, because a container that runs before it has failed."""
 
 
 class AgentState(StrEnum):
@@ -393,8 +411,11 @@ class EventReason(StrEnum):
     JOINED = "Joined"
     JOINER_EXITED = "JoinerExited"
     SLOW_START = "SlowStart"
+    WORKS_UNPROTECTED = "WorksUnprotected"
     SLOW_END = "SlowEnd"
     LAST_LINES = "LastLines"
+    AGENT_ENDED = "AgentEnded"
+    OUT_OF_MEMORY = "OutOfMemory"
     TOKEN_LOSS_LIMIT_PASSED = "TokenLossLimitPassed"
     EXPERTS_SEATED = "ExpertsSeated"
     COPY_REQUESTED = "CopyRequested"
@@ -470,8 +491,15 @@ class ControlState(Counters):
     """When `signs` last changed."""
     slow: str = ""
     """Start or end of an epoch that an event has reported as slow."""
+    works: str = ""
+    """Start or end of an epoch of which an event has reported that ranks work unprotected."""
     unprotected: frozenset[str] = frozenset()
     """Reasons for which `unprotected` has emitted events."""
+    late_ends: frozenset[tuple[int, str]] = frozenset()
+    """(epoch, who) of agents and ranks of which an event has told why they ended, an epoch
+    later."""
+    reached: tuple[tuple[int, int], ...] = ()
+    """(epoch, newest step) of this epoch and of the one before it."""
     standby_exits: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     """Node → how often its standby agent has ended of late, and when it last did."""
 

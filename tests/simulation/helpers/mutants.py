@@ -28,6 +28,7 @@ EXPERTS = "trainer_sdk/holdfast/_experts"
 ELASTIC = "trainer_sdk/holdfast/_elastic"
 RESTORING = "trainer_sdk/holdfast/_restoring"
 SAVING = "trainer_sdk/holdfast/_saving"
+STATE = "trainer_sdk/holdfast/_state"
 FAILOVERS = "operator_side/reconciler/test_failing_over.py"
 SCHEDULES = 1500
 STAGE_SCHEDULES = 160
@@ -720,6 +721,56 @@ MUTANTS = (
         test="sdk/moe/test_snapshots_of_some_experts.py",
     ),
     Mutant(
+        name="go live on samples of what was left alone, in place of digests of all bytes",
+        edits=(
+            (
+                f"{ELASTIC}/beginning.py",
+                "self._unchanged.changed() or self._differing()",
+                "self._unchanged.changed()",
+            ),
+        ),
+        test="sdk/elastic/test_beginning.py",
+    ),
+    Mutant(
+        name="go live on digests of small tensors alone",
+        edits=(
+            (
+                f"{STATE}/capture.py",
+                'if name in self.anchors\n            or raw(tensor).device.type == "cpu"\n'
+                "            or raw(tensor)",
+                "if raw(tensor)",
+            ),
+        ),
+        test="sdk/elastic/test_beginning.py",
+    ),
+    Mutant(
+        name="keep a granted slot when its save fails",
+        edits=(
+            (
+                f"{SAVING}/saver.py",
+                "self._windows.open or self._link.give_back(why)",
+                "None",
+            ),
+        ),
+        test="sdk/saving/test_granted_slots.py",
+    ),
+    Mutant(
+        name="leave a slot granted whose trainer never learned of it",
+        edits=(
+            (
+                f"{ENGINE}/job.py",
+                "        self._take_back(session.rank)\n        slot = upkeep",
+                "        slot = upkeep",
+            ),
+        ),
+        test="daemon/engine/test_carrying.py",
+    ),
+    Mutant(
+        name="keep processes that have nothing to go on with and nothing to go back to",
+        edits=((f"{ENGINE}/state.py", "(protected or not self.began_alone)", "True"),),
+        test="daemon/engine/test_following.py",
+    ),
+    Mutant(
         name="failover: place a job anew while its daemons have not spoken",
         edits=(
             (
@@ -786,9 +837,7 @@ MUTANTS = (
     ),
     Mutant(
         name="failover: judge the memory of a daemon that has not spoken",
-        edits=(
-            (f"{KUBE}/nodes.py", "reported is None or _has_memory(reported", "_has_memory(view"),
-        ),
+        edits=((f"{KUBE}/nodes.py", "reported is None or has_memory(reported", "has_memory(view"),),
         test="operator_side/kube/test_nodes.py",
     ),
     Mutant(

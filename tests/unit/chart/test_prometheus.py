@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from holdfast_core.job.status import Phase
+
 ROOT = Path(__file__).resolve().parents[3]
 FILES = ROOT / "charts" / "holdfast" / "files"
 RATE_INTERVAL = "1m"
@@ -152,11 +154,23 @@ LABELS = {
     "holdfast_memory_used_bytes": '{}{{node="n1"}}',
     "holdfast_memory_budget_bytes": '{}{{node="n1"}}',
     "holdfast_corrupt_total": '{}{{namespace="a",moejob="llm",kind="wire",node="n1"}}',
-    "holdfast_operator_recoveries_total": '{}{{cause="rank_lost"}}',
-    "holdfast_operator_jobs_short": "{}",
+    "holdfast_operator_job_recoveries__1": '{}{{namespace="a",moejob="llm",pod="one"}}',
+    "holdfast_operator_job_recoveries__2": '{}{{namespace="a",moejob="llm",pod="two"}}',
+    "holdfast_operator_job_unprotected": '{}{{namespace="a",moejob="llm",pod="one"}}',
+    "holdfast_operator_job_members_missing": '{}{{namespace="a",moejob="llm",pod="one"}}',
+    "holdfast_operator_daemon_missing": '{}{{node="n1",pod="one"}}',
+    "holdfast_operator_oldest_look_seconds__1": '{}{{pod="one"}}',
+    "holdfast_operator_oldest_look_seconds__2": '{}{{pod="two"}}',
+    **{
+        f"holdfast_operator_job_phase__{phase}{pod}": (
+            f'{{}}{{{{namespace="a",moejob="llm",phase="{phase}",pod="{pod}"}}}}'
+        )
+        for phase in Phase
+        for pod in ("1", "2")
+    },
     "holdfast_operator_leader__1": '{}{{pod="one"}}',
     "holdfast_operator_leader__2": '{}{{pod="two"}}',
-    "holdfast_operator_jobs": '{}{{phase="Running"}}',
+    "holdfast_operator_jobs": '{}{{phase="Waiting"}}',
     "holdfast_operator_reconcile_seconds_count": "{}",
 }
 OF_JOB = {"namespace": "a", "moejob": "llm"}
@@ -208,20 +222,90 @@ def test_corruption_is_reported_when_it_is_found_and_not_for_ever(
     assert fires(tmp_path, "HoldfastCorruption", "20m", labels, **corrupt) is expected
 
 
-@pytest.mark.parametrize(("recoveries", "expected"), [("0+1x60", True), ("0+1x3 3x60", False)])
-def test_recoveries_that_follow_each_other_are_reported(
-    tmp_path: Path, recoveries: str, expected: bool
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ("0+1x60", "_x60", True),
+        ("0+1x3 3x60", "_x60", False),
+        ("100x60", "_x60", False),
+        ("0+1x20 stale", "_x20 20+1x40", True),  # another replica leads since
+        ("20x20 stale", "_x20 20x40", False),
+    ],
+)
+def test_recoveries_of_a_job_that_follow_each_other_are_reported(
+    tmp_path: Path, first: str, second: str, expected: bool
 ) -> None:
-    cause, seen = {"cause": "rank_lost"}, {"holdfast_operator_recoveries_total": recoveries}
-    assert fires(tmp_path, "HoldfastRecoveryLoop", "40m", cause, **seen) is expected
+    seen = {
+        "holdfast_operator_job_recoveries__1": first,
+        "holdfast_operator_job_recoveries__2": second,
+    }
+    assert fires(tmp_path, "HoldfastRecoveryLoop", "40m", OF_JOB, **seen) is expected
 
 
-@pytest.mark.parametrize(("short", "expected"), [("1x60", True), ("1x20 0x40", False)])
+@pytest.mark.parametrize(
+    ("name", "phase", "minutes"),
+    [
+        ("HoldfastJobStarting", Phase.STARTING, 30),
+        ("HoldfastJobWaiting", Phase.WAITING, 60),
+        ("HoldfastJobRecovering", Phase.RECOVERING, 15),
+    ],
+)
+def test_a_job_that_stays_in_a_phase_is_reported_by_its_name(
+    tmp_path: Path, name: str, phase: Phase, minutes: int
+) -> None:
+    def seen(**series: str) -> bool:
+        found = {f"holdfast_operator_job_phase__{key}": values for key, values in series.items()}
+        return fires(tmp_path, name, f"{minutes + 2}m", OF_JOB, **found)
+
+    assert seen(**{f"{phase}1": "1x200"})
+    # Another replica leads since.
+    assert seen(**{f"{phase}1": "1x10 stale", f"{phase}2": "_x10 1x200"})
+    # It has left the phase for a while, and come back.
+    assert not seen(**{f"{phase}1": "1x9 stale _x2 1x200", "Running1": "_x9 1x3 stale"})
+    assert not seen(Running1="1x200")
+
+
+@pytest.mark.parametrize(("refused", "expected"), [("1x60", True), ("1x6 0x2 1x6", False)])
+def test_a_job_whose_saves_are_refused_is_reported_by_its_name(
+    tmp_path: Path, refused: str, expected: bool
+) -> None:
+    series = {"holdfast_operator_job_unprotected": refused}
+    assert fires(tmp_path, "HoldfastTrainsUnprotected", "15m", OF_JOB, **series) is expected
+
+
+@pytest.mark.parametrize(("short", "expected"), [("2x60", True), ("1x20 0x40", False)])
 def test_a_job_that_stays_short_is_reported_after_half_an_hour(
     tmp_path: Path, short: str, expected: bool
 ) -> None:
-    series = {"holdfast_operator_jobs_short": short}
-    assert fires(tmp_path, "HoldfastJobShort", "40m", {}, **series) is expected
+    series = {"holdfast_operator_job_members_missing": short}
+    assert fires(tmp_path, "HoldfastJobShort", "40m", OF_JOB, **series) is expected
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "at", "expected"),
+    [
+        ("_x20 1x200", "_x220", "22m", True),
+        ("_x20 1x200", "_x220", "70m", False),
+        ("1x60 stale", "_x60 1x140", "65m", False),  # another replica leads since
+    ],
+)
+def test_a_job_that_fails_is_reported_by_its_name_and_not_for_ever(
+    tmp_path: Path, first: str, second: str, at: str, expected: bool
+) -> None:
+    series = {
+        "holdfast_operator_job_phase__Failed1": first,
+        "holdfast_operator_job_phase__Failed2": second,
+    }
+    assert fires(tmp_path, "HoldfastJobFailed", at, OF_JOB, **series) is expected
+
+
+@pytest.mark.parametrize(("missing", "expected"), [("1x60", True), ("1x8 stale _x2 1x9", False)])
+def test_a_node_without_a_daemon_is_reported_by_its_name(
+    tmp_path: Path, missing: str, expected: bool
+) -> None:
+    series = {"holdfast_operator_daemon_missing": missing}
+    node = {"node": "n1"}
+    assert fires(tmp_path, "HoldfastNodeWithoutDaemon", "15m", node, **series) is expected
 
 
 @pytest.mark.parametrize(("second", "expected"), [("0x30", True), ("0x8 1x22", False)])
@@ -232,12 +316,41 @@ def test_an_operator_is_reported_as_absent_only_if_no_replica_leads(
     assert fires(tmp_path, "HoldfastOperatorAbsent", "20m", {}, **leaders) is expected
 
 
-@pytest.mark.parametrize(("looks", "expected"), [("5x60", True), ("0+1x60", False)])
-def test_an_operator_that_reconciles_nothing_is_reported(
-    tmp_path: Path, looks: str, expected: bool
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [("0+60x60", "0x60", True), ("5x60", "0x60", False), ("0+60x7 2x52", "0x60", False)],
+)
+def test_an_operator_that_looks_at_no_job_is_reported(
+    tmp_path: Path, first: str, second: str, expected: bool
 ) -> None:
     series = {
-        "holdfast_operator_jobs": "2x60",
-        "holdfast_operator_reconcile_seconds_count": looks,
+        "holdfast_operator_oldest_look_seconds__1": first,
+        "holdfast_operator_oldest_look_seconds__2": second,
     }
     assert fires(tmp_path, "HoldfastReconcileStale", "40m", {}, **series) is expected
+
+
+def test_an_operator_whose_jobs_wait_and_wake_it_never_is_not_reported(tmp_path: Path) -> None:
+    series = {
+        "holdfast_operator_jobs": "2x60",
+        "holdfast_operator_leader__1": "1x60",
+        "holdfast_operator_reconcile_seconds_count": "2592x60",
+        "holdfast_operator_oldest_look_seconds__1": "2x60",
+    }
+    assert not fires(tmp_path, "HoldfastReconcileStale", "30m", {}, **series)
+
+
+OF_NO_JOB = {
+    *("HoldfastMemoryNearBudget", "HoldfastTrainersDenied", "HoldfastDaemonCertificateEnds"),
+    *("HoldfastOperatorCertificateEnds", "HoldfastTokenReviewsFail", "HoldfastOperatorAbsent"),
+    *("HoldfastReconcileStale", "HoldfastReconcileSlow", "HoldfastNodeWithoutDaemon"),
+}
+"""Alerts that are not about a job."""
+
+
+def test_every_alert_about_a_job_names_its_namespace_and_the_job() -> None:
+    for alert in alerts():
+        summary = alert["annotations"]["summary"]
+        named = "{{ $labels.namespace }}/{{ $labels.moejob }}" in summary
+        assert named is (alert["alert"] not in OF_NO_JOB), alert["alert"]
+        assert not named or "by (namespace, moejob" in alert["expr"], alert["alert"]

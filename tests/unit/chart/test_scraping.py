@@ -21,11 +21,12 @@ from holdfast_operator.kube.metrics import OperatorMetrics
 pytestmark = pytest.mark.prometheus
 
 APPEAR_LATER = {
+    "holdfast_operator_daemon_missing",
     "holdfast_operator_action_failures_total",
     "holdfast_operator_api_requests_total",
     "holdfast_operator_watch_restarts_total",
 }
-"""Counters whose labels cannot be listed beforehand."""
+"""Series whose labels cannot be listed beforehand."""
 
 
 @contextmanager
@@ -48,6 +49,9 @@ def test_panels_have_data_from_the_start_and_first_events_raise_their_alerts(
     for phase in Phase:
         operator.set("jobs", 0, phase=phase)
     operator.set("certificate_expires_timestamp_seconds", 2e9, certificate="own")
+    operator.replace_all("job_phase", {("team-a", "llm", "Running"): 1})
+    for name in ("job_recoveries", "job_members_missing", "job_unprotected"):
+        operator.replace_all(name, {("team-a", "llm"): 0})
     daemon.begin_job("team-a.llm")
     with exposed(operator.registry) as first, exposed(daemon.registry) as second:
         scrapes: Scrapes = {"operator": [(first, {})], "daemons": [(second, {"node": "n1"})]}
@@ -61,7 +65,7 @@ def test_panels_have_data_from_the_start_and_first_events_raise_their_alerts(
 
             wait_for("the operator's panels to have data", lambda: empty() <= APPEAR_LATER)
             assert empty() == APPEAR_LATER
-            operator.add("jobs_ended", outcome="Failed")
+            operator.replace_all("job_phase", {("team-a", "llm", "Failed"): 1})
             daemon.add("corrupt", job="team-a.llm", kind="wire")
 
             def fires(name: str) -> bool:

@@ -14,6 +14,7 @@ from holdfast.testing import FakeDaemon
 from holdfast_core.errors import (
     CorruptError,
     HoldfastError,
+    InvalidJobError,
     LayoutMismatchError,
     MemoryBudgetError,
     RankInUseError,
@@ -74,6 +75,61 @@ def test_whatever_fails_ends_in_the_handle_and_the_next_save_succeeds(
     session.save(2).protected.result(WAIT_S)
     assert (session.counters.failed, session.counters.committed) == (1, 1)
     assert session.problem is None
+
+
+@pytest.mark.parametrize(
+    ("method", "error"),
+    [
+        ("open", MemoryBudgetError("too big", needed_bytes=9, available_bytes=1)),
+        ("claim", StorageError("no memory")),
+    ],
+)
+def test_a_rank_whose_saves_are_refused_reports_its_steps_until_it_has_a_session_or_ends(
+    method: str, error: HoldfastError, trainer: Any, open_session: Any, daemon: FakeDaemon
+) -> None:
+    settings = {"report_interval_s": 0.0, "reopen_backoff_s": 0.0, "reopen_backoff_max_s": 0.0}
+    session = open_session(trainer, daemon, **settings)
+    daemon.fail(method, error, times=6)  # `prepare` tries to open a session, too
+    for step in (1, 2, 3):
+        trainer.train()
+        error_of(session.save(step))
+        session.prepare()
+        report = daemon.unprotected[-1]
+        assert report is not None
+        assert (report.step, report.failure) == (step, str(error)) and report.failed
+    trainer.train()
+    session.save(4).committed.result(WAIT_S)
+    count = len(daemon.unprotected)
+    session.close()
+    assert len(daemon.unprotected) == count and daemon.reports[-1].step == 4
+
+
+def test_a_rank_that_no_session_could_hold_reports_its_steps_and_its_end(
+    trainer: Any, open_session: Any, daemon: FakeDaemon
+) -> None:
+    session = open_session(trainer, daemon, report_interval_s=0.0)
+    session._saver.problem = InvalidJobError("block 3 is in no optimizer")
+    for step in (1, 2):
+        trainer.train()
+        error_of(session.save(step))
+        session.prepare()
+    report = daemon.unprotected[-1]
+    assert report is not None and report.failure_code == InvalidJobError.code
+    session.close()
+    assert daemon.unprotected[-1] is None
+    assert "open" not in daemon.calls
+
+
+def test_a_rank_of_an_ended_epoch_reports_no_step(
+    trainer: Any, open_session: Any, daemon: FakeDaemon
+) -> None:
+    session = open_session(trainer, daemon, report_interval_s=0.0)
+    session._saver.problem = StaleEpochError("epoch 1 has ended")
+    trainer.train()
+    error_of(session.save(1))
+    session.prepare()
+    session.close()
+    assert daemon.unprotected == [] and "trained" not in daemon.calls
 
 
 def test_each_cause_is_logged_once(

@@ -214,6 +214,13 @@ class DaemonClient(Protocol):
     def progress(self, report: TrainerReport) -> None:
         """Report progress, for heartbeats and metrics."""
 
+    def trained(self, epoch: int, report: TrainerReport, *, closed: bool = False) -> None:
+        """Report the progress of this rank while it has no session, because its saves are refused.
+
+        Args:
+            closed: the rank trains no more.
+        """
+
     def close_session(self, session: str) -> None:
         """End the session; snapshots stay."""
 
@@ -389,6 +396,20 @@ class GrpcClient:
             plan=plan_to_proto(report.plan) if report.plan else None,
         )
         self._ask(self._stub.Progress, request)
+
+    def trained(self, epoch: int, report: TrainerReport, *, closed: bool = False) -> None:
+        request = trainer_pb2.TrainedRequest(
+            job=self._job,
+            epoch=epoch,
+            rank=self._rank,
+            step=report.step,
+            skipped=report.skipped,
+            failed=report.failed,
+            failure=report.failure,
+            failure_code=report.failure_code,
+            closed=closed,
+        )
+        self._ask(self._stub.Trained, request)
 
     def close_session(self, session: str) -> None:
         request = trainer_pb2.CloseRequest(session=session)

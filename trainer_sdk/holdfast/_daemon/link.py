@@ -18,7 +18,7 @@ from holdfast._copying.arena import MappedArena
 from holdfast._copying.devices import Device
 from holdfast._copying.engine import CopyPlan
 from holdfast._copying.placed import Placed
-from holdfast._daemon.client import Commit, DaemonClient, DaemonEvent
+from holdfast._daemon.client import Commit, DaemonClient, DaemonEvent, TrainerReport
 from holdfast._settings import Settings
 from holdfast_core.errors import (
     HoldfastError,
@@ -164,6 +164,22 @@ class Link:
         """Mark the session as lost if `error` means that it is gone."""
         if isinstance(error, UnknownSessionError | UnreachableError):
             self._lost = True
+
+    def trained(self, report: TrainerReport, *, closed: bool = False) -> None:
+        """Report progress while there is no session.
+
+        Args:
+            closed: this rank trains no more.
+
+        Raises:
+            SnapshotSkippedError: during the pause after a daemon did not answer.
+            HoldfastError: an error that the daemon answers.
+        """
+        if self.epoch is None:
+            if time.monotonic() < self._retry_s:
+                raise SnapshotSkippedError("the daemon is lost; it will be called again soon")
+            self.epoch = self._client.hello().epoch
+        self._client.trained(self.epoch, report, closed=closed)
 
     def end(self) -> None:
         """Close the session and release the claim.

@@ -113,6 +113,7 @@ def _put_values(live: LiveState, reader: HoldfastReader) -> None:
             case (_, "state", str(name), str(key)):
                 anchor = live.anchors.get(str(TensorName(name, NameKind.MASTER)))
                 anchor = anchor or live.anchors.get(str(TensorName(name)))
-                if anchor is not None and anchor.optimizer >= 0:
-                    state = live.optimizers[anchor.optimizer].state
-                    state.setdefault(anchor.parameter, {})[key] = plain.value
+                if anchor is not None and live.takes_state(anchor, key):
+                    state = live.state_of(anchor, key)
+                    assert state is not None
+                    state[key] = plain.value

@@ -64,7 +64,7 @@ def plain_values(source: WholeSet) -> dict[str, PlainValue]:
                 for key, value in groups[index].items():
                     flat = f"param_groups.{name}.{key}"
                     found[f"{_OUTER}.{flat}"] = PlainValue((_OUTER, flat), value)
-        for state in optimizers:
+        for state in (one for outer in optimizers for one in (outer, *outer.get("within", ()))):
             for name, values in state["scalars"].items():
                 _add_scalars(found, TensorName.parse(name).path, values)
     return found

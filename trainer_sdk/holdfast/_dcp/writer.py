@@ -119,7 +119,8 @@ def check_covered(
     Raises:
         InvalidJobError: when the session does not capture an entry; the message names it.
     """
-    states = [state for optimizer in live.optimizers for state in optimizer.state.values()]
+    mappings = (states for holders in live.holders for states in holders.states())
+    states = [state for mapping in mappings for state in mapping.values()]
     tensors = [*live.model.parameters(), *live.model.buffers(), *_tensors(states)]
     known = {local_of(tensor).untyped_storage().data_ptr() for tensor in tensors}
     for key, value in state_dict.items():

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from holdfast._causes import drop_frames
 from holdfast._daemon.handles import SaveHandle
+from holdfast._elastic.beginning import Beginning
 from holdfast._elastic.pipeline import Pipeline
 from holdfast._elastic.stage_replay import agree_on_replay, hand_over_logs
 from holdfast._elastic.world import World
@@ -30,10 +31,10 @@ from holdfast._experts.partial_state import START, PartialState
 from holdfast._interface import Session
 from holdfast._saving.tally import SaveCounters
 from holdfast._session import ProtectedSession
-from holdfast._state.beginning import Beginning
 from holdfast._state.capture import LiveState
 from holdfast._state.collect import drop_unscaled
 from holdfast._state.dtensors import is_dtensor
+from holdfast._state.nested import StepHooks
 from holdfast._steps import TrainStep, steps_of
 from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.errors import (
@@ -205,11 +206,7 @@ class ElasticSession(Session):
         self._session: Session
         self._exchange: Exchange
         self._begin()
-        self._hooks = [
-            one.register_step_pre_hook(self._before_optimizer)
-            for one in self._optimizers
-            if isinstance(one, torch.optim.Optimizer)
-        ]
+        self._hooks = StepHooks(self._optimizers, self._before_optimizer)
 
     def _begin(self, kept: PartialState = START) -> None:
         """Make what belongs to one world. Collective.
@@ -341,9 +338,8 @@ class ElasticSession(Session):
 
     # --- the vote ---------------------------------------------------------------------------------
 
-    def _before_optimizer(self, optimizer: object, args: Any, kwargs: Any) -> None:
+    def _before_optimizer(self, optimizer: object) -> None:
         """Vote before the first optimizer of a step changes a byte; then wait for the save."""
-        del args, kwargs
         body = self._body
         if body is not None and not body.stepped:
             if self._votes and not body.voted and self._replaying is None:
@@ -649,6 +645,5 @@ class ElasticSession(Session):
         self._session.wait_staged()
 
     def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        self._hooks.remove()
         self._session.close()

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from holdfast._state.capture import Anchor, LiveState
+from holdfast._state.capture import LiveState
 from holdfast._state.dtensors import local_of
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.snapshots.names import TensorName
@@ -44,12 +44,15 @@ def check_states_apart(live: LiveState, *, takes_apart: bool) -> None:
         seated = anchor.place.seats is not None
         if not seated and not (takes_apart and anchor.place.unit.kind is UnitKind.EXPERT):
             continue
-        optimizer = live.optimizers[anchor.optimizer]
-        name, state = TensorName.parse(text), optimizer.state.get(anchor.parameter, {})
-        if takes_apart and isinstance(optimizer, torch.optim.LBFGS):
+        name, holders = TensorName.parse(text), live.holders[anchor.optimizer]
+        state = {
+            key: value
+            for states in holders.states()
+            for key, value in states.get(anchor.parameter, {}).items()
+        }
+        wrong = why_not_apart(name, anchor.parameter, state, stacked=anchor.place.stacked)
+        if any(isinstance(one, torch.optim.LBFGS) for one in holders.optimizers):
             wrong = f"{name} shares the state of all parameters, as LBFGS keeps it"
-        else:
-            wrong = next(_wrong(name, anchor, state), "")
         if wrong:
             how = "snapshot.policy captures experts at different steps, and it could be of one only"
             if seated:
@@ -61,9 +64,21 @@ def check_states_apart(live: LiveState, *, takes_apart: bool) -> None:
             )
 
 
-def _wrong(name: TensorName, anchor: Anchor, state: Mapping[Any, Any]) -> Iterator[str]:
-    """Why a parameter's states cannot be taken apart: beginnings of sentences."""
-    stacked, parameter = anchor.place.stacked, local_of(anchor.parameter)
+def why_not_apart(
+    name: TensorName, parameter: torch.Tensor, state: Mapping[Any, Any], *, stacked: bool
+) -> str:
+    """Why what an optimizer keeps for a parameter of experts cannot be taken apart, or go with its
+    one expert: the beginning of a sentence; empty when it can.
+
+    Args:
+        stacked: whether the first dimension of the parameter counts experts.
+    """
+    return next(_wrong(name, local_of(parameter), state, stacked=stacked), "")
+
+
+def _wrong(
+    name: TensorName, parameter: torch.Tensor, state: Mapping[Any, Any], *, stacked: bool
+) -> Iterator[str]:
     tensors = {key: local_of(one) for key, one in state.items() if isinstance(one, torch.Tensor)}
     coded = [key for key, one in tensors.items() if one.numel() > 1 and _is_code(one)]
     for key, value in state.items():

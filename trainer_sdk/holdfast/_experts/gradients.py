@@ -25,6 +25,7 @@ import torch
 
 from holdfast._state.capture import Anchor, LiveState, TensorSource, Whole
 from holdfast._state.dtensors import is_dtensor, local_of
+from holdfast._state.nested import with_nested
 from holdfast._state.room import report_full, room_like
 from holdfast_core.experts.optimizer_updates import Floats, apply
 from holdfast_core.experts.recompute import (
@@ -190,7 +191,10 @@ class Gradients:
         unit, parameter = anchor.place.unit, anchor.parameter
         if anchor.optimizer < 0 or unit.kind is not UnitKind.EXPERT or is_dtensor(parameter):
             return []
-        state = self._live.optimizers[anchor.optimizer].state.get(parameter, {})
+        optimizer = self._live.optimizers[anchor.optimizer]
+        if len(with_nested(optimizer)) > 1:  # what a wrapper does besides is not known
+            return []
+        state = optimizer.state.get(parameter, {})
         if GRADIENT in state or RECIPE in state:
             return []
         master = any(key in state for key in MASTER_KEYS)

@@ -30,6 +30,8 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsSpecs, MultiprocessContext
 
 from holdfast._launch.rendezvous import HoldfastRendezvous
+from holdfast_core.exit_codes import HOLDFAST_DECIDED
+from holdfast_core.states import EndReason
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +61,7 @@ class HoldfastAgent(LocalElasticAgent):
         grace_s: time that workers get between SIGTERM and SIGKILL when the agent itself is stopped.
         last_lines: local rank → last lines of the worker's stderr, for one that failed.
         record_waiting: called with the reason while workers cannot be started, then with "".
+        memory_was_short: whether the kernel has just killed a process here for lack of memory.
     """
 
     def __init__(
@@ -70,24 +73,35 @@ class HoldfastAgent(LocalElasticAgent):
         grace_s: float,
         last_lines: Callable[[int], str] = lambda local_rank: "",
         record_waiting: Callable[[str], None] = lambda why: None,
+        memory_was_short: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(
             spec, logs_specs, start_method=start_method, exit_barrier_timeout=EXIT_WAIT_S
         )
         self._membership = rendezvous
         self._grace_s, self._last_lines = grace_s, last_lines
-        self._record_waiting = record_waiting
+        self._record_waiting, self._memory_was_short = record_waiting, memory_was_short
         self._started = False
+        self._killed_here: set[int] = set()
+        """Workers that this agent has killed, which the kernel had not."""
         self._result_was_read: Event | None = None
         rendezvous.kill, rendezvous.can_keep = self.kill_workers, self.workers_run
+        rendezvous.list_workers = self.running_workers
 
     def kill_workers(self) -> None:
         """Send SIGKILL to every running worker. Safe from any thread."""
         context = self._pcontext
         if self._started and context is not None:
             for pid in context.pids().values():
+                if _runs(pid):
+                    self._killed_here.add(pid)
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+
+    def running_workers(self) -> dict[int, int]:
+        """Process id of each worker that was started, by its local rank. Safe from any thread."""
+        context = self._pcontext
+        return dict(context.pids()) if self._started and context is not None else {}
 
     def workers_run(self) -> bool:
         """Whether all workers were started and none has finished or died. Safe from any thread."""
@@ -149,12 +163,20 @@ class HoldfastAgent(LocalElasticAgent):
         result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed() and result.failures:
             # torchrun stopped those that failed later, because of the first.
-            first = min(result.failures.values(), key=lambda failure: failure.timestamp)
+            by_themselves = [
+                each for each in result.failures.values() if each.pid not in self._killed_here
+            ]
+            first = min(
+                by_themselves or result.failures.values(), key=lambda failure: failure.timestamp
+            )
             # torchrun's own number is of the world in which the worker was started.
             lanes = worker_group.spec.local_world_size
             rank = self._membership.node_rank * lanes + first.local_rank
             lines = self._last_lines(first.local_rank)
-            self._membership.worker_exited(rank, first.exitcode, lines)
+            ours = not by_themselves or first.exitcode in HOLDFAST_DECIDED
+            short = not ours and self._memory_was_short()
+            reason = EndReason.OOM_KILLED if short else EndReason.UNKNOWN
+            self._membership.worker_exited(rank, first.exitcode, lines, reason)
         return result
 
     def _stop_workers(self, *args: Any, **kwargs: Any) -> None:

@@ -23,9 +23,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
@@ -45,8 +45,11 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from holdfast._daemon.calls import REPLY_S, JobCalls
+from holdfast._daemon.store_keys import new_store_key
+from holdfast._launch.served_store import STORE_BYTES_MAX, serve_store, watch_store
 from holdfast_core.errors import HoldfastError, ProtocolError, UnreachableError
 from holdfast_core.job.failures import REFORM_S
+from holdfast_core.states import EndReason
 from holdfast_protos import codec, trainer_pb2
 
 log = logging.getLogger(__name__)
@@ -77,6 +80,7 @@ class AnnouncedWorld:
     node_rank: int = 0
     nodes: int = 0
     store_address: str = ""
+    store_key: str = field(default="", repr=False)
     serves_store: bool = False
     node_host: str = ""
     finished: bool = False
@@ -92,9 +96,10 @@ class JoinedWorld:
     node_rank: int = 0
     nodes: int = 0
     address: str = ""
+    key: str = field(default="", repr=False)
     serves_store: bool = False
     store: TCPStore | None = None
-    """None before the first world, and after the last."""
+    """None before the first world, after the last, and once its store was closed."""
 
 
 class Daemon(Protocol):
@@ -104,11 +109,17 @@ class Daemon(Protocol):
         """Ask for the world of an epoch newer than `after_epoch`; the daemon holds the call for up
         to `wait_s`."""
 
-    def publish_store(self, epoch: int, store_address: str) -> None:
-        """Publish the address of the store of `epoch` to the other agents."""
+    def publish_store(self, epoch: int, store_address: str, store_key: str) -> None:
+        """Publish the address of the store of `epoch` to the other agents, and its key to the
+        job's ranks."""
 
-    def worker_exited(self, epoch: int, rank: int, exit_code: int, last_lines: str) -> None:
+    def worker_exited(
+        self, epoch: int, rank: int, exit_code: int, last_lines: str, reason: EndReason
+    ) -> None:
         """Report to the control loop that a worker failed; 128 + n stands for signal n."""
+
+    def worked(self, epoch: int, ranks: Collection[int]) -> None:
+        """Report to the control loop that workers have worked of late."""
 
     def close(self) -> None:
         """End the connection and all calls that wait on it."""
@@ -135,6 +146,7 @@ class GrpcDaemon:
             node_rank=reply.node_rank,
             nodes=reply.nodes,
             store_address=reply.store_address,
+            store_key=reply.store_key,
             serves_store=reply.serves_store,
             node_host=reply.node_host,
             finished=reply.finished,
@@ -142,17 +154,28 @@ class GrpcDaemon:
             arrived=reply.arrived,
         )
 
-    def publish_store(self, epoch: int, store_address: str) -> None:
+    def publish_store(self, epoch: int, store_address: str, store_key: str) -> None:
         request = trainer_pb2.PublishStoreRequest(
-            job=self._job, epoch=epoch, store_address=store_address
+            job=self._job, epoch=epoch, store_address=store_address, store_key=store_key
         )
         self._calls.ask(self._calls.stub.PublishStore, request)
 
-    def worker_exited(self, epoch: int, rank: int, exit_code: int, last_lines: str) -> None:
+    def worker_exited(
+        self, epoch: int, rank: int, exit_code: int, last_lines: str, reason: EndReason
+    ) -> None:
         request = trainer_pb2.WorkerExitedRequest(
-            job=self._job, epoch=epoch, rank=rank, exit_code=exit_code, last_lines=last_lines
+            job=self._job,
+            epoch=epoch,
+            rank=rank,
+            exit_code=exit_code,
+            last_lines=last_lines,
+            reason=reason,
         )
         self._calls.ask(self._calls.stub.WorkerExited, request)
+
+    def worked(self, epoch: int, ranks: Collection[int]) -> None:
+        request = trainer_pb2.WorkedRequest(job=self._job, epoch=epoch, ranks=ranks)
+        self._calls.ask(self._calls.stub.Worked, request)
 
     def close(self) -> None:
         self._calls.close()
@@ -177,6 +200,8 @@ class HoldfastRendezvous(RendezvousHandler):
         reform_s: time that workers that are kept have to arrive in a new epoch.
 
     Attributes:
+        list_workers: returns the process id of each worker that runs, by its local rank. Empty,
+            unless replaced.
         kill: kills this agent's workers at once, whatever state they are in. Replace it before the
             first rendezvous where the agent has other children than workers.
         can_keep: returns whether all workers run, so that they can be kept. Both are called from
@@ -189,6 +214,7 @@ class HoldfastRendezvous(RendezvousHandler):
     ) -> None:
         self.kill: Callable[[], None] = kill_children
         self.can_keep: Callable[[], bool] = lambda: False
+        self.list_workers: Callable[[], Mapping[int, int]] = dict
         self._daemon, self._job, self._host, self._reform_s = daemon, job, host, reform_s
         self._joined = JoinedWorld()
         self._published: JoinedWorld | None = None
@@ -243,19 +269,35 @@ class HoldfastRendezvous(RendezvousHandler):
         self._settled.wait(timeout_s)
         return self._arrived
 
-    def worker_exited(self, rank: int, exit_code: int, last_lines: str) -> None:
+    def worker_exited(
+        self,
+        rank: int,
+        exit_code: int,
+        last_lines: str,
+        reason: EndReason = EndReason.UNKNOWN,
+    ) -> None:
         """Report to the control loop a worker that failed in the present epoch, with its last
         lines. Failure rules use the exit code, people read the lines; a recovery needs neither, so
         a daemon that is away is only logged."""
-        if self._ended.is_set():
+        if self._ended.is_set() and reason is EndReason.UNKNOWN:
             return  # it was killed because the epoch has ended
         code = 128 - exit_code if exit_code < 0 else exit_code
         try:
-            self._daemon.worker_exited(self.epoch, rank, code, last_lines)
+            self._daemon.worker_exited(self.epoch, rank, code, last_lines, reason)
         except HoldfastError as error:
             log.warning(
                 "rank %d exited with code %d, which was not reported: %s", rank, code, error
             )
+
+    def workers(self) -> Mapping[int, int]:
+        """Process id of each worker that runs, by its local rank."""
+        return self.list_workers()
+
+    def worked(self, ranks: Collection[int]) -> None:
+        """Report to the control loop which ranks have worked of late. A daemon that is away, or of
+        a version that does not know the call, misses it."""
+        with suppress(HoldfastError):
+            self._daemon.worked(self.epoch, ranks)
 
     def get_backend(self) -> str:
         return BACKEND
@@ -371,46 +413,56 @@ class HoldfastRendezvous(RendezvousHandler):
         served = self._published
         if served is None or served.epoch != world.epoch:
             host = self._host or world.node_host
-            store = TCPStore(
-                host,
-                0,
-                is_master=True,
-                timeout=timedelta(seconds=STORE_S),
-                wait_for_workers=False,
-            )
+            store = serve_store(host, STORE_S)
+            watch_store(store, lambda: self._close_store(world.epoch))
             served = JoinedWorld(
                 epoch=world.epoch,
                 node_rank=world.node_rank,
                 nodes=world.nodes,
                 address=f"{host}:{store.port}",
+                key=new_store_key(),
                 serves_store=True,
                 store=store,
             )
             self._published = served
         if world.serves_store:
-            self._daemon.publish_store(served.epoch, served.address)
+            self._daemon.publish_store(served.epoch, served.address, served.key)
         return served
+
+    def _close_store(self, epoch: int) -> None:
+        """Close the store of `epoch`, which this agent serves: it has grown beyond its bound."""
+        log.error(
+            "epoch %d: its store holds more than %d bytes, which no job puts there, and is closed: "
+            "keep strangers from the ports of trainers; training goes on until its world changes",
+            epoch,
+            STORE_BYTES_MAX,
+        )
+        with self._lock:
+            if self._joined.epoch == epoch:
+                self._joined = replace(self._joined, store=None)
+            if self._published is not None and self._published.epoch == epoch:
+                self._published = None
 
     def _watch(self, mine: object) -> None:
         """Follow the epochs for as long as the workers are kept; stop them when they cannot be."""
         left: list[JoinedWorld] = []  # kept until the workers have left their stores
         until = 0.0
         while self._owner is mine:
-            joined = self._joined
-            after_epoch = left[0].epoch if left else joined.epoch
+            epoch = self.epoch  # not the world: its store may have to be closed during the call
+            after_epoch = left[0].epoch if left else epoch
             try:
                 # Asked for an older epoch, the daemon answers at once.
                 world = self._daemon.join_world(after_epoch, RETRY_S if left else ASK_S, peek=True)
             except ProtocolError as error:
-                log.error("epoch %d is no longer watched: %s", joined.epoch, error)
+                log.error("epoch %d is no longer watched: %s", epoch, error)
                 return
             except HoldfastError:
                 self._closed.wait(RETRY_S)
                 continue
-            if world.finished or world.epoch > joined.epoch:
+            if world.finished or world.epoch > epoch:
+                left.append(self._joined)
                 if not self._keep(mine, world):
                     return
-                left.append(joined)
                 until = time.monotonic() + self._reform_s
             elif left and self._arrival_settled(mine, world, until):
                 left.clear()
@@ -499,12 +551,14 @@ def _connect(world: AnnouncedWorld) -> JoinedWorld:
         node_rank=world.node_rank,
         nodes=world.nodes,
         address=world.store_address,
+        key=world.store_key,
         store=store,
     )
 
 
 def _prefixed(joined: JoinedWorld) -> PrefixStore:
-    assert joined.store is not None, "no world was joined"
+    if joined.store is None:
+        raise DistError(f"the store of epoch {joined.epoch} is closed")
     return PrefixStore(f"epoch-{joined.epoch}", joined.store)
 
 

@@ -12,9 +12,11 @@ from torch import nn
 
 from holdfast._digests import digest_of
 from holdfast._elastic.world import WorldGroup
+from holdfast._experts.apart import why_not_apart
 from holdfast._moe.gradients import HeldExpert, held_experts, moe_layers
 from holdfast._saving.replicas import differing_copies
 from holdfast_core.errors import InvalidJobError, ReplicaMismatchError
+from holdfast_core.snapshots.names import TensorName
 from holdfast_core.snapshots.units import UnitKey, UnitKind
 
 _log = logging.getLogger("holdfast")
@@ -25,7 +27,8 @@ _TOLERANCE = 1e-3
 
 def check_optimizer(make: MakeOptimizer) -> None:
     """Refuse optimizers whose update of one expert depends on others in its stack, as norms of
-    whole tensors do: copies of an expert lie in stacks of different ranks, and would part.
+    whole tensors do: copies of an expert lie in stacks of different ranks, and would part. Also
+    refuse those whose state has no part for each expert, which could not change ranks with it.
 
     Two experts are stepped in one stack, and each by itself.
 
@@ -33,7 +36,7 @@ def check_optimizer(make: MakeOptimizer) -> None:
         make: makes the optimizer for some parameters.
 
     Raises:
-        InvalidJobError: when the results differ.
+        InvalidJobError: when the results differ, or a state has no such part.
     """
     draw = torch.Generator()
     draw.manual_seed(1)
@@ -49,6 +52,14 @@ def check_optimizer(make: MakeOptimizer) -> None:
             one.grad = part.clone().unsqueeze(0)
         for optimizer in optimizers:
             optimizer.step()
+    kept = getattr(optimizers[0], "state", {}).get(together, {})
+    wrong = why_not_apart(TensorName("experts.w"), together, kept, stacked=True)
+    if wrong:
+        raise InvalidJobError(
+            f"{type(optimizers[0]).__qualname__} cannot train experts that change ranks: {wrong}; "
+            f"use an optimizer that keeps its state for each element, like AdamW or SGD without "
+            f"quantized states"
+        )
     moved = together.detach() - start
     expected = torch.cat([one.detach() for one in apart]) - start
     allowed = _TOLERANCE * expected.abs().amax(dim=(1, 2), keepdim=True)

@@ -220,7 +220,8 @@ class Reseating:
             )
         if name.key is None:
             return anchor.parameter.detach()
-        state = live.optimizers[anchor.optimizer].state.setdefault(anchor.parameter, {})
+        state = live.state_of(anchor, name.key)
+        assert state is not None, "experts in seats are this rank's"
         if name.key not in state:
             here = anchor.parameter.device
             state[name.key] = torch.zeros(

@@ -108,7 +108,9 @@ def local_name(live: LiveState, tensor: SetTensor) -> str | None:
     if str(foreign) in live.anchors:
         return str(foreign if tensor.key == "master" else foreign.state(tensor.key))
     anchor = live.anchors.get(str(name))
-    return str(name.state(tensor.key)) if anchor is not None and anchor.optimizer >= 0 else None
+    if anchor is None or not live.takes_state(anchor, tensor.key):
+        return None
+    return str(name.state(tensor.key))
 
 
 def local_tensors(live: LiveState, tensors: Mapping[str, SetTensor]) -> dict[str, LocalTensor]:
@@ -125,11 +127,17 @@ def local_tensors(live: LiveState, tensors: Mapping[str, SetTensor]) -> dict[str
         if name is not None:
             offsets, shape = _box_of(live, sources.get(name), name, tensor)
             found[name] = LocalTensor(tensor, offsets, shape)
-        elif not tensor.expert:
+        elif not (tensor.expert or _is_others(live, tensor)):
             raise LayoutMismatchError(
                 f"the snapshot has {tensor.name}, which the model and its optimizers do not"
             )
     return found
+
+
+def _is_others(live: LiveState, tensor: SetTensor) -> bool:
+    """Whether it is the state of a parameter of which the optimizer of another rank has it."""
+    anchor = live.anchors.get(tensor.parameter) if tensor.key else None
+    return anchor is not None and anchor.optimizer >= 0 and not live.takes_state(anchor, tensor.key)
 
 
 def _box_of(

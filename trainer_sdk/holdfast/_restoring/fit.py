@@ -25,7 +25,7 @@ from holdfast._state.buffers import (
 )
 from holdfast._state.capture import Anchor, LiveState, TensorSource
 from holdfast._state.casts import Pair, pair_of
-from holdfast._state.collect import buffers_of, devices_of
+from holdfast._state.collect import buffers_of, devices_of, expect_states
 from holdfast._state.dtensors import local_of, with_placement_of
 from holdfast._state.extras import dtype_name, dtype_named
 from holdfast_core.errors import LayoutMismatchError
@@ -199,6 +199,7 @@ def make_room(
         LayoutMismatchError: when a tensor differs; the message names it.
     """
     devices = devices_of(extras)
+    expect_states(live, extras)
     _fit_buffers(live, wanted, buffers_of(extras))
     sources = {source.name: source for source in live.sources()}
     missing = [name for name in wanted if name not in sources]
@@ -218,7 +219,10 @@ def make_room(
     for name in extra:
         key = TensorName.parse(name).key
         anchor = live.anchors[str(TensorName.parse(name).base)]
-        live.optimizers[anchor.optimizer].state[anchor.parameter].pop(key, None)
+        assert key is not None
+        state = live.state_of(anchor, key)
+        if state is not None:
+            state.pop(key, None)
     order = {base: place for place, base in enumerate(live.anchors)}
     states = [(str(TensorName.parse(name).base), name) for name in missing]
     for base, name in sorted(states, key=lambda state: order[state[0]]):
@@ -246,16 +250,16 @@ def _fit_buffers(live: LiveState, wanted: Mapping[str, Wanted], changed: Changed
         if path is None:
             raise LayoutMismatchError(f"the snapshot has {name}, which the model does not")
         first, _, device = changed.get(name, (saved, saved, ""))
-        if first != live.forms.begun(path):
+        if first != live.begun.forms.begun(path):
             raise LayoutMismatchError(
                 f"{name} is {now}, in the snapshot it is {saved}; this program begins with "
-                f"{live.forms.begun(path)}, and the one that saved it began with {first}"
+                f"{live.begun.forms.begun(path)}, and the one that saved it began with {first}"
             )
         put_form(live.model, path, item.dtype, item.shape, device)
     for name in here.keys() - wanted.keys():
         path = live.path_of_buffer(name)
         assert path is not None
-        begun = live.forms.begun(path)
+        begun = live.begun.forms.begun(path)
         first, saved, _ = changed.get(name, (begun, begun, ""))
         if first != begun or saved not in (ABSENT, NONE):
             raise LayoutMismatchError(f"the snapshot lacks {name}, which the model has")
@@ -276,7 +280,13 @@ def _allocate(
 ) -> None:
     """Make an optimizer state of a parameter; for a stacked one only at its first slice."""
     parameter, key = anchor.parameter, name.key
-    state = live.optimizers[anchor.optimizer].state.setdefault(parameter, {})
+    assert key is not None
+    state = live.state_of(anchor, key)
+    if state is None:
+        raise LayoutMismatchError(
+            f"the snapshot has {wanted.tensor}, which the optimizer of another rank holds now: "
+            f"restore with as many ranks"
+        )
     if key in state:
         return
     local = local_of(parameter)

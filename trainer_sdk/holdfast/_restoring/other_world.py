@@ -319,13 +319,30 @@ def with_all_values(
     for one in reversed(others):
         buffers |= buffers_of(one)
     optimizers = []
-    for index, state in enumerate(chosen["optimizers"]):
-        scalars: dict[str, Any] = {}
+    for index, saved in enumerate(chosen["optimizers"]):
+        of_all = [extras["optimizers"][index] for extras in others]
         devices: dict[str, str] = {}
-        for one in (extras["optimizers"][index] for extras in others):
-            for name, values in one["scalars"].items():
-                if name in live.anchors:
-                    scalars.setdefault(name, values)
+        for one in of_all:
             devices = {**one["devices"], **devices}
-        optimizers.append({**state, "scalars": scalars, "devices": devices})
+        state = {**saved, "scalars": _scalars(of_all, live), "devices": devices}
+        if "within" in state:
+            state["within"] = [
+                {
+                    **inner,
+                    "scalars": _scalars(beside := [one["within"][at] for one in of_all], live),
+                    "keys": sorted({key for one in beside for key in one["keys"]}),
+                }
+                for at, inner in enumerate(state["within"])
+            ]
+        optimizers.append(state)
     return {**chosen, "optimizers": optimizers, "buffers": buffers}
+
+
+def _scalars(states: Iterable[Mapping[str, Any]], live: LiveState) -> dict[str, Any]:
+    """Plain values of this rank's parameters in the extras of several ranks."""
+    found: dict[str, Any] = {}
+    for state in states:
+        for name, values in state["scalars"].items():
+            if name in live.anchors:
+                found.setdefault(name, values)
+    return found

@@ -173,7 +173,7 @@ class Restore:
         Args:
             no_replay: why no pipeline stage repeats steps alone, for people.
         """
-        self.live.begin()
+        self.live.begun.begin()
         with without_collector():
             return self._run(no_replay)
 
@@ -184,7 +184,7 @@ class Restore:
         Args:
             kept: state of the policy in this rank's session before.
         """
-        self.live.begin()
+        self.live.begun.begin()
         _log.info("nothing is restored: %s", verdict.reason)
         handing = HandOver(
             live=self.live,

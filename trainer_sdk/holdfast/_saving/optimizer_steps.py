@@ -34,6 +34,7 @@ from holdfast._state.collect import RandomGenerators
 from holdfast._state.dtensors import is_dtensor, local_of
 from holdfast._state.extras import encode_extras
 from holdfast._state.groups import step_alone
+from holdfast._state.nested import with_nested
 from holdfast._state.room import room_like
 from holdfast_core.errors import InvalidJobError, SnapshotSkippedError
 from holdfast_core.experts.sparse_windows import Schedule
@@ -235,12 +236,16 @@ class OptimizerSteps:
             self._trials += _trials(optimizer, self._live)
         self._window, self._left[index] = schedule.window, {}
 
-    def _try(self, optimizer: object) -> None:
+    def _try(self, optimizer: Any) -> None:
         """Begin trials of a step, where training is repeated."""
         index = self._number_of(optimizer)
         left = self._untried.pop(index, 0)
         if not left:
             return
+        for inner in with_nested(optimizer)[1:]:  # as it will be told before its step
+            for group, values in zip(inner.param_groups, optimizer.param_groups, strict=True):
+                group.update({key: value for key, value in values.items() if key != "params"})
+            optimizer = inner
         self._trials = [*_trials(optimizer, self._live, STACK_BYTES_MAX)]
         if left > 1 and not self._trials:
             self._untried[index] = left - 1

@@ -118,6 +118,8 @@ class Saver:
         self._saves = 0
         self._awaiting = Awaiting(self._on_protected)
         self._reported_s = 0.0
+        self._unprotected = False
+        """Whether this rank has been reported to train without a session."""
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._current: Task | None = None
         self._before: Task | None = None
@@ -219,6 +221,7 @@ class Saver:
         while self._work():
             pass
         self._drop_window("the session was closed")
+        self._report_end()
         self._link.end()
 
     def _work(self) -> bool:
@@ -635,7 +638,7 @@ class Saver:
     def _report_due_s(self) -> float | None:
         """Seconds until there may be something to report. A save that is not taken does not wake
         this thread, so it looks again after `IDLE_S`."""
-        if not self._link.is_open:
+        if not self.tally.counters.step:
             return None
         elapsed = time.monotonic() - self._reported_s
         return max(
@@ -645,10 +648,27 @@ class Saver:
     def _report(self) -> None:
         now = time.monotonic()
         due = now - self._reported_s >= self._settings.report_interval_s
-        if not (due and self.tally.changed and self._link.is_open):
+        if not (due and self.tally.changed):
             return
         self._reported_s = now
+        report = self.tally.report(self._link.session, self.problem)
         try:
-            self._client.progress(self.tally.report(self._link.session, self.problem))
+            if self._link.is_open:
+                self._client.progress(report)
+            elif report.failure and not self._is_stale():
+                self._link.trained(report)
+                self._unprotected = True
         except HoldfastError as error:
+            if isinstance(error, StaleEpochError):
+                self.problem = error
             self._link.note_lost_session(error)
+
+    def _is_stale(self) -> bool:
+        """Whether the epoch of this rank is known to have ended."""
+        return isinstance(self.problem, StaleEpochError)
+
+    def _report_end(self) -> None:
+        """Report that this rank trains no more, if it has trained without a session."""
+        if self._unprotected and not (self._link.is_open or self._is_stale()):
+            with suppress(HoldfastError):
+                self._link.trained(self.tally.report("", self.problem), closed=True)

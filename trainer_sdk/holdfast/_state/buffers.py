@@ -36,15 +36,11 @@ class BufferForms:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._first, self._modules = self._present()
-        self._restores = False
+        self.begin()
 
     def begin(self) -> None:
-        """Take the present forms, as the first restore finds them. Later restores find what the
-        program has changed since."""
-        if not self._restores:
-            self._first, self._modules = self._present()
-            self._restores = True
+        """Take the present forms."""
+        self._first, self._modules = self._present()
 
     def begun(self, path: str) -> str:
         """Form that the buffer at `path` has when the program starts."""

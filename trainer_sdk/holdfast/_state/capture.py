@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast._state.buffers import BufferForms, ChangedBuffers
+from holdfast._state.buffers import ChangedBuffers
 from holdfast._state.conventions import (
     Seats,
     TensorKey,
@@ -29,10 +29,12 @@ from holdfast._state.conventions import (
     key_of_tensor,
     plain_name,
 )
-from holdfast._state.dtensors import first_of_sharded_stack, global_box, is_sharded, local_of
-from holdfast._state.groups import Members, ParamGroups, check_optimizers
+from holdfast._state.dtensors import first_of_sharded_stack, global_box, is_sharded, local_of, raw
+from holdfast._state.groups import Members, check_optimizers
 from holdfast._state.in_place import Watched
 from holdfast._state.inventory import TensorInventory
+from holdfast._state.nested import Holders, with_nested
+from holdfast._state.program_start import ProgramStart
 from holdfast._state.readable import readable
 from holdfast._state.room import room_like
 from holdfast_core.errors import InvalidJobError
@@ -107,9 +109,7 @@ class LiveState:
         units: see `holdfast.init`.
         private: names of tensors that no other rank holds: paths in the model, of optimizer states
             as `path:key`.
-        begun: parameter groups that the program has whenever it starts; those that it has now when
-            None.
-        forms: forms that buffers have whenever the program starts, likewise.
+        begun: what the program has whenever it starts; what it has now when None.
 
     Raises:
         InvalidJobError: when the model has no parameters, or an optimizer lacks `state` or
@@ -125,12 +125,14 @@ class LiveState:
         *,
         units: UnitNamer | None = None,
         private: frozenset[str] = frozenset(),
-        begun: ParamGroups | None = None,
-        forms: BufferForms | None = None,
+        begun: ProgramStart | None = None,
     ) -> None:
         self.model = model
         self.optimizers = tuple(optimizers)
         check_optimizers(self.optimizers)
+        self._saved_keys: dict[int, Sequence[Collection[str]]] = {}
+        self.holders = self._holders()
+        """For each optimizer, it and those within it."""
         self._ep_index = topology.coordinates(rank).ep
         self._units = units
         self._private = private
@@ -162,24 +164,38 @@ class LiveState:
         self.changed_groups: dict[int, Members] = {}
         """Number of an optimizer → its parameter groups, for those whose groups have changed since
         the program began."""
-        self._begun = begun or ParamGroups(self.optimizers)
-        self.forms = forms or BufferForms(model)
-        """Forms of buffers when the program began."""
+        self.begun = begun or ProgramStart(model, self.optimizers)
+        self.unrestorable = ""
+        """Why this program could not restore what the model has now; empty when it could."""
         self.changed_buffers: ChangedBuffers = {}
         self._first = {name: weakref.ref(p) for name, p in model.named_parameters()}
         """Name → parameter of the model when the session began."""
         if next(model.parameters(), None) is None:
             raise InvalidJobError("the model has no parameters; pass the module that is trained")
 
-    def begin(self) -> None:
-        """Take the current parameter groups and forms of buffers as those that the program has
-        whenever it starts, if this is its first restore."""
-        self._begun.begin()
-        self.forms.begin()
+    def _holders(self) -> tuple[Holders, ...]:
+        return tuple(
+            Holders(one, self.optimizers, self._saved_keys.get(index))
+            for index, one in enumerate(self.optimizers)
+        )
 
-    def go_back_to_begun(self, index: int, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Give optimizer `index` the groups of the program's beginning; see `ParamGroups`."""
-        self._begun.go_back(index, saved)
+    def takes_state(self, anchor: Anchor, key: str) -> bool:
+        """Whether an optimizer of this rank holds a state of the anchor's parameter, or is to."""
+        return anchor.optimizer >= 0 and self.holders[anchor.optimizer].takes(anchor.parameter, key)
+
+    def expect(self, index: int, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Expect the states of a snapshot's optimizer `index` and of those within it.
+
+        Raises:
+            LayoutMismatchError: when this session's optimizer does not hold as many.
+        """
+        self.holders[index].check_alike(index, saved)
+        self._saved_keys[index] = [set(one.get("keys", ())) for one in saved]
+        self.holders = self._holders()
+
+    def state_of(self, anchor: Anchor, key: str) -> dict[Any, Any] | None:
+        """State of the anchor's parameter; see `Holders.state_of`."""
+        return self.holders[anchor.optimizer].state_of(anchor.parameter, key)
 
     # --- finding ----------------------------------------------------------------------------------
 
@@ -187,6 +203,17 @@ class LiveState:
         """Whether any tensor has moved, appeared, vanished or changed its form since `discover`."""
         known = self._inventory
         return known is None or any(self._empty) or known.differs(self._objects())
+
+    def compared(self, device_bytes_max: int) -> dict[str, torch.Tensor]:
+        """Local bytes of all parameters and optimizer states by name, since `discover`: without the
+        states on a device that have more than `device_bytes_max`."""
+        return {
+            name: local_of(tensor)
+            for name, tensor in self._tensors.items()
+            if name in self.anchors
+            or raw(tensor).device.type == "cpu"
+            or raw(tensor).nbytes <= device_bytes_max
+        }
 
     def _objects(self) -> list[object]:
         """List everything that `discover` looks at, in a fixed order, from remembered containers
@@ -198,8 +225,11 @@ class LiveState:
                 found += group["params"]
         for held in (*self._parameter_groups, *self._module_groups):
             found += held.values()
-        states = (state.values() for one in self.optimizers for state in one.state.values())
-        found += [value for value in chain.from_iterable(states) if isinstance(value, torch.Tensor)]
+        for optimizer in self.optimizers:
+            optimizers = with_nested(optimizer, self.optimizers)
+            found += optimizers[1:]
+            states = (state.values() for one in optimizers for state in one.state.values())
+            found += [v for v in chain.from_iterable(states) if isinstance(v, torch.Tensor)]
         return found
 
     def _remember(self) -> None:
@@ -225,13 +255,15 @@ class LiveState:
         self._tensors.clear()
         self._buffer_paths.clear()
         self.devices = {index: {} for index in range(len(self.optimizers))}
+        self.holders = self._holders()
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         self._groups = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
         modules = dict(self.model.named_modules())
         self._wrapped = _meeting(self.model)
         found = [*self._parameters(modules), *self._foreign_parameters()]
         own = {id(p): p for p in self.model.parameters()}
-        self.changed_groups = self._begun.changed(self.names, own)
+        self.unrestorable = self.begun.look(self.names)
+        self.changed_groups = self.begun.groups.changed(self.names, own)
         found += [
             *self._states(),
             *self._buffers(modules),
@@ -253,12 +285,7 @@ class LiveState:
         return self._found
 
     def _parameters(self, modules: Mapping[str, nn.Module]) -> Iterator[TensorSource]:
-        owner = {
-            id(p): index
-            for index, optimizer in enumerate(self.optimizers)
-            for group in optimizer.param_groups
-            for p in group["params"]
-        }
+        owner = {id(p): i for i, held in enumerate(self.holders) for p in held.parameters()}
         for name, parameter in self.model.named_parameters():
             local = readable(name, parameter)
             place = self._place(name, parameter, local, modules)
@@ -292,11 +319,9 @@ class LiveState:
         When an optimizer's parameters match the model's one by one in shape, they are its masters;
         otherwise they are private tensors without a layer.
         """
-        own = list(self.model.parameters())
-        for index, optimizer in enumerate(self.optimizers):
-            params = [p for group in optimizer.param_groups for p in group["params"]]
-            foreign = [p for p in params if id(p) not in self.names]
-            match = [p for p in own if p.requires_grad]
+        match = self.begun.trained()
+        for index, holders in enumerate(self.holders):
+            foreign = [p for p in holders.parameters() if id(p) not in self.names]
             self._refuse_replaced(index, foreign)
             masters = len(match) == len(foreign) and all(
                 a.shape == b.shape for a, b in zip(match, foreign, strict=True)
@@ -326,8 +351,9 @@ class LiveState:
                 )
 
     def _states(self) -> Iterator[TensorSource]:
-        for index, optimizer in enumerate(self.optimizers):
-            for parameter, state in optimizer.state.items():
+        for index, holders in enumerate(self.holders):
+            states = chain.from_iterable(state.items() for state in holders.states())
+            for parameter, state in states:
                 name = self.names.get(id(parameter))
                 if name is None and not isinstance(parameter, torch.Tensor):
                     raise InvalidJobError(
@@ -345,7 +371,8 @@ class LiveState:
                         if value.device.type != parameter.device.type:
                             here = str(TensorName.parse(name).state(key))
                             self.devices[index][here] = value.device.type
-                        yield from self._state(parameter, place, key, value)
+                        for source in self._state(parameter, place, key, value):
+                            yield replace(source, private=True) if holders.parted else source
 
     def _state(
         self, parameter: torch.Tensor, place: TensorKey, key: str, value: torch.Tensor
@@ -406,7 +433,7 @@ class LiveState:
         devices = {path: buffer.device.type for path, buffer in self.model.named_buffers()}
         return {
             self._buffer_name(path, modules): (first, now, devices.get(path, ""))
-            for path, (first, now) in self.forms.changed().items()
+            for path, (first, now) in self.begun.forms.changed().items()
         }
 
     def _buffer_name(self, path: str, modules: Mapping[str, nn.Module]) -> str:
@@ -447,6 +474,8 @@ class LiveState:
         if anchor is not None and anchor.place.unit.kind is UnitKind.EXPERT is not unit.kind:
             return True  # of a stack: see `_state`
         if anchor is None or self._declared_private(parts) or parts.kind is NameKind.ORPHAN:
+            return True
+        if parts.is_state and anchor.optimizer >= 0 and self.holders[anchor.optimizer].parted:
             return True
         return is_sharded(anchor.parameter)
 
@@ -503,7 +532,7 @@ class LiveState:
 
 def _meeting(model: nn.Module) -> frozenset[str]:
     """Paths of parameters, and of buffers, that would have one name without their wrappers."""
-    found = set()
+    found: set[str] = set()
     for paths in ([n for n, _ in model.named_parameters()], [n for n, _ in model.named_buffers()]):
         counts = Counter(map(plain_name, paths))
         found.update(path for path in paths if counts[plain_name(path)] > 1)

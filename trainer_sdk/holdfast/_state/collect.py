@@ -21,6 +21,7 @@ from holdfast._state.buffers import ChangedBuffers
 from holdfast._state.capture import LiveState
 from holdfast._state.extras import encode_extras
 from holdfast._state.groups import regroup
+from holdfast._state.nested import forget_scaling
 from holdfast_core.errors import InvalidJobError, LayoutMismatchError
 from holdfast_core.snapshots.names import TensorName
 
@@ -59,6 +60,7 @@ def collect(live: LiveState, stateful: Mapping[str, Stateful], step: int) -> dic
         "stateful": {name: item.state_dict() for name, item in stateful.items()},
         "optimizers": [_optimizer_state(live, index) for index in range(len(live.optimizers))],
         "modules": _module_states(live),
+        "model": live.begun.differences(),
         "buffers": live.changed_buffers,
         "rng": _rng_states(live.cuda_devices),
     }
@@ -81,14 +83,19 @@ def put_back(live: LiveState, stateful: Mapping[str, Stateful], extras: Mapping[
             f"the snapshot holds {len(extras['optimizers'])} optimizers, this session has "
             f"{len(live.optimizers)}"
         )
+    _put_back_trains(live, extras)
     for index, state in enumerate(extras["optimizers"]):
         _load_optimizer(live, index, state)
+    if "model" in extras:
+        live.begun.put_back_modes(extras["model"])
     modules = dict(live.model.named_modules())
     modules |= {str(TensorName(path)): module for path, module in modules.items()}
     for name, state in extras["modules"].items():
-        if name not in modules:
+        default = torch.nn.Module.set_extra_state
+        if name not in modules or type(modules[name]).set_extra_state is default:
             raise LayoutMismatchError(
-                f"the snapshot has the extra state of a module {name!r}, which the model does not"
+                f"the snapshot has the extra state of a module {name!r}, and the model none that "
+                f"could load it"
             )
         modules[name].set_extra_state(state)
     for name, item in stateful.items():
@@ -99,9 +106,7 @@ def put_back(live: LiveState, stateful: Mapping[str, Stateful], extras: Mapping[
 def drop_unscaled(optimizers: Sequence[Any], stateful: Mapping[str, Stateful]) -> None:
     """Let gradient scalers forget a step that was cut off. Which gradients they have divided by
     their scale is no part of their `state_dict`, nor is what they tell a fused optimizer."""
-    for optimizer in optimizers:
-        for name in ("grad_scale", "found_inf"):
-            getattr(optimizer, "__dict__", {}).pop(name, None)
+    forget_scaling(optimizers)
     for item in stateful.values():
         if isinstance(item, torch.amp.GradScaler):
             with suppress(AssertionError):  # it has never scaled anything
@@ -133,14 +138,25 @@ def buffers_of(extras: Mapping[str, Any]) -> ChangedBuffers:
     return found
 
 
+def expect_states(live: LiveState, extras: Mapping[str, Any]) -> None:
+    """Let states that do not exist yet be made in the optimizers that held them.
+
+    Raises:
+        LayoutMismatchError: when optimizers hold others than those in the snapshot did.
+    """
+    for index, state in enumerate(extras["optimizers"][: len(live.optimizers)]):
+        live.expect(index, _each(state))
+
+
 def put_back_groups(live: LiveState, extras: Mapping[str, Any]) -> None:
     """Give optimizers the parameter groups of the snapshot, where the program had changed them
-    since it began. Call it before anything else is put back.
+    since it began, and let the same parameters train. Call it before anything else is put back.
 
     Raises:
         LayoutMismatchError: when a parameter is unknown.
     """
     live.sources()
+    _put_back_trains(live, extras)
     for index, (optimizer, state) in enumerate(
         zip(live.optimizers, extras["optimizers"], strict=False)
     ):
@@ -148,18 +164,44 @@ def put_back_groups(live: LiveState, extras: Mapping[str, Any]) -> None:
             parameters = {name: anchor.parameter for name, anchor in live.anchors.items()}
             regroup(optimizer, state["members"], state["groups"], parameters)
         else:
-            live.go_back_to_begun(index, state["groups"])
+            live.begun.groups.go_back(index, state["groups"])
 
 
 def put_back_scalars(live: LiveState, extras: Mapping[str, Any]) -> None:
     """Load what optimizers hold for parameters and is no tensor. `extras` fit the live state."""
-    for optimizer, saved in zip(live.optimizers, extras["optimizers"], strict=True):
-        for name, values in saved["scalars"].items():
-            optimizer.state.setdefault(live.anchors[name].parameter, {}).update(values)
+    for holders, saved in zip(live.holders, extras["optimizers"], strict=True):
+        for optimizer, one in zip(holders.optimizers, _each(saved), strict=True):
+            for name, values in one["scalars"].items():
+                optimizer.state.setdefault(live.anchors[name].parameter, {}).update(values)
+
+
+def _put_back_trains(live: LiveState, extras: Mapping[str, Any]) -> None:
+    if "model" in extras:  # not in snapshots of older versions
+        live.begun.put_back_trains(extras["model"])
+
+
+def _each(saved: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Saved values of an optimizer, and of those within it."""
+    return [saved, *saved.get("within", ())]
 
 
 def _optimizer_state(live: LiveState, index: int) -> dict[str, Any]:
-    optimizer = live.optimizers[index]
+    holders, values = live.holders[index], live.begun.values
+    state = _values_of(live, holders.optimizers[0])
+    state |= {"devices": live.devices[index], **values.changed(index, 0, live.names)}
+    if index in live.changed_groups:
+        state["members"] = live.changed_groups[index]
+    if len(holders.optimizers) > 1:
+        state["keys"], *keys = holders.tensor_keys()
+        state["within"] = [
+            {**_values_of(live, one), "keys": own, **values.changed(index, at, live.names)}
+            for at, (one, own) in enumerate(zip(holders.optimizers[1:], keys, strict=True), 1)
+        ]
+    return state
+
+
+def _values_of(live: LiveState, optimizer: Any) -> dict[str, Any]:
+    """What an optimizer holds that is no tensor of a unit."""
     scalars: dict[str, dict[Any, Any]] = {}
     for parameter, state in optimizer.state.items():
         kept = {key: value for key, value in state.items() if not _is_captured(key, value)}
@@ -169,14 +211,20 @@ def _optimizer_state(live: LiveState, index: int) -> dict[str, Any]:
         {key: value for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
-    state = {"groups": groups, "scalars": scalars, "devices": live.devices[index]}
-    if index in live.changed_groups:
-        state["members"] = live.changed_groups[index]
-    return state
+    return {"groups": groups, "scalars": scalars}
 
 
 def _load_optimizer(live: LiveState, index: int, saved: Mapping[str, Any]) -> None:
-    optimizer = live.optimizers[index]
+    holders = live.holders[index]
+    holders.check_alike(index, _each(saved))
+    for at, one in enumerate(_each(saved)):
+        _load_values(live, index, at, one)
+        live.begun.values.put_back(index, at, one)
+
+
+def _load_values(live: LiveState, index: int, at: int, saved: Mapping[str, Any]) -> None:
+    holders = live.holders[index]
+    optimizer = holders.optimizers[at]
     if len(saved["groups"]) != len(optimizer.param_groups):
         raise LayoutMismatchError(
             f"optimizer {index} has {len(optimizer.param_groups)} parameter groups, in the "
@@ -199,6 +247,8 @@ def _load_optimizer(live: LiveState, index: int, saved: Mapping[str, Any]) -> No
             raise LayoutMismatchError(
                 f"the snapshot has optimizer state for {name!r}, which this session does not have"
             )
+        if at and not holders.holds(at, anchor.parameter):
+            continue  # another rank's
         optimizer.state.setdefault(anchor.parameter, {}).update(values)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from holdfast._state.nested import is_optimizer, with_nested
 from holdfast_core.errors import InvalidJobError, LayoutMismatchError
 
 Members = list[list[str]]
@@ -23,11 +24,7 @@ Members = list[list[str]]
 def check_optimizers(optimizers: Sequence[Any]) -> None:
     """Raise InvalidJobError for an optimizer without torch's `param_groups` and `state`."""
     for index, optimizer in enumerate(optimizers):
-        groups = getattr(optimizer, "param_groups", None)
-        grouped = isinstance(groups, Sequence) and all(
-            isinstance(group, Mapping) and "params" in group for group in groups
-        )
-        if not grouped or not isinstance(getattr(optimizer, "state", None), Mapping):
+        if not is_optimizer(optimizer):
             raise InvalidJobError(
                 f"optimizer {index} is a {type(optimizer).__qualname__} without torch's "
                 f"param_groups and state; pass the optimizer that has them, or a list of such"
@@ -40,14 +37,15 @@ class ParamGroups:
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
         self._optimizers = optimizers
-        self._begun = self._present()
-        self._restores = False
+        self.begin()
 
     def begin(self) -> None:
-        """Take the present groups, as the first restore finds them. Later restores find what the
-        program has changed since."""
-        if not self._restores:
-            self._begun, self._restores = self._present(), True
+        """Take the present groups."""
+        self._begun = [_members(optimizer) for optimizer in self._optimizers]
+        self._within = [
+            [(one, _members(one)) for one in _with_own_groups(optimizer, self._optimizers)]
+            for optimizer in self._optimizers
+        ]
 
     def go_back(self, index: int, saved: Sequence[Mapping[str, Any]]) -> None:
         """Give optimizer `index` the groups that it has whenever the program starts, with the
@@ -58,12 +56,6 @@ class ParamGroups:
         whole = list(map(len, begun)) == list(map(len, found))
         if whole and len(begun) == len(saved) and not _has(optimizer, found):
             _give(optimizer, begun, saved)
-
-    def _present(self) -> list[list[list[weakref.ref[torch.Tensor]]]]:
-        return [
-            [[weakref.ref(p) for p in group["params"]] for group in optimizer.param_groups]
-            for optimizer in self._optimizers
-        ]
 
     def changed(
         self, names: Mapping[int, str], own: Mapping[int, torch.Tensor]
@@ -81,6 +73,14 @@ class ParamGroups:
         for index, (optimizer, begun) in enumerate(zip(self._optimizers, self._begun, strict=True)):
             now = [list(group["params"]) for group in optimizer.param_groups]
             before = [[ref() for ref in refs] for refs in begun]
+            for one, present in self._within[index]:
+                if not _has(one, [[ref() for ref in refs] for refs in present]):
+                    raise InvalidJobError(
+                        f"parameter groups changed after the restore in the "
+                        f"{type(one).__qualname__} that optimizer {index}, a "
+                        f"{type(optimizer).__qualname__}, holds: a restore could not change them "
+                        f"there; give it all parameters before session.restore()"
+                    )
             if _has(optimizer, before):
                 continue
             known = {id(p) for group in before for p in group} | own.keys()
@@ -92,7 +92,8 @@ class ParamGroups:
                         f"restore it; give it to the optimizer before holdfast.init"
                     )
             members = {id(p) for group in now for p in group}
-            for p in optimizer.state:
+            states = [one.state for one in with_nested(optimizer, self._optimizers)]
+            for p in (p for state in states for p in state):
                 if id(p) not in members:
                     raise InvalidJobError(
                         f"optimizer {index} holds state for {names.get(id(p), 'a tensor')}, which "
@@ -100,6 +101,16 @@ class ParamGroups:
                     )
             found[index] = [[names[id(p)] for p in group] for group in now]
         return found
+
+
+def _members(optimizer: Any) -> list[list[weakref.ref[torch.Tensor]]]:
+    return [[weakref.ref(p) for p in group["params"]] for group in optimizer.param_groups]
+
+
+def _with_own_groups(optimizer: Any, others: Sequence[Any]) -> list[Any]:
+    """Optimizers within `optimizer` that do not share its list of groups."""
+    shared = optimizer.param_groups
+    return [one for one in with_nested(optimizer, others)[1:] if one.param_groups is not shared]
 
 
 def _has(optimizer: Any, groups: Sequence[Sequence[torch.Tensor | None]]) -> bool:
@@ -145,8 +156,9 @@ def _give(
     for group, parameters in zip(groups, given, strict=True):
         group["params"] = list(parameters)
     kept = {id(p) for parameters in given for p in parameters}
-    for parameter in [p for p in optimizer.state if id(p) not in kept]:
-        del optimizer.state[parameter]
+    for state in (one.state for one in with_nested(optimizer)):
+        for parameter in [p for p in state if id(p) not in kept]:
+            del state[parameter]
 
 
 def step_alone(optimizer: Any) -> None:

@@ -224,6 +224,8 @@ def _write_position(folder: Path, model: torch.nn.Module, state: dict[str, Any])
     """Write a checkpoint of a trainer's position, and of no tensor."""
     if hasattr(model, "peft_config") and not isinstance(model, PreTrainedModel):
         save_file({}, folder / _WHOLE)
+        if not hasattr(model, "_keys_to_ignore_on_save"):  # the trainer reads it of such a folder
+            model._keys_to_ignore_on_save = None  # type: ignore[assignment]  # what models have
     else:
         save_file({}, folder / _SHARD)
         index = {"metadata": {}, "weight_map": dict.fromkeys(model.state_dict(), _SHARD)}

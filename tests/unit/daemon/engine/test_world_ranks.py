@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from member_engines import engine_of, membership_of
@@ -14,9 +15,11 @@ from holdfast_core.snapshots.manifests import Inventory
 from holdfast_core.snapshots.membership import Tier
 from holdfast_core.snapshots.reports import Directive, MemberReport
 from holdfast_core.snapshots.stored import PersistOrder, RankFile
+from holdfast_core.states import EndReason
 from holdfast_daemon.engine import EngineSettings, JobEngine, loading, persist_leader
 from holdfast_daemon.engine.effects import ArenaReady, CommitSet, OpenStored, Seal
 from holdfast_daemon.engine.epoch import Epoch
+from holdfast_daemon.engine.overview import evidence
 
 WHOLE = replace(membership_of((0, 1, 2, 3), epoch=3), nproc_per_node=2)
 MEMBERS = tuple(member for member in WHOLE.members if member.index != 2)
@@ -89,6 +92,64 @@ def test_the_exit_of_a_worker_is_recorded_for_its_rank(engine: JobEngine) -> Non
     engine.worker_exited(4, 5, 3, "why")
     exits = {rank.rank: rank.exit_code for rank in engine.overview().ranks}
     assert exits == {6: 0, 7: 3}
+
+
+def test_work_is_recorded_for_the_rank_and_forgotten_with_the_epoch(engine: JobEngine) -> None:
+    engine.worked(3, [7], 1.0)  # of the world that has ended
+    engine.worked(4, [5], 2.0)
+    assert {r.rank: r.worked_at for r in engine.overview().ranks} == {6: None, 7: 2.0}
+    with pytest.raises(StaleEpochError, match="an earlier world calls itself rank 0"):
+        engine.worked(4, [5, 0], 3.0)
+    engine.memory.begin_epoch(replace(SHRUNK, epoch=5))
+    assert {r.worked_at for r in engine.overview().ranks} == {None}
+
+
+def test_a_reason_is_recorded_with_the_exit_and_holds_in_its_epoch(engine: JobEngine) -> None:
+    engine.worker_exited(4, 5, 137, "", EndReason.OOM_KILLED)
+    assert {r.rank: r.exit_reason for r in engine.overview().ranks} == {6: "", 7: "OOMKilled"}
+    engine.memory.begin_epoch(replace(SHRUNK, epoch=5))
+    assert {r.exit_reason for r in engine.overview().ranks} == {EndReason.UNKNOWN}
+    assert {r.rank: r.oom_killed_in for r in engine.overview().ranks} == {6: 0, 7: 4}
+
+
+def test_a_kill_for_lack_of_memory_is_recorded_when_its_epoch_has_ended(engine: JobEngine) -> None:
+    before = evidence(engine.memory)
+    engine.worker_exited(3, 7, 137, "", EndReason.OOM_KILLED)  # numbered as in the last world
+    assert evidence(engine.memory) != before
+    found = {r.rank: (r.oom_killed_in, r.exit_code) for r in engine.overview().ranks}
+    assert found == {6: (0, 0), 7: (3, 0)}
+    engine.worker_exited(9, 7, 137, "", EndReason.OOM_KILLED)  # of an epoch that never was
+    assert {r.oom_killed_in for r in engine.overview().ranks} == {0, 3}
+
+
+def test_a_rank_without_a_session_trains_until_it_ends_or_the_epoch_does(
+    engine: JobEngine,
+) -> None:
+    def state() -> tuple[bool, int, float]:
+        found = next(rank for rank in engine.overview().ranks if rank.rank == 7)
+        return found.unprotected, found.step, found.last_sign
+
+    def train(step: int, now: float, **more: Any) -> None:
+        engine.trained(7, epoch=4, step=step, now=now, failure="no room", **more)
+
+    before = evidence(engine.memory)
+    train(5, 1.0)
+    assert state() == (True, 5, 1.0) and evidence(engine.memory) != before
+    train(5, 2.0)
+    assert state() == (True, 5, 1.0)  # it makes no progress
+    train(6, 3.0)
+    assert state() == (True, 6, 3.0)
+    assert engine.memory.rank(7).failure == "no room"
+    train(6, 4.0, closed=True)
+    assert state() == (False, 6, 3.0)
+    train(7, 5.0)
+    engine.worker_exited(4, 5, 1)
+    assert state()[0] is False
+    with pytest.raises(StaleEpochError):
+        engine.trained(7, epoch=3, step=9, now=6.0)
+    train(8, 7.0)
+    engine.memory.begin_epoch(replace(SHRUNK, epoch=5))
+    assert state()[:2] == (False, 0)
 
 
 ONE_LANE = replace(

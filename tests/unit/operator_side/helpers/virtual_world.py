@@ -16,7 +16,7 @@ from holdfast_core.job.locations import Locations
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.membership import Membership
-from holdfast_core.states import RankHealth, RestoreSource
+from holdfast_core.states import EndReason, RankHealth, RestoreSource
 from holdfast_operator.reconciler.conditions import phase
 from holdfast_operator.reconciler.counters import from_document, to_document
 from holdfast_operator.reconciler.evidence import UNSCHEDULABLE
@@ -144,6 +144,12 @@ class World:
         """Ranks whose workers stay in their processes when the world changes."""
         self.sessionless: set[int] = set()
         """Ranks that have no session, although their agents run: not yet, or no more."""
+        self.worked_at: dict[int, float] = {}
+        """Rank → when its launcher last saw its worker work; `inf`: it works all the time."""
+        self.unprotected: set[int] = set()
+        """Ranks that train without a session."""
+        self.oom_epochs: dict[int, int] = {}
+        """Rank → newest epoch in which its worker was killed for lack of memory."""
         self.busy: dict[str, str] = {}
         """Node → `rebuilding` or `loading`, which its daemon is."""
         self.live: int | None = None
@@ -280,6 +286,16 @@ class World:
                     restored=restored,
                     restored_from=source,
                     follows=rank in self.following - daemon.lost,
+                    since_work_s=(
+                        max(0.0, self.now - self.worked_at[rank])
+                        if rank in self.worked_at
+                        else None
+                    ),
+                    unprotected=rank in self.unprotected and works,
+                    exit_reason=EndReason.OOM_KILLED
+                    if rank in daemon.exits and self.oom_epochs.get(rank) == membership.epoch
+                    else EndReason.UNKNOWN,
+                    oom_killed_in=self.oom_epochs.get(rank, 0),
                 )
                 for rank in ranks
             ),
@@ -448,9 +464,15 @@ class World:
         ended = replace(self.standbys[name], state=AgentState.EXITED, exit_code=code)
         self.standbys[name] = ended
 
-    def exit_agent(self, member: int, code: int) -> None:
+    def exit_agent(self, member: int, code: int, reason: str = "", message: str = "") -> None:
         key = (member, self.membership.member(member).node)
-        self.agents[key] = replace(self.agents[key], state=AgentState.EXITED, exit_code=code)
+        self.agents[key] = replace(
+            self.agents[key],
+            state=AgentState.EXITED,
+            exit_code=code,
+            reason=reason,
+            message=message,
+        )
 
     def finish(self) -> None:
         for member in self.membership.members:

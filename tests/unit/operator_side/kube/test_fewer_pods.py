@@ -167,6 +167,10 @@ def test_a_job_that_shrank_says_who_is_missing_and_counts_as_short() -> None:
         )
         short = {"members_active": 2, "members_desired": 3, "members_minimum": 2, "jobs_short": 1}
         assert gauges(cluster) == {**short, "members_joining": 0}
+        of_job = {"namespace": "team", "moejob": "moe"}
+        read = cluster.metrics.registry.get_sample_value
+        assert read("holdfast_operator_job_members_missing", of_job) == 1
+        assert read("holdfast_operator_job_recoveries", of_job) == 1
 
     on_a_cluster(test)
 

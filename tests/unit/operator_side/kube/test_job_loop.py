@@ -197,6 +197,7 @@ def test_refused_pods_are_one_condition_and_one_event_and_go_on_when_they_are_ac
         cluster.apply(JOB)
         await cluster.until(lambda: refused_pods(cluster) == "Forbidden")
         assert "exceeded quota: team" in shown(cluster)
+        assert "exceeded quota: team" in cluster.job(JOB)["status"]["problem"]
         for _ in range(20):
             cluster.pass_time(10.0)
             await cluster.look_again(KEY)

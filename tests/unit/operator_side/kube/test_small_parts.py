@@ -8,13 +8,15 @@ import pytest
 from fake_api import FakeApi
 
 from holdfast_operator.kube.api import Object
-from holdfast_operator.kube.daemons import DaemonPod, Daemons, read_daemon
+from holdfast_operator.kube.daemons import DaemonPod, Daemons, read_daemon, without_daemon
 from holdfast_operator.kube.endpoints import Endpoints, endpoint_slice
 from holdfast_operator.kube.health import LOOK_S_MAX, WATCH_S_MAX, Health
 from holdfast_operator.kube.metrics import DEFINITIONS, OperatorMetrics
+from holdfast_operator.kube.nodes import KubeNode
 from holdfast_operator.kube.options import parse
 from holdfast_operator.kube.resources import ENDPOINT_SLICES, JOBS, NODES, PODS
 from holdfast_operator.reconciler.timestamps import micro_timestamp, seconds_of, timestamp
+from holdfast_operator.reconciler.views import NodeView
 
 POD = {"POD_NAME": "op-1", "POD_NAMESPACE": "hf", "POD_IP": "10.0.0.1"}
 
@@ -68,6 +70,48 @@ def test_every_defined_metric_can_be_written_and_is_exposed_by_its_name() -> Non
         suffix = "_count" if each.buckets else ""
         found = metrics.registry.get_sample_value(f"{each.exposed_name}{suffix}", labels)
         assert found == 1.0, each.name
+
+
+def test_series_of_jobs_end_with_them_and_those_that_stay_have_no_gap() -> None:
+    metrics = OperatorMetrics()
+
+    def shown() -> dict[tuple[str, ...], float]:
+        (found,) = (each for each in metrics.registry.collect() if each.name.endswith("job_phase"))
+        return {tuple(each.labels.values()): each.value for each in found.samples}
+
+    first, second = ("a", "llm", "Running"), ("a", "other", "Waiting")
+    metrics.replace_all("job_phase", {first: 1.0, second: 1.0})
+    kept = metrics._collectors["job_phase"].labels(*second)
+    metrics.replace_all("job_phase", {("a", "llm", "Failed"): 1.0, second: 1.0})
+    assert shown() == {("a", "llm", "Failed"): 1.0, second: 1.0}
+    assert metrics._collectors["job_phase"].labels(*second) is kept
+    metrics.replace_all("job_phase", {})
+    assert shown() == {}
+
+
+def daemon_pod(node: str) -> DaemonPod:
+    return DaemonPod(node=node, uid=node, containers=(("c", True),), ending=False)
+
+
+@pytest.mark.parametrize(
+    ("pods", "connected", "gone", "missing"),
+    [
+        ("abc", "abc", "", ""),
+        ("abc", "ab", "", "c"),  # its image cannot be pulled, or it does not reach the operator
+        ("ab", "ab", "c", "c"),  # it was connected, and its pod has been deleted
+        ("ab", "ab", "", ""),  # no daemon is wanted on c
+        ("abd", "ab", "", ""),  # d has left the cluster
+        ("", "", "d", ""),
+        ("", "abc", "", ""),
+    ],
+)
+def test_a_node_lacks_a_daemon_that_it_should_have(
+    pods: str, connected: str, gone: str, missing: str
+) -> None:
+    known = {name: NodeView(name=name, connected=True) for name in connected}
+    known |= {name: NodeView(name=name, connected=False) for name in gone}
+    nodes = [KubeNode(name=name) for name in "abc"]
+    assert without_daemon(nodes, map(daemon_pod, pods), known) == set(missing)
 
 
 def test_a_replica_that_waits_for_the_lease_is_well_and_ready() -> None:

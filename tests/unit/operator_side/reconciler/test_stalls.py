@@ -155,3 +155,76 @@ def test_what_daemons_rebuild_or_load_has_limits_of_its_own(work: str) -> None:
     world.busy = {}
     world.settle(110.0)
     assert world.membership.epoch == 2
+
+
+ALWAYS = float("inf")
+"""Time of the last work of a rank that works all the time."""
+
+
+def test_ranks_that_work_without_sessions_are_shown_and_not_restarted() -> None:
+    world = starting(set(), startSeconds=100)
+    world.worked_at = dict.fromkeys(range(4), ALWAYS)
+    world.settle(60.0)
+    status, reason, text = world.condition("Running")
+    assert (status, reason) == (False, "NotAllRanksReady")
+    assert "ranks 0, 1, 2, 3 work without protection, loading, or training without" in text
+    assert world.messages("WorksUnprotected") == [] == world.messages("SlowStart")
+    world.settle(2000.0)
+    assert world.membership.epoch == 1
+    (message,) = world.messages("WorksUnprotected")
+    assert message.startswith("training waits for the sessions of all ranks for 100 s; ranks 0, ")
+    assert message.endswith("loading, or training without holdfast.init and session.save")
+    for member in range(4):
+        world.exit_agent(member, 0)
+    world.settle(1.0)
+    assert world.state.outcome is Outcome.COMPLETE
+
+
+def test_one_rank_that_works_keeps_a_start_alive_and_the_limit_counts_from_its_last_work() -> None:
+    world = starting(set(), startSeconds=100)
+    world.worked_at = {3: ALWAYS}
+    world.settle(500.0)
+    assert world.membership.epoch == 1
+    world.worked_at = {3: world.now}
+    world.settle(90.0)
+    assert world.membership.epoch == 1
+    world.settle(20.0)
+    assert world.membership.epoch == 2
+    assert "and nothing has changed for 100.0 s" in world.messages("Recovering")[0]
+
+
+def test_ranks_that_spin_in_a_collective_do_not_hide_the_one_that_they_wait_for() -> None:
+    world = starting({0, 1, 3}, startSeconds=100)
+    world.worked_at = dict.fromkeys((0, 1, 3), ALWAYS)
+    world.settle(110.0)
+    assert world.membership.epoch == 2 and world.membership.restarting == {2}
+
+
+def test_what_works_on_after_its_last_save_is_not_ended() -> None:
+    world = ending(exitSeconds=100)
+    world.worked_at = {1: ALWAYS}
+    world.settle(1000.0)
+    assert world.membership.epoch == 1 and world.messages("SlowEnd") == []
+    status, reason, text = world.condition("Running")
+    assert (status, reason) == (True, "AllSessionsClosed")
+    assert "rank 1 works without protection, after its last save" in text
+    assert len(world.messages("WorksUnprotected")) == 1
+    world.worked_at = {1: world.now}
+    world.settle(110.0)
+    assert world.membership.epoch == 2
+
+
+def test_ranks_whose_saves_are_refused_train_and_hang_as_those_with_sessions_do() -> None:
+    world = starting(set(), startSeconds=100, hangSeconds=50)
+    world.unprotected, world.step = set(range(4)), 7
+    world.settle(1.0)
+    status, reason, text = world.condition("Running")
+    assert (status, reason, world.phase()) == (True, "TrainsUnprotected", "Running")
+    assert text.startswith("4 ranks train in epoch 1, step 7; ranks 0, 1, 2, 3 train without")
+    assert world.condition("Protected")[:2] == (False, "TrainsUnprotected")
+    world.settle(1000.0)
+    assert world.membership.epoch == 1
+    world.idle_s = 51.0
+    world.settle()
+    assert world.membership.epoch == 2
+    assert "no progress of any rank for 51.0 s" in world.messages("Recovering")[0]

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 import msgspec
 from virtual_world import World, make_job
 
-from holdfast_core.errors import MemoryBudgetError, ReplicasDivergedError, SnapshotSkippedError
+from holdfast_core.errors import (
+    InvalidJobError,
+    MemoryBudgetError,
+    ReplicasDivergedError,
+    SnapshotSkippedError,
+)
 from holdfast_operator.reconciler.views import NodeView
 
 
@@ -91,3 +96,13 @@ def test_only_the_code_tells_a_divergence_from_other_problems() -> None:
     for problem in (BUSY, Problem(DIVERGED.text), Problem(DIVERGED.text, BUSY.code)):
         say(made, problem)
     assert made.messages("ReplicasDiverged") == made.messages("SnapshotsRefused") == []
+
+
+def test_a_rank_without_a_session_is_reported_whatever_refuses_its_saves() -> None:
+    made = world()
+    made.sessionless = made.unprotected = {2}
+    say(made, Problem("block 3 is left out of optimizer.param_groups", InvalidJobError.code))
+    assert made.messages("SnapshotsRefused") == ["block 3 is left out of optimizer.param_groups"]
+    assert made.condition("Running")[2].endswith(
+        "rank 2 trains without protection (block 3 is left out of optimizer.param_groups)"
+    )

@@ -149,6 +149,13 @@ class Trainer(trainer_pb2_grpc.TrainerServicer):
     def WorkerExited(self, request: Any, context: Any) -> trainer_pb2.WorkerExitedReply:
         raise NotImplementedError
 
+    def Worked(self, request: Any, context: Any) -> trainer_pb2.WorkedReply:
+        raise NotImplementedError
+
+    def Trained(self, request: Any, context: Any) -> trainer_pb2.TrainedReply:
+        self._enter(request, context)
+        return trainer_pb2.TrainedReply()
+
     def Status(self, request: Any, context: Any) -> trainer_pb2.StatusReply:
         raise NotImplementedError
 
@@ -224,6 +231,28 @@ def test_calls_carry_what_they_should(client: GrpcClient, service: Trainer) -> N
     assert (sent.failed, sent.failure, sent.failure_code) == (3, "f", "corrupt")
     assert (sent.save_period_s, sent.staged_s, sent.interval_steps) == (0.1, 0.2, 3)
     assert loss_from_proto(sent.loss) == LOSS
+
+
+def test_a_rank_without_a_session_reports_its_step_and_why_nothing_is_saved(
+    client: GrpcClient, service: Trainer
+) -> None:
+    report = TrainerReport(
+        session="",
+        step=7,
+        skipped=2,
+        failed=3,
+        failure="no room",
+        failure_code="memory_budget",
+        save_period_s=0.0,
+        staged_s=0.0,
+    )
+    client.trained(2, report)
+    sent = service.seen[-1]
+    assert (sent.job, sent.rank, sent.epoch, sent.step) == ("moe", 3, 2, 7)
+    assert (sent.skipped, sent.failed, sent.failure) == (2, 3, "no room")
+    assert (sent.failure_code, sent.closed) == ("memory_budget", False)
+    client.trained(2, report, closed=True)
+    assert service.seen[-1].closed
 
 
 def test_the_headers_of_a_sessions_calls_name_it_before_the_request_is_read(

@@ -9,12 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from quantized import Blockwise
 from torch import nn
 
 import holdfast
+from holdfast._restoring.fit import own_offers
+from holdfast._state.capture import LiveState
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.snapshots import Full, PartialExperts, Policy, Selective
+from holdfast_core.snapshots.layouts import Entry
+from holdfast_core.topology import Topology
 
 WAIT_S = 20
 STEPS = 6
@@ -38,28 +43,6 @@ class Model(nn.Module):
             layer["experts"] = nn.ModuleList(nn.Linear(6, 8, bias=False) for _ in range(EXPERTS))
         self.layers = nn.ModuleList([layer])
         self.head = nn.Linear(6, 6)
-
-
-class Blockwise(torch.optim.Optimizer):
-    """Momentum in 8 bits with a factor for each block, as in bitsandbytes; a block of 0 is the
-    whole tensor, as for FP8 states."""
-
-    def __init__(self, params: Any, block: int, *, plain: bool = False) -> None:
-        super().__init__(params, {"lr": 0.1})
-        self.block, self.plain = block, plain
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for p in (p for group in self.param_groups for p in group["params"]):
-            block, state = self.block or p.numel(), self.state[p]
-            momentum = p.grad.reshape(-1, block).clone()
-            if state:
-                factors = torch.as_tensor(state["absmax1"]).reshape(-1, 1)
-                momentum += 0.9 * state["state1"].reshape(-1, block) * factors
-            factors = momentum.abs().amax(1) / 127
-            state["state1"] = (momentum / factors[:, None]).round().to(torch.int8).view_as(p)
-            state["absmax1"] = factors.item() if self.plain else factors
-            p.sub_(momentum.view_as(p), alpha=0.1)
 
 
 class Rotated(torch.optim.Optimizer):
@@ -86,6 +69,17 @@ class Factored(Blockwise):
             squares = p.grad.square().reshape(p.shape[0], -1)
             self.state[p] = {"row": squares.mean(1), "col": squares.mean(0)}
             p.sub_(p.grad, alpha=0.1)
+
+
+class Within(torch.optim.Optimizer):
+    """Holds the optimizer that does the work in an attribute, as wrappers do."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner, self.param_groups = inner, inner.param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
 
 
 Made = Callable[[Any], Any]
@@ -115,6 +109,7 @@ REFUSED: dict[str, tuple[Made, str]] = {
         lambda p: Blockwise(p, 0),
         r"w:absmax1 \[1\] is one number for all experts beside the codes \['state1'\]",
     ),
+    "factors in an optimizer within": (lambda p: Within(Blockwise(p, 12)), r"w:absmax1 \[16\]"),
     "one plain factor": (
         lambda p: Blockwise(p, 0, plain=True),
         r"w:absmax1 is a number beside the codes \['state1'\], and no tensor",
@@ -164,7 +159,8 @@ class Run:
     def state(self) -> dict[str, Any]:
         """State of the first parameter, which is the stack or the first of the list."""
         parameter = next(self.model.layers.parameters())
-        found = {"": parameter.detach(), **self.optimizer.state[parameter]}
+        optimizer = getattr(self.optimizer, "inner", self.optimizer)
+        found = {"": parameter.detach(), **optimizer.state[parameter]}
         return {key: v.clone() if torch.is_tensor(v) else v for key, v in sorted(found.items())}
 
 
@@ -247,3 +243,26 @@ def test_a_list_of_experts_cannot_take_along_what_is_no_tensor(tmp_path: Path) -
         with pytest.raises(InvalidJobError, match=why.replace("w:", r"0\.weight:")):
             run.save(1).result(WAIT_S)
         run.session.close()
+
+
+def test_replicas_get_what_earlier_versions_captured_as_part_of_the_first_expert() -> None:
+    model = Model()
+    optimizer = torch.optim.Adam(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    topology = Topology(dp=2)
+    live = LiveState(model, [optimizer], topology, 0)
+    (step,) = (one for one in live.discover() if one.name == "layers.0.experts.w:step")
+    for unit, shared in [("layer0/expert0", True), (str(step.unit), False)]:
+        entry = Entry(
+            unit=unit,
+            tensor=step.name,
+            role=step.role,
+            dtype="float32",
+            shape=(),
+            start=0,
+            nbytes=4,
+            offset=0,
+        )
+        assert bool(own_offers([entry], live, topology, 0)) is shared

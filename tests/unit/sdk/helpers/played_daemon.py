@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 from holdfast._launch.rendezvous import AnnouncedWorld, HoldfastRendezvous
 from holdfast_core.errors import HoldfastError, UnreachableError
 from holdfast_core.job.failures import REFORM_S
+from holdfast_core.states import EndReason
 
 TIMEOUT_S = 30.0
 
@@ -21,6 +22,7 @@ class Worlds:
         """Notified of changes, and of each call of an agent."""
         self.epoch, self.finished = 0, False
         self.stores: dict[int, str] = {}
+        self.keys: dict[int, str] = {}
 
     def begin(self, epoch: int) -> None:
         with self.changed:
@@ -65,6 +67,9 @@ class PlayedDaemon:
         self.may_reply.set()
         self.exits: list[tuple[int, int, int]] = []
         self.lines: list[str] = []
+        self.reasons: list[EndReason] = []
+        self.work: list[tuple[int, ...]] = []
+        """Epoch and ranks of each report of work."""
         self.deaf = False
 
     def join_world(self, after_epoch: int, wait_s: float, *, peek: bool) -> AnnouncedWorld:
@@ -85,6 +90,7 @@ class PlayedDaemon:
                 node_rank=self.rank,
                 nodes=self.nodes,
                 store_address=worlds.stores.get(worlds.epoch, ""),
+                store_key=worlds.keys.get(worlds.epoch, ""),
                 serves_store=self.rank == 0 and worlds.epoch not in worlds.stores,
                 node_host="127.0.0.1",
                 keep=worlds.epoch in self.keeps,
@@ -96,24 +102,32 @@ class PlayedDaemon:
         served = peek or self.rank == 0 or worlds.epoch in worlds.stores
         return worlds.finished or (worlds.epoch > after_epoch and served)
 
-    def publish_store(self, epoch: int, store_address: str) -> None:
+    def publish_store(self, epoch: int, store_address: str, store_key: str) -> None:
         with self.worlds.changed:
             self.published.append((epoch, store_address))
             self.worlds.changed.notify_all()
         assert self.may_publish.wait(TIMEOUT_S)
         with self.worlds.changed:
-            self.worlds.stores[epoch] = store_address
+            self.worlds.stores[epoch], self.worlds.keys[epoch] = store_address, store_key
             self.worlds.changed.notify_all()
         assert self.may_reply.wait(TIMEOUT_S)
         if self.lose_replies:
             self.lose_replies -= 1
             raise UnreachableError("the reply is lost")
 
-    def worker_exited(self, epoch: int, rank: int, exit_code: int, last_lines: str) -> None:
+    def worker_exited(
+        self, epoch: int, rank: int, exit_code: int, last_lines: str, reason: EndReason
+    ) -> None:
         if self.deaf:
             raise UnreachableError("away")
         self.exits.append((epoch, rank, exit_code))
         self.lines.append(last_lines)
+        self.reasons.append(reason)
+
+    def worked(self, epoch: int, ranks: Collection[int]) -> None:
+        if self.deaf:
+            raise UnreachableError("away")
+        self.work.append((epoch, *ranks))
 
     def close(self) -> None:
         with self.worlds.changed:

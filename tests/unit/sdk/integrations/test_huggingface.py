@@ -16,6 +16,7 @@ from holdfast_core.snapshots.generations import Generation
 
 transformers = pytest.importorskip("transformers")
 import train_huggingface  # noqa: E402
+from train_huggingface import CONFIG  # noqa: E402
 from waiting import wait_for  # noqa: E402
 
 from holdfast.integrations.huggingface import HoldfastTrainerCallback  # noqa: E402
@@ -47,20 +48,29 @@ class KillAfter(transformers.TrainerCallback):  # type: ignore[misc, name-define
         return [manifest.generation for manifest in self._daemon.manifests]
 
 
-class Adapted(torch.nn.Module):
-    """A model with adapters, as far as the trainer can see: no model of transformers itself."""
+class Wrapped(torch.nn.Module):
+    """A model of transformers within a module that is none."""
 
     def __init__(self, base: torch.nn.Module) -> None:
         super().__init__()
-        self.base, self.peft_config = base, {"default": None}
-        self.adapter = torch.nn.Linear(1, 1)
-        base.requires_grad_(False)
-        base.lm_head.requires_grad_(True)  # type: ignore[union-attr]  # it is a module
+        self.base = base
+        self.register_buffer("seen", torch.rand(2))
 
-    def forward(self, **batch: Any) -> Any:
-        out = self.base(**batch)
-        out.loss = out.loss * self.adapter(torch.ones(1)).square().sum()
-        return out
+    def forward(self, input_ids: Any, labels: Any) -> Any:
+        return self.base(input_ids=input_ids, labels=labels)
+
+
+def with_adapters(base: torch.nn.Module) -> torch.nn.Module:
+    """A model with adapters, as far as one can see without peft."""
+    wrapped = Wrapped(base)
+    wrapped.peft_config = {"default": None}  # type: ignore[assignment]  # as peft has it
+    return wrapped
+
+
+def with_tied_weights(base: Any) -> torch.nn.Module:
+    base.lm_head.weight = base.model.embed_tokens.weight
+    wrapped: torch.nn.Module = base
+    return wrapped
 
 
 def with_lora(base: torch.nn.Module) -> torch.nn.Module:
@@ -132,16 +142,46 @@ def test_a_restart_after_the_last_step_ends_with_the_same_losses_and_bytes(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("adapted", [Adapted, with_lora])
-def test_a_model_with_adapters_goes_on_after_a_restart(
-    tmp_path: Path, adapted: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # read by peft
+def test_a_model_with_lora_ends_with_the_same_bytes_after_a_restart(tmp_path: Path) -> None:
     memory = tmp_path / "memory"
-    whole = train(tmp_path, FakeDaemon(tmp_path / "whole"), adapted=adapted)
+    whole = train(tmp_path, FakeDaemon(tmp_path / "whole"), adapted=with_lora)
     with pytest.raises(Killed):
-        train(tmp_path, FakeDaemon(memory), kill_after=4, adapted=adapted)
-    caplog.clear()
-    assert train(tmp_path, FakeDaemon(memory, epoch=2), adapted=adapted) == whole
+        train(tmp_path, FakeDaemon(memory), kill_after=4, adapted=with_lora)
+    assert train(tmp_path, FakeDaemon(memory, epoch=2), adapted=with_lora) == whole
+
+
+MODELS = [lambda base: base, with_tied_weights, Wrapped, with_adapters, with_lora]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # read by peft
+@pytest.mark.parametrize("kind", MODELS, ids=["plain", "tied", "wrapped", "adapters", "lora"])
+def test_the_trainer_resumes_any_model_from_the_folder_and_loads_nothing_over_it(
+    tmp_path: Path, kind: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainers = []
+    for epoch in (1, 2):
+        protection = HoldfastTrainerCallback(daemon=FakeDaemon(tmp_path, epoch=epoch))
+        args = train_huggingface.parse_args(["--steps", "3"])
+        trainer = train_huggingface.make_trainer(args, protection)
+        torch.manual_seed(epoch)
+        trainer.model = trainer.model_wrapped = kind(transformers.MixtralForCausalLM(CONFIG))
+        trainers.append(trainer)
+        folder = protection.restore(trainer)
+        if folder is not None:
+            trainer._load_from_checkpoint(folder)  # as `train` does
+        scheduler = trainer.create_scheduler(3)
+        given = {"lr_scheduler": scheduler, "optimizer": trainer.optimizer}
+        events = trainer.args, trainer.state, trainer.control
+        protection.on_train_begin(*events, **given)
+        if folder is None:
+            trainer.state.global_step = 1
+            protection.on_step_end(*events)
+            protection.on_step_begin(*events)
+        protection.on_train_end(*events)
+    assert folder is not None
+    old, new = (trainer.model.state_dict() for trainer in trainers)
+    assert all(torch.equal(old[name], new[name]) for name in old)
     assert "missing keys" not in caplog.text
 
 

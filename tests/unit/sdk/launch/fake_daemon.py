@@ -34,6 +34,9 @@ class FakeDaemon(trainer_pb2_grpc.TrainerServicer):
         self.exits: list[tuple[int, int]] = []
         """(epoch, exit code) of workers that failed."""
         self.last_lines: list[str] = []
+        self.reasons: list[str] = []
+        self.work: list[tuple[int, ...]] = []
+        """Epoch and ranks of each report of work."""
         """What these wrote last."""
         self._server = grpc.server(futures.ThreadPoolExecutor(max_workers=8))
         trainer_pb2_grpc.add_TrainerServicer_to_server(self, self._server)
@@ -96,5 +99,12 @@ class FakeDaemon(trainer_pb2_grpc.TrainerServicer):
         with self.changed:
             self.exits.append((request.epoch, request.exit_code))
             self.last_lines.append(request.last_lines)
+            self.reasons.append(request.reason)
             self.changed.notify_all()
         return trainer_pb2.WorkerExitedReply()
+
+    def Worked(self, request: trainer_pb2.WorkedRequest, context: Any) -> trainer_pb2.WorkedReply:
+        with self.changed:
+            self.work.append((request.epoch, *request.ranks))
+            self.changed.notify_all()
+        return trainer_pb2.WorkedReply()

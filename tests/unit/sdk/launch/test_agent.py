@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from holdfast._launch.agent import RESTARTS_MAX, EpochEndedError, HoldfastAgent
 from holdfast._launch.rendezvous import AnnouncedWorld, HoldfastRendezvous
 from holdfast_core.errors import UnreachableError
+from holdfast_core.states import EndReason
 
 TIMEOUT_S = 30.0
 FINISHED = "holdfast/finished"
@@ -44,10 +45,15 @@ class OneEpoch:
             raise UnreachableError("closed")
         return self.after
 
-    def publish_store(self, epoch: int, store_address: str) -> None:
+    def publish_store(self, epoch: int, store_address: str, store_key: str) -> None:
         self.address = store_address
 
-    def worker_exited(self, epoch: int, rank: int, exit_code: int, last_lines: str) -> None:
+    def worker_exited(
+        self, epoch: int, rank: int, exit_code: int, last_lines: str, reason: EndReason
+    ) -> None:
+        raise AssertionError("no worker runs here")
+
+    def worked(self, epoch: int, ranks: Collection[int]) -> None:
         raise AssertionError("no worker runs here")
 
     def end(self, world: AnnouncedWorld) -> None:
@@ -154,7 +160,15 @@ class Node:
             max_restarts=RESTARTS_MAX,
             monitor_interval=0.1,
         )
-        self.agent = FinishedAgent(spec, self.rendezvous, DefaultLogsSpecs(), "forkserver", 1.0)
+        self.memory_is_short = False
+        self.agent = FinishedAgent(
+            spec,
+            self.rendezvous,
+            DefaultLogsSpecs(),
+            "forkserver",
+            1.0,
+            memory_was_short=lambda: self.memory_is_short,
+        )
 
     def finish(self) -> None:
         self.fifo.write_bytes(b"")  # once the worker reads
@@ -237,6 +251,34 @@ def test_a_kept_worker_fails_with_its_rank_in_the_present_world(
     os.kill(pid, signal.SIGKILL)
     until(lambda: here.agent.state() is WorkerState.FAILED)
     assert here.daemon.exits == [(2, 3, 137)]
+    assert here.daemon.reasons == [EndReason.UNKNOWN]
+
+
+@pytest.mark.parametrize("forked", [False, True], ids=["program", "fork"])
+def test_a_worker_that_dies_when_the_kernel_has_killed_for_memory_is_reported_with_that(
+    worlds: Worlds, node: Callable[..., Node], forked: bool
+) -> None:
+    worlds.begin(1)
+    here = node(PlayedDaemon(worlds), forked=forked)
+    assert here.rendezvous.workers() == {}
+    (pid,) = here.agent.start()
+    assert here.rendezvous.workers() == {0: pid}
+    here.memory_is_short = True
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: here.agent.state() is WorkerState.FAILED)
+    assert (here.daemon.exits, here.daemon.reasons) == ([(1, 0, 137)], [EndReason.OOM_KILLED])
+
+
+def test_a_worker_that_the_agent_kills_was_not_killed_for_lack_of_memory(
+    worlds: Worlds, node: Callable[..., Node]
+) -> None:
+    worlds.begin(1)
+    here = node(PlayedDaemon(worlds))
+    here.agent.start()
+    here.memory_is_short = True  # of a process beside it
+    here.agent.kill_workers()
+    until(lambda: here.agent.state() is WorkerState.FAILED)
+    assert here.daemon.reasons == [EndReason.UNKNOWN]
 
 
 def test_nodes_that_kept_and_that_replaced_their_workers_finish_together(

@@ -16,6 +16,7 @@ from torch.distributed.elastic.rendezvous.api import (
 from holdfast._launch.rendezvous import HoldfastRendezvous
 from holdfast.rendezvous import create_handler, handler_of
 from holdfast_core.errors import HoldfastError, UnreachableError, VersionMismatchError
+from holdfast_core.states import EndReason
 
 
 def test_the_nodes_of_an_epoch_meet_in_the_store_that_the_first_one_serves() -> None:
@@ -157,6 +158,22 @@ def test_the_exit_code_of_a_worker_is_reported_and_signals_are_128_and_more() ->
         assert killed.wait(30.0)
         handler.worker_exited(0, -9, "")  # killed because epoch 1 has ended
         assert len(daemon.exits) == 2
+        handler.worker_exited(0, -9, "", EndReason.OOM_KILLED)  # the kernel was faster
+        assert (daemon.exits[2:], daemon.reasons[2:]) == ([(1, 0, 137)], [EndReason.OOM_KILLED])
+
+
+def test_work_is_reported_with_the_present_epoch_and_a_daemon_that_is_away_misses_it() -> None:
+    worlds = Worlds()
+    daemon = PlayedDaemon(worlds)
+    with rendezvous(daemon) as (handler, _):
+        worlds.begin(1)
+        handler.next_rendezvous()
+        handler.worked([4, 5])
+        daemon.deaf = True
+        handler.worked([4])
+        daemon.deaf = False
+        handler.worked([5])
+    assert daemon.work == [(1, 4, 5), (1, 5)]
 
 
 def test_a_daemon_that_is_away_is_not_needed_to_report_an_exit_code(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from moe_example import train_moe
+from quantized import Blockwise
 from torch import nn
 
 from holdfast import InvalidJobError, moe
@@ -42,6 +43,14 @@ def test_optimizers_that_treat_elements_apart(make: Any) -> None:
 def test_optimizers_that_mix_experts_of_a_stack(make: Any) -> None:
     with pytest.raises(InvalidJobError, match="updates an expert by what other experts"):
         moe.check_optimizer(make)
+
+
+@pytest.mark.parametrize(("block", "shape"), [(8, r"\[16\]"), (64, r"\[2\]"), (0, r"\[1\]")])
+def test_optimizers_whose_state_could_not_change_ranks_with_an_expert(
+    block: int, shape: str
+) -> None:
+    with pytest.raises(InvalidJobError, match=rf"change ranks: experts.w:absmax1 {shape} "):
+        moe.check_optimizer(lambda params: Blockwise(params, block))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from dense_moe import Shape, backward, join, make_layer
 from ports import reserve_port
+from quantized import Blockwise
 from ranks import run_ranks
 from torch import nn
 
@@ -175,3 +176,19 @@ def test_what_does_not_fit_copies_is_refused(tmp_path: Path) -> None:
     for topology in (holdfast.Topology(dp=2, ep=2), holdfast.Topology(dp=1, tp=2)):
         with pytest.raises(InvalidJobError, match="leave topology out"):
             holdfast.init(model=model, optimizer=optimizer, topology=topology)
+
+
+def test_states_that_could_not_change_ranks_with_an_expert_are_refused_by_the_first_save(
+    tmp_path: Path,
+) -> None:
+    model = nn.ModuleDict({"experts": moe.SeatedExperts(4, 8, (0, 1), 2)})
+    optimizer = Blockwise(model.parameters(), 16)  # none of its kind can be made for a trial
+    daemon = FakeDaemon(str(tmp_path), rank=0, world_size=1)
+    session = holdfast.init(model=model, optimizer=optimizer, daemon=daemon)
+    assert session.restore() is None
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    with pytest.raises(InvalidJobError, match=r"absmax1 \[4\] .* and it would stay behind"):
+        session.save(1).committed.result(WAIT_S)
+    session.close()

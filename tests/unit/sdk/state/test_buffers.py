@@ -94,7 +94,7 @@ def test_it_has_that_form_again_where_a_process_that_stays_has_changed_it_since(
     model = Observer("float32[0]")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     live = LiveState(model, [optimizer], Topology(dp=1), 0)
-    live.begin()
+    live.begun.begin()
     model.put(saved)
     wanted = {
         source.name: Wanted(
@@ -107,7 +107,7 @@ def test_it_has_that_form_again_where_a_process_that_stays_has_changed_it_since(
     }
     extras, form = collect(live, {}, 1), model.form()[0]
     model.put(later)
-    live.begin()  # the second restore changes nothing in what the program begins with
+    live.begun.begin()  # the second restore changes nothing in what the program begins with
     make_room(live, wanted, extras)
     assert model.form()[0] == form or {saved, later} == {ABSENT, NONE}
 
@@ -131,7 +131,7 @@ def test_what_two_modules_share_is_shared_when_it_comes_back(
     make_trainer: Any, open_session: Any, tmp_path: Path
 ) -> None:
     def shared() -> Any:
-        model = nn.ModuleList([Observer("float32[0]"), Observer(ABSENT)])
+        model: Any = nn.ModuleList([Observer("float32[0]"), Observer(ABSENT)])
         model[1].put("float32[0]")
         model[1]._buffers["seen"] = model[0]._buffers["seen"]
         return trainer_of(make_trainer, model)

@@ -108,7 +108,7 @@ def test_optimizer_states_follow_their_parameters(trainer: Any) -> None:
     weight = trainer.model.layers[0].experts.w
     assert moment.tensor.data_ptr() == trainer.optimizer.state[weight]["exp_avg"][1].data_ptr()
     step = found["layers.0.experts.w:step"]
-    assert (str(step.unit), step.tensor.shape) == ("layer0/expert0", ())
+    assert (str(step.unit), step.tensor.shape, step.private) == ("layer0/dense", (), True)
 
 
 def test_masters_are_recognised_in_states_and_in_parameter_groups(make_trainer: Any) -> None:

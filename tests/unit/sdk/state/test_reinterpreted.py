@@ -12,6 +12,7 @@ from torch import nn
 
 from holdfast._state.capture import LiveState
 from holdfast.testing import FakeDaemon
+from holdfast_core.errors import InvalidJobError
 from holdfast_core.topology import Topology
 
 WAIT_S = 20
@@ -71,7 +72,9 @@ def test_what_only_an_optimizer_holds_is_followed_when_it_moves() -> None:
     assert live.changed()
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize(
+    "way", [transposed, further_on_in_its_memory], ids=lambda way: way.__name__
+)
 def test_a_parameter_that_became_another_view_is_restored_as_it_was(
     way: Callable[..., None], make_trainer: Any, open_session: Any, tmp_path: Path
 ) -> None:
@@ -95,3 +98,20 @@ def test_a_parameter_that_became_another_view_is_restored_as_it_was(
     new.model.weight.zero_()
     assert open_session(new, FakeDaemon(tmp_path, epoch=2)).restore() == 2
     assert torch.equal(new.model.weight, old.model.weight)
+
+
+@pytest.mark.parametrize(
+    "way", [another_shape_with_the_same_strides, another_dtype], ids=lambda way: way.__name__
+)
+def test_a_parameter_of_another_form_is_not_saved_where_a_restart_could_not_restore_it(
+    way: Callable[..., None], make_trainer: Any, open_session: Any, tmp_path: Path
+) -> None:
+    trainer = make_trainer()
+    trainer.model = Square()
+    trainer.model.weight.requires_grad_(False)
+    trainer.optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    session = open_session(trainer, FakeDaemon(tmp_path))
+    session.save(1).committed.result(WAIT_S)
+    way(trainer.model.weight, trainer.model.memory)
+    with pytest.raises(InvalidJobError, match=r"weight is torch.* was torch.float32\[4, 4\]"):
+        session.save(2).committed.result(WAIT_S)

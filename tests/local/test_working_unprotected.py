@@ -1,0 +1,129 @@
+"""`holdfast run` of scripts that have no sessions: they train, work or hang, in real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast_core.job.parsing import MoETrainingJob, parse_job
+from holdfast_operator.local import LocalCluster, LocalSettings, Status
+from holdfast_operator.reconciler.counters import Outcome
+
+START_S = 15.0
+WAIT_S = 120.0
+
+TRAINS = """
+import sys, time, torch
+until = time.monotonic() + float(sys.argv[1])
+steps = 0
+while time.monotonic() < until:
+    torch.randn(64, 64).mm(torch.randn(64, 64))
+    steps += 1
+print("steps", steps, file=sys.stderr)
+"""
+"""Does not call holdfast.init."""
+
+REFUSED = """
+import sys, time, torch, holdfast
+torch.distributed.init_process_group("gloo")
+model = torch.nn.Linear(1024, 2048)
+optimizer = torch.optim.AdamW(model.parameters())
+until, step = time.monotonic() + float(sys.argv[1]), 0
+with holdfast.init(model=model, optimizer=optimizer) as session:
+    assert session.restore() is None
+    while time.monotonic() < until:
+        model(torch.ones(1, 1024)).sum().backward()
+        step += 1
+        time.sleep(0.2)  # the processor proves nothing here, the steps do
+        optimizer.step()
+        session.save(step)
+"""
+
+HANGS = """
+import pathlib, sys, time
+mark = pathlib.Path(sys.argv[1])
+if not mark.exists():
+    mark.touch()
+    time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
+        yield Path(path)
+
+
+def job_of(directory: Path, script: str, argument: object, memory: str = "64Mi") -> MoETrainingJob:
+    file = directory / "script.py"
+    file.write_text(script)
+    container = {"name": "trainer", "command": [sys.executable, str(file), str(argument)]}
+    detection = {"heartbeatSeconds": 0.5, "startSeconds": START_S, "hangSeconds": START_S}
+    return parse_job(
+        {
+            "apiVersion": "holdfast.dev/v1alpha1",
+            "kind": "MoETrainingJob",
+            "metadata": {"name": "bare"},
+            "spec": {
+                "nodes": 1,
+                "nprocPerNode": 1,
+                "parallelism": {"dp": 1},
+                "snapshot": {"memoryPerNode": memory},
+                "redundancy": {"type": "None"},
+                "failurePolicy": {"detection": detection},
+                "trainer": {"template": {"spec": {"containers": [container]}}},
+            },
+        }
+    )
+
+
+def run(directory: Path, job: MoETrainingJob) -> tuple[Outcome, Status, dict[str, str]]:
+    """Run the job to its end; return the messages of its events and conditions as well."""
+    seen: dict[str, str] = {}
+
+    def note(status: Status) -> None:
+        for condition in status.conditions:
+            if condition.message:
+                seen[f"{condition.type} {condition.reason}"] = condition.message
+
+    async def finished() -> tuple[Outcome, Status]:
+        settings = LocalSettings(directory=directory / "run")
+        async with LocalCluster(job, settings) as cluster:
+            await cluster.wait_for(lambda status: True, timeout_s=WAIT_S)
+            ending = asyncio.ensure_future(cluster.finished(timeout_s=WAIT_S))
+            while not ending.done():
+                note(cluster.status)
+                await asyncio.wait([ending], timeout=0.2)
+            return await ending, cluster.status
+
+    outcome, status = asyncio.run(finished())
+    return outcome, status, seen
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_script_without_init_trains_for_longer_than_a_start_may_take(directory: Path) -> None:
+    outcome, status, seen = run(directory, job_of(directory, TRAINS, 2 * START_S))
+    assert (outcome, status.restarts) == (Outcome.COMPLETE, 0)
+    assert "rank 0 works without protection" in seen["Running NotAllRanksReady"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_script_whose_saves_are_refused_trains_to_its_end(directory: Path) -> None:
+    outcome, status, seen = run(directory, job_of(directory, REFUSED, 2 * START_S, "1Mi"))
+    assert (outcome, status.restarts) == (Outcome.COMPLETE, 0)
+    assert "1 ranks train in epoch 1" in seen["Running TrainsUnprotected"]
+    assert "rank 0 trains without protection" in seen["Protected TrainsUnprotected"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_script_that_sleeps_before_its_session_is_restarted(directory: Path) -> None:
+    outcome, status, _ = run(directory, job_of(directory, HANGS, directory / "mark"))
+    assert (outcome, status.restarts) == (Outcome.COMPLETE, 1)

@@ -1,0 +1,224 @@
+"""What optimizers keep in attributes of their own: counters, slow weights, averagers.
+
+Torch's optimizers keep everything in `state` and `param_groups`. Others also count steps in an
+attribute, or hold averages in a list. Captured are numbers and texts that have changed since the
+program began, and all tensors that are neither parameters nor states. They travel in the extras, so
+tensors have to be small. Of objects that a snapshot cannot carry, such as an averager that counts
+its steps, the attributes are looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from holdfast._state.dtensors import raw
+from holdfast._state.extras import UnsupportedValueError, decode_extras, encode_extras
+from holdfast._state.nested import is_optimizer, with_nested
+from holdfast_core.errors import InvalidJobError, LayoutMismatchError
+
+BYTES_MAX = 8 * 2**20
+"""Most bytes of tensors in an attribute. They are copied within `save`, while training waits."""
+
+_OF_TORCH = ("_optimizer_", "_zero_grad", "_warned", "_patched")
+_LEFT_OUT = frozenset(
+    {"state", "param_groups", "defaults", "step", "_opt_called", "_step_count"}
+    | {"grad_scale", "found_inf"}  # of one step
+)
+_KEEP_NOTHING = ("torch.optim.", "torch.distributed.optim.zero_redundancy_optimizer")
+"""Modules whose optimizers keep nothing in attributes."""
+_DEPTH_MAX = 4
+
+
+class OwnValues:
+    """Attributes of `optimizers` and of those within them, compared with those that the program has
+    whenever it starts."""
+
+    def __init__(self, optimizers: Sequence[Any]) -> None:
+        self._optimizers = optimizers
+        self.begin()
+
+    def begin(self) -> None:
+        """Take the present values."""
+        self._begun = {
+            (index, at): {path: _encoded(holder[name]) for path, holder, name in _places(one)}
+            for index in range(len(self._optimizers))
+            for at, one in enumerate(self._within(index))
+        }
+
+    def _within(self, index: int) -> tuple[Any, ...]:
+        return with_nested(self._optimizers[index], self._optimizers)
+
+    def changed(self, index: int, at: int, known: Collection[int]) -> dict[str, Any]:
+        """What to capture of optimizer number `at` of those within optimizer `index`, itself being
+        0, for its part of the extras.
+
+        Args:
+            known: `id` of each parameter.
+
+        Raises:
+            InvalidJobError: an attribute holds tensors that a snapshot cannot carry.
+        """
+        one = self._within(index)[at]
+        begun = self._begun.get((index, at), {})
+        recognises: _Captured | None = None
+        values: dict[str, Any] = {}
+        for path, holder, name in _places(one):
+            value = holder[name]
+            tensors = list(_tensors(value))
+            if not tensors:
+                encoded = _encoded(value)
+                if encoded is not None and encoded != begun.get(path):
+                    values[path] = {"value": value, "device": "cpu"}
+                continue
+            recognises = recognises or _Captured(one, known)
+            own = [tensor for tensor in tensors if not recognises.has(tensor)]
+            if own:
+                _check(type(one).__qualname__, path, value, own, tensors)
+                values[path] = {"value": value, "device": own[0].device.type}
+        return {"attributes": values} if values else {}
+
+    @torch.no_grad()
+    def put_back(self, index: int, at: int, saved: Mapping[str, Any]) -> None:
+        """Give an optimizer the attributes of a snapshot; others that have changed since the
+        program began become what they were."""
+        one = self._within(index)[at]
+        begun = self._begun.get((index, at), {})
+        wanted = saved.get("attributes", {})
+        places = {path: (holder, name) for path, holder, name in _places(one)}
+        for path, (holder, name) in places.items():
+            before = begun.get(path)
+            if path not in wanted and before is not None and before != _encoded(holder[name]):
+                holder[name] = decode_extras(before)
+        for path, item in wanted.items():
+            holder, name = places[path] if path in places else _new_place(one, path)
+            device = _device_of(one, item["device"])
+            holder[name] = _filled(holder.get(name), item["value"], device)
+
+    @staticmethod
+    def has_tensors(optimizer: Any) -> bool:
+        """Whether an optimizer keeps tensors in its attributes, which snapshots hold."""
+        captured = _Captured(optimizer, ())
+        values = [holder[name] for _, holder, name in _places(optimizer)]
+        return any(not captured.has(one) for value in values for one in _tensors(value))
+
+
+class _Captured:
+    """Tensors that are captured as parameters of an optimizer or as states, or share their
+    memory."""
+
+    def __init__(self, optimizer: Any, known: Collection[int]) -> None:
+        self._known, held = known, with_nested(optimizer)
+        groups = [group for one in held for group in one.param_groups]
+        states = [state for one in held for state in one.state.values()]
+        tensors = [p for group in groups for p in group["params"]]
+        tensors += [value for state in states for value in _tensors(state)]
+        self._memory = {_memory(tensor) for tensor in tensors}
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._known or _memory(tensor) in self._memory
+
+
+def _places(optimizer: Any) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """(path, dictionary, key) of each attribute that may hold state."""
+    if type(optimizer).__module__.startswith(_KEEP_NOTHING):
+        return
+    own = getattr(optimizer, "__dict__", {})
+    for name, value in own.items():
+        if name in _LEFT_OUT or name.startswith(_OF_TORCH) or is_optimizer(value):
+            continue
+        yield name, own, name
+        if not (callable(value) or isinstance(value, torch.nn.Module | torch.Tensor)):
+            inner = getattr(value, "__dict__", {})
+            yield from ((f"{name}.{key}", inner, key) for key in inner)
+
+
+def _new_place(optimizer: Any, path: str) -> tuple[dict[str, Any], str]:
+    """Place of an attribute that is not there."""
+    name, dot, key = path.partition(".")
+    if not dot:
+        return vars(optimizer), name
+    inner = getattr(vars(optimizer).get(name), "__dict__", None)
+    if inner is None:
+        raise LayoutMismatchError(
+            f"in the snapshot {type(optimizer).__qualname__} has the attribute {path!r}, and this "
+            f"session's has no {name!r} that could hold it"
+        )
+    return inner, key
+
+
+def _tensors(value: object, depth: int = 0) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a value, and in containers in it."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth < _DEPTH_MAX and isinstance(value, Mapping):
+        for pair in value.items():
+            for item in pair:
+                yield from _tensors(item, depth + 1)
+    elif depth < _DEPTH_MAX and isinstance(value, list | tuple | set):
+        for item in value:
+            yield from _tensors(item, depth + 1)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    local = raw(tensor)
+    if local.layout is not torch.strided or not local.untyped_storage().nbytes():
+        return id(tensor)
+    return local.untyped_storage().data_ptr()
+
+
+def _encoded(value: object) -> bytes | None:
+    """Encode a value without tensors; None when it has some, or a snapshot cannot carry it."""
+    if callable(value) or next(_tensors(value), None) is not None:
+        return None
+    try:
+        return encode_extras(value)
+    except UnsupportedValueError:
+        return None
+
+
+def _check(
+    optimizer: str,
+    path: str,
+    value: object,
+    own: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor],
+) -> None:
+    """Raise InvalidJobError when a snapshot cannot carry an attribute that holds `own` tensors."""
+    advice = "keep them in its state, under the parameter that they belong to"
+    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in own)
+    if nbytes > BYTES_MAX:
+        raise InvalidJobError(
+            f"{optimizer} keeps {nbytes / 1e6:.0f} MB of tensors in its attribute {path!r}, which "
+            f"every save would copy while training waits: {advice}"
+        )
+    try:
+        if len(own) == len(tensors):
+            encode_extras(value)
+            return
+        why = "together with parameters or states"
+    except UnsupportedValueError as error:
+        why = f"in a form that a snapshot cannot carry ({error})"
+    raise InvalidJobError(f"{optimizer} keeps tensors in its attribute {path!r}, {why}: {advice}")
+
+
+def _device_of(optimizer: Any, kind: str) -> torch.device:
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return next((p.device for p in parameters if p.device.type == kind), torch.device(kind))
+
+
+def _filled(old: Any, new: Any, device: torch.device) -> Any:
+    """`new`, with its tensors in the memory of those of `old` where they fit."""
+    if isinstance(new, torch.Tensor):
+        fits = isinstance(old, torch.Tensor) and (old.shape, old.dtype) == (new.shape, new.dtype)
+        return old.copy_(new) if fits else new.to(device)
+    if isinstance(new, dict):
+        known = old if isinstance(old, dict) else {}
+        return type(new)({key: _filled(known.get(key), v, device) for key, v in new.items()})
+    if type(new) in (list, tuple):
+        fits = isinstance(old, list | tuple) and len(old) == len(new)
+        beside = old if fits else [None] * len(new)
+        return type(new)(_filled(a, b, device) for a, b in zip(beside, new, strict=True))
+    return new

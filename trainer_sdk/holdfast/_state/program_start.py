@@ -1,0 +1,173 @@
+"""What a program has whenever it starts, and what a restore has to change in it.
+
+A program that starts again has its model as it builds it: with the layers that it freezes at first,
+in the modes that it begins with, without the modules that it adds later. So a snapshot states how
+the model differs: which parameters are trained or frozen since, and which modules are in another
+mode. A restore puts that back. What it could not put back is refused when it is saved: parameters
+that appeared, vanished or changed their form.
+
+The mode of a module decides what a step does to buffers (BatchNorm) and whether it draws random
+numbers (Dropout). It is that of the moment of the save, except where the whole model is in another
+mode than in the step before, as in an evaluation: then it is that of the step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from holdfast._state.buffers import BufferForms
+from holdfast._state.conventions import plain_name
+from holdfast._state.dtensors import raw
+from holdfast._state.groups import ParamGroups
+from holdfast._state.own_values import OwnValues
+from holdfast_core.snapshots.names import TensorName
+
+_trains = attrgetter("requires_grad")
+_mode = attrgetter("training")
+
+_Form = tuple[tuple[int, ...] | None, torch.dtype]
+
+
+class ProgramStart:
+    """State at construction, or at the first restore, of what snapshots describe by differences. A
+    process that stays goes from world to world with the same one."""
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Any]) -> None:
+        self._model = model
+        self.groups = ParamGroups(optimizers)
+        self.values = OwnValues(optimizers)
+        """What optimizers hold in attributes of their own."""
+        self.forms = BufferForms(model)
+        """Forms of buffers."""
+        self._restores = False
+        self._stepped: tuple[bool, list[nn.Module], list[bool]] | None = None
+        """Mode of the model in the newest step, its modules, and theirs."""
+        self._note()
+
+    def _note(self) -> None:
+        self._forms = _forms(self._model)
+        self._trained = {name: p.requires_grad for name, p in _named(self._model).items()}
+        self._paths: list[str] = []
+        self._modules: list[nn.Module] = []
+        self._remember({})
+
+    def _remember(self, names: Mapping[int, str]) -> None:
+        """Remember the parameters and modules, so that no save has to walk through them."""
+        parameters = _named(self._model)
+        self._parameters = [*parameters.values()]
+        self._names = [names.get(id(one), name) for name, one in parameters.items()]
+        self._first = [self._trained.get(name, True) for name in parameters]
+        modules = [*self._model.modules()]
+        if self._modules != modules:
+            # As texts of names, which any encoding can hold.
+            named = self._model.named_modules()
+            self._paths = [str(TensorName(plain_name(path))) for path, _ in named]
+            self._modules = modules
+
+    def trained(self) -> list[nn.Parameter]:
+        """Parameters of the model that train when the program starts."""
+        return [p for name, p in _named(self._model).items() if self._trained.get(name, True)]
+
+    def begin(self) -> None:
+        """Take what is there now, as the first restore finds it. Later restores find what the
+        program has changed since."""
+        if not self._restores:
+            self.groups.begin()
+            self.values.begin()
+            self.forms.begin()
+            self._note()
+            self._restores = True
+
+    def look(self, names: Mapping[int, str]) -> str:
+        """Look at the model again, whose tensors have changed; return why a program that starts
+        again could not restore it, or nothing.
+
+        Args:
+            names: `id` of each parameter → its name.
+        """
+        self._remember(names)
+        forms = _forms(self._model)
+        for name, (shape, dtype) in forms.items():
+            first, then = self._forms.get(name, (None, None))
+            if then is None:
+                return (
+                    f"the model has {name} {list(shape or ())}, and had not when the session "
+                    f"restored: a program that starts again could not restore it; add modules, "
+                    f"parametrizations and pruning masks before session.restore()"
+                )
+            if first is None:
+                return (
+                    f"{name} had no shape when the session restored: a program that starts again "
+                    f"could not restore it; run a forward pass before holdfast.init"
+                )
+            if (first, then) != (shape, dtype):
+                return (
+                    f"{name} is {dtype}{list(shape or ())}, and was {then}{list(first)} when the "
+                    f"session restored: a program that starts again could not restore it; change "
+                    f"it before session.restore()"
+                )
+        gone = next((name for name in self._forms if name not in forms), None)
+        if gone is not None:
+            return (
+                f"the model no longer has {gone}, which it had when the session restored: a "
+                f"program that starts again could not restore it; remove it before "
+                f"session.restore()"
+            )
+        return ""
+
+    # --- differences ------------------------------------------------------------------------------
+
+    def stepped(self) -> None:
+        """Note the modes of the modules in a step."""
+        self._stepped = self._model.training, self._modules, [*map(_mode, self._modules)]
+
+    def differences(self) -> dict[str, Any]:
+        """How the model differs from the program's start, and the modes of its modules."""
+        trains = [*map(_trains, self._parameters)]
+        changed: dict[str, bool] = {}
+        if trains != self._first:
+            rows = zip(self._names, trains, self._first, strict=True)
+            changed = {name: now for name, now, before in rows if now != before}
+        modes = [*map(_mode, self._modules)]
+        mode = self._model.training
+        newest = self._stepped
+        if newest is not None and newest[1] is self._modules and newest[0] != mode:
+            mode, _, modes = newest
+        others = [path for path, one in zip(self._paths, modes, strict=True) if one != mode]
+        return {"trains": changed, "mode": mode, "other_mode": others}
+
+    def put_back_trains(self, saved: Mapping[str, Any]) -> None:
+        """Train and freeze the parameters that a snapshot names, and all others as at the start."""
+        changed = saved["trains"]
+        for name, one, first in zip(self._names, self._parameters, self._first, strict=True):
+            wanted = changed.get(name, first)
+            if one.requires_grad != wanted:
+                one.requires_grad_(wanted)
+
+    def put_back_modes(self, saved: Mapping[str, Any]) -> None:
+        """Bring modules into the modes of a snapshot."""
+        others, mode = set(saved["other_mode"]), saved["mode"]
+        for path, module in zip(self._paths, self._modules, strict=True):
+            module.training = mode != (path in others)
+
+
+def _named(model: nn.Module) -> dict[str, nn.Parameter]:
+    named = list(model.named_parameters())
+    counts = Counter(plain_name(path) for path, _ in named)
+    return {path if counts[plain_name(path)] > 1 else plain_name(path): one for path, one in named}
+
+
+def _forms(model: nn.Module) -> dict[str, _Form]:
+    """Shape on this rank and dtype of each parameter; without a shape where it has none yet."""
+    found: dict[str, _Form] = {}
+    for name, one in _named(model).items():
+        local = raw(one)
+        shape = None if nn.parameter.is_lazy(local) else tuple(local.shape)
+        found[name] = (shape, local.dtype)
+    return found
