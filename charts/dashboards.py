@@ -38,6 +38,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "holdfast_operator_job_phase",
         "holdfast_operator_job_recoveries",
         "holdfast_operator_job_members_missing",
+        "holdfast_operator_job_unprotected",
         "holdfast_operator_ranks_desired",
         "holdfast_operator_ranks_ready",
         "holdfast_operator_members_desired",

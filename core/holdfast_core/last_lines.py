@@ -43,7 +43,7 @@ _SHAPES: tuple[tuple[re.Pattern[str], str], ...] = (
     ),
     (re.compile(r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"), HIDDEN),
     (re.compile(r"\b(?:gh[pousr]_|github_pat_|hf_|sk-|xox[abprs]-)[\w-]{16,}"), HIDDEN),
-    (re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"), HIDDEN),
+    (re.compile(r"(?<![\w-])eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"), HIDDEN),
 )
 _VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+")
 

@@ -94,8 +94,14 @@ def error_from_metadata(
     return by_code(code, message)
 
 
+_DIGITS_MAX = 20
+"""Digits of 64 bits."""
+
+
 def _decimal(text: str | None) -> int:
-    return int(text) if text is not None and text.isascii() and text.isdigit() else 0
+    if text is None or len(text) > _DIGITS_MAX or not (text.isascii() and text.isdigit()):
+        return 0
+    return int(text)
 
 
 # --- generations and lines ------------------------------------------------------------------------
@@ -414,6 +420,7 @@ def directive_to_proto(value: Directive) -> peer_pb2.DirectiveMessage:
         retained=optional_generation_to_proto(value.retained),
         dead=[generation_to_proto(generation) for generation in value.dead],
         rendezvous=value.rendezvous,
+        store_key=value.store_key,
         persist=persisting.optional_order_to_proto(value.persist),
         persisted=optional_generation_to_proto(value.persisted),
         whole_after=optional_generation_to_proto(value.whole_after),
@@ -431,6 +438,7 @@ def directive_from_proto(message: peer_pb2.DirectiveMessage) -> Directive:
         retained=_generation_in(message, "retained"),
         dead=tuple(generation_from_proto(generation) for generation in message.dead),
         rendezvous=message.rendezvous,
+        store_key=message.store_key,
         persist=persisting.order_from_proto(message.persist)
         if message.HasField("persist")
         else None,

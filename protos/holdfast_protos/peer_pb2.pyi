@@ -136,11 +136,14 @@ class DirectiveMessage(_message.Message):
     PERSIST_FIELD_NUMBER: _builtins.int
     PERSISTED_FIELD_NUMBER: _builtins.int
     WHOLE_AFTER_FIELD_NUMBER: _builtins.int
+    STORE_KEY_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     epoch: _builtins.int
     has_line: _builtins.bool
     rendezvous: _builtins.str
+    store_key: _builtins.str
+    """for the ranks of the world at `rendezvous`, and daemons"""
     @_builtins.property
     def line(self) -> _values_pb2.Line: ...
     @_builtins.property
@@ -175,11 +178,12 @@ class DirectiveMessage(_message.Message):
         persist: _values_pb2.PersistOrder | None = ...,
         persisted: _values_pb2.Generation | None = ...,
         whole_after: _values_pb2.Generation | None = ...,
+        store_key: _builtins.str = ...,
         load: _values_pb2.Generation | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["line", b"line", "load", b"load", "persist", b"persist", "persisted", b"persisted", "protected", b"protected", "retained", b"retained", "whole_after", b"whole_after"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead", b"dead", "epoch", b"epoch", "has_line", b"has_line", "job", b"job", "line", b"line", "load", b"load", "persist", b"persist", "persisted", b"persisted", "protected", b"protected", "rendezvous", b"rendezvous", "retained", b"retained", "whole_after", b"whole_after"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead", b"dead", "epoch", b"epoch", "has_line", b"has_line", "job", b"job", "line", b"line", "load", b"load", "persist", b"persist", "persisted", b"persisted", "protected", b"protected", "rendezvous", b"rendezvous", "retained", b"retained", "store_key", b"store_key", "whole_after", b"whole_after"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -761,6 +761,7 @@ class World(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     KEEP_FIELD_NUMBER: _builtins.int
     ARRIVED_FIELD_NUMBER: _builtins.int
+    STORE_KEY_FIELD_NUMBER: _builtins.int
     ready: _builtins.bool
     epoch: _builtins.int
     node_rank: _builtins.int
@@ -777,6 +778,8 @@ class World(_message.Message):
     """this node's workers can be kept: all of them follow their worlds"""
     arrived: _builtins.bool
     """all of this node's ranks have called Hello in this epoch"""
+    store_key: _builtins.str
+    """for the job's ranks only: proves who wrote a value of the store"""
     def __init__(
         self,
         *,
@@ -790,10 +793,11 @@ class World(_message.Message):
         finished: _builtins.bool = ...,
         keep: _builtins.bool = ...,
         arrived: _builtins.bool = ...,
+        store_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived", b"arrived", "epoch", b"epoch", "finished", b"finished", "keep", b"keep", "node_host", b"node_host", "node_rank", b"node_rank", "nodes", b"nodes", "ready", b"ready", "serves_store", b"serves_store", "store_address", b"store_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived", b"arrived", "epoch", b"epoch", "finished", b"finished", "keep", b"keep", "node_host", b"node_host", "node_rank", b"node_rank", "nodes", b"nodes", "ready", b"ready", "serves_store", b"serves_store", "store_address", b"store_address", "store_key", b"store_key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -840,19 +844,22 @@ class PublishStoreRequest(_message.Message):
     JOB_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     STORE_ADDRESS_FIELD_NUMBER: _builtins.int
+    STORE_KEY_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     epoch: _builtins.int
     store_address: _builtins.str
+    store_key: _builtins.str
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
         epoch: _builtins.int = ...,
         store_address: _builtins.str = ...,
+        store_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "job", b"job", "store_address", b"store_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "job", b"job", "store_address", b"store_address", "store_key", b"store_key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

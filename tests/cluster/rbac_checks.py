@@ -183,6 +183,11 @@ def _job_whose_role_is_taken(scene: Scene) -> None:
     scene.job()
 
 
+def _job_whose_budget_is_taken(scene: Scene) -> None:
+    _put(scene, "policy/v1", "PodDisruptionBudget", spec={"maxUnavailable": 1})
+    scene.job()
+
+
 def _gang_whose_group_is_taken(name: str, version: str) -> Callable[[Scene], None]:
     def provoke(scene: Scene) -> None:
         scene.change_leader()
@@ -364,6 +369,13 @@ CHECKS = {
     "shared-roles-watch": Check(
         provoke=_deleted_for_a_new_leader("rolebinding", "-trainer"),
         done=lambda scene: scene.find("rolebinding", f"{scene.name}-trainer"),
+        changes_leader=True,
+    ),
+    "budgets-create": _made("poddisruptionbudget"),
+    "budgets-get": Check(provoke=_job_whose_budget_is_taken, done=_names_the_owner),
+    "budgets-watch": Check(
+        provoke=_deleted_for_a_new_leader("poddisruptionbudget"),
+        done=lambda scene: scene.find("poddisruptionbudget"),
         changes_leader=True,
     ),
     "events-create": Check(provoke=Scene.job, done=_events, again=True),

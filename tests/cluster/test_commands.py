@@ -4,19 +4,15 @@ small job goes through all commands, one after the other, and each has its effec
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 from cluster import Cluster
 from holdfast_system import TIER, Holdfast
-from machine import environment
 from survival import Run
+from typed import holdfast_command
 
 NAME, STEPS, FIRST_STEPS, WAIT_S = "commanded", 100_000, 5, 180.0
 """More steps than any test waits for."""
@@ -33,22 +29,7 @@ class Shell:
 
     def type(self, *words: str, code: int = 0) -> str:
         """Run `holdfast` with these words, which has to end with `code`; what it printed."""
-        variables = environment()
-        variables |= {
-            "KUBECONFIG": str(self.cluster.kubeconfig),
-            "PATH": f"{self.cluster.commands}{os.pathsep}{variables['PATH']}",
-            "COLUMNS": "200",
-        }
-        done = subprocess.run(
-            [Path(sys.executable).with_name("holdfast"), *words],
-            env=variables,
-            capture_output=True,
-            text=True,
-            timeout=WAIT_S,
-            check=False,
-        )
-        assert done.returncode == code, done.stdout + done.stderr
-        return done.stdout
+        return holdfast_command(self.cluster, *words, code=code)
 
     def wait_trains(self, after: dict[str, Any]) -> dict[str, Any]:
         """The status once an epoch after that of another status has protected steps."""

@@ -184,6 +184,30 @@ def test_the_resource_of_a_newer_version_may_be_taken_back(cluster: Cluster) -> 
             "spec.trainer: Forbidden: cannot be changed while the job runs; set spec.suspend to",
         ),
         ({"managedBy": "example.com/other"}, "spec.managedBy: Forbidden: cannot be changed; dele"),
+        (
+            {"snapshot": {"interval": {"steps": "auto"}}},
+            "spec.snapshot.interval: Forbidden: cannot be changed while the job runs; set",
+        ),
+        (
+            {"snapshot": {"interval": {"nodeMtbfDays": 7}}},
+            "spec.snapshot.interval: Forbidden: cannot be changed while",
+        ),
+        (
+            {"snapshot": {"policy": {"type": "PartialExperts"}}},
+            "spec.snapshot.policy: Forbidden: cannot be changed while",
+        ),
+        (
+            {"snapshot": {"compareReplicasEvery": 1}},
+            "spec.snapshot.compareReplicasEvery: Forbidden: cannot be changed while",
+        ),
+        (
+            {"snapshot": {"storeComputeWeights": False}},
+            "spec.snapshot.storeComputeWeights: Forbidden: cannot be changed while",
+        ),
+        (
+            {"scheduling": {"gang": "Volcano"}},
+            "spec.scheduling.gang: Forbidden: cannot be changed while",
+        ),
     ],
 )
 def test_what_all_members_agreed_on_stays_while_they_run(
@@ -195,7 +219,11 @@ def test_what_all_members_agreed_on_stays_while_they_run(
 
 def test_the_rest_can_be_changed_while_the_job_runs(cluster: Cluster, job: str) -> None:
     patch(cluster, job, {"failurePolicy": {"spares": 2}, "activeDeadlineSeconds": 60})
+    patch(cluster, job, {"failurePolicy": {"keepFailedSeconds": 60}})
+    patch(cluster, job, {"scheduling": {"gang": "Kueue", "queue": "team-a"}})
+    patch(cluster, job, {"snapshot": {"slots": 2}, "scheduling": {"gang": "None", "queue": None}})
     patch(cluster, job, {"snapshot": {"memoryPerNode": "2Gi"}, "suspend": True})
+    patch(cluster, job, {"snapshot": {"interval": {"steps": "auto"}}})
 
 
 def test_a_suspended_job_can_change_shape_but_not_its_manager(cluster: Cluster, job: str) -> None:

@@ -138,7 +138,6 @@ def test_daemons_that_are_held_up_while_the_leader_changes_are_waited_for(
     finally:
         for pid in daemons:
             os.kill(pid, signal.SIGCONT)
-    after = beside.runs_on(safe_step(before))
-    assert after["epoch"] == before["epoch"]
-    homes = [[m["node"] for m in s["members"]] for s in (before, after)]
+    _check(beside, "running", before)  # a daemon that was held up may have lost its sessions
+    homes = [[m["node"] for m in s["members"]] for s in (before, beside.job.status())]
     assert homes[0] == homes[1]

@@ -3,6 +3,7 @@ wedged, and nothing loops."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -189,6 +190,29 @@ def test_a_suspended_job_keeps_its_memory_and_goes_on_where_it_was(
         ),
         WAIT_S,
     )
+
+
+def test_evictions_take_one_pod_of_a_job_at_once(system: System, training: Job) -> None:
+    """The API server counts those that run, and refuses the eviction of a second one."""
+    pods = sorted(system.pods(training.name))
+
+    def allowed() -> bool:
+        status: Document = system.cluster.get("pdb", training.name, "-n", TEAM)["status"]
+        return bool(status.get("expectedPods") == len(pods) and status["disruptionsAllowed"] == 1)
+
+    wait_for("an eviction to be allowed", allowed, WAIT_S)
+    _evict(system, pods[0], dry_run=False)
+    with pytest.raises(ClusterError, match="disruption budget"):
+        _evict(system, pods[1], dry_run=True)
+    training.wait("the job to go on", lambda status: status["phase"] == "Running", WAIT_S)
+
+
+def _evict(system: System, pod: str, *, dry_run: bool) -> None:
+    options = {"deleteOptions": {"dryRun": ["All"]}} if dry_run else {}
+    metadata = {"name": pod, "namespace": TEAM}
+    body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": metadata, **options}
+    path = f"/api/v1/namespaces/{TEAM}/pods/{pod}/eviction"
+    system.cluster.kubectl("create", "--raw", path, "-f", "-", stdin=json.dumps(body))
 
 
 def test_a_pod_is_let_in_to_its_own_job_alone(system: System, training: Job) -> None:

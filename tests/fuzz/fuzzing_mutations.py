@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import re
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 NUMBERS = (
     b"0",
@@ -158,3 +160,58 @@ _EDITS: tuple[Callable[[bytes, random.Random, Sequence[bytes]], bytes], ...] = (
     _word,
     _noise,
 )
+
+
+UNITS = (
+    *(b"a", b"1", b"\0", b"\xff", b"a.", b"[", b"{", b" ", b"\n", b"-", b"/", b"1:", b"- a\n"),
+    *(b"\x08\x01", b"\x0a\x00", b"\x12\x00", b"\x1a\x00", b"\x22\x00", b"\x3a\x00", b"\x4a\x00"),
+    *(b"-eyJaaaaaaaa", b"-----BEGIN A", b"-----BEGIN CERTIFICATE-----\n"),
+)
+"""Repeated to any length, before and behind what is valid. Those of two bytes are fields of a
+protobuf message: empty messages, of which a list may hold many."""
+
+
+def grown(seeds: Sequence[bytes], size: int) -> Iterator[bytes]:
+    """The seeds, made about `size` bytes long in each way that may cost more than its length: the
+    same ways in the same order for each size."""
+    for seed in seeds:
+        yield seed * max(1, size // max(1, len(seed)))  # protobuf adds up what lists hold
+        for unit in UNITS:
+            yield seed + unit * (size // len(unit))
+            yield unit * (size // len(unit)) + seed
+        try:
+            document = json.loads(seed)
+        except ValueError:
+            continue
+        for each in _grown_values(document, size):
+            yield json.dumps(each, ensure_ascii=False).encode()
+
+
+def _grown_values(value: Any, size: int) -> Iterator[Any]:
+    """`value` with one of its lists, mappings, texts or numbers made large."""
+    times = max(1, size // max(2, len(json.dumps(value))))
+    if isinstance(value, list):
+        yield value * times
+        yield [_counted(each, i) for i in range(times) for each in value]
+        for i, each in enumerate(value):
+            yield from ([*value[:i], one, *value[i + 1 :]] for one in _grown_values(each, size))
+    elif isinstance(value, dict):
+        yield {**value, **{f"{key}{i}": each for i in range(times) for key, each in value.items()}}
+        yield {**value, **{str(i): each for i in range(times) for each in value.values()}}
+        for key, each in value.items():
+            yield from ({**value, key: one} for one in _grown_values(each, size))
+    elif isinstance(value, str):
+        yield from (value + unit * (size // len(unit)) for unit in ("a", "1", "a-", "a/", "."))
+    elif isinstance(value, int):
+        yield 10 ** min(size, 4000)
+
+
+def _counted(value: Any, by: int) -> Any:
+    """`value` with every number in it raised, so that no two of a list are alike."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value + by
+    if isinstance(value, list):
+        return [_counted(each, by) for each in value]
+    if isinstance(value, dict):
+        return {key: _counted(each, by) for key, each in value.items()}
+    return value

@@ -35,6 +35,13 @@ from holdfast_core.errors import (
     known_code,
 )
 from holdfast_core.job.parsing import check_local, ignored_locally, parse_job
+from holdfast_core.last_lines import (
+    CHARACTERS_MAX,
+    LINES_MAX,
+    decoded_end,
+    essence_of,
+    last_lines,
+)
 from holdfast_core.protection.replaying import (
     ReplayEvidence,
     ReplayPlan,
@@ -64,7 +71,9 @@ from holdfast_daemon.transport import protocol
 from holdfast_operator.cli.copies_plan import read_loads
 from holdfast_operator.cli.job_files import read_document
 from holdfast_operator.control.heartbeats import job_view, node_view
+from holdfast_operator.kube.amounts import amount
 from holdfast_protos import codec, control_pb2, peer_pb2, values_pb2
+from holdfast_protos.validity import ends_at
 
 FIXED_BYTES = 8 << 20
 """What a parser may allocate for any input: imports at first use, a table."""
@@ -221,7 +230,7 @@ def _seats_of(rank: int) -> bytes:
         loads=tuple(layer.tokens for layer in plan.layers),
         step_s=0.5,
         held=tuple(layer.experts_of(rank) for layer in plan.layers),
-        stacks=(Stack(0, "w_in", "exp_avg", "float32", (4, 8), "cpu"),),
+        stacks=(Stack(0, "w_in:exp_avg", "float32", (4, 8), "cpu"),),
     )
     return encode_statement(one)
 
@@ -421,6 +430,27 @@ def _token_claims(data: bytes) -> None:
     token_expiry(f"a.{urlsafe_b64encode(data).decode()}.c")
 
 
+def _certificates(data: bytes) -> None:
+    ends_at(data)
+
+
+def _last_lines(data: bytes) -> None:
+    found = last_lines(decoded_end(data), ["secret-of-many"])
+    assert len(found) <= CHARACTERS_MAX and found.count("\n") < LINES_MAX
+    essence_of(found)
+
+
+def _amount(data: bytes) -> None:
+    assert isinstance(amount(data.decode(errors="replace")), float)
+
+
+def _refusal(data: bytes) -> None:
+    """What a daemon answers to a call that it refuses: the code, and a number for the message."""
+    code, _, number = data.decode(errors="replace").partition(" ")
+    fields = ((codec.ERROR_CODE_KEY, code), (codec.NEEDED_BYTES_KEY, number))
+    assert codec.error_from_metadata(fields, number) is not None
+
+
 def _session(data: bytes) -> None:
     SessionSeal().open(data.decode(errors="replace"))
 
@@ -530,5 +560,26 @@ TARGETS: tuple[Target, ...] = (
     Target(name="token-claims", parse=_token_claims, seeds=seeds.token_claims, allowed=()),
     Target(name="token-review", parse=identity_in, seeds=seeds.token_reviews),
     Target(name="session", parse=_session, seeds=lambda: [b"job/1/2/" + b"0" * 32]),
+    Target(
+        name="certificates",
+        parse=_certificates,
+        seeds=lambda: [b"-----BEGIN CERTIFICATE-----\nMAA=\n-----END CERTIFICATE-----\n"],
+        allowed=(ValueError,),
+    ),
+    Target(
+        name="last-lines",
+        parse=_last_lines,
+        seeds=lambda: [
+            b"a\x1b[1m\r\nTOKEN=abc eyJhbGciOiJSUzI1NiJ9.eyJleHAiOjE3MDB9.c2ln\nEnd: 1\n"
+        ],
+        allowed=(),
+    ),
+    Target(name="amount", parse=_amount, seeds=lambda: [b"1.5Gi", b"250m"], allowed=()),
+    Target(
+        name="refusal",
+        parse=_refusal,
+        seeds=lambda: [b"memory_budget 12", b"corrupt 1"],
+        allowed=(),
+    ),
     Target(name="text", parse=_text, seeds=seeds.texts, allowed=()),
 )

@@ -35,9 +35,11 @@ def follow(
     return daemon.stub().Follow(request, timeout=WAIT_S)
 
 
-def publish(job: RawJob, address: str) -> None:
+def publish(job: RawJob, address: str, key: str = "") -> None:
     job.daemon(0).stub().PublishStore(
-        trainer_pb2.PublishStoreRequest(job=job.name, epoch=job.epoch, store_address=address),
+        trainer_pb2.PublishStoreRequest(
+            job=job.name, epoch=job.epoch, store_address=address, store_key=key
+        ),
         timeout=WAIT_S,
     )
 
@@ -96,6 +98,23 @@ def test_a_stream_has_each_epoch_when_it_begins_and_when_its_store_is_there(
     job.drop()
     assert next(worlds).finished
     assert next(worlds, None) is None, "the stream has ended"
+
+
+def test_the_key_of_a_store_reaches_the_ranks_of_other_nodes_and_nothing_that_people_read(
+    cluster: RawCluster,
+) -> None:
+    job, key = formed(cluster), "0123456789abcdef0123456789abcdef"
+    worlds = follow(job.daemon(1), job.name, rank=1)
+    assert next(worlds).store_key == ""
+    publish(job, "127.0.0.1:1", key)
+    world = next(worlds)
+    assert (world.store_address, world.store_key) == ("127.0.0.1:1", key)
+    assert [join(job, member).store_key for member in range(2)] == [key, key]
+    for member in range(2):
+        daemon = job.daemon(member)
+        assert key not in str(daemon.status()) and key not in daemon.log.read_text()
+    with pytest.raises(grpc.RpcError, match="a key of 301 characters"):
+        publish(job, "127.0.0.1:1", "k" * 301)
 
 
 def test_an_agent_and_the_control_loop_see_who_follows_until_the_process_dies(

@@ -67,8 +67,8 @@ def mark_of(tensor: torch.Tensor) -> Mark:
 def same_mark(one: Mark, other: Mark) -> bool:
     """Whether two digests of one tensor, on one device, are equal."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    return one is other or one == other
+        return bool(torch.equal(one, other))
+    return one is other or bool(one == other)
 
 
 def state_of_units(

@@ -71,8 +71,7 @@ def init(
 
     Args:
         model: the trained module, which DDP or FSDP2 may wrap.
-        optimizer: a torch optimizer, or several in a list; a hook on `step` waits until a save is
-            staged.
+        optimizer: one of torch, or several in a list; a hook on `step` waits for staged saves.
         stateful: other objects that a restore must bring back (scheduler, sampler, …), by name.
         topology: which ranks hold the same state; without it all ranks are data-parallel replicas.
             In a later world of another size, dp follows from it, and tp, pp and ep stay.

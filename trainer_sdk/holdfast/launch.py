@@ -158,12 +158,13 @@ def _run_agent(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
     # With a log directory, files already keep everything that workers write.
     stderr = None if settings.log_dir else WorkerStderr(settings.nproc, read_secrets())
     paths = () if stderr is None else stderr.paths
+    arguments = _kept_from_torch(script or settings.command[1:])
     spec = WorkerSpec(
         role="trainer",
         local_world_size=settings.nproc,
         rdzv_handler=rendezvous,
         entrypoint=entrypoint,
-        args=(paths, *script) if script else settings.command[1:],
+        args=(paths, *arguments) if script else arguments,
         max_restarts=RESTARTS_MAX,
         monitor_interval=MONITOR_S,
     )
@@ -205,6 +206,12 @@ def _run_agent(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
     finally:
         watch.close()
         rendezvous.shutdown()
+
+
+def _kept_from_torch(arguments: Sequence[str]) -> tuple[str, ...]:
+    """`arguments` such that workers get them as they are: torch resolves macros in them, like
+    `${local_rank}`, and halves `$$`."""
+    return tuple(argument.replace("$", "$$") for argument in arguments)
 
 
 def _record_waiting(file: Path | None, why: str) -> None:

@@ -113,10 +113,18 @@ def event_from(entry_id: str, fields: Mapping[Any, Any] | None) -> EventView | N
 
 def _document(text: str) -> Mapping[str, object] | None:
     try:
-        found = json.loads(text)
+        found = json.loads(text, parse_int=_bounded_int)
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def _bounded_int(digits: str) -> int:
+    """The number of a record. Larger ones could be chosen so that tables of them take the square of
+    their size."""
+    if len(digits) > NUMBER_DIGITS_MAX + len("-"):
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
 
 
 def _is_number(text: str) -> bool:

@@ -23,11 +23,15 @@ from holdfast_core.errors import InvalidJobError
 DEPTH_MAX = 64
 """Most levels of nested lists and mappings. A pod's template has about ten."""
 
-VALUES_MAX = 100_000
+VALUES_MAX = 20_000
 """Most values of a document, counted wherever they appear: one that appears a thousand times counts
 a thousand times. A job of thousands of nodes has a few hundred."""
 
-_INTEGERS = range(-(2**63), 2**64)
+INTEGERS = range(-(2**63), 2**64)
+"""Integers that a document may hold."""
+
+PROBLEMS_MAX = 50
+"""Problems that are reported; of more, the number is."""
 
 
 def check_plain(document: object) -> None:
@@ -56,7 +60,7 @@ def check_plain(document: object) -> None:
 
 
 def _wrong(value: object) -> str:
-    if isinstance(value, int) and value not in _INTEGERS:
+    if isinstance(value, int) and value not in INTEGERS:
         return f"is a number of {value.bit_length()} bits; use at most 64"
     if isinstance(value, float) and math.isnan(value):
         return "is NaN; give a number"
@@ -171,7 +175,9 @@ def refuse(verdict: str, problems: list[Problem]) -> None:
     """
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        lines = "\n".join(f"  {problem}" for problem in problems)
+        lines = "\n".join(f"  {problem}" for problem in problems[:PROBLEMS_MAX])
+        if len(problems) > PROBLEMS_MAX:
+            lines += f"\n  … and {len(problems) - PROBLEMS_MAX} more"
         raise InvalidJobError(f"{verdict}, {count}:\n{lines}")
 
 
@@ -210,7 +216,7 @@ def _struct_in(kind: Any) -> tuple[type[msgspec.Struct] | None, bool]:
 
 def unknown_field(key: object, value: object, path: str, known: list[str]) -> Problem:
     """Problem of a field `key` of the mapping at `path`, which has only the fields `known`."""
-    near = difflib.get_close_matches(str(key), known, n=1)
+    near = difflib.get_close_matches(str(key)[:_SHOWN_CHARACTERS], known, n=1)
     lower = {name.lower(): name for name in known}
     guess = lower.get(str(key).lower()) or (near[0] if near else None)
     return Problem(

@@ -12,6 +12,8 @@ from holdfast_core.job.documents import YEAR_S, Document
 STARTING_S = 600.0
 """Least silence that counts as a hang before the first step of an epoch, however small
 `hangSeconds` is, unless the job sets another: ranks may load, compile and warm up for this long."""
+KEEP_FAILED_S = 3600.0
+"""Seconds for which the snapshots of a failed job stay in memory, unless the job sets others."""
 REFORM_S = 30.0
 """Seconds that a worker which stays has to join the new world, unless the job sets others."""
 
@@ -120,7 +122,8 @@ class FailureRule(Document, frozen=True, kw_only=True):
                 "detection.hangSeconds. "
                 "Disruption: the cluster takes the pod away (preemption, drain, eviction). "
                 "NodeLost: the node's daemon is silent, or the node is gone. "
-                "NoReplacement: no node could replace a lost one for `afterSeconds`. Any: "
+                "NoReplacement: no node could replace a lost or drained one for `afterSeconds`; "
+                "without a rule for it the job waits. Any: "
                 "everything else; allowed only in the last rule."
             },
         ),
@@ -134,7 +137,9 @@ class FailureRule(Document, frozen=True, kw_only=True):
                 "more": "RestartInPlace: the same nodes begin a new epoch. ReplaceNode: a spare "
                 "or another node replaces the lost one. Shrink: the same, but where no node is "
                 "ready, the job goes on with fewer at once; with when: NoReplacement, once "
-                "`afterSeconds` have passed; requires minNodes below nodes. Fail: the job fails. "
+                "`afterSeconds` have passed; requires minNodes below nodes. Fail: the job fails; "
+                "with when: NoReplacement, once `afterSeconds` have passed in which it could not "
+                "go on. "
                 "With minNodes below nodes, a member whose trainer has to start first joins when "
                 "it has: the others go on without it."
             },
@@ -240,6 +245,21 @@ class FailurePolicy(Document, frozen=True, kw_only=True):
             },
         ),
     ] = 120.0
+    keep_failed_seconds: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=YEAR_S,
+            description="seconds for which the snapshots of a failed job stay in memory",
+            examples=[3600],
+            extra={
+                "more": "In that time `holdfast persist` copies them to durable storage, and "
+                "`holdfast resume` has the job go on from them. 0 frees them at once, as a job "
+                "that is complete or deleted does. Until when is in status.keptUntil; a change "
+                "takes effect at once, but brings nothing back."
+            },
+        ),
+    ] = KEEP_FAILED_S
     detection: Detection = Detection()
     rules: Annotated[
         tuple[FailureRule, ...],

@@ -15,13 +15,16 @@ from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.documents import MISSING, Problem, at, check_plain, convert, refuse
 from holdfast_core.job.failures import (
     DEFAULT_RULES,
+    KEEP_FAILED_S,
     Detection,
     FailureAction,
     FailurePolicy,
     FailureRule,
     On,
 )
+from holdfast_core.job.local_differences import local_differences
 from holdfast_core.job.locations import Locations, location_of
+from holdfast_core.job.references import resolve_words
 from holdfast_core.job.rules import queue_problems, spec_problems
 from holdfast_core.job.schema import (
     API_VERSION,
@@ -115,7 +118,7 @@ def parse_job(document: Mapping[str, Any]) -> MoETrainingJob:
             if not problems:
                 return job
     name = at(known, "metadata", "name")
-    subject = f"job {name!r}" if isinstance(name, str) else "the job"
+    subject = f"job {name[:MAX_NAMESPACE_CHARACTERS]!r}" if isinstance(name, str) else "the job"
     refuse(f"{subject} is not valid", problems)
     raise AssertionError("a job that could not be converted has a problem")
 
@@ -134,8 +137,10 @@ def check_local(job: MoETrainingJob) -> None:
     """Refuse what must not run without Kubernetes.
 
     Raises:
-        InvalidJobError: the job, or its pods, belong to another controller.
+        InvalidJobError: the job, or its pods, belong to another controller; or its references to
+            variables make more text than a program can get.
     """
+    resolve_words(job.command, job.env)
     problems = []
     if job.spec.managed_by != MANAGER:
         problems.append(
@@ -175,6 +180,13 @@ def ignored_locally(job: MoETrainingJob) -> tuple[str, ...]:
         notes.append(
             f"spec.ttlSecondsAfterFinished = {spec.ttl_seconds_after_finished} is ignored here: "
             f"a local run leaves only its directory"
+        )
+    if spec.trainer.template is not None:
+        notes.extend(local_differences(spec.trainer.template, job.container))
+    if spec.failure_policy.keep_failed_seconds != KEEP_FAILED_S:
+        notes.append(
+            f"spec.failurePolicy.keepFailedSeconds = {spec.failure_policy.keep_failed_seconds:g} "
+            f"is ignored here: a local run ends with its job, and its memory with it"
         )
     return tuple(notes)
 

@@ -18,6 +18,7 @@ from holdfast_core.job.documents import YEAR_S, Document
 from holdfast_core.job.elastic import ElasticExperts, ElasticVariable
 from holdfast_core.job.failures import REFORM_S, FailurePolicy
 from holdfast_core.job.persistence import Persistence, RestoreSpec
+from holdfast_core.job.references import resolve_env
 from holdfast_core.job.snapshots import (
     COMPARE_REPLICAS_EVERY,
     PolicyType,
@@ -57,6 +58,8 @@ class Gang(StrEnum):
 
 COPY_ANNOTATION = "holdfast.dev/persist"
 """Annotation of a job that asks for a copy of the newest generation in durable storage."""
+RESUME_ANNOTATION = "holdfast.dev/resume"
+"""Annotation of a failed job that asks for it to go on."""
 
 
 class Metadata(Document, frozen=True, kw_only=True):
@@ -320,6 +323,12 @@ class MoETrainingJob(Document, frozen=True, kw_only=True):
         one; empty when there is none."""
         return self.metadata.annotations.get(COPY_ANNOTATION, "")
 
+    @property
+    def resume_request(self) -> str:
+        """Text of the annotation that asks for the job to go on after it has failed: each new text
+        asks once; empty when there is none."""
+        return self.metadata.annotations.get(RESUME_ANNOTATION, "")
+
     def topology(self) -> Topology:
         """The parallel topology of the whole job.
 
@@ -355,7 +364,8 @@ class MoETrainingJob(Document, frozen=True, kw_only=True):
 
     @property
     def command(self) -> tuple[str, ...]:
-        """The trainer's command line: `command`, then `args`."""
+        """The trainer's command line as it is written: `command`, then `args`. References to
+        variables are for the kubelet, or a local run, to resolve."""
         return (*self.container.get("command", ()), *self.container.get("args", ()))
 
     @property
@@ -407,9 +417,10 @@ class MoETrainingJob(Document, frozen=True, kw_only=True):
 
     @property
     def env(self) -> dict[str, str]:
-        """The trainer's environment, as far as the document has the values (no `valueFrom`)."""
-        return {
-            entry["name"]: entry.get("value", "")
-            for entry in self.container.get("env", ())
-            if "valueFrom" not in entry
-        }
+        """The trainer's environment, as far as the document has the values (no `valueFrom`), with
+        references to other variables resolved.
+
+        Raises:
+            InvalidJobError: that makes it too long; never after `check_local`.
+        """
+        return resolve_env(self.container.get("env") or ())

@@ -32,7 +32,7 @@ class Phase(StrEnum):
 
 
 ENDED = (Phase.COMPLETE, Phase.FAILED)
-"""Phases that a job does not leave."""
+"""Phases that a job does not leave by itself; a person may have one that failed go on."""
 
 
 class RecoveryMode(StrEnum):
@@ -276,6 +276,16 @@ class JobStatus(_Part, frozen=True, kw_only=True):
     ) = None
     started_at: Annotated[_Time, Meta(description="when the job was first placed")] | None = None
     ended_at: Annotated[_Time, Meta(description="when the job ended")] | None = None
+    kept_until: (
+        Annotated[
+            _Time,
+            Meta(
+                description="until when the snapshots of the failed job stay in memory; left out "
+                "when they do not"
+            ),
+        ]
+        | None
+    ) = None
     problem: (
         Annotated[str, Meta(description="what keeps the job from running, in words")] | None
     ) = None

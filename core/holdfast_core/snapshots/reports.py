@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.manifests import Inventory
@@ -66,6 +66,9 @@ class Directive:
     """Generations that some rank will never complete; their slots may be reused."""
     rendezvous: str = ""
     """`host:port` of the training world's store, announced by the member that serves it."""
+    store_key: str = field(default="", repr=False)
+    """Key by which ranks of that world recognise each other's values in the store: for them and
+    daemons only. Empty where the agent that serves it makes none."""
     persist: PersistOrder | None = None
     """Persist order that is being carried out, or was carried out last."""
     persisted: Generation | None = None

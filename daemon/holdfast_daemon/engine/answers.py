@@ -72,6 +72,7 @@ class WorldState:
     node_rank: int
     nodes: int
     store_address: str
+    store_key: str
     serves_store: bool
     keep: bool
     """Whether this node's workers can be kept in this epoch: all of them follow their worlds, and
@@ -282,6 +283,7 @@ def world_state(memory: JobMemory, after_epoch: int) -> WorldState | None:
         node_rank=position,
         nodes=len(epoch.membership.members),
         store_address=store_address,
+        store_key=epoch.directive.store_key,
         serves_store=position == 0 and not store_address,
         keep=epoch.me not in epoch.membership.restarting
         and all(record.can_stay(size, protected=memory.protects) for record in records),

@@ -690,12 +690,17 @@ class JobEngine:
         record.failure, record.failure_code = failure, failure_code
         return self._convergence.settle(now)
 
-    def publish_store(self, epoch: int, address: str, now: float) -> list[Effect]:
-        """Announce the address of the world's store, which the first member's agent serves."""
+    def publish_store(
+        self, epoch: int, address: str, now: float, store_key: str = ""
+    ) -> list[Effect]:
+        """Announce the address of the world's store, which the first member's agent serves, and its
+        key, if it has one."""
         memory = self.memory
         self._check_epoch(epoch, "the agent")
         if memory.current is not None:
-            memory.direct(replace(memory.current.directive, rendezvous=address))
+            memory.direct(
+                replace(memory.current.directive, rendezvous=address, store_key=store_key)
+            )
         return self._convergence.settle(now)
 
     def restore_given(self, rank: int, state: RestoreState) -> None:

@@ -87,6 +87,7 @@ def merge(known: Directive, received: Directive) -> Directive:
         retained=_newest([], known.retained, received.retained),
         dead=tuple(sorted({*known.dead, *received.dead})),
         rendezvous=received.rendezvous or known.rendezvous,
+        store_key=received.store_key if received.rendezvous else known.store_key,
         persist=max((o for o in (known.persist, received.persist) if o is not None), default=None),
         persisted=_newest([], known.persisted, received.persisted),
         whole_after=_newest([], known.whole_after, received.whole_after),

@@ -23,6 +23,9 @@ COUNT_MAX = 2**48
 ADDRESS_CHARACTERS_MAX = 300
 """Characters of `host:port`: a host's name has at most 253."""
 
+KEY_CHARACTERS_MAX = 64
+"""Characters of the key of a training world's store."""
+
 NAN_UNITS_MAX = 65_536
 """Units of a snapshot that held a NaN: its manifest names them."""
 
@@ -57,6 +60,19 @@ def check_address(address: str) -> None:
     if len(address) > ADDRESS_CHARACTERS_MAX or not address.isprintable():
         raise ProtocolError(
             f"{address[:80]!r}, of {len(address)} characters, is not an address host:port"
+        )
+
+
+def check_store_key(key: str) -> None:
+    """Refuse what cannot be the key of a training world's store.
+
+    Raises:
+        ProtocolError: it is too long, or not of letters and digits.
+    """
+    if len(key) > KEY_CHARACTERS_MAX or not (key.isascii() and (key.isalnum() or not key)):
+        raise ProtocolError(
+            f"a key of {len(key)} characters is none of a training world's store: use up to "
+            f"{KEY_CHARACTERS_MAX} letters and digits"
         )
 
 

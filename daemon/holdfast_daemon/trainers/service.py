@@ -384,6 +384,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             node_rank=state.node_rank,
             nodes=state.nodes,
             store_address=state.store_address,
+            store_key=state.store_key,
             serves_store=state.serves_store,
             node_host=self._node_host,
             keep=state.keep,
@@ -426,7 +427,12 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     async def PublishStore(self, request: trainer_pb2.PublishStoreRequest, context: Any) -> Any:
         host = self._placed(request.job)
         request_limits.check_address(request.store_address)
-        host.carry_out(host.engine.publish_store(request.epoch, request.store_address, host.now))
+        request_limits.check_store_key(request.store_key)
+        host.carry_out(
+            host.engine.publish_store(
+                request.epoch, request.store_address, host.now, request.store_key
+            )
+        )
         return trainer_pb2.PublishStoreReply()
 
     @_translating

@@ -13,8 +13,8 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from holdfast_core.errors import InvalidJobError, StorageError
-from holdfast_core.job.schema import COPY_ANNOTATION
-from holdfast_core.job.status import ENDED
+from holdfast_core.job.schema import COPY_ANNOTATION, RESUME_ANNOTATION
+from holdfast_core.job.status import ENDED, Phase
 from holdfast_core.snapshots.generations import Generation
 from holdfast_operator.cli import exit_codes, kubectl
 from holdfast_operator.cli.catalogue_places import DAEMONS
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from holdfast_operator.kube.api import Api
 
 POLL_S = 0.5
+RESUME_S = 30.0
+"""Seconds for which an operator gets to have a failed job go on."""
 
 Object = dict[str, Any]
 
@@ -35,28 +37,59 @@ Object = dict[str, Any]
 
 
 def set_suspended(options: argparse.Namespace, suspend: bool) -> int:
-    """Set `spec.suspend` of a job; returns the exit code.
+    """Set `spec.suspend` of a job, and have a failed one go on that is resumed; returns the exit
+    code.
 
     Raises:
+        InvalidJobError: when the job has ended, and cannot go on.
+        StorageError: when a failed job does not go on in time.
         ApiError: when there is no such job, or the API server refuses.
     """
 
-    async def patch(api: Api, options: argparse.Namespace) -> bool:
+    async def patch(api: Api, options: argparse.Namespace) -> str:
         job = await api.get(JOBS, options.namespace, options.job)
-        if bool(job["spec"].get("suspend")) is suspend:
-            return False
-        if (job.get("status") or {}).get("phase") in ENDED:
-            raise InvalidJobError(f"{_name(options)} has ended: {job['status']['phase']}")
-        await api.patch(JOBS, options.namespace, options.job, {"spec": {"suspend": suspend}})
-        return True
+        phase = (job.get("status") or {}).get("phase")
+        if phase == Phase.FAILED and not suspend:
+            return await _resume_failed(api, options, job["status"])
+        if phase in ENDED:
+            raise InvalidJobError(f"{_name(options)} has ended: {phase}")
+        unchanged = bool(job["spec"].get("suspend")) is suspend
+        if not unchanged:
+            await api.patch(JOBS, options.namespace, options.job, {"spec": {"suspend": suspend}})
+        if suspend:
+            what = "is suspended: its pods end, and its snapshots stay in memory"
+        else:
+            what = "is resumed from its newest protected generation"
+        return what + (" (nothing has changed)" if unchanged else "")
 
-    changed = connected(options, patch)
-    if suspend:
-        what = "is suspended: its pods end, and its snapshots stay in memory"
-    else:
-        what = "is resumed from its newest protected generation"
-    print(f"{_name(options)} {what}" + ("" if changed else " (nothing has changed)"))
+    print(f"{_name(options)} {connected(options, patch)}")
     return 0
+
+
+async def _resume_failed(api: Api, options: argparse.Namespace, status: Object) -> str:
+    """Ask the operator to have a failed job go on, and wait until it does; returns what was done,
+    in words."""
+    if not status.get("keptUntil") and status.get("epoch"):
+        stored = status.get("persisted")
+        begins = f"from generation {stored} in durable storage" if stored else "anew"
+        raise InvalidJobError(
+            f"{_name(options)} has failed, and its snapshots are no longer in memory "
+            f"(spec.failurePolicy.keepFailedSeconds): delete it and apply it again, and it begins "
+            f"{begins}"
+        )
+    annotations = {RESUME_ANNOTATION: datetime.now(UTC).isoformat(timespec="milliseconds")}
+    body = {"spec": {"suspend": False}, "metadata": {"annotations": annotations}}
+    await api.patch(JOBS, options.namespace, options.job, body)
+    until = time.monotonic() + RESUME_S
+    while status.get("phase") == Phase.FAILED:
+        if time.monotonic() > until:
+            raise StorageError(
+                f"{_name(options)} has not gone on after {RESUME_S:.0f} s: no daemon that holds "
+                f"its snapshots, or no operator, has answered; the request stands"
+            )
+        await asyncio.sleep(POLL_S)
+        status = (await api.get(JOBS, options.namespace, options.job)).get("status") or {}
+    return "goes on from its newest protected generation; it had failed"
 
 
 # --- persist --------------------------------------------------------------------------------------
@@ -80,7 +113,8 @@ async def _persist(api: Api, options: argparse.Namespace) -> str:
     status = job.get("status") or {}
     if not job["spec"].get("persistence"):
         raise InvalidJobError(f"{_name(options)} has no durable storage: give it spec.persistence")
-    if status.get("phase") in ENDED or not status.get("members"):
+    freed = status.get("phase") in ENDED and not status.get("keptUntil")
+    if freed or not status.get("members"):
         raise InvalidJobError(
             f"{_name(options)} has no daemon to ask ({status.get('phase', 'it has not started')})"
         )

@@ -26,8 +26,8 @@ from holdfast_operator.cli.show import (
     strength_texts,
 )
 from holdfast_operator.kube.resources import EVENTS, JOBS
-from holdfast_operator.kube.times import seconds_of
 from holdfast_operator.local.status import TimedEvent
+from holdfast_operator.reconciler.timestamps import seconds_of
 from holdfast_operator.reconciler.views import Condition, ConditionType
 
 if TYPE_CHECKING:
@@ -127,6 +127,9 @@ def job_view(job: Object, events: Sequence[Object]) -> RenderableType:
     parts: list[RenderableType] = [head]
     if found.get("problem"):
         parts.append(Text(found["problem"], style="dim"))
+    if found.get("keptUntil"):
+        text = f"snapshots are kept in memory until {found['keptUntil']}: persist or resume the job"
+        parts.append(Text(text, style="yellow"))
     failure = found.get("lastFailure") or {}
     if failure and phase != Phase.COMPLETE:
         parts.append(failure_text(failure.get("text", ""), failure.get("lastLines", "")))

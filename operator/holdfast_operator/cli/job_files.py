@@ -3,21 +3,35 @@
 YAML can hold much in few bytes: an alias repeats what it names, and aliases of aliases can expand
 to more than fits in memory. So the events of the text are counted first, each alias with the size
 of what it stands for, and only a document of ordinary size is loaded.
+
+A single number can cost much, too. Reading one in base 60 takes the square of its length, and keys
+beyond 64 bits can be chosen so that all of them meet in one place of a table. So numbers are
+bounded before they are read, and only what JSON has is read at all: numbers in base 60 and dates
+are text, as they are for Kubernetes.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
 from holdfast_core.errors import InvalidJobError
-from holdfast_core.job.documents import DEPTH_MAX, VALUES_MAX
+from holdfast_core.job.documents import DEPTH_MAX, INTEGERS, VALUES_MAX
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
 
 FILE_BYTES_MAX = 1 << 20
 """Largest object that etcd accepts: a larger job could never be sent to a cluster."""
+
+NUMBER_CHARACTERS_MAX = 80
+"""Longest number. The longest of 64 bits, in binary, has 67 characters."""
+
+_MESSAGE_CHARACTERS_MAX = 500
+"""Characters of an error of YAML that are shown: it may repeat a name of any length."""
+
+_TAG = "tag:yaml.org,2002:"
+_KINDS = ("null", "bool", "int", "float", "str", "seq", "map")
 
 
 def load_job(path: Path) -> MoETrainingJob:
@@ -52,14 +66,45 @@ def read_document(data: bytes) -> Any:
         _count(text)
         return yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InvalidJobError(f"the file is not YAML: {error}") from error
-    except (ValueError, OverflowError) as error:
-        # A number of thousands of digits, the 31st of February, the year 0.
-        raise InvalidJobError(f"a value in the file cannot be read: {error}") from error
+        shown = str(error)[:_MESSAGE_CHARACTERS_MAX]
+        raise InvalidJobError(f"the file is not YAML: {shown}") from error
 
 
 class _Loader(yaml.SafeLoader):
-    """Loader that refuses a duplicate key in a mapping; YAML's own loader takes the last one."""
+    """Loader of the values that JSON has, in time that grows with the length of the text.
+
+    It refuses a duplicate key in a mapping; YAML's own loader takes the last one.
+    """
+
+    yaml_constructors: ClassVar[dict[str | None, Any]] = {
+        tag: construct
+        for tag, construct in yaml.SafeLoader.yaml_constructors.items()
+        if tag is None or tag.removeprefix(_TAG) in _KINDS
+    }
+    yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {
+        first: [each for each in resolvers if each[0] != f"{_TAG}timestamp"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_bounded(self, node: yaml.ScalarNode) -> bool | int | float | str:
+        """The value that `node` holds, or its text where that is a number in base 60 only."""
+        text, kind, where = node.value, node.tag.removeprefix(_TAG), node.start_mark.line + 1
+        if ":" in text:
+            return str(text)
+        if len(text) > NUMBER_CHARACTERS_MAX:
+            raise InvalidJobError(
+                f"line {where}: a number of {len(text)} characters; use at most "
+                f"{NUMBER_CHARACTERS_MAX}, or write text in quotes"
+            )
+        try:
+            value: bool | int | float = yaml.SafeLoader.yaml_constructors[node.tag](self, node)
+        except (ValueError, LookupError) as error:
+            raise InvalidJobError(f"line {where}: {text!r} cannot be read as {kind}") from error
+        if isinstance(value, int) and value not in INTEGERS:
+            raise InvalidJobError(
+                f"line {where}: {text} is a number of {value.bit_length()} bits; use at most 64"
+            )
+        return value
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         # Checked before merges (`<<`) are expanded: merged keys may repeat.
@@ -75,6 +120,10 @@ class _Loader(yaml.SafeLoader):
                 )
             seen.add(key.value)
         return node
+
+
+for _kind in ("bool", "int", "float"):
+    _Loader.add_constructor(f"{_TAG}{_kind}", _Loader.construct_bounded)
 
 
 def _count(text: str) -> None:

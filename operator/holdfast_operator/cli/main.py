@@ -327,7 +327,11 @@ def _add_cluster(
 def _add_suspend(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     for name, text in (
         ("suspend", "End the pods of a job in a cluster; its snapshots stay in memory."),
-        ("resume", "Start a suspended job again, from its newest protected generation."),
+        (
+            "resume",
+            "Start a suspended job again, or one that has failed and keeps its snapshots, from its "
+            "newest protected generation.",
+        ),
     ):
         parser = _add(commands, name, text, f"\n  holdfast {name} -n team-a llm\n")
         parser.add_argument("job", metavar="JOB", help="the job's name, or its file")

@@ -29,6 +29,7 @@ PHASE_STYLES: Mapping[str, str] = {
     Phase.RUNNING: "green",
     Phase.COMPLETE: "bold green",
     Phase.RECOVERING: "yellow",
+    Phase.WAITING: "bold yellow",
     Phase.FAILED: "bold red",
     Phase.SUSPENDED: "dim",
 }

@@ -120,6 +120,27 @@ def _fixed(field: str) -> CelRule:
     )
 
 
+def _fixed_in_pods(field: str) -> CelRule:
+    """Rule against changing a field while the job runs that its pods get when they start: those
+    that start later would save otherwise than the others. Pods of other controllers do not get
+    it."""
+    return CelRule(
+        rule=f"oldSelf.suspend || self.trainer.external || self.{field} == oldSelf.{field}",
+        says="cannot be changed while the job runs; set spec.suspend to true first",
+        field=f".{field}",
+        forbidden=True,
+    )
+
+
+_FIXED_GANG = CelRule(
+    rule="oldSelf.suspend || self.scheduling.gang == oldSelf.scheduling.gang || "
+    "(self.scheduling.gang in ['None', 'Kueue'] && oldSelf.scheduling.gang in ['None', 'Kueue'])",
+    says="cannot be changed while the job runs; set spec.suspend to true first",
+    field=".scheduling.gang",
+    forbidden=True,
+)
+"""Pods that start later would wait for a group in which the others are not. Kueue takes a job as a
+whole."""
 _NAME = (
     CelRule(
         rule=f"size(self.metadata.name) <= {MAX_NAME_CHARACTERS}",
@@ -447,6 +468,11 @@ RULES: dict[str, tuple[CelRule, ...]] = {
         *_PERSISTED_EXPERTS,
         *_TRAINER,
         *(_fixed(f) for f in ("nodes", "nprocPerNode", "parallelism", "redundancy", "trainer")),
+        *(
+            _fixed_in_pods(f"snapshot.{f}")
+            for f in ("policy", "interval", "compareReplicasEvery", "storeComputeWeights")
+        ),
+        _FIXED_GANG,
     ),
     "spec.parallelism": (
         CelRule(

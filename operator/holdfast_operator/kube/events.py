@@ -12,7 +12,7 @@ from typing import Protocol
 from holdfast_core.job.parsing import API_VERSION, KIND
 from holdfast_operator.kube.api import ApiError, Object
 from holdfast_operator.kube.resources import EVENTS, Resource
-from holdfast_operator.kube.times import micro_timestamp
+from holdfast_operator.reconciler.timestamps import micro_timestamp
 from holdfast_operator.reconciler.views import Event
 
 _log = logging.getLogger(__name__)

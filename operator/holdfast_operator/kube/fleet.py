@@ -19,7 +19,8 @@ from holdfast_operator.kube.pacing import HEARTBEAT_S_MAX, heartbeats_s
 from holdfast_operator.kube.resources import JOBS
 from holdfast_operator.kube.world import LoopContext
 from holdfast_operator.reconciler.renewal import JobStand
-from holdfast_operator.reconciler.views import Event
+from holdfast_operator.reconciler.unprotected import TRAINS_UNPROTECTED
+from holdfast_operator.reconciler.views import ConditionType, Event
 
 _log = logging.getLogger(__name__)
 
@@ -199,6 +200,7 @@ class Fleet:
         phases = {(*job, s.get("phase", Phase.WAITING)): 1.0 for job, s in of.items()}
         metrics.replace_all("job_phase", phases)
         metrics.replace_all("job_recoveries", {j: s.get("recoveries", 0) for j, s in of.items()})
+        metrics.replace_all("job_unprotected", {j: _is_unprotected(s) for j, s in of.items()})
         metrics.replace_all("job_members_missing", {j: _missing(s) for j, s in of.items()})
 
     async def free_orphans(self) -> None:
@@ -232,6 +234,15 @@ class Fleet:
 def _is_short(status: Object) -> bool:
     """Whether the job trains without some of its members."""
     return _missing(status) > 0
+
+
+def _is_unprotected(status: Object) -> bool:
+    """Whether ranks of the job train without sessions."""
+    conditions = status.get("conditions") or ()
+    return any(
+        (each["type"], each["reason"]) == (ConditionType.RUNNING, TRAINS_UNPROTECTED)
+        for each in conditions
+    )
 
 
 def _missing(status: Object) -> int:

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
-from holdfast_core.job.schema import COPY_ANNOTATION
+from holdfast_core.job.schema import COPY_ANNOTATION, RESUME_ANNOTATION
 from holdfast_operator.kube.acting import Acting
 from holdfast_operator.kube.api import ApiError, Object
 from holdfast_operator.kube.finalizer import FINALIZER
@@ -407,9 +407,10 @@ def _begins(decision: Decision) -> bool:
 
 def _edition(resource: Object) -> object:
     """What changes with the job, but not with its status: the version of its spec, its labels,
-    which may name a queue, and a user's request for a copy."""
+    which may name a queue, and a user's requests."""
     metadata = resource["metadata"]
-    asked = (metadata.get("annotations") or {}).get(COPY_ANNOTATION)
+    annotations = metadata.get("annotations") or {}
+    asked = [annotations.get(name) for name in (COPY_ANNOTATION, RESUME_ANNOTATION)]
     return metadata.get("generation"), metadata.get("labels") or {}, asked
 
 

@@ -12,7 +12,8 @@ import logging
 
 from holdfast_operator.kube.api import NOT_FOUND, ApiError, Object, UpsertApi
 from holdfast_operator.kube.resources import LEASES
-from holdfast_operator.kube.times import Clock, Sleep, micro_timestamp
+from holdfast_operator.kube.times import Clock, Sleep
+from holdfast_operator.reconciler.timestamps import micro_timestamp
 
 _log = logging.getLogger(__name__)
 

@@ -22,6 +22,7 @@ from holdfast_operator.kube.gangs import gang_parts
 from holdfast_operator.kube.resources import (
     ATTEMPT_LABEL,
     CSI_DRIVER,
+    DISRUPTION_BUDGETS,
     GROUP,
     JOB_LABEL,
     MEMBER_LABEL,
@@ -38,6 +39,8 @@ NODE_ANNOTATION = f"{GROUP}/node"
 TRAINER_SELECTOR = JOB_LABEL
 """Pods of jobs, whoever made them."""
 
+_TRAINERS = {"app.kubernetes.io/component": "trainer"}
+
 VOLUME_PATH = "/run/holdfast"
 SOCKETS_PATH = f"{VOLUME_PATH}/sockets"
 SOCKET_PATH = f"{SOCKETS_PATH}/daemon.sock"
@@ -49,13 +52,13 @@ POD_IP = "HOLDFAST_POD_IP"
 DEFAULT_VARIABLES = {"PYTHONUNBUFFERED": "1"}
 """Variables of the trainer that the template may set otherwise."""
 SHARED_MEMORY_PATH = "/dev/shm"
+LINES_OF_LOG = "FallbackToLogsOnError"
+"""Policy by which a pod's status has the last lines of a container that failed."""
 GRACE_S = 8
 """Seconds between SIGTERM and SIGKILL of a pod whose template gives none: longer than the launcher
 gives its workers."""
 LAUNCHER_S = 3
 """Part of a pod's grace that is left for the launcher, after that of its workers."""
-LINES_OF_LOG = "FallbackToLogsOnError"
-"""Policy by which a pod's status has the last lines of a container that failed."""
 
 
 class TrainerVolume(StrEnum):
@@ -99,7 +102,7 @@ def pod_manifest(
     labels = {
         **(given.get("labels") or {}),
         **common_labels(job),
-        "app.kubernetes.io/component": "trainer",
+        **_TRAINERS,
         MEMBER_LABEL: str(member),
         ATTEMPT_LABEL: str(attempt),
         **gang.labels,
@@ -143,9 +146,15 @@ def account_of(job: MoETrainingJob) -> str:
     return str(spec.get("serviceAccountName") or spec.get("serviceAccount") or "")
 
 
-def job_objects(job: MoETrainingJob) -> tuple[tuple[Resource, Object], ...]:
+def job_objects(
+    job: MoETrainingJob, *, budgets: bool = True
+) -> tuple[tuple[Resource, Object], ...]:
     """Objects that the pods of the job share, in the order in which they are made. A job whose
-    template names a service account gets none of its own."""
+    template names a service account gets none of its own.
+
+    Args:
+        budgets: whether evictions must leave as many of the job's pods as its redundancy needs.
+    """
     name = job.metadata.name
     account = f"{name}-trainer"
     service: Object = {
@@ -155,7 +164,7 @@ def job_objects(job: MoETrainingJob) -> tuple[tuple[Resource, Object], ...]:
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
-            "selector": {JOB_LABEL: name, "app.kubernetes.io/component": "trainer"},
+            "selector": _TRAINERS | {JOB_LABEL: name},
         },
     }
     service_account: Object = {
@@ -189,6 +198,7 @@ def job_objects(job: MoETrainingJob) -> tuple[tuple[Resource, Object], ...]:
     objects = [
         (SERVICES, service),
         *([] if account_of(job) else identity),
+        *([(DISRUPTION_BUDGETS, _budget(job))] if budgets and job.spec.redundancy.losses else []),
         *gang_parts(job).objects,
     ]
     for _, body in objects:
@@ -198,6 +208,21 @@ def job_objects(job: MoETrainingJob) -> tuple[tuple[Resource, Object], ...]:
             "ownerReferences": [owner_reference(job)],
         }
     return tuple(objects)
+
+
+def _budget(job: MoETrainingJob) -> Object:
+    """The most pods of the job that evictions, such as those of drained nodes, may take away at
+    once: as many as any parity group can lose."""
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": {"name": job.metadata.name},
+        "spec": {
+            "maxUnavailable": job.spec.redundancy.losses,
+            "selector": {"matchLabels": _TRAINERS | {JOB_LABEL: job.metadata.name}},
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        },
+    }
 
 
 def owner_reference(job: MoETrainingJob) -> Object:

@@ -134,7 +134,12 @@ class Operating:
         self._revisions: Cache[TemplateRevision] = Cache(read_revision, lambda before, now: None)
         self._renewing = self._renewal()
         self._trainers = Trainers(
-            api, self._pod_cache, metrics, options.trainer_volume, self._wake_job
+            api,
+            self._pod_cache,
+            metrics,
+            options.trainer_volume,
+            self._wake_job,
+            budgets=options.disruption_budgets,
         )
         self._attention = Attention(self._server, clock=clock, wake=self._fleet.wake)
         self._stop = asyncio.Event()

@@ -56,6 +56,8 @@ class Options:
     """Whether to delete the pods of daemons of an older version, when no job loses by it."""
     trainer_volume: TrainerVolume
     """How trainers' pods get at the daemon's sockets."""
+    disruption_budgets: bool
+    """Whether jobs get a PodDisruptionBudget."""
     kueue: bool
     """Whether jobs may name a queue of Kueue."""
     notice: tuple[str, ...]
@@ -151,6 +153,13 @@ def _add_nodes(parser: argparse.ArgumentParser) -> None:
         help="how trainers' pods get at the daemon's sockets: by an inline volume of the daemons' "
         "CSI driver, or by a hostPath, which Pod Security allows in privileged namespaces only "
         "(default: %(default)s)",
+    )
+    add(
+        "--no-disruption-budgets",
+        dest="disruption_budgets",
+        action="store_false",
+        help="make no PodDisruptionBudgets, by which evictions leave as many pods of a job as its "
+        "redundancy needs",
     )
     add(
         "--kueue",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.job.status import Phase
 from holdfast_operator.reconciler.conditions import phase as phase_of
+from holdfast_operator.reconciler.keeping import kept_until
 from holdfast_operator.reconciler.views import ControlState, Decision, StartAgent
 
 HEARTBEAT_S_MIN, HEARTBEAT_S_MAX = 0.2, 1.0
@@ -79,10 +80,11 @@ def _deadline(job: MoETrainingJob, state: ControlState) -> float | None:
 
 
 def _end_of_keeping(job: MoETrainingJob, state: ControlState) -> float | None:
-    kept_s = job.spec.ttl_seconds_after_finished
-    if kept_s is None or state.ended_at is None:
-        return None
-    return state.ended_at + kept_s
+    """Time when an ended job frees what it keeps, or is deleted; None when neither comes."""
+    ends, ttl_s = [kept_until(job, state)], job.spec.ttl_seconds_after_finished
+    if ttl_s is not None and state.ended_at is not None:
+        ends.append(state.ended_at + ttl_s)
+    return min((end for end in ends if end is not None), default=None)
 
 
 def _until(time: float | None, most_s: float, now: float) -> float:

@@ -12,10 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from holdfast_operator.kube.api import Object
+from holdfast_operator.reconciler.text import KILLED
 from holdfast_operator.reconciler.views import INIT_FAILED
-
-KILLED_CODE = 128 + 9
-"""Exit code of a container whose end was not observed, such as that of an evicted pod."""
 
 DISRUPTED = "DisruptionTarget"
 """Condition of a pod that the cluster takes away."""
@@ -82,7 +80,7 @@ def end_of(spec: Object, status: Object, trainer: Object) -> PodEnd | None:
     of_pod, message = status.get("reason", ""), status.get("message", "").strip()
     known = failed and (of_pod == DEADLINE_EXCEEDED or _is_taken_away(of_pod))
     if ended is not None:
-        code = int(ended.get("exitCode", KILLED_CODE))
+        code = int(ended.get("exitCode", KILLED))
         return PodEnd(
             exit_code=code,
             reason="" if code == 0 else of_pod if known else ended.get("reason", ""),
@@ -96,7 +94,8 @@ def end_of(spec: Object, status: Object, trainer: Object) -> PodEnd | None:
     init = None if known else _failed_init(spec, status)
     if init is not None:
         return init
-    return PodEnd(exit_code=KILLED_CODE, reason=of_pod, message=message)
+    # The end of the container was not observed.
+    return PodEnd(exit_code=KILLED, reason=of_pod, message=message)
 
 
 def disruption_of(status: Object) -> str:

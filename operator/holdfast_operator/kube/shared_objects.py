@@ -19,6 +19,7 @@ from holdfast_core.job.parsing import API_VERSION, KIND, MoETrainingJob
 from holdfast_operator.kube.api import CONFLICT, NOT_FOUND, ApiError, Object
 from holdfast_operator.kube.manifests import job_objects
 from holdfast_operator.kube.resources import (
+    DISRUPTION_BUDGETS,
     JOB_LABEL,
     ROLE_BINDINGS,
     ROLES,
@@ -82,16 +83,20 @@ class SharedObjects:
 
     Args:
         on_change: called with the key of a job when one of its objects has changed.
+        budgets: whether jobs get a PodDisruptionBudget.
     """
 
-    def __init__(self, api: SharedApi, on_change: Callable[[str], None]) -> None:
-        self._api, self._on_change = api, on_change
+    def __init__(
+        self, api: SharedApi, on_change: Callable[[str], None], *, budgets: bool = True
+    ) -> None:
+        self._api, self._on_change, self._budgets = api, on_change, budgets
         self._caches: dict[Resource, Cache[SharedObject]] = {}
         self._watches: dict[Resource, list[Watch]] = {}
         self._wanted: asyncio.Queue[Resource] = asyncio.Queue()
         """Kinds that are to be watched."""
         self._slots = asyncio.Semaphore(AT_ONCE_MAX)
-        for resource in (SERVICES, SERVICE_ACCOUNTS, ROLES, ROLE_BINDINGS):
+        kinds = (SERVICES, SERVICE_ACCOUNTS, ROLES, ROLE_BINDINGS)
+        for resource in (*kinds, DISRUPTION_BUDGETS) if budgets else kinds:
             self._cache(resource)
 
     async def run(self, watches: Callable[[Resource, Fed], list[Watch]]) -> None:
@@ -114,7 +119,7 @@ class SharedObjects:
         has not been listed yet is not."""
         return any(
             self._is_listed(resource) and not self._has(job, resource, body)
-            for resource, body in job_objects(job)
+            for resource, body in job_objects(job, budgets=self._budgets)
         )
 
     async def make(self, job: MoETrainingJob) -> None:
@@ -125,7 +130,7 @@ class SharedObjects:
                 (`NAME_TAKEN`), or an object of that name has yet to go (`BEING_COLLECTED`).
         """
         refused: list[ApiError] = []
-        for resource, body in job_objects(job):
+        for resource, body in job_objects(job, budgets=self._budgets):
             if not self._has(job, resource, body):
                 try:
                     async with self._slots:

@@ -30,11 +30,12 @@ from holdfast_core.snapshots.membership import Membership
 from holdfast_core.states import RestoreSource
 from holdfast_operator.kube.api import Object
 from holdfast_operator.kube.resources import JOB_LABEL
-from holdfast_operator.kube.times import ClockPair, micro_timestamp, seconds_of
+from holdfast_operator.kube.times import ClockPair
 from holdfast_operator.reconciler.conditions import newest_protected, newest_step, refused
 from holdfast_operator.reconciler.conditions import phase as phase_of
 from holdfast_operator.reconciler.counters import to_document
 from holdfast_operator.reconciler.joining import joining_state
+from holdfast_operator.reconciler.keeping import kept_until
 from holdfast_operator.reconciler.last_failure import TrainerFailure
 from holdfast_operator.reconciler.lookups import agent_at, fewest_slots
 from holdfast_operator.reconciler.losses import loss_text
@@ -47,6 +48,7 @@ from holdfast_operator.reconciler.recoveries import Recovery
 from holdfast_operator.reconciler.seats import plan_text
 from holdfast_operator.reconciler.shrinking import Strength, strength
 from holdfast_operator.reconciler.staying import recovery_mode
+from holdfast_operator.reconciler.timestamps import micro_timestamp, seconds_of
 from holdfast_operator.reconciler.views import (
     Condition,
     ConditionType,
@@ -88,6 +90,7 @@ def status_of(
     generation = job.metadata.generation
     started = previous.get("startedAt") or (clocks.text(now) if membership is not None else None)
     traffic = traffic_of(observed, membership)
+    kept = kept_until(job, state)
     return _document(
         JobStatus(
             phase=phase,
@@ -105,6 +108,7 @@ def status_of(
             recovery_mode=recovery_mode(observed, membership),
             started_at=started,
             ended_at=None if state.ended_at is None else clocks.text(state.ended_at),
+            kept_until=None if kept is None else clocks.text(kept),
             problem=_problem(decision, phase)[:PROBLEM_CHARACTERS_MAX] or None,
             observed_generation=generation,
             selector=f"{JOB_LABEL}={job.metadata.name}",
@@ -176,7 +180,7 @@ def essence(status: Object) -> object:
     may differ in steps and texts."""
     kept = {**(status.get("counters") or {})}
     kept["saved"] = bool(kept.get("saved"))  # grows with every step
-    kept.pop("losses", None)  # likewise
+    kept.pop("tokenLosses", None)  # likewise
     kept["stored"] = bool(kept.get("stored"))  # whether there is a copy matters, not which
     conditions = [(c["type"], c["status"], c["reason"]) for c in status.get("conditions") or []]
     names = ("phase", "epoch", "observedGeneration")

@@ -1,10 +1,11 @@
-"""Both clocks at one moment, and times as the API writes them. Pure."""
+"""Both clocks at one moment. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
+
+from holdfast_operator.reconciler.timestamps import timestamp
 
 Clock = Callable[[], float]
 """Returns the time in seconds: monotonic, or since the Unix epoch for a clock named `wall`."""
@@ -29,21 +30,3 @@ class ClockPair:
     def text(self, now: float) -> str:
         """Write a monotonic time as the API does."""
         return timestamp(self.at_wall(now))
-
-
-def timestamp(wall: float) -> str:
-    """Write a time as metav1.Time, in whole seconds."""
-    return datetime.fromtimestamp(wall, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def micro_timestamp(wall: float) -> str:
-    """Write a time as metav1.MicroTime, always with six digits."""
-    return datetime.fromtimestamp(wall, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-
-
-def seconds_of(text: object) -> float | None:
-    """Read either form as seconds since the Unix epoch; None for anything else."""
-    try:
-        return datetime.fromisoformat(str(text)).timestamp()
-    except ValueError:
-        return None

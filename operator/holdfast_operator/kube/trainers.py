@@ -74,6 +74,7 @@ class Trainers:
         volume: how the pods get at the daemon's sockets.
         on_shared_change: called with the key of a job when an object that its pods share has
             changed.
+        budgets: whether jobs get a PodDisruptionBudget.
     """
 
     def __init__(
@@ -83,9 +84,10 @@ class Trainers:
         metrics: OperatorMetrics,
         volume: TrainerVolume,
         on_shared_change: Callable[[str], None] = lambda key: None,
+        budgets: bool = True,
     ) -> None:
         self._api, self._cache, self._metrics, self._volume = api, cache, metrics, volume
-        self.shared = SharedObjects(api, on_shared_change)
+        self.shared = SharedObjects(api, on_shared_change, budgets=budgets)
         """Objects that the pods of each job share."""
         self._starts = asyncio.Semaphore(AT_ONCE_MAX)
         self._stops = asyncio.Semaphore(AT_ONCE_MAX)

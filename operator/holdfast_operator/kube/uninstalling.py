@@ -24,7 +24,8 @@ from holdfast_operator.kube.api import (
 from holdfast_operator.kube.finalizer import FINALIZER
 from holdfast_operator.kube.leader import RETRY_S
 from holdfast_operator.kube.resources import JOBS, LEASES, Resource
-from holdfast_operator.kube.times import Sleep, micro_timestamp
+from holdfast_operator.kube.times import Sleep
+from holdfast_operator.reconciler.timestamps import micro_timestamp
 
 _log = logging.getLogger(__name__)
 

@@ -25,8 +25,8 @@ from holdfast_core.job.parsing import KIND, MoETrainingJob
 from holdfast_operator.kube.api import Object
 from holdfast_operator.kube.manifests import common_labels, owner_reference, template_of
 from holdfast_operator.kube.resources import GROUP, WORKLOADS
-from holdfast_operator.kube.times import seconds_of
 from holdfast_operator.reconciler.counters import Outcome
+from holdfast_operator.reconciler.timestamps import seconds_of
 from holdfast_operator.reconciler.views import Suspension
 
 POD_SET = "main"

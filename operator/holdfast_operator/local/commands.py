@@ -7,11 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast_core.job.parsing import MoETrainingJob
+from holdfast_core.job.references import resolve_words
 from holdfast_operator._environment import inherited
 from holdfast_operator.control.certificates import Certificates
 from holdfast_operator.local.directory import NodeRecord, RunDirectory, RunRecord
 from holdfast_operator.local.processes import MARK
 from holdfast_protos.identity import Role
+
+_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+"""Where torch's communication listens: all members are on this machine, so nobody else need reach
+them. By default it listens where the machine's name leads."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,8 +73,15 @@ class Commands:
         standby: bool = False,
     ) -> Command:
         """Command of an agent on `node`, which runs the job's trainer once a member lives there. A
-        standby agent reports when it could start it."""
+        standby agent reports when it could start it. References to variables are resolved as the
+        kubelet does in a pod, which has the same ones."""
         socket = str(directory.socket(node.name))
+        variables = {
+            **job.env,
+            "HOLDFAST_SOCKET": socket,
+            "HOLDFAST_TOKEN_FILE": str(directory.token_file),
+            **job.variables,
+        }
         workplace = Path(run.working_directory, str(job.container.get("workingDir", "")))
         arguments = [
             *("env", "-C", str(workplace)),
@@ -84,14 +96,13 @@ class Commands:
             *(("--ready-file", str(directory.ready_file(node.name, attempt))) if standby else ()),
             *job.launcher_options,
             "--",
-            *job.command,
+            *resolve_words(job.command, variables),
         ]
-        environment = inherited() | {
+        environment = {
             "PYTHONUNBUFFERED": "1",
-            **job.env,
-            "HOLDFAST_SOCKET": socket,
-            "HOLDFAST_TOKEN_FILE": str(directory.token_file),
-            **job.variables,
+            **_LOOPBACK,
+            **inherited(),
+            **variables,
             MARK: directory.mark(node.name, "agent", attempt),
         }
         return Command(arguments=tuple(arguments), environment=environment)

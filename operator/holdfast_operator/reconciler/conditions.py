@@ -21,7 +21,7 @@ from holdfast_operator.reconciler.losses import loss_condition
 from holdfast_operator.reconciler.seats import plan_condition
 from holdfast_operator.reconciler.stalls import stall_of
 from holdfast_operator.reconciler.text import listed
-from holdfast_operator.reconciler.unprotected import unprotected_in_words
+from holdfast_operator.reconciler.unprotected import TRAINS_UNPROTECTED, unprotected_in_words
 from holdfast_operator.reconciler.views import (
     AgentState,
     Condition,
@@ -193,8 +193,33 @@ def phase(conditions: tuple[Condition, ...]) -> Phase:
 
 def _goes_on(state: ControlState, membership: Membership) -> bool:
     """Whether training was seen running in this epoch and nothing is known to have stopped it. A
-    silent daemon does not stop it (invariant 3)."""
-    return state.resumed_epoch == membership.epoch and state.no_replacement_since is None
+    silent daemon does not stop it (invariant 3), and neither does a control loop that starts again
+    and has not heard of all daemons yet."""
+    if state.no_replacement_since is not None:
+        return False
+    return state.resumed_epoch == membership.epoch or _ran_before(state, membership)
+
+
+def _ran_before(state: ControlState, membership: Membership) -> bool:
+    """Whether an earlier control loop saw training run, and not all daemons have reported to this
+    one yet."""
+    return state.ran and not state.recovering and state.confirmed_epoch != membership.epoch
+
+
+def _trains_still(
+    job: MoETrainingJob,
+    observed: Observed,
+    state: ControlState,
+    membership: Membership | None,
+    now: float,
+) -> bool:
+    """Whether training goes on until a pod that is being removed has ended. What a daemon reported
+    before it fell silent proves nothing."""
+    return (
+        membership is not None
+        and training_runs(observed, membership)
+        and all(is_reachable(job, node_of(observed, m), state, now) for m in membership.members)
+    )
 
 
 def _running(
@@ -205,8 +230,15 @@ def _running(
         return Condition(type=kind, status=False, reason="Ended")
     if suspension_of(job, observed) is not None:
         return Condition(type=kind, status=False, reason="Suspended")
+    if state.no_replacement_since is not None and not _trains_still(
+        job, observed, state, membership, now
+    ):
+        return Condition(type=kind, status=False, reason="WaitingForNodes", message=waiting)
     if membership is None or not training_runs(observed, membership):
         if membership is not None and _goes_on(state, membership):
+            if state.resumed_epoch != membership.epoch:
+                message = "it ran when an operator last saw it; not all daemons have reported yet"
+                return Condition(type=kind, status=True, reason="ReportsAwaited", message=message)
             stall = stall_of(job, membership, observed, state, now)
             if stall is not None:
                 reason = "AllSessionsClosed"
@@ -219,42 +251,51 @@ def _running(
     without = unprotected_in_words(observed, membership)
     if without:
         message = f"{message}; {without}"
-        return Condition(type=kind, status=True, reason="TrainsUnprotected", message=message)
+        return Condition(type=kind, status=True, reason=TRAINS_UNPROTECTED, message=message)
     return Condition(type=kind, status=True, reason="AllRanksReady", message=message)
 
 
 def _recovering(
     job: MoETrainingJob, observed: Observed, state: ControlState, waiting: str
 ) -> Condition:
+    """Whether the job is on its way back to work after a failure: an epoch that begins for another
+    reason is a start, and a job that waits for a node does nothing else."""
     kind, membership = ConditionType.RECOVERING, state.membership
     if state.outcome is not None or membership is None or suspension_of(job, observed) is not None:
         return Condition(type=kind, status=False, reason="NothingToRecover")
-    if _goes_on(state, membership):
+    if state.no_replacement_since is not None:
+        return Condition(type=kind, status=False, reason="WaitingForNodes", message=waiting)
+    if _goes_on(state, membership) and not state.recovering:
         return Condition(type=kind, status=False, reason="TrainingGoesOn")
-    first = membership.epoch == state.void_epoch + 1
-    if first and state.no_replacement_since is None:
-        return Condition(type=kind, status=False, reason="Starting")
+    reason, message = _repair(observed, membership)
+    if not state.recovering:
+        return Condition(type=kind, status=False, reason="Starting", message=message)
+    message = message or waiting or f"epoch {membership.epoch} is being formed"
+    return Condition(type=kind, status=True, reason=reason, message=message)
+
+
+def _repair(observed: Observed, membership: Membership) -> tuple[str, str]:
+    """What members get back that their memory lacks: in one word, and in a sentence, which is empty
+    when they lack nothing."""
     views = observed.views(membership)
     rebuilding = [
         member.index
         for member, view in zip(membership.members, views, strict=True)
         if view is not None and view.rebuilding
     ]
-    if rebuilding:
-        message = f"members [{listed(rebuilding)}] rebuild their snapshots from parity"
-        if any(view is not None and view.loading for view in views):
-            message = f"members [{listed(rebuilding)}] load their snapshots from storage"
-            return Condition(type=kind, status=True, reason="LoadingFromStorage", message=message)
-        return Condition(type=kind, status=True, reason="Rebuilding", message=message)
-    message = waiting or f"epoch {membership.epoch} is being formed"
-    return Condition(type=kind, status=True, reason="FormingEpoch", message=message)
+    if not rebuilding:
+        return "FormingEpoch", ""
+    if any(view is not None and view.loading for view in views):
+        message = f"members [{listed(rebuilding)}] load their snapshots from storage"
+        return "LoadingFromStorage", message
+    return "Rebuilding", f"members [{listed(rebuilding)}] rebuild their snapshots from parity"
 
 
 def _protected(job: MoETrainingJob, observed: Observed, state: ControlState) -> Condition:
     kind, membership = ConditionType.PROTECTED, state.membership
     without = "" if membership is None else unprotected_in_words(observed, membership)
     if without and newest_protected(observed) is None:
-        return Condition(type=kind, status=False, reason="TrainsUnprotected", message=without)
+        return Condition(type=kind, status=False, reason=TRAINS_UNPROTECTED, message=without)
     if job.spec.redundancy.type is Redundancy.NONE:
         message = "spec.redundancy.type is None: a lost node loses its snapshots"
         return Condition(type=kind, status=False, reason="NoRedundancy", message=message)
@@ -308,6 +349,10 @@ def _problems(observed: Observed, membership: Membership) -> list[str]:
 def _ended(kind: ConditionType, outcome: Outcome, state: ControlState) -> Condition:
     if state.outcome is not outcome:
         return Condition(type=kind, status=False, reason="NotEnded")
-    return Condition(
-        type=kind, status=True, reason=state.outcome_word, message=state.outcome_reason
+    kept = (
+        "its snapshots stay in memory until .status.keptUntil: `holdfast persist` and `holdfast "
+        "resume` find them there"
     )
+    joint = "\n" if "\n" in state.outcome_reason else "; "
+    message = f"{state.outcome_reason}{joint}{kept}" if state.kept else state.outcome_reason
+    return Condition(type=kind, status=True, reason=state.outcome_word, message=message)

@@ -34,7 +34,8 @@ def ask_for_copy(look: Look, state: ControlState, before: Membership | None) -> 
         before: the membership before this look, since a member with a notice may have moved.
     """
     membership = state.membership
-    if membership is None or membership.tier is None or state.outcome is not None:
+    freed = state.outcome is not None and not state.kept
+    if membership is None or membership.tier is None or freed:
         return Step(state)
     found = dict(_notices(look.observed, before or membership, state))
     new = sorted(found.keys() - state.noticed)

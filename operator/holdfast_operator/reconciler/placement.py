@@ -47,7 +47,7 @@ def form(job: MoETrainingJob, nodes: Sequence[NodeView], epoch: int) -> Membersh
         InvalidJobError: when parity groups of the job's size cannot be formed.
     """
     members = tuple(member_at(index, node) for index, node in enumerate(nodes))
-    return Membership(
+    membership = Membership(
         job=job.key,
         epoch=epoch,
         members=members,
@@ -55,11 +55,20 @@ def form(job: MoETrainingJob, nodes: Sequence[NodeView], epoch: int) -> Membersh
         groups=_parity_groups(job, members),
         redundancy=job.spec.redundancy.type,
         replicas=max(job.spec.redundancy.losses, 1),
-        memory_bytes=min(job.memory_per_node_bytes or 0, BYTES_MAX),
-        slots=slots if isinstance(slots := job.spec.snapshot.slots, int) else 0,
-        protection_bytes_s=min(job.spec.redundancy.bandwidth_bytes_s, BYTES_MAX),
         tier=tier_of(job.spec.persistence, job.spec.restore),
         external=job.spec.trainer.external,
+    )
+    return _with_limits(job, membership)
+
+
+def _with_limits(job: MoETrainingJob, membership: Membership) -> Membership:
+    """`membership` with the limits that the job has now."""
+    slots = job.spec.snapshot.slots
+    return replace(
+        membership,
+        memory_bytes=min(job.memory_per_node_bytes or 0, BYTES_MAX),
+        slots=slots if isinstance(slots, int) else 0,
+        protection_bytes_s=min(job.spec.redundancy.bandwidth_bytes_s, BYTES_MAX),
     )
 
 
@@ -83,8 +92,9 @@ def following(
     saved: Generation | None,
     order: tuple[int, ...] = (),
 ) -> Membership:
-    """The membership of the next epoch. When members left or joined, or torch counts them in
-    another order, it begins another world, with parity groups of its own.
+    """The membership of the next epoch, with the limits that the job has now. When members left or
+    joined, or torch counts them in another order, it begins another world, with parity groups of
+    its own.
 
     Args:
         saved: newest generation that was safe.
@@ -94,6 +104,7 @@ def following(
         InvalidJobError: when parity groups of `members` cannot be formed.
     """
     like = replace(membership, epoch=epoch, revision=0, restarting=frozenset())
+    like = _with_limits(job, like)
     same = [member.index for member in members] == list(membership.world.members)
     if same and order == membership.order:
         return replace(like, members=members)

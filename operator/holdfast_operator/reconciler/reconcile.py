@@ -25,7 +25,7 @@ keep to this:
    for, moves to a spare while its parity group can rebuild it (`replacing`). The job goes on
    without members that no spare is left for, or that could not start their ranks at once, down to
    `minNodes` (`shrinking`). Their agents get ready where they will be (`joining`), and then they
-   join (`growing`). Below `minNodes` the job waits, then fails.
+   join (`growing`). Below `minNodes` the job waits, until a rule of the user ends it (`waiting`).
 4. Failure rules: the first that matches a cause gives its action (`failure_rules`). A lost node
    cannot be restarted in place, so it is replaced unless its rule is Fail. After an epoch that
    failed before it ran, the next one does not begin at once. A job that fails alike before its
@@ -39,8 +39,9 @@ keep to this:
 6. For each notice that a member's node will be taken away, a copy in durable storage is requested,
    whatever else is done about it (`notices`).
 7. On some spares an agent waits, and becomes that of the member that moves there (`standby`).
-8. A job that has ended, well or not, frees its memory in the daemons, and is deleted when its time
-   is over (`deadlines`).
+8. A job that is complete frees its memory in the daemons; one that has failed keeps it for a while,
+   and goes on if a person asks for that (`keeping`). Both are deleted when their time is over
+   (`deadlines`).
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ from holdfast_operator.reconciler.evidence import is_left_over
 from holdfast_operator.reconciler.external import homes, leave_pods, missing_homes
 from holdfast_operator.reconciler.growing import grow, strength_condition
 from holdfast_operator.reconciler.joining import absent_members
+from holdfast_operator.reconciler.keeping import free_when_due, resume_failed
 from holdfast_operator.reconciler.lookups import (
     agent_at,
     is_reachable,
@@ -100,7 +102,6 @@ from holdfast_operator.reconciler.views import (
     Condition,
     ControlState,
     Decision,
-    DropJob,
     EventReason,
     NodeView,
     Observed,
@@ -168,13 +169,20 @@ def _follow_rules(look: Look, state: ControlState) -> Step:
 
 
 def _clear_away(look: Look, state: ControlState) -> Step:
-    """Free what an ended job still holds."""
-    if state.outcome is None:
-        return Step(state)
-    step = stop(look, state, look.observed.agents)
-    if any(node.job is not None and node.connected for node in look.observed.nodes.values()):
-        step = step.act(DropJob())
+    """Stop what an ended job still runs, and free what it does not keep; or have it go on."""
+    step = resume_failed(look, _known(look, state) if state.kept else state)
+    if step.state.outcome is None:
+        # The rest follows at the next look: until then its queue has not been asked.
+        return step if state.outcome is None else step.wait("a person has the failed job go on")
+    step = step.then(stop(look, step.state, look.observed.agents))
+    step = step.then(free_when_due(look, step.state))
     return step.then(delete_when_due(look, step.state)).wait()
+
+
+def _known(look: Look, state: ControlState) -> ControlState:
+    """`state` of a failed job, with what the daemons that keep its snapshots report."""
+    known = _adopt(look, state).state
+    return known if known.membership is None else note_copies(look, known, known.membership).state
 
 
 def _adopt(look: Look, state: ControlState) -> Step:
@@ -384,7 +392,9 @@ def _note_resumption(look: Look, state: ControlState, membership: Membership) ->
         return Step(state)
     whole = len(membership.members) == look.job.spec.nodes
     unfit = frozenset[str]() if whole else state.unfit  # or members would leave and join for ever
-    resumed = replace(state, resumed_epoch=membership.epoch, ran=True, unfit=unfit)
+    resumed = replace(
+        state, resumed_epoch=membership.epoch, ran=True, recovering=False, unfit=unfit
+    )
     line = _line_of(look, membership)
     start = line.generation if line is not None else None
     replay = replay_in_words(ranks_in(look.observed, membership)) if state.recoveries else ""

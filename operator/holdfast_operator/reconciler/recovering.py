@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from holdfast_core.exit_codes import BEGINS_ANEW
@@ -26,12 +27,7 @@ from holdfast_operator.reconciler.failure_rules import distinguishes_exit_codes,
 from holdfast_operator.reconciler.joining import with_setback
 from holdfast_operator.reconciler.lookups import agent_at
 from holdfast_operator.reconciler.replacing import Moves, replacements
-from holdfast_operator.reconciler.shrinking import (
-    leave_out,
-    patience_s,
-    shrinks_after_s,
-    strength,
-)
+from holdfast_operator.reconciler.shrinking import leave_out
 from holdfast_operator.reconciler.staying import others_stay, partial_restart
 from holdfast_operator.reconciler.steps import Look, Step, end, fold, publish_next, stop
 from holdfast_operator.reconciler.text import listed
@@ -44,13 +40,11 @@ from holdfast_operator.reconciler.views import (
     FenceNode,
     StartAgent,
 )
+from holdfast_operator.reconciler.waiting import SILENT, await_node, await_pods
 
 FORMING_S, FORMING_S_MAX = 1.0, 5.0
 """Least age at which an epoch is given up in which training was never seen running, and the maximum
 of that age: it doubles with each such epoch in a row."""
-
-SILENT = "their daemons are silent, while nothing else holds what their memory may hold"
-"""Why members that only their daemons' silence tells to be lost are not replaced."""
 
 EXIT_CODE_S = 0.5
 """How long a lost rank's exit code is waited for when failure rules depend on it: agents look after
@@ -73,6 +67,12 @@ class _Case:
     def text(self) -> str:
         """All causes in one line."""
         return in_words(self.causes)
+
+    @property
+    def counting(self) -> frozenset[int | None]:
+        """Members whose causes count towards the maximum; None for a cause without a member."""
+        pairs = zip(self.causes, self.rules, strict=True)
+        return frozenset(c.member for c, rule in pairs if rule.count_towards_max and not c.counted)
 
 
 def recover(look: Look, state: ControlState, membership: Membership) -> Step:
@@ -141,19 +141,21 @@ def _await_nodes(look: Look, state: ControlState, case: _Case) -> Step:
     moves = case.moves
     if look.job.spec.trainer.external:
         missing = missing_homes(look, homes(look, state))
-        if missing or not moves.silent:
-            return Step(state, waiting=f"{case.text}; {missing}" if missing else None)
+        if missing:
+            return await_pods(look, state, case.text, missing, counting=case.counting)
+        if not moves.silent:
+            return Step(state)
+    wait = partial(await_node, look, state, case.membership, case.text, counting=case.counting)
     if moves.unplaced:
-        return await_replacement(look, state, case.membership, case.text, moves.unplaced)
+        return wait(moves.unplaced)
     if moves.silent:
-        return await_replacement(look, state, case.membership, case.text, moves.silent, SILENT)
+        return wait(moves.silent, why=SILENT)
     if (
         moves.held
         and not moves.away(case.membership)
         and all(cause.member in moves.held for cause in case.causes)
     ):
-        why = "their parity groups are incomplete"
-        return await_replacement(look, state, case.membership, case.text, moves.held, why)
+        return wait(moves.held, why="their parity groups are incomplete")
     return Step(state)
 
 
@@ -170,10 +172,9 @@ def _count(look: Look, state: ControlState, case: _Case) -> Step:
     kept = replace(state, restarts=recent)
     if state.counted_epoch > case.membership.epoch:
         return Step(replace(kept, counted_epoch=state.epoch + 1))
-    counts = any(
-        rule.count_towards_max and not cause.counted
-        for cause, rule in zip(case.causes, case.rules, strict=True)
-    )
+    # What a wait for a node began with decides: when the node is back, its cause is gone.
+    waited = state.no_replacement_since is not None
+    counts = state.wait_counts if waited else bool(case.counting)
     if counts and len(recent) >= policy.max_restarts:
         reason = (
             f"{case.text}; {len(recent)} restarts within {window_s:g} s are as many as "
@@ -196,7 +197,8 @@ def _count(look: Look, state: ControlState, case: _Case) -> Step:
 
 def _begin(look: Look, state: ControlState, case: _Case) -> Step:
     """Begin the next epoch, and emit an event with the reason."""
-    step = begin_epoch(look, state, case.membership, case.moves, case.causes, anew=case.anew)
+    begun = replace(state, recovering=True)
+    step = begin_epoch(look, begun, case.membership, case.moves, case.causes, anew=case.anew)
     text = f"{case.text}; {_response(look, step.state, case)} in epoch {step.state.epoch}"
     return step.post(EventReason.RECOVERING, text, warning=True).wait()
 
@@ -249,41 +251,6 @@ def _worthwhile(
         if not cause.voluntary or cause.member in moves.to or cause.member in moves.leaving
     ]
     return tuple(cause for cause, _ in kept), [rule for _, rule in kept]
-
-
-def await_replacement(
-    look: Look,
-    state: ControlState,
-    membership: Membership,
-    text: str,
-    unplaced: list[int],
-    why: str = "no spare is left",
-) -> Step:
-    """Wait until members can get a node, or the job may go on without them (`shrinking`); fail when
-    that takes too long."""
-    step, since = Step(state), state.no_replacement_since
-    if since is None:
-        since = look.now
-        step = Step(replace(state, no_replacement_since=since))
-        step = step.post(EventReason.NO_REPLACEMENT, f"{text}; {why}", warning=True)
-    waited_s, left = look.now - since, strength(look.job, membership)
-    who, remaining = listed(unplaced), left.active - len(unplaced)
-    if remaining >= left.least and waited_s < shrinks_after_s(look.job):
-        left_s = shrinks_after_s(look.job) - waited_s
-        return step.wait(
-            f"members [{who}] have no node and {why}; in {left_s:.0f} s {remaining} of "
-            f"{left.active} members go on without them"
-        )
-    if waited_s < patience_s(look.job):
-        left_s = patience_s(look.job) - waited_s
-        return step.wait(f"members [{who}] have no node and {why}; {left_s:.0f} s to failure")
-    short = (
-        f"{remaining} members are left, and spec.minNodes is {left.least}; "
-        if left.least < left.desired
-        else ""
-    )
-    reason = f"{text}; no replacement within {patience_s(look.job):g} s; {short}add spares"
-    return step.then(end(look, step.state, Outcome.FAILED, reason, "NoReplacement"))
 
 
 def begin_epoch(

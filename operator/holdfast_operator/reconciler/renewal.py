@@ -141,13 +141,13 @@ def _objection(
 def stand_of(
     job: MoETrainingJob, state: ControlState, observed: Observed, now: float
 ) -> JobStand | None:
-    """Requirements of the job; None when it has no members, or has ended.
+    """Requirements of the job; None when it has no members, or has ended and keeps nothing.
 
     Args:
         observed: every member's node, with the last report of its daemon.
     """
     membership = state.membership
-    if membership is None or state.outcome is not None:
+    if membership is None or (state.outcome is not None and not state.kept):
         return None
     nodes = {member.index: member.node for member in membership.members}
     grouped = membership.groups or tuple((index,) for index in nodes)
@@ -168,8 +168,8 @@ def stand_of(
         if view is None or not view.verified
     }
     hold = ""
-    suspended = suspension_of(job, observed) is not None
-    if not suspended and state.resumed_epoch != membership.epoch:
+    rests = state.kept or suspension_of(job, observed) is not None
+    if not rests and state.resumed_epoch != membership.epoch:
         hold = "training does not run"
     elif job.spec.redundancy.type is not Redundancy.NONE and (
         protected is None or not has_all_who_captured(membership, protected)
@@ -180,7 +180,7 @@ def stand_of(
         groups=groups,
         hold=hold,
         weak=frozenset(nodes[index] for index in weak | unsure),
-        protected=None if suspended else protected,
+        protected=None if rests else protected,
     )
 
 

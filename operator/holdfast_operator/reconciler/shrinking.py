@@ -4,11 +4,12 @@ A job with `minNodes` below `nodes` waits neither for a node nor for an agent: a
 not start its ranks at once leaves, and joins again when its agent waits for a world (`joining`,
 `growing`). It could if an agent is where it will be: its own, when only ranks are lost, or one that
 waits on a spare. Without a spare it leaves too, and joins when a node comes. Below `minNodes` the
-job waits, as one without `minNodes` does. Whoever is ready to join comes along with any epoch.
+job waits, as one without `minNodes` does (`waiting`). Whoever is ready to join comes along with any
+epoch.
 
 Members whose memory may still be there leave only while their parity groups can rebuild it
-(`replacing`), and those that still train leave right after a generation was protected, so that
-nothing is trained twice.
+(`replacing`), however long that takes. Those that still train leave right after a generation was
+protected, so that nothing is trained twice.
 """
 
 from __future__ import annotations
@@ -26,9 +27,6 @@ from holdfast_operator.reconciler.protection import ParityGroups
 from holdfast_operator.reconciler.replacing import Moves
 from holdfast_operator.reconciler.steps import Look
 from holdfast_operator.reconciler.views import AgentState, ControlState, NodeView
-
-NO_REPLACEMENT_S = 300.0
-"""How long a job waits for a node to replace a lost one when no rule sets the time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,21 +50,17 @@ def strength(job: MoETrainingJob, membership: Membership | None, joining: int = 
     )
 
 
-def patience_s(job: MoETrainingJob) -> float:
-    """Seconds that the job waits for a node that it cannot do without before it fails."""
-    rule = _no_replacement(job)
-    if rule is None:
-        return NO_REPLACEMENT_S
-    after_s = rule.after_seconds or 0.0
-    return max(after_s, NO_REPLACEMENT_S) if rule.action is RuleAction.SHRINK else after_s
-
-
 def shrinks_after_s(job: MoETrainingJob) -> float:
     """Seconds that the job waits for a node before it goes on without."""
-    rule = _no_replacement(job)
-    if rule is None or rule.action is not RuleAction.SHRINK:
-        return 0.0
-    return rule.after_seconds or 0.0
+    rule = no_replacement_rule(job, RuleAction.SHRINK)
+    return 0.0 if rule is None else rule.after_seconds or 0.0
+
+
+def no_replacement_rule(job: MoETrainingJob, action: RuleAction) -> FailureRule | None:
+    """First rule on NoReplacement with this action; None without. A job may have one for each: to
+    go on without a node after some time, and to fail where it cannot, after another."""
+    rules = job.spec.failure_policy.rules
+    return next((r for r in rules if r.on is On.NO_REPLACEMENT and r.action is action), None)
 
 
 def just_saved(look: Look, state: ControlState, membership: Membership) -> bool:
@@ -90,8 +84,7 @@ def leave_out(
     at_once = any(rule.action is RuleAction.SHRINK for rule in rules)
     may_leave = len(membership.members) - len(moves.leaving) - job.spec.least_nodes
     waited_s = 0.0 if since is None else look.now - since
-    kept = [*moves.held, *moves.silent]
-    lost = [*moves.unplaced, *(kept if waited_s >= patience_s(job) else ())]
+    lost = moves.unplaced
     joining = _joining(look, state, membership, missing=len(lost) - may_leave)
     moves = replace(moves, to=moves.to | joining)
     may_leave += len(joining)
@@ -108,8 +101,6 @@ def leave_out(
         moves,
         leaving=moves.leaving | leaving,
         unplaced=[],
-        held=[member for member in moves.held if member not in leaving],
-        silent=[member for member in moves.silent if member not in leaving],
     )
     if not state.ran or not job.spec.may_shrink or (shrinks_after_s(job) and not at_once):
         return left
@@ -165,8 +156,3 @@ def _is_ready_on(look: Look, member: Member, node: str) -> bool:
         return agent.state is AgentState.RUNNING and not agent.disruption
     standbys = (each for each in look.observed.standbys if each.node == node)
     return any(each.ready and each.state is AgentState.RUNNING for each in standbys)
-
-
-def _no_replacement(job: MoETrainingJob) -> FailureRule | None:
-    rules = job.spec.failure_policy.rules
-    return next((rule for rule in rules if rule.on is On.NO_REPLACEMENT), None)

@@ -161,20 +161,28 @@ def fold(
 
 
 def end(look: Look, state: ControlState, outcome: Outcome, reason: str, word: str = "") -> Step:
-    """End the job because of `reason`; `word` is the same in one word."""
+    """End the job because of `reason`; `word` is the same in one word. What daemons hold of a job
+    that has failed stays there for a while (`keeping`)."""
     well = outcome is Outcome.COMPLETE
+    keeps = not well and look.job.spec.failure_policy.keep_failed_seconds > 0
+    kept = keeps and state.membership is not None
     ended = replace(
         state,
         outcome=outcome,
         outcome_reason=reason,
         outcome_word=word or f"Job{outcome.value}",
         ended_at=look.now,
+        kept=kept,
+        recovering=False,
+        no_replacement_since=None,
         joining=(),
         replaced=frozenset(),
     )
     return (
         stop(look, ended, look.observed.agents)
-        .act(Succeed(reason=reason) if well else Fail(reason=reason), DropJob())
+        .act(
+            Succeed(reason=reason) if well else Fail(reason=reason), *(() if kept else (DropJob(),))
+        )
         .post(EventReason(outcome), reason, warning=not well)
         .wait()
     )

@@ -22,8 +22,6 @@ from holdfast_operator.reconciler.growing import joiners
 from holdfast_operator.reconciler.lookups import suspension_of
 from holdfast_operator.reconciler.protection import ParityGroups
 from holdfast_operator.reconciler.recovering import (
-    SILENT,
-    await_replacement,
     begin_epoch,
     in_words,
     waits_for,
@@ -38,6 +36,7 @@ from holdfast_operator.reconciler.views import (
     DropJob,
     EventReason,
 )
+from holdfast_operator.reconciler.waiting import SILENT, await_node
 
 
 def suspend(look: Look, state: ControlState) -> Step:
@@ -50,6 +49,7 @@ def suspend(look: Look, state: ControlState) -> Step:
         suspended=True,
         active_since=None,
         ran=False,
+        recovering=False,
         no_replacement_since=None,
         joining=(),
         replaced=frozenset(),
@@ -98,10 +98,10 @@ def _begin_again(look: Look, state: ControlState, membership: Membership) -> Ste
         look, state, membership, replace(moves, leaving=surplus), rules, evidence.groups
     )
     if moves.unplaced:
-        return await_replacement(look, state, membership, in_words(homeless), moves.unplaced)
+        return await_node(look, state, membership, in_words(homeless), moves.unplaced)
     if moves.silent:
         text = in_words(homeless)
-        return await_replacement(look, state, membership, text, moves.silent, SILENT)
+        return await_node(look, state, membership, text, moves.silent, why=SILENT)
     taken = [node.name for node in moves.to.values()]
     moves.to.update(joiners(look, state, membership, taken))
     step = begin_epoch(look, state, membership, moves, homeless)

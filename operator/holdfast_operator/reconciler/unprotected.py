@@ -16,6 +16,9 @@ from holdfast_operator.reconciler.steps import Look, Step
 from holdfast_operator.reconciler.text import ranks_in_words
 from holdfast_operator.reconciler.views import ControlState, EventReason, Observed
 
+TRAINS_UNPROTECTED = "TrainsUnprotected"
+"""Reason of conditions of a job whose ranks train without sessions."""
+
 _REASONS = {
     ReplicasDivergedError.code: EventReason.REPLICAS_DIVERGED,
     MemoryBudgetError.code: EventReason.SNAPSHOTS_REFUSED,

@@ -421,6 +421,8 @@ class EventReason(StrEnum):
     COPY_REQUESTED = "CopyRequested"
     SUSPENDED = "Suspended"
     RESUMED = "Resumed"
+    NOT_RESUMED = "NotResumed"
+    SNAPSHOTS_FREED = "SnapshotsFreed"
     RESHAPED = "Reshaped"
     EARLIER_RUN = "EarlierRun"
     REPLICAS_DIVERGED = "ReplicasDiverged"

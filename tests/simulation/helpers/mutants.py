@@ -837,9 +837,7 @@ MUTANTS = (
     ),
     Mutant(
         name="failover: judge the memory of a daemon that has not spoken",
-        edits=(
-            (f"{KUBE}/nodes.py", "reported is None or _has_memory(reported", "_has_memory(view"),
-        ),
+        edits=((f"{KUBE}/nodes.py", "reported is None or has_memory(reported", "has_memory(view"),),
         test="operator_side/kube/test_nodes.py",
     ),
     Mutant(

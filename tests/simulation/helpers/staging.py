@@ -657,7 +657,7 @@ def make_session(
         ),
     )
     assert isinstance(made, ProtectedSession)
-    made._hooks.pop(0).remove()  # the loop's hook calls it, as in a session with a world
+    made._hooks._before = None  # the loop's hook calls it, as in a session with a world
     made._restore = replace(
         made._restore, exchange=PipelineExchange(cluster, process, world, "restore")
     )

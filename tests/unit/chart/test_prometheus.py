@@ -156,6 +156,7 @@ LABELS = {
     "holdfast_corrupt_total": '{}{{namespace="a",moejob="llm",kind="wire",node="n1"}}',
     "holdfast_operator_job_recoveries__1": '{}{{namespace="a",moejob="llm",pod="one"}}',
     "holdfast_operator_job_recoveries__2": '{}{{namespace="a",moejob="llm",pod="two"}}',
+    "holdfast_operator_job_unprotected": '{}{{namespace="a",moejob="llm",pod="one"}}',
     "holdfast_operator_job_members_missing": '{}{{namespace="a",moejob="llm",pod="one"}}',
     "holdfast_operator_daemon_missing": '{}{{node="n1",pod="one"}}',
     "holdfast_operator_oldest_look_seconds__1": '{}{{pod="one"}}',
@@ -262,6 +263,14 @@ def test_a_job_that_stays_in_a_phase_is_reported_by_its_name(
     # It has left the phase for a while, and come back.
     assert not seen(**{f"{phase}1": "1x9 stale _x2 1x200", "Running1": "_x9 1x3 stale"})
     assert not seen(Running1="1x200")
+
+
+@pytest.mark.parametrize(("refused", "expected"), [("1x60", True), ("1x6 0x2 1x6", False)])
+def test_a_job_whose_saves_are_refused_is_reported_by_its_name(
+    tmp_path: Path, refused: str, expected: bool
+) -> None:
+    series = {"holdfast_operator_job_unprotected": refused}
+    assert fires(tmp_path, "HoldfastTrainsUnprotected", "15m", OF_JOB, **series) is expected
 
 
 @pytest.mark.parametrize(("short", "expected"), [("2x60", True), ("1x20 0x40", False)])

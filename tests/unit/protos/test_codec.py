@@ -132,6 +132,7 @@ DIRECTIVES = _whole(
     retained=st.none() | GENERATIONS,
     dead=st.lists(GENERATIONS, max_size=4).map(tuple),
     rendezvous=TEXT,
+    store_key=TEXT,
     persist=st.none() | ORDERS,
     persisted=st.none() | GENERATIONS,
     whole_after=st.none() | GENERATIONS,

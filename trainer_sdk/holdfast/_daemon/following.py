@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast._daemon.calls import JobCalls
@@ -36,6 +36,8 @@ class Meeting:
     nodes: int
     store_address: str
     """`host:port`; empty until it is published."""
+    store_key: str = field(default="", repr=False)
+    """Key by which ranks recognise each other's values in the store; see `StoreSeal`."""
     keep: bool
     """Whether this node's workers are kept in it; new ones take their place otherwise."""
 
@@ -144,6 +146,7 @@ class Following:
                 node_rank=world.node_rank,
                 nodes=world.nodes,
                 store_address=world.store_address if world.ready else "",
+                store_key=world.store_key if world.ready else "",
                 keep=world.keep,
             )
             self._changed.notify_all()

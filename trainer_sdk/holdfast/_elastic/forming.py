@@ -24,6 +24,7 @@ from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # re-exported by torch
 
+from holdfast._daemon.store_keys import StoreSeal
 from holdfast_core.errors import StaleEpochError, UnreachableError
 
 _POLL_S, _POLL_S_MAX = 0.002, 0.05
@@ -66,10 +67,19 @@ class FormingStore(Store):
         epoch: membership epoch of the world.
         ended: whether the world has ended. Any thread.
         form_s: time that a rank may take to write its address.
+        seal: seals the values of the world's store, addresses among them.
     """
 
-    def __init__(self, store: Store, epoch: int, ended: Callable[[], bool], form_s: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        epoch: int,
+        ended: Callable[[], bool],
+        form_s: float,
+        seal: StoreSeal | None = None,
+    ) -> None:
         super().__init__()
+        self._seal = seal or StoreSeal("", epoch)
         self._store, self._epoch, self._ended, self._form_s = store, epoch, ended, form_s
         self._listeners: list[Listener] = []
         """Those of this process, of the groups that are being formed."""
@@ -98,14 +108,15 @@ class FormingStore(Store):
     # --- called by gloo ---------------------------------------------------------------------------
 
     def set(self, key: str, value: Any) -> None:
-        listener = read_listener(value)
+        given = value.encode() if isinstance(value, str) else bytes(value)
+        listener = read_listener(given)
         if listener is not None:
             self._listeners.append(listener)
         self._check()  # only now: a world that ends from here on completes this listener, too
-        self._store.set(key, value)
+        self._store.set(key, self._seal.seal(key, given))
 
     def get(self, key: str) -> bytes:
-        return self._store.get(key)
+        return self._seal.open(key, self._store.get(key))
 
     def add(self, key: str, amount: int) -> int:
         return self._store.add(key, amount)

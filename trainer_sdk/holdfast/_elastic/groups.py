@@ -31,6 +31,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # re-exported by 
 )
 
 from holdfast._causes import chain_of
+from holdfast._daemon.store_keys import StoreSeal
 from holdfast._elastic import stage_group
 from holdfast._elastic.forming import FormingStore, wait_for_keys
 from holdfast._elastic.stage_group import Carrier
@@ -52,7 +53,7 @@ _ATTEMPT_S = 2.0
 _NO_TIME = timedelta(milliseconds=1)
 _UNUSED_TAG = 2**30
 """Tag of messages that nobody sends."""
-_SAID = msgspec.json.Decoder(list[str])
+_SAID = msgspec.msgpack.Decoder(list[bytes])
 
 
 class MeetingPoint:
@@ -64,6 +65,7 @@ class MeetingPoint:
         epoch: membership epoch of the world.
         size: number of its ranks.
         ended: whether the world has ended.
+        key: key of the store, which the daemons hand to the ranks of this world.
 
     Raises:
         StaleEpochError: the world ended before its store was reached.
@@ -71,11 +73,19 @@ class MeetingPoint:
     """
 
     def __init__(
-        self, store_address: str, epoch: int, size: int, ended: Callable[[], bool]
+        self,
+        store_address: str,
+        epoch: int,
+        size: int,
+        ended: Callable[[], bool],
+        key: str = "",
     ) -> None:
         self._epoch, self._size, self._ended = epoch, size, ended
+        self._seal = StoreSeal(key, epoch)
         self._store = PrefixStore(f"world-{epoch}", self._connect(store_address))
-        self._forming = FormingStore(PrefixStore("groups", self._store), epoch, ended, FORM_S)
+        self._forming = FormingStore(
+            PrefixStore("groups", self._store), epoch, ended, FORM_S, self._seal
+        )
         self._meetings = 0
 
     def meet(self) -> None:
@@ -98,17 +108,26 @@ class MeetingPoint:
 
         Raises:
             StaleEpochError: the world ended first.
-            UnreachableError: some rank did not come in time.
+            UnreachableError: some rank did not come in time, or a text is not that of its rank.
             RuntimeError: the store was lost.
         """
         self._meetings += 1
         number, store = self._meetings, self._store
-        store.set(f"said-{number}-{rank}", text)
+        own = f"said-{number}-{rank}"
+        store.set(own, self._seal.seal(own, text.encode()))
         if store.add(f"come-{number}", 1) == self._size:  # the last one hands out all texts
-            said = [store.get(f"said-{number}-{one}").decode() for one in range(self._size)]
-            store.set(f"complete-{number}", msgspec.json.encode(said).decode())
+            said = [store.get(f"said-{number}-{one}") for one in range(self._size)]
+            store.set(f"complete-{number}", msgspec.msgpack.encode(said))
         self._wait_complete(timeout_s)
-        return _SAID.decode(store.get(f"complete-{number}"))
+        try:
+            sealed = _SAID.decode(store.get(f"complete-{number}"))
+            names = [f"said-{number}-{one}" for one in range(self._size)]
+            pairs = zip(names, sealed, strict=True)
+            return [self._seal.open(name, one).decode() for name, one in pairs]
+        except (msgspec.DecodeError, ValueError) as error:
+            raise UnreachableError(
+                f"epoch {self._epoch}: what its ranks said cannot be read: {error}"
+            ) from error
 
     def _wait_complete(self, timeout_s: float) -> None:
         """Wait until all ranks have come to the meeting."""

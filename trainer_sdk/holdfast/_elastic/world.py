@@ -475,6 +475,7 @@ class World:
             meeting.epoch,
             meeting.nodes * self._nproc,
             lambda: following.epoch > meeting.epoch,
+            meeting.store_key,
         )
         self._meeting = meeting
 

@@ -30,6 +30,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsSpecs, MultiprocessContext
 
 from holdfast._launch.rendezvous import HoldfastRendezvous
+from holdfast_core.exit_codes import HOLDFAST_DECIDED
 from holdfast_core.states import EndReason
 
 log = logging.getLogger(__name__)
@@ -172,7 +173,8 @@ class HoldfastAgent(LocalElasticAgent):
             lanes = worker_group.spec.local_world_size
             rank = self._membership.node_rank * lanes + first.local_rank
             lines = self._last_lines(first.local_rank)
-            short = bool(by_themselves) and self._memory_was_short()
+            ours = not by_themselves or first.exitcode in HOLDFAST_DECIDED
+            short = not ours and self._memory_was_short()
             reason = EndReason.OOM_KILLED if short else EndReason.UNKNOWN
             self._membership.worker_exited(rank, first.exitcode, lines, reason)
         return result

@@ -17,7 +17,9 @@ that of a data loader, fails a moment later."""
 class MemoryKills:
     """Counts kills between calls of `look`. Any thread may call it."""
 
-    def __init__(self, proc: Path = Path("/proc/self"), groups: Path = Path("/sys/fs/cgroup")):
+    def __init__(
+        self, proc: Path = Path("/proc/self"), groups: Path = Path("/sys/fs/cgroup")
+    ) -> None:
         self._file = _file_of(proc, groups)
         self._count = self._read()
         self._grown_s = float("-inf")

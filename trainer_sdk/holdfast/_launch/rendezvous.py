@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
@@ -45,6 +45,8 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from holdfast._daemon.calls import REPLY_S, JobCalls
+from holdfast._daemon.store_keys import new_store_key
+from holdfast._launch.served_store import STORE_BYTES_MAX, serve_store, watch_store
 from holdfast_core.errors import HoldfastError, ProtocolError, UnreachableError
 from holdfast_core.job.failures import REFORM_S
 from holdfast_core.states import EndReason
@@ -78,6 +80,7 @@ class AnnouncedWorld:
     node_rank: int = 0
     nodes: int = 0
     store_address: str = ""
+    store_key: str = field(default="", repr=False)
     serves_store: bool = False
     node_host: str = ""
     finished: bool = False
@@ -93,9 +96,10 @@ class JoinedWorld:
     node_rank: int = 0
     nodes: int = 0
     address: str = ""
+    key: str = field(default="", repr=False)
     serves_store: bool = False
     store: TCPStore | None = None
-    """None before the first world, and after the last."""
+    """None before the first world, after the last, and once its store was closed."""
 
 
 class Daemon(Protocol):
@@ -105,8 +109,9 @@ class Daemon(Protocol):
         """Ask for the world of an epoch newer than `after_epoch`; the daemon holds the call for up
         to `wait_s`."""
 
-    def publish_store(self, epoch: int, store_address: str) -> None:
-        """Publish the address of the store of `epoch` to the other agents."""
+    def publish_store(self, epoch: int, store_address: str, store_key: str) -> None:
+        """Publish the address of the store of `epoch` to the other agents, and its key to the
+        job's ranks."""
 
     def worker_exited(
         self, epoch: int, rank: int, exit_code: int, last_lines: str, reason: EndReason
@@ -141,6 +146,7 @@ class GrpcDaemon:
             node_rank=reply.node_rank,
             nodes=reply.nodes,
             store_address=reply.store_address,
+            store_key=reply.store_key,
             serves_store=reply.serves_store,
             node_host=reply.node_host,
             finished=reply.finished,
@@ -148,9 +154,9 @@ class GrpcDaemon:
             arrived=reply.arrived,
         )
 
-    def publish_store(self, epoch: int, store_address: str) -> None:
+    def publish_store(self, epoch: int, store_address: str, store_key: str) -> None:
         request = trainer_pb2.PublishStoreRequest(
-            job=self._job, epoch=epoch, store_address=store_address
+            job=self._job, epoch=epoch, store_address=store_address, store_key=store_key
         )
         self._calls.ask(self._calls.stub.PublishStore, request)
 
@@ -407,46 +413,56 @@ class HoldfastRendezvous(RendezvousHandler):
         served = self._published
         if served is None or served.epoch != world.epoch:
             host = self._host or world.node_host
-            store = TCPStore(
-                host,
-                0,
-                is_master=True,
-                timeout=timedelta(seconds=STORE_S),
-                wait_for_workers=False,
-            )
+            store = serve_store(host, STORE_S)
+            watch_store(store, lambda: self._close_store(world.epoch))
             served = JoinedWorld(
                 epoch=world.epoch,
                 node_rank=world.node_rank,
                 nodes=world.nodes,
                 address=f"{host}:{store.port}",
+                key=new_store_key(),
                 serves_store=True,
                 store=store,
             )
             self._published = served
         if world.serves_store:
-            self._daemon.publish_store(served.epoch, served.address)
+            self._daemon.publish_store(served.epoch, served.address, served.key)
         return served
+
+    def _close_store(self, epoch: int) -> None:
+        """Close the store of `epoch`, which this agent serves: it has grown beyond its bound."""
+        log.error(
+            "epoch %d: its store holds more than %d bytes, which no job puts there, and is closed: "
+            "keep strangers from the ports of trainers; training goes on until its world changes",
+            epoch,
+            STORE_BYTES_MAX,
+        )
+        with self._lock:
+            if self._joined.epoch == epoch:
+                self._joined = replace(self._joined, store=None)
+            if self._published is not None and self._published.epoch == epoch:
+                self._published = None
 
     def _watch(self, mine: object) -> None:
         """Follow the epochs for as long as the workers are kept; stop them when they cannot be."""
         left: list[JoinedWorld] = []  # kept until the workers have left their stores
         until = 0.0
         while self._owner is mine:
-            joined = self._joined
-            after_epoch = left[0].epoch if left else joined.epoch
+            epoch = self.epoch  # not the world: its store may have to be closed during the call
+            after_epoch = left[0].epoch if left else epoch
             try:
                 # Asked for an older epoch, the daemon answers at once.
                 world = self._daemon.join_world(after_epoch, RETRY_S if left else ASK_S, peek=True)
             except ProtocolError as error:
-                log.error("epoch %d is no longer watched: %s", joined.epoch, error)
+                log.error("epoch %d is no longer watched: %s", epoch, error)
                 return
             except HoldfastError:
                 self._closed.wait(RETRY_S)
                 continue
-            if world.finished or world.epoch > joined.epoch:
+            if world.finished or world.epoch > epoch:
+                left.append(self._joined)
                 if not self._keep(mine, world):
                     return
-                left.append(joined)
                 until = time.monotonic() + self._reform_s
             elif left and self._arrival_settled(mine, world, until):
                 left.clear()
@@ -535,12 +551,14 @@ def _connect(world: AnnouncedWorld) -> JoinedWorld:
         node_rank=world.node_rank,
         nodes=world.nodes,
         address=world.store_address,
+        key=world.store_key,
         store=store,
     )
 
 
 def _prefixed(joined: JoinedWorld) -> PrefixStore:
-    assert joined.store is not None, "no world was joined"
+    if joined.store is None:
+        raise DistError(f"the store of epoch {joined.epoch} is closed")
     return PrefixStore(f"epoch-{joined.epoch}", joined.store)
 
 

@@ -250,7 +250,7 @@ class Saver:
         why = "training went on before the copy began"
         with ExitStack() as ends:  # called in reverse, each whatever the others raise
             ends.callback(task.ended.set)
-            ends.callback(lambda: self._windows.open or self._link.give_back(why))
+            ends.callback(lambda: None if self._windows.open else self._link.give_back(why))
             ends.callback(task.hashed.set)
             ends.callback(self._policy.ended, task.number)
             ends.callback(task.release, over=True)

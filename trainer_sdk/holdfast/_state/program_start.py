@@ -13,6 +13,7 @@ mode than in the step before, as in an evaluation: then it is that of the step.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
@@ -62,12 +63,12 @@ class ProgramStart:
         self._parameters = [*parameters.values()]
         self._names = [names.get(id(one), name) for name, one in parameters.items()]
         self._first = [self._trained.get(name, True) for name in parameters]
-        # As texts of names, which any encoding can hold.
-        modules = {
-            str(TensorName(plain_name(path))): one for path, one in self._model.named_modules()
-        }
-        if self._modules != [*modules.values()]:
-            self._paths, self._modules = [*modules], [*modules.values()]
+        modules = [*self._model.modules()]
+        if self._modules != modules:
+            # As texts of names, which any encoding can hold.
+            named = self._model.named_modules()
+            self._paths = [str(TensorName(plain_name(path))) for path, _ in named]
+            self._modules = modules
 
     def trained(self) -> list[nn.Parameter]:
         """Parameters of the model that train when the program starts."""
@@ -157,7 +158,9 @@ class ProgramStart:
 
 
 def _named(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {plain_name(name): one for name, one in model.named_parameters()}
+    named = list(model.named_parameters())
+    counts = Counter(plain_name(path) for path, _ in named)
+    return {path if counts[plain_name(path)] > 1 else plain_name(path): one for path, one in named}
 
 
 def _forms(model: nn.Module) -> dict[str, _Form]:

@@ -21,7 +21,7 @@ from holdfast_core.snapshots.layouts import Layout, encode_layout
 from holdfast_core.snapshots.membership import Membership
 from holdfast_daemon.engine import JobEngine
 from holdfast_daemon.engine.answers import WorldState
-from holdfast_daemon.engine.effects import Effect, Note
+from holdfast_daemon.engine.effects import Effect, Note, SendDirective
 
 MEMBERSHIP = replace(membership_of((0, 1, 2)), nproc_per_node=2)
 RANKS = (2, 3)
@@ -151,6 +151,26 @@ def test_ranks_have_arrived_once_all_have_greeted_the_daemon_from_the_new_world(
     assert world(engine).arrived
     begin(engine, 2)
     assert not world(engine).arrived
+
+
+def test_the_key_of_a_store_comes_and_goes_with_its_address() -> None:
+    leading = engine_of(MEMBERSHIP, 0)
+    told = [
+        effect.directive
+        for effect in leading.publish_store(1, "a:1", 0.0, "the-key")
+        if isinstance(effect, SendDirective)
+    ]
+    assert {(each.rendezvous, each.store_key) for each in told} == {("a:1", "the-key")}
+    assert "the-key" not in repr(told), "nothing logs a key"
+    engine = member()
+    engine.on_directive(told[0], 0.0)
+    assert (world(engine).store_address, world(engine).store_key) == ("a:1", "the-key")
+    engine.on_directive(replace(told[0], rendezvous="", store_key=""), 0.0)
+    assert (world(engine).store_address, world(engine).store_key) == ("a:1", "the-key")
+    begin(engine, 2)
+    assert (world(engine).store_address, world(engine).store_key) == ("", "")
+    engine.publish_store(2, "a:2", 0.0)
+    assert (world(engine).store_address, world(engine).store_key) == ("a:2", "")
 
 
 def has_stayed(engine: JobEngine, rank: int, epoch: int, pid: int) -> bool:

@@ -43,7 +43,8 @@ def pod(member: int) -> Object:
 
 
 class ApiServer(ThreadingHTTPServer):
-    """Objects by path. A patch that asks for a copy has one stored at once."""
+    """Objects by path. A patch that asks for a copy has one stored at once, and one that asks for a
+    failed job to go on has it go on."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -99,8 +100,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.changes.append(("patch", json.dumps(body)))
         found = self.server.objects[path]
         found["spec"] |= body.get("spec", {})
-        if "annotations" in body.get("metadata", {}):
+        asked = body.get("metadata", {}).get("annotations", {})
+        if "holdfast.dev/persist" in asked:
             found["status"]["persisted"] = found["status"]["protected"]
+        if "holdfast.dev/resume" in asked:
+            found["status"]["phase"] = "Starting"
         self._answer(200, json.dumps(found).encode())
 
     def do_DELETE(self) -> None:
@@ -139,9 +143,46 @@ def test_a_job_is_suspended_and_resumed_once(
         assert main([command, "-n", "team-a", "llm"]) == 0
     assert [json.loads(body)["spec"]["suspend"] for _, body in server.changes] == [True, False]
     assert "nothing has changed" in capsys.readouterr().out
-    server.job["status"]["phase"] = "Complete"
-    assert main(["suspend", "-n", "team-a", "llm"]) == 2
-    assert "job team-a/llm has ended" in capsys.readouterr().err
+    for command in ("suspend", "resume"):
+        server.job["status"]["phase"] = "Complete"
+        assert main([command, "-n", "team-a", "llm"]) == 2
+        assert "job team-a/llm has ended: Complete" in capsys.readouterr().err
+
+
+def test_a_failed_job_that_keeps_its_snapshots_goes_on(
+    server: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.job["spec"]["suspend"] = True
+    server.job["status"] |= {"phase": "Failed", "epoch": 3, "keptUntil": "2026-01-01T04:00:00Z"}
+    assert main(["resume", "-n", "team-a", "llm"]) == 0
+    ((_, body),) = server.changes
+    assert list(json.loads(body)["metadata"]["annotations"]) == ["holdfast.dev/resume"]
+    assert server.job["spec"]["suspend"] is False
+    assert "goes on from its newest protected generation" in capsys.readouterr().out
+
+
+def test_a_failed_job_whose_snapshots_were_freed_is_not_resumed(
+    server: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.job["status"] |= {"phase": "Failed", "epoch": 3}
+    assert main(["resume", "-n", "team-a", "llm"]) == 2
+    error = capsys.readouterr().err
+    assert "no longer in memory" in error and "it begins anew" in error
+    server.job["status"]["persisted"] = "2.5"
+    assert main(["resume", "-n", "team-a", "llm"]) == 2
+    assert "it begins from generation 2.5 in durable storage" in capsys.readouterr().err
+    assert main(["persist", "-n", "team-a", "llm"]) == 2
+    assert server.changes == []
+
+
+def test_a_failed_job_that_never_had_its_nodes_tries_again(server: ApiServer) -> None:
+    server.job["status"] = {"phase": "Failed", "epoch": 0}
+    assert main(["resume", "-n", "team-a", "llm"]) == 0
+
+
+def test_a_failed_job_is_persisted_while_it_keeps_its_snapshots(server: ApiServer) -> None:
+    server.job["status"] |= {"phase": "Failed", "keptUntil": "2026-01-01T04:00:00Z"}
+    assert main(["persist", "-n", "team-a", "llm"]) == 0
 
 
 def test_a_copy_is_asked_for_by_an_annotation_and_waited_for(

@@ -129,6 +129,8 @@ class Daemon:
         self.memberships: dict[str, Membership] = {}
         self.at_work, self.lost = set[str](), set[str]()
         """Jobs whose ranks run here, and jobs whose rank was lost in the current epoch."""
+        self.refused: dict[str, str] = {}
+        """Job → why the saves of its rank are refused, so that it has no session."""
         self.protected: dict[str, Generation] = {}
         """Job → its newest protected generation: the recovery line of the epochs after it."""
         self._beats: asyncio.Queue[control_pb2.Heartbeat] = asyncio.Queue()
@@ -156,8 +158,14 @@ class Daemon:
             has_member = membership.member_on(self.node) is not None
             if has_member and job in self.at_work | self.lost:
                 lost = job in self.lost
-                word = "OFFLINE" if lost else "HEALTHY"
-                state.ranks.add(rank=self._rank(membership), state=word, step=1, lost=lost)
+                state.problem = self.refused.get(job, "")
+                state.ranks.add(
+                    rank=self._rank(membership),
+                    state="OFFLINE" if lost or job in self.refused else "HEALTHY",
+                    step=1,
+                    lost=lost,
+                    unprotected=job in self.refused,
+                )
         self._beats.put_nowait(found)
 
     def _report_protection(self, state: control_pb2.JobState, membership: Membership) -> None:
@@ -246,38 +254,42 @@ class SmallCluster:
         self.recorder = Recorder(
             self.api, instance="op", clock=clock, wall=time.time, on_drop=lambda: None
         )
-        self.fleet.begin(
-            LoopContext(
-                api=cast(Api, self.api),
-                server=self.server,
-                attention=Attention(self.server, clock=clock, wake=self.fleet.wake),
-                candidate_nodes=CandidateNodes(
-                    self.server,
-                    self.nodes,
-                    Room(),
-                    daemon_returns=lambda node, heartbeat_at: False,
-                    requests_of=self.fleet.requests_of,
-                    clock=clock,
-                ),
-                pods=self._index,
-                trainers=self.trainers,
-                placeholders=Placeholders(
-                    self.api,
-                    Cache(read_placeholder, lambda before, now: None),
-                    are_known=lambda: True,
-                    clock=clock,
-                ),
-                recorder=self.recorder,
-                metrics=self.metrics,
+        self.fleet.begin(self._context(clock, queues if kueue else None, insecure=insecure))
+
+    def _context(
+        self, clock: Callable[[], float], queues: Queues | None, *, insecure: bool
+    ) -> LoopContext:
+        """What the control loops of all jobs share."""
+        return LoopContext(
+            api=cast(Api, self.api),
+            server=self.server,
+            attention=Attention(self.server, clock=clock, wake=self.fleet.wake),
+            candidate_nodes=CandidateNodes(
+                self.server,
+                self.nodes,
+                Room(),
+                daemon_returns=lambda node, heartbeat_at: False,
+                requests_of=self.fleet.requests_of,
                 clock=clock,
-                worked_s=time.thread_time,
-                clocks=ClockPair(now=clock(), wall=time.time()),
-                locations=None,
-                queues=queues if kueue else None,
-                insecure=insecure,
-                outdated=lambda nodes: self.outdated if list(nodes) else None,
-                status_s=lambda: 0.0,
-            )
+            ),
+            pods=self._index,
+            trainers=self.trainers,
+            placeholders=Placeholders(
+                self.api,
+                Cache(read_placeholder, lambda before, now: None),
+                are_known=lambda: True,
+                clock=clock,
+            ),
+            recorder=self.recorder,
+            metrics=self.metrics,
+            clock=clock,
+            worked_s=time.thread_time,
+            clocks=ClockPair(now=clock(), wall=time.time()),
+            locations=None,
+            queues=queues,
+            insecure=insecure,
+            outdated=lambda nodes: self.outdated if list(nodes) else None,
+            status_s=lambda: 0.0,
         )
 
     async def run(self, test: Callable[[SmallCluster], Awaitable[None]]) -> None:

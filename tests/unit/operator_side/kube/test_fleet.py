@@ -59,6 +59,19 @@ def test_each_job_has_its_own_loop_and_pods() -> None:
         assert gauge(cluster, "job_phase", **first, phase="Starting") is None
         assert gauge(cluster, "job_recoveries", **first) == 0
         assert gauge(cluster, "job_members_missing", **first) == 0
+        assert gauge(cluster, "job_unprotected", **first) == 0
+        refusing = next(each for each in cluster.daemons.values() if "team.a" in each.at_work)
+        refusing.refused["team.a"] = "no room for snapshots"
+        refusing.beat()
+
+        def refused() -> bool:
+            cluster.fleet.adjust()
+            return gauge(cluster, "job_unprotected", **first) == 1
+
+        await cluster.until(refused)
+        assert gauge(cluster, "job_phase", **first, phase="Running") == 1
+        second = {**first, "moejob": "b"}
+        assert gauge(cluster, "job_unprotected", **second) == 0
         assert (gauge(cluster, "ranks_desired"), gauge(cluster, "ranks_ready")) == (2, 2)
         assert gauge(cluster, "daemons_connected") == 3
 

@@ -11,6 +11,7 @@ from rich.console import Console, RenderableType
 from samples import job_resource
 from small_cluster import SmallCluster, on_a_cluster
 
+from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_operator.cli.cluster_status import job_view
 from holdfast_operator.kube.api import ApiError, Object
@@ -26,6 +27,7 @@ from holdfast_operator.kube.resources import (
     Resource,
 )
 from holdfast_operator.kube.starting import RETRY_S_MAX
+from holdfast_operator.reconciler.timestamps import seconds_of
 
 KEY = "team.moe"
 CALM = {"detection": {"heartbeatSeconds": 60, "missedHeartbeats": 5}}
@@ -43,6 +45,8 @@ def two_members(**spec: object) -> Object:
 
 
 JOB = two_members()
+FRAGILE = two_members(failurePolicy={**CALM, "maxRestarts": 0})
+"""The same job, which fails with its first rank."""
 
 
 def rendered(view: RenderableType) -> str:
@@ -453,5 +457,70 @@ def test_a_new_job_does_not_use_pods_of_an_earlier_job_of_its_name() -> None:
         await cluster.runs(JOB)
         assert refused_pods(cluster) is None and "PodsRefused" not in reasons(cluster)
         assert cluster.api.made(PODS) == ["moe-0-1", "moe-0-2", "moe-1-1", "moe-1-2"]
+
+    on_a_cluster(test)
+
+
+def asking(name: str, text: str) -> Object:
+    """The fragile job, with a request of a person."""
+    metadata = {**FRAGILE["metadata"], "annotations": {name: text}}
+    return {**FRAGILE, "metadata": metadata}
+
+
+async def fails(cluster: SmallCluster) -> Object:
+    """Run the fragile job until it has failed; returns its status."""
+    cluster.apply(FRAGILE)
+    await cluster.runs(JOB)
+    cluster.protect(KEY, Generation(1, 5))
+    await cluster.until(lambda: cluster.job(JOB)["status"].get("protected") == "1.5")
+    cluster.lose_rank(cluster.job(JOB)["status"]["members"][1]["node"], KEY)
+    await cluster.until(lambda: cluster.phase(JOB) == "Failed" and not cluster.api.made(PODS))
+    found: Object = cluster.job(JOB)["status"]
+    return found
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_failed_job_keeps_its_memory_and_goes_on_when_a_person_asks(restarts: bool) -> None:
+    async def test(cluster: SmallCluster) -> None:
+        status = await fails(cluster)
+        ended, kept = seconds_of(status["endedAt"]), seconds_of(status["keptUntil"])
+        assert ended is not None and kept == ended + 3600
+        assert "snapshots are kept in memory until" in rendered(job_view(cluster.job(JOB), ()))
+        assert len(cluster.server.holders(KEY)) == 2
+        if restarts:
+            await cluster.stop_operator()
+            await cluster.start_operator()
+        cluster.apply(asking("holdfast.dev/resume", "please"))
+        await cluster.until(lambda: cluster.job(JOB)["status"]["epoch"] == 2)
+        await cluster.runs(JOB)
+        status = cluster.job(JOB)["status"]
+        assert not {"keptUntil", "endedAt"} & status.keys() and status["restarts"] == 0
+        assert cluster.api.made(PODS) == ["moe-0-2", "moe-1-2"]
+        assert "Resumed" in reasons(cluster)
+
+    on_a_cluster(test)
+
+
+def test_what_a_failed_job_keeps_is_freed_in_time_and_then_it_cannot_go_on() -> None:
+    async def test(cluster: SmallCluster) -> None:
+        await fails(cluster)
+        cluster.passed_s = 3700.0
+        cluster.fleet.wake((KEY,))
+        await cluster.until_reported(lambda: not cluster.server.holders(KEY))
+        await cluster.until(lambda: "keptUntil" not in cluster.job(JOB)["status"])
+        cluster.apply(asking("holdfast.dev/resume", "too late"))
+        await cluster.until(lambda: {"SnapshotsFreed", "NotResumed"} <= reasons(cluster))
+        status = cluster.job(JOB)["status"]
+        assert (status["phase"], status["epoch"]) == ("Failed", 1)
+
+    on_a_cluster(test)
+
+
+def test_a_failed_job_that_is_deleted_frees_its_memory_at_once() -> None:
+    async def test(cluster: SmallCluster) -> None:
+        await fails(cluster)
+        cluster.delete(FRAGILE)
+        await cluster.until(lambda: not cluster.api.made(JOBS))
+        assert not cluster.server.holders(KEY)
 
     on_a_cluster(test)

@@ -13,6 +13,7 @@ from holdfast_operator.kube.manifests import pod_manifest as manifest
 from holdfast_operator.kube.pods import read_pod
 from holdfast_operator.kube.resources import (
     COSCHEDULING_POD_GROUPS,
+    DISRUPTION_BUDGETS,
     SERVICES,
     VOLCANO_POD_GROUPS,
 )
@@ -103,7 +104,7 @@ def test_a_default_variable_gives_way_to_the_templates(given: Object | None) -> 
 def test_a_template_with_an_account_keeps_it_and_gets_none(field: str) -> None:
     job = make_job({field: "mine"})
     assert pod_manifest(job, 0, "n0", 1)["spec"]["serviceAccountName"] == "mine"
-    assert [body["kind"] for _, body in job_objects(job)] == ["Service"]
+    assert [body["kind"] for _, body in job_objects(job, budgets=False)] == ["Service"]
 
 
 def test_the_launcher_is_told_of_a_time_that_is_not_its_default() -> None:
@@ -209,6 +210,7 @@ def test_what_pods_share_is_owned_and_allows_one_thing() -> None:
         ("ServiceAccount", "moe-trainer"),
         ("Role", "moe-trainer"),
         ("RoleBinding", "moe-trainer"),
+        ("PodDisruptionBudget", "moe"),
     ]
     assert all(b["metadata"]["ownerReferences"][0]["uid"] == "job-uid" for _, b in objects)
     service = next(body for resource, body in objects if resource == SERVICES)
@@ -223,6 +225,25 @@ def test_what_pods_share_is_owned_and_allows_one_thing() -> None:
             "verbs": ["get"],
         }
     ]
+
+
+@pytest.mark.parametrize(
+    ("redundancy", "most"),
+    [
+        ({"type": "RAIM5"}, 1),
+        ({"type": "None"}, None),
+    ],
+)
+def test_evictions_take_no_more_pods_than_a_parity_group_can_lose(
+    redundancy: Object, most: int | None
+) -> None:
+    objects = dict(job_objects(make_job(redundancy=redundancy)))
+    budget = objects.get(DISRUPTION_BUDGETS)
+    assert (budget is None) == (most is None)
+    if budget is not None:
+        assert budget["spec"]["maxUnavailable"] == most
+        labels = pod_manifest(make_job(), 0, "n", 1)["metadata"]["labels"]
+        assert budget["spec"]["selector"]["matchLabels"].items() <= labels.items()
 
 
 def test_without_a_gang_pods_are_plain() -> None:

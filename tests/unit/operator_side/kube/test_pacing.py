@@ -98,3 +98,17 @@ def test_a_pause_of_this_process_makes_earlier_silence_prove_nothing() -> None:
     now[0] = 7.0
     assert not attention.listened_since(4.0)
     assert attention.listened_since(7.0)
+
+
+def test_a_failed_job_is_looked_at_when_its_memory_is_to_be_freed() -> None:
+    world = at_work(make_job(maxRestarts=0, keepFailedSeconds=50))
+    world.lose_rank(0)
+    world.settle(1.0)
+    assert world.state.outcome is Outcome.FAILED and world.state.ended_at is not None
+    world.now = world.state.ended_at + 30.0
+    world.look()
+    assert pause(world) == 20.0
+    world.now += 20.0
+    world.look()
+    world.look()
+    assert pause(world) == ENDED_S

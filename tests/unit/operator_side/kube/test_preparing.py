@@ -57,6 +57,9 @@ def carry_out(acting: Acting, *turns: list[StartAgent]) -> list[list[Event]]:
     return asyncio.run(scenario())
 
 
+SHARED = ("services", "serviceaccounts", "roles", "rolebindings", "poddisruptionbudgets")
+
+
 def test_what_pods_share_is_made_before_them_though_the_first_try_failed() -> None:
     world = World()
     acting = world.acting()
@@ -69,6 +72,6 @@ def test_what_pods_share_is_made_before_them_though_the_first_try_failed() -> No
     assert not world.api.objects
     assert carry_out(acting, start) == [[]]
     made = [kind for verb, kind, _ in world.api.requests[1:] if verb == "create"]
-    assert made == ["services", "serviceaccounts", "roles", "rolebindings", "pods"]
+    assert made == [*SHARED, "pods"]
     carry_out(acting, [StartAgent(member=1, node="n1")])
-    assert [kind for _, kind, _ in world.api.requests[6:]] == ["pods"]
+    assert [kind for _, kind, _ in world.api.requests[2 + len(SHARED) :]] == ["pods"]

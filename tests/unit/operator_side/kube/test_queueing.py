@@ -113,6 +113,33 @@ def test_an_evicted_job_gives_its_quota_back_keeps_its_snapshots_and_goes_on() -
     on_a_cluster(test, kueue=True)
 
 
+def test_a_failed_job_gives_its_quota_back_and_queues_up_again_when_a_person_resumes_it() -> None:
+    policy = {"detection": {"heartbeatSeconds": 60, "missedHeartbeats": 5}, "maxRestarts": 0}
+    fragile = queued()
+    fragile["spec"]["failurePolicy"] = policy
+    metadata = {**fragile["metadata"], "generation": 4}
+
+    async def test(cluster: SmallCluster) -> None:
+        await run_admitted(cluster)
+        cluster.apply({**fragile, "metadata": metadata})
+        await cluster.look_again(KEY)
+        cluster.lose_rank(cluster.job(JOB)["status"]["members"][1]["node"], KEY)
+        await cluster.until(lambda: conditions(workload(cluster)).get("Finished") == "True")
+        await cluster.until(lambda: not cluster.api.made(PODS))
+        first, asked = workload(cluster)["metadata"]["uid"], {"holdfast.dev/resume": "now"}
+        cluster.apply({**fragile, "metadata": {**metadata, "annotations": asked}})
+        await cluster.until(lambda: suspended(cluster) == ("True", "Queued"))
+        await cluster.until(
+            lambda: workload(cluster).get("metadata", {}).get("uid", first) != first
+        )
+        assert cluster.api.made(PODS) == [] and len(cluster.server.holders(KEY)) == 2
+        admit(cluster)
+        await cluster.until(lambda: cluster.job(JOB)["status"]["epoch"] == 2)
+        await cluster.runs(JOB)
+
+    on_a_cluster(test, kueue=True)
+
+
 def test_an_operator_that_starts_again_leaves_an_admitted_job_running() -> None:
     async def test(cluster: SmallCluster) -> None:
         await run_admitted(cluster)

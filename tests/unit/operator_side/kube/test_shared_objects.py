@@ -13,6 +13,7 @@ from samples import make_job
 from holdfast_operator.kube.api import ApiError, Object
 from holdfast_operator.kube.manifests import job_objects
 from holdfast_operator.kube.resources import (
+    DISRUPTION_BUDGETS,
     ROLE_BINDINGS,
     ROLES,
     SERVICE_ACCOUNTS,
@@ -77,11 +78,11 @@ def test_what_a_watch_shows_costs_no_request_and_what_none_shows_is_asked_for() 
     async def test(copies: Copies) -> None:
         await copies.shared.make(JOB)
         assert [kind for _, kind, _ in copies.api.requests] == [
-            *("services", "serviceaccounts", "roles", "rolebindings")
+            *("services", "serviceaccounts", "roles", "rolebindings", "poddisruptionbudgets")
         ]
         assert not copies.shared.lacks(JOB)
         await copies.shared.make(JOB)  # not listed yet: a copy without its watch grows old
-        assert len(copies.api.requests) == 12
+        assert len(copies.api.requests) == 15
         copies.list_all()
         count = len(copies.api.requests)
         await copies.shared.make(JOB)
@@ -98,7 +99,9 @@ def test_what_a_watch_shows_costs_no_request_and_what_none_shows_is_asked_for() 
 
 def test_the_objects_of_a_gang_scheduler_are_watched_once_a_job_has_some() -> None:
     async def test(copies: Copies) -> None:
-        assert set(copies.watched) == {SERVICES, SERVICE_ACCOUNTS, ROLES, ROLE_BINDINGS}
+        assert set(copies.watched) == {
+            *(SERVICES, SERVICE_ACCOUNTS, ROLES, ROLE_BINDINGS, DISRUPTION_BUDGETS)
+        }
         await copies.shared.make(GANG)
         await asyncio.sleep(0)
         assert VOLCANO_POD_GROUPS in copies.watched

@@ -15,7 +15,7 @@ from holdfast_operator.kube.metrics import DEFINITIONS, OperatorMetrics
 from holdfast_operator.kube.nodes import KubeNode
 from holdfast_operator.kube.options import parse
 from holdfast_operator.kube.resources import ENDPOINT_SLICES, JOBS, NODES, PODS
-from holdfast_operator.kube.times import micro_timestamp, seconds_of, timestamp
+from holdfast_operator.reconciler.timestamps import micro_timestamp, seconds_of, timestamp
 from holdfast_operator.reconciler.views import NodeView
 
 POD = {"POD_NAME": "op-1", "POD_NAMESPACE": "hf", "POD_IP": "10.0.0.1"}

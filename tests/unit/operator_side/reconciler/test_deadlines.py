@@ -16,7 +16,7 @@ def test_a_job_that_takes_too_long_fails() -> None:
     assert world.state.outcome is Outcome.FAILED
     assert world.condition("Failed")[1] == "DeadlineExceeded"
     assert "spec.activeDeadlineSeconds = 100 s" in world.state.outcome_reason
-    assert world.agents == {} and world.dropped
+    assert world.agents == {} and not world.dropped
 
 
 def test_a_job_that_is_complete_at_its_deadline_is_complete() -> None:

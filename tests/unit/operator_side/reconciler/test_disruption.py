@@ -71,9 +71,10 @@ def test_a_drained_node_without_a_spare_is_waited_for_and_taken_back() -> None:
     world.settle(10.0)
     assert world.actions == []
     assert world.condition("Scheduled")[:2] == (False, "NoReplacement")
-    assert world.phase() == "Recovering"
+    assert world.phase() == "Waiting"
     world.cordoned.clear()
     world.settle(2.0)
+    assert world.state.counted == 0
     assert world.membership.epoch == 2 and world.condition("Running")[0]
     assert world.nodes_of_members() == ["n0", "n1", "n2", "n3"]
 

@@ -185,6 +185,17 @@ def test_the_job_is_complete_when_all_pods_have_succeeded(training: Pods) -> Non
     assert {type(action).__name__ for action in training.touched} <= {"DropJob", "Succeed"}
 
 
+def test_a_pod_that_its_controller_does_not_make_again_is_waited_for(training: Pods) -> None:
+    training.lose_rank(1)
+    training.put(["n3", "", "n0", "n2"])
+    training.settle(120.0)
+    assert training.phase() == "Waiting" and training.membership.epoch == 1
+    assert "waiting for pods 1, which another controller makes" in training.decision.reason
+    assert training.messages("NoReplacement") == []
+    training.follow(NODES)
+    assert (training.phase(), training.membership.epoch) == ("Running", 2)
+
+
 def test_pods_that_have_moved_do_not_have_silent_memory_given_up() -> None:
     """Two nodes of a group are silent: their controller starts the pods elsewhere, and what is
     protected is where they were."""

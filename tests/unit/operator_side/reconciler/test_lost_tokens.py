@@ -155,7 +155,7 @@ def test_an_invalid_stored_record_is_ignored() -> None:
     world = lossy()
     report_losses(world, *[losses(recoveries=(recovery(2, 0),))] * 4)
     document = world.stored()
-    document["losses"]["newest"]["plt"] = -1.0
+    document["tokenLosses"]["newest"]["plt"] = -1.0
     assert from_document(document, now=0.0, wall=0.0) == Counters()
 
 

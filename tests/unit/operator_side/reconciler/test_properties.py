@@ -241,7 +241,7 @@ def test_a_job_that_may_shrink_runs_on_what_is_left_or_shows_why_not(
     document, membership = world.stored(), world.membership
     world.forget()
     world.settle(20.0, step_s=1.0)
-    if "resized_at" not in document:  # else members may have joined
+    if "resizedAt" not in document:  # else members may have joined
         assert world.membership == membership
 
 
@@ -256,3 +256,28 @@ def test_no_world_waits_for_a_member_that_joins_while_enough_others_are_there(
         joined = [member for member in after.members if not before.has(member.index)]
         if len(stays) >= LEAST:
             assert cold.isdisjoint(member.node for member in joined)
+
+
+@settings(max_examples=40)
+@given(schedules, st.sampled_from([4, 3]))
+def test_a_job_is_not_given_up_for_want_of_a_node_and_goes_on_when_nodes_are_back(
+    schedule: list[tuple[tuple[str, int], float]], minimum: int
+) -> None:
+    """Without a rule of the user: whatever is away for whatever time."""
+    at_most_away = [item for item in schedule if item[0][0] not in ("kill_node", "forget")]
+    job = make_job(
+        spares=0, spec={"minNodes": minimum}, joinWaitSeconds=JOIN_WAIT_S, maxRestarts=1000
+    )
+    world = disturbed(World(job), at_most_away)
+    assert world.state.outcome is None and not world.dropped
+    world.now += 86_400.0
+    world.look()
+    world.cordoned.clear()
+    world.notices.clear()
+    for name, daemon in world.daemons.items():
+        if not daemon.alive:
+            world.revive_daemon(name)
+    pass_time(world, PATIENCE_S, step_s=1.0)
+    world.reap()
+    pass_time(world, 30.0, step_s=1.0)
+    assert world.phase() == "Running" and world.state.no_replacement_since is None

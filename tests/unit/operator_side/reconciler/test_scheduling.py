@@ -105,11 +105,15 @@ def test_phases_follow_the_life_of_a_job() -> None:
     world.settle(1.0)
     assert world.phase() == "Running"
     world.train(5)
+    world.lose_rank(0)
     world.kill_daemon("n1")
     world.settle(10.0)
-    assert world.phase() == "Recovering"
+    assert world.phase() == "Waiting"
     world.revive_daemon("n1")
+    world.look()
+    assert world.phase() == "Recovering"
     world.settle(2.0)
+    assert world.phase() == "Running"
     world.finish()
     world.settle(1.0)
     assert world.phase() == "Complete"

@@ -237,7 +237,9 @@ def test_a_shape_that_an_earlier_version_stored_in_words_still_counts(
     tp: int, is_reshaped: bool
 ) -> None:
     world = suspended()
-    world.restart(world.stored() | {"shape": "4 nodes of 1, dp 4 tp 1 pp 1 ep 1, RAIM5"})
+    document = world.stored()
+    del document["jobShape"]
+    world.restart(document | {"shape": "4 nodes of 1, dp 4 tp 1 pp 1 ep 1, RAIM5"})
     world.job = make_job(spec={"parallelism": {"dp": 4 // tp, "tp": tp}})
     if is_reshaped:
         world.protected = None

@@ -22,6 +22,7 @@ class Worlds:
         """Notified of changes, and of each call of an agent."""
         self.epoch, self.finished = 0, False
         self.stores: dict[int, str] = {}
+        self.keys: dict[int, str] = {}
 
     def begin(self, epoch: int) -> None:
         with self.changed:
@@ -89,6 +90,7 @@ class PlayedDaemon:
                 node_rank=self.rank,
                 nodes=self.nodes,
                 store_address=worlds.stores.get(worlds.epoch, ""),
+                store_key=worlds.keys.get(worlds.epoch, ""),
                 serves_store=self.rank == 0 and worlds.epoch not in worlds.stores,
                 node_host="127.0.0.1",
                 keep=worlds.epoch in self.keeps,
@@ -100,13 +102,13 @@ class PlayedDaemon:
         served = peek or self.rank == 0 or worlds.epoch in worlds.stores
         return worlds.finished or (worlds.epoch > after_epoch and served)
 
-    def publish_store(self, epoch: int, store_address: str) -> None:
+    def publish_store(self, epoch: int, store_address: str, store_key: str) -> None:
         with self.worlds.changed:
             self.published.append((epoch, store_address))
             self.worlds.changed.notify_all()
         assert self.may_publish.wait(TIMEOUT_S)
         with self.worlds.changed:
-            self.worlds.stores[epoch] = store_address
+            self.worlds.stores[epoch], self.worlds.keys[epoch] = store_address, store_key
             self.worlds.changed.notify_all()
         assert self.may_reply.wait(TIMEOUT_S)
         if self.lose_replies:

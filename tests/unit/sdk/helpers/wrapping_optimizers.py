@@ -48,8 +48,9 @@ class SAM(torch.optim.Optimizer):
         return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
 
     def _grad_norm(self) -> torch.Tensor:
-        norms: list[torch.Tensor] = [p.grad.norm(p=2) for p in self._trained()]
-        return torch.linalg.vector_norm(torch.stack(norms))
+        norms = [p.grad.norm(p=2) for p in self._trained()]
+        found: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        return found
 
 
 class LookaheadOwnState(torch.optim.Optimizer):

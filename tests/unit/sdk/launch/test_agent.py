@@ -45,7 +45,7 @@ class OneEpoch:
             raise UnreachableError("closed")
         return self.after
 
-    def publish_store(self, epoch: int, store_address: str) -> None:
+    def publish_store(self, epoch: int, store_address: str, store_key: str) -> None:
         self.address = store_address
 
     def worker_exited(

@@ -16,8 +16,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.utils import macros
 
-from holdfast.launch import _record_waiting, main, script_of
+from holdfast.launch import _kept_from_torch, _record_waiting, main, script_of
 from holdfast_core.errors import AccessDeniedError
 from holdfast_core.exit_codes import DENIED
 
@@ -47,6 +48,13 @@ if int(note["epoch"]) < 4:
 dist.barrier()
 dist.destroy_process_group()
 """
+
+DOLLARS = ["${local_rank}", "$local_rank", "$$", "$(STEPS)", "a$", "--", "$$$x"]
+"""Arguments in which torch would resolve macros."""
+
+
+def test_torch_leaves_arguments_as_they_are() -> None:
+    assert macros.substitute(list(_kept_from_torch(DOLLARS)), "1") == DOLLARS
 
 
 @pytest.mark.parametrize(
@@ -114,7 +122,7 @@ class Agent:
         command += ["--exit-file", str(self.exit_file), "--wait-file", str(self.wait_file)]
         command += [*options, "--", "python", str(script)]
         self.process = subprocess.Popen(
-            [*before, *command, str(self.notes)],
+            [*before, *command, str(self.notes), *DOLLARS],
             start_new_session=True,
             stderr=stderr,
             pass_fds=(self._pipe,),
@@ -155,7 +163,7 @@ def test_workers_that_are_stopped_or_killed_are_replaced_and_the_agent_ends_with
     first = agent.workers(START_S)
     assert [worker["epoch"] for worker in first] == ["2", "2"]
     assert all(worker["main"] == "__main__" and worker["world"] == 2 for worker in first)
-    assert all(worker["argv"] == [str(agent.notes)] for worker in first)
+    assert all(worker["argv"] == [str(agent.notes), *DOLLARS] for worker in first)
     for worker in first:
         assert worker["imported"] == ["torch", "torch._dynamo"]  # before the script did
         # The fork server is a fork of the launcher, and passes on nothing that is the launcher's.

@@ -1,0 +1,97 @@
+"""Reasons that a real kubelet and a real kernel give, and training without a session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jobs
+import pytest
+from cluster import Cluster
+from holdfast_system import Holdfast, Job
+from machine import wait_for
+
+TEAM = "reasons-test"
+WAIT_S = 240.0
+DETECTION = {"heartbeatSeconds": 0.5, "missedHeartbeats": 4, "replaceSeconds": 20}
+
+SCRIPT = """
+import sys, time
+if sys.argv[1] == "needs":
+    b"x" * (4 * 2**30)
+while True:
+    sum(range(100_000))
+"""
+"""Never calls holdfast.init."""
+
+Make = Callable[..., Job]
+
+
+@pytest.fixture
+def make(cluster: Cluster, holdfast: Holdfast) -> Iterator[Make]:
+    """Function that applies a job of one member, whose trainer runs SCRIPT with an argument."""
+    cluster.kubectl("create", "namespace", TEAM)
+
+    def apply(name: str, argument: str, init: dict[str, Any] | None = None, **policy: Any) -> Job:
+        document = jobs.trainer_job(
+            name,
+            namespace=TEAM,
+            nodes=1,
+            nprocPerNode=1,
+            parallelism={"dp": 1},
+            redundancy={"type": "None"},
+            failurePolicy={"spares": 0, "maxRestarts": 5, "detection": DETECTION, **policy},
+        )
+        pod = document["spec"]["trainer"]["template"]["spec"]
+        pod["containers"][0] |= {"command": ["python", "-c", SCRIPT], "args": [argument]}
+        if init is not None:
+            pod["initContainers"] = [{"image": pod["containers"][0]["image"], **init}]
+        document["spec"].pop("model", None)
+        job = Job(cluster, document)
+        job.apply()
+        return job
+
+    yield apply
+    cluster.kubectl("delete", "moejob", "--all", "-n", TEAM, "--timeout=120s")
+    cluster.kubectl("delete", "namespace", TEAM, "--wait=false")
+
+
+def failed(job: Job) -> str:
+    """Why the job has failed, once it has."""
+    wait_for("the job to fail", lambda: job.status().get("phase") == "Failed", WAIT_S)
+    return str(job.condition("Failed")["message"])
+
+
+def test_a_trainer_that_lacks_memory_three_times_fails_the_job_with_advice(make: Make) -> None:
+    job = make("hungry", "needs")
+    why = failed(job)
+    assert "for lack of memory (OOMKilled, code 137)" in why
+    assert "3 times at the same step; raise resources.limits.memory" in why
+    causes = [each["cause"] for each in job.status()["lastRecoveries"]]
+    assert causes and all("OOMKilled" in cause for cause in causes)
+    assert not any("SIGKILL" in event.message for event in job.events())
+
+
+def test_an_init_container_that_fails_is_named_with_its_code_and_lines(make: Make) -> None:
+    fetch = {
+        "name": "fetch",
+        "imagePullPolicy": "IfNotPresent",
+        "command": ["sh", "-c", "echo cannot fetch dataset >&2; exit 3"],
+    }
+    job = make("fetches", "trains", fetch)
+    why = failed(job)
+    assert "was not started: init container fetch exited with code 3, 3 times" in why
+    assert "cannot fetch dataset" in why
+    assert not any("SIGKILL" in event.message for event in job.events())
+
+
+def test_a_script_without_a_session_is_not_restarted_while_it_works(make: Make) -> None:
+    job = make("bare", "trains", detection={**DETECTION, "startSeconds": 30})
+    wait_for(
+        "the event about work without protection",
+        lambda: any(event.reason == "WorksUnprotected" for event in job.events()),
+        WAIT_S,
+    )
+    status = job.status()
+    assert (status["phase"], status["recoveries"]) == ("Starting", 0)
+    assert "rank 0 works without protection" in job.condition("Running")["message"]

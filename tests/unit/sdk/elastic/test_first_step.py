@@ -1,0 +1,145 @@
+"""A process that stays loses its world in its first step, when nothing is protected: whatever the
+reason why it cannot go on live, it ends so that training begins anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from holdfast._elastic.session import ElasticSession
+from holdfast._exchange import Alone
+from holdfast._exits import exit_code_of
+from holdfast.testing import FakeDaemon
+from holdfast_core.errors import BeginsAnewError, UnreachableError
+from holdfast_core.exit_codes import BEGINS_ANEW
+from holdfast_core.protection.standing import (
+    RankStanding,
+    StandingAction,
+    StandingVerdict,
+    standing,
+)
+
+WAIT_S = 20
+Statements = Callable[[RankStanding], list[RankStanding]]
+
+
+def beside(**changes: Any) -> Statements:
+    """Another rank that states what this one does, but for `changes`."""
+    return lambda own: [own, msgspec.structs.replace(own, **changes)]
+
+
+REASONS: dict[str, Statements] = {
+    "is torn": beside(torn="is torn"),
+    "states to have completed -3 steps": beside(step=-3),
+    "different topologies": beside(topology="dp2·ep2·tp1·pp1"),
+    "has completed step 5": beside(step=5),
+    "has completed step 1": beside(step=1),
+    "layers of 1 experts": beside(held=((0,),), layer_experts=1),
+    "no rank is left that holds expert 1": lambda own: [
+        msgspec.structs.replace(own, held=((0,),), layer_experts=2)
+    ],
+    "tensors that no other rank has": lambda own: [
+        msgspec.structs.replace(own, unshared=True),
+        RankStanding(),
+    ],
+    "no process has outlived its world": lambda own: [RankStanding()],
+    "holds the part of another rank": lambda own: [
+        msgspec.structs.replace(own, topology="dp2·ep2·tp1·pp1", rank=1),
+        RankStanding(),
+    ],
+    "nobody is left who holds": lambda own: [
+        msgspec.structs.replace(own, topology="dp1·ep1·tp1·pp2", rank=0),
+        RankStanding(),
+    ],
+}
+"""Part of the verdict's reason → what the ranks state."""
+
+
+class FirstStep:
+    """The part of `World` that a session uses; its ranks state what a test wants."""
+
+    stays, rank, size, nproc = True, 0, 1, 1
+    failure: Exception | None = None
+    verdict: StandingVerdict | None = None
+    ended = False
+
+    def __init__(self, statements: Statements) -> None:
+        self._statements = statements
+        self.epoch = 1
+        self.verdicts: list[StandingVerdict] = []
+        self.began_alone = 0
+
+    def check_process(self) -> None: ...
+
+    def exchange(self, timeout_s: float) -> Alone:
+        del timeout_s
+        return Alone()
+
+    def begin_alone(self) -> None:
+        self.began_alone += 1
+
+    def survives(self, error: Exception) -> bool:
+        return isinstance(error, UnreachableError)
+
+    def stand(self, own: RankStanding, cause: Exception | None) -> StandingVerdict:
+        del cause
+        self.verdicts.append(standing(self._statements(own)))
+        return self.verdicts[-1]
+
+    def form(self) -> None:
+        self.epoch += 1
+
+
+def session_in(
+    world: Any, trainer: Any, open_session: Any, directory: Path, *, votes: bool = True
+) -> ElasticSession:
+    def make() -> Any:
+        return open_session(trainer, FakeDaemon(directory, epoch=world.epoch))
+
+    return ElasticSession(world, make, [trainer.optimizer], WAIT_S, votes=votes)
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_where_nothing_is_protected_each_reason_not_to_go_live_begins_training_anew(
+    reason: str, trainer: Any, open_session: Any, tmp_path: Path
+) -> None:
+    world = FirstStep(REASONS[reason])
+    session = session_in(world, trainer, open_session, tmp_path)
+    with pytest.raises(BeginsAnewError, match="nothing was protected yet") as ended:
+        for step in session.steps(3):
+            with step:
+                raise UnreachableError("a rank is lost")
+    assert exit_code_of(ended.value) == BEGINS_ANEW
+    assert [one.action for one in world.verdicts] == [StandingAction.LINE]
+    assert reason in world.verdicts[0].reason
+
+
+def test_where_all_have_the_beginning_the_first_step_is_run_again(
+    trainer: Any, open_session: Any, tmp_path: Path
+) -> None:
+    world, run = FirstStep(lambda own: [own]), list[int]()
+    session = session_in(world, trainer, open_session, tmp_path)
+    for step in session.steps(2):
+        with step:
+            run.append(int(step))
+            if len(run) == 1:
+                raise UnreachableError("a rank is lost")
+            trainer.train()
+    assert run == [1, 1, 2]
+    assert world.verdicts[0].action is StandingAction.LIVE
+
+
+@pytest.mark.parametrize("votes", [True, False])
+def test_a_process_that_begins_alone_reports_it_once(
+    votes: bool, trainer: Any, open_session: Any, tmp_path: Path
+) -> None:
+    world = FirstStep(lambda own: [own])
+    session = session_in(world, trainer, open_session, tmp_path, votes=votes)
+    for step in session.steps(2):
+        with step:
+            trainer.train()
+    assert world.began_alone == 1, "the only rank of a world has no replica"
