@@ -159,7 +159,7 @@ class Run:
     def state(self) -> dict[str, Any]:
         """State of the first parameter, which is the stack or the first of the list."""
         parameter = next(self.model.layers.parameters())
-        optimizer = getattr(self.optimizer, "inner", self.optimizer)
+        optimizer: Any = getattr(self.optimizer, "inner", self.optimizer)
         found = {"": parameter.detach(), **optimizer.state[parameter]}
         return {key: v.clone() if torch.is_tensor(v) else v for key, v in sorted(found.items())}
 

@@ -52,7 +52,7 @@ class Program:
     def __init__(self) -> None:
         self.model: Any = nn.ModuleDict({"body:1": Counting(3, 4), "head": nn.Linear(4, 2)})
         self.optimizer: Any = Plain(self.model.parameters())
-        self.optimizers = [self.optimizer]
+        self.optimizers: list[Any] = [self.optimizer]
         self.stateful: dict[str, Any] = {"sampler": Sampler()}
 
     def open(self, directory: Path, epoch: int) -> holdfast.Session:
