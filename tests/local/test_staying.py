@@ -368,8 +368,8 @@ def test_trainers_listen_on_loopback_only_and_strangers_at_their_store_decide_no
         (store,) = [found for place in places if (found := store_at(*place)) is not None]
         stated = [key for key in store.list_keys() if "said-" in key or "complete-" in key]
         for key in stated:
-            store.set(key, b'{"step": 1000000}')
-            store.set(key.replace(f"world-{epoch}", f"world-{epoch + 1}"), b'{"step": 1000000}')
+            store.set(key, b'{"step": 1000000}')  # type: ignore[arg-type]
+            store.set(key.replace(f"world-{epoch}", f"world-{epoch + 1}"), b'{"step": 1000000}')  # type: ignore[arg-type]
         assert runner.run(disturb(run, "a stranger", {0: ("forward", "SIGKILL")})) == [0]
         assert run.newest() == (RestoreSource.LIVE, 0)
 

@@ -81,7 +81,7 @@ class _Loader(yaml.SafeLoader):
         for tag, construct in yaml.SafeLoader.yaml_constructors.items()
         if tag is None or tag.removeprefix(_TAG) in _KINDS
     }
-    yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {
+    yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {  # type: ignore[misc]
         first: [each for each in resolvers if each[0] != f"{_TAG}timestamp"]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }

@@ -113,7 +113,7 @@ class FormingStore(Store):
         if listener is not None:
             self._listeners.append(listener)
         self._check()  # only now: a world that ends from here on completes this listener, too
-        self._store.set(key, self._seal.seal(key, given))
+        self._store.set(key, self._seal.seal(key, given))  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
         return self._seal.open(key, self._store.get(key))

@@ -114,10 +114,10 @@ class MeetingPoint:
         self._meetings += 1
         number, store = self._meetings, self._store
         own = f"said-{number}-{rank}"
-        store.set(own, self._seal.seal(own, text.encode()))
+        store.set(own, self._seal.seal(own, text.encode()))  # type: ignore[arg-type]
         if store.add(f"come-{number}", 1) == self._size:  # the last one hands out all texts
             said = [store.get(f"said-{number}-{one}") for one in range(self._size)]
-            store.set(f"complete-{number}", msgspec.msgpack.encode(said))
+            store.set(f"complete-{number}", msgspec.msgpack.encode(said))  # type: ignore[arg-type]
         self._wait_complete(timeout_s)
         try:
             sealed = _SAID.decode(store.get(f"complete-{number}"))

@@ -36,7 +36,9 @@ def test_a_container_whose_fields_all_work_here_has_no_difference() -> None:
 
 @pytest.mark.parametrize("field", sorted(OF_CONTAINER))
 def test_each_field_of_a_container_is_named_with_what_happens_instead(field: str) -> None:
-    value = {"env": [{"name": "POD", "valueFrom": {}}]} if "." in field else {field: {}}
+    value: dict[str, Any] = (
+        {"env": [{"name": "POD", "valueFrom": {}}]} if "." in field else {field: {}}
+    )
     (line,) = _said(_template(value))
     named = f"{AT}.env[0].valueFrom (POD)" if "." in field else f"{AT}.{field}"
     assert line == f"{named} is ignored here: {OF_CONTAINER[field]}"

@@ -50,7 +50,7 @@ def test_a_text_is_resolved_as_the_kubelet_does(text: str, expected: str) -> Non
 
 
 def test_a_variable_refers_to_those_before_it() -> None:
-    entries = [
+    entries: list[dict[str, object]] = [
         {"name": "ROOT", "value": "/data"},
         {"name": "EARLY", "value": "$(LATE)"},
         {"name": "LATE", "value": "$(ROOT)/late"},

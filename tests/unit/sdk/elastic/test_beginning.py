@@ -157,16 +157,17 @@ def test_a_write_to_any_element_of_a_large_parameter_is_noticed(at: int) -> None
 
 def test_a_write_to_any_optimizer_state_in_host_memory_is_noticed() -> None:
     trained = Large()
-    large = trained.optimizer.state[trained.model.large[1]]
+    parameters = dict(trained.model.named_parameters())
+    large = trained.optimizer.state[parameters["large.1"]]
     trained.assert_noticed("large.1:exp_avg", large["exp_avg"], 2**17 - 2)
-    state = trained.optimizer.state[trained.model.routers[77].bias]
+    state = trained.optimizer.state[parameters["routers.77.bias"]]
     for key in ("exp_avg", "exp_avg_sq", "step"):
         trained.assert_noticed(f"routers.77.bias:{key}", state[key], 0)
 
 
 def test_elements_that_change_places_are_noticed() -> None:
     trained = Large()
-    bias = trained.model.routers[5].bias.data
+    bias = dict(trained.model.named_parameters())["routers.5.bias"].data
     bias.copy_(bias.flip(0))
     with pytest.raises(LayoutMismatchError, match=r"routers\.5\.bias was changed since"):
         trained.beginning.put_back()
@@ -188,7 +189,7 @@ def test_parameters_of_any_dtype_and_stride_are_compared(dtype: torch.dtype) -> 
 class NotOnHost(torch.Tensor):
     """A tensor that says that it is on a device."""
 
-    device = torch.device("cuda", 0)  # type: ignore[assignment]
+    device = torch.device("cuda", 0)
 
 
 def test_of_states_on_a_device_the_large_ones_are_left_out() -> None:

@@ -57,7 +57,7 @@ def test_what_a_stranger_writes_in_a_ranks_place_is_taken_by_nobody(
     served: TCPStore, value: bytes
 ) -> None:
     stranger = _stranger(served)
-    between = functools.partial(stranger.set, "world-1/said-1-0", value)
+    between = functools.partial(stranger.set, "world-1/said-1-0", value)  # type: ignore[arg-type]
     for each in _gather(served, [KEY, KEY], between):
         assert isinstance(each, UnreachableError) and "said-1-0" in str(each)
 
@@ -66,8 +66,8 @@ def test_what_one_rank_has_said_is_not_taken_for_anothers_words(served: TCPStore
     stranger = _stranger(served)
 
     def exchange() -> None:
-        stranger.set("world-1/said-1-1", stranger.get("world-1/said-1-0"))
-        stranger.set("world-1/said-1-0", StoreSeal(new_store_key(), 1).seal("said-1-0", b"step 9"))
+        stranger.set("world-1/said-1-1", stranger.get("world-1/said-1-0"))  # type: ignore[arg-type]
+        stranger.set("world-1/said-1-0", StoreSeal(new_store_key(), 1).seal("said-1-0", b"step 9"))  # type: ignore[arg-type]
 
     for each in _gather(served, [KEY, KEY], exchange):
         assert isinstance(each, UnreachableError)
@@ -83,7 +83,7 @@ def test_a_list_that_a_stranger_hands_out_is_taken_by_nobody(
         [point, _] = _points(served, [KEY, KEY])
         first = pool.submit(point.gather, 0, "step 7", TIMEOUT_S)
         stranger.wait(["world-1/said-1-0"], timedelta(seconds=TIMEOUT_S))
-        stranger.set("world-1/complete-1", value)
+        stranger.set("world-1/complete-1", value)  # type: ignore[arg-type]
         assert isinstance(first.exception(), UnreachableError)
 
 
@@ -102,6 +102,6 @@ def test_gloo_connects_to_no_address_that_a_stranger_has_written(served: TCPStor
     assert other.get("0/1") == b"10.0.0.1:1234"
     one.set("words", "as text")
     assert other.get("words") == b"as text"
-    _stranger(served).set("groups/0/1", b"192.0.2.1:1234")
+    _stranger(served).set("groups/0/1", b"192.0.2.1:1234")  # type: ignore[arg-type]
     with pytest.raises(UnreachableError, match="'0/1' in the world's store"):
         other.get("0/1")

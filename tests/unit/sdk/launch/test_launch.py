@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from torch.distributed.elastic.utils import macros
+from torch.distributed.elastic.utils import macros  # type: ignore[attr-defined]
 
 from holdfast.launch import _kept_from_torch, _record_waiting, main, script_of
 from holdfast_core.errors import AccessDeniedError

@@ -88,7 +88,7 @@ def test_a_store_that_is_filled_is_closed_and_its_agent_goes_on() -> None:
         sent, value = 0, b"x" * (1 << 20)
         with pytest.raises(DistError):
             while sent < 64 * STORE_BYTES_MAX:
-                stranger.set(f"junk-{sent}", value)
+                stranger.set(f"junk-{sent}", value)  # type: ignore[arg-type]
                 stranger.check([f"junk-{sent}"])  # it has come
                 sent += len(value)
                 time.sleep(0.001)

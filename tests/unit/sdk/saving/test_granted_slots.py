@@ -78,7 +78,8 @@ def save(trainer: Any, session: Any, step: int) -> HoldfastError | None:
     trainer.train()
     handle = session.save(step)
     assert session._saver._current.ended.wait(WAIT_S), "the save does not end"
-    return handle.error
+    error: HoldfastError | None = handle.error
+    return error
 
 
 def granted_calls(trainer: Any, session: Any, daemon: FailingDaemon) -> list[Call]:
