@@ -17,7 +17,6 @@ import os
 import signal
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -107,34 +106,9 @@ def compute_gradients(model: nn.Module, data: torch.Tensor, indices: list[int]) 
         parameter.grad.mul_(2**12).round_().div_(2**12)
 
 
-class Lookahead(torch.optim.Optimizer):
-    """Slow weights beside an optimizer that it holds; made without torch's constructor, as by
-    alphadl/lookahead.pytorch."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner, self.param_groups = inner, inner.param_groups
-        self.state = defaultdict(dict)
-        self.steps = 0
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.inner.zero_grad(set_to_none)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.inner.step(closure)
-        self.steps += 1
-        for p in (p for group in self.param_groups for p in group["params"]):
-            slow = self.state[p].setdefault("slow", p.detach().clone())
-            if self.steps % 3 == 0:
-                p.copy_(slow.lerp_(p, 0.5))
-
-
 def make_optimizers(model: Model) -> list[torch.optim.Optimizer]:
-    """One for each layer, so that a fault can come between them; one of them within another."""
-    first, second = (
-        torch.optim.AdamW(layer.parameters(), lr=1e-2) for layer in (model.first, model.second)
-    )
-    return [first, Lookahead(second)]
+    """One for each layer, so that a fault can come between them."""
+    return [torch.optim.AdamW(layer.parameters(), lr=1e-2) for layer in (model.first, model.second)]
 
 
 def state_hash(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> str:
@@ -142,10 +116,9 @@ def state_hash(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> str
     for parameter in model.parameters():
         found.update(parameter.detach().numpy().tobytes())
     for optimizer in optimizers:
-        for one in (optimizer, *([optimizer.inner] if isinstance(optimizer, Lookahead) else ())):
-            for state in one.state.values():
-                for name in sorted(state):
-                    found.update(state[name].numpy().tobytes())
+        for state in optimizer.state.values():
+            for name in ("exp_avg", "exp_avg_sq", "step"):
+                found.update(state[name].numpy().tobytes())
     return found.hexdigest()[:16]
 
 
