@@ -748,7 +748,7 @@ MUTANTS = (
         edits=(
             (
                 f"{SAVING}/saver.py",
-                "self._windows.open or self._link.give_back(why)",
+                "None if self._windows.open else self._link.give_back(why)",
                 "None",
             ),
         ),
