@@ -10,17 +10,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
-from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 from typing import Any
 
 import pytest
 import staying_trainer
 from daemons import logged_in
-from listening import listeners
 from staying_trainer import SAMPLES, replay
-from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # re-exported
 from world_sizes import is_recovered
 
 from holdfast_core.catalogue.records import EventView
@@ -353,33 +349,6 @@ def test_a_rank_that_dies_is_the_only_one_that_starts_anew(
     assert run.newest() == (RestoreSource.LIVE, 0)
     history = run.history(epoch + 1)
     assert history.live and history.stayed == [one for one in range(RANKS) if one != rank]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-def test_trainers_listen_on_loopback_only_and_strangers_at_their_store_decide_nothing(
-    runner: asyncio.Runner, run: Run
-) -> None:
-    """Somebody reaches the store of each world and writes over what its ranks have stated."""
-    for _ in range(2):
-        epoch = run.cluster.status.epoch
-        places = listeners(process.pid for process in marked(run.cluster.directory.mark()))
-        assert places and all(address.is_loopback for address, _ in places), places
-        (store,) = [found for place in places if (found := store_at(*place)) is not None]
-        stated = [key for key in store.list_keys() if "said-" in key or "complete-" in key]
-        for key in stated:
-            store.set(key, b'{"step": 1000000}')  # type: ignore[arg-type]
-            store.set(key.replace(f"world-{epoch}", f"world-{epoch + 1}"), b'{"step": 1000000}')  # type: ignore[arg-type]
-        assert runner.run(disturb(run, "a stranger", {0: ("forward", "SIGKILL")})) == [0]
-        assert run.newest() == (RestoreSource.LIVE, 0)
-
-
-def store_at(address: IPv4Address | IPv6Address, port: int) -> TCPStore | None:
-    """The store at an address, if there is one."""
-    try:
-        return TCPStore(str(address), port, is_master=False, timeout=timedelta(seconds=1))
-    except (RuntimeError, DistError):
-        return None
 
 
 @pytest.mark.slow
