@@ -19,7 +19,7 @@ from holdfast_operator.reconciler.counters import (
     from_document,
     to_document,
 )
-from holdfast_operator.reconciler.last_failure import TrainerFailure
+from holdfast_operator.reconciler.last_failure import MemoryShortage, TrainerFailure
 from holdfast_operator.reconciler.shape import Shape
 from holdfast_operator.reconciler.views import ControlState
 
@@ -212,7 +212,12 @@ def test_names_are_in_camel_case_and_times_in_rfc_3339() -> None:
     assert document["joiningMembers"] == [{"member": 1, "node": "n2"}]
 
 
-LATER = replace(FULL, homes=("n0", "n1"), wait_members=frozenset({1, 2}))
+LATER = replace(
+    FULL,
+    homes=("n0", "n1"),
+    wait_members=frozenset({1, 2}),
+    shortage=MemoryShortage(epoch=6, step=40, times=2),
+)
 """With values for the fields that earlier versions do not have."""
 
 
