@@ -41,6 +41,8 @@ ifeq ($(wildcard $(DEPS)/pyvenv.cfg),)
 endif
 
 comma := ,
+# Another target may be installing something.
+WAIT := -o DPkg::Lock::Timeout=600
 
 # Requirements of the extras that the selection in $(1), a Python condition on `extra`, lets through.
 requirements = $(PYTHON) -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
@@ -395,8 +397,8 @@ redis:
 	    echo "The tests need redis-server: install it (Debian: apt-get install redis-server)." >&2
 	    exit 1
 	  fi
-	  apt-get update -qq
-	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends redis-server \
+	  apt-get $(WAIT) update -qq
+	  DEBIAN_FRONTEND=noninteractive apt-get $(WAIT) install -y -qq --no-install-recommends redis-server \
 	    >/dev/null
 	fi
 
@@ -408,8 +410,8 @@ prometheus:
 	    echo "The tests need promtool: install it (Debian: apt-get install prometheus)." >&2
 	    exit 1
 	  fi
-	  apt-get update -qq
-	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends prometheus \
+	  apt-get $(WAIT) update -qq
+	  DEBIAN_FRONTEND=noninteractive apt-get $(WAIT) install -y -qq --no-install-recommends prometheus \
 	    >/dev/null
 	fi
 

@@ -87,9 +87,11 @@ def require() -> None:
         if shutil.which("apt-get") is None:
             raise ClusterError(f"The test cluster needs these packages: {' '.join(packages)}.")
         print(f"Installing {' '.join(packages)} ...", flush=True)
-        run("apt-get", "update", "-qq")
+        wait = ("-o", "DPkg::Lock::Timeout=600")  # `make test` may be installing something
+        run("apt-get", *wait, "update", "-qq")
         quiet = ("-y", "-qq", "--no-install-recommends")
-        run("env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "install", *quiet, *packages)
+        apt = ("env", "DEBIAN_FRONTEND=noninteractive", "apt-get", *wait)
+        run(*apt, "install", *quiet, *packages)
 
 
 def _missing_packages() -> list[str]:
