@@ -183,9 +183,21 @@ def _job_whose_role_is_taken(scene: Scene) -> None:
     scene.job()
 
 
+PROTECTED: Document = {
+    "nodes": 2,
+    "parallelism": {"dp": 2, "ep": 1},
+    "redundancy": {"type": "RAIM5"},
+}
+"""Part of a job that can bear the loss of a node."""
+
+
+def _protected_job(scene: Scene) -> None:
+    scene.job(**PROTECTED)
+
+
 def _job_whose_budget_is_taken(scene: Scene) -> None:
     _put(scene, "policy/v1", "PodDisruptionBudget", spec={"maxUnavailable": 1})
-    scene.job()
+    _protected_job(scene)
 
 
 def _gang_whose_group_is_taken(name: str, version: str) -> Callable[[Scene], None]:
@@ -203,12 +215,12 @@ def _names_the_owner(scene: Scene) -> bool:
     return any(c["type"] == "PodsRefused" and c["reason"] == "NameTaken" for c in found)
 
 
-def _deleted_for_a_new_leader(kind: str, suffix: str = "") -> Callable[[Scene], None]:
+def _deleted_for_a_new_leader(kind: str, suffix: str = "", **spec: Any) -> Callable[[Scene], None]:
     """Delete an object of a job whose pod is there."""
 
     def provoke(scene: Scene) -> None:
         scene.change_leader()
-        scene.job()
+        scene.job(**spec)
         wait_for("the pod", scene.pods, WAIT_S)
         scene.cluster.kubectl("delete", kind, f"{scene.name}{suffix}", "-n", TEAM)
 
@@ -371,10 +383,12 @@ CHECKS = {
         done=lambda scene: scene.find("rolebinding", f"{scene.name}-trainer"),
         changes_leader=True,
     ),
-    "budgets-create": _made("poddisruptionbudget"),
+    "budgets-create": Check(
+        provoke=_protected_job, done=lambda scene: scene.find("poddisruptionbudget")
+    ),
     "budgets-get": Check(provoke=_job_whose_budget_is_taken, done=_names_the_owner),
     "budgets-watch": Check(
-        provoke=_deleted_for_a_new_leader("poddisruptionbudget"),
+        provoke=_deleted_for_a_new_leader("poddisruptionbudget", **PROTECTED),
         done=lambda scene: scene.find("poddisruptionbudget"),
         changes_leader=True,
     ),

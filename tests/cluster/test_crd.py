@@ -146,7 +146,7 @@ def test_a_valid_job_is_the_same_to_the_api_server_and_to_a_local_run(
 ) -> None:
     stored = dry_run(cluster, document)["spec"]
     ours = parse_job(document).spec
-    assert stored == without_nulls(msgspec.json.decode(msgspec.json.encode(ours)))
+    assert without_nulls(stored) == without_nulls(msgspec.json.decode(msgspec.json.encode(ours)))
     assert parse_job({**document, "spec": stored}).spec == ours
 
 

@@ -27,10 +27,17 @@ while True:
 Make = Callable[..., Job]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def namespace(cluster: Cluster) -> Iterator[None]:
+    """Where the jobs are."""
+    cluster.kubectl("create", "namespace", TEAM)
+    yield
+    cluster.kubectl("delete", "namespace", TEAM, "--wait=false")
+
+
 @pytest.fixture
 def make(cluster: Cluster, holdfast: Holdfast) -> Iterator[Make]:
     """Function that applies a job of one member, whose trainer runs SCRIPT with an argument."""
-    cluster.kubectl("create", "namespace", TEAM)
 
     def apply(name: str, argument: str, init: dict[str, Any] | None = None, **policy: Any) -> Job:
         document = jobs.trainer_job(
@@ -53,7 +60,6 @@ def make(cluster: Cluster, holdfast: Holdfast) -> Iterator[Make]:
 
     yield apply
     cluster.kubectl("delete", "moejob", "--all", "-n", TEAM, "--timeout=120s")
-    cluster.kubectl("delete", "namespace", TEAM, "--wait=false")
 
 
 def failed(job: Job) -> str:

@@ -287,7 +287,7 @@ class JobLoop:
         ours = [pod for pod in pods if not pod.adopted]
         failed = await self._acting.carry_out(job, before, decision, ours, observed, remembered)
         pending, text = len(self._acting.pending), world.clocks.text(now)
-        await world.placeholders.keep(job, decision.missing_nodes)
+        await world.placeholders.keep(job, decision.shortage)
         if self._refusal is None or decision.state.membership is not None:
             there = self._pods()  # also those that were created meanwhile
             failed += await self._queueing.follow(asked, there, pending, observed, decision, text)

@@ -6,7 +6,7 @@ rank. Everything else in the template that Holdfast does not need stays as it is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from enum import StrEnum
@@ -241,11 +241,26 @@ def owner_reference(job: MoETrainingJob) -> Object:
 def _pin(spec: Object, node: str) -> None:
     """Have the scheduler put the pod on `node` and nowhere else. Unlike `nodeName`, this keeps its
     accounts of what nodes have left, and its messages about what is missing."""
+    for term in _node_terms(spec):
+        term["matchFields"] = [{"key": "metadata.name", "operator": "In", "values": [node]}]
+
+
+def keep_off(spec: Object, nodes: Iterable[str]) -> None:
+    """Have the scheduler put the pod on none of `nodes`."""
+    fields = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in nodes]
+    for term in _node_terms(spec) if fields else ():
+        term["matchFields"] = [*term.get("matchFields", ()), *fields]
+
+
+def _node_terms(spec: Object) -> list[Object]:
+    """Terms of the pod's required node affinity. They are alternatives, so what holds for a pod
+    goes into each of them."""
     affinity = spec.setdefault("affinity", {}).setdefault("nodeAffinity", {})
     required = affinity.setdefault("requiredDuringSchedulingIgnoredDuringExecution", {})
-    # Terms are alternatives, so each of them must name the node.
-    for term in required.setdefault("nodeSelectorTerms", [{}]) or [{}]:
-        term["matchFields"] = [{"key": "metadata.name", "operator": "In", "values": [node]}]
+    if not required.get("nodeSelectorTerms"):
+        required["nodeSelectorTerms"] = [{}]
+    terms: list[Object] = required["nodeSelectorTerms"]
+    return terms
 
 
 def _grace_options(spec: Object) -> list[str]:

@@ -11,18 +11,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_operator.kube.amounts import Amounts, amounts
 from holdfast_operator.kube.api import NOT_FOUND, ApiError, Object
-from holdfast_operator.kube.manifests import owner_reference, template_of
+from holdfast_operator.kube.manifests import keep_off, owner_reference, template_of
 from holdfast_operator.kube.resources import GROUP, JOB_LABEL, PODS
 from holdfast_operator.kube.shared_objects import EXISTS
 from holdfast_operator.kube.trainers import TrainersApi
 from holdfast_operator.kube.watches import Cache
+from holdfast_operator.reconciler.views import Shortage
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +48,8 @@ class Placeholder:
     uid: str
     owner: str
     """Uid of the job."""
+    node: str = ""
+    """Node that has taken it; empty while it waits."""
 
 
 def read_placeholder(raw: Object) -> Placeholder:
@@ -58,6 +61,7 @@ def read_placeholder(raw: Object) -> Placeholder:
         name=metadata["name"],
         uid=metadata.get("uid", ""),
         owner=next((owner["uid"] for owner in owners if owner.get("controller")), ""),
+        node=(raw.get("spec") or {}).get("nodeName") or "",
     )
 
 
@@ -79,31 +83,35 @@ class Placeholders:
         self._api, self._cache, self._are_known, self._clock = api, cache, are_known, clock
         self._refused_at: dict[str, float] = {}
 
-    async def keep(self, job: MoETrainingJob, count: int) -> None:
-        """Have as many placeholders wait for the job as `count`, which the job's control loop says
-        at each look. A refusal by the API server is logged: what the job waits for does not depend
-        on it."""
+    async def keep(self, job: MoETrainingJob, shortage: Shortage) -> None:
+        """Have a placeholder wait for each node of `shortage`, which the job's control loop finds
+        at each look. One on a node that the job has by now is made anew. A refusal by the API
+        server is logged: what the job waits for does not depend on it."""
         if not self._are_known():
             return
         there = {
             each.name: each for each in self._cache.all().values() if each.owner == job.metadata.uid
         }
-        wanted = [f"{job.metadata.name}-placeholder-{number}" for number in range(count)]
+        wanted = [f"{job.metadata.name}-placeholder-{number}" for number in range(shortage.count)]
+        kept = {
+            name for name in wanted if name in there and there[name].node not in shortage.beside
+        }
         missing = [name for name in wanted if name not in there]
         if self._clock() - self._refused_at.get(job.metadata.uid, -math.inf) < REFUSED_S:
             missing = []
         try:
             await asyncio.gather(
-                *(self._delete(there[name]) for name in there if name not in wanted),
-                *(self._create(job, name) for name in missing),
+                *(self._delete(there[name]) for name in there if name not in kept),
+                *(self._create(job, name, shortage.beside) for name in missing),
             )
         except ApiError as error:
             self._refused_at[job.metadata.uid] = self._clock()
             _log.warning("%s: no pod waits for the nodes that are missing: %s", job.key, error)
 
-    async def _create(self, job: MoETrainingJob, name: str) -> None:
+    async def _create(self, job: MoETrainingJob, name: str, beside: Sequence[str]) -> None:
         try:
-            body = await self._api.create(PODS, job.metadata.namespace, placeholder(job, name))
+            pod = placeholder(job, name, beside)
+            body = await self._api.create(PODS, job.metadata.namespace, pod)
         except ApiError as error:
             if error.reason != EXISTS:
                 raise
@@ -119,12 +127,13 @@ class Placeholders:
         self._cache.remove(pod.namespace, pod.name)
 
 
-def placeholder(job: MoETrainingJob, name: str) -> Object:
-    """A pod that asks of a node what a member's pod asks, and only waits. At most one of them, or
-    of the job's trainers, is on a node."""
+def placeholder(job: MoETrainingJob, name: str, beside: Sequence[str]) -> Object:
+    """A pod that asks of a node what a member's pod asks, and only waits: for a node that is not
+    among `beside`. At most one of them, or of the job's trainers, is on a node."""
     given: Object = deepcopy(template_of(job)["spec"])
     trainer = given["containers"][0]
     spec = {field: given[field] for field in _KEPT if field in given}
+    keep_off(spec, beside)
     apart = spec.setdefault("affinity", {}).setdefault("podAntiAffinity", {})
     terms = apart.setdefault("requiredDuringSchedulingIgnoredDuringExecution", [])
     terms += [

@@ -78,7 +78,7 @@ from holdfast_operator.reconciler.remembered import awaited_in_words, unheard_ho
 from holdfast_operator.reconciler.replays import replay_in_words
 from holdfast_operator.reconciler.seats import note_plan
 from holdfast_operator.reconciler.shape import Shape
-from holdfast_operator.reconciler.shortage import missing_nodes
+from holdfast_operator.reconciler.shortage import shortage_of
 from holdfast_operator.reconciler.stalls import NOTICE_SHARE, signs_of, stall_of
 from holdfast_operator.reconciler.standby import keep_standbys
 from holdfast_operator.reconciler.staying import may_go_on_live
@@ -140,7 +140,7 @@ def reconcile(
         actions=step.actions,
         conditions=_conditions(look, step.state, waiting),
         events=step.events,
-        missing_nodes=missing_nodes(look, step.state),
+        shortage=shortage_of(look, step.state),
         reason=waiting or "all is as it should be",
     )
 

@@ -510,6 +510,15 @@ class ControlState(Counters):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Shortage:
+    """Nodes that a job lacks."""
+
+    count: int = 0
+    beside: tuple[str, ...] = ()
+    """Nodes that it has, or could have: others are missing beside them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
     """Actions to carry out, in order, and why."""
 
@@ -517,6 +526,5 @@ class Decision:
     actions: tuple[Action, ...] = ()
     conditions: tuple[Condition, ...] = ()
     events: tuple[Event, ...] = ()
-    missing_nodes: int = 0
-    """Number of nodes that the job lacks."""
+    shortage: Shortage = Shortage()
     reason: str = field(default="", compare=False)

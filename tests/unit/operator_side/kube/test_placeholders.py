@@ -7,7 +7,6 @@ import asyncio
 from fake_api import FakeApi
 from samples import make_job
 
-from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_operator.kube.api import ApiError, Object
 from holdfast_operator.kube.manifests import TrainerVolume, pod_manifest
 from holdfast_operator.kube.placeholders import (
@@ -21,6 +20,7 @@ from holdfast_operator.kube.placeholders import (
 from holdfast_operator.kube.pods import read_pod
 from holdfast_operator.kube.resources import PODS
 from holdfast_operator.kube.watches import Cache
+from holdfast_operator.reconciler.views import Shortage
 
 GPU = {
     "name": "t",
@@ -41,8 +41,9 @@ class Keeper:
         )
         self.job = make_job({"containers": [GPU], "nodeSelector": {"pool": "gpu"}})
 
-    def keep(self, count: int, job: MoETrainingJob | None = None) -> list[str]:
-        asyncio.run(self.placeholders.keep(job or self.job, count))
+    def keep(self, count: int, *beside: str) -> list[str]:
+        shortage = Shortage(count=count, beside=beside)
+        asyncio.run(self.placeholders.keep(self.job, shortage))
         return self.api.made(PODS)
 
 
@@ -80,7 +81,7 @@ def test_a_refused_placeholder_is_tried_again_later() -> None:
 
 def test_a_placeholder_asks_for_what_a_member_asks_and_runs_nothing_of_it() -> None:
     job = Keeper().job
-    pod = placeholder(job, "moe-placeholder-0")
+    pod = placeholder(job, "moe-placeholder-0", ())
     spec, member = pod["spec"], pod_manifest(job, 0, "n0", 1, TrainerVolume.CSI)["spec"]
     assert spec["nodeSelector"] == member["nodeSelector"]
     (container,) = spec["containers"]
@@ -94,7 +95,7 @@ def test_a_placeholder_asks_for_what_a_member_asks_and_runs_nothing_of_it() -> N
 
 def test_each_waits_for_a_node_of_its_own_beside_those_of_the_template() -> None:
     own: Object = {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}
-    pod = placeholder(make_job({"containers": [GPU], "affinity": own}), "p")
+    pod = placeholder(make_job({"containers": [GPU], "affinity": own}), "p", ("n0", "n1"))
     apart = pod["spec"]["affinity"]["podAntiAffinity"]
     labels = [
         term["labelSelector"]["matchLabels"]
@@ -102,8 +103,25 @@ def test_each_waits_for_a_node_of_its_own_beside_those_of_the_template() -> None
     ]
     assert labels == [{PLACEHOLDER_LABEL: "moe"}, {"holdfast.dev/job": "moe"}]
     assert "preferredDuringSchedulingIgnoredDuringExecution" in apart
+    required = pod["spec"]["affinity"]["nodeAffinity"][
+        "requiredDuringSchedulingIgnoredDuringExecution"
+    ]
+    (term,) = required["nodeSelectorTerms"]
+    off = [(each["key"], each["operator"], each["values"]) for each in term["matchFields"]]
+    assert off == [("metadata.name", "NotIn", [node]) for node in ("n0", "n1")]
+
+
+def test_one_on_a_node_that_the_job_has_by_now_is_made_anew() -> None:
+    """Its room is for a member, and another node is still missing."""
+    keeper = Keeper()
+    keeper.keep(1, "n0")
+    (raw,) = keeper.api.objects.values()
+    keeper.cache.put(keeper.api.put(PODS, {**raw, "spec": {**raw["spec"], "nodeName": "n1"}}))
+    assert keeper.keep(1, "n0") == ["moe-placeholder-0"], "a node that the job does not have yet"
+    assert keeper.keep(1, "n0", "n1") == []
+    assert keeper.keep(1, "n0", "n1") == ["moe-placeholder-0"]
 
 
 def test_a_placeholder_is_no_trainer() -> None:
-    pod = placeholder(Keeper().job, "moe-placeholder-0")
+    pod = placeholder(Keeper().job, "moe-placeholder-0", ())
     assert read_pod(pod) is None

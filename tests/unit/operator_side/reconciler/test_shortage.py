@@ -7,7 +7,7 @@ from virtual_world import World, make_job
 
 
 def missing(world: World) -> int:
-    return world.decision.missing_nodes
+    return world.decision.shortage.count
 
 
 def test_a_job_that_is_placed_lacks_nothing() -> None:
@@ -22,6 +22,7 @@ def test_a_job_lacks_what_it_cannot_be_placed_on(closed: int) -> None:
     world.cordoned |= {f"n{index}" for index in range(closed)}
     world.settle(30.0)
     assert missing(world) == closed
+    assert world.decision.shortage.beside == tuple(f"n{index}" for index in range(closed, 4))
     world.cordoned.clear()
     world.settle(30.0)
     assert missing(world) == 0
