@@ -111,7 +111,8 @@ def test_a_lost_node_comes_back_from_a_replica_that_was_computed(
         for now, then in zip(measured(job, RECEIVED, COMPUTED, DIFFERED), began, strict=True)
     )
     assert (computed, differed) == (4 * 2 * EXPERTS, 0)
-    assert received < 0.3 * 4 * 2 * STATE_BYTES, received / (8 * STATE_BYTES)
+    # The layers' own part, with the step counters of their stacks (4 KiB each, 0086).
+    assert received < 0.35 * 4 * 2 * STATE_BYTES, received / (8 * STATE_BYTES)
 
     wanted = [rank.state() for rank in ranks]
     for rank in ranks:
