@@ -425,7 +425,7 @@ class ElasticSession(Session):
             torn=torn,
             topology=str(session.topology),
             rank=session.rank,
-            unshared=any(one.private and not one.eager for one in given),
+            unshared=any(one.private and not (one.eager or one.of_stack) for one in given),
             experts=any(one.unit.kind is UnitKind.EXPERT for one in given),
             logs=self._pipeline is not None and not self._tried_replay,
             held=() if self._reseats is None else self._reseats.held(),
