@@ -143,3 +143,26 @@ def test_a_process_that_begins_alone_reports_it_once(
         with step:
             trainer.train()
     assert world.began_alone == 1, "the only rank of a world has no replica"
+
+
+def test_the_step_counter_of_a_stack_keeps_nobody_from_going_live(
+    trainer: Any, open_session: Any, tmp_path: Path
+) -> None:
+    """Each rank has it for its own stack, and whoever gives the experts gives it, too."""
+    stated, run = list[RankStanding](), list[int]()
+
+    def statements(own: RankStanding) -> list[RankStanding]:
+        stated.append(own)
+        return [own]
+
+    session = session_in(FirstStep(statements), trainer, open_session, tmp_path)
+    for step in session.steps(3):
+        with step:
+            run.append(int(step))
+            if run == [1, 2]:
+                raise UnreachableError("a rank is lost")
+            trainer.train()
+    assert run == [1, 2, 2, 3]
+    found = trainer.optimizer.state[trainer.model.layers[0].experts.w]
+    assert found["step"].numel() == 1, "one number for three experts"
+    assert not any(own.unshared for own in stated)
