@@ -47,9 +47,15 @@ class Room:
 
     def __init__(self) -> None:
         self._pods: dict[str, dict[tuple[str, str], Amounts]] = {}
+        self._sums: dict[str, Amounts] = {}
+        """Amounts taken on nodes that a look has asked about since their pods last changed: looks
+        are many, and such changes few."""
 
     def change(self, before: PlacedPod | None, now: PlacedPod | None) -> None:
         """Take in that a pod came, changed or went."""
+        for each in (before, now):
+            if each is not None:
+                self._sums.pop(each.node, None)
         if before is not None:
             there = self._pods.get(before.node, {})
             there.pop(before.key, None)
@@ -60,4 +66,6 @@ class Room:
 
     def taken(self, node: str) -> Amounts:
         """What the pods on `node` take, but for trainers."""
-        return total(self._pods.get(node, {}).values())
+        if node not in self._sums:
+            self._sums[node] = total(self._pods.get(node, {}).values())
+        return self._sums[node]
