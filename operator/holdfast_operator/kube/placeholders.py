@@ -20,7 +20,7 @@ from holdfast_operator.kube.amounts import Amounts, amounts
 from holdfast_operator.kube.api import NOT_FOUND, ApiError, Object
 from holdfast_operator.kube.manifests import keep_off, owner_reference, template_of
 from holdfast_operator.kube.resources import GROUP, JOB_LABEL, PODS
-from holdfast_operator.kube.shared_objects import EXISTS
+from holdfast_operator.kube.shared_objects import EXISTS, controller_of
 from holdfast_operator.kube.trainers import TrainersApi
 from holdfast_operator.kube.watches import Cache
 from holdfast_operator.reconciler.views import Shortage
@@ -55,12 +55,11 @@ class Placeholder:
 def read_placeholder(raw: Object) -> Placeholder:
     """Read a pod from the API's form."""
     metadata = raw["metadata"]
-    owners = metadata.get("ownerReferences") or []
     return Placeholder(
         namespace=metadata["namespace"],
         name=metadata["name"],
         uid=metadata.get("uid", ""),
-        owner=next((owner["uid"] for owner in owners if owner.get("controller")), ""),
+        owner=controller_of(raw).get("uid", ""),
         node=(raw.get("spec") or {}).get("nodeName") or "",
     )
 

@@ -24,6 +24,7 @@ from holdfast_operator.kube.containers import (
 from holdfast_operator.kube.manifests import GRACE_S, NODE_ANNOTATION
 from holdfast_operator.kube.pod_reasons import disruption_of, end_of
 from holdfast_operator.kube.resources import ATTEMPT_LABEL, JOB_LABEL, MEMBER_LABEL
+from holdfast_operator.kube.shared_objects import controller_of
 from holdfast_operator.reconciler.views import AgentState, AgentView, StartAgent
 
 NUMBERS = (
@@ -94,7 +95,6 @@ def read_pod(raw: Object) -> TrainerPod | None:
             member, attempt = int(labels[MEMBER_LABEL]), int(labels[ATTEMPT_LABEL])
     except (KeyError, ValueError):
         return None
-    owners = metadata.get("ownerReferences") or []
     annotations = metadata.get("annotations") or {}
     state, exit_code, reason, message, written = _state(raw)
     in_its_pod = adopted and status.get("phase") not in _ENDED
@@ -105,7 +105,7 @@ def read_pod(raw: Object) -> TrainerPod | None:
         name=metadata["name"],
         uid=metadata.get("uid", ""),
         job=job,
-        owner=next((owner["uid"] for owner in owners if owner.get("controller")), ""),
+        owner=controller_of(raw).get("uid", ""),
         member=member,
         attempt=attempt,
         node=annotations.get(NODE_ANNOTATION) or spec.get("nodeName", ""),

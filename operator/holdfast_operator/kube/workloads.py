@@ -25,6 +25,7 @@ from holdfast_core.job.parsing import KIND, MoETrainingJob
 from holdfast_operator.kube.api import Object
 from holdfast_operator.kube.manifests import common_labels, owner_reference, template_of
 from holdfast_operator.kube.resources import GROUP, WORKLOADS
+from holdfast_operator.kube.shared_objects import controller_of
 from holdfast_operator.reconciler.counters import Outcome
 from holdfast_operator.reconciler.timestamps import seconds_of
 from holdfast_operator.reconciler.views import Suspension
@@ -124,14 +125,13 @@ class Stand:
 def read_workload(raw: Object) -> KueueWorkload:
     """Read a Workload from the API's form."""
     metadata, spec, status = raw["metadata"], raw.get("spec") or {}, raw.get("status") or {}
-    owners = metadata.get("ownerReferences") or []
     return KueueWorkload(
         namespace=metadata["namespace"],
         name=metadata["name"],
         uid=metadata.get("uid", ""),
         version=metadata["resourceVersion"],
         generation=metadata.get("generation", 0),
-        job=next((owner["name"] for owner in owners if owner.get("controller")), ""),
+        job=controller_of(raw).get("name", ""),
         digest=(metadata.get("annotations") or {}).get(DIGEST, ""),
         queue=spec.get("queueName", ""),
         leaving="deletionTimestamp" in metadata,
