@@ -347,7 +347,8 @@ class Snapshot(Document, frozen=True, kw_only=True):
             extra={
                 "more": "Ranks that hold the same state compare its checksums before such a "
                 "snapshot is committed. 1: before each snapshot. 0: only before the first of a "
-                "run."
+                "run.",
+                "setting": True,
             },
         ),
     ] = COMPARE_REPLICAS_EVERY
@@ -375,7 +376,8 @@ class Snapshot(Document, frozen=True, kw_only=True):
             extra={
                 "more": "false: a snapshot with Adam's state needs 12 bytes for each parameter "
                 "instead of 14. A weight is left out only while it is its master, rounded, "
-                "which every save verifies to the bit."
+                "which every save verifies to the bit.",
+                "setting": True,
             },
         ),
     ] = True

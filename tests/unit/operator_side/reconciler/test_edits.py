@@ -10,7 +10,7 @@ import pytest
 from virtual_world import World, make_job, running
 
 from holdfast_core.job.parsing import parse_job
-from holdfast_operator.crd.rules import RULES
+from holdfast_core.job.rules import RULES
 
 DOCUMENT = (Path(__file__).parents[4] / "docs" / "job.md").read_text(encoding="utf-8")
 
