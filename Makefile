@@ -33,6 +33,7 @@ OLDEST := $(addprefix tests/unit/,protos daemon/transport daemon/trainers daemon
 	--ignore=tests/unit/daemon/trainers/test_receiving.py
 CLUSTER := $(BIN)/python tests/cluster/cli.py
 CRD := crds/holdfast.dev_moetrainingjobs.yaml
+SETTINGS := trainer_sdk/holdfast/_job_settings.py
 
 # The stamp holds the path of the shared environment; when that was deleted, install again.
 DEPS := $(file <$(STAMP))
@@ -159,7 +160,9 @@ check: $(STAMP) ## Format, lint, types, import contracts, generated files
 	done
 	echo "== generated resource and reference"; $(BIN)/python -m holdfast_operator.crd > "$$drift/crd"
 	$(BIN)/python -m holdfast_operator.crd --reference docs/job.md > "$$drift/reference"
+	$(BIN)/python -m holdfast_operator.crd --settings > "$$drift/settings"
 	cmp "$$drift/crd" $(CRD) && cmp "$$drift/reference" docs/job.md \
+	  && cmp "$$drift/settings" $(SETTINGS) \
 	  || { echo "not what the job's types say: run 'make crds'" >&2; exit 1; }
 	echo "== generated files of the chart"; $(BIN)/python charts/chart_files.py --check
 	echo "== types"; $(BIN)/python -m mypy $(CHECKED)
@@ -358,10 +361,12 @@ protos: $(STAMP) ## Generate the stubs from the .proto files
 	@$(call generate,protos)
 
 .PHONY: crds
-crds: $(STAMP) ## Generate the custom resource and its reference from the job's types
+crds: $(STAMP) ## Generate the custom resource, its reference and the SDK's settings from the job's types
 	@$(BIN)/python -m holdfast_operator.crd > $(CRD).new && mv $(CRD).new $(CRD)
 	$(BIN)/python -m holdfast_operator.crd --reference docs/job.md > docs/job.md.new
 	mv docs/job.md.new docs/job.md
+	$(BIN)/python -m holdfast_operator.crd --settings > $(SETTINGS).new
+	mv $(SETTINGS).new $(SETTINGS)
 
 .PHONY: chart
 chart: $(STAMP) ## Generate the chart's schema, dashboard and copy of the custom resource

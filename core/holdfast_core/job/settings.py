@@ -3,14 +3,15 @@
 A field becomes one by `extra={"setting": True}` in its `Meta`: pods get its value in an environment
 variable, and `holdfast.Settings` has an attribute of its name, by which a script may decide
 otherwise. All else follows: pods of other controllers, which get no variables, may not ask for
-another value, and no value changes while pods run (`holdfast_core.job.rules`).
+another value, and no value changes while pods run (`holdfast_core.job.rules`). No I/O: the SDK
+reads the environment.
 """
 
 from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import reduce
@@ -18,7 +19,8 @@ from typing import Any
 
 import msgspec
 
-from holdfast_core.job.documents import bare_type, metas
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.job.documents import bare_type, metas, reword, suggest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,10 +57,34 @@ class JobSetting:
         return reduce(getattr, self.attributes, spec)
 
     def to_text(self, value: Any) -> str:
-        """Value of the variable."""
+        """Value of the variable; `read` makes the same of it."""
         if isinstance(value, Enum):
             return str(value.value)
         return str(int(value)) if isinstance(value, bool) else str(value)
+
+    def read(self, text: str) -> Any:
+        """Value that the variable gives by `text`.
+
+        Raises:
+            InvalidJobError: it gives none, or one out of the field's limits.
+        """
+        return self._checked(text, self.variable, strict=False)
+
+    def check(self, value: object) -> None:
+        """Check a value that a script gives.
+
+        Raises:
+            InvalidJobError: it is none of this type, or out of the field's limits.
+        """
+        self._checked(value, self.name, strict=True)
+
+    def _checked(self, value: object, name: str, *, strict: bool) -> Any:
+        try:
+            return msgspec.convert(value, self.kind, strict=strict)
+        except msgspec.ValidationError as error:
+            raise InvalidJobError(
+                f"{name}={value!r}: {reword(error)}; {suggest(self.kind)}"
+            ) from None
 
 
 def settings_of(kind: type[msgspec.Struct]) -> tuple[JobSetting, ...]:
@@ -76,6 +102,22 @@ def variables_of(settings: tuple[JobSetting, ...], spec: object) -> dict[str, st
         setting.variable: setting.to_text(value)
         for setting, value in values
         if value != setting.default
+    }
+
+
+def read_variables(
+    settings: tuple[JobSetting, ...], variables: Mapping[str, str]
+) -> dict[str, Any]:
+    """Value of each setting by its name, from the environment `variables`.
+
+    Raises:
+        InvalidJobError: a variable cannot be read.
+    """
+    return {
+        setting.name: setting.read(variables[setting.variable])
+        if setting.variable in variables
+        else setting.default
+        for setting in settings
     }
 
 

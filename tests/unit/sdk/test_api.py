@@ -1,13 +1,18 @@
 from __future__ import annotations
 
 import pkgutil
+import re
 from pathlib import Path
 
 import pytest
 
 import holdfast
+from holdfast import _environment
 from holdfast._environment import read_environment
+from holdfast._job_settings import JobSettings
+from holdfast._settings import Settings
 from holdfast_core.errors import InvalidJobError
+from holdfast_core.job.schema import SETTINGS
 
 PUBLIC_MODULES = {
     *("testing", "rendezvous", "launch", "moe", "dcp", "elastic", "export", "integrations")
@@ -52,6 +57,14 @@ def test_an_empty_environment_is_one_unprotected_rank() -> None:
 def test_a_broken_environment_is_refused(variables: dict[str, str]) -> None:
     with pytest.raises(InvalidJobError):
         read_environment(variables)
+
+
+def test_no_setting_of_a_job_takes_the_name_of_another() -> None:
+    """A subclass would take its place without a word."""
+    assert JobSettings.__annotations__.keys().isdisjoint(Settings.__annotations__)
+    assert {setting.name for setting in SETTINGS} == set(JobSettings.__annotations__)
+    source = Path(_environment.__file__).read_text(encoding="utf-8")
+    assert {setting.variable for setting in SETTINGS}.isdisjoint(re.findall(r"[A-Z_]{4,}", source))
 
 
 def test_settings_validate_themselves() -> None:
