@@ -10,6 +10,7 @@ from math import inf
 
 from holdfast._job_settings import JobSettings
 from holdfast_core.errors import InvalidJobError
+from holdfast_core.job.rules import check_policy
 from holdfast_core.job.schema import SETTINGS
 from holdfast_core.job.snapshots import Policy, Repeats, SparseWindows
 from holdfast_core.snapshots.sharding import ShardStrategy
@@ -87,20 +88,8 @@ class Settings(JobSettings):
                 f"policy={self.policy!r}: give Full(), PartialExperts(...), Selective(...) or "
                 f"SparseWindows(...)"
             )
-        if isinstance(self.policy, SparseWindows) and self.policy.unused_decay:
-            raise InvalidJobError(
-                f"decay={self.policy.decay} is given, but order is {self.policy.order.value}: "
-                f"remove it, or set the order to TimeDecayed"
-            )
-        if isinstance(self.policy, SparseWindows) and self.policy.repeats not in [*Repeats]:
-            raise InvalidJobError(
-                f"repeats={self.policy.repeats!r}: give {' or '.join(one.value for one in Repeats)}"
-            )
-        if isinstance(self.policy, SparseWindows) and self.policy.unused_order:
-            raise InvalidJobError(
-                f"order={self.policy.order.value} makes no difference with repeats=Optimizer, "
-                f"which freezes no expert: remove one of the two"
-            )
+        if self.policy is not None:
+            check_policy(self.policy)
         if self.recoveries_per_day is not None:
             if not 0 < self.recoveries_per_day < inf:
                 raise InvalidJobError(

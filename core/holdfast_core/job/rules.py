@@ -10,10 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
+
+import msgspec
 
 from holdfast_core.job.cel import compile_cel
-from holdfast_core.job.documents import MISSING, Problem, at
+from holdfast_core.job.documents import MISSING, Problem, at, convert, refuse, without_nulls
 from holdfast_core.job.intervals import AUTO
 from holdfast_core.job.locations import HOW_TO_WRITE_A_STORAGE_URI, NOT_A_STORAGE_URI, URI_PATTERN
 from holdfast_core.job.persistence import LATEST
@@ -26,7 +28,7 @@ from holdfast_core.job.schema import (
     MoETrainingJob,
 )
 from holdfast_core.job.settings import JobSetting
-from holdfast_core.job.snapshots import BANDWIDTH_BYTES_S_MIN, POLICY_FIELDS, PolicyType
+from holdfast_core.job.snapshots import BANDWIDTH_BYTES_S_MIN, POLICY_FIELDS, LossyPolicy, Policy
 from holdfast_core.protection.groups import MIN_GROUP_SIZE
 from holdfast_core.protection.intervals import STEPS_MAX
 from holdfast_core.snapshots.layouts import SLOTS_MAX, SLOTS_MIN
@@ -85,8 +87,29 @@ def rule_problems(document: Any, paths: Iterable[str]) -> Iterator[Problem]:
     valid, defaults are filled in, and a null counts as absent."""
     for path in paths:
         for where, value in _values_at(document, path):
-            found = (rule.problem(value, where) for rule in RULES[path] if not rule.changes)
-            yield from (problem for problem in found if problem is not None)
+            yield from _problems(RULES[path], value, where)
+
+
+def check_policy(policy: Policy) -> None:
+    """Check a policy that a script makes itself as one that a job asks for.
+
+    Raises:
+        InvalidJobError: it has a value out of its limits, or breaks a rule between its settings.
+    """
+    field = POLICY_FIELDS.get(policy.policy_type)
+    if field is None:
+        return
+    problems: list[Problem] = []
+    plain = without_nulls(msgspec.to_builtins(policy))
+    if convert(type(policy), plain, "policy", problems) is not None:
+        rules = RULES.get(f"spec.snapshot.policy.{field}", ())
+        problems.extend(_problems(rules, plain, "policy"))
+    refuse(f"policy={policy} is not valid", problems)
+
+
+def _problems(rules: Iterable[Rule], value: Any, path: str) -> Iterator[Problem]:
+    found = (rule.problem(value, path) for rule in rules if not rule.changes)
+    return (problem for problem in found if problem is not None)
 
 
 def _values_at(value: Any, path: str, before: str = "") -> Iterator[tuple[str, Any]]:
@@ -153,7 +176,7 @@ _DNS_NAME = Rule(
 )
 
 
-_LOSSY_FIELDS = [field for kind, field in POLICY_FIELDS.items() if kind is not PolicyType.SPARSE]
+_LOSSY_FIELDS = [POLICY_FIELDS[kind.policy_type] for kind in get_args(LossyPolicy)]
 _SPARSE = (
     Rule(
         rule="self.snapshot.policy.type != 'Sparse' || self.snapshot.interval.steps == 1",

@@ -13,6 +13,14 @@ from holdfast._job_settings import JobSettings
 from holdfast._settings import Settings
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.schema import SETTINGS
+from holdfast_core.job.snapshots import (
+    ExpertBudget,
+    Full,
+    PartialExperts,
+    Policy,
+    Selective,
+    SparseWindows,
+)
 
 PUBLIC_MODULES = {
     *("testing", "rendezvous", "launch", "moe", "dcp", "elastic", "export", "integrations")
@@ -71,3 +79,22 @@ def test_settings_validate_themselves() -> None:
     for wrong in ({"copy_threads": 0}, {"nan_check_every": -1}, {"start_wait_s": -1.0}):
         with pytest.raises(InvalidJobError, match=next(iter(wrong))):
             holdfast.Settings(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (SparseWindows(window=0), "policy.window = 0: expected int >= 1; give the number of steps"),
+        (PartialExperts(loss_limit=1.5), "policy.lossLimit = 1.5: expected float <= 1.0; give the"),
+        (Selective(experts=2, budget=ExpertBudget()), "policy.budget: is given, but spec.snapshot"),
+        (Selective(experts=2), ""),
+        (Full(), ""),
+    ],
+)
+def test_a_policy_of_a_script_is_checked_as_one_of_a_job(policy: Policy, message: str) -> None:
+    if not message:
+        assert Settings(policy=policy).policy is policy
+        return
+    with pytest.raises(InvalidJobError) as caught:
+        Settings(policy=policy)
+    assert message in str(caught.value)
