@@ -18,7 +18,8 @@ METADATA_FIELDS = ("labels", "annotations", "name", "namespace", "creationTimest
 """Fields of a template's metadata. The last three are what tools write into templates; pods get
 names, and the namespace, of their job."""
 
-_ENV_NAME = re.compile(r"[-._a-zA-Z][-._a-zA-Z0-9]*")
+ENV_NAME_PATTERN = "[-._a-zA-Z][-._a-zA-Z0-9]*"
+"""Pattern of the name of an environment variable, for Python and RE2."""
 
 
 def template_problems(template: object) -> Iterator[Problem]:
@@ -74,7 +75,7 @@ def _env_problems(env: object, path: str) -> Iterator[Problem]:
     seen: set[str] = set()
     for i, entry in enumerate(env):
         name = at(entry, "name")
-        if not isinstance(name, str) or not _ENV_NAME.fullmatch(name):
+        if not isinstance(name, str) or not re.fullmatch(ENV_NAME_PATTERN, name):
             yield Problem(
                 path=f"{path}[{i}].name",
                 value=name,
