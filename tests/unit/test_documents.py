@@ -12,7 +12,8 @@ COLUMNS_MAX = 100
 GENERATED = {"docs/job.md"}
 """Text that comes from the sources."""
 FOLDERS = (
-    "benchmarks|charts|core|crds|daemon|docs|examples|gpu|operator|protos|storage|tests|trainer_sdk"
+    "benchmarks|charts|cli|core|crds|daemon|docs|examples|gpu|operator|protos|storage|tests"
+    "|trainer_sdk"
 )
 DOCUMENTS = sorted(
     path

@@ -14,7 +14,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from holdfast_operator.cli.main import main
+from holdfast_cli.main import main
 
 BLOCK = re.compile(r"(?ms)^<!-- holdfast (?P<command>[^\n]+) -->\n(?P<text>.*?)^<!-- end -->$")
 TIMED = re.compile(r"(?m)^.* events a second$\n?")

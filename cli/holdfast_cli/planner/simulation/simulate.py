@@ -1,0 +1,188 @@
+"""`holdfast simulate`: what failures cost a job, for any scale, policy and failure rate; and the
+same model beside the figures that papers print."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.progress import Progress
+
+from holdfast_cli.job_files import load_job
+from holdfast_cli.planner.effective_time.assumed_policies import policy_models
+from holdfast_cli.planner.effective_time.goals import goal_tables
+from holdfast_cli.planner.effective_time.incidents import DrawOf
+from holdfast_cli.planner.effective_time.paper_checks import (
+    PaperTable,
+    figure_11,
+    table_3,
+    table_7,
+)
+from holdfast_cli.planner.effective_time.policy_models import PolicyModel, closed_form_ettr
+from holdfast_cli.planner.effective_time.runs import (
+    Runs,
+    simulate_many,
+    simulate_run,
+    summarize,
+)
+from holdfast_cli.planner.effective_time.spot_trace import spot_tables
+from holdfast_cli.planner.plan import COLUMNS, PLOT_SUFFIXES
+from holdfast_cli.planner.seeds import generator
+from holdfast_cli.planner.simulation.inputs import Inputs, goal_inputs, inputs_of
+from holdfast_cli.planner.simulation.view import (
+    Simulated,
+    document,
+    inputs_table,
+    paper_lines,
+    papers_document,
+    simulation_view,
+)
+from holdfast_core.errors import InvalidJobError
+
+SPOT_RUNS = 200
+"""Draws of the nodes that a spot trace loses."""
+
+PAPERS: dict[str, Callable[[DrawOf, int], tuple[PaperTable, ...]]] = {
+    "table3": table_3,
+    "table7": lambda draw_of, runs: table_7(),
+    "figure11": figure_11,
+    "spot": lambda draw_of, runs: spot_tables(draw_of, SPOT_RUNS),
+}
+
+
+def simulate(options: argparse.Namespace) -> int:
+    """Carry out `holdfast simulate`; returns the exit code."""
+    if options.plot is not None and options.plot.suffix not in PLOT_SUFFIXES:
+        raise InvalidJobError(
+            f"--plot {options.plot}: the suffix sets the format; use {', '.join(PLOT_SUFFIXES)}"
+        )
+    if options.paper is not None or options.goal:
+        if options.job is not None or options.plot is not None:
+            raise InvalidJobError(
+                "--paper and --goal show published models as tables; leave the job and --plot out"
+            )
+        _papers(options)
+        return 0
+    if options.job is None:
+        raise InvalidJobError("give a JOB.yaml, or --paper or --goal")
+    job = load_job(options.job)
+    inputs = inputs_of(options, job)
+    started = time.perf_counter()
+    found = list(_simulated(inputs))
+    took_s = time.perf_counter() - started
+    if options.json:
+        _write_json(document(inputs, found))
+    else:
+        _console().print(simulation_view(inputs, found))
+        events = sum(each.runs.events for each in found)
+        print(
+            f"{len(found) * inputs.runs:,} runs and {events:,} events in {took_s:.1f} s: "
+            f"{events / took_s:,.0f} events a second"
+        )
+    if options.plot is not None:
+        _plot(options.plot, found, title=f"{job.key} on {inputs.cluster.nodes} nodes")
+        print(f"wrote {options.plot}", file=sys.stderr)
+    return 0
+
+
+def _console() -> Console:
+    return Console(width=max(Console().width, COLUMNS))
+
+
+def _write_json(value: object) -> None:
+    print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+
+
+def _papers(options: argparse.Namespace) -> None:
+    if options.goal:
+        base, cluster, explained = goal_inputs(options)
+        tables = (
+            inputs_table(explained),
+            *goal_tables(base, cluster, generator, options.runs),
+        )
+    else:
+        tables = PAPERS[options.paper](generator, options.runs)
+    if options.json:
+        _write_json(papers_document(tables))
+        return
+    for line in paper_lines(tables):
+        print(line)
+
+
+def _simulated(inputs: Inputs) -> Iterator[Simulated]:
+    """Every policy under every rate, with a progress bar where there is a terminal."""
+    rates = [None] if inputs.trace else list(inputs.mtbfs_s)
+    with _progress(len(rates) * len(inputs.kinds)) as advance:
+        for mtbf_s in rates:
+            # Intervals follow from a rate; a trace has that of its losses.
+            rate_s = mtbf_s or _mtbf_of(inputs)
+            models = policy_models(inputs.costs, inputs.workload, inputs.cluster, rate_s)
+            for kind in inputs.kinds:
+                model = models[kind]
+                formula = None
+                if mtbf_s is None:
+                    runs = _replayed(inputs, model)
+                else:
+                    formula = closed_form_ettr(model, inputs.workload, inputs.cluster, mtbf_s)
+                    runs = simulate_many(
+                        model,
+                        inputs.workload,
+                        inputs.cluster,
+                        mtbf_s,
+                        runs=inputs.runs,
+                        length_s=inputs.length_s,
+                        draw_of=generator,
+                    )
+                advance()
+                yield Simulated(kind=kind, mtbf_s=mtbf_s, model=model, formula=formula, runs=runs)
+
+
+def _mtbf_of(inputs: Inputs) -> float:
+    failures = sum(incident.nodes <= 0 for incident in inputs.trace)
+    return inputs.length_s / max(1, failures)
+
+
+def _replayed(inputs: Inputs, model: PolicyModel) -> Runs:
+    """One run of a trace for each seed: the seed draws the stages that are hit."""
+    return summarize(
+        [
+            simulate_run(
+                model,
+                inputs.workload,
+                inputs.cluster,
+                inputs.trace,
+                length_s=inputs.length_s,
+                draw=generator(seed),
+            )
+            for seed in range(inputs.runs)
+        ]
+    )
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[], None]]:
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda: None
+        return
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("simulating", total=total)
+        yield lambda: progress.advance(task)
+
+
+def _plot(path: Path, found: list[Simulated], *, title: str) -> None:
+    try:
+        from holdfast_cli.planner.simulation.plot import write_picture  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "matplotlib":
+            raise
+        raise InvalidJobError(
+            "--plot draws with matplotlib, which is not installed; pip install 'holdfast[cli]'"
+        ) from error
+    write_picture(path, found, title=title)
