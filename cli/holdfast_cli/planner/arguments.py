@@ -32,8 +32,6 @@ _SIMULATE_EPILOG = """
   holdfast simulate job.yaml --mtbf 2h,30m,10m --step-seconds 4.5 --stages 8 --plot ettr.svg
   holdfast simulate job.yaml --costs build/bench/recovery.json --like-run /tmp/run1
   holdfast simulate job.yaml --trace losses.csv --length 80m --policies full,fewer
-  holdfast simulate --paper table3
-  holdfast simulate --goal --costs build/bench/recovery.json
 
 how to read it:
   ETTR is the portion of the wall clock in which training does work that counts: not waiting for
@@ -134,16 +132,7 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     text = "Simulate what failures cost a job: effective training time for any scale and policy."
     parser = add_command(commands, "simulate", text, _SIMULATE_EPILOG)
     add = parser.add_argument
-    add("job", nargs="?", type=Path, metavar="JOB.yaml", help="a MoETrainingJob")
-    shown = parser.add_mutually_exclusive_group()
-    shown.add_argument(
-        "--paper",
-        choices=["table3", "table7", "figure11", "spot"],
-        help="the model beside published figures: MoEvement's tables, Lazarus' spot instances",
-    )
-    shown.add_argument(
-        "--goal", action="store_true", help="how near this version comes to ETTR goals, and why"
-    )
+    add("job", type=Path, metavar="JOB.yaml", help="a MoETrainingJob")
     add("--mtbf", metavar="T,T", help="of the whole job (default 2h,1h,30m,20m,10m)")
     add("--trace", type=Path, metavar="FILE", help="replay it: lines of seconds,change of nodes")
     add("--gpus", type=count, metavar="N", help="default: those of the job")

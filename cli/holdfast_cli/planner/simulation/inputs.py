@@ -4,7 +4,6 @@ benchmark, a local run, or an assumption. This module simulates nothing."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
@@ -64,7 +63,7 @@ class Inputs:
     """Name, value and source of each input, for people."""
 
 
-def _duration_of(text: str) -> float:
+def duration_of(text: str) -> float:
     """Seconds of `10m`, `2h`, `1.5d` or `90`.
 
     Raises:
@@ -103,7 +102,7 @@ class _Report(msgspec.Struct, frozen=True):
 _REPORT = msgspec.json.Decoder(_Report)
 
 
-class _Sources:
+class Sources:
     """Looks an input up: flag, then report, then assumption; and remembers which it was."""
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -166,7 +165,7 @@ def inputs_of(options: argparse.Namespace, job: MoETrainingJob) -> Inputs:
         InvalidJobError: when flags contradict each other or the job, or a value is out of range.
         StorageError: when a file cannot be read.
     """
-    sources = _Sources(options)
+    sources = Sources(options)
     nproc = job.spec.nproc_per_node
     gpus = options.gpus or job.world_size
     if gpus % nproc:
@@ -187,8 +186,8 @@ def inputs_of(options: argparse.Namespace, job: MoETrainingJob) -> Inputs:
         except OSError as error:
             raise StorageError(f"--trace {options.trace}: {error.strerror}") from error
         sources.explain("failures and nodes that come", str(options.trace), FLAG)
-    mtbfs_s = tuple(_duration_of(text) for text in (options.mtbf or MTBFS).split(","))
-    length_s = _duration_of(options.length)
+    mtbfs_s = tuple(duration_of(text) for text in (options.mtbf or MTBFS).split(","))
+    length_s = duration_of(options.length)
     return Inputs(
         workload=workload,
         cluster=cluster,
@@ -227,7 +226,7 @@ def _kinds_of(text: str) -> tuple[PolicyKind, ...]:
     return tuple(kind for kind in PolicyKind if kind in asked)
 
 
-def _workload(options: argparse.Namespace, job: MoETrainingJob, sources: _Sources) -> Workload:
+def _workload(options: argparse.Namespace, job: MoETrainingJob, sources: Sources) -> Workload:
     stages = options.stages or job.spec.parallelism.pp
     micro_batches = options.micro_batches or stages
     if options.micro_batch_seconds is not None:
@@ -255,7 +254,7 @@ def _workload(options: argparse.Namespace, job: MoETrainingJob, sources: _Source
 
 
 def _costs(
-    options: argparse.Namespace, job: MoETrainingJob, gpus: int, sources: _Sources
+    options: argparse.Namespace, job: MoETrainingJob, gpus: int, sources: Sources
 ) -> AssumedCosts:
     model = job.spec.model
     experts = options.experts_per_layer or (model.num_experts if model else EXPERTS)
@@ -313,7 +312,7 @@ def _costs(
         network_bytes_s=rates[1],
         storage_bytes_s=rates[2],
         losses=losses,
-        slower=_slower_of(options, sources),
+        slower=slower_of(options, sources),
     )
 
 
@@ -324,7 +323,7 @@ def _amount(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
-def _slower_of(options: argparse.Namespace, sources: _Sources) -> float:
+def slower_of(options: argparse.Namespace, sources: Sources) -> float:
     """Portion by which a step with a snapshot is longer."""
     percent = options.slower_percent
     flag = None if percent is None else percent / 100
@@ -332,7 +331,7 @@ def _slower_of(options: argparse.Namespace, sources: _Sources) -> float:
 
 
 def _cluster(
-    options: argparse.Namespace, job: MoETrainingJob, nodes: int, sources: _Sources
+    options: argparse.Namespace, job: MoETrainingJob, nodes: int, sources: Sources
 ) -> Cluster:
     interval = job.spec.snapshot.interval
     spares = options.spares
@@ -351,8 +350,8 @@ def _cluster(
         f"{losses:.0%}",
         FLAG if options.node_losses is not None else "nodeMtbfDays and processMtbfDays of the job",
     )
-    detect_s, restart_s, reform_s = _repair_of(options, sources)
-    replacement_s = _duration_of(options.replacement)
+    detect_s, restart_s, reform_s = repair_of(options, sources)
+    replacement_s = duration_of(options.replacement)
     if options.trace is None:
         source = ASSUMED if options.replacement == REPLACEMENT else FLAG
         sources.explain("until a lost node is replaced", duration_text(replacement_s), source)
@@ -369,7 +368,7 @@ def _cluster(
     )
 
 
-def _repair_of(options: argparse.Namespace, sources: _Sources) -> tuple[float, float, float]:
+def repair_of(options: argparse.Namespace, sources: Sources) -> tuple[float, float, float]:
     """Seconds of detection, of a restart, and of a reform in place."""
     stays = "processes stay" if options.processes == "stay" else "all processes start again"
     number = sources.number
@@ -381,50 +380,3 @@ def _repair_of(options: argparse.Namespace, sources: _Sources) -> tuple[float, f
         "reform", options.reform_seconds, REFORM_S, "to go on with other nodes, in place", "s"
     )
     return detect_s, restart_s, reform_s
-
-
-def goal_inputs(
-    options: argparse.Namespace,
-) -> tuple[AssumedCosts, Cluster, Sequence[tuple[str, str, str]]]:
-    """What `--goal` needs beside the papers' models: rates, and what a repair takes.
-
-    Raises:
-        InvalidJobError, StorageError: as `inputs_of`.
-    """
-    sources = _Sources(options)
-    rates = []
-    for what, flag, assumed in (
-        ("copy, a node", options.copy_bandwidth, COPY_BYTES_S),
-        ("network, a node", options.network_bandwidth, NETWORK_BYTES_S),
-    ):
-        rates.append(float(flag or assumed))
-        sources.explain(what, format_rate(rates[-1]), FLAG if flag else ASSUMED)
-    slower = _slower_of(options, sources)
-    detect_s, restart_s, reform_s = _repair_of(options, sources)
-    losses = 1.0 if options.node_losses is None else options.node_losses
-    source = FLAG if options.node_losses is not None else ASSUMED
-    sources.explain("failures that take a node with them", f"{losses:.0%}", source)
-    sources.explain(
-        "state", f"{STATE_BYTES} B a parameter, {EXPERTS_SHARE:.0%} in experts", ASSUMED
-    )
-    cluster = Cluster(
-        nodes=1,
-        spares=1,
-        detect_s=detect_s,
-        restart_s=restart_s,
-        replacement_s=_duration_of(options.replacement),
-        node_losses=losses,
-        reform_s=reform_s,
-        join_wait_s=120.0,
-    )
-    base = AssumedCosts(
-        expert_bytes=0,
-        other_bytes=0,
-        experts_per_layer=EXPERTS,
-        moe_layers=LAYERS,
-        copy_bytes_s=rates[0],
-        network_bytes_s=rates[1],
-        storage_bytes_s=STORAGE_BYTES_S,
-        slower=slower,
-    )
-    return base, cluster, sources.explained

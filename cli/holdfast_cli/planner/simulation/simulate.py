@@ -1,5 +1,4 @@
-"""`holdfast simulate`: what failures cost a job, for any scale, policy and failure rate; and the
-same model beside the figures that papers print."""
+"""`holdfast simulate`: what failures cost a job, for any scale, policy and failure rate."""
 
 from __future__ import annotations
 
@@ -16,14 +15,6 @@ from rich.progress import Progress
 
 from holdfast_cli.job_files import load_job
 from holdfast_cli.planner.effective_time.assumed_policies import policy_models
-from holdfast_cli.planner.effective_time.goals import goal_tables
-from holdfast_cli.planner.effective_time.incidents import DrawOf
-from holdfast_cli.planner.effective_time.paper_checks import (
-    PaperTable,
-    figure_11,
-    table_3,
-    table_7,
-)
 from holdfast_cli.planner.effective_time.policy_models import PolicyModel, closed_form_ettr
 from holdfast_cli.planner.effective_time.runs import (
     Runs,
@@ -31,29 +22,15 @@ from holdfast_cli.planner.effective_time.runs import (
     simulate_run,
     summarize,
 )
-from holdfast_cli.planner.effective_time.spot_trace import spot_tables
 from holdfast_cli.planner.plan import COLUMNS, PLOT_SUFFIXES
 from holdfast_cli.planner.seeds import generator
-from holdfast_cli.planner.simulation.inputs import Inputs, goal_inputs, inputs_of
+from holdfast_cli.planner.simulation.inputs import Inputs, inputs_of
 from holdfast_cli.planner.simulation.view import (
     Simulated,
     document,
-    inputs_table,
-    paper_lines,
-    papers_document,
     simulation_view,
 )
 from holdfast_core.errors import InvalidJobError
-
-SPOT_RUNS = 200
-"""Draws of the nodes that a spot trace loses."""
-
-PAPERS: dict[str, Callable[[DrawOf, int], tuple[PaperTable, ...]]] = {
-    "table3": table_3,
-    "table7": lambda draw_of, runs: table_7(),
-    "figure11": figure_11,
-    "spot": lambda draw_of, runs: spot_tables(draw_of, SPOT_RUNS),
-}
 
 
 def simulate(options: argparse.Namespace) -> int:
@@ -62,15 +39,6 @@ def simulate(options: argparse.Namespace) -> int:
         raise InvalidJobError(
             f"--plot {options.plot}: the suffix sets the format; use {', '.join(PLOT_SUFFIXES)}"
         )
-    if options.paper is not None or options.goal:
-        if options.job is not None or options.plot is not None:
-            raise InvalidJobError(
-                "--paper and --goal show published models as tables; leave the job and --plot out"
-            )
-        _papers(options)
-        return 0
-    if options.job is None:
-        raise InvalidJobError("give a JOB.yaml, or --paper or --goal")
     job = load_job(options.job)
     inputs = inputs_of(options, job)
     started = time.perf_counter()
@@ -97,22 +65,6 @@ def _console() -> Console:
 
 def _write_json(value: object) -> None:
     print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
-
-
-def _papers(options: argparse.Namespace) -> None:
-    if options.goal:
-        base, cluster, explained = goal_inputs(options)
-        tables = (
-            inputs_table(explained),
-            *goal_tables(base, cluster, generator, options.runs),
-        )
-    else:
-        tables = PAPERS[options.paper](generator, options.runs)
-    if options.json:
-        _write_json(papers_document(tables))
-        return
-    for line in paper_lines(tables):
-        print(line)
 
 
 def _simulated(inputs: Inputs) -> Iterator[Simulated]:

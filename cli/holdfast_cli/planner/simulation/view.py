@@ -1,10 +1,9 @@
-"""Formats simulations and the papers' tables for a terminal of 100 columns, and as JSON. Decides
+"""Formats simulations for a terminal of 100 columns, and as JSON. Decides
 nothing."""
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast_cli.planner.effective_time.assumed_policies import MEANINGS, OF_SCRIPTS, PolicyKind
-from holdfast_cli.planner.effective_time.paper_checks import Column, PaperTable, Value
 from holdfast_cli.planner.effective_time.policy_models import PolicyModel, Workload
 from holdfast_cli.planner.effective_time.runs import Activity, Runs
 from holdfast_cli.planner.models.policy_comparison import NEGLIGIBLE
@@ -53,12 +51,6 @@ class Simulated:
     formula: float | None
     """The closed form; None with a trace."""
     runs: Runs
-
-
-def inputs_table(explained: Sequence[tuple[str, str, str]]) -> PaperTable:
-    """The inputs beside tables of papers."""
-    columns = tuple(Column(name=name, origin=None) for name in ("input", "value", "from"))
-    return PaperTable(title="inputs", columns=columns, rows=tuple(explained))
 
 
 def _inputs_view(explained: Sequence[tuple[str, str, str]]) -> Table:
@@ -205,64 +197,6 @@ def _notes(inputs: Inputs, found: Sequence[Simulated]) -> list[Text]:
         "tokens lost:   to experts that were not in the snapshot; K: where Dynamic-K ended",
     ]
     return [Text(note, style="dim") for note in notes]
-
-
-# --- tables of the papers -------------------------------------------------------------------------
-
-
-def paper_lines(tables: Sequence[PaperTable]) -> Iterator[str]:
-    """Published figures beside ours, as Markdown, with the origin of each column; a table is as
-    wide as it has to be, so that no number is cut off."""
-    for each in tables:
-        heads = [
-            column.name if column.origin is None else f"{column.name} ({column.origin})"
-            for column in each.columns
-        ]
-        cells = [
-            [_cell(value, column) for value, column in zip(row, each.columns, strict=True)]
-            for row in each.rows
-        ]
-        widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
-        numbers = [column.origin is not None for column in each.columns]
-        rule = [
-            f"{'-' * (width - 1)}{':' if number else '-'}"
-            for width, number in zip(widths, numbers, strict=True)
-        ]
-        yield f"**{each.title}**"
-        yield ""
-        for row in (heads, rule, *cells):
-            texts = (
-                text.rjust(width) if number else text.ljust(width)
-                for text, width, number in zip(row, widths, numbers, strict=True)
-            )
-            yield f"| {' | '.join(texts)} |"
-        yield ""
-        for note in each.notes:
-            yield from textwrap.wrap(f"- {note}", width=100, subsequent_indent="  ")
-        if each.notes:
-            yield ""
-
-
-def _cell(value: Value, column: Column) -> str:
-    return str(value) if isinstance(value, str) else f"{value:.{column.digits}f}"
-
-
-def papers_document(tables: Sequence[PaperTable]) -> list[dict[str, Any]]:
-    """The tables for `--json`."""
-    return [
-        {
-            "title": each.title,
-            "columns": [
-                {"name": column.name}
-                if column.origin is None
-                else {"name": column.name, "origin": column.origin.value}
-                for column in each.columns
-            ],
-            "rows": [list(row) for row in each.rows],
-            "notes": list(each.notes),
-        }
-        for each in tables
-    ]
 
 
 def document(inputs: Inputs, found: Sequence[Simulated]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from holdfast_operator.reconciler.counters import Outcome
 from holdfast_operator.reconciler.shrinking import Strength
 from holdfast_operator.reconciler.views import ConditionType
 
-HERE = Path(__file__).parents[1] / "helpers"
+HERE = Path(__file__).parents[2] / "operator_side" / "helpers"
 WAIT_S = 60.0
 ENDLESS = 10**6
 PATIENT, QUICK = 120, 7

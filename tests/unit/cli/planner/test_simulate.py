@@ -203,36 +203,6 @@ def test_a_step_follows_from_its_pipeline(job: Path, capsys: pytest.CaptureFixtu
     assert source_of(document, "stages, micro-batches")[0] == "12, 4"
 
 
-# --- the papers and the goal ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("paper", ["table3", "table7", "figure11", "spot"])
-def test_each_paper_is_shown_as_markdown_and_as_json(
-    paper: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = printed(capsys, "--paper", paper, *QUICK)
-    assert "(given)" in text and "(inferred)" in text and "(computed)" in text
-    rows = [line for line in text.splitlines() if line.startswith("|")]
-    assert all(line.endswith("|") for line in rows)
-    tables = decoded(capsys, "--paper", paper, *QUICK)
-    for table in tables:
-        assert all(len(row) == len(table["columns"]) for row in table["rows"])
-    if paper != "spot":
-        assert tables[-1]["title"].startswith("contradictions")
-
-
-def test_the_goal_lists_its_inputs_and_what_it_takes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    recovery = Path("recovery.json")
-    recovery.write_text(json.dumps(RECOVERY))
-    text = printed(capsys, "--goal", "--costs", recovery, *QUICK)
-    assert re.search(r"detection of a lost node +\| 2\.1 s +\| recovery\.json", text)
-    assert "sparse: ETTR" in text
-    assert "what would have to be true" in text
-
-
 # --- pictures -------------------------------------------------------------------------------------
 
 
@@ -282,7 +252,6 @@ def test_a_picture_without_matplotlib_is_refused_with_what_to_install(
         (["--like-run", "/nowhere"], "--like-run /nowhere: no run is in progress there"),
         (["--step-seconds", "1", "--micro-batch-seconds", "1"], "give one of them"),
         (["--node-losses", "2"], "'2' is not a number from 0 to 1"),
-        (["--paper", "table3"], "leave the job and --plot out"),
     ],
 )
 def test_bad_input_is_refused_by_the_name_of_its_flag(
@@ -292,18 +261,3 @@ def test_bad_input_is_refused_by_the_name_of_its_flag(
         assert refusal in refused(capsys, job, *arguments)
     else:
         printed(capsys, job, *arguments, "--policies", "full", *QUICK)  # seconds need no unit
-
-
-def test_a_command_without_a_job_says_what_to_give(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "give a JOB.yaml, or --paper or --goal" in refused(capsys)
-
-
-@pytest.mark.parametrize("text", ["{", '{"overhead": "much"}', '{"blocked": 0.9}'])
-def test_a_report_without_figures_is_refused(
-    job: Path, tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    report = tmp_path / "report.json"
-    report.write_text(text)
-    message = refused(capsys, job, "--costs", report)
-    assert f"--costs {report}" in message
-    assert "make bench" in message

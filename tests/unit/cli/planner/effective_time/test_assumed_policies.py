@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from benchmarks.papers.goals import goal_tables, state_of
 
 from holdfast_cli.planner.effective_time.assumed_policies import (
     NOT_BUILT,
@@ -13,7 +14,6 @@ from holdfast_cli.planner.effective_time.assumed_policies import (
     PolicyKind,
     policy_models,
 )
-from holdfast_cli.planner.effective_time.goals import goal_tables, state_of
 from holdfast_cli.planner.effective_time.incidents import Draw
 from holdfast_cli.planner.effective_time.policy_models import (
     AfterLoss,

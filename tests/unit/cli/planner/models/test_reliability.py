@@ -16,7 +16,7 @@ from holdfast_cli.planner.models.reliability import (
 )
 from holdfast_core.errors import InvalidJobError
 
-NOTE = Path(__file__).parents[4] / "docs" / "reliability.md"
+NOTE = Path(__file__).parents[5] / "docs" / "reliability.md"
 
 CAPTION_DAYS = {"parity": 16.22, "checkpoint": 0.5}
 """Figure 8's caption, for the threshold 0.9 and c = 1.3."""

@@ -15,7 +15,7 @@ from holdfast_core.protection.codes import BlockId, Code, code_for
 from holdfast_core.protection.intervals import group_loss_probability, group_loss_rate_per_s
 from holdfast_core.snapshots.membership import Redundancy
 
-NOTE = Path(__file__).parents[4] / "docs" / "reliability.md"
+NOTE = Path(__file__).parents[5] / "docs" / "reliability.md"
 
 CODES = [
     *((Redundancy.RAIM5, n, 1) for n in (2, 3, 5)),

@@ -9,10 +9,8 @@ import random
 from math import sqrt
 
 import pytest
-
-from holdfast_cli.planner.effective_time import published_figures as published
-from holdfast_cli.planner.effective_time.incidents import Draw
-from holdfast_cli.planner.effective_time.paper_checks import (
+from benchmarks.papers import published_figures as published
+from benchmarks.papers.paper_checks import (
     Origin,
     PaperTable,
     anchors,
@@ -27,6 +25,8 @@ from holdfast_cli.planner.effective_time.paper_checks import (
     table_7,
     without_shortage,
 )
+
+from holdfast_cli.planner.effective_time.incidents import Draw
 from holdfast_cli.planner.effective_time.policy_models import (
     Workload,
     checkfreq_interval_steps,

@@ -13,16 +13,7 @@ from enum import StrEnum
 from itertools import combinations
 from math import ceil, inf, sqrt
 
-from holdfast_cli.planner.effective_time.incidents import DrawOf
-from holdfast_cli.planner.effective_time.policy_models import (
-    Cluster,
-    Level,
-    PolicyModel,
-    Workload,
-    closed_form_ettr,
-    expected_redone_s,
-)
-from holdfast_cli.planner.effective_time.published_figures import (
+from benchmarks.papers.published_figures import (
     CONTRADICTIONS,
     FIGURE_11,
     HOUR_LEAST,
@@ -34,6 +25,15 @@ from holdfast_cli.planner.effective_time.published_figures import (
     TABLE_7,
     TABLE_7_MTBFS_S,
     TrainedModel,
+)
+from holdfast_cli.planner.effective_time.incidents import DrawOf
+from holdfast_cli.planner.effective_time.policy_models import (
+    Cluster,
+    Level,
+    PolicyModel,
+    Workload,
+    closed_form_ettr,
+    expected_redone_s,
 )
 from holdfast_cli.planner.effective_time.runs import simulate_many
 

@@ -15,13 +15,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from holdfast_cli.planner.effective_time.incidents import Draw, DrawOf
-from holdfast_cli.planner.effective_time.paper_checks import (
+from benchmarks.papers.paper_checks import (
     Column,
     Origin,
     PaperTable,
     Value,
 )
+from holdfast_cli.planner.effective_time.incidents import Draw, DrawOf
 
 CHANGES = (
     (0, 18), (1, 1), (3, 4), (5, 1), (6, 1), (7, 2), (11, 2), (13, 1), (24, 1), (25, 1), (34, -4),

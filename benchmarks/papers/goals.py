@@ -9,30 +9,30 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from holdfast_cli.planner.effective_time.assumed_policies import (
-    AssumedCosts,
-    PolicyKind,
-    policy_models,
-)
-from holdfast_cli.planner.effective_time.incidents import DrawOf
-from holdfast_cli.planner.effective_time.paper_checks import (
+from benchmarks.papers.paper_checks import (
     Column,
     Origin,
     PaperTable,
     Value,
     fit_model,
 )
+from benchmarks.papers.published_figures import (
+    FIGURE_11,
+    GPUS,
+    LENGTH_S,
+    TABLE_3,
+)
+from holdfast_cli.planner.effective_time.assumed_policies import (
+    AssumedCosts,
+    PolicyKind,
+    policy_models,
+)
+from holdfast_cli.planner.effective_time.incidents import DrawOf
 from holdfast_cli.planner.effective_time.policy_models import (
     AfterLoss,
     Cluster,
     Workload,
     expected_redone_s,
-)
-from holdfast_cli.planner.effective_time.published_figures import (
-    FIGURE_11,
-    GPUS,
-    LENGTH_S,
-    TABLE_3,
 )
 from holdfast_cli.planner.effective_time.runs import simulate_many
 

@@ -7,9 +7,7 @@ from itertools import pairwise
 from statistics import mean
 
 import pytest
-
-from holdfast_cli.planner.effective_time.incidents import Draw
-from holdfast_cli.planner.effective_time.spot_trace import (
+from benchmarks.papers.spot_trace import (
     CHANGES,
     LENGTH_S,
     MODELS,
@@ -20,6 +18,8 @@ from holdfast_cli.planner.effective_time.spot_trace import (
     sizes,
     spot_tables,
 )
+
+from holdfast_cli.planner.effective_time.incidents import Draw
 
 
 def draw_of(seed: int) -> Draw:
