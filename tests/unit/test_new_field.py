@@ -94,7 +94,7 @@ def declare(sources: Path) -> None:
     rules = sources / "holdfast_core/job/rules.py"
     before, opening, after = rules.read_text(encoding="utf-8").partition('    "spec": (\n')
     assert opening
-    rules.write_text(before + opening + RULE + after, encoding="utf-8")
+    rules.write_text(f"{before}{opening}{RULE.rstrip()},\n{after}", encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
