@@ -219,11 +219,15 @@ def _only_with(path: str, kind: str, field: str) -> Rule:
     )
 
 
-def _fixed(field: str) -> Rule:
+def _fixed(field: str, same: str = "") -> Rule:
     """Rule against changing a field while the job runs: all members must agree on it, and running
-    ones began with its old value."""
+    ones began with its old value.
+
+    Args:
+        same: CEL for whether it is the same in all that matters; equality without it.
+    """
     return Rule(
-        rule=f"oldSelf.suspend || self.{field} == oldSelf.{field}",
+        rule=f"oldSelf.suspend || {same or f'self.{field} == oldSelf.{field}'}",
         says="cannot be changed while the job runs; set spec.suspend to true first",
         field=f".{field}",
         forbidden=True,
@@ -234,20 +238,13 @@ def _fixed_in_pods(field: str) -> Rule:
     """Rule against changing a field while the job runs that its pods get when they start: those
     that start later would save otherwise than the others. Pods of other controllers do not get
     it."""
-    return Rule(
-        rule=f"oldSelf.suspend || self.trainer.external || self.{field} == oldSelf.{field}",
-        says="cannot be changed while the job runs; set spec.suspend to true first",
-        field=f".{field}",
-        forbidden=True,
-    )
+    return _fixed(field, f"self.trainer.external || self.{field} == oldSelf.{field}")
 
 
-_FIXED_GANG = Rule(
-    rule="oldSelf.suspend || self.scheduling.gang == oldSelf.scheduling.gang || "
+_FIXED_GANG = _fixed(
+    "scheduling.gang",
+    "self.scheduling.gang == oldSelf.scheduling.gang || "
     "(self.scheduling.gang in ['None', 'Kueue'] && oldSelf.scheduling.gang in ['None', 'Kueue'])",
-    says="cannot be changed while the job runs; set spec.suspend to true first",
-    field=".scheduling.gang",
-    forbidden=True,
 )
 """Pods that start later would wait for a group in which the others are not. Kueue takes a job as a
 whole."""
@@ -422,29 +419,29 @@ _ELASTIC = (
         ),
         field=".elastic.seatsPerRank",
     ),
-    Rule(
-        rule="oldSelf.suspend || has(self.elastic) == has(oldSelf.elastic) && "
+    _fixed(
+        "elastic",
+        "has(self.elastic) == has(oldSelf.elastic) && "
         "(!has(self.elastic) || self.elastic == oldSelf.elastic)",
-        says="cannot be changed while the job runs; set spec.suspend to true first",
-        field=".elastic",
-        forbidden=True,
     ),
 )
+_AMOUNT = f"self.matches('^[0-9]+([.][0-9]+)?{_UNITS}$')"
+_NOTHING = f"self.matches('^0+([.]0+)?{_UNITS}$')"
 _MEMORY = (
     Rule(
-        rule=f"type(self) == int ? self >= 0 : self.matches('^[0-9]+([.][0-9]+)?{_UNITS}$')",
+        rule=f"type(self) == int ? self >= 0 : {_AMOUNT}",
         says="not an amount of memory; write bytes or use Ki, Mi, Gi, Ti, Pi, k, M, G, T or P, "
         "like 200Gi",
     ),
     Rule(
-        rule=f"type(self) == int ? self != 0 : !self.matches('^0+([.]0+)?{_UNITS}$')",
+        rule=f"type(self) == int ? self != 0 : !{_NOTHING}",
         says="leaves no memory for snapshots; give more, or remove the field to use the "
         "daemon's budget",
     ),
 )
 _BANDWIDTH = (
     Rule(
-        rule=f"type(self) == int ? self >= 0 : self.matches('^[0-9]+([.][0-9]+)?{_UNITS}$')",
+        rule=f"type(self) == int ? self >= 0 : {_AMOUNT}",
         says="not an amount of bytes; write bytes or use Ki, Mi, Gi, k, M or G, like 500M",
     ),
     Rule(
@@ -679,8 +676,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "spec.failurePolicy.rules[]": _FAILURE_RULE,
     "spec.persistence.bandwidth": (
         Rule(
-            rule=f"type(self) == int ? self > 0 : self.matches('^[0-9]+([.][0-9]+)?{_UNITS}$') && "
-            f"!self.matches('^0+([.]0+)?{_UNITS}$')",
+            rule=f"type(self) == int ? self > 0 : {_AMOUNT} && !{_NOTHING}",
             says="not an amount of bytes above 0; write bytes or use Ki, Mi, Gi, k, M or G, like "
             "500M",
         ),
