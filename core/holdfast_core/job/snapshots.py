@@ -295,10 +295,10 @@ class PolicySpec(Document, frozen=True, kw_only=True):
     @property
     def chosen(self) -> Policy:
         """The policy that is asked for, with its settings."""
-        given = (self.partial_experts, self.selective, self.sparse)
+        given: list[Policy | None] = [self.partial_experts, self.selective, self.sparse]
         every: tuple[type[Policy], ...] = get_args(Policy)
-        settings = (*filter(None, given), *(kind() for kind in every))
-        return next(each for each in settings if each.policy_type is self.type)
+        settings: list[Policy | None] = [*given, *(kind() for kind in every)]
+        return next(each for each in settings if each and each.policy_type is self.type)
 
     @property
     def leaves_experts_out(self) -> bool:
