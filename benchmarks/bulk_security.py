@@ -29,7 +29,7 @@ from holdfast_daemon.transport.protocol import Kind, Located, Request
 from holdfast_daemon.transport.server import BulkServer
 from holdfast_daemon.transport.tls import ConnectionFactory, Protection
 from holdfast_operator.control.certificates import Certificates
-from holdfast_protos.identity import Identity, Role
+from holdfast_protos.connections.identity import Identity, Role
 
 PLAIN = "plain"
 KINDS = (PLAIN, *(each.value for each in Protection))

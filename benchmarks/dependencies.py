@@ -59,7 +59,7 @@ S3_MODULES = tuple(f"holdfast_storage.{name}" for name in ("s3", "s3_calls", "s3
 CHOICES = (
     Choice(
         purpose="expiry of certificates",
-        ours=("holdfast_protos.validity",),
+        ours=("holdfast_protos.connections.validity",),
         library="cryptography.x509",
         packages=("cryptography",),
     ),
