@@ -11,9 +11,7 @@ ROOT = Path(__file__).parents[2]
 COLUMNS_MAX = 100
 GENERATED = {"docs/job.md"}
 """Text that comes from the sources."""
-FOLDERS = (
-    "benchmarks|charts|core|crds|daemon|docs|examples|gpu|operator|protos|storage|tests|trainer_sdk"
-)
+FOLDERS = "benchmarks|charts|cli|core|crds|daemon|docs|examples|gpu|operator|protos|storage|tests|trainer_sdk"
 DOCUMENTS = sorted(
     path
     for pattern in ("*.md", "docs/**/*.md", "charts/**/*.md")
@@ -46,6 +44,14 @@ def test_every_file_that_a_document_names_exists(path: Path) -> None:
     linked = re.findall(r"\]\(([\w./-]+)[#)]", text)
     missing = [name for name in named if not (ROOT / name).exists()]
     missing += [target for target in linked if not (path.parent / target).exists()]
+    assert not missing, missing
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=_name)
+def test_every_target_of_make_that_a_document_names_exists(path: Path) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    named = re.findall(r"(?m)(?:`|^)make\s+([a-z][a-z0-9-]+)", path.read_text(encoding="utf-8"))
+    missing = [each for each in named if f"\n{each}:" not in makefile]
     assert not missing, missing
 
 
