@@ -322,7 +322,7 @@ clean: ## Delete everything that can be made again (the shared environment stays
 	find $(CHECKED) -name __pycache__ -prune -exec rm -rf {} +
 
 # Writes the stubs of every .proto below the folder $(1). The compiler is an old one, so that what it
-# writes works with old versions of protobuf and grpcio, too; it needs no other package (0062).
+# writes works with old versions of protobuf and grpcio, too; it needs no other package (0007).
 define generate
 protoc="$(HOLDFAST_CACHE)/protoc-$(PROTOC)-$$(basename "$$(<$(STAMP))")"
 	if [ ! -d "$$protoc" ]; then

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,15 @@ def test_every_file_that_a_document_names_exists(path: Path) -> None:
     missing = [name for name in named if not (ROOT / name).exists()]
     missing += [target for target in linked if not (path.parent / target).exists()]
     assert not missing, missing
+
+
+def test_every_decision_that_a_source_names_exists() -> None:
+    numbers = {path.name[:4] for path in (ROOT / "docs/decisions").glob("[0-9]*.md")}
+    command = ["git", "grep", "-hE", "[Dd]ecisions?[ /][0-9]{4}", "--", "*.py", "*.txt", "*.md"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    named = set(re.findall(r"[Dd]ecisions?[ /](\d{4})\b", found))
+    assert len(named) > 20
+    assert named <= numbers
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=_name)
