@@ -12,7 +12,10 @@ ROOT = Path(__file__).parents[2]
 COLUMNS_MAX = 100
 GENERATED = {"docs/job.md"}
 """Text that comes from the sources."""
-FOLDERS = "benchmarks|charts|cli|core|crds|daemon|docs|examples|gpu|operator|protos|storage|tests|trainer_sdk"
+FOLDERS = (
+    "benchmarks|charts|cli|core|crds|daemon|docs|examples|gpu|operator|protos|storage|tests"
+    "|trainer_sdk"
+)
 DOCUMENTS = sorted(
     path
     for pattern in ("*.md", "docs/**/*.md", "charts/**/*.md")
@@ -55,6 +58,15 @@ def test_every_decision_that_a_source_names_exists() -> None:
     named = set(re.findall(r"[Dd]ecisions?[ /](\d{4})\b", found))
     assert len(named) > 20
     assert named <= numbers
+
+
+def test_the_readme_answers_each_question_about_the_source_in_three_files() -> None:
+    """That they exist is tested with those of all documents."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"(?m)^\| (.*\?) \| (.*) \|$", text)
+    files = {question: re.findall(r"`[\w/]+\.py`", answer) for question, answer in rows}
+    assert len(files) == 6
+    assert not {question: named for question, named in files.items() if not 1 <= len(named) <= 3}
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=_name)
