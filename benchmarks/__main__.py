@@ -26,6 +26,7 @@ BENCHMARKS = {
     "launching": ("launching", "the start of a launcher, until it can start workers"),
     "loss": ("loss", "the loss of the example model, with recoveries and without"),
     "operator": ("operator_scale", "the operator with thousands of members; needs root and Go"),
+    "papers": ("papers", "the model of failures, beside figures that papers published"),
     "parity": ("parity_kernels", "how fast parity is computed, beside XOR"),
     "persist": ("persist", "writing into durable storage, beside the bare write path"),
     "policies": ("policies", "what partial snapshots save, for the sizes of real models"),
