@@ -4,7 +4,7 @@ Each kind has a server process of its own with a file on a tmpfs, and the same f
 whose pages are present. The kinds take turns, round after round, so that other load on the machine
 affects them evenly. A handshake is measured as the first, tiny, fetch over a new connection.
 
-    make bench-bulk ARGS="--size 256 --rounds 9"
+    make bench NAME=bulk ARGS="--size 256 --rounds 9"
 """
 
 from __future__ import annotations
