@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed import (  # type: ignore[attr-defined]  # re-exported by torch
+    HashStore,
     PrefixStore,
     Store,
     TCPStore,
@@ -308,11 +309,38 @@ def _retire(group: Any) -> None:
 
 @functools.cache
 def _nowhere() -> dist.ProcessGroupGloo:
-    """Make the backend of a group that is no more: its first collective looks for the others."""
+    """Make the backend of a group that is no more: its first collective looks for the others, and
+    is told that the world has ended."""
+    create: Any = dist.ProcessGroupGloo.create_device
+    try:
+        device = create(hostname="127.0.0.1", lazy_init=True)
+    except TypeError:  # torch 2.6 always connects at once
+        return _deserted()
+    return dist.ProcessGroupGloo(_no_store, 0, 2, _options(device, _NO_TIME))
+
+
+def _deserted() -> dist.ProcessGroupGloo:
+    """Make the backend of a group whose other rank has just left: its first collective fails."""
+    store = HashStore()
+    made: dict[int, dist.ProcessGroupGloo] = {}
+
+    def join(rank: int) -> None:
+        device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+        options = _options(device, timedelta(seconds=FORM_S))
+        made[rank] = dist.ProcessGroupGloo(store, rank, 2, options)
+
+    other = threading.Thread(target=join, args=(1,))
+    other.start()
+    join(0)
+    other.join()
+    del made[1]
+    return made[0]
+
+
+def _options(device: Any, timeout: timedelta) -> Any:
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=True)]
-    options._timeout = timedelta(milliseconds=1)
-    return dist.ProcessGroupGloo(_no_store, 0, 2, options)
+    options._devices, options._timeout = [device], timeout
+    return options
 
 
 def wake() -> None:
