@@ -22,7 +22,7 @@ from holdfast._elastic.forming import Listener, read_listener
 from holdfast._elastic.groups import MeetingPoint
 from holdfast_core.errors import HoldfastError, StaleEpochError, UnreachableError
 
-KEY, TIMEOUT_S = new_store_key(), 20.0
+KEY, TIMEOUT_S = "5e" * 16, 20.0
 TIMEOUT = timedelta(seconds=TIMEOUT_S)
 CODE_BYTES = 32
 TEXTS = ["step 7", "step 8"]
