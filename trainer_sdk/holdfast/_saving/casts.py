@@ -9,7 +9,7 @@ taken, and the next one stores these weights.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from holdfast._copying.devices import Fence
 from holdfast._copying.engine import CopyEngine
@@ -127,23 +127,3 @@ class Casts:
 
 def _place(pair: Pair) -> _Place:
     return pair.weights.data_ptr(), pair.master.data_ptr(), pair.weights.nbytes
-
-
-def agreed_casts(
-    claims: Mapping[int, Mapping[str, str]], tables: Mapping[int, Collection[str]]
-) -> dict[str, str]:
-    """Weights that every rank which holds a tensor of their name takes for a rounded copy of the
-    same master.
-
-    Args:
-        claims: rank → its weights → their masters.
-        tables: rank → names of all its tensors.
-    """
-    found: dict[str, str] = {}
-    for rank in sorted(claims):
-        for name, master in claims[rank].items():
-            if name not in found and all(
-                claims[other].get(name) == master for other in tables if name in tables[other]
-            ):
-                found[name] = master
-    return found

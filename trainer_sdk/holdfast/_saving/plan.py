@@ -12,7 +12,7 @@ This module must not read or write bytes of tensors.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -255,6 +255,26 @@ def piece_bytes_for(experts: ExpertTable, holders: Mapping[UnitKey, tuple[int, .
     smallest = min(e.nbytes // len(holders.get(e.unit, (0,))) for e in experts.experts)
     wanted = 1 << max(smallest // 8, 1).bit_length() - 1
     return min(max(wanted, PAGE_BYTES), PIECE_BYTES)
+
+
+def agreed_casts(
+    claims: Mapping[int, Mapping[str, str]], tables: Mapping[int, Collection[str]]
+) -> dict[str, str]:
+    """Weights that every rank which holds a tensor of their name takes for a rounded copy of the
+    same master.
+
+    Args:
+        claims: rank → its weights → their masters.
+        tables: rank → names of all its tensors.
+    """
+    found: dict[str, str] = {}
+    for rank in sorted(claims):
+        for name, master in claims[rank].items():
+            if name not in found and all(
+                claims[other].get(name) == master for other in tables if name in tables[other]
+            ):
+                found[name] = master
+    return found
 
 
 def plan_together(

@@ -16,8 +16,7 @@ from holdfast._copying.devices import Fence
 from holdfast._copying.engine import CopyEngine
 from holdfast._digests import digest_of, state_of_units
 from holdfast._exchange import Exchange
-from holdfast._saving.casts import agreed_casts
-from holdfast._saving.plan import BasePlan, plan_alone, plan_together, table_of
+from holdfast._saving.plan import BasePlan, agreed_casts, plan_alone, plan_together, table_of
 from holdfast._state.capture import TensorSource
 from holdfast_core.errors import ReplicaMismatchError
 from holdfast_core.experts.recompute import BESIDE_STATE

@@ -112,6 +112,6 @@ class Tally:
                 save_period_s=counters.save_period_s,
                 staged_s=counters.staged_s,
                 interval_steps=counters.interval_steps,
-                loss=counters.loss,
+                loss=counters.loss.report,
                 plan=counters.plan,
             )

@@ -13,7 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 from holdfast._copying.devices import Fence
 from holdfast._copying.engine import CopyEngine
-from holdfast._saving.casts import Casts, agreed_casts
+from holdfast._saving.casts import Casts
+from holdfast._saving.plan import agreed_casts
 from holdfast._state.capture import TensorSource
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import SnapshotSkippedError
