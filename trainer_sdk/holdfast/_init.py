@@ -13,27 +13,27 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from holdfast._agree.exchange import Alone, Exchange, make_exchange
+from holdfast._agree.expert_counts import Counting
+from holdfast._agree.interval import DueSaves, EverySave, Pacing
+from holdfast._agree.replica_check import Comparing
+from holdfast._agree.window_order import Deciding
+from holdfast._capture.gradients import NO_GRADIENTS, Gradients
+from holdfast._capture.partial import PartialCapture
+from holdfast._capture.strategy import CapturePolicy, FullCapture
 from holdfast._copying.devices import device_of
 from holdfast._daemon.client import DaemonClient, GrpcClient
 from holdfast._elastic.pipeline import Pipeline
 from holdfast._elastic.session import ElasticSession, check_staying
 from holdfast._elastic.world import World
 from holdfast._environment import Environment, read_environment
-from holdfast._exchange import Alone, Exchange, make_exchange
 from holdfast._exits import set_exit_codes
-from holdfast._experts.counting import Counting
-from holdfast._experts.deciding import Deciding
-from holdfast._experts.gradients import NO_GRADIENTS, Gradients
-from holdfast._experts.partial import PartialCapture
-from holdfast._experts.policy import CapturePolicy, FullCapture
-from holdfast._interface import Session
 from holdfast._moe.checks import check_same_optimizer
 from holdfast._moe.layer import MoELayer
 from holdfast._moe.reseating import Reseating
-from holdfast._nodaemon import UnprotectedSession
-from holdfast._saving.comparing import Comparing
-from holdfast._saving.pacing import DueSaves, EverySave, Pacing
-from holdfast._session import ProtectedSession
+from holdfast._session.interface import Session
+from holdfast._session.protected import ProtectedSession
+from holdfast._session.unprotected import UnprotectedSession
 from holdfast._settings import Settings
 from holdfast._state.capture import LiveState
 from holdfast._state.collect import Stateful

@@ -28,12 +28,12 @@ import xxhash
 from torch import nn
 
 import holdfast
+from holdfast._agree.exchange import Broadcast
 from holdfast._daemon.handles import SaveHandle
 from holdfast._elastic.pipeline import Pipeline
 from holdfast._elastic.session import ElasticSession
-from holdfast._exchange import Broadcast
-from holdfast._interface import Session
-from holdfast._session import ProtectedSession
+from holdfast._session.interface import Session
+from holdfast._session.protected import ProtectedSession
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import UnreachableError
 from holdfast_core.job.snapshots import Repeats, SparseWindows

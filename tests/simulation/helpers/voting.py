@@ -23,10 +23,10 @@ import torch
 from torch import nn
 
 import holdfast
+from holdfast._agree.exchange import Broadcast
 from holdfast._elastic.session import ElasticSession
-from holdfast._exchange import Broadcast
-from holdfast._interface import Session
-from holdfast._session import ProtectedSession
+from holdfast._session.interface import Session
+from holdfast._session.protected import ProtectedSession
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import UnreachableError
 from holdfast_core.protection.standing import (

@@ -19,7 +19,7 @@ import holdfast
 from holdfast._elastic.session import ElasticSession
 from holdfast._elastic.world import World
 from holdfast._init import _Maker
-from holdfast._nodaemon import UnprotectedSession
+from holdfast._session.unprotected import UnprotectedSession
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import InvalidJobError, StaleEpochError, UnreachableError
 from holdfast_core.protection.standing import RankStanding
@@ -229,7 +229,7 @@ def test_groups_that_a_process_has_added_since_the_line_are_gone_after_a_restore
 FORKING = """
 import os, holdfast, torch
 from holdfast._elastic.session import ElasticSession
-from holdfast._nodaemon import UnprotectedSession
+from holdfast._session.unprotected import UnprotectedSession
 world = holdfast.elastic.init("gloo")
 group = world.group([[0]])
 session = ElasticSession(world, UnprotectedSession, (), 30.0)

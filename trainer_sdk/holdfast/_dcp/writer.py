@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from holdfast._daemon.handles import SaveHandle
-from holdfast._interface import Session
-from holdfast._session import ProtectedSession
+from holdfast._session.interface import Session
+from holdfast._session.protected import ProtectedSession
 from holdfast._state.capture import LiveState
 from holdfast._state.dtensors import local_of
 from holdfast_core.errors import HoldfastError, InvalidJobError

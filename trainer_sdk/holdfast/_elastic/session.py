@@ -20,17 +20,17 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from holdfast._agree.exchange import Exchange
+from holdfast._capture.partial_state import START, PartialState
 from holdfast._causes import drop_frames
 from holdfast._daemon.handles import SaveHandle
 from holdfast._elastic.beginning import Beginning
 from holdfast._elastic.pipeline import Pipeline
 from holdfast._elastic.stage_replay import agree_on_replay, hand_over_logs
 from holdfast._elastic.world import World
-from holdfast._exchange import Exchange
-from holdfast._experts.partial_state import START, PartialState
-from holdfast._interface import Session
-from holdfast._saving.tally import SaveCounters
-from holdfast._session import ProtectedSession
+from holdfast._save.tally import SaveCounters
+from holdfast._session.interface import Session
+from holdfast._session.protected import ProtectedSession
 from holdfast._state.capture import LiveState
 from holdfast._state.collect import drop_unscaled
 from holdfast._state.dtensors import is_dtensor

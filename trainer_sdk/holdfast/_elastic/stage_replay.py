@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
+from holdfast._agree.exchange import Exchange
 from holdfast._elastic.boundary_log import LogPart, decode_part, encode_part
 from holdfast._elastic.pipeline import EVERYONE, BoundaryReplay, Pipeline
-from holdfast._exchange import Exchange
-from holdfast._session import ProtectedSession
+from holdfast._session.protected import ProtectedSession
 from holdfast_core.errors import CorruptError, HoldfastError
 from holdfast_core.protection.replaying import (
     NO_LINE,

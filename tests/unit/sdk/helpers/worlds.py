@@ -18,16 +18,16 @@ from mixed_precision import MasterOptimizer
 from torch import nn
 
 from holdfast import Settings
+from holdfast._agree.exchange import Alone
+from holdfast._agree.expert_counts import Counting
+from holdfast._agree.interval import EverySave
+from holdfast._agree.replica_check import Comparing
+from holdfast._agree.window_order import Deciding
+from holdfast._capture.gradients import NO_GRADIENTS
+from holdfast._capture.partial import PartialCapture
+from holdfast._capture.strategy import CapturePolicy, FullCapture
 from holdfast._copying.devices import CpuDevice
-from holdfast._exchange import Alone
-from holdfast._experts.counting import Counting
-from holdfast._experts.deciding import Deciding
-from holdfast._experts.gradients import NO_GRADIENTS
-from holdfast._experts.partial import PartialCapture
-from holdfast._experts.policy import CapturePolicy, FullCapture
-from holdfast._saving.comparing import Comparing
-from holdfast._saving.pacing import EverySave
-from holdfast._session import ProtectedSession
+from holdfast._session.protected import ProtectedSession
 from holdfast._state.capture import LiveState
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import HoldfastError

@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from holdfast import Topology
-from holdfast._exchange import Alone
-from holdfast._experts.deciding import Deciding
-from holdfast._saving.plan import layout_of, own_shards, plan_alone, table_of
-from holdfast._saving.windows import Windows
+from holdfast._agree.exchange import Alone
+from holdfast._agree.plan import layout_of, own_shards, plan_alone, table_of
+from holdfast._agree.window_order import Deciding
+from holdfast._capture.windows import Windows
 from holdfast._state.capture import LiveState, TensorSource, Whole
 from holdfast._state.dtensors import is_box
 from holdfast_core.errors import InvalidJobError
