@@ -748,7 +748,7 @@ MUTANTS = (
         edits=(
             (
                 f"{SAVE}/saver.py",
-                "None if self._windows.open else self._link.give_back(why)",
+                "None if self.pipeline.snapshot else self._link.give_back(why)",
                 "None",
             ),
         ),

@@ -682,9 +682,9 @@ def settle(cluster: Cluster, process: Process, session: ElasticSession, step: in
     if handle.error is not None:  # a step that was repeated
         return
     handle.staged.result(WAIT_S)
-    windows = inner._saver._windows  # type: ignore[attr-defined]
+    windows = inner._saver.strategy  # type: ignore[attr-defined]
     slot = windows.slot(handle.step)
-    if slot is not None and slot != windows.window - 1:
+    if slot is not None and slot != windows._schedule.window - 1:
         return
     cluster.at("settle", process, step)
     handle.committed.result(WAIT_S)

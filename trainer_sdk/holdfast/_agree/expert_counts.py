@@ -39,7 +39,7 @@ class Chosen:
     units: tuple[UnitKey, ...]
 
 
-class Counting:
+class ExpertCounts:
     """One rank's part in the sums; the thread runs from `start` to `close`."""
 
     def __init__(self, exchange: Exchange, rank: int, ranks: int) -> None:

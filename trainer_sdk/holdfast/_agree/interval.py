@@ -68,7 +68,7 @@ class EverySave:
         del timeout_s
 
 
-class Pacing:
+class SaveInterval:
     """One rank's part in a measured choice; the thread runs from the first statement to `close`.
 
     Args:

@@ -60,6 +60,23 @@ _log = logging.getLogger("holdfast")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CaptureRules:
+    """What a policy asks of the plan."""
+
+    partial: bool = False
+    """Whether experts can be left out of snapshots."""
+    window: int = 0
+    """Most steps of a sparse window; 0 where snapshots are of one step."""
+    reorders: bool = False
+    """Whether experts may change slots from window to window."""
+    repeats: Repeats = Repeats.TRAINING
+    """What a recovery repeats of a window."""
+
+
+NO_RULES = CaptureRules()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BasePlan:
     """Division of the capture between ranks, agreed by all of them once."""
 
@@ -133,18 +150,15 @@ def plan_alone(
     rank: int,
     topology: Topology,
     table: Sequence[TensorSize] = (),
+    rules: CaptureRules = NO_RULES,
     *,
-    partial: bool = False,
     casts: Mapping[str, str] | None = None,
-    window: int = 0,
-    reorders: bool = False,
-    repeats: Repeats = Repeats.TRAINING,
 ) -> BasePlan:
-    """Plan for a rank that captures everything it holds; `partial` and `window` need its table."""
+    """Plan for a rank that captures everything it holds; `rules` but none need its table."""
     casts = casts or {}
-    operators = operators_of({0: table}, Topology(dp=1), casts, repeats)
+    operators = operators_of({0: table}, Topology(dp=1), casts, rules.repeats)
     table = [size for size in table if size.tensor not in casts]
-    experts = experts_apart({0: table}, Topology(dp=1)) if partial else NO_EXPERTS
+    experts = experts_apart({0: table}, Topology(dp=1)) if rules.partial else NO_EXPERTS
     return BasePlan(
         rank=rank,
         topology=topology,
@@ -154,9 +168,14 @@ def plan_alone(
         experts=experts,
         casts=casts,
         piece_bytes=piece_bytes_for(experts, {}),
-        schedule=cut(operators, window, repeats) if window else Schedule(()),
-        alike=alike(operators) if reorders else (),
+        schedule=_schedule(operators, rules),
+        alike=alike(operators) if rules.reorders else (),
     )
+
+
+def _schedule(operators: Sequence[Operator], rules: CaptureRules) -> Schedule:
+    """Units of each slot of a window; empty where snapshots are of one step."""
+    return cut(operators, rules.window, rules.repeats) if rules.window else Schedule(())
 
 
 def operators_of(
@@ -283,21 +302,14 @@ def plan_together(
     tables: Mapping[int, Sequence[TensorSize]],
     extras_bytes: Mapping[int, int],
     strategy: ShardStrategy,
+    rules: CaptureRules = NO_RULES,
     *,
-    partial: bool = False,
     casts: Mapping[str, str] | None = None,
-    window: int = 0,
-    reorders: bool = False,
-    repeats: Repeats = Repeats.TRAINING,
 ) -> BasePlan:
-    """Compute the plan that every rank derives from the same exchanged tables; with `partial`,
-    experts can be left out of snapshots.
+    """Compute the plan that every rank derives from the same exchanged tables.
 
     Args:
         casts: see `BasePlan.casts`; equal on all ranks.
-        window: most steps of a sparse window; 0 where snapshots are of one step.
-        reorders: whether experts may change slots from window to window.
-        repeats: what a recovery repeats of a window.
 
     Raises:
         ReplicaMismatchError: when declared replicas hold different tensors.
@@ -305,16 +317,16 @@ def plan_together(
             some ranks hold and those of others do not.
     """
     casts = casts or {}
-    if window and repeats is Repeats.OPTIMIZER:
+    if rules.window and rules.repeats is Repeats.OPTIMIZER:
         _check_trained(tables)
-    operators = operators_of(tables, topology, casts, repeats)
-    schedule = cut(operators, window, repeats) if window else Schedule(())
+    operators = operators_of(tables, topology, casts, rules.repeats)
+    schedule = _schedule(operators, rules)
     weights = {
         r: {casts[size.tensor]: size for size in table if size.tensor in casts}
         for r, table in tables.items()
     }
     tables = {r: [size for size in tables[r] if size.tensor not in casts] for r in tables}
-    experts = experts_apart(tables, topology) if partial else NO_EXPERTS
+    experts = experts_apart(tables, topology) if rules.partial else NO_EXPERTS
     apart = frozenset(experts.units)
     grain = Grain.UNIT if apart else None
     plan = plan_shards(tables, topology, strategy, expert_grain=grain)
@@ -329,7 +341,7 @@ def plan_together(
         casts=casts,
         piece_bytes=piece_bytes_for(experts, holders),
         schedule=schedule,
-        alike=alike(operators) if reorders else (),
+        alike=alike(operators) if rules.reorders else (),
     )
     largest = 0
     for r in tables:

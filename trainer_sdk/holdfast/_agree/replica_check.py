@@ -69,7 +69,7 @@ class _Verdict:
     differing: tuple[tuple[UnitKey, tuple[int, ...]], ...] = ()
 
 
-class Comparing:
+class ReplicaCheck:
     """One rank's part in the comparisons; the thread runs from the first call of `save` to `close`.
 
     Args:

@@ -13,14 +13,20 @@ import msgspec
 import torch
 
 from holdfast._agree.exchange import Exchange
-from holdfast._agree.plan import BasePlan, agreed_casts, plan_alone, plan_together, table_of
+from holdfast._agree.plan import (
+    BasePlan,
+    CaptureRules,
+    agreed_casts,
+    plan_alone,
+    plan_together,
+    table_of,
+)
 from holdfast._copying.devices import Fence
 from holdfast._copying.engine import CopyEngine
 from holdfast._digests import digest_of, state_of_units
 from holdfast._state.capture import TensorSource
 from holdfast_core.errors import ReplicaMismatchError
 from holdfast_core.experts.recompute import BESIDE_STATE
-from holdfast_core.job.snapshots import Repeats
 from holdfast_core.snapshots.sharding import ShardStrategy
 from holdfast_core.snapshots.units import TensorSize, UnitKey, UnitKind
 from holdfast_core.topology import Topology
@@ -73,11 +79,7 @@ def agree(
     topology: Topology,
     rank: int,
     strategy: ShardStrategy,
-    *,
-    partial: bool = False,
-    window: int = 0,
-    reorders: bool = False,
-    repeats: Repeats = Repeats.TRAINING,
+    rules: CaptureRules,
 ) -> BasePlan:
     """Exchange statements and compute the base plan; see `plan_together`. Collective.
 
@@ -87,16 +89,7 @@ def agree(
         UnreachableError: when some rank does not take part.
     """
     if not exchange.together:
-        return plan_alone(
-            rank,
-            topology,
-            statement.table,
-            partial=partial,
-            casts=statement.casts,
-            window=window,
-            reorders=reorders,
-            repeats=repeats,
-        )
+        return plan_alone(rank, topology, statement.table, rules, casts=statement.casts)
     texts = exchange.gather(msgspec.json.encode(statement))
     statements = [_STATEMENT.decode(text) for text in texts]
     tables = {r: one.table for r, one in enumerate(statements)}
@@ -105,18 +98,7 @@ def agree(
         {r: one.casts for r, one in enumerate(statements)},
         {r: {size.tensor for size in table} for r, table in tables.items()},
     )
-    plan = plan_together(
-        rank,
-        topology,
-        tables,
-        extras,
-        strategy,
-        partial=partial,
-        casts=casts,
-        window=window,
-        reorders=reorders,
-        repeats=repeats,
-    )
+    plan = plan_together(rank, topology, tables, extras, strategy, rules, casts=casts)
     if len({one.step for one in statements}) == 1:
         _compare(
             {r: one.digests for r, one in enumerate(statements) if one.digests is not None},

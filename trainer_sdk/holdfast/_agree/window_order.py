@@ -37,7 +37,7 @@ class WindowDecision:
     """Whether its first save captures the state of all units instead, and the others nothing."""
 
 
-class Deciding:
+class WindowDecisions:
     """One rank's part in the decisions; the thread runs from `start` to `close`.
 
     Args:

@@ -17,14 +17,18 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from holdfast._agree.expert_counts import Chosen, Counting
+from holdfast._agree.expert_counts import Chosen, ExpertCounts
+from holdfast._agree.plan import BasePlan, CaptureRules, table_of
 from holdfast._capture.gradients import ExpertGradients
 from holdfast._capture.loss import Loss
 from holdfast._capture.measuring import Measuring
 from holdfast._capture.partial_state import START, PartialState
-from holdfast._capture.strategy import CaptureChoice, CapturePolicy, FullCapture
+from holdfast._capture.strategy import CaptureChoice, CaptureStrategy, SaveCall, SnapshotRecord
 from holdfast._capture.turns import Chooser, Turns
+from holdfast._capture.whole import WholeCapture
 from holdfast._copying.placed import ExpertPieces
+from holdfast._state.capture import TensorSource
+from holdfast._state.extras import join_extras
 from holdfast_core.errors import SnapshotSkippedError
 from holdfast_core.experts.counts import NO_COUNTS, NONE_SPREAD, UNKNOWN, CountStatement, Mark
 from holdfast_core.experts.ledger import ExpertLedger
@@ -43,8 +47,8 @@ VERSIONS_KEPT = 4
 """Versions of each expert kept in the ledger: more than there are snapshots in memory."""
 
 
-class PartialCapture:
-    """Policy that leaves experts out: see `CapturePolicy`.
+class PartialCapture(CaptureStrategy):
+    """Strategy that leaves experts out.
 
     Args:
         counting: sums of what all ranks state, needed where tokens decide, and where experts are
@@ -54,11 +58,17 @@ class PartialCapture:
     """
 
     leaves_out = True
+    rules = CaptureRules(partial=True)
 
     def __init__(
-        self, policy: ExpertPolicy, counting: Counting, wait_s: float, gradients: ExpertGradients
+        self,
+        policy: ExpertPolicy,
+        counting: ExpertCounts,
+        wait_s: float,
+        gradients: ExpertGradients,
     ) -> None:
-        self.gradients = gradients
+        super().__init__()
+        self._gradients = gradients
         self._policy = policy
         self._pieces = ExpertPieces()
         self._counting = counting
@@ -88,6 +98,12 @@ class PartialCapture:
         """Counts by which the newest snapshot was chosen."""
         self._captured = 0
         """Number of experts in the newest choice."""
+        self._state_bytes = 0
+        """Room in the extras for the policy's state."""
+
+    @property
+    def gradients(self) -> ExpertGradients:
+        return self._gradients
 
     def recovered(
         self,
@@ -110,15 +126,27 @@ class PartialCapture:
         self._marks = self._trying = state.marks
         self._measuring = Measuring(state.measures)
 
-    def agreed(
+    def on_agreed(self, plan: BasePlan, sources: Sequence[TensorSource]) -> CaptureStrategy:
+        if not plan.experts.units:
+            return WholeCapture()
+        self._state_bytes = plan.state_bytes
+        own = plan.own_experts(table_of(sources))
+        self.begin(plan.experts, plan.topology.world_size, own, plan.spread)
+        return self
+
+    def begin(
         self,
         table: ExpertTable,
         ranks: int,
         own: frozenset[UnitKey],
         spread: Mapping[UnitKey, int] = NONE_SPREAD,
-    ) -> CapturePolicy:
-        if not table.units:
-            return FullCapture()
+    ) -> None:
+        """Begin with the experts that all `ranks` of the world have agreed on.
+
+        Args:
+            own: experts that this rank captures, whole or in part.
+            spread: expert → number of ranks that capture parts of it, where more than one does.
+        """
         self._table, self._ranks, self._own = table, ranks, own
         self._parts = own.intersection(spread)
         if set(self._ledger.tokens) != set(table.units):
@@ -128,7 +156,7 @@ class PartialCapture:
         self._settle_marks()
         if not (spread or self._policy.needs_counts):
             self._take_turns()
-            return self
+            return
         together = self._counting.ranks
         self._counting.start(
             self._first,
@@ -137,9 +165,8 @@ class PartialCapture:
             lambda counts: self._policy.select(table, counts, self._k, together),
             spread,
         )
-        return self
 
-    def reseated(self, own: frozenset[UnitKey]) -> None:
+    def on_reseated(self, own: frozenset[UnitKey]) -> None:
         # Other ranks then still state their marks of before, or not: the sum is one for all, and
         # whoever captures an expert now captures it whatever was chosen.
         self._own = own
@@ -151,27 +178,38 @@ class PartialCapture:
     def _take_turns(self) -> None:
         self._chooser = Turns(self._table, self._own, self._k, lambda: self._ledger)
 
-    def called(self, number: int, step: int, now_s: float) -> None:
+    def extras_bytes(self, of_save: int) -> int:
+        return of_save + self._state_bytes
+
+    def on_opened(
+        self,
+        layout: Layout,
+        sources: Sequence[TensorSource],
+        gradients: Sequence[TensorSource],
+    ) -> None:
+        super().on_opened(layout, sources, gradients)
+        self._pieces = ExpertPieces(layout)
+
+    def on_save_called(self, number: int, step: int, now_s: float) -> None:
         self._measuring.saved(step, now_s)
         self._chooser.called(number)
 
-    def count(self, counts: Mapping[UnitKey, int], assignments: Mapping[int, int]) -> None:
+    def count(self, counts: Mapping[UnitKey, int], assigned: Mapping[int, int]) -> None:
         ledger = self._ledger
         self._ledger = ledger.routed(
             {unit: n for unit, n in counts.items() if unit in ledger.tokens},
-            {layer: n for layer, n in assignments.items() if layer in ledger.assignments},
+            {layer: n for layer, n in assigned.items() if layer in ledger.assignments},
         )
 
-    def opened(self, layout: Layout) -> None:
-        self._pieces = ExpertPieces(layout)
-
-    def choose(self, number: int, newest: Generation | None) -> CaptureChoice:
-        left_out = self._left_out(number)
+    def choose(self, call: SaveCall, newest: Generation | None) -> CaptureChoice:
+        left_out = self._left_out(call.number)
         sent = self.gradients.ready(newest, self._own.difference(left_out))
         carried = self._pieces.left(left_out, sent)
+        choice = replace(self._everything(call.step), left_out=left_out)
         if not carried.any():
-            return CaptureChoice(left_out=left_out)
-        return CaptureChoice(left_out=left_out, base=newest, carried=carried)
+            return choice
+        nbytes = self._end - int(carried.sum()) * self._copies.piece_bytes
+        return replace(choice, base=newest, skip=carried, nbytes=nbytes)
 
     def _left_out(self, number: int) -> frozenset[UnitKey]:
         """Choose the experts, of any rank, that snapshot `number` need not capture.
@@ -206,9 +244,10 @@ class PartialCapture:
     def _held(self) -> Mapping[UnitKey, Mark]:
         return {unit: self._marks[unit] for unit in self._parts if unit in self._marks}
 
-    def granted(self, number: int, choice: CaptureChoice, *, carried: bool) -> CaptureChoice:
+    def on_granted(self, number: int, choice: CaptureChoice, *, carried: bool) -> CaptureChoice:
         if not carried:
-            choice = CaptureChoice(left_out=self._not_carried(choice.left_out))
+            left_out = self._not_carried(choice.left_out)
+            choice = replace(self._everything(choice.last_step), left_out=left_out)
         taken = self._own.difference(choice.left_out)
         tokens = self._counts.tokens
         new = {unit: Mark(number, tokens.get(unit, 0)) for unit in taken}
@@ -236,48 +275,50 @@ class PartialCapture:
             )
         return left_out - self._own
 
-    def stalled(self, seconds: float) -> None:
+    def on_stalled(self, seconds: float) -> None:
         self._measuring.stalled(seconds)
 
-    def staged(self, generation: Generation, choice: CaptureChoice) -> None:
+    def on_staged(
+        self, generation: Generation, choice: CaptureChoice, began_s: float, now_s: float
+    ) -> None:
         self.gradients.captured(generation, self._own.difference(choice.left_out))
+        self._measuring.copied(generation, choice.nbytes, began_s, now_s)
 
-    def copied(self, generation: Generation, nbytes: int, began_s: float, now_s: float) -> None:
-        self._measuring.copied(generation, nbytes, began_s, now_s)
-
-    def captured(
+    def record(
         self,
         generation: Generation,
-        number: int,
+        call: SaveCall,
         choice: CaptureChoice,
-        replenishing: Replenishing,
-    ) -> PartialState:
+        digests: Mapping[UnitKey, int],
+    ) -> SnapshotRecord:
+        del digests
         taken = [unit for unit in self._ledger.tokens if unit not in choice.left_out]
-        ledger = replace(self._ledger, snapshots=number)
-        return PartialState(
+        ledger = replace(self._ledger, snapshots=call.number)
+        state = PartialState(
             ledger=ledger.captured(generation, taken, keep=VERSIONS_KEPT),
             account=self._account,
             k=self._k,
             recoveries=self._recoveries,
             marks=self._trying,
             measures=self._measuring.measures,
-            replenishing=replenishing,
+            replenishing=call.replenishing,
         )
+        return SnapshotRecord(extras=join_extras(call.extras, state.encode()), state=state)
 
-    def keep(self, state: PartialState) -> None:
-        self._ledger, self._marks = state.ledger, state.marks
+    def on_committed(self, record: SnapshotRecord) -> None:
+        self._ledger, self._marks = record.state.ledger, record.state.marks
 
-    def ended(self, number: int) -> None:
+    def on_ended(self, number: int) -> None:
         self._settle_marks()
         self._chooser.attempted(number)
 
-    def protected(self, generation: Generation, now_s: float) -> None:
+    def on_protected(self, generation: Generation, now_s: float) -> None:
         self._measuring.protected(generation, now_s)
 
     def close(self, timeout_s: float) -> None:
         self._chooser.close(timeout_s)
 
-    def kept(self, number: int, replenishing: Replenishing) -> PartialState:
+    def leave(self, number: int, replenishing: Replenishing) -> PartialState:
         return PartialState(
             ledger=replace(self._ledger.begun_anew(), snapshots=number),
             account=self._account,

@@ -1,70 +1,122 @@
-"""One rank's part of a snapshot policy: what the session, the saver and the restore ask.
+"""Strategy of a job's snapshots: what each save captures, and what it records beside the tensors.
 
-They hold a policy always, and never ask which one it is. `FullCapture` is the policy of a job whose
-snapshots capture everything; `_capture.partial` has the part of those that leave experts out. What
-differs between the latter, which experts they choose, is in `holdfast_core.experts.policies`.
+The session, the pipeline of a save and the restore hold a strategy always, and never ask which one
+it is. `whole` captures everything in each save, `partial` leaves experts out, and `windows` spreads
+a snapshot over several saves. The base class captures whatever its subclass chooses, and does
+nothing else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
 
+from holdfast._agree.plan import NO_RULES, BasePlan, CaptureRules, moves_of
 from holdfast._capture.gradients import NO_GRADIENTS, ExpertGradients
 from holdfast._capture.loss import NO_LOSS, Loss
+from holdfast._capture.optimizer_steps import NO_STEPS, StepsTaken
 from holdfast._capture.partial_state import START, PartialState
+from holdfast._copying.engine import CopyPlan
 from holdfast._copying.placed import Flags
-from holdfast_core.experts.counts import NONE_SPREAD
+from holdfast._state.capture import TensorSource
 from holdfast_core.experts.replenish import Replenishing
-from holdfast_core.experts.tables import ExpertTable
+from holdfast_core.experts.sparse_windows import Schedule
 from holdfast_core.snapshots.generations import Generation
-from holdfast_core.snapshots.layouts import Layout
+from holdfast_core.snapshots.layouts import PIECE_BYTES, Layout
+from holdfast_core.snapshots.manifests import ExpertVersion
 from holdfast_core.snapshots.pieces import packed
 from holdfast_core.snapshots.units import UnitKey
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveCall:
+    """A call of `save`, and what its snapshot holds beside tensors."""
+
+    number: int = 0
+    """Number of the save among those that the training loop called, equal on all ranks."""
+    step: int
+    extras: bytes = b""
+    optimizer_steps: StepsTaken = NO_STEPS
+    """What the optimizers have done since the last save, where a recovery repeats it."""
+    replenishing: Replenishing = field(default_factory=Replenishing.start)
+    """Lost tokens that this rank still makes up for."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CaptureChoice:
-    """What a snapshot does not capture."""
+    """What a save captures, and of which snapshot it is a part."""
 
+    copies: CopyPlan
+    nbytes: int
+    """Bytes of tensors that it copies."""
+    first_step: int = 0
+    """Step of the snapshot's first save; 0 where the snapshot is of one step."""
+    last_step: int
+    """Step of the snapshot's last save, which commits it."""
+    resume_step: int
+    """Step after which training goes on from the snapshot."""
     left_out: frozenset[UnitKey] = frozenset()
-    """Experts of any rank that need not be captured."""
+    """Units, of any rank, that it need not capture."""
     base: Generation | None = None
-    """Snapshot to carry pieces over from; None when all pieces are written."""
-    carried: Flags | None = None
-    """Pieces to carry over: bool [pieces that hold nothing of the extras]; None for none."""
+    """Snapshot to carry the pieces of `skip` over from; None where they are just left alone."""
+    skip: Flags | None = None
+    """Pieces that it does not write: bool [pieces that hold nothing of the extras]; None for
+    none."""
+    digested: frozenset[UnitKey] = frozenset()
+    """Units whose live state is digested, for `record`."""
 
     @property
     def unchanged(self) -> bytes:
-        """`carried` in the form of a request for a slot."""
-        return b"" if self.carried is None else packed(self.carried)
+        """Pieces to carry over, in the form of a request for a slot."""
+        return b"" if self.base is None or self.skip is None else packed(self.skip)
+
+
+class CapturedBeforeError(Exception):
+    """A save has nothing to capture, because an earlier one has it: it is not taken, and does not
+    count as skipped."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SnapshotRecord:
+    """What a complete snapshot holds beside tensors."""
+
+    extras: bytes
+    state: PartialState = START
+    """State of the policy, behind the extras."""
 
     @property
-    def carried_pieces(self) -> int:
-        """Number of pieces to carry over."""
-        return 0 if self.carried is None else int(self.carried.sum())
+    def experts(self) -> tuple[ExpertVersion, ...]:
+        """Versions of the experts in the snapshot, for its manifest."""
+        return self.state.known_versions
 
 
-EVERYTHING = CaptureChoice()
+class CaptureStrategy:
+    """One rank's strategy. The saver's thread calls it, except where noted."""
 
+    leaves_out = False
+    """Whether snapshots may leave experts out, so that tokens are counted."""
+    token_parts = 1
+    """Parts of one in which the script's counts are added up."""
+    rules: CaptureRules = NO_RULES
+    """What the ranks' common plan has to allow for."""
 
-class CapturePolicy(Protocol):
-    """One rank's part of a policy. The saver's thread calls it, except where noted."""
-
-    @property
-    def leaves_out(self) -> bool:
-        """Whether snapshots may leave experts out, so that tokens are counted. Any thread."""
+    def __init__(self) -> None:
+        self._copies = CopyPlan(piece_bytes=PIECE_BYTES, host_moves=())
+        """Copies of all tensors."""
+        self._end = 0
+        """First byte in the slot behind the state of all units."""
 
     @property
     def gradients(self) -> ExpertGradients:
         """Gradients that snapshots carry. Any thread."""
+        return NO_GRADIENTS
 
     @property
     def loss(self) -> Loss:
         """Cost of the policy in tokens."""
+        return NO_LOSS
 
-    # --- before the first save --------------------------------------------------------------------
+    # --- a world ----------------------------------------------------------------------------------
 
     def recovered(
         self,
@@ -77,171 +129,137 @@ class CapturePolicy(Protocol):
     ) -> PartialState:
         """State to continue with after a restore; see `PartialState.recovered`. For the training
         thread."""
+        del state, lost, assigned, epoch, line
+        return START
 
     def resume(self, state: PartialState) -> None:
         """Continue from the state of a restore. For the training thread."""
 
-    def agreed(
-        self,
-        table: ExpertTable,
-        ranks: int,
-        own: frozenset[UnitKey],
-        spread: Mapping[UnitKey, int] = NONE_SPREAD,
-    ) -> CapturePolicy:
-        """Begin, once all `ranks` of the world have agreed on the experts that may be left out.
-        Return the policy to go on with: another one where there are no such experts.
+    def on_agreed(self, plan: BasePlan, sources: Sequence[TensorSource]) -> CaptureStrategy:
+        """Begin, once all ranks have agreed on `plan`, by which this rank captures `sources`.
+        Return the strategy to continue with: another one where the model has nothing that this one
+        is for.
 
-        Args:
-            own: experts that this rank captures, whole or in part.
-            spread: expert → number of ranks that capture parts of it, where more than one does.
+        Raises:
+            InvalidJobError: `sources` cannot be captured like this.
         """
+        del plan, sources
+        return self
 
-    def reseated(self, own: frozenset[UnitKey]) -> None:
+    def on_reseated(self, own: frozenset[UnitKey]) -> None:
         """Note that experts have changed ranks, on all ranks before the same save, and that this
-        rank captures `own` from now on: no snapshot of before holds pieces for the next one."""
+        rank captures `own` from now on: no earlier snapshot holds pieces for the next one."""
 
-    # --- a save, in this order --------------------------------------------------------------------
-
-    def called(self, number: int, step: int, now_s: float) -> None:
-        """Note that save `number` was called, whether or not it was skipped. For the training
-        thread."""
-
-    def count(self, counts: Mapping[UnitKey, int], assignments: Mapping[int, int]) -> None:
-        """Add the tokens that this rank routed since the last call; unknown experts are ignored."""
-
-    def opened(self, layout: Layout) -> None:
-        """Use `layout` for all snapshots from now on."""
-
-    def choose(self, number: int, newest: Generation | None) -> CaptureChoice:
-        """Choose what snapshot `number` need not capture, with `newest` as the newest committed
-        snapshot.
-
-        Raises:
-            SnapshotSkippedError: when parts of one expert could end up from two saves.
-        """
-
-    def granted(self, number: int, choice: CaptureChoice, *, carried: bool) -> CaptureChoice:
-        """Note that snapshot `number` has a slot. Return what it really leaves out.
-
-        Args:
-            carried: whether the daemon carries the pieces over.
-
-        Raises:
-            SnapshotSkippedError: when parts of one expert could end up from two saves.
-        """
-
-    def stalled(self, seconds: float) -> None:
-        """Add time that training waited for a snapshot. For the training thread."""
-
-    def staged(self, generation: Generation, choice: CaptureChoice) -> None:
-        """Note that all bytes of a snapshot are copied; training has not gone on."""
-
-    def copied(self, generation: Generation, nbytes: int, began_s: float, now_s: float) -> None:
-        """Note the bytes of a snapshot that were copied, and when."""
-
-    def captured(
-        self,
-        generation: Generation,
-        number: int,
-        choice: CaptureChoice,
-        replenishing: Replenishing,
-    ) -> PartialState:
-        """State as of this snapshot, to be recorded in it; `keep` makes it current."""
-
-    def keep(self, state: PartialState) -> None:
-        """Make `state` current, once its snapshot is committed."""
-
-    def ended(self, number: int) -> None:
-        """Note that snapshot `number` is committed, or never will be."""
-
-    def protected(self, generation: Generation, now_s: float) -> None:
-        """Note that a snapshot is protected. Any thread."""
+    def leave(self, number: int, replenishing: Replenishing) -> PartialState:
+        """State with which this rank goes on in another world, without a restore, after `number`
+        calls of save. After `close`; for the training thread."""
+        del number, replenishing
+        return START
 
     def close(self, timeout_s: float) -> None:
         """End what runs beside the saves, within about `timeout_s`. For the training thread."""
 
-    def kept(self, number: int, replenishing: Replenishing) -> PartialState:
-        """State with which this rank goes on in another world, without a restore, after `number`
-        calls of save. After `close`; for the training thread."""
+    # --- a layout ---------------------------------------------------------------------------------
 
+    def extras_bytes(self, of_save: int) -> int:
+        """Room for the extras of a snapshot whose saves have `of_save` bytes each."""
+        return of_save
 
-class FullCapture:
-    """Policy of snapshots that capture everything: it chooses, counts and records nothing."""
+    def shape(self, layout: Layout, sources: Sequence[TensorSource]) -> Layout:
+        """`layout` of the tensors and extras, with room for what else snapshots hold."""
+        del sources
+        self._end = layout.extras_offset
+        return layout
 
-    leaves_out = False
-    gradients: ExpertGradients = NO_GRADIENTS
-    loss = NO_LOSS
-
-    def recovered(
+    def on_opened(
         self,
-        state: PartialState,
-        lost: Sequence[Mapping[str, int]],
-        assigned: Sequence[Mapping[str, int]],
-        *,
-        epoch: int,
-        line: Generation,
-    ) -> PartialState:
-        return START
+        layout: Layout,
+        sources: Sequence[TensorSource],
+        gradients: Sequence[TensorSource],
+    ) -> None:
+        """Use `layout`, which `shape` returned, for all saves from now on."""
+        del gradients
+        self._copies = moves_of(layout, sources)
 
-    def resume(self, state: PartialState) -> None:
-        pass
+    # --- a save, in this order --------------------------------------------------------------------
 
-    def agreed(
-        self,
-        table: ExpertTable,
-        ranks: int,
-        own: frozenset[UnitKey],
-        spread: Mapping[UnitKey, int] = NONE_SPREAD,
-    ) -> CapturePolicy:
-        return self
+    def on_save_called(self, number: int, step: int, now_s: float) -> None:
+        """Note that save `number` was called, whether or not it is skipped. For the training
+        thread."""
 
-    def reseated(self, own: frozenset[UnitKey]) -> None:
-        pass
+    def count(self, counts: Mapping[UnitKey, int], assigned: Mapping[int, int]) -> None:
+        """Add the tokens that this rank routed since the last call; unknown experts are ignored."""
 
-    def called(self, number: int, step: int, now_s: float) -> None:
-        pass
+    def choose(self, call: SaveCall, newest: Generation | None) -> CaptureChoice:
+        """Choose what a save captures, with `newest` as the newest committed snapshot.
 
-    def count(self, counts: Mapping[UnitKey, int], assignments: Mapping[int, int]) -> None:
-        pass
+        Raises:
+            CapturedBeforeError: an earlier save has captured everything in place of this one.
+            SnapshotSkippedError: when parts of one unit could end up from two saves.
+            InvalidJobError: no save can hold what the optimizers do.
+        """
+        raise NotImplementedError
 
-    def opened(self, layout: Layout) -> None:
-        pass
+    def on_granted(self, number: int, choice: CaptureChoice, *, carried: bool) -> CaptureChoice:
+        """Note that save `number` has its slot. Return what it really captures.
 
-    def choose(self, number: int, newest: Generation | None) -> CaptureChoice:
-        return EVERYTHING
+        Args:
+            carried: whether the daemon carries pieces over.
 
-    def granted(self, number: int, choice: CaptureChoice, *, carried: bool) -> CaptureChoice:
-        return EVERYTHING
+        Raises:
+            SnapshotSkippedError: when parts of one unit could end up from two saves.
+        """
+        del number, carried
+        return choice
 
-    def stalled(self, seconds: float) -> None:
-        pass
+    def on_staged(
+        self, generation: Generation, choice: CaptureChoice, began_s: float, now_s: float
+    ) -> None:
+        """Note that all bytes of a save are copied, and when; training has not gone on."""
 
-    def staged(self, generation: Generation, choice: CaptureChoice) -> None:
-        pass
-
-    def copied(self, generation: Generation, nbytes: int, began_s: float, now_s: float) -> None:
-        pass
-
-    def captured(
+    def record(
         self,
         generation: Generation,
-        number: int,
+        call: SaveCall,
         choice: CaptureChoice,
-        replenishing: Replenishing,
-    ) -> PartialState:
-        return START
+        digests: Mapping[UnitKey, int],
+    ) -> SnapshotRecord | None:
+        """What the snapshot holds beside tensors; None while it takes further saves.
 
-    def keep(self, state: PartialState) -> None:
-        pass
+        Args:
+            digests: of the units of `choice.digested`.
+        """
+        del generation, choice, digests
+        return SnapshotRecord(extras=call.extras)
 
-    def ended(self, number: int) -> None:
-        pass
+    def on_committed(self, record: SnapshotRecord) -> None:
+        """Note that the snapshot of `record` is committed."""
 
-    def protected(self, generation: Generation, now_s: float) -> None:
-        pass
+    def on_dropped(self) -> None:
+        """Note that the snapshot in progress will not be committed."""
 
-    def close(self, timeout_s: float) -> None:
-        pass
+    def on_ended(self, number: int) -> None:
+        """Note that save `number` is over, however it ended."""
 
-    def kept(self, number: int, replenishing: Replenishing) -> PartialState:
-        return START
+    # --- beside the saves -------------------------------------------------------------------------
+
+    def gradients_due(self, step: int) -> tuple[Schedule, int] | None:
+        """Schedule and slot of the save of `step`, when it needs the gradients of that step. For
+        the training thread, before the step."""
+        del step
+        return None
+
+    def on_stalled(self, seconds: float) -> None:
+        """Add time that training waited for a snapshot. For the training thread."""
+
+    def on_protected(self, generation: Generation, now_s: float) -> None:
+        """Note that a snapshot is protected. Any thread."""
+
+    def want_whole(self, after: int) -> None:
+        """Ask that all units be captured in one step after step `after`. Any thread."""
+
+    def _everything(self, step: int) -> CaptureChoice:
+        """The choice of all tensors in one save."""
+        return CaptureChoice(
+            copies=self._copies, nbytes=self._end, last_step=step, resume_step=step
+        )

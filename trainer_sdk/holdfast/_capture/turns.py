@@ -17,7 +17,7 @@ from holdfast_core.snapshots.units import UnitKey
 
 
 class Chooser(Protocol):
-    """Choice of the experts of each save; see `Counting`."""
+    """Choice of the experts of each save; see `ExpertCounts`."""
 
     def called(self, number: int) -> None:
         """Note that save `number` was called. For the training thread."""

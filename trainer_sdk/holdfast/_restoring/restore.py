@@ -21,7 +21,7 @@ import msgspec
 
 from holdfast._agree.exchange import Exchange
 from holdfast._capture.partial_state import START, PartialState
-from holdfast._capture.strategy import CapturePolicy
+from holdfast._capture.strategy import CaptureStrategy
 from holdfast._capture.taking_over import RankTokens, taken_over
 from holdfast._capture.window_records import live_name
 from holdfast._copying.collector import without_collector
@@ -165,7 +165,7 @@ class Restore:
     exchange: Exchange
     engine: CopyEngine
     settings: Settings
-    policy: CapturePolicy
+    policy: CaptureStrategy
 
     def run(self, no_replay: str = "") -> Restored:
         """Run the restore; see `Session.restore`.

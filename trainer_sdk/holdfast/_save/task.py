@@ -7,13 +7,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from holdfast._capture.optimizer_steps import NO_STEPS, StepsTaken
+from holdfast._capture.strategy import SaveCall
 from holdfast._capture.tokens import Tokens
 from holdfast._copying.devices import Fence
 from holdfast._daemon.handles import SaveHandle
 from holdfast._state.capture import TensorSource
 from holdfast._state.in_place import InPlaceCheck
-from holdfast_core.experts.replenish import Replenishing
 
 
 class Task:
@@ -26,42 +25,33 @@ class Task:
     def __init__(
         self,
         handle: SaveHandle,
+        call: SaveCall,
         *,
         sources: Sequence[TensorSource] | None,
         gradients: Sequence[TensorSource] = (),
-        extras: bytes,
-        optimizer_steps: StepsTaken = NO_STEPS,
         more_extras_bytes: int = 0,
         fence: Fence,
         copies: bool = True,
-        number: int = 0,
         tokens: Tokens | None = None,
-        replenishing: Replenishing | None = None,
         unchanged: InPlaceCheck | None = None,
         reseated: bool = False,
     ) -> None:
-        self.handle = handle
+        self.handle, self.call = handle, call
         self.sources = sources
         """Tensors of this rank; None while they are the same as for the previous task."""
         self.gradients = gradients
         """Where `sources` are given: their gradients, which the saves of windows hold."""
-        self.extras = extras
-        self.optimizer_steps = optimizer_steps
-        """What the optimizers have done since the last save, where a recovery repeats it."""
-        self.extras_bytes = len(extras) + more_extras_bytes
+        self.extras_bytes = len(call.extras) + more_extras_bytes
         """Most bytes that this save adds to the extras of its snapshot."""
         self.fence = fence
         self.copies = copies
         """Whether to copy; False only prepares the session."""
-        self.number = number
-        """Number of the save among those that the training loop called, equal on all ranks."""
         self.tokens = tokens if tokens is not None else Tokens()
         """Tokens routed since the last save."""
-        self.replenishing = replenishing or Replenishing.start()
-        """Lost tokens that this rank still makes up for."""
         self.reseated = reseated
         """Whether experts have changed ranks since the last task."""
-        self._unchanged = unchanged
+        self.unchanged = unchanged
+        """Check of whether tensors have changed in place since `save`; None for none."""
         self.began_s = time.monotonic()
         self.let_go = threading.Event()
         """Set when the worker no longer needs the live tensors."""
@@ -74,11 +64,8 @@ class Task:
         self._free = threading.Condition()
         self._held = False
         self._over = False
-
-    def check(self) -> None:
-        """Raise SnapshotSkippedError when tensors have changed in place since `save`."""
-        if self._unchanged is not None:
-            self._unchanged.check()
+        self.given_up = False
+        """Whether the training thread has given the task up, and refuses its save."""
 
     def hold(self) -> bool:
         """Keep training from changing the tensors from here on; False when the task was given
@@ -97,12 +84,12 @@ class Task:
             self._free.notify_all()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold the task meanwhile, so that the training thread waits unless it has given the task
-        up."""
-        self.hold()
+    def held(self) -> Iterator[bool]:
+        """Hold the task meanwhile, so that the training thread waits; yield False when it has
+        given the task up."""
+        held = self.hold()
         try:
-            yield
+            yield held
         finally:
             self.release(over=False)
 
@@ -118,7 +105,7 @@ class Task:
                 elif not self._free.wait(max(deadline - time.monotonic(), 0.0)):
                     if self._held:  # the worker began at the last moment
                         continue
-                    self._over = True
+                    self._over = self.given_up = True
                     return False
             return True
 

@@ -15,14 +15,13 @@ import torch
 
 from holdfast._agree.exchange import Exchange
 from holdfast._agree.interval import DueSaves
-from holdfast._agree.replica_check import Comparing
+from holdfast._agree.replica_check import ReplicaCheck
 from holdfast._agree.replicas import UnitDigests, differing, digests_of
-from holdfast._agree.window_order import Deciding
 from holdfast._capture.apart import check_states_apart
 from holdfast._capture.capacity import Capacity
 from holdfast._capture.optimizer_steps import OptimizerSteps
 from holdfast._capture.partial_state import START, PartialState
-from holdfast._capture.strategy import CapturePolicy
+from holdfast._capture.strategy import CaptureStrategy, SaveCall
 from holdfast._capture.tokens import Tokens
 from holdfast._copying.devices import Device
 from holdfast._copying.engine import CopyEngine
@@ -70,18 +69,20 @@ class ProtectedSession(Session):
         exchange: Exchange,
         device: Device,
         settings: Settings,
-        comparing: Comparing,
-        policy: CapturePolicy,
-        pacing: DueSaves,
-        deciding: Deciding | None = None,
+        replica_check: ReplicaCheck,
+        strategy: CaptureStrategy,
+        interval: DueSaves,
         hooks: bool = True,
     ) -> None:
-        self._live, self._pacing, self._stateful = live, pacing, dict(stateful)
+        self._live, self._interval, self._stateful = live, interval, dict(stateful)
         self._settings, self._device = settings, device
         self._engine = CopyEngine(settings.copy_threads, device)
-        self._counts_tokens = policy.leaves_out or settings.counts_tokens
-        self._gradients = policy.gradients
-        self._optimizer_steps = OptimizerSteps(live, settings.repeats if settings.window else None)
+        rules = strategy.rules
+        self._takes_apart = strategy.leaves_out or bool(rules.window)
+        """Whether experts of one generation may be captured at different steps."""
+        self._counts_tokens = strategy.leaves_out or rules.reorders
+        self._gradients = strategy.gradients
+        self._optimizer_steps = OptimizerSteps(live, rules.repeats if rules.window else None)
         self._saver = Saver(
             client,
             exchange,
@@ -90,9 +91,8 @@ class ProtectedSession(Session):
             topology,
             rank,
             settings,
-            comparing,
-            policy,
-            deciding,
+            replica_check,
+            strategy,
         )
         self._restore = Restore(
             client=client,
@@ -103,7 +103,7 @@ class ProtectedSession(Session):
             exchange=exchange,
             engine=self._engine,
             settings=settings,
-            policy=policy,
+            policy=strategy,
         )
         self._stale, self._reseated = True, False
         self._sources: Sequence[TensorSource] | None = None
@@ -112,7 +112,7 @@ class ProtectedSession(Session):
         self._began = ""
         """Newest call after which it is too late to restore."""
         self._number, self._last_save_s = 0, 0.0
-        self._tokens = Tokens(1 if deciding is None else deciding.parts)
+        self._tokens = Tokens(strategy.token_parts)
         self._capacity = Capacity()
         self._closed, self._kept = False, START
         self._replay: Replay | None = None
@@ -160,7 +160,7 @@ class ProtectedSession(Session):
 
     @property
     def problem(self) -> HoldfastError | None:
-        return self._saver.problem or self._saver.comparing.problem or self._unseen.problem
+        return self._saver.problem or self._saver.replica_check.problem or self._unseen.problem
 
     @property
     def counters(self) -> SaveCounters:
@@ -274,7 +274,7 @@ class ProtectedSession(Session):
     def _resume(self, outcome: Restored, began: str) -> int | None:
         """Begin where `outcome` has brought this rank."""
         self._stale = True
-        self._saver.resume(outcome)
+        self._saver.pipeline.resume(outcome)
         self._number = outcome.experts.ledger.snapshots
         self._capacity.resume(outcome.experts.replenishing, someone=outcome.replenishing)
         self._last_step, self._replay = outcome.step, outcome.replay
@@ -330,7 +330,7 @@ class ProtectedSession(Session):
         if not self._is_due(handle, now):
             return
         self._number += 1
-        self._saver.called(self._number - 1, step, now)
+        self._saver.on_save_called(self._number - 1, step, now)
         if self._saver.problem is not None:
             self._saver.refuse(handle, self._saver.problem)
             return
@@ -350,12 +350,12 @@ class ProtectedSession(Session):
         Raises:
             SnapshotSkippedError: the ranks have not agreed on the interval yet.
         """
-        called = self._pacing.called(handle, now)
-        steps = self.counters.interval_steps = self._pacing.steps
+        called = self._interval.called(handle, now)
+        steps = self.counters.interval_steps = self._interval.steps
         for missed in called.missed:  # other ranks have counted them
             self._number += 1
-            self._saver.called(self._number - 1, missed, now)
-            self._saver.comparing.missed(missed)
+            self._saver.on_save_called(self._number - 1, missed, now)
+            self._saver.replica_check.missed(missed)
         if called.undecided:
             raise SnapshotSkippedError("the ranks have not agreed on the interval yet")
         if not called.due:
@@ -368,7 +368,7 @@ class ProtectedSession(Session):
 
     def _waited(self, began_s: float) -> None:
         """Count the time since `began_s` as time in which training only waited."""
-        self._pacing.waited(time.monotonic() - began_s)
+        self._interval.waited(time.monotonic() - began_s)
 
     @torch.inference_mode(False)  # what is made in that mode cannot be written outside of it
     def _task(self, handle: SaveHandle, *, copies: bool) -> Task:
@@ -377,7 +377,7 @@ class ProtectedSession(Session):
                 self._stale = True  # until all of this has succeeded
                 self._live.begun.forms.check()
                 found = self._live.discover()
-                check_states_apart(self._live, takes_apart=self._policy_takes_apart())
+                check_states_apart(self._live, takes_apart=self._takes_apart)
                 self._sources = (*found, *self._gradients.sources())
                 self._optimizer_steps.make_room()
                 self._eager = [
@@ -396,25 +396,25 @@ class ProtectedSession(Session):
         sources, self._sources = self._sources, None
         reseated, self._reseated = self._reseated, False
         tokens, self._tokens = self._tokens, self._tokens.emptied()
-        return Task(
-            handle,
-            sources=sources,
-            gradients=self._optimizer_steps.gradients,
+        call = SaveCall(
+            number=self._number - 1,
+            step=handle.step,
             extras=extras,
             optimizer_steps=self._optimizer_steps.take(),
+            replenishing=self._capacity.tracker,
+        )
+        return Task(
+            handle,
+            call,
+            sources=sources,
+            gradients=self._optimizer_steps.gradients,
             more_extras_bytes=self._optimizer_steps.extras_bytes,
             fence=self._device.fence(),
             copies=copies,
-            number=self._number - 1,
             tokens=tokens,
-            replenishing=self._capacity.tracker,
             unchanged=InPlaceCheck(self._live.watched) if copies else None,
             reseated=reseated,
         )
-
-    def _policy_takes_apart(self) -> bool:
-        """Whether experts of one generation may be captured at different steps."""
-        return self._restore.policy.leaves_out or bool(self._settings.window)
 
     def count_tokens(
         self, layer: int, counts: Sequence[float] | torch.Tensor, assignments: int | None = None
@@ -458,7 +458,7 @@ class ProtectedSession(Session):
         self._saver.wait_staged()
         self._waited(began_s)
         self._gradients.before_step(optimizer)
-        due = self._saver.gradients_due((self._last_step or 0) + 1)
+        due = self._saver.strategy.gradients_due((self._last_step or 0) + 1)
         self._optimizer_steps.before_step(optimizer, due, frozen=self._replay is not None)
         if self._replay is not None:
             self._replay.before_step(optimizer)
@@ -478,7 +478,7 @@ class ProtectedSession(Session):
         self._closed = True
         self._hooks.remove()
         self._saver.close(self._settings.rpc_timeout_s)
-        self._pacing.close(self._settings.rpc_timeout_s)
+        self._interval.close(self._settings.rpc_timeout_s)
 
 
 def _warn_unheld(optimizers: Sequence[object]) -> None:

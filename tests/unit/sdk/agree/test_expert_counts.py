@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from meeting import WAIT_S, Meeting, Seat
 
 from holdfast._agree.exchange import Alone
-from holdfast._agree.expert_counts import Counting
+from holdfast._agree.expert_counts import ExpertCounts
 from holdfast._capture.gradients import NO_GRADIENTS
 from holdfast._capture.partial import PartialCapture
 from holdfast._capture.partial_state import START, PartialState
+from holdfast._capture.strategy import SaveCall
 from holdfast_core.experts.counts import AgreedCounts, CountStatement, Mark
 from holdfast_core.experts.policies import policy_of
-from holdfast_core.experts.replenish import Replenishing
 from holdfast_core.experts.tables import Expert, ExpertTable, MoeLayer, Selection
 from holdfast_core.job.snapshots import ExpertChoice, LossyPolicy, PartialExperts, Selective
 from holdfast_core.snapshots.generations import Generation
@@ -76,10 +76,10 @@ class Rank:
     """Of its own experts: the save that they were last captured in, in truth."""
 
     def __post_init__(self) -> None:
-        counting = Counting(Seat(self.meeting, self.rank), self.rank, RANKS)
+        counting = ExpertCounts(Seat(self.meeting, self.rank), self.rank, RANKS)
         self.capture = PartialCapture(policy_of(self.policy), counting, WAIT_S, NO_GRADIENTS)
         self.capture.resume(self.state)
-        self.capture.agreed(TABLE, RANKS, held_by(self.rank))
+        self.capture.begin(TABLE, RANKS, held_by(self.rank))
 
     def save(self, number: int, routed: dict[UnitKey, int], fate: str) -> frozenset[UnitKey] | None:
         """What the rank's choice is, None when it is asked for none.
@@ -88,22 +88,21 @@ class Rank:
         snapshot before is gone, so that everything is captured), `lost` (not committed).
         """
         capture = self.capture
-        capture.called(number, number, float(number))
+        capture.on_save_called(number, number, float(number))
         if fate == "refused":
-            capture.ended(number)
+            capture.on_ended(number)
             return None
         capture.count(routed, {})
-        choice = capture.choose(number, None)
+        call = SaveCall(number=number, step=number)
+        choice = capture.choose(call, None)
         chosen = frozenset(TABLE.units) - choice.left_out
-        choice = capture.granted(number, choice, carried=fate != "full")
-        state = capture.captured(
-            Generation(self.epoch, number), number, choice, Replenishing.start()
-        )
+        choice = capture.on_granted(number, choice, carried=fate != "full")
+        record = capture.record(Generation(self.epoch, number), call, choice, {})
         if fate != "lost":
-            capture.keep(state)
-            self.state = state
+            capture.on_committed(record)
+            self.state = record.state
             self.captured |= dict.fromkeys(held_by(self.rank) - choice.left_out, number)
-        capture.ended(number)
+        capture.on_ended(number)
         return chosen
 
 
@@ -242,7 +241,7 @@ def nothing(counts: AgreedCounts) -> Selection:
 
 
 def test_a_rank_that_waited_in_vain_does_not_wait_again_before_a_choice_arrives() -> None:
-    counting = Counting(Alone(), 0, 1)
+    counting = ExpertCounts(Alone(), 0, 1)
     assert counting.chosen(5, 0.01) is None
     assert counting.chosen(6, 1e9) is None
     counting.start(7, TABLE.units, statement, nothing)
@@ -254,7 +253,7 @@ def test_a_rank_that_waited_in_vain_does_not_wait_again_before_a_choice_arrives(
 
 def test_all_saves_that_were_called_are_added_up_before_the_end() -> None:
     meeting = Meeting(2)
-    both = [Counting(Seat(meeting, rank), rank, 2) for rank in (0, 1)]
+    both = [ExpertCounts(Seat(meeting, rank), rank, 2) for rank in (0, 1)]
     for counting in both:
         counting.start(0, TABLE.units, statement, nothing)
         for number in range(4):

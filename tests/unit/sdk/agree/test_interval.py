@@ -15,9 +15,9 @@ from meeting import WAIT_S, Meeting, Seat
 
 import holdfast
 from holdfast._agree.exchange import Alone
-from holdfast._agree.interval import DueSaves, EverySave, Pacing
-from holdfast._agree.replica_check import Comparing
-from holdfast._capture.strategy import FullCapture
+from holdfast._agree.interval import DueSaves, EverySave, SaveInterval
+from holdfast._agree.replica_check import ReplicaCheck
+from holdfast._capture.whole import WholeCapture
 from holdfast._copying.devices import CpuDevice
 from holdfast._daemon.client import Opened
 from holdfast._daemon.handles import SaveHandle
@@ -44,7 +44,9 @@ class Ranks:
     def __init__(self, blocked_s: Sequence[float]) -> None:
         self.meeting = Meeting(len(blocked_s))
         self.blocked_s = list(blocked_s)
-        self.pacings = [Pacing(Seat(self.meeting, rank), A_DAY) for rank in range(len(blocked_s))]
+        self.pacings = [
+            SaveInterval(Seat(self.meeting, rank), A_DAY) for rank in range(len(blocked_s))
+        ]
         self.taken: list[list[int]] = [[] for _ in blocked_s]
         self.known: list[list[int]] = [[] for _ in blocked_s]
         """Steps whose snapshots were due, as far as the rank knows."""
@@ -125,7 +127,7 @@ def test_ranks_that_cannot_exchange_costs_take_every_save(caplog: pytest.LogCapt
 
 
 def test_a_snapshot_that_was_not_taken_is_not_measured() -> None:
-    pacing = Pacing(Alone(), A_DAY)
+    pacing = SaveInterval(Alone(), A_DAY)
     for step in range(1, WARMING_UP + MEASURED + LEAD_CALLS + 50):
         handle = SaveHandle(step)
         pacing.called(handle, float(step))
@@ -135,7 +137,7 @@ def test_a_snapshot_that_was_not_taken_is_not_measured() -> None:
     assert pacing.steps == 1
 
 
-@pytest.mark.parametrize("pacing", [EverySave(), Pacing(Alone(), A_DAY)])
+@pytest.mark.parametrize("pacing", [EverySave(), SaveInterval(Alone(), A_DAY)])
 def test_the_first_save_is_due_whatever_the_choice(pacing: DueSaves) -> None:
     called = pacing.called(SaveHandle(1), 0.0)
     assert called == Called(due=True)
@@ -195,7 +197,7 @@ def test_a_session_takes_the_saves_that_are_worth_it(
     assert session.counters.committed + skipped >= WARMING_UP + MEASURED
 
 
-class Counted(Comparing):
+class Counted(ReplicaCheck):
     """Compares nothing, and remembers the saves that were counted."""
 
     def __init__(self) -> None:
@@ -221,9 +223,9 @@ def test_saves_are_numbered_alike_on_ranks_that_get_the_decision_late(tmp_path: 
         exchange=Alone(),
         device=CpuDevice(),
         settings=Settings(start_wait_s=WAIT_S),
-        comparing=counted,
-        policy=FullCapture(),
-        pacing=Pacing(Seat(meeting, 0), A_DAY),
+        replica_check=counted,
+        strategy=WholeCapture(),
+        interval=SaveInterval(Seat(meeting, 0), A_DAY),
     )
     stated = WARMING_UP + MEASURED
     known = stated + LEAD_CALLS - 1
@@ -231,7 +233,7 @@ def test_saves_are_numbered_alike_on_ranks_that_get_the_decision_late(tmp_path: 
         error = session.save(step).committed.exception(WAIT_S)
         assert (error is None) == (step <= known), (step, error)
     assert "have not agreed on the interval" in str(error)
-    other = Pacing(Seat(meeting, 1), A_DAY)  # takes nothing, so that the interval stays 1
+    other = SaveInterval(Seat(meeting, 1), A_DAY)  # takes nothing, so that the interval stays 1
     for late in range(1, step + 1):
         other.called(SaveHandle(late), float(late))
     until = time.monotonic() + WAIT_S

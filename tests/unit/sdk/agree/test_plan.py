@@ -5,7 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast._agree.plan import BasePlan, layout_of, own_shards, plan_alone, plan_together
+from holdfast._agree.plan import (
+    BasePlan,
+    CaptureRules,
+    layout_of,
+    own_shards,
+    plan_alone,
+    plan_together,
+)
 from holdfast_core.errors import InvalidJobError, ReplicaMismatchError
 from holdfast_core.job.snapshots import Repeats
 from holdfast_core.snapshots.layouts import TensorRole, decode_layout, encode_layout
@@ -59,7 +66,12 @@ def test_windows_with_gradients_refuse_ranks_whose_optimizers_hold_other_paramet
 
     def plan(repeats: Repeats) -> BasePlan:
         return plan_together(
-            0, TOPOLOGY, tables, extras, ShardStrategy.ADAPTIVE, window=2, repeats=repeats
+            0,
+            TOPOLOGY,
+            tables,
+            extras,
+            ShardStrategy.ADAPTIVE,
+            CaptureRules(window=2, repeats=repeats),
         )
 
     assert plan(Repeats.TRAINING).schedule.slots
@@ -140,7 +152,9 @@ def experts_of(
     tables: Mapping[int, tuple[TensorSize, ...]], topology: Topology, rank: int = 0
 ) -> BasePlan:
     extras = dict.fromkeys(tables, 0)
-    return plan_together(rank, topology, tables, extras, ShardStrategy.ADAPTIVE, partial=True)
+    return plan_together(
+        rank, topology, tables, extras, ShardStrategy.ADAPTIVE, CaptureRules(partial=True)
+    )
 
 
 def unit(expert: int) -> UnitKey:

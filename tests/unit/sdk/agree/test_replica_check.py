@@ -15,9 +15,9 @@ from meeting import WAIT_S, Meeting, Seat
 
 from holdfast._agree.exchange import Alone
 from holdfast._agree.interval import EverySave
-from holdfast._agree.replica_check import Comparing
+from holdfast._agree.replica_check import ReplicaCheck
 from holdfast._agree.replicas import UnitDigests, digests_of
-from holdfast._capture.strategy import FullCapture
+from holdfast._capture.whole import WholeCapture
 from holdfast._copying.devices import CpuDevice
 from holdfast._copying.engine import CopyEngine
 from holdfast._daemon.client import Grant
@@ -58,7 +58,9 @@ class World:
     meeting: Meeting = field(default_factory=lambda: Meeting(RANKS))
 
     def __post_init__(self) -> None:
-        self.ranks = [Comparing(Seat(self.meeting, r), TOPOLOGY, self.every) for r in range(RANKS)]
+        self.ranks = [
+            ReplicaCheck(Seat(self.meeting, r), TOPOLOGY, self.every) for r in range(RANKS)
+        ]
         self._threads = ThreadPoolExecutor(RANKS)
         self._number = self.first
 
@@ -213,7 +215,7 @@ def test_a_session_that_ends_takes_part_in_what_it_has_called() -> None:
 
 
 def test_a_verdict_that_comes_before_the_digests_is_not_waited_for_again() -> None:
-    comparing = Comparing(Seat(Meeting(1), 0), Topology(dp=1), 1)
+    comparing = ReplicaCheck(Seat(Meeting(1), 0), Topology(dp=1), 1)
     comparing.called(0, 0)
     assert comparing.due(0, WAIT_S)
     comparing.missed(0)
@@ -241,7 +243,7 @@ class Garbling(Seat):
 
 
 def test_a_statement_that_cannot_be_read_ends_the_comparisons_and_nobody_waits() -> None:
-    comparing = Comparing(Garbling(Meeting(1), 0), Topology(dp=1), 1)
+    comparing = ReplicaCheck(Garbling(Meeting(1), 0), Topology(dp=1), 1)
     comparing.called(0, 0)
     assert comparing.due(0, WAIT_S)
     comparing.hand_over(0, held(0))
@@ -263,9 +265,10 @@ def test_replicas_that_differed_before_an_exchange_failed_stay_unsaved() -> None
 
 
 @pytest.mark.parametrize(
-    "comparing", [Comparing(Alone(), TOPOLOGY, 1), Comparing(Seat(Meeting(RANKS), 0), TOPOLOGY, 0)]
+    "comparing",
+    [ReplicaCheck(Alone(), TOPOLOGY, 1), ReplicaCheck(Seat(Meeting(RANKS), 0), TOPOLOGY, 0)],
 )
-def test_a_rank_that_is_alone_or_does_not_want_it_compares_nothing(comparing: Comparing) -> None:
+def test_a_rank_that_is_alone_or_does_not_want_it_compares_nothing(comparing: ReplicaCheck) -> None:
     comparing.called(0, 0)
     assert not comparing.due(0, WAIT_S)
     comparing.missed(0)
@@ -341,11 +344,11 @@ def test_a_save_that_training_overtook_is_no_divergence(tmp_path: Path) -> None:
         exchange=Alone(),
         device=CpuDevice(),
         settings=Settings(start_wait_s=WAIT_S),
-        comparing=Comparing(Seat(meeting, 0), pair, 1),
-        policy=FullCapture(),
-        pacing=EverySave(),
+        replica_check=ReplicaCheck(Seat(meeting, 0), pair, 1),
+        strategy=WholeCapture(),
+        interval=EverySave(),
     )
-    other = Comparing(Seat(meeting, 1), pair, 1)
+    other = ReplicaCheck(Seat(meeting, 1), pair, 1)
     other.called(0, 1)
     other.hand_over(0, held_by_both)
     error = session.save(1).committed.exception(WAIT_S)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from holdfast._agree.exchange import Broadcast
+from holdfast._agree.plan import NO_RULES
 from holdfast._agree.replicas import ReplicaStatement, UnitDigests, agree
 from holdfast_core.errors import ReplicaMismatchError
 from holdfast_core.snapshots.layouts import TensorRole
@@ -67,7 +68,9 @@ def statement(**digests: int) -> ReplicaStatement:
 
 
 def agreed(*others: ReplicaStatement) -> None:
-    agree(PreparedExchange(others), statement(gate=5), TOPOLOGY, 0, ShardStrategy.ADAPTIVE)
+    agree(
+        PreparedExchange(others), statement(gate=5), TOPOLOGY, 0, ShardStrategy.ADAPTIVE, NO_RULES
+    )
 
 
 def test_ranks_that_hold_different_bytes_are_named_with_the_unit() -> None:

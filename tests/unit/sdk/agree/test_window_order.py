@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from holdfast._agree.exchange import Alone
-from holdfast._agree.window_order import Deciding, WindowDecision
+from holdfast._agree.window_order import WindowDecision, WindowDecisions
 from holdfast_core.errors import SnapshotSkippedError, UnreachableError
 from holdfast_core.experts.sparse_windows import Schedule
 from holdfast_core.job.snapshots import ExpertOrder, SparseWindows
@@ -44,21 +44,23 @@ def exchange() -> Gated:
 
 
 @pytest.fixture
-def deciding(exchange: Gated) -> Iterator[Deciding]:
-    made = Deciding(exchange, BY_TOKENS)
+def deciding(exchange: Gated) -> Iterator[WindowDecisions]:
+    made = WindowDecisions(exchange, BY_TOKENS)
     made.start(ORIGIN, FIRST, [UNITS])
     yield made
     exchange.open.set()
     made.close(WAIT_S)
 
 
-def schedule(deciding: Deciding, window: int, wait_s: float = WAIT_S) -> Schedule:
+def schedule(deciding: WindowDecisions, window: int, wait_s: float = WAIT_S) -> Schedule:
     found = deciding.decision(window, wait_s)
     assert not found.whole
     return found.schedule
 
 
-def test_the_order_follows_what_all_ranks_have_counted(deciding: Deciding, exchange: Any) -> None:
+def test_the_order_follows_what_all_ranks_have_counted(
+    deciding: WindowDecisions, exchange: Any
+) -> None:
     """This rank alone would order otherwise. The sum of the 50th window is that of step 100."""
     exchange.open.set()
     for window in range(50):
@@ -68,7 +70,9 @@ def test_the_order_follows_what_all_ranks_have_counted(deciding: Deciding, excha
     assert schedule(deciding, 51) == OTHER
 
 
-def test_a_window_that_is_not_decided_yet_is_left_out(deciding: Deciding, exchange: Any) -> None:
+def test_a_window_that_is_not_decided_yet_is_left_out(
+    deciding: WindowDecisions, exchange: Any
+) -> None:
     assert schedule(deciding, 0, 0.0) == schedule(deciding, 1, 0.0) == FIRST
     deciding.ended(1)
     with pytest.raises(SnapshotSkippedError, match="have not agreed in time on this window"):
@@ -78,7 +82,7 @@ def test_a_window_that_is_not_decided_yet_is_left_out(deciding: Deciding, exchan
 
 
 def test_a_rank_that_missed_a_sum_captures_no_later_window(
-    deciding: Deciding, exchange: Any
+    deciding: WindowDecisions, exchange: Any
 ) -> None:
     """Others may have got it, and order experts otherwise."""
     exchange.fails = True
@@ -96,7 +100,7 @@ def test_without_an_order_to_lose_windows_go_on_after_a_sum_that_failed(
     exchange = Gated([0])
     exchange.fails = True
     exchange.open.set()
-    deciding = Deciding(exchange, policy)
+    deciding = WindowDecisions(exchange, policy)
     deciding.start(ORIGIN, FIRST, groups)
     deciding.want_whole(100)
     deciding.ended(70)
@@ -110,7 +114,7 @@ def test_a_snapshot_of_one_step_that_any_rank_wants_takes_the_place_of_the_windo
 ) -> None:
     exchange = Gated([int(not own)])
     exchange.open.set()
-    deciding = Deciding(exchange, FIXED)
+    deciding = WindowDecisions(exchange, FIXED)
     deciding.start(ORIGIN, FIRST, [UNITS])
     if own:
         deciding.want_whole(ORIGIN)
@@ -124,7 +128,7 @@ def test_one_snapshot_of_one_step_answers_all_wishes_for_one_after_an_earlier_st
     """Windows begin with steps 12, 14, 16. The session's first save, of step 11, is whole."""
     exchange = Gated([0])
     exchange.open.set()
-    deciding = Deciding(exchange, FIXED)
+    deciding = WindowDecisions(exchange, FIXED)
     deciding.start(ORIGIN, FIRST, [UNITS])
     whole = []
     for window, wish in enumerate((10, 13, 15, 15, 16, 16, 16)):

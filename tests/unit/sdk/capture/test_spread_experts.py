@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from meeting import WAIT_S, Meeting, Seat
 
-from holdfast._agree.expert_counts import Chosen, Counting
+from holdfast._agree.expert_counts import Chosen, ExpertCounts
 from holdfast._capture.gradients import NO_GRADIENTS
 from holdfast._capture.partial import PartialCapture
 from holdfast._capture.partial_state import START, PartialState
+from holdfast._capture.strategy import SaveCall
 from holdfast._restoring.restore import agreed_versions
 from holdfast_core.errors import CorruptError, SnapshotSkippedError
 from holdfast_core.experts.policies import policy_of
-from holdfast_core.experts.replenish import Replenishing
 from holdfast_core.experts.tables import Expert, ExpertTable, MoeLayer
 from holdfast_core.job.snapshots import ExpertChoice, LossyPolicy, PartialExperts, Selective
 from holdfast_core.snapshots.generations import Generation
@@ -55,7 +55,7 @@ Versions = Mapping[UnitKey, int]
 """Of a rank's experts: the save that each was captured in."""
 
 
-class Deaf(Counting):
+class Deaf(ExpertCounts):
     """Does not receive the choice of some saves in time."""
 
     deaf = False
@@ -87,12 +87,12 @@ class Rank:
         self.capture = PartialCapture(policy, self.counting, WAIT_S, NO_GRADIENTS)
         self.capture.resume(self.state)
         self.own = frozenset(unit for unit in TABLE.units if self.rank in holders(unit))
-        self.capture.agreed(TABLE, RANKS, self.own, SPREAD)
+        self.capture.begin(TABLE, RANKS, self.own, SPREAD)
 
     def call(self, number: int) -> None:
         if number > self.announced:
             self.announced = number
-            self.capture.called(number, number, float(number))
+            self.capture.on_save_called(number, number, float(number))
 
     def save(self, number: int, fate: str) -> frozenset[UnitKey] | None:
         """Its own experts that were captured; None when the save was skipped.
@@ -108,31 +108,31 @@ class Rank:
         except SnapshotSkippedError:
             return None
         finally:
-            self.capture.ended(number)
+            self.capture.on_ended(number)
 
     def _attempt(self, number: int, fate: str) -> frozenset[UnitKey]:
-        capture = self.capture
+        capture, call = self.capture, SaveCall(number=number, step=number)
         capture.count(dict.fromkeys(TABLE.units, 1 + number % 3), {})
         self.counting.deaf = fate == "deaf"
-        choice = capture.choose(number, None)
+        choice = capture.choose(call, None)
         if fate == "empty":
             self.base = {}
         if fate == "early":
             self.call(number + 1)
             first = self.state.ledger.snapshots
             self.meeting.wait_begun(self.rank, number - first + 2)
-        choice = capture.granted(number, choice, carried=bool(self.base))
+        choice = capture.on_granted(number, choice, carried=bool(self.base))
         if fate == "late":
             self.call(number + 1)
         generation = Generation(self.epoch, number)
-        state = capture.captured(generation, number, choice, Replenishing.start())
+        record = capture.record(generation, call, choice, {})
         taken = self.own - choice.left_out
         versions = {unit: number if unit in taken else self.base[unit] for unit in self.own}
         if fate != "lost":
-            self.sealed[number], self.states[number] = versions, state
+            self.sealed[number], self.states[number] = versions, record.state
         if fate not in ("lost", "unanswered"):
             self.base = versions
-            capture.keep(state)
+            capture.on_committed(record)
         return taken
 
 

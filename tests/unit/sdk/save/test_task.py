@@ -6,6 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import holdfast
+from holdfast._capture.strategy import SaveCall
 from holdfast._save.task import Task
 
 PATIENCE_S = 0.5
@@ -13,7 +14,7 @@ HUNG_S = 30.0
 
 
 def task_of(step: int) -> Task:
-    return Task(holdfast.SaveHandle(step), sources=None, extras=b"", fence=None)
+    return Task(holdfast.SaveHandle(step), SaveCall(step=step), sources=None, fence=None)
 
 
 def test_a_task_that_the_worker_does_not_take_is_given_up() -> None:
