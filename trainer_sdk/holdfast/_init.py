@@ -33,7 +33,7 @@ from holdfast._exits import set_exit_codes
 from holdfast._moe.checks import check_same_optimizer
 from holdfast._moe.layer import MoELayer
 from holdfast._moe.reseating import Reseating
-from holdfast._session.interface import Session
+from holdfast._session.interface import Session, WorldSession
 from holdfast._session.protected import ProtectedSession
 from holdfast._session.unprotected import UnprotectedSession
 from holdfast._settings import Settings
@@ -198,7 +198,7 @@ class _Maker:
             rebalance_steps=given.rebalance_steps if given else 0,
         )
 
-    def session(self, begun: ProgramStart | None = None) -> Session:
+    def session(self, begun: ProgramStart | None = None) -> WorldSession:
         """Make a session of the present world. Collective.
 
         Args:

@@ -462,10 +462,10 @@ MUTANTS = (
         edits=(
             (
                 f"{ELASTIC}/session.py",
-                "            if live and verdict is not None and session.go_on(",
-                "            if live and verdict is not None:\n"
-                "                self._hold_after(verdict.step)\n"
-                "            if live and verdict is not None and session.go_on(",
+                "        if live and verdict is not None and session.go_on(",
+                "        if live and verdict is not None:\n"
+                "            self._hold_after(verdict.step)\n"
+                "        if live and verdict is not None and session.go_on(",
             ),
         ),
     ),
@@ -555,7 +555,9 @@ MUTANTS = (
     Mutant(
         name="windows: go on live while units are frozen",
         stages=True,
-        edits=((f"{ELASTIC}/session.py", "        if session.repeats:\n", "        if False:\n"),),
+        edits=(
+            (f"{ELASTIC}/session.py", "        if self._session.repeats:\n", "        if False:\n"),
+        ),
     ),
     Mutant(
         name="windows: load the weights of the save after",

@@ -593,7 +593,7 @@ def digest_of(session: ProtectedSession) -> int:
     hasher = xxhash.xxh3_64()
     for source in sorted(session.live.sources(), key=lambda one: one.name):
         hasher.update(source.name.encode() + source.tensor.detach().numpy().tobytes())
-    for name, one in sorted(session.stateful.items()):
+    for name, one in sorted(session.holds.stateful.items()):
         hasher.update(f"{name} {one.state_dict()}".encode())
     return hasher.intdigest()
 

@@ -1,4 +1,5 @@
-"""Interface of a session: what a training script may ask for, and what it is promised.
+"""Interface of a session: what a training script may ask for, and what it is promised. And what
+`holdfast.elastic` asks of the session of one world, which it replaces in the next.
 
 `protected` implements it with a daemon, `unprotected` without one. This module decides nothing.
 """
@@ -6,16 +7,37 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import TracebackType
 
 import torch
 
+from holdfast._capture.partial_state import START, PartialState
 from holdfast._daemon.handles import SaveHandle
 from holdfast._save.tally import SaveCounters
+from holdfast._state.capture import LiveState
+from holdfast._state.collect import Stateful
 from holdfast._steps import Restarting, TrainStep, steps_of
-from holdfast_core.errors import HoldfastError
+from holdfast_core.elastic_experts.reports import PlanReport
+from holdfast_core.errors import HoldfastError, NoRecoveryLineError
+from holdfast_core.protection.standing import StandingVerdict
+from holdfast_core.topology import Topology
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingState:
+    """What one rank trains, as its session captures it."""
+
+    live: LiveState
+    """State of the model and the optimizers."""
+    stateful: Mapping[str, Stateful]
+    """Other objects, by name."""
+    topology: Topology
+    """Topology of the present world."""
+    rank: int
+    """Rank of this process in it."""
 
 
 class Session(ABC):
@@ -36,6 +58,11 @@ class Session(ABC):
     @abstractmethod
     def counters(self) -> SaveCounters:
         """Numbers of saves that were committed, skipped and failed, and the newest cause."""
+
+    @property
+    def holds(self) -> TrainingState | None:
+        """State that this session captures; None without a daemon."""
+        return None
 
     @abstractmethod
     def restore(self) -> int | None:
@@ -174,3 +201,87 @@ class Session(ABC):
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+class WorldSession(Session):
+    """Session of one training world. What it does not override is that of a session without a
+    daemon, which holds nothing."""
+
+    @property
+    def repeats(self) -> bool:
+        """Whether steps of a sparse window are being repeated, so that units are of different
+        steps."""
+        return False
+
+    @abstractmethod
+    def restore(self, no_replay: str = "") -> int | None:
+        """Restore; see `Session.restore`.
+
+        Args:
+            no_replay: why no pipeline stage repeats steps alone, for people.
+        """
+
+    def before_step(self, optimizer: object) -> None:
+        """Return when `optimizer` may step."""
+
+    def go_on(self, verdict: StandingVerdict, problem: str) -> bool:
+        """Go on after a step from what the ranks have, before the first save. Collective.
+
+        Args:
+            verdict: LIVE; equal on all ranks.
+            problem: why this rank cannot, after all; empty when it can.
+
+        Returns:
+            Whether all ranks have the state after the step; if not, it has to be restored.
+
+        Raises:
+            UnreachableError: a rank did not take part.
+        """
+        del verdict, problem
+        return False
+
+    def reseated(self, plan: PlanReport, *, moved: bool) -> None:
+        """Note the experts' plan, and whether they have moved since the last save."""
+
+    def follow(self, kept: PartialState) -> None:
+        """Take what the session of the world before has left."""
+
+    def leave(self) -> PartialState:
+        """Close the session of a world that has ended, and return the state of its policy for the
+        next one to `follow`."""
+        self.close()
+        return START
+
+    # --- localized recovery -----------------------------------------------------------------------
+
+    def line(self) -> tuple[int, int]:
+        """Steps of the recovery line from which lost stages are to be restored; see
+        `Restore.line`.
+
+        Raises:
+            HoldfastError: there is none, or it cannot be found out.
+        """
+        raise NoRecoveryLineError("no daemon protects this process, so there is no recovery line")
+
+    def restore_stages(self, *, own: bool) -> None:
+        """Restore the recovery line on some ranks, before they repeat steps. Collective.
+
+        Args:
+            own: whether this rank restores it; the others change nothing.
+
+        Raises:
+            HoldfastError: a rank could not; then all raise.
+        """
+
+    def repeated(self, step: int) -> None:
+        """Go on after a step that this rank has repeated alone, with what a sparse window holds of
+        it."""
+
+    def end_replay(self, step: int, repeated_after: int | None) -> bool:
+        """Go on after a step, once lost stages have repeated it. Collective; as `go_on`.
+
+        Args:
+            repeated_after: step after which this rank has repeated steps; None for none.
+        """
+        del step, repeated_after
+        return False

@@ -32,7 +32,7 @@ from holdfast._restoring.restore import Restore, Restored
 from holdfast._save.saver import Saver
 from holdfast._save.tally import SaveCounters
 from holdfast._save.task import Task
-from holdfast._session.interface import Session
+from holdfast._session.interface import TrainingState, WorldSession
 from holdfast._settings import Settings
 from holdfast._state.capture import LiveState, TensorSource
 from holdfast._state.collect import Stateful, collect
@@ -55,7 +55,7 @@ _log = logging.getLogger("holdfast")
 _DIGESTS = msgspec.json.Decoder(UnitDigests)
 
 
-class ProtectedSession(Session):
+class ProtectedSession(WorldSession):
     """A session with a daemon."""
 
     def __init__(
@@ -134,24 +134,16 @@ class ProtectedSession(Session):
         return self._live
 
     @property
-    def stateful(self) -> Mapping[str, Stateful]:
-        """Other objects that are captured, by name."""
-        return self._stateful
-
-    @property
-    def topology(self) -> Topology:
-        """Topology of the present world."""
-        return self._restore.topology
-
-    @property
-    def rank(self) -> int:
-        """Rank of this process in the present world."""
-        return self._restore.rank
+    def holds(self) -> TrainingState:
+        return TrainingState(
+            live=self._live,
+            stateful=self._stateful,
+            topology=self._restore.topology,
+            rank=self._restore.rank,
+        )
 
     @property
     def repeats(self) -> bool:
-        """Whether steps of a sparse window are being repeated, so that units are of different
-        steps."""
         return self._replay is not None
 
     @property
@@ -168,11 +160,6 @@ class ProtectedSession(Session):
 
     @torch.inference_mode(False)
     def restore(self, no_replay: str = "") -> int | None:
-        """Restore; see `Session.restore`.
-
-        Args:
-            no_replay: why no pipeline stage repeats steps alone, for people.
-        """
         if self._began:
             raise NoRecoveryLineError(
                 f"restore() after {self._began} of this session: call it once, before the first "
@@ -183,33 +170,17 @@ class ProtectedSession(Session):
         return self._resume(self._restore.run(no_replay), "restore()")
 
     def go_on(self, verdict: StandingVerdict, problem: str) -> bool:
-        """Go on after a step from what the ranks have, before the first save. Collective.
-
-        Args:
-            verdict: LIVE; equal on all ranks.
-            problem: why this rank cannot, after all; empty when it can.
-
-        Returns:
-            Whether all ranks have the state after the step; if not, it has to be restored.
-
-        Raises:
-            UnreachableError: a rank did not take part.
-        """
         outcome = self._restore.go_on(verdict, problem, self._kept)
         return outcome is not None and self._goes_on(outcome)
 
     def reseated(self, plan: PlanReport, *, moved: bool) -> None:
-        """Note the experts' plan, and whether they have moved since the last save."""
         self.counters.plan = plan
         self._stale, self._reseated = self._stale or moved, self._reseated or moved
 
     def follow(self, kept: PartialState) -> None:
-        """Take what the session of the world before has left."""
         self._kept = kept
 
     def leave(self) -> PartialState:
-        """Close the session of a world that has ended, and return the state of its policy for the
-        next one to `follow`."""
         self.close()
         if self._began:
             tokens, self._tokens = self._tokens, self._tokens.emptied()
@@ -217,19 +188,9 @@ class ProtectedSession(Session):
         return self._kept
 
     def line(self) -> tuple[int, int]:
-        """Steps of the recovery line from which lost stages are to be restored; see
-        `Restore.line`."""
         return self._restore.line()
 
     def restore_stages(self, *, own: bool) -> None:
-        """Restore the recovery line on some ranks, before they repeat steps. Collective.
-
-        Args:
-            own: whether this rank restores it; the others change nothing.
-
-        Raises:
-            HoldfastError: a rank could not; then all raise.
-        """
         self._saver.wait_staged()
         if own:
             self._replay = self._restore.run().replay
@@ -237,17 +198,10 @@ class ProtectedSession(Session):
             self._restore.attend()
 
     def repeated(self, step: int) -> None:
-        """Go on after a step that this rank has repeated alone, with what a sparse window holds of
-        it."""
         if self._replay is not None:
             self._repeated(self._replay, step)
 
     def end_replay(self, step: int, repeated_after: int | None) -> bool:
-        """Go on after a step, once lost stages have repeated it. Collective; as `go_on`.
-
-        Args:
-            repeated_after: step after which this rank has repeated steps; None for none.
-        """
         return self._goes_on(self._restore.live_after(step), repeated_after)
 
     def _goes_on(self, outcome: Restored, repeated_after: int | None = None) -> bool:
@@ -453,7 +407,6 @@ class ProtectedSession(Session):
         self._waited(began_s)
 
     def before_step(self, optimizer: object) -> None:
-        """Return when `optimizer` may step. Its hook calls it, unless `hooks` was False."""
         began_s = time.monotonic()
         self._saver.wait_staged()
         self._waited(began_s)

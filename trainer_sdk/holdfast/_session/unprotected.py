@@ -10,7 +10,7 @@ import torch
 
 from holdfast._daemon.handles import SaveHandle
 from holdfast._save.tally import SaveCounters
-from holdfast._session.interface import Session
+from holdfast._session.interface import WorldSession
 from holdfast_core.errors import HoldfastError, SnapshotSkippedError
 
 _log = logging.getLogger("holdfast")
@@ -18,7 +18,7 @@ _log = logging.getLogger("holdfast")
 _WHY = "HOLDFAST_SOCKET is not set: no daemon protects this process"
 
 
-class UnprotectedSession(Session):
+class UnprotectedSession(WorldSession):
     """Session that skips every save, and warns once that nothing is protected."""
 
     def __init__(self) -> None:
@@ -37,7 +37,8 @@ class UnprotectedSession(Session):
     def counters(self) -> SaveCounters:
         return self._counters
 
-    def restore(self) -> int | None:
+    def restore(self, no_replay: str = "") -> int | None:
+        del no_replay
         return None
 
     def save(self, step: int) -> SaveHandle:
