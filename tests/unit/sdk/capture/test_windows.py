@@ -348,6 +348,24 @@ def test_a_missed_save_costs_its_window_and_no_other(
     assert "the window of steps 2 to 4 is lost" in str(handles[2].error)
     assert [handles[step].committed.result(WAIT_S) for step in (1, 5, 6, 7)] == [1, 5, 6, 7]
     assert sorted(g.step for g in daemon.sealed()) == [1, 7]
+    assert "lost: the save of step 3 was missed" in str(handles[2].error)
+
+
+def test_a_save_that_fails_before_it_has_a_slot_ends_its_window_at_once(
+    trainer: Any, open_session: Any, daemon: FakeDaemon
+) -> None:
+    session = open_session(trainer, daemon, policy=SparseWindows(window=3), start_wait_s=WAIT_S)
+    handles = {}
+    for step in (1, 2):
+        trainer.train()
+        handles[step] = session.save(step)
+        handles[step].staged.result(WAIT_S)
+    trainer.scheduler.grown = "x" * 2**20  # does not fit the extras, so another session is opened
+    daemon.fail("open", UnreachableError("no daemon"))
+    trainer.train()
+    handles[3] = session.save(3)
+    assert isinstance(handles[3].committed.exception(WAIT_S), UnreachableError)
+    assert "steps 2 to 4 is lost: UnreachableError" in str(handles[2].error)
 
 
 @pytest.mark.parametrize("repeats", list(Repeats))
