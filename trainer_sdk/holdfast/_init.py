@@ -15,7 +15,7 @@ from torch import nn
 
 from holdfast._agree.exchange import Alone, Exchange, make_exchange
 from holdfast._agree.expert_counts import ExpertCounts
-from holdfast._agree.interval import DueSaves, EverySave, SaveInterval
+from holdfast._agree.interval import DueSaves, SaveInterval
 from holdfast._agree.replica_check import ReplicaCheck
 from holdfast._agree.window_order import WindowDecisions
 from holdfast._capture.gradients import NO_GRADIENTS, Gradients
@@ -390,7 +390,7 @@ def _strategy(
 def _interval(settings: Settings, exchange: Callable[[], Exchange]) -> DueSaves:
     """Make the choice of the saves to take. Collective where the interval is measured."""
     if settings.recoveries_per_day is None:
-        return EverySave()
+        return DueSaves()
     return SaveInterval(exchange(), settings.recoveries_per_day)
 
 

@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Protocol
 
 import msgspec
 
@@ -35,15 +34,18 @@ _log = logging.getLogger("holdfast")
 _COSTS = msgspec.json.Decoder(Costs)
 
 
-class DueSaves(Protocol):
-    """Choice of the saves whose snapshots are taken."""
+class DueSaves:
+    """Choice of the saves whose snapshots are taken: all that the loop calls."""
 
     @property
     def steps(self) -> int:
         """Steps of the interval in force; 0 where none is chosen."""
+        return 0
 
     def called(self, handle: SaveHandle, now_s: float) -> Called:
         """Note a call of `save`; return whether to take its snapshot. For the training thread."""
+        del handle, now_s
+        return Called(due=True)
 
     def waited(self, seconds: float) -> None:
         """Add time that training waited for a snapshot, in `save` or for its end."""
@@ -52,23 +54,7 @@ class DueSaves(Protocol):
         """End within about `timeout_s`."""
 
 
-class EverySave:
-    """Choice of all saves that the loop calls."""
-
-    steps = 0
-
-    def called(self, handle: SaveHandle, now_s: float) -> Called:
-        del handle, now_s
-        return Called(due=True)
-
-    def waited(self, seconds: float) -> None:
-        del seconds
-
-    def close(self, timeout_s: float) -> None:
-        del timeout_s
-
-
-class SaveInterval:
+class SaveInterval(DueSaves):
     """One rank's part in a measured choice; the thread runs from the first statement to `close`.
 
     Args:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -79,12 +79,14 @@ class _Sample:
     """Copies of `live` before the step."""
 
 
-class ExpertGradients(Protocol):
-    """One rank's gradients, from the step that used them to the snapshot that carries them."""
+class ExpertGradients:
+    """One rank's gradients, from the step that used them to the snapshot that carries them. These
+    are none: those of a policy whose replicas are sent, not computed."""
 
     def sources(self) -> tuple[TensorSource, ...]:
         """Make room for the gradient and the recipe of each expert's parameter, as tensors of its
         unit. Call after each discovery."""
+        return ()
 
     def before_step(self, optimizer: object) -> None:
         """Copy the gradients that `optimizer` is about to use. No save needs the tensors any
@@ -105,33 +107,15 @@ class ExpertGradients(Protocol):
             newest: the newest committed snapshot.
             current: the experts that this snapshot captures.
         """
-
-
-class NoGradients:
-    """Gradients of a policy whose replicas are sent, not computed."""
-
-    def sources(self) -> tuple[TensorSource, ...]:
-        return ()
-
-    def before_step(self, optimizer: object) -> None:
-        pass
-
-    def settle(self) -> None:
-        pass
-
-    def captured(self, generation: Generation, experts: Collection[UnitKey]) -> None:
-        pass
-
-    def ready(self, newest: Generation | None, current: Collection[UnitKey]) -> frozenset[UnitKey]:
+        del newest, current
         return frozenset()
 
 
-NO_GRADIENTS = NoGradients()
+NO_GRADIENTS = ExpertGradients()
 
 
-class Gradients:
-    """Gradients for a policy whose replicas are computed where they can be; see
-    `ExpertGradients`."""
+class Gradients(ExpertGradients):
+    """Gradients for a policy whose replicas are computed where they can be."""
 
     def __init__(self, live: LiveState) -> None:
         self._live = live

@@ -15,7 +15,7 @@ from meeting import WAIT_S, Meeting, Seat
 
 import holdfast
 from holdfast._agree.exchange import Alone
-from holdfast._agree.interval import DueSaves, EverySave, SaveInterval
+from holdfast._agree.interval import DueSaves, SaveInterval
 from holdfast._agree.replica_check import ReplicaCheck
 from holdfast._capture.whole import WholeCapture
 from holdfast._copying.devices import CpuDevice
@@ -137,7 +137,7 @@ def test_a_snapshot_that_was_not_taken_is_not_measured() -> None:
     assert pacing.steps == 1
 
 
-@pytest.mark.parametrize("pacing", [EverySave(), SaveInterval(Alone(), A_DAY)])
+@pytest.mark.parametrize("pacing", [DueSaves(), SaveInterval(Alone(), A_DAY)])
 def test_the_first_save_is_due_whatever_the_choice(pacing: DueSaves) -> None:
     called = pacing.called(SaveHandle(1), 0.0)
     assert called == Called(due=True)
@@ -146,7 +146,7 @@ def test_the_first_save_is_due_whatever_the_choice(pacing: DueSaves) -> None:
 
 
 def test_every_save_is_due_where_nothing_is_measured() -> None:
-    pacing = EverySave()
+    pacing = DueSaves()
     for step in (1, 2, 50, 1000):
         assert pacing.called(SaveHandle(step), float(step)) == Called(due=True)
         pacing.waited(0.9)

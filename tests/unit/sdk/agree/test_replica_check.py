@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from meeting import WAIT_S, Meeting, Seat
 
 from holdfast._agree.exchange import Alone
-from holdfast._agree.interval import EverySave
+from holdfast._agree.interval import DueSaves
 from holdfast._agree.replica_check import ReplicaCheck
 from holdfast._agree.replicas import UnitDigests, digests_of
 from holdfast._capture.whole import WholeCapture
@@ -346,7 +346,7 @@ def test_a_save_that_training_overtook_is_no_divergence(tmp_path: Path) -> None:
         settings=Settings(start_wait_s=WAIT_S),
         replica_check=ReplicaCheck(Seat(meeting, 0), pair, 1),
         strategy=WholeCapture(),
-        interval=EverySave(),
+        interval=DueSaves(),
     )
     other = ReplicaCheck(Seat(meeting, 1), pair, 1)
     other.called(0, 1)

@@ -20,7 +20,7 @@ from torch import nn
 from holdfast import Settings
 from holdfast._agree.exchange import Alone
 from holdfast._agree.expert_counts import ExpertCounts
-from holdfast._agree.interval import EverySave
+from holdfast._agree.interval import DueSaves
 from holdfast._agree.replica_check import ReplicaCheck
 from holdfast._agree.window_order import WindowDecisions
 from holdfast._capture.gradients import NO_GRADIENTS
@@ -170,7 +170,7 @@ class Rank:
             settings=given,
             replica_check=ReplicaCheck(Alone(), topology, 0),
             strategy=strategy,
-            interval=EverySave(),
+            interval=DueSaves(),
         )
 
     def train(self, step: int) -> None:
