@@ -23,7 +23,7 @@ PYTHON312 ?= $(PYTHON)
 
 BIN := .venv/bin
 STAMP := .venv/installed
-SOURCES := core protos storage daemon operator trainer_sdk
+SOURCES := core protos storage daemon operator trainer_sdk cli
 CHECKED := $(wildcard $(SOURCES) charts tests benchmarks examples gpu)
 STUBS := protos/holdfast_protos
 PROTOC := 1.62.3

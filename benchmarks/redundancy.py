@@ -24,8 +24,8 @@ from xxhash import xxh3_64_intdigest
 from benchmarks.floors import SharedBuffer
 from benchmarks.measure import Figure, ratio, timed
 from benchmarks.policies.models import MOETION, PEC_SMALL, Shape, captured
+from holdfast_cli.planner.models.sources import held_with_sharding, replica_shares, source_cost
 from holdfast_core.experts.tables import ExpertTable
-from holdfast_core.protection.sources import held_with_sharding, replica_shares, source_cost
 from holdfast_core.snapshots.layouts import PIECE_BYTES, TensorRole
 from holdfast_core.topology import Topology
 from holdfast_daemon.parity.multiplying import fill_zeros, xor_into

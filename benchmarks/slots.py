@@ -30,7 +30,7 @@ import msgspec
 from benchmarks.cluster import Cluster, Daemon
 from benchmarks.measure import Figure, Outcome, milliseconds, run_part
 from benchmarks.slots_worker import NODES, PACES, Saved, Saves
-from holdfast_core.planning.slots import skipped_saves
+from holdfast_cli.planner.models.slots import skipped_saves
 from holdfast_core.protection.budget import NodeMemory, predict
 from holdfast_core.snapshots.layouts import SLOTS_MAX, SLOTS_MIN, decode_layout
 
@@ -197,7 +197,7 @@ def _pace_rows(ranks: Sequence[Saves], slots: int, pace: str) -> dict[str, Figur
             low=planned,
             high=planned,
             repetitions=1,
-            note="by holdfast_core.planning.slots, from the times of saves that nothing overlaps",
+            note="by planner.models.slots, from the times of saves that nothing overlaps",
         ),
         "interval": milliseconds([one.interval_s for one in saved]),
     }

@@ -39,11 +39,7 @@ from benchmarks.machine import facts
 from benchmarks.measure import timed
 from holdfast._elastic.boundary_log import BoundaryLog, Crossing, Key, bytes_of
 from holdfast.testing import FakeDaemon
-from holdfast_core.experts.sparse_windows import Operator, cut, save_bytes
-from holdfast_core.job.snapshots import Full, Repeats, SparseWindows
-from holdfast_core.planning.boundary_logs import plan_logs
-from holdfast_core.snapshots.units import UnitKey, UnitKind
-from holdfast_operator.cli.demo_stages import (
+from holdfast_cli.demo.stages import (
     RANKS,
     StagesReport,
     account,
@@ -51,6 +47,10 @@ from holdfast_operator.cli.demo_stages import (
     stages_job,
     undisturbed,
 )
+from holdfast_cli.planner.models.boundary_logs import plan_logs
+from holdfast_core.experts.sparse_windows import Operator, cut, save_bytes
+from holdfast_core.job.snapshots import Full, Repeats, SparseWindows
+from holdfast_core.snapshots.units import UnitKey, UnitKind
 
 ROOT = Path(__file__).resolve().parents[1]
 PAPER = (32, 28, 24)

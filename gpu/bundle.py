@@ -31,7 +31,7 @@ MACHINE = ROOT / "gpu" / "machine.toml"
 CONSTRAINTS = ROOT / "constraints.txt"
 OUT = ROOT / "build" / "gpu-bundle"
 
-SOURCES = ("core", "protos", "storage", "daemon", "operator", "trainer_sdk")
+SOURCES = ("core", "protos", "storage", "daemon", "operator", "trainer_sdk", "cli")
 RUN = (*SOURCES, "gpu", "benchmarks/gpu", "tests/gpu", "tests/unit/sdk", "tests/conftest.py")
 """What runs on the machine; its imports are checked."""
 

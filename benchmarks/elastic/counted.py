@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from holdfast_cli.planner.models.expected_loss import shares_of
 from holdfast_core.elastic_experts.plans import ExpertRoom, plan_experts
 from holdfast_core.elastic_experts.rebalancing import busiest_ranks
-from holdfast_core.planning.expected_loss import shares_of
 from holdfast_core.snapshots.units import UnitKey, UnitKind
 
 NODES = tuple(range(10, 4, -1))

@@ -16,9 +16,9 @@ from typing import Any
 import yaml
 
 from benchmarks.recovery.runs import has_completed
+from holdfast_cli.demo.report import LoggedStep, read_log
+from holdfast_cli.local import LocalCluster, LocalSettings
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
-from holdfast_operator.cli.demo_report import LoggedStep, read_log
-from holdfast_operator.local import LocalCluster, LocalSettings
 from holdfast_operator.reconciler.counters import Outcome
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

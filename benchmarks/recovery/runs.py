@@ -19,9 +19,9 @@ import yaml
 from benchmarks.recovery import traces
 from benchmarks.recovery.traces import Traces
 from benchmarks.recovery.worker import EVERY_OTHER_VOTE
+from holdfast_cli.local import LocalCluster, LocalSettings, Status
 from holdfast_core.errors import UnreachableError
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
-from holdfast_operator.local import LocalCluster, LocalSettings, Status
 from holdfast_operator.reconciler.counters import Outcome
 
 ROOT = Path(__file__).resolve().parents[2]

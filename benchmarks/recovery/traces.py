@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import msgspec
 
-from holdfast_operator.local import TimedEvent
+from holdfast_cli.local import TimedEvent
 from holdfast_operator.reconciler.views import EventReason
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from holdfast_system import Job
 from jobs import OUTPUT, lend_folder, make_folder, trainer_job
 from machine import ClusterError
 
-from holdfast_operator.cli.demo_report import LoggedStep, read_log
+from holdfast_cli.demo.report import LoggedStep, read_log
 from holdfast_operator.kube.api import Object
 
 STEPS = 100_000

@@ -23,7 +23,7 @@ from machine import ClusterError
 from rich.console import Console
 from survival import DEMO, Run
 
-from holdfast_operator.cli.demo_report import DemoReport, fault_table, versions, write
+from holdfast_cli.demo.report import DemoReport, fault_table, versions, write
 
 STEPS = 250
 

@@ -15,8 +15,8 @@ import images
 from cluster import Cluster
 from machine import ROOT, ClusterError, wait_for
 
-from holdfast_operator.cli.cluster_status import timed_events
-from holdfast_operator.local import TimedEvent
+from holdfast_cli.commands.cluster_status import timed_events
+from holdfast_cli.local import TimedEvent
 
 NAMESPACE = "holdfast-system"
 RELEASE = "holdfast"

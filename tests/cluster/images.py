@@ -137,7 +137,7 @@ def _inputs() -> Iterator[Path]:
         yield ROOT / name
     for kind in ("", "_elastic", "_pipeline"):
         yield ROOT / "examples" / f"train_moe{kind}.py"
-    for root in ("core", "protos", "storage", "daemon", "operator", "trainer_sdk"):
+    for root in ("core", "protos", "storage", "daemon", "operator", "trainer_sdk", "cli"):
         for file in sorted((ROOT / root).rglob("*")):
             if file.is_file() and "__pycache__" not in file.parts:
                 yield file

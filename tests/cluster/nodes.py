@@ -20,7 +20,7 @@ from machine import ClusterError, run, wait_for
 from network import Network, inside
 from processes import Processes, wait_end
 
-from holdfast_operator.local.processes import ProcessId, identify, send
+from holdfast_cli.local.processes import ProcessId, identify, send
 
 CONTAINERD_SOCKET = "/run/containerd/containerd.sock"
 PAUSE_IMAGE = "localhost/pause:1"

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from machine import ClusterError
 
-from holdfast_operator.local.processes import ProcessId, is_alive, send, spawn
+from holdfast_cli.local.processes import ProcessId, is_alive, send, spawn
 
 _PATIENCE_S = 20.0
 

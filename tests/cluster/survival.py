@@ -22,9 +22,9 @@ from holdfast_system import NAMESPACE, Holdfast, Job
 from jobs import OUTPUT, lend_folder, make_folder, trainer_job
 from machine import ClusterError
 
-from holdfast_operator.cli.demo_report import FaultReport, Injected, LoggedStep, account, read_log
+from holdfast_cli.demo.report import FaultReport, Injected, LoggedStep, account, read_log
+from holdfast_cli.local import Recovery
 from holdfast_operator.kube.status import recoveries_of
-from holdfast_operator.local import Recovery
 
 RUN_S, RECOVERY_S = 600.0, 240.0
 DETECTION: dict[str, Any] = {

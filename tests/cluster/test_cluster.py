@@ -23,7 +23,7 @@ from cluster import Cluster
 from jobs import lend_torch
 from machine import ClusterError, wait_for
 
-from holdfast_operator.local.processes import ProcessId, is_alive, send
+from holdfast_cli.local.processes import ProcessId, is_alive, send
 
 HERE = Path(__file__).parent
 NAMESPACE = "cluster-test"

@@ -18,7 +18,7 @@ from jobs import OUTPUT
 from standings import Standing, stand, wait_members
 from survival import RECOVERY_S, RUN_S, Run, recoveries_in
 
-from holdfast_operator.cli.demo_stages import (
+from holdfast_cli.demo.stages import (
     REPLICAS,
     STAGES,
     StageLoss,

@@ -19,7 +19,7 @@ from holdfast_system import Holdfast
 from shortages import STEPS_WITHOUT, Shortages
 from survival import DETECTION_S, EVERYTHING, Fault, Run
 
-from holdfast_operator.cli.demo_report import FaultReport
+from holdfast_cli.demo.report import FaultReport
 
 STEPS = 300
 ARGUMENTS = ("--seq", "32")

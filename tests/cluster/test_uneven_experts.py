@@ -18,8 +18,8 @@ from holdfast_system import Holdfast
 from standings import Standing, member_without_operator, stand, wait_members
 from survival import OUTPUTS, RECOVERY_S, RUN_S, Run
 
-from holdfast_operator.cli.demo_elastic import difference
-from holdfast_operator.cli.demo_report import LoggedStep, read_log, worlds_of
+from holdfast_cli.demo.elastic import difference
+from holdfast_cli.demo.report import LoggedStep, read_log, worlds_of
 
 STEPS = 100_000
 """More than any test waits for."""

@@ -21,7 +21,7 @@ from machine import wait_for
 from standings import Standing, member_without_operator, stand, wait_members
 from survival import RECOVERY_S, RUN_S, Run
 
-from holdfast_operator.cli.demo_report import LoggedStep
+from holdfast_cli.demo.report import LoggedStep
 from holdfast_operator.kube.containers import trainer_status
 
 STEPS = 100_000

@@ -13,8 +13,8 @@ from harness import RawCluster, RawJob
 from redis import Redis
 from waiting import WAIT_S, wait_for
 
+from holdfast_cli.main import main
 from holdfast_core.experts.loss_reports import JobLoss, LossReport, RecoveryLoss, merged
-from holdfast_operator.cli.main import main
 from holdfast_protos import trainer_pb2
 from holdfast_protos.losses import loss_from_proto, loss_to_proto
 

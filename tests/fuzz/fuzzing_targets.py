@@ -22,9 +22,11 @@ import msgspec
 import xxhash
 from google.protobuf.message import DecodeError
 
+from holdfast_cli.commands.recorded_recoveries import history_of
+from holdfast_cli.job_files import read_document
+from holdfast_cli.planner.copies_plan import read_loads
 from holdfast_core.catalogue import records
 from holdfast_core.catalogue.records import losses_of_state, ranks_of_state, stages_of_state
-from holdfast_core.catalogue.recoveries import history_of
 from holdfast_core.elastic_experts.moving import moves_of, renumbered
 from holdfast_core.elastic_experts.plans import ExpertPlan, ExpertRoom, plan_experts
 from holdfast_core.errors import (
@@ -68,8 +70,6 @@ from holdfast_daemon.trainers.auth import token_expiry
 from holdfast_daemon.trainers.claims import SessionSeal
 from holdfast_daemon.trainers.token_review import identity_in
 from holdfast_daemon.transport import protocol
-from holdfast_operator.cli.copies_plan import read_loads
-from holdfast_operator.cli.job_files import read_document
 from holdfast_operator.control.heartbeats import job_view, node_view
 from holdfast_operator.kube.amounts import amount
 from holdfast_protos import codec, control_pb2, peer_pb2, values_pb2

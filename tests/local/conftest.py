@@ -11,8 +11,8 @@ from harness import RawCluster
 from small_tmpfs import mounted
 from warm_processes import WarmProcesses
 
+from holdfast_cli.local import processes, supervisor
 from holdfast_core.job.snapshots import PolicyType
-from holdfast_operator.local import processes, supervisor
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

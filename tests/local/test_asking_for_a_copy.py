@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from harness import JOB, RawCluster, RawJob
 
+from holdfast_cli.commands.persist import persist
+from holdfast_cli.local.directory import RunDirectory
+from holdfast_cli.local.status import NodeStatus, Status, encode
+from holdfast_cli.main import build_parser
 from holdfast_core.errors import HoldfastError
 from holdfast_core.job.status import Phase
 from holdfast_core.snapshots.membership import Redundancy, Tier
-from holdfast_operator.cli.main import build_parser
-from holdfast_operator.cli.persist import persist
-from holdfast_operator.local.directory import RunDirectory
-from holdfast_operator.local.status import NodeStatus, Status, encode
 from holdfast_storage.sets import SetStore
 
 TOKEN = "a-token-of-this-job"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast_operator.cli.main import main
+from holdfast_cli.main import main
 
 
 @pytest.mark.slow

@@ -20,10 +20,10 @@ import pytest
 from changing_trainer import History, Line
 from world_sizes import is_protected
 
+from holdfast_cli.local import LocalCluster, LocalSettings, Status, faults
+from holdfast_cli.local.processes import send
 from holdfast_core.job.parsing import parse_job
 from holdfast_core.states import RestoreSource
-from holdfast_operator.local import LocalCluster, LocalSettings, Status, faults
-from holdfast_operator.local.processes import send
 
 WAIT_S = 100.0
 START_S = 240.0

@@ -14,8 +14,8 @@ import pytest
 import staying_moe_trainer
 from world_sizes import is_protected
 
+from holdfast_cli.local import LocalCluster, LocalSettings, Status
 from holdfast_core.job.parsing import parse_job
-from holdfast_operator.local import LocalCluster, LocalSettings, Status
 
 WAIT_S = 150.0
 STEPS_FIRST = 12

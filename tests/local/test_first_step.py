@@ -14,9 +14,9 @@ from typing import Any
 import first_step_trainer
 import pytest
 
+from holdfast_cli.local import LocalCluster, LocalSettings, Status
 from holdfast_core.job.parsing import parse_job
 from holdfast_core.job.status import Phase
-from holdfast_operator.local import LocalCluster, LocalSettings, Status
 
 WAIT_S = 150.0
 POINTS = ("before-init", "forward", "before-vote", "after-vote", "after-optimizer")

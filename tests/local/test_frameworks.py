@@ -16,10 +16,10 @@ import pytest
 import test_fewer_nodes
 import yaml
 
+from holdfast_cli.local import LocalCluster, LocalSettings
 from holdfast_core.job.parsing import parse_job
 from holdfast_core.job.status import RecoveryMode
 from holdfast_core.states import RestoreSource
-from holdfast_operator.local import LocalCluster, LocalSettings
 from holdfast_operator.reconciler.counters import Outcome
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

@@ -23,7 +23,7 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("core", "protos", "storage", "daemon", "operator", "trainer_sdk")
+SOURCES = ("core", "protos", "storage", "daemon", "operator", "trainer_sdk", "cli")
 GROUPS = ("trainer", "daemon", "catalogue", "operator", "cli")
 FRAMEWORKS = ("huggingface", "lightning")
 """Groups of training frameworks, each with the module `holdfast.integrations.<group>`."""
@@ -264,7 +264,7 @@ def test_an_import_without_torch_names_what_to_install(environment: Environment)
             ["holdfast_operator.kube", "holdfast_operator.reconciler"],
             marks=pytest.mark.slow,
         ),
-        ("cli", ["holdfast_operator.cli", "holdfast_operator.local", "holdfast_operator.crd"]),
+        ("cli", ["holdfast_cli.commands", "holdfast_cli.local", "holdfast_operator.crd"]),
     ],
 )
 def test_a_group_has_all_that_its_part_imports(

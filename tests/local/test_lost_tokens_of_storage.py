@@ -14,12 +14,12 @@ from test_lost_tokens_shown import WAIT_S, small_job
 
 from holdfast._capture.partial_state import PartialState
 from holdfast._state.extras import split_extras
+from holdfast_cli.local import LocalCluster, LocalSettings
 from holdfast_core.durable.sets import StoredSet
 from holdfast_core.job.persistence import Persistence, PersistInterval
 from holdfast_core.job.schema import MoETrainingJob
 from holdfast_core.job.snapshots import PartialExperts, PolicySpec, PolicyType
 from holdfast_core.snapshots.units import UnitKey
-from holdfast_operator.local import LocalCluster, LocalSettings
 from holdfast_storage.sets import SetStore
 
 EVERY_STEPS = 5

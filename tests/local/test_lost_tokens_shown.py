@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from holdfast_cli.demo.demo import EXAMPLES
+from holdfast_cli.local import LocalCluster, LocalSettings, Status
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
-from holdfast_operator.cli.demo import EXAMPLES
-from holdfast_operator.local import LocalCluster, LocalSettings, Status
 from holdfast_operator.reconciler.views import Condition, ConditionType
 
 WAIT_S = 250.0

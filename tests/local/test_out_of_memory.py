@@ -34,7 +34,7 @@ with holdfast.init(model=model, optimizer=optimizer) as session:
 RUN = """
 import asyncio, json, pathlib, sys
 from holdfast_core.job.parsing import parse_job
-from holdfast_operator.local import LocalCluster, LocalSettings
+from holdfast_cli.local import LocalCluster, LocalSettings
 
 folder = pathlib.Path(sys.argv[1])
 job = parse_job(json.loads((folder / "job.json").read_text()))

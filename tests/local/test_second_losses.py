@@ -19,10 +19,10 @@ from test_fewer_nodes import START_S, Run, lose, running
 from waiting import state_of, wait_for
 from world_sizes import is_recovered
 
+from holdfast_cli.local import Status
+from holdfast_cli.local.processes import send
 from holdfast_core.job.status import Phase
 from holdfast_core.states import RestoreSource
-from holdfast_operator.local import Status
-from holdfast_operator.local.processes import send
 from holdfast_operator.reconciler.views import ConditionType
 
 WAIT_S = 90.0

@@ -20,9 +20,9 @@ from typing import Any
 import pipeline_trainer
 import pytest
 
+from holdfast_cli.local import LocalCluster, LocalSettings, Status
 from holdfast_core.job.parsing import parse_job
 from holdfast_core.states import RestoreSource
-from holdfast_operator.local import LocalCluster, LocalSettings, Status
 from holdfast_operator.reconciler.counters import Outcome
 
 WAIT_S = 300.0

@@ -19,15 +19,15 @@ from daemons import logged_in
 from staying_trainer import SAMPLES, replay
 from world_sizes import is_recovered
 
+from holdfast_cli.commands.recorded_recoveries import RecoveryRecord, history_of
+from holdfast_cli.local import LocalCluster, LocalSettings, Status
+from holdfast_cli.local.directory import NodeRecord
+from holdfast_cli.local.processes import marked
+from holdfast_cli.local.status import NodeStatus
 from holdfast_core.catalogue.records import EventView
-from holdfast_core.catalogue.recoveries import RecoveryRecord, history_of
 from holdfast_core.job.parsing import parse_job
 from holdfast_core.job.status import RecoveryMode
 from holdfast_core.states import RestoreSource
-from holdfast_operator.local import LocalCluster, LocalSettings, Status
-from holdfast_operator.local.directory import NodeRecord
-from holdfast_operator.local.processes import marked
-from holdfast_operator.local.status import NodeStatus
 from holdfast_operator.reconciler.counters import Outcome
 
 WAIT_S = 100.0

@@ -18,7 +18,7 @@ from harness import RawCluster, RawJob
 from test_staying import ENDLESS, RANKS, Run
 from waiting import wait_for
 
-from holdfast_operator.local import processes, supervisor
+from holdfast_cli.local import processes, supervisor
 from holdfast_protos import codec, control_pb2
 
 WAIT_S = 120.0

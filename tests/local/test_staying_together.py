@@ -20,9 +20,9 @@ import staying_moe_trainer
 from staying_moe_trainer import ASTRAY_FROM
 from world_sizes import is_recovered
 
+from holdfast_cli.local import LocalCluster, LocalSettings, Status
 from holdfast_core.job.parsing import parse_job
 from holdfast_core.states import RestoreSource
-from holdfast_operator.local import LocalCluster, LocalSettings, Status
 from holdfast_operator.reconciler.counters import Outcome
 
 WAIT_S = 150.0

@@ -23,11 +23,11 @@ from torch.distributed.checkpoint import state_dict_loader
 from world_sizes import is_protected, is_recovered
 
 from holdfast.dcp import HoldfastReader
+from holdfast_cli.local import LocalCluster, LocalSettings, Status
 from holdfast_core.elastic_experts.reports import PlanCause
 from holdfast_core.job.parsing import parse_job
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.states import RestoreSource
-from holdfast_operator.local import LocalCluster, LocalSettings, Status
 from holdfast_storage.sets import SetStore
 
 WAIT_S = 120.0

@@ -16,8 +16,8 @@ import pytest
 from test_uneven import WAIT_S, Run, Shape, running
 from waiting import wait_for
 
+from holdfast_cli.local import Status, faults
 from holdfast_core.states import RestoreSource
-from holdfast_operator.local import Status, faults
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(400)]
 

@@ -19,12 +19,12 @@ import pytest
 import windows_trainer
 
 from holdfast.dcp import load_into
+from holdfast_cli.local import LocalCluster, LocalSettings, Status
+from holdfast_cli.local.status import NodeStatus
 from holdfast_core.job.parsing import parse_job
 from holdfast_core.job.snapshots import Repeats
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.topology import Topology
-from holdfast_operator.local import LocalCluster, LocalSettings, Status
-from holdfast_operator.local.status import NodeStatus
 from holdfast_storage.sets import SetStore
 
 WAIT_S = 120.0

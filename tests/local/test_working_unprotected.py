@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from holdfast_cli.local import LocalCluster, LocalSettings, Status
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
-from holdfast_operator.local import LocalCluster, LocalSettings, Status
 from holdfast_operator.reconciler.counters import Outcome
 
 START_S = 15.0

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from holdfast_cli.local import LocalCluster, LocalSettings, Status
 from holdfast_core.job.parsing import parse_job
-from holdfast_operator.local import LocalCluster, LocalSettings, Status
 from holdfast_operator.reconciler.counters import Outcome
 
 SCRIPT = """

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 MARK = "HOLDFAST_LOCAL"
-"""As in `holdfast_operator.local.processes`, which neither a daemon nor a launcher imports."""
+"""As in `holdfast_cli.local.processes`, which neither a daemon nor a launcher imports."""
 MARK_BYTES = 1024
 MODULES = ("holdfast_daemon", "holdfast.launch")
 """Those that are forked, as `python -m` names them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast_operator.local import Status
+from holdfast_cli.local import Status
 
 
 def is_protected(status: Status, size: int, after_epoch: int) -> bool:

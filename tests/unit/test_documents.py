@@ -12,7 +12,8 @@ COLUMNS_MAX = 100
 GENERATED = {"docs/job.md"}
 """Text that comes from the sources."""
 FOLDERS = (
-    "benchmarks|charts|core|crds|daemon|docs|examples|gpu|operator|protos|storage|tests|trainer_sdk"
+    "benchmarks|charts|cli|core|crds|daemon|docs|examples|gpu|operator|protos|storage|tests"
+    "|trainer_sdk"
 )
 DOCUMENTS = sorted(
     path
@@ -27,9 +28,10 @@ def _name(path: Path) -> str:
 
 
 def _prose(text: str) -> str:
-    """`text` with code blocks, table rows and link targets emptied, line by line."""
+    """`text` with code blocks, commands of blocks, table rows and link targets emptied, line by
+    line."""
     code = re.sub(r"(?ms)^ *```.*?^ *```$", lambda block: "\n" * block[0].count("\n"), text)
-    return re.sub(r"(?m)^\|.*$|\]\([^)]*\)", "", code)
+    return re.sub(r"(?m)^(?:\||<!--).*$|\]\([^)]*\)", "", code)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=_name)

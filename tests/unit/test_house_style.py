@@ -21,7 +21,7 @@ import pytest
 import torch.utils._device
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCE_ROOTS = ("core", "protos", "storage", "daemon", "operator", "trainer_sdk")
+SOURCE_ROOTS = ("core", "protos", "storage", "daemon", "operator", "trainer_sdk", "cli")
 OTHER_ROOTS = ("charts", "tests", "benchmarks", "examples", "gpu")
 
 FUNCTION_LINES_MAX = 70

@@ -18,10 +18,10 @@ from benchmarks.elastic.counted import (
     nodes_of_groups,
     ratios,
 )
+from benchmarks.papers.spot_trace import COPIES_MIN, STATE_BYTES
 from benchmarks.policies.models import Gpt, Shape
 
 from holdfast_core.elastic_experts.allocation import least_copies
-from holdfast_core.planning.effective_time.spot_trace import COPIES_MIN, STATE_BYTES
 
 GPT_S, GPT_M, GPT_L = MODELS
 MIB = 1 << 20

@@ -15,7 +15,7 @@ from benchmarks.recovery.runs import Fault, Kind, Mode, Plan, Run, make_job
 from benchmarks.recovery.traces import MissingError, Phase, read
 from benchmarks.recovery.votes import LEFT_OUT, figures
 
-from holdfast_operator.local import TimedEvent
+from holdfast_cli.local import TimedEvent
 
 SHA256, AT = "ab" * 32, 1_000_000.0
 PHASES = dict(zip(Phase, (0.05, 0.11, 0.2, 0.3, 0.6, 0.7, 0.9), strict=True))

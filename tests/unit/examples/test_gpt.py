@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast_operator.cli.main import main
+from holdfast_cli.main import main
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -14,9 +14,9 @@ from ports import reserve_port
 from ranks import run_ranks
 
 from holdfast import moe
+from holdfast_cli.job_files import load_job
+from holdfast_cli.main import main
 from holdfast_core.errors import InvalidJobError
-from holdfast_operator.cli.job_files import load_job
-from holdfast_operator.cli.main import main
 
 RANKS = 2
 JOB = Path(__file__).resolve().parents[3] / "examples" / "moe-elastic-job.yaml"

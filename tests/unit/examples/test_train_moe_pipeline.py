@@ -12,7 +12,7 @@ import train_moe_pipeline
 from ports import reserve_port
 from ranks import run_ranks
 
-from holdfast_operator.cli.job_files import load_job
+from holdfast_cli.job_files import load_job
 
 RANKS, STEPS = 4, 12
 JOB = Path(__file__).resolve().parents[3] / "examples" / "moe-pipeline-job.yaml"

@@ -9,10 +9,10 @@ import pytest
 from fuzzing_mutations import grown
 from fuzzing_targets import TARGETS, Target
 
+from holdfast_cli.job_files import FILE_BYTES_MAX, read_document
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.documents import PROBLEMS_MAX, VALUES_MAX
 from holdfast_core.job.parsing import parse_job
-from holdfast_operator.cli.job_files import FILE_BYTES_MAX, read_document
 
 SMALL_BYTES, TIMES = 16_384, 8
 SMALL_BYTES_OF = {"job-file": 4096}

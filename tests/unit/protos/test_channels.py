@@ -74,7 +74,7 @@ def test_every_server_and_channel_has_the_limits() -> None:
         assert options["grpc.max_concurrent_streams"] == streams
         assert options["grpc.max_receive_message_length"] == channels.MESSAGE_BYTES_MAX
     bare = []
-    for root in ("daemon", "operator", "trainer_sdk"):
+    for root in ("daemon", "operator", "trainer_sdk", "cli"):
         for path in (Path(__file__).parents[3] / root).rglob("*.py"):
             text = path.read_text()
             made = text.count("insecure_channel(") + text.count("grpc.aio.server(")

@@ -17,12 +17,12 @@ from torch.distributed.checkpoint import state_dict_loader
 import holdfast
 from holdfast.export import main
 from holdfast.testing import FakeDaemon
-from holdfast_core.durable.export_names import HUGGING_FACE, decode_rules, exported
+from holdfast_cli import main as cli
+from holdfast_cli.commands.export_names import HUGGING_FACE, decode_rules, exported
+from holdfast_cli.commands.exporting import export_safetensors
 from holdfast_core.durable.set_tensors import Reading
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.snapshots.generations import Generation
-from holdfast_operator.cli import main as cli
-from holdfast_storage.exporting import export_safetensors
 from holdfast_storage.whole_sets import WholeSet, open_set
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

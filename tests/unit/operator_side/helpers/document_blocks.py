@@ -1,4 +1,5 @@
-"""Blocks of a document that a command prints: between `<!-- holdfast … -->` and `<!-- end -->`.
+"""Blocks of a document that a command prints: between `<!-- holdfast … -->`, or
+`<!-- python -m benchmarks.papers … -->`, and `<!-- end -->`.
 
     python tests/unit/operator_side/helpers/document_blocks.py docs/what-failures-cost.md
 
@@ -14,9 +15,14 @@ import shlex
 import sys
 from pathlib import Path
 
-from holdfast_operator.cli.main import main
+from benchmarks.papers import __main__ as papers
 
-BLOCK = re.compile(r"(?ms)^<!-- holdfast (?P<command>[^\n]+) -->\n(?P<text>.*?)^<!-- end -->$")
+from holdfast_cli import main as command_line
+
+PAPERS = "python -m benchmarks.papers"
+BLOCK = re.compile(
+    rf"(?ms)^<!-- (?P<command>(?:holdfast|{PAPERS}) [^\n]+) -->\n(?P<text>.*?)^<!-- end -->$"
+)
 TIMED = re.compile(r"(?m)^.* events a second$\n?")
 """A line that differs from run to run."""
 
@@ -31,13 +37,15 @@ def printed_by(command: str) -> str:
     differ from run to run and without spaces at the ends of lines."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(io.StringIO()):
-        code = main(shlex.split(command))
+        if command.startswith(PAPERS):
+            code = papers.main(shlex.split(command.removeprefix(PAPERS)))
+        else:
+            code = command_line.main(shlex.split(command.removeprefix("holdfast")))
     if code:
-        raise RuntimeError(f"holdfast {command} ended with {code}")
+        raise RuntimeError(f"{command} ended with {code}")
     lines = [line.rstrip() for line in TIMED.sub("", output.getvalue()).splitlines()]
     text = "\n".join(lines).strip("\n")
-    markdown = "--paper" in command or "--goal" in command
-    return f"\n{text}\n\n" if markdown else f"\n```\n{text}\n```\n\n"
+    return f"\n{text}\n\n" if command.startswith(PAPERS) else f"\n```\n{text}\n```\n\n"
 
 
 def renewed(document: str) -> str:
@@ -45,7 +53,7 @@ def renewed(document: str) -> str:
 
     def block(found: re.Match[str]) -> str:
         command = found["command"]
-        return f"<!-- holdfast {command} -->\n{printed_by(command)}<!-- end -->"
+        return f"<!-- {command} -->\n{printed_by(command)}<!-- end -->"
 
     return BLOCK.sub(block, document)
 

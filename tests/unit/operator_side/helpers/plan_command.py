@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from holdfast_cli.local.directory import NodeRecord, RunDirectory, RunRecord
+from holdfast_cli.main import main
 from holdfast_core.snapshots.layouts import Entry, Layout, TensorRole, encode_layout
-from holdfast_operator.cli.main import main
-from holdfast_operator.local.directory import NodeRecord, RunDirectory, RunRecord
 
 JOB = """
 apiVersion: holdfast.dev/v1alpha1

@@ -7,7 +7,7 @@ from io import StringIO
 from rich.console import Console, RenderableType
 from samples import job_resource
 
-from holdfast_operator.cli.cluster_status import job_view, jobs_view
+from holdfast_cli.commands.cluster_status import job_view, jobs_view
 
 
 def text(view: RenderableType) -> str:

@@ -11,9 +11,9 @@ from rich.console import Console, RenderableType
 from samples import job_resource
 from small_cluster import SmallCluster, on_a_cluster
 
+from holdfast_cli.commands.cluster_status import job_view
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import Member, Membership
-from holdfast_operator.cli.cluster_status import job_view
 from holdfast_operator.kube.api import ApiError, Object
 from holdfast_operator.kube.job_loop import REFUSED_S
 from holdfast_operator.kube.resources import (

@@ -14,11 +14,11 @@ from samples import job_resource
 from virtual_world import World
 from virtual_world import make_job as virtual_job
 
+from holdfast_cli.commands.cluster_status import job_view
 from holdfast_core.elastic_experts.reports import PlanCause, PlanReport
 from holdfast_core.experts.loss_reports import LossReport
 from holdfast_core.job.status import JobStatus
 from holdfast_core.states import RestoreSource
-from holdfast_operator.cli.cluster_status import job_view
 from holdfast_operator.kube.api import ApiError, Object
 from holdfast_operator.kube.resources import JOBS, Resource
 from holdfast_operator.kube.status import (

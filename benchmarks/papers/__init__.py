@@ -1,0 +1,1 @@
+"""Figures that papers print, beside those of this version's models."""

@@ -1,0 +1,1 @@
+"""The subcommands of `holdfast`, one module each, imported when it is used."""

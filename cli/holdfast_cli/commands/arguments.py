@@ -1,0 +1,335 @@
+"""Arguments of the commands that run, watch and export jobs, and of `certificates`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from holdfast_cli.arguments import (
+    add_cluster,
+    add_command,
+    add_directory,
+    add_insecure,
+    add_run_choice,
+    check_processes,
+    count_or_zero,
+    positive,
+    size,
+)
+
+_RUN_EPILOG = """
+The job file is the same MoETrainingJob that Kubernetes takes. spec.nodes + spares virtual nodes are
+made on this machine: each has a daemon process, a directory on /dev/shm and a loopback address.
+Ctrl-C stops the job and frees its memory. A `holdfast run` that is killed leaves daemons and
+trainers running; running the same command again takes them over.
+
+  holdfast run job.yaml
+  holdfast run job.yaml --dir /tmp/run1 --redis redis://localhost:6379/0
+"""
+
+
+_STATUS_EPILOG = """
+  holdfast status                      of the only run on this machine
+  holdfast status job.yaml --watch     until the job ends
+  holdfast status --dir /tmp/run1 --json | jq .protected
+  holdfast status -n team-a            all jobs of a namespace of a cluster
+  holdfast status -n team-a llm        one of them
+  holdfast status llm                  the run on this machine; without one, and with a kubeconfig,
+                                       the job of the namespace default
+"""
+
+
+_INJECT_EPILOG = """
+  holdfast inject kill-rank 3          SIGKILL a rank: restored from its node's memory
+  holdfast inject stop-rank 3          it hangs; noticed after detection.hangSeconds
+  holdfast inject kill-daemon n1       training goes on; the daemon adopts its memory
+  holdfast inject kill-node n2         a spare takes over, its memory rebuilt from parity
+  holdfast inject start-node n2        it is back, with empty memory: a spare, or a member again
+  holdfast inject notice n2            it will be lost: a copy goes to storage, a spare takes over
+  holdfast inject corrupt 0            flip a byte of rank 0's newest snapshot
+  holdfast inject corrupt 0 --parity   flip a byte of a parity block on rank 0's node
+
+in a cluster, where each prints what it will do, and does it with --yes:
+  holdfast inject kill-rank 3 -n team-a --job llm --yes    as above, in the pod (needs pods/exec)
+  holdfast inject delete-pod 1 -n team-a --job llm --yes   the pod of member 1 (needs delete pods)
+  holdfast inject kill-daemon node-7 -n team-a --yes       for administrators: a node's daemon
+"""
+
+
+_LOGS_EPILOG = """
+  holdfast logs -n team-a llm -f --tail 10
+  holdfast logs -n team-a llm --rank 3
+  holdfast logs -n team-a llm --previous
+"""
+
+
+_HISTORY_EPILOG = """
+  holdfast history                     of the only run on this machine; it needs run --redis URL
+  holdfast history llm --plot llm.png  the same as a picture
+  holdfast history -n team-a llm       of a job in a cluster, through a forwarded port; needs
+                                       kubectl, and the right to read the Secret of Redis
+  HOLDFAST_REDIS_URL=redis://:PASSWORD@HOST:6379/0 holdfast history team-a.llm --json
+"""
+
+
+_PERSIST_EPILOG = """
+  holdfast persist                     of the only run on this machine
+  holdfast persist llm --wait 60       give up after a minute
+  holdfast persist -n team-a llm       of a job in a cluster, by the annotation holdfast.dev/persist
+                                       (needs the right to patch the job)
+"""
+
+
+_CERTIFICATES_EPILOG = """
+  holdfast certificates --out tls --domain holdfast-system
+  kubectl -n holdfast-system create secret generic holdfast-daemon --from-file=tls/daemon/
+  kubectl -n holdfast-system create secret generic holdfast-operator --from-file=tls/operator/
+"""
+
+
+_EXPORT_EPILOG = """
+  holdfast export s3://bucket/tier/default.moe --to model --names hf
+  holdfast export file:///checkpoints --job default.moe --generation 3.1200 --to model
+  holdfast export /checkpoints/default.moe --format dcp --optimizer --to checkpoint
+"""
+
+
+def _run(options: argparse.Namespace) -> int:
+    check_processes("holdfast run")
+    from holdfast_cli.commands.run import run
+
+    return int(run(options) or 0)
+
+
+def _status(options: argparse.Namespace) -> int:
+    from holdfast_cli.commands.run import status
+
+    return int(status(options) or 0)
+
+
+def _inject(options: argparse.Namespace) -> int:
+    from holdfast_cli.commands.run import inject
+
+    return int(inject(options) or 0)
+
+
+def _persist(options: argparse.Namespace) -> int:
+    from holdfast_cli.commands.persist import persist
+
+    return int(persist(options) or 0)
+
+
+def _suspend(options: argparse.Namespace) -> int:
+    from holdfast_cli.commands import cluster_commands
+    from holdfast_cli.commands.run import in_cluster_only
+
+    cluster = in_cluster_only(options)
+    return cluster_commands.set_suspended(cluster, options.command == "suspend")
+
+
+def _logs(options: argparse.Namespace) -> int:
+    from holdfast_cli.commands.cluster_logs import logs
+    from holdfast_cli.commands.run import in_cluster_only
+
+    return int(logs(in_cluster_only(options)) or 0)
+
+
+def _history(options: argparse.Namespace) -> int:
+    from holdfast_cli.commands.history import history
+
+    return int(history(options) or 0)
+
+
+def _certificates(options: argparse.Namespace) -> int:
+    from holdfast_cli.commands.certify import run
+
+    return int(run(options) or 0)
+
+
+def _export(options: argparse.Namespace) -> int:
+    from holdfast_cli.commands.export import export
+
+    return int(export(options) or 0)
+
+
+def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `holdfast run`."""
+    parser = add_command(
+        commands, "run", "Run a job on virtual nodes of this machine.", _RUN_EPILOG
+    )
+    parser.add_argument("job", type=Path, metavar="JOB.yaml", help="a MoETrainingJob")
+    add_directory(parser)
+    parser.add_argument("--redis", default="", metavar="URL", help="catalogue for the daemons")
+    parser.add_argument(
+        "--standby",
+        type=count_or_zero,
+        default=1,
+        metavar="N",
+        help="spares on which a launcher waits, with torch imported (default: %(default)s)",
+    )
+    add_insecure(parser)
+    parser.set_defaults(handler=_run)
+
+
+def add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `holdfast status`."""
+    text = "Show the state of a local run, or of a job in a cluster."
+    parser = add_command(commands, "status", text, _STATUS_EPILOG)
+    parser.add_argument("job", nargs="?", metavar="JOB", help="the job's name, or its file")
+    add_directory(parser)
+    add_cluster(parser, "in a cluster (any of these)")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument(
+        "--once", action="store_true", help="print once and exit (default without a tty)"
+    )
+    how.add_argument("--watch", action="store_true", help="follow until the job ends")
+    how.add_argument("--json", action="store_true", help="print the status as JSON")
+    parser.set_defaults(handler=_status)
+
+
+def add_suspend(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `holdfast suspend`."""
+    for name, text in (
+        ("suspend", "End the pods of a job in a cluster; its snapshots stay in memory."),
+        (
+            "resume",
+            "Start a suspended job again, or one that has failed and keeps its snapshots, from its "
+            "newest protected generation.",
+        ),
+    ):
+        parser = add_command(commands, name, text, f"\n  holdfast {name} -n team-a llm\n")
+        parser.add_argument("job", metavar="JOB", help="the job's name, or its file")
+        add_cluster(parser)
+        parser.set_defaults(handler=_suspend, dir=None)
+
+
+def add_logs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `holdfast logs`."""
+    text = "Print what the trainers of a job in a cluster write, with their members and ranks."
+    parser = add_command(commands, "logs", text, _LOGS_EPILOG)
+    add = parser.add_argument
+    add("job", metavar="JOB", help="the job's name, or its file")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--member", type=int, metavar="M", help="of one member only")
+    which.add_argument("--rank", type=int, metavar="R", help="of the member with this rank only")
+    add("-f", "--follow", action="store_true", help="go on until the job ends, also in new pods")
+    add("--tail", type=count_or_zero, metavar="N", help="begin with the last N lines of each pod")
+    add(
+        "--previous",
+        action="store_true",
+        help="print the last lines of the newest trainer that failed, whose pod is gone",
+    )
+    add_cluster(parser)
+    parser.set_defaults(handler=_logs, dir=None)
+
+
+def add_history(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `holdfast history`."""
+    text = (
+        "Show a job's recoveries, their stages and losses over time, from the catalogue in Redis."
+    )
+    parser = add_command(commands, "history", text, _HISTORY_EPILOG)
+    parser.add_argument("job", nargs="?", metavar="JOB", help="the job's name, or its file")
+    add_directory(parser)
+    parser.add_argument(
+        "--redis",
+        default="",
+        metavar="URL",
+        help="the catalogue (default: $HOLDFAST_REDIS_URL, then that of the run or the cluster)",
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it: .png, .svg or .pdf")
+    parser.add_argument("--json", action="store_true", help="print the history as JSON")
+    add_cluster(parser, system=True)
+    parser.set_defaults(handler=_history)
+
+
+def add_inject(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `holdfast inject`."""
+    parser = add_command(
+        commands, "inject", "Inject a fault into a job, and watch it recover.", _INJECT_EPILOG
+    )
+    kinds = parser.add_subparsers(dest="fault", metavar="FAULT", required=True)
+    for name, text in (
+        ("kill-rank", "SIGKILL a rank"),
+        ("stop-rank", "SIGSTOP a rank: it hangs"),
+        ("cont-rank", "SIGCONT a rank"),
+        ("corrupt", "flip a byte of a rank's newest snapshot"),
+    ):
+        kind = kinds.add_parser(name, help=text, description=text)
+        kind.add_argument("rank", type=int, metavar="RANK")
+        if name == "corrupt":
+            kind.add_argument(
+                "--parity", action="store_true", help="of a parity block on the rank's node"
+            )
+        add_run_choice(kind)
+    kind = kinds.add_parser("delete-pod", help="delete a member's pod", description="In a cluster.")
+    kind.add_argument("member", type=int, metavar="MEMBER")
+    add_run_choice(kind)
+    for name, text in (
+        ("kill-daemon", "SIGKILL a node's daemon; its memory stays"),
+        ("kill-node", "lose a node with all its processes and memory"),
+        ("start-node", "bring a lost node back, with empty memory"),
+        ("notice", "announce that a node will be lost, as a cloud would"),
+    ):
+        kind = kinds.add_parser(name, help=text, description=text)
+        kind.add_argument("node", metavar="NODE")
+        add_run_choice(kind)
+    parser.set_defaults(handler=_inject)
+
+
+def add_persist(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `holdfast persist`."""
+    text = "Write the newest generation of a job to its durable tier, now."
+    parser = add_command(commands, "persist", text, _PERSIST_EPILOG)
+    parser.add_argument("job", nargs="?", metavar="JOB", help="the job's name, or its file")
+    add_directory(parser)
+    parser.add_argument(
+        "--wait", type=positive, default=600.0, metavar="S", help="default %(default)s"
+    )
+    add_cluster(parser)
+    parser.set_defaults(handler=_persist)
+
+
+def add_certificates(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `holdfast certificates`."""
+    text = "Make a CA, and certificates for daemons and the operator."
+    parser = add_command(commands, "certificates", text, _CERTIFICATES_EPILOG)
+    add = parser.add_argument
+    add(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="where to write them; a CA there is reused",
+    )
+    add("--domain", default="local", metavar="NAME", help="in a cluster: the namespace of Holdfast")
+    add("--days", type=int, default=365, metavar="N", help="how long they are valid (default 365)")
+    parser.set_defaults(handler=_certificates)
+
+
+def add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `holdfast export`."""
+    text = "Write a persisted generation in a format that other tools read."
+    parser = add_command(commands, "export", text, _EXPORT_EPILOG)
+    add = parser.add_argument
+    add("uri", metavar="URI", help="of the job's sets; or, with --job, of the tier")
+    add("--job", metavar="JOB", help="the job's directory below the tier")
+    add("--generation", metavar="EPOCH.STEP", help="default: the newest complete one")
+    add("--to", type=Path, required=True, metavar="DIR", help="created if it does not exist")
+    add(
+        "--format",
+        choices=["safetensors", "dcp"],
+        default="safetensors",
+        help="default %(default)s",
+    )
+    add("--names", metavar="hf|FILE", help="rename: the example model for Hugging Face, or a table")
+    add("--optimizer", action="store_true", help="the optimizer states as well")
+    add("--shard-size", type=size, default=5_000_000_000, metavar="SIZE", help="default 5G")
+    add(
+        "--tensor-parallel",
+        action="append",
+        default=[],
+        metavar="PATTERN=DIM",
+        help="how plain tensors were cut over tensor-parallel ranks; -1: whole copies",
+    )
+    parser.set_defaults(handler=_export)

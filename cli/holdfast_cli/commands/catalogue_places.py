@@ -1,0 +1,97 @@
+"""Finds the Redis with the catalogue: that of a local run, or that of a cluster's daemons.
+
+In a cluster the URL, with the password, is in the Secret that the daemons' DaemonSet refers to. So
+only those who may read that Secret read all jobs' history; to others the API server refuses it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import binascii
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+from holdfast_cli.commands import kubectl
+from holdfast_cli.commands.cluster_calls import connected
+from holdfast_cli.local.directory import RunDirectory
+from holdfast_core.errors import InvalidJobError, StorageError
+from holdfast_operator.kube.resources import DAEMON_SETS, SECRETS
+
+VARIABLE = "HOLDFAST_REDIS_URL"
+DAEMONS = "app.kubernetes.io/component=daemon"
+REDIS_PORT = 6379
+
+
+def of_run(directory: RunDirectory) -> str:
+    """URL of the catalogue of a local run, which may have ended.
+
+    Raises:
+        StorageError: when it has none.
+    """
+    try:
+        return directory.catalogue_file.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise StorageError(
+            f"the run in {directory.path} keeps no history, because it has no catalogue: start it "
+            f"with `holdfast run JOB.yaml --redis redis://localhost:6379/0` and a redis-server. "
+            f"`holdfast status` shows its newest events"
+        ) from error
+
+
+@contextmanager
+def of_cluster(options: argparse.Namespace) -> Iterator[str]:
+    """URL at which this machine reaches the catalogue of a cluster while the context lasts.
+
+    Raises:
+        StorageError: when its daemons have no catalogue.
+        ApiError: when the user may not read where it is.
+    """
+    url = connected(options, _url_in_secret)
+    parts = urlsplit(url)
+    service, _, rest = (parts.hostname or "").partition(".")
+    namespace, _, suffix = rest.partition(".")
+    if suffix.partition(".")[0] != "svc":
+        yield url
+        return
+    if parts.scheme != "redis":
+        raise InvalidJobError(
+            f"the catalogue is at {parts.scheme}://{parts.hostname}, and TLS names that host: "
+            f"forward a port yourself, and give --redis URL"
+        )
+    with kubectl.forwarded(options, namespace, service, parts.port or REDIS_PORT) as port:
+        user, at, _ = parts.netloc.rpartition("@")
+        yield parts._replace(netloc=f"{user}{at}127.0.0.1:{port}").geturl()
+
+
+async def _url_in_secret(api: Any, options: argparse.Namespace) -> str:
+    namespace = options.system_namespace
+    found = await api.list(DAEMON_SETS, namespace, labelSelector=DAEMONS)
+    if not found["items"]:
+        raise StorageError(
+            f"namespace {namespace} has no daemons of Holdfast: name that of the release with "
+            f"--system-namespace"
+        )
+    variables = [
+        variable
+        for each in found["items"]
+        for container in each["spec"]["template"]["spec"]["containers"]
+        for variable in container.get("env") or ()
+    ]
+    refers = next((each for each in variables if each["name"] == VARIABLE), None)
+    if refers is None:
+        raise StorageError(
+            "this installation keeps no history, because it has no catalogue: install with "
+            "redis.enabled=true, or redis.external.url. `holdfast status JOB` shows the newest ten "
+            "recoveries without one"
+        )
+    key = refers["valueFrom"]["secretKeyRef"]
+    secret = await api.get(SECRETS, namespace, key["name"])
+    try:
+        return base64.b64decode(secret["data"][key["key"]], validate=True).decode()
+    except (KeyError, binascii.Error, UnicodeDecodeError) as error:
+        raise StorageError(
+            f"secret {namespace}/{key['name']} has no URL of Redis in its key {key['key']}"
+        ) from error

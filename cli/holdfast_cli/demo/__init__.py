@@ -1,0 +1,1 @@
+"""`holdfast demo`: faults injected into jobs on this machine, and a report of each."""

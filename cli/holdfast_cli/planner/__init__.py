@@ -1,0 +1,1 @@
+"""`holdfast plan` and `holdfast simulate`: what a job will need, lose and gain."""

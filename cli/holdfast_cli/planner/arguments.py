@@ -1,0 +1,218 @@
+"""Arguments of `holdfast plan` and `holdfast simulate`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from holdfast_cli.arguments import (
+    add_command,
+    at_least_zero,
+    count,
+    count_or_zero,
+    portion,
+    positive,
+    size,
+    some_bytes,
+)
+from holdfast_core.job.elastic import FALLBACK_S, REPLACE_S
+
+_PLAN_EPILOG = """
+  holdfast plan job.yaml --bytes-per-rank 24Gi --step-seconds 4.5
+  holdfast plan job.yaml --node-mtbf-days 90 --days 60
+  holdfast plan job.yaml --expert-bytes 335M --other-bytes 8G --step-seconds 2 --plot plan.png
+  holdfast plan job.yaml --like-run /tmp/holdfast-0/default.moe --measure-copy
+  holdfast plan job.yaml --experts --seats 6 --routing-skew 1 --plot copies.png
+  holdfast plan job.yaml --bytes-per-rank 3Gi --activation-bytes 8Mi --micro-batches 16
+"""
+
+
+_SIMULATE_EPILOG = """
+  holdfast simulate job.yaml --mtbf 10m --gpus 16384 --policies all
+  holdfast simulate job.yaml --mtbf 2h,30m,10m --step-seconds 4.5 --stages 8 --plot ettr.svg
+  holdfast simulate job.yaml --costs build/bench/recovery.json --like-run /tmp/run1
+  holdfast simulate job.yaml --trace losses.csv --length 80m --policies full,fewer
+
+how to read it:
+  ETTR is the portion of the wall clock in which training does work that counts: not waiting for
+  snapshots, not repairing a failure, not doing steps again. 0.95 means that a month of training
+  takes 1.6 days longer. The list of inputs says where each number comes from; replace what is
+  assumed by what you have measured. Policies with * are not in this version; those with + take a
+  training script written for them.
+"""
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from holdfast_cli.planner.plan import plan
+
+    return int(plan(options) or 0)
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from holdfast_cli.planner.simulation.simulate import simulate
+
+    return int(simulate(options) or 0)
+
+
+def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `holdfast plan`."""
+    text = "Compute the memory, intervals and odds of a job, and compare snapshot policies."
+    parser = add_command(commands, "plan", text, _PLAN_EPILOG)
+    add = parser.add_argument
+    add("job", type=Path, metavar="JOB.yaml", help="a MoETrainingJob")
+    add("--bytes-per-rank", type=size, metavar="SIZE", help="of one snapshot, like 24Gi")
+    add("--node-mtbf-days", type=positive, metavar="D", help="default: the job's, or 180")
+    add("--process-mtbf-days", type=positive, metavar="D", help="default: the job's, or 60")
+    add(
+        "--replace-seconds",
+        type=positive,
+        default=REPLACE_S,
+        metavar="S",
+        help="default %(default)s",
+    )
+    add("--snapshot-seconds", type=positive, metavar="S", help="default: at 10 GB/s")
+    add("--step-seconds", type=positive, default=1.0, metavar="S", help="default %(default)s")
+    add("--days", type=positive, default=30.0, metavar="D", help="of training; default %(default)s")
+    _add_model(parser)
+    _add_copies(parser)
+    _add_boundary_logs(parser)
+    parser.set_defaults(handler=_plan)
+
+
+def _add_boundary_logs(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group(
+        "to count the logs of pipeline stages",
+        "In the trainers' memory, so that a lost stage repeats steps alone (elastic.Pipeline)",
+    ).add_argument
+    add(
+        "--activation-bytes",
+        type=some_bytes,
+        metavar="SIZE",
+        help="of a stage's output for one micro-batch, as one rank sends it",
+    )
+    add("--micro-batches", type=count, metavar="N", help="of one rank in a step")
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group(
+        "to compare snapshot policies",
+        "Sizes are of training state (weights, master weights, optimizer), one copy over all ranks",
+    ).add_argument
+    add("--expert-bytes", type=some_bytes, metavar="SIZE", help="of one expert of one layer")
+    add("--other-bytes", type=size, metavar="SIZE", help="of everything but the experts")
+    add("--moe-layers", type=count, metavar="N", help="default: the job's spec.model")
+    add("--experts-per-layer", type=count, metavar="N", help="default: the job's spec.model")
+    add("--like-run", type=Path, metavar="DIR", help="take all four from a local run in progress")
+    add("--partial-experts", type=count, metavar="K", help="the first K; default: the job's, or 1")
+    add(
+        "--copy-bandwidth",
+        type=some_bytes,
+        metavar="SIZE",
+        help="bytes per second that one node's ranks copy into its memory; default 10G",
+    )
+    add("--measure-copy", action="store_true", help="measure it on this machine, with one thread")
+    add(
+        "--network-bandwidth",
+        type=some_bytes,
+        metavar="SIZE",
+        help="bytes per second from one node to others; default 2.5G",
+    )
+    add(
+        "--routing-skew",
+        type=at_least_zero,
+        default=0.0,
+        metavar="X",
+        help="exponent of experts' popularity: 0: all alike (default), 2: a few get most tokens",
+    )
+    add("--plot", type=Path, metavar="FILE", help="draw the comparison: .png, .svg or .pdf")
+
+
+def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `holdfast simulate`."""
+    text = "Simulate what failures cost a job: effective training time for any scale and policy."
+    parser = add_command(commands, "simulate", text, _SIMULATE_EPILOG)
+    add = parser.add_argument
+    add("job", type=Path, metavar="JOB.yaml", help="a MoETrainingJob")
+    add("--mtbf", metavar="T,T", help="of the whole job (default 2h,1h,30m,20m,10m)")
+    add("--trace", type=Path, metavar="FILE", help="replay it: lines of seconds,change of nodes")
+    add("--gpus", type=count, metavar="N", help="default: those of the job")
+    add("--policies", default="all", metavar="P,P", help="default: all; an unknown one lists them")
+    add("--runs", type=count, default=40, metavar="N", help="of each kind (default %(default)s)")
+    add("--length", default="12h", metavar="T", help="of each run (default %(default)s)")
+    add("--json", action="store_true", help="print inputs and results as JSON")
+    add("--plot", type=Path, metavar="FILE", help="draw it: .png, .svg or .pdf")
+    add_simulated_costs(parser)
+    parser.set_defaults(handler=_simulate)
+
+
+def add_simulated_costs(parser: argparse.ArgumentParser) -> None:
+    """Add `holdfast simulated_costs`."""
+    add = parser.add_argument_group("what training and failures take").add_argument
+    add("--costs", type=Path, action="append", metavar="FILE", help="report of make bench-recovery")
+    add("--processes", choices=["stay", "restart"], default="stay", help="that are not lost")
+    add("--detect-seconds", type=at_least_zero, metavar="S", help="default: the report's, or 2")
+    add("--restart-seconds", type=at_least_zero, metavar="S", help="default: the report's, or 5")
+    add("--reform-seconds", type=at_least_zero, metavar="S", help="default: the report's, or 2")
+    add("--slower-percent", type=at_least_zero, metavar="X", help="of a step with a snapshot: 2")
+    add("--node-losses", type=portion, metavar="X", help="portion of failures that take a node")
+    add("--spares", type=count_or_zero, metavar="N", help="default: the job's; with --gpus 1 %%")
+    add("--replacement", default="30m", metavar="T", help="until a lost node is replaced")
+    add("--step-seconds", type=positive, metavar="S", help="of an undisturbed step (default 5)")
+    add("--stages", type=count, metavar="S", help="of a pipeline; default: the job's pp")
+    add("--micro-batches", type=count, metavar="M", help="of a pipeline; default: its stages")
+    add("--micro-batch-seconds", type=positive, metavar="S", help="in place of --step-seconds")
+    add("--sync-seconds", type=at_least_zero, default=0.0, metavar="S", help="beside those")
+    add("--update-seconds", type=at_least_zero, default=0.0, metavar="S", help="beside those")
+    add = parser.add_argument_group("the model and the rates of a node").add_argument
+    add("--parameters", type=some_bytes, metavar="N", help="like 671G; default: 41M for each GPU")
+    add("--expert-bytes", type=some_bytes, metavar="SIZE", help="of one expert of one layer")
+    add("--other-bytes", type=size, metavar="SIZE", help="of everything but the experts")
+    add("--moe-layers", type=count, metavar="N", help="default: the job's spec.model")
+    add("--experts-per-layer", type=count, metavar="N", help="default: the job's spec.model")
+    add("--like-run", type=Path, metavar="DIR", help="take sizes from a local run in progress")
+    add("--copy-bandwidth", type=some_bytes, metavar="SIZE", help="bytes a second; default 10G")
+    add("--network-bandwidth", type=some_bytes, metavar="SIZE", help="default 2.5G")
+    add("--storage-bandwidth", type=some_bytes, metavar="SIZE", help="default 1G (CheckFreq)")
+
+
+def _add_copies(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group(
+        "to plan uneven copies of experts instead",
+        "Also used: --moe-layers, --experts-per-layer, --routing-skew, --node-mtbf-days, "
+        "--replace-seconds and --plot",
+    ).add_argument
+    add("--experts", action="store_true", help="plan copies: how many, where, what survives")
+    add(
+        "--seats",
+        type=count,
+        metavar="N",
+        help="of a rank, for copies; default: those of the job's spec.elastic, or what "
+        "--min-copies needs",
+    )
+    add(
+        "--min-copies",
+        type=count,
+        metavar="F",
+        help="of each expert; default: spec.elastic's, or 2",
+    )
+    add(
+        "--loads", type=Path, metavar="FILE", help="JSON: a list of tokens by expert for each layer"
+    )
+    add(
+        "--allocation",
+        choices=["MinMax", "Proportional"],
+        help="default: spec.elastic's, or MinMax",
+    )
+    add(
+        "--placement",
+        choices=["Auto", "Recovery", "Balance"],
+        help="place for survival or for equal loads; default: spec.elastic's, or whichever costs "
+        "less (Auto)",
+    )
+    add(
+        "--fallback-seconds",
+        type=positive,
+        default=FALLBACK_S,
+        metavar="S",
+        help="lost when no copy of an expert is left, beyond other losses; default %(default)s",
+    )

@@ -1,0 +1,281 @@
+"""The policies that a simulation compares, from the sizes of a model and the rates of a cluster.
+
+State is taken to be spread evenly over the nodes, and each expert of a layer to be equally large
+and equally popular. `planning.policy_comparison` knows a job's layout rank by rank; here a job may
+have any number of GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import partial
+from math import ceil
+
+from holdfast_cli.planner.effective_time.policy_models import (
+    AfterLoss,
+    Cluster,
+    Level,
+    PolicyModel,
+    Workload,
+    checkfreq_interval_steps,
+    oracle_interval_steps,
+)
+from holdfast_cli.planner.models.slots import WITHOUT_WEIGHTS
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.experts.dynamic_k import PLT_LIMIT
+from holdfast_core.protection.intervals import interval_steps, least_interval_s, save_overhead_s
+from holdfast_core.snapshots.layouts import SLOTS_MAX
+
+WINDOW_MAX = 16
+"""Longest window: recovery grows with it."""
+
+
+class PolicyKind(StrEnum):
+    """A policy to simulate."""
+
+    FULL = "full"
+    PARTIAL = "partial"
+    SELECTIVE = "selective"
+    FEWER = "fewer"
+    STAGES = "stages"
+    ELASTIC = "elastic"
+    CHECKFREQ = "checkfreq"
+    GEMINI = "gemini"
+    SPARSE = "sparse"
+    SPARSE_GLOBAL = "sparse-global"
+    SPARSE_GRADS = "sparse-grads"
+
+
+MEANINGS = {
+    PolicyKind.FULL: "Full, at the interval that costs least (REFT eq. 9; steps: auto)",
+    PolicyKind.PARTIAL: "PartialExperts, K doubles from 1 on when too many tokens are lost (PEC)",
+    PolicyKind.SELECTIVE: "Selective, as many experts as a step hides (MoEtion)",
+    PolicyKind.FEWER: "Full, and with minNodes: the job goes on with fewer nodes",
+    PolicyKind.STAGES: "Full, and only failed stages do steps again, from logs (elastic.Pipeline)",
+    PolicyKind.ELASTIC: "Full, and goes on with fewer nodes from copies that live (holdfast.moe)",
+    PolicyKind.CHECKFREQ: "Full to storage, the least interval that adds at most 3 % (CheckFreq)",
+    PolicyKind.GEMINI: "Full in memory, at the best interval for each MTBF (Gemini's oracle)",
+    PolicyKind.SPARSE: "windows of W steps, only failed stages replay (elastic.Pipeline)",
+    PolicyKind.SPARSE_GLOBAL: "windows of W steps, all ranks go back (Sparse)",
+    PolicyKind.SPARSE_GRADS: "windows of W steps, optimizers catch up (Sparse, repeats: Optimizer)",
+}
+
+NOT_BUILT = frozenset({PolicyKind.CHECKFREQ, PolicyKind.GEMINI})
+"""What no job can ask for in this version: shown for comparison, never recommended."""
+
+OF_SCRIPTS = frozenset({PolicyKind.STAGES, PolicyKind.SPARSE, PolicyKind.ELASTIC})
+"""What the training script decides, not the job: shown for comparison, never recommended."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AssumedCosts:
+    """Sizes and rates from which the policies follow.
+
+    Raises:
+        InvalidJobError: when a value is out of range.
+    """
+
+    expert_bytes: int
+    """Training state of all experts of all layers."""
+    other_bytes: int
+    """Training state of everything else."""
+    experts_per_layer: int
+    moe_layers: int
+    copy_bytes_s: float
+    """Rate from the accelerators of one node into its memory."""
+    network_bytes_s: float
+    """Rate from one node to others."""
+    storage_bytes_s: float
+    """Rate from one node to storage and back."""
+    losses: int = 1
+    """Losses that redundancy covers: a node sends as many bytes as it captured for each."""
+    slower: float = 0.0
+    """Portion by which a step is longer that a snapshot is taken in, even where its copy hides."""
+    loss_limit: float = PLT_LIMIT
+    """Portion of tokens that policies which leave experts out may lose."""
+
+    def __post_init__(self) -> None:
+        sizes = min(self.expert_bytes, self.other_bytes, self.slower, self.losses)
+        rates = min(self.copy_bytes_s, self.network_bytes_s, self.storage_bytes_s)
+        if sizes < 0 or not rates > 0 or min(self.experts_per_layer, self.moe_layers) < 1:
+            raise InvalidJobError(
+                f"{self}: give sizes of at least 0, rates above 0, and at least one expert"
+            )
+
+    @property
+    def state_bytes(self) -> int:
+        """Training state of the whole job, one copy."""
+        return self.expert_bytes + self.other_bytes
+
+
+def policy_models(
+    costs: AssumedCosts, workload: Workload, cluster: Cluster, mtbf_s: float
+) -> dict[PolicyKind, PolicyModel]:
+    """Every policy at this MTBF, in the order of `PolicyKind`."""
+    makers: dict[PolicyKind, Callable[[], PolicyModel]] = {}
+    maker = _Maker(costs, workload, cluster, mtbf_s)
+    makers[PolicyKind.FULL] = partial(maker.full, PolicyKind.FULL)
+    makers[PolicyKind.PARTIAL] = partial(maker.some_experts, PolicyKind.PARTIAL, 1, 0)
+    makers[PolicyKind.SELECTIVE] = maker.selective
+    makers[PolicyKind.FEWER] = partial(maker.full, PolicyKind.FEWER, after_loss=AfterLoss.FEWER)
+    makers[PolicyKind.STAGES] = maker.stages
+    makers[PolicyKind.ELASTIC] = partial(maker.full, PolicyKind.ELASTIC, after_loss=AfterLoss.LIVE)
+    makers[PolicyKind.CHECKFREQ] = maker.checkfreq
+    makers[PolicyKind.GEMINI] = maker.gemini
+    makers[PolicyKind.SPARSE] = partial(maker.sparse, PolicyKind.SPARSE, by_stage=True)
+    makers[PolicyKind.SPARSE_GLOBAL] = partial(
+        maker.sparse, PolicyKind.SPARSE_GLOBAL, by_stage=False
+    )
+    makers[PolicyKind.SPARSE_GRADS] = maker.gradients
+    return {
+        kind: replace(makers[kind](), built=kind not in NOT_BUILT, name=kind.value)
+        for kind in PolicyKind
+    }
+
+
+class _Maker:
+    """Makes policies from costs."""
+
+    def __init__(
+        self, costs: AssumedCosts, workload: Workload, cluster: Cluster, mtbf_s: float
+    ) -> None:
+        self._costs, self._step_s = costs, workload.step_s
+        self._cluster, self._mtbf_s = cluster, mtbf_s
+
+    def _times(self, nbytes: float) -> tuple[float, float]:
+        """Copy and protection of `nbytes` of state, on one node."""
+        share = nbytes / self._cluster.nodes
+        costs = self._costs
+        return share / costs.copy_bytes_s, share * costs.losses / costs.network_bytes_s
+
+    def _stall_s(self, nbytes: float) -> float:
+        """What one snapshot adds to training."""
+        copy_s, _ = self._times(nbytes)
+        return save_overhead_s(copy_s, self._step_s) + self._costs.slower * self._step_s
+
+    def _level(self, nbytes: float, steps: int, *, experts: int, lost: float = 0.0) -> Level:
+        """Snapshots of `nbytes`, every `steps` steps."""
+        return Level(
+            experts=experts,
+            interval_steps=steps,
+            stall_s=self._stall_s(nbytes),
+            lost_tokens=lost,
+            usable_after_s=self._usable_after_s(nbytes),
+        )
+
+    def _usable_after_s(self, nbytes: float) -> float:
+        copy_s, protect_s = self._times(nbytes)
+        return copy_s + protect_s * self._cluster.node_losses
+
+    def _interval(self, nbytes: float) -> int:
+        """The best interval, as jobs with `steps: auto` take it from what they measure."""
+        copy_s, protect_s = self._times(nbytes)
+        return interval_steps(
+            overhead_s=self._stall_s(nbytes),
+            least_s=least_interval_s(copy_s=copy_s, protect_s=protect_s, slots=SLOTS_MAX),
+            step_s=self._step_s,
+            rate_per_s=1 / self._mtbf_s,
+        )
+
+    def full(self, kind: PolicyKind, *, after_loss: AfterLoss = AfterLoss.FIXED) -> PolicyModel:
+        nbytes, experts = self._costs.state_bytes, self._costs.experts_per_layer
+        level = self._level(nbytes, self._interval(nbytes), experts=experts)
+        return self._model(kind, (level,), after_loss=after_loss)
+
+    def stages(self) -> PolicyModel:
+        return replace(self.full(PolicyKind.STAGES), by_stage=True)
+
+    def _model(
+        self,
+        kind: PolicyKind,
+        levels: tuple[Level, ...],
+        *,
+        after_loss: AfterLoss = AfterLoss.FIXED,
+    ) -> PolicyModel:
+        limit = self._costs.loss_limit
+        return PolicyModel(name=kind, levels=levels, loss_limit=limit, after_loss=after_loss)
+
+    def some_experts(self, kind: PolicyKind, first: int, reserved: int) -> PolicyModel:
+        """Snapshots of K experts of each layer in turn, K = `first` and its doubles.
+
+        Args:
+            reserved: experts of the whole model that were asked for; 0: `first` of each layer.
+        """
+        costs = self._costs
+        most = costs.experts_per_layer
+        levels, k = [], min(first, most)
+        while True:
+            share = k / most if not reserved or k > first else reserved / (most * costs.moe_layers)
+            nbytes = costs.other_bytes + costs.expert_bytes * min(share, 1.0)
+            steps = self._interval(nbytes)
+            # Experts that take turns lack (E / K - 1) / 2 snapshots on average (PEC eq. 4).
+            lost = steps * (1 / share - 1) / 2 if share < 1 else 0.0
+            levels.append(self._level(nbytes, steps, experts=k, lost=lost))
+            if k >= most:
+                break
+            k = min(2 * k, most)
+        return self._model(kind, tuple(levels))
+
+    def selective(self) -> PolicyModel:
+        costs, nodes = self._costs, self._cluster.nodes
+        rate = costs.copy_bytes_s
+        if costs.losses:
+            rate = min(rate, costs.network_bytes_s / costs.losses)
+        room = max(0.0, rate * self._step_s * nodes - costs.other_bytes)
+        share = min(1.0, room / costs.expert_bytes) if costs.expert_bytes else 1.0
+        total = max(1, int(share * costs.experts_per_layer * costs.moe_layers))
+        first = max(1, ceil(total / costs.moe_layers))
+        return self.some_experts(PolicyKind.SELECTIVE, first, total)
+
+    def checkfreq(self) -> PolicyModel:
+        costs = self._costs
+        nbytes = costs.state_bytes
+        stall_s = self._stall_s(nbytes)
+        stored_s = nbytes / self._cluster.nodes / costs.storage_bytes_s
+        steps = max(checkfreq_interval_steps(stall_s, self._step_s), ceil(stored_s / self._step_s))
+        level = self._level(nbytes, steps, experts=costs.experts_per_layer)
+        level = replace(level, usable_after_s=stored_s)
+        return replace(self._model(PolicyKind.CHECKFREQ, (level,)), load_s=stored_s)
+
+    def gemini(self) -> PolicyModel:
+        costs, cluster = self._costs, self._cluster
+        nbytes = costs.state_bytes
+        stall_s = self._stall_s(nbytes)
+        repair_s = cluster.detect_s + cluster.restart_s
+        steps = oracle_interval_steps(stall_s, self._step_s, repair_s, self._mtbf_s)
+        least = ceil(max(self._times(nbytes)) / self._step_s)
+        level = self._level(nbytes, max(steps, least), experts=costs.experts_per_layer)
+        return self._model(PolicyKind.GEMINI, (level,))
+
+    def sparse(self, kind: PolicyKind, *, by_stage: bool) -> PolicyModel:
+        costs = self._costs
+        window = next((w for w in range(1, WINDOW_MAX) if self._fits(w)), WINDOW_MAX)
+        nbytes = self._slot_bytes(window)
+        level = self._level(nbytes, 1, experts=costs.experts_per_layer)
+        return replace(
+            self._model(kind, (level,)),
+            window_steps=window,
+            by_stage=by_stage,
+        )
+
+    def gradients(self) -> PolicyModel:
+        """Windows that hold gradients in place of weights. What a restore brings back is there once
+        the whole window is protected."""
+        model = self.sparse(PolicyKind.SPARSE_GRADS, by_stage=False)
+        [level], window = model.levels, model.window_steps
+        copy_s, protect_s = self._times(self._slot_bytes(window))
+        usable_after_s = copy_s + protect_s * window * self._cluster.node_losses
+        level = replace(level, usable_after_s=usable_after_s)
+        return replace(model, levels=(level,), catches_up=True)
+
+    def _slot_bytes(self, window: int) -> float:
+        """The largest save of a window: a part of the full state, and the compute weights of all
+        units whose turn comes later (MoEvement §3.2), or the gradients of those before."""
+        state = self._costs.state_bytes
+        weights = 1 - WITHOUT_WEIGHTS
+        return state * (WITHOUT_WEIGHTS / window + weights * (window - 1) / window)
+
+    def _fits(self, window: int) -> bool:
+        return max(self._times(self._slot_bytes(window))) <= self._step_s

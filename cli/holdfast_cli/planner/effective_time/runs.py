@@ -1,0 +1,401 @@
+"""Trainings simulated from failure to failure, and statistics over many of them.
+
+Nothing happens between two events, so that a run costs as much as it has failures, whatever its
+length and however many GPUs it has. Failures come at any time, also while one is being repaired:
+then detection and restart begin again, and a replay with them.
+
+A job trains; a failure is detected; it waits for a node if it needs one; it restarts; where only
+some stages compute again they replay from logs, and otherwise all ranks go back and train on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from math import inf
+
+from holdfast_cli.planner.effective_time.incidents import Draw, DrawOf, Incident, poisson
+from holdfast_cli.planner.effective_time.policy_models import (
+    AfterLoss,
+    Cluster,
+    PolicyModel,
+    Workload,
+)
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.experts.dynamic_k import next_k
+
+BAND = 0.9
+"""Portion of the runs that lie within a band."""
+
+_TOKENS = 1_000_000
+"""Whole numbers of tokens of a step, for the rule of Dynamic-K."""
+
+
+class Activity(StrEnum):
+    """What a job's time goes into."""
+
+    TRAINING = "training"
+    STALLED = "snapshots"
+    REDOING = "doing steps again"
+    DETECTING = "detection"
+    RESTARTING = "restart"
+    WAITING = "waiting for a node"
+    SMALLER = "missing nodes"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingRun:
+    """One simulated training."""
+
+    ettr: float
+    seconds: Mapping[Activity, float]
+    """Where the time went; together the length of the run."""
+    steps: float
+    """Steps that count."""
+    failures: int
+    restored: int
+    """Recoveries that went back to a snapshot."""
+    lost_tokens: float
+    """Tokens that recoveries lost, as a portion of all."""
+    experts: int
+    """Experts in a snapshot at the end."""
+    events: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Runs:
+    """Many simulated trainings of one kind."""
+
+    ettr: float
+    """Mean."""
+    low: float
+    high: float
+    """Ends of the range that `BAND` of the runs are in."""
+    portions: Mapping[Activity, float]
+    """Where the time went, as portions of it."""
+    failures: float
+    """Mean number of a run."""
+    lost_tokens: float
+    """Mean portion."""
+    experts: int
+    """Most experts that a snapshot held at the end of a run."""
+    events: int
+    """Number of simulated events, of all runs together."""
+
+
+def simulate_run(
+    model: PolicyModel,
+    workload: Workload,
+    cluster: Cluster,
+    incidents: Iterable[Incident],
+    *,
+    length_s: float,
+    draw: Draw,
+) -> TrainingRun:
+    """Simulate one training of `length_s`.
+
+    Args:
+        incidents: what happens to the job, by time; read up to `length_s`.
+        draw: chooses the stage that a failure hits.
+
+    Raises:
+        InvalidJobError: when the length is not above 0.
+    """
+    if not 0 < length_s < inf:
+        raise InvalidJobError(f"length_s={length_s}: give a time longer than 0")
+    return _Training(model, workload, cluster, length_s, draw).run(iter(incidents))
+
+
+def summarize(runs: Sequence[TrainingRun]) -> Runs:
+    """Mean and band of runs.
+
+    Raises:
+        InvalidJobError: when there are none.
+    """
+    if not runs:
+        raise InvalidJobError("there is nothing to summarize; simulate at least one run")
+    ratios = sorted(run.ettr for run in runs)
+    outside = int(len(runs) * (1 - BAND) / 2)
+    total_s = sum(sum(run.seconds.values()) for run in runs)
+    return Runs(
+        ettr=sum(ratios) / len(runs),
+        low=ratios[outside],
+        high=ratios[-1 - outside],
+        portions={what: sum(run.seconds[what] for run in runs) / total_s for what in Activity},
+        failures=sum(run.failures for run in runs) / len(runs),
+        lost_tokens=sum(run.lost_tokens for run in runs) / len(runs),
+        experts=max(run.experts for run in runs),
+        events=sum(run.events for run in runs),
+    )
+
+
+def simulate_many(
+    policy: PolicyModel,
+    workload: Workload,
+    cluster: Cluster,
+    mtbf_s: float,
+    *,
+    runs: int,
+    length_s: float,
+    draw_of: DrawOf,
+) -> Runs:
+    """Runs of the seeds 0, 1, 2 …: the same failures for every policy."""
+    return summarize(
+        [
+            simulate_run(
+                policy,
+                workload,
+                cluster,
+                poisson(mtbf_s, cluster.node_losses, draw_of(2 * seed)),
+                length_s=length_s,
+                draw=draw_of(2 * seed + 1),
+            )
+            for seed in range(runs)
+        ]
+    )
+
+
+class _Training:
+    """The state of a simulated training between two events."""
+
+    def __init__(
+        self,
+        model: PolicyModel,
+        workload: Workload,
+        cluster: Cluster,
+        length_s: float,
+        draw: Draw,
+    ) -> None:
+        self._model, self._workload, self._cluster = model, workload, cluster
+        self._length_s, self._draw = length_s, draw
+        self._now_s = 0.0
+        self._seconds = dict.fromkeys(Activity, 0.0)
+        self._step = self._furthest = self._kept = 0.0
+        """Where training is; the furthest that it was; what the newest restore went back to."""
+        self._phase, self._ends_s = Activity.TRAINING, inf
+        self._after: Callable[[], None] = self._train
+        self._stages: set[int] = set()
+        """Stages that have failed in the recovery in progress; empty while training."""
+        self._live = True
+        """Whether the recovery in progress needs no snapshot."""
+        self._missing, self._spares = 0, cluster.spares
+        self._arriving: deque[float] = deque()
+        self._joining: deque[float] = deque()
+        self._level = 0
+        self._lost_by_k: dict[int, float] = {}
+        self._failures = self._restored = self._events = 0
+
+    def run(self, incidents: Iterator[Incident]) -> TrainingRun:
+        never = Incident(at_s=inf, nodes=0)
+        coming = next(incidents, never)
+        while True:
+            arrives_s = self._arriving[0] if self._arriving else inf
+            joins_s = self._joining[0] if self._joining else inf
+            at_s = min(self._ends_s, coming.at_s, arrives_s, joins_s, self._length_s)
+            self._advance(at_s)
+            if at_s >= self._length_s:
+                break
+            self._events += 1
+            if at_s == self._ends_s:
+                self._after()
+            elif at_s == coming.at_s:
+                self._happen(coming)
+                coming = next(incidents, never)
+            elif at_s == arrives_s:
+                self._arriving.popleft()
+                self._arrive()
+            else:
+                self._joining.popleft()
+                self._join()
+        lost = sum(self._lost_by_k.values())
+        return TrainingRun(
+            ettr=self._seconds[Activity.TRAINING] / self._length_s,
+            seconds=self._seconds,
+            steps=self._furthest,
+            failures=self._failures,
+            restored=self._restored,
+            lost_tokens=min(1.0, lost / self._furthest) if lost else 0.0,
+            experts=self._model.levels[self._level].experts,
+            events=self._events,
+        )
+
+    # --- time passes ------------------------------------------------------------------------------
+
+    @property
+    def _training(self) -> bool:
+        """Whether steps are being computed by all, for the first time or again."""
+        return not self._stages
+
+    def _speed(self) -> tuple[float, float, float]:
+        """Time of a step; of that, what a step takes at full strength, and what snapshots add."""
+        level = self._model.levels[self._level]
+        stall_s = level.stall_s / level.interval_steps
+        full_s = self._workload.step_s
+        alive = max(self._cluster.nodes - self._missing, 1)
+        return full_s * self._cluster.nodes / alive + stall_s, full_s, stall_s
+
+    def _advance(self, at_s: float) -> None:
+        passed_s = at_s - self._now_s
+        self._now_s = at_s
+        if not self._training:
+            self._seconds[self._phase] += passed_s
+            return
+        step_s, full_s, stall_s = self._speed()
+        steps = passed_s / step_s
+        self._step += steps
+        if self._phase is Activity.REDOING:
+            self._seconds[Activity.REDOING] += passed_s
+            return
+        self._furthest = max(self._furthest, self._step)
+        self._seconds[Activity.TRAINING] += steps * full_s
+        self._seconds[Activity.STALLED] += steps * stall_s
+        self._seconds[Activity.SMALLER] += max(0.0, passed_s - steps * (full_s + stall_s))
+
+    def _enter(self, phase: Activity, lasts_s: float, after: Callable[[], None]) -> None:
+        self._phase, self._ends_s, self._after = phase, self._now_s + lasts_s, after
+
+    def _train(self) -> None:
+        """All ranks compute, at first what they had computed before."""
+        self._stages.clear()
+        self._live = True
+        behind = self._furthest - self._step
+        if behind > 0:
+            self._enter(Activity.REDOING, behind * self._speed()[0], self._caught_up)
+        else:
+            self._enter(Activity.TRAINING, inf, self._train)
+
+    def _caught_up(self) -> None:
+        self._step = self._furthest
+        self._train()
+
+    # --- failures ---------------------------------------------------------------------------------
+
+    def _happen(self, incident: Incident) -> None:
+        if incident.nodes > 0:
+            for _ in range(incident.nodes):
+                self._arrive()
+            return
+        self._failures += 1
+        again = not self._training
+        for _ in range(-incident.nodes):
+            self._lose_node()
+        lost = -incident.nodes
+        if (
+            lost >= self._model.copies
+            or (lost and again)
+            or self._model.after_loss is not AfterLoss.LIVE
+        ):
+            self._live = False
+        if not again:
+            self._lose_tokens()
+        self._stages.add(int(self._draw() * self._workload.stages))
+        self._enter(Activity.DETECTING, self._cluster.detect_s, self._detected)
+
+    def _lose_node(self) -> None:
+        if self._cluster.replacement_s < inf:
+            self._arriving.append(self._now_s + self._cluster.replacement_s)
+        if self._spares:
+            self._spares -= 1
+        else:
+            self._missing += 1
+
+    def _lose_tokens(self) -> None:
+        levels = self._model.levels
+        level = levels[self._level]
+        if not level.lost_tokens:
+            return
+        k = level.experts
+        lost = self._lost_by_k.get(k, 0.0) + min(level.lost_tokens, self._step)
+        self._lost_by_k[k] = lost
+        decision = next_k(
+            k,
+            first_k=levels[0].experts,
+            experts_max=levels[-1].experts,
+            lost_by_k={k: round(lost * _TOKENS)},
+            total_tokens=max(1, round(self._furthest * _TOKENS)),
+            limit=self._model.loss_limit,
+        )
+        if decision.k > k:
+            self._level = min(self._level + 1, len(levels) - 1)
+
+    def _lacks_nodes(self) -> bool:
+        if self._model.after_loss is AfterLoss.FIXED:
+            return self._missing > 0
+        return self._cluster.nodes - self._missing < self._cluster.least_nodes
+
+    def _detected(self) -> None:
+        if self._lacks_nodes():
+            self._enter(Activity.WAITING, inf, self._detected)
+            return
+        lasts_s = (
+            self._cluster.reform_s if self._live else self._cluster.restart_s + self._model.load_s
+        )
+        self._enter(Activity.RESTARTING, lasts_s, self._restarted)
+
+    def _restarted(self) -> None:
+        if self._live:
+            self._step = float(int(self._step))  # what the step in progress had computed is gone
+            self._train()
+            return
+        self._restored += 1
+        model, step_s = self._model, self._workload.step_s
+        at = self._restore_step()
+        self._kept = at
+        if model.by_stage:
+            lasts_s = (self._step - at) * step_s * self._workload.alone(_longest(self._stages))
+            self._enter(Activity.REDOING, lasts_s, self._train)
+            return
+        self._step = at
+        self._train()
+
+    def _restore_step(self) -> float:
+        """The newest step that can be restored; of a window whose training is repeated, the one
+        before its first."""
+        level = self._model.levels[self._level]
+        late = level.usable_after_s / self._workload.step_s
+        usable = max(0.0, self._step - late)
+        window = self._model.window_steps
+        every = window or level.interval_steps
+        newest = usable // every - (1 if window and not self._model.catches_up else 0)
+        return max(self._kept, newest * every)
+
+    # --- nodes come -------------------------------------------------------------------------------
+
+    def _arrive(self) -> None:
+        if not self._missing - len(self._joining):
+            self._spares += 1
+        elif self._model.after_loss is AfterLoss.FIXED or self._phase is Activity.WAITING:
+            self._missing -= 1
+            if self._phase is Activity.WAITING:
+                self._detected()
+        else:
+            self._joining.append(self._now_s + self._cluster.join_wait_s)
+
+    def _join(self) -> None:
+        """A node that came while the job went on without it takes part, once a step has ended."""
+        self._missing -= 1
+        while self._joining and self._joining[0] <= self._now_s:
+            self._joining.popleft()
+            self._missing -= 1
+        if self._phase is Activity.WAITING:
+            self._detected()
+        if not self._training:
+            return  # the recovery in progress takes it in
+        live = self._model.after_loss is AfterLoss.LIVE
+        lasts_s = self._cluster.reform_s if live else self._cluster.restart_s
+        self._stages.add(0)
+        self._enter(Activity.RESTARTING, lasts_s, self._train)
+
+
+def _longest(stages: set[int]) -> int:
+    """Stages of the longest row of neighbours."""
+    longest = 0
+    for stage in stages:
+        if stage - 1 not in stages:
+            end = stage
+            while end in stages:
+                end += 1
+            longest = max(longest, end - stage)
+    return longest

@@ -1,0 +1,171 @@
+"""The memory that a job takes on a node when it goes on with fewer nodes.
+
+Fewer ranks share the same state, so each captures more; and while its world changes, a node holds
+the arenas of both worlds and the snapshots of lost ranks that it rebuilds. A job can go on only if
+all of that fits, so it is computed before the job runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from holdfast_cli.planner.models.model_sizes import ModelSizes, plan_capture, table_of_sizes
+from holdfast_cli.planner.models.slots import slots_chosen
+from holdfast_core.experts.recompute import GRADIENT_SHARE
+from holdfast_core.job.parsing import MoETrainingJob
+from holdfast_core.job.snapshots import Full
+from holdfast_core.protection.budget import (
+    NodeMemory,
+    inherited_ranks,
+    predict,
+    while_world_changes,
+)
+from holdfast_core.protection.groups import form_groups, smallest_group
+from holdfast_core.snapshots.layouts import PAGE_BYTES, round_up
+
+SlotBytesOf = Callable[[int], Sequence[int]]
+"""Function from a number of nodes to the bytes of each rank's slot."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorldMemory:
+    """Memory of the node that needs most, in a world of some size."""
+
+    nodes: int
+    slots: int
+    """Slots of each rank of this world."""
+    memory: NodeMemory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FewerNodesMemory:
+    """Memory that a job takes with all its nodes, with the fewest, and in between."""
+
+    whole: WorldMemory
+    least: WorldMemory
+    changing: WorldMemory
+    """The most that any change of the world takes, until a generation of the new world is
+    protected; `slots` are those of the new one."""
+
+
+def slot_bytes_of_model(job: MoETrainingJob, sizes: ModelSizes) -> SlotBytesOf:
+    """Slots of a model, divided among the ranks as trainers do it under the job's policy."""
+    whole, policy = job.topology(), job.spec.snapshot.policy.chosen
+    share = GRADIENT_SHARE if policy.recompute else 0
+
+    def slot_bytes(nodes: int) -> list[int]:
+        topology = replace(whole, dp=whole.dp * nodes // job.spec.nodes)
+        table = table_of_sizes(sizes, topology)
+        plan = plan_capture(table, topology, partial=not isinstance(policy, Full))
+        loads = zip(plan.loads(table.units), plan.loads(()), strict=True)
+        return [round_up(load + int((load - rest) * share), PAGE_BYTES) for load, rest in loads]
+
+    return slot_bytes
+
+
+def slot_bytes_of_state(job: MoETrainingJob, bytes_per_rank: int) -> SlotBytesOf:
+    """Slots where a rank captures `bytes_per_rank` while the job has all its nodes: all ranks of a
+    world capture equal parts of the same state."""
+    state_bytes = bytes_per_rank * job.world_size
+
+    def slot_bytes(nodes: int) -> list[int]:
+        ranks = nodes * job.spec.nproc_per_node
+        return [round_up(-(-state_bytes // ranks), PAGE_BYTES)] * ranks
+
+    return slot_bytes
+
+
+def memory_of_sizes(job: MoETrainingJob, slot_bytes_of: SlotBytesOf) -> FewerNodesMemory:
+    """The memory of a job that may shrink.
+
+    The largest arenas of two worlds are those of the fewest nodes and of one node more. Parity and
+    inherited snapshots are those of the smallest parity group that any number of nodes gives, which
+    is not always that of the fewest nodes: the bound is at most a little too high.
+
+    Args:
+        slot_bytes_of: is asked for `least_nodes`, one more, and `nodes`.
+    """
+    spec = job.spec
+    above = spec.least_nodes + 1
+    slot_bytes = {n: slot_bytes_of(n) for n in sorted({spec.least_nodes, above, spec.nodes})}
+    worlds = {nodes: _world(job, nodes, sizes) for nodes, sizes in slot_bytes.items()}
+    largest = max(slot_bytes[above])
+    smallest = {n: _smallest_group(job, n) for n in range(above, spec.nodes + 1)}
+    parity_bytes = max(_parity_bytes(job, members, largest) for members in set(smallest.values()))
+    before = worlds[above].memory
+    before = NodeMemory(
+        member=before.member,
+        arena_bytes=before.arena_bytes,
+        parity_bytes=max(before.parity_bytes, parity_bytes),
+    )
+    inherited = max(
+        inherited_ranks(
+            members, min(spec.redundancy.losses, n - spec.least_nodes), spec.nproc_per_node
+        )
+        for n, members in smallest.items()
+    )
+
+    def changing(slots: int) -> tuple[NodeMemory, ...]:
+        after = _nodes(job, spec.least_nodes, slot_bytes[spec.least_nodes], slots)
+        return tuple(
+            while_world_changes(before, node, inherited_bytes=inherited * largest) for node in after
+        )
+
+    return FewerNodesMemory(
+        whole=worlds[spec.nodes],
+        least=worlds[spec.least_nodes],
+        changing=_most(job, spec.least_nodes, changing),
+    )
+
+
+def _world(job: MoETrainingJob, nodes: int, slot_bytes: Sequence[int]) -> WorldMemory:
+    return _most(job, nodes, partial(_nodes, job, nodes, slot_bytes))
+
+
+def _most(
+    job: MoETrainingJob, nodes: int, nodes_of: Callable[[int], tuple[NodeMemory, ...]]
+) -> WorldMemory:
+    """The node that needs most, with the slots that the job's limit allows."""
+    slots = slots_chosen(job.spec.snapshot.slot_choices, nodes_of, job.memory_per_node_bytes)
+    memory = max(nodes_of(slots), key=lambda node: node.total_bytes)
+    return WorldMemory(nodes=nodes, slots=slots, memory=memory)
+
+
+def _nodes(
+    job: MoETrainingJob, nodes: int, slot_bytes: Sequence[int], slots: int
+) -> tuple[NodeMemory, ...]:
+    redundancy = job.spec.redundancy
+    grouping = form_groups(
+        dict.fromkeys(range(nodes), ""),
+        min(job.group_size, nodes),
+        at_least=redundancy.losses + 1,
+    )
+    return predict(
+        slot_bytes,
+        grouping.groups,
+        job.spec.nproc_per_node,
+        slots=slots,
+        redundancy=redundancy.type,
+        replicas=redundancy.losses,
+    )
+
+
+def _smallest_group(job: MoETrainingJob, nodes: int) -> int:
+    at_least = job.spec.redundancy.losses + 1
+    return smallest_group(nodes, min(job.group_size, nodes), at_least=at_least)
+
+
+def _parity_bytes(job: MoETrainingJob, members: int, slot_bytes: int) -> int:
+    """Parity of a node in a group of `members`."""
+    nproc, redundancy = job.spec.nproc_per_node, job.spec.redundancy
+    node, *_ = predict(
+        [slot_bytes] * members * nproc,
+        [range(members)],
+        nproc,
+        slots=0,
+        redundancy=redundancy.type,
+        replicas=redundancy.losses,
+    )
+    return node.parity_bytes

@@ -1,0 +1,131 @@
+"""Which policy a job should use: the one whose simulated training loses the least time.
+
+`policy_comparison` computes each policy's costs; here a training with each of them is simulated
+through the same failures, so that K grows as recoveries lose tokens, and failures during recoveries
+count. Only policies that the job can ask for are compared, so that only those are recommended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+from holdfast_cli.planner.effective_time.incidents import DrawOf
+from holdfast_cli.planner.effective_time.policy_models import (
+    Cluster,
+    Level,
+    PolicyModel,
+    Workload,
+)
+from holdfast_cli.planner.effective_time.runs import Runs, simulate_many
+from holdfast_cli.planner.models.policy_comparison import (
+    Assumptions,
+    Comparison,
+    PolicyCost,
+    best_of,
+    reason_of,
+)
+from holdfast_core.job.parsing import MoETrainingJob, PolicyType
+from holdfast_core.job.snapshots import Repeats
+from holdfast_core.protection.intervals import recoveries_per_s
+from holdfast_core.snapshots.membership import Redundancy
+
+DETECT_S, RESTART_S = 2.0, 5.0
+"""Time from a failure until it is known, and from there to the next step, with any policy."""
+
+RUNS, FAILURES = 8, 50
+"""Trainings that are simulated with each policy, and failures of each."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recommendation:
+    """The policies, and the one to use."""
+
+    comparison: Comparison
+    """With `best` and `reason` as the simulations have them."""
+    runs: tuple[Runs, ...]
+    """Simulated trainings with each of `comparison.costs`."""
+
+
+def recommend(
+    found: Comparison, job: MoETrainingJob, assumed: Assumptions, draw_of: DrawOf
+) -> Recommendation:
+    """Simulate the job with each policy, and choose among those that fit.
+
+    Nodes never lack: what a job without spares waits for is the same for each policy.
+
+    Args:
+        draw_of: gives a generator of its own for each seed; every policy sees the same failures.
+    """
+    redundant = job.spec.redundancy.type is not Redundancy.NONE
+    nodes = job.spec.nodes
+    rate_per_s = recoveries_per_s(
+        nodes,
+        node_losses_per_s=assumed.node_losses_per_s,
+        process_failures_per_s=assumed.process_failures_per_s,
+        redundant=redundant,
+    )
+    losses = nodes * assumed.node_losses_per_s / rate_per_s if redundant else 0.0
+    cluster = Cluster(
+        nodes=nodes,
+        spares=RUNS * FAILURES * nodes,
+        detect_s=DETECT_S,
+        restart_s=RESTART_S,
+        replacement_s=inf,
+        node_losses=min(1.0, losses),
+    )
+    runs = tuple(
+        simulate_many(
+            _model(cost, found, assumed, rate_per_s, cluster.node_losses),
+            Workload(step_s=assumed.step_s),
+            cluster,
+            1 / rate_per_s,
+            runs=RUNS,
+            length_s=FAILURES / rate_per_s,
+            draw_of=draw_of,
+        )
+        for cost in found.costs
+    )
+    lost = {id(cost): 1 - each.ettr for cost, each in zip(found.costs, runs, strict=True)}
+    best = best_of(found.fitting or found.costs, lambda cost: lost[id(cost)])
+    chosen = Comparison(
+        costs=found.costs,
+        fitting=found.fitting,
+        best=best,
+        reason=reason_of(found.costs, best, assumed),
+    )
+    return Recommendation(comparison=chosen, runs=runs)
+
+
+def _model(
+    cost: PolicyCost,
+    found: Comparison,
+    assumed: Assumptions,
+    rate_per_s: float,
+    node_losses: float,
+) -> PolicyModel:
+    """A policy from its costs; the levels of PartialExperts are the rows that K would go
+    through, and after them Full's."""
+    levels = [cost]
+    if cost.policy is PolicyType.PARTIAL_EXPERTS:
+        same = [each for each in found.costs if each.policy is cost.policy]
+        levels = [*same[same.index(cost) :], found.costs[0]]
+    catches_up = cost.repeats is Repeats.OPTIMIZER
+    whole = cost.experts if catches_up else 1  # a restore needs the whole window protected
+    last = max(2 * each.experts for each in levels[:-1]) if len(levels) > 1 else cost.experts
+    return PolicyModel(
+        name=cost.policy.value,
+        levels=tuple(
+            Level(
+                experts=each.experts if each is not found.costs[0] else last,
+                interval_steps=each.interval_steps,
+                stall_s=each.stall_s,
+                lost_tokens=each.lost_tokens / rate_per_s / assumed.step_s,
+                usable_after_s=each.copy_s + each.protect_s * whole * node_losses,
+            )
+            for each in levels
+        ),
+        loss_limit=assumed.loss_limit,
+        window_steps=cost.experts if cost.policy is PolicyType.SPARSE else 0,
+        catches_up=catches_up,
+    )

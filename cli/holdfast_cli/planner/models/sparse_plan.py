@@ -1,0 +1,56 @@
+"""The sparse window of a model that does not exist yet, and the bytes of its saves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast_cli.planner.models.slots import WITHOUT_WEIGHTS
+from holdfast_core.experts.sparse_windows import Operator, cut, find_window, ordered, save_bytes
+from holdfast_core.experts.tables import ExpertTable
+from holdfast_core.job.snapshots import WINDOW_MAX
+from holdfast_core.snapshots.units import UnitKey, UnitKind
+
+REPEATED_WINDOWS = 1.5
+"""Windows repeated after a failure, on average: the one that was protected, and half of the one
+that was being written (MoEvement §3.6)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SparsePlan:
+    """A window, and what all ranks together capture in it."""
+
+    window: int
+    """Number of steps."""
+    save_bytes: int
+    """Bytes of its largest save."""
+    window_bytes: int
+    """Bytes of all its saves: what a slot of the arenas holds."""
+
+
+def plan_window(table: ExpertTable, budget_bytes: float) -> SparsePlan:
+    """The shortest window whose saves hold at most `budget_bytes`, but no longer one than a job may
+    ask for.
+
+    Of the state, 2 bytes of 14 are compute weights that follow from their masters. What is no
+    expert is divided evenly between the layers.
+    """
+    layers = [layer.layer for layer in table.layers]
+    parts = {UnitKey(layer, UnitKind.DENSE): table.dense_bytes // len(layers) for layer in layers}
+    sizes = {expert.unit: (expert.nbytes, (expert.stage, expert.share)) for expert in table.experts}
+    sizes |= {unit: (nbytes, (0, 0)) for unit, nbytes in parts.items()}
+    operators = ordered(
+        [
+            Operator(
+                unit=unit,
+                compute_bytes=nbytes - round(nbytes * WITHOUT_WEIGHTS),
+                state_bytes=round(nbytes * WITHOUT_WEIGHTS),
+                home=home,
+            )
+            for unit, (nbytes, home) in sizes.items()
+        ]
+    )
+    schedule = find_window(operators, int(budget_bytes))
+    if schedule.window > WINDOW_MAX:
+        schedule = cut(operators, WINDOW_MAX)
+    saves = save_bytes(schedule, operators)
+    return SparsePlan(window=schedule.window, save_bytes=max(saves), window_bytes=sum(saves))

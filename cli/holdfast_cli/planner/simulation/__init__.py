@@ -1,0 +1,1 @@
+"""`holdfast simulate`: the same failures under each policy."""

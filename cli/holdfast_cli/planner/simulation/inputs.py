@@ -1,0 +1,382 @@
+"""Inputs of `holdfast simulate`, each with where it comes from: a flag, the job, a report of a
+benchmark, a local run, or an assumption. This module simulates nothing."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field
+from math import inf
+from pathlib import Path
+
+import msgspec
+
+from holdfast_cli.planner.effective_time.assumed_policies import AssumedCosts, PolicyKind
+from holdfast_cli.planner.effective_time.incidents import Incident, parse_trace
+from holdfast_cli.planner.effective_time.policy_models import (
+    Cluster,
+    Workload,
+    pipeline_step_s,
+)
+from holdfast_cli.planner.plan_inputs import sizes_of_run
+from holdfast_cli.planner.planning import COPY_BYTES_S, NETWORK_BYTES_S
+from holdfast_core.errors import InvalidJobError, StorageError
+from holdfast_core.job.parsing import MoETrainingJob
+from holdfast_core.quantities import format_rate
+
+MTBFS = "2h,1h,30m,20m,10m"
+"""Those of MoEvement's table 3."""
+STORAGE_BYTES_S = 1e9
+STEP_S = 5.0
+DETECT_S = 2.0
+RESTART_S = 5.0
+REFORM_S = 2.0
+SLOWER = 0.02
+REPLACEMENT = "30m"
+GPU_PARAMETERS = 41_000_000
+"""Parameters for each GPU where no size is given: 671 G on 16,384, as in figure 11 of MoEvement."""
+STATE_BYTES = 14
+EXPERTS_SHARE = 0.97
+EXPERTS, LAYERS = 64, 27
+SPARES_SHARE = 0.01
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+ASSUMED, JOB, FLAG = "assumed", "the job", "given"
+
+
+@dataclass(kw_only=True, slots=True)
+class Inputs:
+    """All inputs of a simulation, and how each is explained."""
+
+    workload: Workload
+    cluster: Cluster
+    costs: AssumedCosts
+    mtbfs_s: tuple[float, ...]
+    trace: tuple[Incident, ...]
+    """Empty unless a trace is replayed."""
+    kinds: tuple[PolicyKind, ...]
+    possible: frozenset[PolicyKind]
+    """Policies that this job can ask for."""
+    runs: int
+    length_s: float
+    explained: list[tuple[str, str, str]] = field(default_factory=list)
+    """Name, value and source of each input, for people."""
+
+
+def duration_of(text: str) -> float:
+    """Seconds of `10m`, `2h`, `1.5d` or `90`.
+
+    Raises:
+        InvalidJobError: for anything else, or a time that is not longer than 0.
+    """
+    number, unit = (text[:-1], text[-1]) if text[-1:] in _UNITS else (text, "s")
+    try:
+        seconds = float(number) * _UNITS[unit]
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < inf:
+        raise InvalidJobError(f"{text!r} is not a time; write 90s, 10m, 2h or 1.5d")
+    return seconds
+
+
+def duration_text(seconds: float) -> str:
+    """`seconds` as flags take them, in the largest unit that divides them."""
+    unit = next(unit for unit in ("d", "h", "m", "s") if seconds >= _UNITS[unit] or unit == "s")
+    if seconds % _UNITS[unit] and unit != "s":
+        unit = "hms"["dhm".index(unit)]
+    return f"{seconds / _UNITS[unit]:g} {'min' if unit == 'm' else unit}"
+
+
+class _Report(msgspec.Struct, frozen=True):
+    """A report of `make bench-recovery` or `make bench`: the figures that count here."""
+
+    stay_node_noticed: float | None = None
+    stay_node_after_noticed: float | None = None
+    restart_node_noticed: float | None = None
+    restart_node_after_noticed: float | None = None
+    stay_fewer_after_noticed: float | None = None
+    overhead: float | None = None
+    """Percent."""
+
+
+_REPORT = msgspec.json.Decoder(_Report)
+
+
+class Sources:
+    """Looks an input up: flag, then report, then assumption; and remembers which it was."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self.explained: list[tuple[str, str, str]] = []
+        self._measured: dict[str, tuple[float, str]] = {}
+        for path in options.costs or ():
+            self._read(path)
+
+    def _read(self, path: Path) -> None:
+        try:
+            report = _REPORT.decode(path.read_bytes())
+        except OSError as error:
+            raise StorageError(
+                f"--costs {path} cannot be read: {error.strerror}; make bench-recovery writes "
+                f"build/bench/recovery.json"
+            ) from error
+        except msgspec.DecodeError as error:
+            raise InvalidJobError(
+                f"--costs {path} is not a report of make bench or make bench-recovery: {error}"
+            ) from error
+        restart = self._options.processes == "restart"
+        noticed = report.restart_node_noticed if restart else report.stay_node_noticed
+        after = report.restart_node_after_noticed if restart else report.stay_node_after_noticed
+        found = {
+            "detect": noticed,
+            "restart": after,
+            "reform": report.stay_fewer_after_noticed,
+            "slower": None if report.overhead is None else max(0.0, report.overhead) / 100,
+        }
+        known = {name: (value, str(path)) for name, value in found.items() if value is not None}
+        if not known:
+            raise InvalidJobError(
+                f"--costs {path} holds none of the figures that are used: give the recovery.json "
+                f"of make bench-recovery or the snapshot.json of make bench"
+            )
+        self._measured |= known
+
+    def number(self, name: str, flag: float | None, assumed: float, what: str, unit: str) -> float:
+        """The value of an input in its unit; a portion is shown in %."""
+        if flag is not None:
+            value, source = flag, FLAG
+        elif name in self._measured:
+            value, source = self._measured[name]
+        else:
+            value, source = assumed, ASSUMED
+        shown = f"{100 * value:.3g} %" if unit == "%" else f"{value:.3g} {unit}".strip()
+        self.explain(what, shown, source)
+        return value
+
+    def explain(self, what: str, value: str, source: str) -> None:
+        """Remember an input for the printed list."""
+        self.explained.append((what, value, source))
+
+
+def inputs_of(options: argparse.Namespace, job: MoETrainingJob) -> Inputs:
+    """All inputs of the simulation of a job.
+
+    Raises:
+        InvalidJobError: when flags contradict each other or the job, or a value is out of range.
+        StorageError: when a file cannot be read.
+    """
+    sources = Sources(options)
+    nproc = job.spec.nproc_per_node
+    gpus = options.gpus or job.world_size
+    if gpus % nproc:
+        raise InvalidJobError(
+            f"--gpus {gpus} cannot be divided by the job's nprocPerNode = {nproc}; every node has "
+            f"the same number"
+        )
+    nodes = gpus // nproc
+    from_where = FLAG if options.gpus else JOB
+    sources.explain("GPUs", f"{gpus} on {nodes} nodes", from_where)
+    workload = _workload(options, job, sources)
+    costs = _costs(options, job, gpus, sources)
+    cluster = _cluster(options, job, nodes, sources)
+    trace: tuple[Incident, ...] = ()
+    if options.trace is not None:
+        try:
+            trace = parse_trace(options.trace.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise StorageError(f"--trace {options.trace}: {error.strerror}") from error
+        sources.explain("failures and nodes that come", str(options.trace), FLAG)
+    mtbfs_s = tuple(duration_of(text) for text in (options.mtbf or MTBFS).split(","))
+    length_s = duration_of(options.length)
+    return Inputs(
+        workload=workload,
+        cluster=cluster,
+        costs=costs,
+        mtbfs_s=tuple(sorted(set(mtbfs_s), reverse=True)),
+        trace=trace,
+        kinds=_kinds_of(options.policies),
+        possible=_possible(job),
+        runs=options.runs,
+        length_s=length_s,
+        explained=sources.explained,
+    )
+
+
+def _possible(job: MoETrainingJob) -> frozenset[PolicyKind]:
+    """What the job can ask for. With `minNodes` below `nodes` only whole snapshots are simulated;
+    sparse windows need every step."""
+    if job.spec.may_shrink:
+        return frozenset({PolicyKind.FEWER})
+    found = {PolicyKind.FULL, PolicyKind.PARTIAL, PolicyKind.SELECTIVE}
+    if job.spec.snapshot.interval.steps == 1:
+        found |= {PolicyKind.SPARSE_GLOBAL, PolicyKind.SPARSE_GRADS}
+    return frozenset(found)
+
+
+def _kinds_of(text: str) -> tuple[PolicyKind, ...]:
+    if text == "all":
+        return tuple(PolicyKind)
+    asked = text.split(",")
+    unknown = [name for name in asked if name not in set(PolicyKind)]
+    if unknown:
+        raise InvalidJobError(
+            f"--policies {unknown[0]}: there is no such policy; give all, or some of "
+            f"{', '.join(PolicyKind)}"
+        )
+    return tuple(kind for kind in PolicyKind if kind in asked)
+
+
+def _workload(options: argparse.Namespace, job: MoETrainingJob, sources: Sources) -> Workload:
+    stages = options.stages or job.spec.parallelism.pp
+    micro_batches = options.micro_batches or stages
+    if options.micro_batch_seconds is not None:
+        if options.step_seconds is not None:
+            raise InvalidJobError("--step-seconds and --micro-batch-seconds: give one of them")
+        step_s = pipeline_step_s(
+            options.micro_batch_seconds,
+            stages=stages,
+            micro_batches=micro_batches,
+            sync_s=options.sync_seconds,
+            update_s=options.update_seconds,
+        )
+        sources.explain(
+            "step", f"{step_s:.3g} s", f"(M + S - 1) x {options.micro_batch_seconds:g} s + the rest"
+        )
+    else:
+        step_s = sources.number("step", options.step_seconds, STEP_S, "step", "s")
+    if stages > 1 or options.micro_batches:
+        sources.explain(
+            "stages, micro-batches",
+            f"{stages}, {micro_batches}",
+            FLAG if options.micro_batches else "as many micro-batches as stages: assumed",
+        )
+    return Workload(step_s=step_s, stages=stages, micro_batches=micro_batches)
+
+
+def _costs(
+    options: argparse.Namespace, job: MoETrainingJob, gpus: int, sources: Sources
+) -> AssumedCosts:
+    model = job.spec.model
+    experts = options.experts_per_layer or (model.num_experts if model else EXPERTS)
+    layers = options.moe_layers or (model.num_moe_layers if model else LAYERS)
+    given = [options.expert_bytes, options.other_bytes]
+    if options.like_run is not None:
+        if any(given) or options.parameters:
+            raise InvalidJobError(
+                "--like-run gives the sizes of the model; leave --parameters, --expert-bytes and "
+                "--other-bytes out"
+            )
+        sizes = sizes_of_run(options.like_run, job)
+        by_layer = sizes.by_layer
+        layers = max(1, len(by_layer))
+        experts = max((len(units) for units in by_layer.values()), default=1)
+        expert_bytes, other_bytes = sum(sizes.experts.values()), sizes.other_bytes
+        source = str(options.like_run)
+    elif any(given):
+        if not all(size is not None for size in given):
+            raise InvalidJobError("--expert-bytes and --other-bytes: give both")
+        expert_bytes, other_bytes = options.expert_bytes * experts * layers, options.other_bytes
+        source = FLAG
+    else:
+        parameters = options.parameters or GPU_PARAMETERS * gpus
+        state = parameters * STATE_BYTES
+        expert_bytes = round(state * EXPERTS_SHARE)
+        other_bytes = state - expert_bytes
+        source = f"{STATE_BYTES} B for each of {parameters / 1e9:.3g} G parameters"
+        source += "" if options.parameters else f": {ASSUMED}"
+    total = expert_bytes + other_bytes
+    share = expert_bytes / total if total else 0.0
+    sources.explain("training state", f"{_amount(total)}, {share:.0%} in experts", source)
+    if options.like_run is None:
+        source = FLAG if options.experts_per_layer or options.moe_layers else ASSUMED
+        source = source if source == FLAG or model is None else JOB
+    sources.explain("experts", f"{experts} in each of {layers} layers", source)
+    rates = []
+    for what, flag, assumed in (
+        ("copy, a node", options.copy_bandwidth, COPY_BYTES_S),
+        ("network, a node", options.network_bandwidth, NETWORK_BYTES_S),
+        ("storage, a node", options.storage_bandwidth, STORAGE_BYTES_S),
+    ):
+        rates.append(float(flag or assumed))
+        sources.explain(what, format_rate(rates[-1]), FLAG if flag else ASSUMED)
+    losses = job.spec.redundancy.losses
+    sources.explain(
+        "redundancy", f"{job.spec.redundancy.type.value}, covers {losses} of a group", JOB
+    )
+    return AssumedCosts(
+        expert_bytes=expert_bytes,
+        other_bytes=other_bytes,
+        experts_per_layer=experts,
+        moe_layers=layers,
+        copy_bytes_s=rates[0],
+        network_bytes_s=rates[1],
+        storage_bytes_s=rates[2],
+        losses=losses,
+        slower=slower_of(options, sources),
+    )
+
+
+def _amount(nbytes: int) -> str:
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if nbytes >= 10 * size:
+            return f"{nbytes / size:,.0f} {unit}"
+    return f"{nbytes} B"
+
+
+def slower_of(options: argparse.Namespace, sources: Sources) -> float:
+    """Portion by which a step with a snapshot is longer."""
+    percent = options.slower_percent
+    flag = None if percent is None else percent / 100
+    return sources.number("slower", flag, SLOWER, "a step with a snapshot is longer by", "%")
+
+
+def _cluster(
+    options: argparse.Namespace, job: MoETrainingJob, nodes: int, sources: Sources
+) -> Cluster:
+    interval = job.spec.snapshot.interval
+    spares = options.spares
+    source = FLAG
+    if spares is None and options.gpus is None:
+        spares, source = job.spec.failure_policy.spares, JOB
+    elif spares is None:
+        spares, source = max(1, round(nodes * SPARES_SHARE)), f"1 %: {ASSUMED}"
+    sources.explain("spares", str(spares), source)
+    node, process = interval.node_mtbf_days, interval.process_mtbf_days
+    losses = options.node_losses
+    if losses is None:
+        losses = process / (node + process)
+    sources.explain(
+        "failures that take a node with them",
+        f"{losses:.0%}",
+        FLAG if options.node_losses is not None else "nodeMtbfDays and processMtbfDays of the job",
+    )
+    detect_s, restart_s, reform_s = repair_of(options, sources)
+    replacement_s = duration_of(options.replacement)
+    if options.trace is None:
+        source = ASSUMED if options.replacement == REPLACEMENT else FLAG
+        sources.explain("until a lost node is replaced", duration_text(replacement_s), source)
+    return Cluster(
+        nodes=nodes,
+        spares=spares,
+        detect_s=detect_s,
+        restart_s=restart_s,
+        replacement_s=inf if options.trace is not None else replacement_s,
+        node_losses=losses,
+        reform_s=reform_s,
+        join_wait_s=job.spec.failure_policy.join_wait_seconds,
+        least_nodes=job.spec.least_nodes if job.spec.may_shrink and not options.gpus else 1,
+    )
+
+
+def repair_of(options: argparse.Namespace, sources: Sources) -> tuple[float, float, float]:
+    """Seconds of detection, of a restart, and of a reform in place."""
+    stays = "processes stay" if options.processes == "stay" else "all processes start again"
+    number = sources.number
+    detect_s = number("detect", options.detect_seconds, DETECT_S, "detection of a lost node", "s")
+    restart_s = number(
+        "restart", options.restart_seconds, RESTART_S, f"restart after it, {stays}", "s"
+    )
+    reform_s = number(
+        "reform", options.reform_seconds, REFORM_S, "to go on with other nodes, in place", "s"
+    )
+    return detect_s, restart_s, reform_s

@@ -1,0 +1,140 @@
+"""`holdfast simulate`: what failures cost a job, for any scale, policy and failure rate."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.progress import Progress
+
+from holdfast_cli.job_files import load_job
+from holdfast_cli.planner.effective_time.assumed_policies import policy_models
+from holdfast_cli.planner.effective_time.policy_models import PolicyModel, closed_form_ettr
+from holdfast_cli.planner.effective_time.runs import (
+    Runs,
+    simulate_many,
+    simulate_run,
+    summarize,
+)
+from holdfast_cli.planner.plan import COLUMNS, PLOT_SUFFIXES
+from holdfast_cli.planner.seeds import generator
+from holdfast_cli.planner.simulation.inputs import Inputs, inputs_of
+from holdfast_cli.planner.simulation.view import (
+    Simulated,
+    document,
+    simulation_view,
+)
+from holdfast_core.errors import InvalidJobError
+
+
+def simulate(options: argparse.Namespace) -> int:
+    """Carry out `holdfast simulate`; returns the exit code."""
+    if options.plot is not None and options.plot.suffix not in PLOT_SUFFIXES:
+        raise InvalidJobError(
+            f"--plot {options.plot}: the suffix sets the format; use {', '.join(PLOT_SUFFIXES)}"
+        )
+    job = load_job(options.job)
+    inputs = inputs_of(options, job)
+    started = time.perf_counter()
+    found = list(_simulated(inputs))
+    took_s = time.perf_counter() - started
+    if options.json:
+        _write_json(document(inputs, found))
+    else:
+        _console().print(simulation_view(inputs, found))
+        events = sum(each.runs.events for each in found)
+        print(
+            f"{len(found) * inputs.runs:,} runs and {events:,} events in {took_s:.1f} s: "
+            f"{events / took_s:,.0f} events a second"
+        )
+    if options.plot is not None:
+        _plot(options.plot, found, title=f"{job.key} on {inputs.cluster.nodes} nodes")
+        print(f"wrote {options.plot}", file=sys.stderr)
+    return 0
+
+
+def _console() -> Console:
+    return Console(width=max(Console().width, COLUMNS))
+
+
+def _write_json(value: object) -> None:
+    print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+
+
+def _simulated(inputs: Inputs) -> Iterator[Simulated]:
+    """Every policy under every rate, with a progress bar where there is a terminal."""
+    rates = [None] if inputs.trace else list(inputs.mtbfs_s)
+    with _progress(len(rates) * len(inputs.kinds)) as advance:
+        for mtbf_s in rates:
+            # Intervals follow from a rate; a trace has that of its losses.
+            rate_s = mtbf_s or _mtbf_of(inputs)
+            models = policy_models(inputs.costs, inputs.workload, inputs.cluster, rate_s)
+            for kind in inputs.kinds:
+                model = models[kind]
+                formula = None
+                if mtbf_s is None:
+                    runs = _replayed(inputs, model)
+                else:
+                    formula = closed_form_ettr(model, inputs.workload, inputs.cluster, mtbf_s)
+                    runs = simulate_many(
+                        model,
+                        inputs.workload,
+                        inputs.cluster,
+                        mtbf_s,
+                        runs=inputs.runs,
+                        length_s=inputs.length_s,
+                        draw_of=generator,
+                    )
+                advance()
+                yield Simulated(kind=kind, mtbf_s=mtbf_s, model=model, formula=formula, runs=runs)
+
+
+def _mtbf_of(inputs: Inputs) -> float:
+    failures = sum(incident.nodes <= 0 for incident in inputs.trace)
+    return inputs.length_s / max(1, failures)
+
+
+def _replayed(inputs: Inputs, model: PolicyModel) -> Runs:
+    """One run of a trace for each seed: the seed draws the stages that are hit."""
+    return summarize(
+        [
+            simulate_run(
+                model,
+                inputs.workload,
+                inputs.cluster,
+                inputs.trace,
+                length_s=inputs.length_s,
+                draw=generator(seed),
+            )
+            for seed in range(inputs.runs)
+        ]
+    )
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[], None]]:
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda: None
+        return
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("simulating", total=total)
+        yield lambda: progress.advance(task)
+
+
+def _plot(path: Path, found: list[Simulated], *, title: str) -> None:
+    try:
+        from holdfast_cli.planner.simulation.plot import write_picture  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "matplotlib":
+            raise
+        raise InvalidJobError(
+            "--plot draws with matplotlib, which is not installed; pip install 'holdfast[cli]'"
+        ) from error
+    write_picture(path, found, title=title)

@@ -1,1 +1,0 @@
-"""The `holdfast` command: one module for each subcommand, imported when it is used."""

@@ -1,0 +1,55 @@
+"""What the status of a local run says of ranks that have ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from virtual_world import World, make_job, running
+
+from holdfast_cli.local.directory import RunDirectory, RunRecord
+from holdfast_cli.local.reporting import status_of
+from holdfast_cli.local.status import Status
+from holdfast_operator.reconciler.views import Decision, Observed
+
+
+def shown(observed: Observed, decision: Decision) -> Status:
+    return status_of(
+        observed,
+        decision,
+        make_job(),
+        RunRecord(job="default.job", control_host="h"),
+        directory=RunDirectory(Path("/run"), "default.job"),
+        time=0.0,
+        pid=1,
+        events=(),
+        recoveries=(),
+        counters={},
+    )
+
+
+def states(world: World, observed: Observed) -> set[str]:
+    status = shown(observed, world.decision)
+    return {rank.state for member in status.members for rank in member.ranks}
+
+
+def test_ranks_of_a_complete_job_have_finished_and_are_not_unwell() -> None:
+    world = running()
+    world.finish()
+    before = world.observed()
+    world.look()
+    assert world.phase() == "Complete"
+    assert states(world, before) == {"FINISHED"}
+    assert states(world, world.observed()) <= {"FINISHED"}  # their agents are forgotten by now
+
+
+def test_a_member_that_is_done_before_the_others_has_finished() -> None:
+    world = running()
+    world.exit_agent(1, 0)
+    world.look()
+    assert states(world, world.observed()) == {"FINISHED", "HEALTHY"}
+
+
+def test_a_rank_that_failed_has_not_finished() -> None:
+    world = running()
+    world.exit_agent(1, 1)
+    assert states(world, world.observed()) == {"OFFLINE", "HEALTHY"}

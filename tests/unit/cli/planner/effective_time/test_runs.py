@@ -1,0 +1,328 @@
+"""Simulated trainings: by hand where failures are a trace, and against the formula where they are
+drawn."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from math import inf
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast_cli.planner.effective_time.incidents import Draw, Incident, parse_trace, poisson
+from holdfast_cli.planner.effective_time.policy_models import (
+    AfterLoss,
+    Cluster,
+    Level,
+    PolicyModel,
+    Workload,
+    closed_form_ettr,
+)
+from holdfast_cli.planner.effective_time.runs import (
+    Activity,
+    TrainingRun,
+    simulate_many,
+    simulate_run,
+    summarize,
+)
+from holdfast_core.errors import InvalidJobError
+
+CLUSTER = Cluster(nodes=4, spares=100, detect_s=2, restart_s=5, replacement_s=inf)
+WORKLOAD = Workload(step_s=10)
+FULL = PolicyModel(name="full", levels=(Level(experts=8, interval_steps=10, stall_s=0.0),))
+
+
+def draw_of(seed: int) -> Draw:
+    return random.Random(seed).random
+
+
+def traced(
+    text: str,
+    model: PolicyModel = FULL,
+    cluster: Cluster = CLUSTER,
+    workload: Workload = WORKLOAD,
+    length_s: float = 1000,
+) -> TrainingRun:
+    incidents = parse_trace(text)
+    run = simulate_run(model, workload, cluster, incidents, length_s=length_s, draw=draw_of(0))
+    assert sum(run.seconds.values()) == pytest.approx(length_s)
+    assert run.ettr == pytest.approx(run.steps * workload.step_s / length_s)
+    return run
+
+
+def spent(run: TrainingRun) -> dict[Activity, float]:
+    return {what: round(seconds, 9) for what, seconds in run.seconds.items() if seconds}
+
+
+# --- by hand --------------------------------------------------------------------------------------
+
+
+def test_without_failures_only_stalls_cost() -> None:
+    stalling = replace(FULL, levels=(Level(experts=8, interval_steps=10, stall_s=5.0),))
+    assert spent(traced("", stalling)) == {
+        Activity.TRAINING: round(1000 / 1.05, 9),
+        Activity.STALLED: round(1000 - 1000 / 1.05, 9),
+    }
+
+
+def test_a_failure_has_the_steps_since_the_newest_snapshot_done_again() -> None:
+    """After 355 s there are 35.5 steps; the snapshot of step 30 is restored."""
+    run = traced("355,0")
+    assert spent(run) == {
+        Activity.DETECTING: 2,
+        Activity.RESTARTING: 5,
+        Activity.REDOING: 55,
+        Activity.TRAINING: 938,
+    }
+    assert (run.failures, run.restored) == (1, 1)
+
+
+def test_a_snapshot_that_is_not_yet_usable_is_not_restored() -> None:
+    (level,) = FULL.levels
+    late = replace(FULL, levels=(replace(level, usable_after_s=60),))
+    assert traced("355,0", late).seconds[Activity.REDOING] == pytest.approx(155)
+    assert traced("365,0", late).seconds[Activity.REDOING] == pytest.approx(65)
+
+
+@pytest.mark.parametrize(
+    ("second", "redone_s", "repaired_s"),
+    [
+        (356, 55, 1 + 7),  # in detection, which begins again
+        (360, 55, 5 + 7),  # in the restart
+        (382, 20 + 55, 7 + 7),  # 20 s into the steps that are done again: the same snapshot
+    ],
+)
+def test_failures_in_a_recovery_begin_it_again(
+    second: int, redone_s: float, repaired_s: float
+) -> None:
+    run = traced(f"355,0\n{second},0")
+    assert run.seconds[Activity.REDOING] == pytest.approx(redone_s)
+    repaired = run.seconds[Activity.DETECTING] + run.seconds[Activity.RESTARTING]
+    assert repaired == pytest.approx(repaired_s)
+
+
+def test_a_job_without_spares_waits_for_a_node() -> None:
+    bare = replace(CLUSTER, spares=0)
+    run = traced("355,-1\n457,1", cluster=bare)
+    assert run.seconds[Activity.WAITING] == pytest.approx(100)
+    assert run.seconds[Activity.REDOING] == pytest.approx(55)
+    assert traced("355,-1", cluster=bare).seconds[Activity.WAITING] == pytest.approx(643)
+    assert traced("100,1\n355,-1", cluster=bare).seconds[Activity.WAITING] == 0
+
+
+def test_a_lost_node_is_replaced_where_nothing_is_traced() -> None:
+    bare = replace(CLUSTER, spares=0, replacement_s=50)
+    assert traced("355,-1", cluster=bare).seconds[Activity.WAITING] == pytest.approx(48)
+    spare = replace(CLUSTER, spares=1, replacement_s=50)
+    assert traced("355,-1\n500,-1", cluster=spare).seconds[Activity.WAITING] == 0
+
+
+def test_a_job_that_may_shrink_goes_on_and_takes_the_node_in_when_it_comes() -> None:
+    """7 s of repair, 55 s of steps again at 3 / 4 of the speed, and a restart of 5 s to join."""
+    fewer = replace(FULL, after_loss=AfterLoss.FEWER)
+    cluster = replace(CLUSTER, spares=0, join_wait_s=20)
+    run = traced("355,-1\n600,1", fewer, cluster)
+    assert run.seconds[Activity.REDOING] == pytest.approx(55 * 4 / 3)
+    assert run.seconds[Activity.RESTARTING] == pytest.approx(5 + 5)
+    assert run.seconds[Activity.WAITING] == 0
+    alone_s = 620 - 362 - 55 * 4 / 3
+    assert run.seconds[Activity.SMALLER] == pytest.approx(alone_s / 4)
+
+
+def test_a_node_that_was_about_to_join_ends_the_wait_for_enough_nodes() -> None:
+    """Three of four are needed; of the two that are lost, one comes back and joins 100 s later."""
+    fewer = replace(FULL, after_loss=AfterLoss.FEWER)
+    cluster = replace(CLUSTER, spares=0, join_wait_s=100, least_nodes=3)
+    run = traced("355,-1\n390,1\n400,-1", fewer, cluster)
+    assert run.seconds[Activity.WAITING] == pytest.approx(490 - 402)
+
+
+def test_copies_that_live_lose_the_step_in_progress_and_no_more() -> None:
+    live = replace(FULL, after_loss=AfterLoss.LIVE)
+    cluster = replace(CLUSTER, reform_s=1)
+    run = traced("355,-1", live, cluster)
+    assert run.restored == 0
+    assert run.seconds[Activity.REDOING] == pytest.approx(5)
+    assert run.seconds[Activity.RESTARTING] == pytest.approx(1)
+
+
+@pytest.mark.parametrize("trace", ["355,-2", "355,-1\n356,-1"])
+def test_losing_as_many_nodes_at_once_as_there_are_copies_takes_a_snapshot(trace: str) -> None:
+    live = replace(FULL, after_loss=AfterLoss.LIVE)
+    run = traced(trace, live, replace(CLUSTER, reform_s=1))
+    assert run.restored == 1
+    assert run.seconds[Activity.REDOING] == pytest.approx(55)
+
+
+def test_a_window_begins_one_and_a_half_windows_back_on_average() -> None:
+    """After 35.5 steps the newest complete window of 10 is that of steps 20 to 30."""
+    sparse = PolicyModel(name="sparse", levels=FULL.levels, window_steps=10)
+    assert traced("355,0", sparse).seconds[Activity.REDOING] == pytest.approx(155)
+
+
+def test_a_stage_that_replays_alone_fills_no_pipeline() -> None:
+    sparse = PolicyModel(name="s", levels=FULL.levels, window_steps=10, by_stage=True)
+    workload = Workload(step_s=10, stages=4, micro_batches=2)
+    run = traced("355,0", sparse, workload=workload)
+    assert run.seconds[Activity.REDOING] == pytest.approx(155 * 2 / 5)
+    assert run.steps == pytest.approx((1000 - 7 - 62) / 10)
+
+
+def test_a_stage_that_replays_from_a_snapshot_does_the_steps_since_it() -> None:
+    """At the end of its replay the stage is where the others are: no step is done by all again."""
+    stages = replace(FULL, by_stage=True)
+    workload = Workload(step_s=10, stages=4, micro_batches=2)
+    run = traced("355,0", stages, workload=workload)
+    assert run.seconds[Activity.REDOING] == pytest.approx(55 * 2 / 5)
+    assert run.steps == pytest.approx((1000 - 7 - 22) / 10)
+
+
+def test_a_failure_of_a_neighbour_has_both_replay_together() -> None:
+    sparse = PolicyModel(name="s", levels=FULL.levels, window_steps=10, by_stage=True)
+    workload = Workload(step_s=10, stages=4, micro_batches=2)
+    stages = iter([0.30, 0.55, 0.0])  # stages 1 and 2 of 0 to 3
+
+    def draw() -> float:
+        return next(stages)
+
+    run = simulate_run(
+        sparse, workload, CLUSTER, parse_trace("355,0\n360,0"), length_s=1000, draw=draw
+    )
+    assert run.seconds[Activity.REDOING] == pytest.approx(155 * 3 / 5)
+
+
+def test_snapshots_hold_more_experts_once_recoveries_lost_too_much() -> None:
+    """A recovery at step 35 loses 3 of 35 steps' worth of tokens, above 5 % for one of two K."""
+    levels = (
+        Level(experts=1, interval_steps=1, stall_s=0.0, lost_tokens=3.0),
+        Level(experts=2, interval_steps=1, stall_s=1.0, lost_tokens=1.0),
+        Level(experts=4, interval_steps=1, stall_s=5.0),
+    )
+    model = PolicyModel(name="partial", levels=levels, loss_limit=0.1)
+    run = traced("355,0", model)
+    assert run.experts == 2
+    assert run.lost_tokens == pytest.approx(3 / run.steps)
+    assert traced("355,0", replace(model, loss_limit=0.5)).experts == 1
+    assert traced("355,0\n370,0\n400,0\n450,0", model).experts == 4
+
+
+# --- against the formula --------------------------------------------------------------------------
+
+MODELS = (
+    FULL,
+    replace(FULL, levels=(Level(experts=8, interval_steps=4, stall_s=2, usable_after_s=13),)),
+    replace(FULL, name="stages", by_stage=True),
+    PolicyModel(
+        name="sparse",
+        levels=(Level(experts=8, interval_steps=1, stall_s=0.2),),
+        window_steps=5,
+        by_stage=True,
+    ),
+    PolicyModel(
+        name="sparse, global",
+        levels=(Level(experts=8, interval_steps=1, stall_s=0.2),),
+        window_steps=5,
+    ),
+)
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+@pytest.mark.parametrize("mtbf_s", [7200.0, 1800.0])
+def test_simulations_agree_with_the_formula(model: PolicyModel, mtbf_s: float) -> None:
+    workload = Workload(step_s=2.0, stages=6, micro_batches=4)
+    cluster = replace(CLUSTER, node_losses=0.0)
+    found = simulate_many(
+        model, workload, cluster, mtbf_s, runs=40, length_s=100 * mtbf_s, draw_of=draw_of
+    )
+    assert found.ettr == pytest.approx(closed_form_ettr(model, workload, cluster, mtbf_s), abs=2e-3)
+    assert found.low <= found.ettr <= found.high
+
+
+def test_nodes_that_are_missing_agree_with_the_formula() -> None:
+    fewer = replace(FULL, after_loss=AfterLoss.FEWER)
+    cluster = Cluster(nodes=64, spares=0, detect_s=0, restart_s=0, replacement_s=1800)
+    found = simulate_many(
+        fewer, Workload(step_s=0.1), cluster, 3600.0, runs=40, length_s=720_000, draw_of=draw_of
+    )
+    expected = closed_form_ettr(fewer, Workload(step_s=0.1), cluster, 3600.0)
+    assert found.ettr == pytest.approx(expected, abs=2e-3)
+
+
+@given(seed=st.integers(0, 10_000), mtbf_s=st.floats(30, 5000), spares=st.integers(0, 3))
+@settings(max_examples=150, deadline=None)
+def test_time_is_accounted_for_and_no_policy_gains_time(
+    seed: int, mtbf_s: float, spares: int
+) -> None:
+    cluster = replace(
+        CLUSTER, spares=spares, replacement_s=200, reform_s=1, join_wait_s=30, node_losses=0.5
+    )
+    variants = [*MODELS, *(replace(FULL, after_loss=after) for after in AfterLoss)]
+    for model in variants:
+        run = simulate_run(
+            model,
+            Workload(step_s=3.0, stages=4, micro_batches=4),
+            cluster,
+            poisson(mtbf_s, 0.5, draw_of(seed)),
+            length_s=5000,
+            draw=draw_of(seed + 1),
+        )
+        assert sum(run.seconds.values()) == pytest.approx(5000)
+        assert all(seconds >= 0 for seconds in run.seconds.values())
+        assert 0 <= run.ettr <= 1
+        assert run.steps * 3.0 == pytest.approx(run.ettr * 5000)
+
+
+def test_one_seed_gives_one_history() -> None:
+    first, again = (
+        simulate_many(FULL, WORKLOAD, CLUSTER, 600, runs=5, length_s=43200, draw_of=draw_of)
+        for _ in range(2)
+    )
+    assert first == again
+    assert first.failures == pytest.approx(72, rel=0.2)
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "refusal"),
+    [
+        ("12;3", "line 1 of the trace is '12;3'; write seconds,change like 2040,-4"),
+        ("# minutes\n5,1\nx,2", "line 3 of the trace is 'x,2'"),
+        ("5,1.5", "line 1 of the trace"),
+        ("inf,1", "line 1 of the trace"),
+        ("5,1\n4,1", "line 2 of the trace is earlier than the one before it"),
+    ],
+)
+def test_a_trace_that_cannot_be_read_is_refused_with_its_line(text: str, refusal: str) -> None:
+    with pytest.raises(InvalidJobError) as error:
+        parse_trace(text)
+    assert refusal in str(error.value)
+
+
+def test_a_trace_may_have_comments() -> None:
+    trace = parse_trace("# AWS\n\n60, -2  # two\n61,0\n")
+    assert trace == (Incident(at_s=60.0, nodes=-2), Incident(at_s=61.0, nodes=0))
+
+
+def test_what_cannot_be_simulated_is_refused() -> None:
+    with pytest.raises(InvalidJobError, match="give a time longer than 0"):
+        next(poisson(0.0, 1.0, draw_of(0)))
+    with pytest.raises(InvalidJobError, match="length_s=0"):
+        traced("", length_s=0)
+    with pytest.raises(InvalidJobError, match="at least one run"):
+        summarize([])
+    with pytest.raises(InvalidJobError, match="node_losses=2"):
+        replace(CLUSTER, node_losses=2)
+    with pytest.raises(InvalidJobError, match="at least one node"):
+        replace(CLUSTER, spares=-1)
+    with pytest.raises(InvalidJobError, match="stages=0"):
+        Workload(step_s=1, stages=0)
+    with pytest.raises(InvalidJobError, match="full: give at least one level"):
+        replace(FULL, levels=())
+
+
+def test_no_failures_come_at_an_infinite_mtbf() -> None:
+    assert list(poisson(inf, 1.0, draw_of(0))) == []
