@@ -32,7 +32,7 @@ from holdfast._agree.exchange import Broadcast
 from holdfast._daemon.handles import SaveHandle
 from holdfast._elastic.pipeline import Pipeline
 from holdfast._elastic.session import ElasticSession
-from holdfast._session.interface import Session
+from holdfast._session.interface import WorldSession
 from holdfast._session.protected import ProtectedSession
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import UnreachableError
@@ -408,7 +408,7 @@ class Cluster:
             if epoch != self.epoch:
                 return
             frozen = any(
-                one.session is None or one.session._session.repeats  # type: ignore[attr-defined]
+                one.session is None or one.session._session.repeats
                 for one in self.processes.values()
             )
             self._settled = 0 if frozen else step
@@ -629,7 +629,7 @@ def make_session(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     stateful: dict[str, Any],
-) -> Session:
+) -> WorldSession:
     world = process.world
     assert world is not None
     process.daemon = FakeDaemon(
@@ -766,7 +766,7 @@ def train(cluster: Cluster, process: Process) -> None:
     )
     for step in session.steps(schedule.steps):
         alone = session._replaying is not None
-        frozen = session._session.repeats  # type: ignore[attr-defined]
+        frozen = session._session.repeats
         with step:
             cluster.begins(process, world.epoch, int(step))
             settle(cluster, process, session, int(step))
