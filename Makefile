@@ -19,6 +19,7 @@ REGISTRY ?=
 TAG ?=
 BUILDER ?=
 ARGS ?=
+NAME ?=
 PYTHON312 ?= $(PYTHON)
 
 BIN := .venv/bin
@@ -33,6 +34,7 @@ OLDEST := $(addprefix tests/unit/,protos daemon/transport daemon/trainers daemon
 	--ignore=tests/unit/daemon/trainers/test_receiving.py
 CLUSTER := $(BIN)/python tests/cluster/cli.py
 CRD := crds/holdfast.dev_moetrainingjobs.yaml
+SETTINGS := trainer_sdk/holdfast/_job_settings.py
 
 # The stamp holds the path of the shared environment; when that was deleted, install again.
 DEPS := $(file <$(STAMP))
@@ -159,7 +161,9 @@ check: $(STAMP) ## Format, lint, types, import contracts, generated files
 	done
 	echo "== generated resource and reference"; $(BIN)/python -m holdfast_operator.crd > "$$drift/crd"
 	$(BIN)/python -m holdfast_operator.crd --reference docs/job.md > "$$drift/reference"
+	$(BIN)/python -m holdfast_operator.crd --settings > "$$drift/settings"
 	cmp "$$drift/crd" $(CRD) && cmp "$$drift/reference" docs/job.md \
+	  && cmp "$$drift/settings" $(SETTINGS) \
 	  || { echo "not what the job's types say: run 'make crds'" >&2; exit 1; }
 	echo "== generated files of the chart"; $(BIN)/python charts/chart_files.py --check
 	echo "== types"; $(BIN)/python -m mypy $(CHECKED)
@@ -248,10 +252,6 @@ test-cluster: $(STAMP) ## Run the cluster tests on a cluster of their own
 	@$(CLUSTER) build
 	$(BIN)/python -m pytest tests/cluster $(ARGS)
 
-.PHONY: bench-operator
-bench-operator: $(STAMP) ## Measure the operator with thousands of members; ARGS="--members 200 --jobs 20"
-	@PYTHONPATH=tests/cluster $(BIN)/python -m benchmarks.operator_scale $(ARGS)
-
 ##@ On a machine with CUDA
 
 .PHONY: gpu-bundle
@@ -267,10 +267,21 @@ test-py312: $(STAMP) ## Run that folder here, with the Python and torch of such 
 
 ##@ Now and then
 
+# Some compare with packages of others, which have an environment of their own.
 .PHONY: bench
-bench: $(STAMP) ## Measure against a memcpy and against other packages; ARGS="--size 256MiB"
-	@$(call overlay,bench)
-	PYTHONPATH=$$("$$overlay/bin/python" $(site)) $(BIN)/python -m benchmarks.snapshot $(ARGS)
+bench: $(STAMP) ## Measure snapshots beside other packages; NAME=list shows what else can be measured
+	@name="$(or $(NAME),snapshot)" paths=
+	case "$$name" in
+	operator) paths=tests/cluster ;;
+	snapshot | dependencies | s3)
+	  $(call overlay,bench)
+	  paths=$$("$$overlay/bin/python" $(site)) ;;
+	esac
+	if [ "$$name" = s3 ]; then
+	  $(MAKE) versitygw
+	  paths="$$paths:tests/contract/storage/helpers"
+	fi
+	HOLDFAST_CACHE="$(HOLDFAST_CACHE)" PYTHONPATH="$$paths" $(BIN)/python -m benchmarks "$$name" $(ARGS)
 
 .PHONY: fuzz
 fuzz: $(STAMP) ## Give damaged bytes to every parser; ARGS="--minutes 10 --only manifest"
@@ -282,66 +293,6 @@ fuzz: $(STAMP) ## Give damaged bytes to every parser; ARGS="--minutes 10 --only 
 	  echo "atheris cannot be installed here: the damage is random, not led by what it reaches." >&2
 	fi
 	PYTHONPATH="tests/fuzz$$site" $(BIN)/python tests/fuzz/fuzz.py $(ARGS)
-
-.PHONY: bench-bulk
-bench-bulk: $(STAMP) ## Measure bytes between daemons: plain, authenticated, encrypted
-	@$(BIN)/python -m benchmarks.bulk_security $(ARGS)
-
-.PHONY: bench-interference
-bench-interference: $(STAMP) ## Measure what protection costs training on a slow network; needs root
-	@$(BIN)/python -m benchmarks.interference $(ARGS)
-
-.PHONY: bench-parity
-bench-parity: $(STAMP) ## Measure how fast parity is calculated, beside XOR
-	@$(BIN)/python -m benchmarks.parity_kernels $(ARGS)
-
-.PHONY: bench-redundancy
-bench-redundancy: $(STAMP) ## Compare parity from the network with parity from replicas
-	@$(BIN)/python -m benchmarks.redundancy $(ARGS)
-
-.PHONY: bench-policies
-bench-policies: $(STAMP) ## Compute what partial snapshots save, from the units of real models
-	@$(BIN)/python -m benchmarks.policies $(ARGS)
-
-.PHONY: bench-sparse
-bench-sparse: $(STAMP) ## Measure sparse windows, and stages that repeat steps alone
-	@$(BIN)/python -m benchmarks.sparse $(ARGS)
-
-.PHONY: bench-windows
-bench-windows: $(STAMP) ## Measure what a recovery of a window repeats: training, or its optimizer
-	@$(BIN)/python -m benchmarks.windows $(ARGS)
-
-.PHONY: bench-persist
-bench-persist: $(STAMP) ## Measure writing into storage against the bare write path
-	@$(BIN)/python -m benchmarks.persist $(ARGS)
-
-.PHONY: bench-s3
-bench-s3: $(STAMP) versitygw ## Measure our requests to S3 beside those of obstore
-	@$(call overlay,bench)
-	HOLDFAST_CACHE="$(HOLDFAST_CACHE)" \
-	  PYTHONPATH="$$("$$overlay/bin/python" $(site)):tests/contract/storage/helpers" \
-	  $(BIN)/python -m benchmarks.object_storage $(ARGS)
-
-.PHONY: bench-dependencies
-bench-dependencies: $(STAMP) ## Measure what libraries would add to a daemon in place of code of ours
-	@$(call overlay,bench)
-	PYTHONPATH=$$("$$overlay/bin/python" $(site)) $(BIN)/python -m benchmarks.dependencies $(ARGS)
-
-.PHONY: bench-launching
-bench-launching: $(STAMP) ## Measure the start of a launcher, up to when it could start workers
-	@$(BIN)/python -m benchmarks.launching $(ARGS)
-
-.PHONY: bench-loss
-bench-loss: $(STAMP) ## Train the example with and without recoveries and compare its loss
-	@$(BIN)/python -m benchmarks.loss $(ARGS)
-
-.PHONY: bench-recovery
-bench-recovery: $(STAMP) ## Measure each phase of a recovery, with processes that stay and without
-	@$(BIN)/python -m benchmarks.recovery $(ARGS)
-
-.PHONY: bench-elastic
-bench-elastic: $(STAMP) ## Compare uneven copies of experts with expert parallelism
-	@$(BIN)/python -m benchmarks.elastic $(ARGS)
 
 .PHONY: dist
 dist: $(STAMP) ## Make the source distribution, the wheel and the chart of this commit in build/dist
@@ -358,10 +309,12 @@ protos: $(STAMP) ## Generate the stubs from the .proto files
 	@$(call generate,protos)
 
 .PHONY: crds
-crds: $(STAMP) ## Generate the custom resource and its reference from the job's types
+crds: $(STAMP) ## Generate the custom resource, its reference and the SDK's settings from the job's types
 	@$(BIN)/python -m holdfast_operator.crd > $(CRD).new && mv $(CRD).new $(CRD)
 	$(BIN)/python -m holdfast_operator.crd --reference docs/job.md > docs/job.md.new
 	mv docs/job.md.new docs/job.md
+	$(BIN)/python -m holdfast_operator.crd --settings > $(SETTINGS).new
+	mv $(SETTINGS).new $(SETTINGS)
 
 .PHONY: chart
 chart: $(STAMP) ## Generate the chart's schema, dashboard and copy of the custom resource
@@ -374,7 +327,7 @@ clean: ## Delete everything that can be made again (the shared environment stays
 	find $(CHECKED) -name __pycache__ -prune -exec rm -rf {} +
 
 # Writes the stubs of every .proto below the folder $(1). The compiler is an old one, so that what it
-# writes works with old versions of protobuf and grpcio, too; it needs no other package (0062).
+# writes works with old versions of protobuf and grpcio, too; it needs no other package (0007).
 define generate
 protoc="$(HOLDFAST_CACHE)/protoc-$(PROTOC)-$$(basename "$$(<$(STAMP))")"
 	if [ ! -d "$$protoc" ]; then

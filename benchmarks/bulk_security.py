@@ -4,7 +4,7 @@ Each kind has a server process of its own with a file on a tmpfs, and the same f
 whose pages are present. The kinds take turns, round after round, so that other load on the machine
 affects them evenly. A handshake is measured as the first, tiny, fetch over a new connection.
 
-    make bench-bulk ARGS="--size 256 --rounds 9"
+    make bench NAME=bulk ARGS="--size 256 --rounds 9"
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from holdfast_daemon.transport.protocol import Kind, Located, Request
 from holdfast_daemon.transport.server import BulkServer
 from holdfast_daemon.transport.tls import ConnectionFactory, Protection
 from holdfast_operator.control.certificates import Certificates
-from holdfast_protos.identity import Identity, Role
+from holdfast_protos.connections.identity import Identity, Role
 
 PLAIN = "plain"
 KINDS = (PLAIN, *(each.value for each in Protection))

@@ -1,4 +1,4 @@
-"""`make bench-dependencies`: what a library would cost a daemon in place of code of ours.
+"""`make bench NAME=dependencies`: what a library would cost a daemon in place of code of ours.
 
 For each, the lines of ours that it would replace (of the lines without comments and docstrings, so
 that words cost nothing), and what the library adds to a daemon: packages beyond those that
@@ -59,7 +59,7 @@ S3_MODULES = tuple(f"holdfast_storage.{name}" for name in ("s3", "s3_calls", "s3
 CHOICES = (
     Choice(
         purpose="expiry of certificates",
-        ours=("holdfast_protos.validity",),
+        ours=("holdfast_protos.connections.validity",),
         library="cryptography.x509",
         packages=("cryptography",),
     ),
@@ -94,7 +94,7 @@ CHOICES = (
 
 def main() -> None:
     """Measure all choices and print a table."""
-    parser = argparse.ArgumentParser(prog="make bench-dependencies", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make bench NAME=dependencies", description=__doc__)
     parser.add_argument("--repetitions", type=int, default=5, help="(default: %(default)s)")
     options = parser.parse_args()
     table = Table(title="beside code of ours in a daemon", title_justify="left")

@@ -9,7 +9,7 @@ and Linux's default, which sends background traffic last.
 
 Needs root, and the commands ip and tc.
 
-    make bench-interference ARGS="--rate 1gbit --rounds 3"
+    make bench NAME=interference ARGS="--rate 1gbit --rounds 3"
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def main() -> None:
         print(json.dumps(inside(json.loads(options.inside))))
         return
     if os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
-        raise SystemExit("bench-interference needs root, and the commands ip and tc (iproute2)")
+        raise SystemExit("This needs root, and the commands ip and tc (iproute2)")
     rows = measure(options)
     print(
         f"{'queue':26}{'protection':28}{'step':>8}{'ratio':>8}{'protected':>11}{'into a node':>14}"

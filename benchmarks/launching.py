@@ -1,4 +1,4 @@
-"""`make bench-launching`: what starting a launcher costs, up to when it could start workers.
+"""`make bench NAME=launching`: what starting a launcher costs, up to when it could start workers.
 
 Compares the fork server that the launcher forks from itself with the one that the standard library
 starts, an interpreter that imports torch again. A launcher whose script is started afresh, without

@@ -1,4 +1,4 @@
-"""`make bench-s3`: our requests to S3 beside those of obstore, to the server that the tests use.
+"""`make bench NAME=s3`: our requests to S3 beside those of obstore, to the server of the tests.
 
 Both write the same bytes from views of a shared mapping and read them back into another, over plain
 HTTP and over TLS, in a process each, taking turns. Both send parts of 16 MiB, two at a time, and
@@ -197,7 +197,7 @@ class Met(msgspec.Struct):
 
 def main() -> int:
     """Run the benchmark; return the exit code."""
-    parser = argparse.ArgumentParser(prog="make bench-s3", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make bench NAME=s3", description=__doc__)
     add = parser.add_argument
     add("--size", type=int, default=256, metavar="MIB", help="one object (default: %(default)s)")
     add("--rounds", type=int, default=5, help="(default: %(default)s)")

@@ -1,4 +1,4 @@
-"""Speed of parity arithmetic: XOR, P + Q, two losses, replicas; `make bench-parity`.
+"""Speed of parity arithmetic: XOR, P + Q, two losses, replicas; `make bench NAME=parity`.
 
 Everything is measured in one run, in turns, on the same buffers of one stride, as the daemon works,
 so that other load on the machine affects all rows. Figures are bytes of payload per second of one

@@ -1,4 +1,4 @@
-"""`make bench-persist`: writing a rank into storage, against the bare write path.
+"""`make bench NAME=persist`: writing a rank into storage, against the bare write path.
 
 Bare is `os.write` of the same memory into a new file of the same tmpfs, `fsync`, rename: no
 verification, no format. Both run in every repetition, one right after the other, in the same
@@ -46,7 +46,7 @@ MEBIBYTE = 1024 * 1024
 
 def main() -> int:
     """Run the benchmark; return the exit code."""
-    parser = argparse.ArgumentParser(prog="make bench-persist", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make bench NAME=persist", description=__doc__)
     add = parser.add_argument
     add("--size", type=int, default=256, help="MiB per rank (default: %(default)s)")
     add("--parallel", type=int, default=4, help="writers at once (default: %(default)s)")

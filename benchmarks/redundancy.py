@@ -5,7 +5,7 @@ group already hold on their devices, and what a node sends and copies with eithe
 on this machine: how much longer a capture takes when its threads also read, hash and add up as many
 bytes of other members, as a trainer without an accelerator would have to.
 
-    make bench-redundancy ARGS="--size 256 --rounds 9"
+    make bench NAME=redundancy ARGS="--size 256 --rounds 9"
 """
 
 from __future__ import annotations

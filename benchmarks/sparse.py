@@ -1,4 +1,4 @@
-"""`make bench-sparse`: sparse windows and pipeline stages that repeat steps alone.
+"""`make bench NAME=sparse`: sparse windows and pipeline stages that repeat steps alone.
 
 Bytes: what the saves of a window copy, of the paper's worked example (MoEvement fig. 6: six equal
 experts, two in each save) in a real session, beside a full snapshot, and what its slot holds beside
@@ -245,7 +245,7 @@ def figures_of_recoveries(
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="make bench-sparse",
+        prog="make bench NAME=sparse",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

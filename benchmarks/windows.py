@@ -1,4 +1,4 @@
-"""`make bench-windows`: what a recovery repeats of a sparse window: training, or its optimizer.
+"""`make bench NAME=windows`: what restoring a window repeats: training, or its optimizer.
 
 The same small model trains with both kinds of windows, in one process and in turn. Measured: the
 time of a step of which the save is waited for, beside one without a session; and the time from the
@@ -149,7 +149,7 @@ def _recover(path: Path, repeats: Repeats) -> tuple[float, int, int]:
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="make bench-windows",
+        prog="make bench NAME=windows",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

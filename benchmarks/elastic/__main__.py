@@ -1,4 +1,4 @@
-"""`make bench-elastic`: uneven copies of experts beside expert parallelism (EP).
+"""`make bench NAME=elastic`: uneven copies of experts beside expert parallelism (EP).
 
 1. Tokens on the busiest rank, EP over uneven copies, for the models of Lazarus on 10 to 5 nodes and
    four shapes of loads. Computed; no clock is involved.
@@ -40,7 +40,7 @@ Counted = Mapping[str, Mapping[str, Mapping[int, float]]]
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="make bench-elastic",
+        prog="make bench NAME=elastic",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

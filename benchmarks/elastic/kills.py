@@ -19,7 +19,7 @@ from benchmarks.recovery.runs import has_completed
 from holdfast_cli.demo.report import LoggedStep, read_log
 from holdfast_cli.local import LocalCluster, LocalSettings
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
-from holdfast_operator.reconciler.counters import Outcome
+from holdfast_operator.reconciler.observe.counters import Outcome
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NODES, EXPERTS, LAYERS, SEATS = 4, 8, 2, 6

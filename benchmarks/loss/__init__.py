@@ -1,1 +1,1 @@
-"""`make bench-loss`: effect of recoveries under partial snapshots on the example's loss."""
+"""`make bench NAME=loss`: effect of recoveries under partial snapshots on the example's loss."""

@@ -1,4 +1,4 @@
-"""`make bench-loss`: the example model with and without four recoveries under PartialExperts.
+"""`make bench NAME=loss`: the example model with and without four recoveries under PartialExperts.
 
 Each seed is trained twice by real processes with a real daemon: once undisturbed, once killed four
 times. Snapshots hold one expert of each layer, so most experts go back some steps in each recovery,
@@ -45,7 +45,7 @@ AT_ONCE = 2
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return the exit code."""
-    parser = argparse.ArgumentParser(prog="make bench-loss", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make bench NAME=loss", description=__doc__)
     add = parser.add_argument
     add("--steps", type=int, default=STEPS, help="steps of each run (default: %(default)s)")
     add("--seeds", type=int, default=SEEDS, help="runs of each kind (default: %(default)s)")

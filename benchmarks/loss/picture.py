@@ -1,4 +1,4 @@
-"""The plot of `make bench-loss`: loss curves of all runs, and the changes that recoveries cause."""
+"""The plot of `make bench NAME=loss`: loss curves of all runs, and what recoveries change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`make bench-operator`: runs the scenarios, prints the figures, writes build/bench/operator.json.
+"""`make bench NAME=operator`: runs the scenarios, prints the figures, writes operator.json.
 
 Needs root and Go, as the test cluster does. Takes about five minutes; `--members 200 --jobs 20` is
 a short run. `--ways` compares what is done by hand with what kopf and the official client offer.
@@ -36,7 +36,7 @@ be most of the API server's work."""
 
 def main() -> int:
     """Run the benchmark; return the exit code, 1 when a target is missed."""
-    parser = argparse.ArgumentParser(prog="make bench-operator", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make bench NAME=operator", description=__doc__)
     add = parser.add_argument
     add("--members", type=int, default=2000, help="members of the large job (default: %(default)s)")
     add("--jobs", type=int, default=200, help="jobs of eight members each (default: %(default)s)")

@@ -64,7 +64,7 @@ async def our_api(address: str) -> Any:
     """Our adapter to the API server at `address`."""
     from kubernetes.aio import client
 
-    from holdfast_operator.kube.api import Api
+    from holdfast_operator.kube.client.api import Api
 
     settings = client.Configuration()
     settings.host = address
@@ -73,11 +73,11 @@ async def our_api(address: str) -> Any:
 
 async def by_hand(address: str) -> Figures:
     """`watches` keeps the pods, `events` posts."""
-    from holdfast_operator.kube.events import Recorder
-    from holdfast_operator.kube.pods import read_pod
-    from holdfast_operator.kube.resources import PODS
-    from holdfast_operator.kube.watches import Cache, Watch
-    from holdfast_operator.reconciler.views import Event
+    from holdfast_operator.kube.client.events import Recorder
+    from holdfast_operator.kube.client.resources import PODS
+    from holdfast_operator.kube.client.watches import Cache, Watch
+    from holdfast_operator.kube.pods.pods import read_pod
+    from holdfast_operator.reconciler.observe.views import Event
 
     api = await our_api(address)
     last = asyncio.Event()
@@ -108,8 +108,8 @@ def kopf_way(*, index: bool) -> Way:
     async def run(address: str) -> Figures:
         import kopf
 
-        from holdfast_operator.kube.handlers import kopf_settings
-        from holdfast_operator.kube.pods import read_pod
+        from holdfast_operator.kube.job.handlers import kopf_settings
+        from holdfast_operator.kube.pods.pods import read_pod
 
         registry, last = kopf.OperatorRegistry(), asyncio.Event()
         known: dict[str, Any] = {}
@@ -160,8 +160,8 @@ def kopf_way(*, index: bool) -> Way:
 
 async def plain_list(address: str) -> Figures:
     """One list of pods as plain JSON, read into `TrainerPod`."""
-    from holdfast_operator.kube.pods import read_pod
-    from holdfast_operator.kube.resources import PODS
+    from holdfast_operator.kube.client.resources import PODS
+    from holdfast_operator.kube.pods.pods import read_pod
 
     api = await our_api(address)
     meter = Meter()

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.operator_scale.figures import Exposition, halves, spread
 from benchmarks.operator_scale.world import NAMESPACE, World
-from holdfast_operator.kube.api import Object
+from holdfast_operator.kube.client.api import Object
 
 Report = dict[str, Any]
 

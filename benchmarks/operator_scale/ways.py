@@ -1,4 +1,4 @@
-"""What kopf's and the official client's own ways cost: `make bench-operator ARGS=--ways`.
+"""What kopf's and the official client's own ways cost: `make bench NAME=operator ARGS=--ways`.
 
 Each way runs in a process of its own against `pod_server`, so it needs no cluster. The pods are
 listed, each changes three times, the watch expires, and every second pod is missing from the next

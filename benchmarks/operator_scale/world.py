@@ -17,10 +17,10 @@ from cluster import Cluster, simulated_node
 from operator_process import OperatorProcess
 
 from benchmarks.operator_scale.figures import Exposition, Sample
-from holdfast_operator.kube.api import Api, ApiError, Object, connect
-from holdfast_operator.kube.manifests import TRAINER_SELECTOR
-from holdfast_operator.kube.resources import JOBS, NODES, PODS
-from holdfast_operator.kube.watches import Cache, Watch
+from holdfast_operator.kube.client.api import Api, ApiError, Object, connect
+from holdfast_operator.kube.client.resources import JOBS, NODES, PODS
+from holdfast_operator.kube.client.watches import Cache, Watch
+from holdfast_operator.kube.pods.manifests import TRAINER_SELECTOR
 
 NAMESPACE = "bench"
 SAMPLE_S = 0.5

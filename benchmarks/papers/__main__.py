@@ -57,7 +57,7 @@ PAPERS: dict[str, Callable[[DrawOf, int], tuple[PaperTable, ...]]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the tables that are asked for; return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.papers",
+        prog="make bench NAME=papers",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

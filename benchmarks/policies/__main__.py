@@ -1,4 +1,4 @@
-"""`make bench-policies`: savings and risks of partial snapshots, beside the papers' figures.
+"""`make bench NAME=policies`: savings and risks of partial snapshots, beside the papers' figures.
 
 Computed from units that the SDK finds in models on torch's meta device, not from formulas, and from
 seeded routing traces. Writes build/bench/policies.json; the exit code is 1 when a target is missed.
@@ -26,7 +26,7 @@ TABLE_COLUMNS = 170
 
 def main() -> int:
     """Run the benchmark; return the exit code."""
-    parser = argparse.ArgumentParser(prog="make bench-policies", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make bench NAME=policies", description=__doc__)
     add = parser.add_argument
     add("--steps", type=int, default=150, help="steps of the routing traces (default: %(default)s)")
     add("--output", type=Path, default=ROOT / "build" / "bench" / "policies.json")

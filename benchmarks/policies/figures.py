@@ -1,4 +1,4 @@
-"""The figures of `make bench-policies`, each beside the papers' value."""
+"""The figures of `make bench NAME=policies`, each beside the papers' value."""
 
 from __future__ import annotations
 

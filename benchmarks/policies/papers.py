@@ -1,4 +1,4 @@
-"""Inputs that the papers leave open, and their figures that `make bench-policies` cannot show."""
+"""Inputs that the papers leave open, and figures that `make bench NAME=policies` cannot show."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHOSEN = (
 
 NOT_REPRODUCED = (
     "PEC figure 2, 5(d) and 6: losses, accuracies and lost tokens of training runs "
-    "(`make bench-loss` has those of the example).",
+    "(`make bench NAME=loss` has those of the example).",
     "PEC figure 5(c): seconds of a snapshot beside a step of 0.78 s, and so the 11.7 % less time; "
     "shown are the peaks that the time follows.",
     "MoEtion section 4.1: 85 % of 2.9B-16E are experts, and 75 % less with some of them; with 24 "
@@ -31,6 +31,6 @@ NOT_REPRODUCED = (
     "and the paper does not give the number.",
     "MoEtion section 7.5: 12.6, 10.9 and 7.0 s a checkpoint, up to 15 times as often, 12 times "
     "less wasted work; of their cluster.",
-    "MoEtion section 5.1: up to 40 % less traffic (`make bench-redundancy`).",
+    "MoEtion section 5.1: up to 40 % less traffic (`make bench NAME=redundancy`).",
 )
 """Figures that the papers print and that are not computed here, each with the reason."""

@@ -1,1 +1,1 @@
-"""`make bench-recovery`: how long recoveries take, with processes that stay and without."""
+"""`make bench NAME=recovery`: how long recoveries take, with processes that stay and without."""

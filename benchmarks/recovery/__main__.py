@@ -1,4 +1,4 @@
-"""`make bench-recovery`: phases of recoveries, with processes that stay and without.
+"""`make bench NAME=recovery`: phases of recoveries, with processes that stay and without.
 
 The example trains on four virtual nodes and a spare. A rank is killed, then a node with its memory,
 in runs with --stay and without, alternating. From the kill to the next completed step each phase is
@@ -54,7 +54,7 @@ STEPS_MIN = 200
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="make bench-recovery",
+        prog="make bench NAME=recovery",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

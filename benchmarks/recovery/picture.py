@@ -1,4 +1,4 @@
-"""The plot of `make bench-recovery`: when each phase is reached after a fault."""
+"""The plot of `make bench NAME=recovery`: when each phase is reached after a fault."""
 
 from __future__ import annotations
 

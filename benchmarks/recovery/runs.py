@@ -22,7 +22,7 @@ from benchmarks.recovery.worker import EVERY_OTHER_VOTE
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
 from holdfast_core.errors import UnreachableError
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
-from holdfast_operator.reconciler.counters import Outcome
+from holdfast_operator.reconciler.observe.counters import Outcome
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = ROOT / "examples" / "moe-job.yaml"

@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 
 from holdfast_cli.local import TimedEvent
-from holdfast_operator.reconciler.views import EventReason
+from holdfast_operator.reconciler.observe.views import EventReason
 
 T = TypeVar("T")
 

@@ -24,8 +24,8 @@ from holdfast_daemon.memory import mounting
 from holdfast_daemon.node import Node
 from holdfast_daemon.settings import SERVICE_ACCOUNT, Auth, DaemonSettings
 from holdfast_daemon.transport.tls import Protection
-from holdfast_protos import identity
 from holdfast_protos.command_line import add_version
+from holdfast_protos.connections import identity
 
 EPILOG = """
 The daemon owns --root: arenas, manifests and parity are files below it, on a tmpfs, and a

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 
 from holdfast_core.packages import PackageGroup, needing
-from holdfast_daemon.host import JobHost
+from holdfast_daemon.job.host import JobHost
 from holdfast_daemon.metrics import DaemonMetrics
 from holdfast_daemon.observing import status
 from holdfast_daemon.observing.catalogue import Catalogue, MemoryCatalogue

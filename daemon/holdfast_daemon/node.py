@@ -15,26 +15,27 @@ import grpc.aio
 
 from holdfast_core.errors import InvalidJobError, StaleEpochError, StorageError
 from holdfast_core.snapshots.membership import Membership
-from holdfast_daemon.control import ControlClient
 from holdfast_daemon.durable.loader import Loader
-from holdfast_daemon.durable_tier import DurableTier
 from holdfast_daemon.engine import EngineSettings, JobEngine
 from holdfast_daemon.factories import make_authenticator, make_catalogue
-from holdfast_daemon.host import JobHost
+from holdfast_daemon.job.durable_tier import DurableTier
+from holdfast_daemon.job.host import JobHost
+from holdfast_daemon.job.scrub import ScrubPlan, ScrubSettings, TargetKind, targets_of
+from holdfast_daemon.job.worker import EffectWorker
 from holdfast_daemon.job_threads import JobThreads
 from holdfast_daemon.logs import bind
 from holdfast_daemon.memory.job_storage import JobStorage
 from holdfast_daemon.memory.node_storage import NodeStorage
 from holdfast_daemon.metrics import DaemonMetrics
+from holdfast_daemon.net.control import ControlClient
+from holdfast_daemon.net.peers import ManifestFetcher, PeerOutbox, PeerService
+from holdfast_daemon.net.serving import clear_socket, serve_peers, serve_trainers
 from holdfast_daemon.observing import status
 from holdfast_daemon.observing.http import HttpServer
 from holdfast_daemon.observing.observer import NodeObserver
 from holdfast_daemon.observing.traffic import Traffic
 from holdfast_daemon.parity.changes import change_of
-from holdfast_daemon.peers import ManifestFetcher, PeerOutbox, PeerService
 from holdfast_daemon.schedule import PERIOD_S, until_next
-from holdfast_daemon.scrub import ScrubPlan, ScrubSettings, TargetKind, targets_of
-from holdfast_daemon.serving import clear_socket, serve_peers, serve_trainers
 from holdfast_daemon.settings import DaemonSettings
 from holdfast_daemon.trainers.claims import Claims
 from holdfast_daemon.trainers.descriptors import DescriptorServer
@@ -44,9 +45,8 @@ from holdfast_daemon.transport.client import BulkClient
 from holdfast_daemon.transport.protocol import Kind, Located, Request
 from holdfast_daemon.transport.server import BulkServer
 from holdfast_daemon.transport.tls import ConnectionFactory
-from holdfast_daemon.worker import EffectWorker
 from holdfast_protos import codec, control_pb2
-from holdfast_protos.identity_gauges import show_identity
+from holdfast_protos.connections.identity_gauges import show_identity
 
 BULK_TIMEOUT_S = 5.0
 STOP_GRACE_S = 0.5

@@ -10,7 +10,7 @@ from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.locations import StorageLocation
 from holdfast_core.job.snapshots import BANDWIDTH_BYTES_S_MIN
 from holdfast_daemon.transport.tls import Protection
-from holdfast_protos.identity import Identity
+from holdfast_protos.connections.identity import Identity
 
 SOCKET_PATH_BYTES_MAX = 107
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")

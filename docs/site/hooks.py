@@ -23,7 +23,7 @@ TOP = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
 }
-DECISIONS = "decisions/index.md"
+DECISIONS = "decisions/README.md"
 LINK = re.compile(r"(?<=\]\()([\w./-]+)(?=[#)])")
 FROM_ELSEWHERE = re.compile(r'<(?:script|link|img|iframe)[^>]*(?:src|href)="?(?:https?:)?//[^>]*>')
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".md": "markdown"}
@@ -31,8 +31,8 @@ LANGUAGES = {".py": "python", ".yaml": "yaml", ".md": "markdown"}
 
 def on_config(config: Any) -> Any:
     """List the decisions."""
-    decisions = sorted(path.name for path in (ROOT / "docs/decisions").glob("*.md"))
-    config.nav[-1]["Decisions"] = [DECISIONS, *(f"decisions/{name}" for name in decisions)]
+    names = [f"decisions/{path.name}" for path in _decisions()]
+    config.nav[-1]["Decisions"] = [DECISIONS, *names]
     return config
 
 
@@ -45,13 +45,6 @@ def on_files(files: Files, config: Any) -> Files:
     for module in _public_modules():
         page = f"---\ntitle: {module}\n---\n\n::: {module}\n"
         files.append(File.generated(config, f"api/{module}.md", content=page))
-    rows = [
-        f"- [{text.splitlines()[0].removeprefix('# ')}]({path.name})"
-        for path, text in sorted(documents.items())
-        if path.parent.name == "decisions"
-    ]
-    page = "\n".join(["# Decisions", "", *rows, ""])
-    files.append(File.generated(config, DECISIONS, content=page))
     linked = {
         target
         for path, text in documents.items()
@@ -68,8 +61,10 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Lead links to where their targets are in the site."""
     uri = page.file.src_uri
-    if uri.startswith("source/") or uri == DECISIONS:
+    if uri.startswith("source/"):
         return markdown
+    if uri == DECISIONS:
+        markdown += "\n" + "".join(f"- [{_title(path)}]({path.name})\n" for path in _decisions())
     name = next((name for name, top in TOP.items() if top == uri), f"docs/{uri}")
 
     def lead(match: re.Match[str]) -> str:
@@ -86,6 +81,14 @@ def on_post_page(output: str, page: Any, config: Any) -> str:
     return output
 
 
+def _decisions() -> list[Path]:
+    return sorted((ROOT / "docs/decisions").glob("[0-9]*.md"))
+
+
+def _title(document: Path) -> str:
+    return document.read_text("utf-8").splitlines()[0].removeprefix("# ")
+
+
 def _target(document: Path, link: str) -> Path | None:
     """The file or folder of the repository that `link` in `document` means, if it exists."""
     path = Path(os.path.normpath(document.parent / link))
@@ -95,7 +98,7 @@ def _target(document: Path, link: str) -> Path | None:
 def _uri(path: Path) -> str:
     name = path.relative_to(ROOT).as_posix()
     if name == "docs/decisions":
-        return DECISIONS
+        name += "/README.md"
     if name.startswith("docs/"):
         return name.removeprefix("docs/")
     return TOP.get(name, f"source/{name}.md")

@@ -16,7 +16,7 @@ from jobs import OUTPUT, lend_folder, make_folder, trainer_job
 from machine import ClusterError
 
 from holdfast_cli.demo.report import LoggedStep, read_log
-from holdfast_operator.kube.api import Object
+from holdfast_operator.kube.client.api import Object
 
 STEPS = 100_000
 """More than anybody waits for."""

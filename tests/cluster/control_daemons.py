@@ -21,14 +21,14 @@ import grpc.aio
 
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import Membership
-from holdfast_operator.kube.api import connect
-from holdfast_operator.kube.manifests import TRAINER_SELECTOR
+from holdfast_operator.kube.client.api import connect
+from holdfast_operator.kube.client.resources import PODS
+from holdfast_operator.kube.client.watches import Cache, Watch
 from holdfast_operator.kube.metrics import OperatorMetrics
-from holdfast_operator.kube.pods import TrainerPod, read_pod
-from holdfast_operator.kube.resources import PODS
-from holdfast_operator.kube.trainers import PodIndex
-from holdfast_operator.kube.watches import Cache, Watch
-from holdfast_operator.reconciler.views import AgentState
+from holdfast_operator.kube.pods.manifests import TRAINER_SELECTOR
+from holdfast_operator.kube.pods.pods import TrainerPod, read_pod
+from holdfast_operator.kube.pods.trainers import PodIndex
+from holdfast_operator.reconciler.observe.views import AgentState
 from holdfast_protos import codec, control_pb2, control_pb2_grpc
 
 REDIAL_S = 0.1

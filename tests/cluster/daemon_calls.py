@@ -7,7 +7,7 @@ from cluster import Cluster
 from waiting import WAIT_S, error_of
 
 from holdfast_daemon.trainers.auth import AUDIENCE
-from holdfast_operator.kube.manifests import SOCKETS_PATH
+from holdfast_operator.kube.pods.manifests import SOCKETS_PATH
 from holdfast_protos import codec, trainer_pb2, trainer_pb2_grpc
 
 

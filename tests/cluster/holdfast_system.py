@@ -267,7 +267,12 @@ class Job:
     def _standing(self, status: dict[str, Any]) -> str:
         last = "; ".join(f"{event.reason}: {event.message}" for event in self.events()[-5:])
         steps = f"step {status.get('step')}, protected {status.get('protectedStep')}"
-        return f"{status.get('phase')} at {steps}: {status.get('problem', '')}; last events: {last}"
+        said = "; ".join(
+            f"{each['type']} is {each['status']}: {each['message']}"
+            for each in status.get("conditions", ())
+            if each.get("message")
+        )
+        return f"{status.get('phase')} at {steps}: {said}; last events: {last}"
 
 
 def _has_arena(pid: int) -> bool:

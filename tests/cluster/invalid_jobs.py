@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from holdfast_core.job.schema import SETTINGS
 
 _TABLE = yaml.safe_load((Path(__file__).parent / "invalid_jobs.yaml").read_text(encoding="utf-8"))
 
@@ -69,3 +72,43 @@ INVALID_JOBS = [
     )
     for case in _TABLE["cases"]
 ]
+
+
+def _another(value: object) -> object:
+    """Another value of a setting than its default."""
+    return not value if isinstance(value, bool) else value + 1 if isinstance(value, int) else "1"
+
+
+_UNHEARD = (
+    "needs pods that Holdfast makes, and spec.trainer.external is true; pass holdfast.Settings in "
+    "the script, or give a template"
+)
+INVALID_JOBS += [
+    InvalidJob(
+        name=f"{setting.path} that another controller's pods do not get",
+        document=changed(
+            {"spec.trainer.external": True, f"spec.{setting.path}": _another(setting.default)},
+            ("spec.trainer.template",),
+        ),
+        path=f"spec.{setting.path}",
+        server=_UNHEARD,
+        local=_UNHEARD,
+    )
+    for setting in SETTINGS
+]
+
+
+def jobs_of_two(count: int, *, seed: int) -> list[dict[str, Any]]:
+    """Documents with the changes of two cases each that break rules of the spec."""
+    chosen = random.Random(seed)
+    cases = [case for case in _TABLE["cases"] if case.get("says") and "set" in case]
+    cases = [case for case in cases if not any(p.startswith("metadata.") for p in case["set"])]
+    found: list[dict[str, Any]] = []
+    while len(found) < count:
+        one, other = chosen.sample(cases, 2)
+        removed = {*one.get("remove", ()), *other.get("remove", ())}
+        try:
+            found.append(changed({**one["set"], **other["set"]}, tuple(sorted(removed))))
+        except (KeyError, IndexError, TypeError, AttributeError):
+            continue  # what one changes, the other has taken away
+    return found

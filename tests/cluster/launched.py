@@ -12,7 +12,7 @@ import jobs
 from cluster import Cluster
 from holdfast_system import Job
 
-from holdfast_operator.kube.containers import trainer_status
+from holdfast_operator.kube.pods.containers import trainer_status
 
 NODES, STEPS, FIRST_STEPS = 4, 100_000, 5
 """More steps than a test waits for."""

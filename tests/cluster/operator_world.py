@@ -18,7 +18,7 @@ from holdfast_system import Job
 from machine import ClusterError, wait_for
 from operator_process import OperatorProcess
 
-from holdfast_operator.kube.manifests import SOCKETS_PATH
+from holdfast_operator.kube.pods.manifests import SOCKETS_PATH
 
 RESOURCE = Path(__file__).resolve().parents[2] / "crds" / "holdfast.dev_moetrainingjobs.yaml"
 NAMESPACE = "operator-api"

@@ -24,7 +24,7 @@ from machine import ClusterError
 
 from holdfast_cli.demo.report import FaultReport, Injected, LoggedStep, account, read_log
 from holdfast_cli.local import Recovery
-from holdfast_operator.kube.status import recoveries_of
+from holdfast_operator.kube.job.status import recoveries_of
 
 RUN_S, RECOVERY_S = 600.0, 240.0
 DETECTION: dict[str, Any] = {

@@ -10,7 +10,7 @@ from chart_rendering import DRY, VALUE_SETS, Document, Renderer
 from cluster import Cluster
 from cryptography import x509
 
-from holdfast_protos.identity import Identity, Role
+from holdfast_protos.connections.identity import Identity, Role
 
 
 @pytest.fixture

@@ -12,11 +12,12 @@ import msgspec
 import pytest
 import yaml
 from cluster import Cluster
-from invalid_jobs import BASE, INVALID_JOBS, SMALL, InvalidJob, changed
+from invalid_jobs import BASE, INVALID_JOBS, SMALL, InvalidJob, changed, jobs_of_two
 from machine import ClusterError, wait_for
 
+from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.parsing import parse_job
-from holdfast_operator.crd.rules import RULES
+from holdfast_core.job.rules import RULES
 
 ROOT = Path(__file__).resolve().parents[2]
 RESOURCE = ROOT / "crds" / "holdfast.dev_moetrainingjobs.yaml"
@@ -126,6 +127,20 @@ def test_an_invalid_job_is_refused_in_these_words(cluster: Cluster, case: Invali
     message = str(caught.value)
     assert case.server in message
     assert case.path in message
+
+
+@pytest.mark.parametrize("document", jobs_of_two(60, seed=34))
+def test_the_api_server_and_parse_job_find_the_same_problems(
+    cluster: Cluster, document: dict[str, Any]
+) -> None:
+    with pytest.raises(ClusterError) as theirs:
+        dry_run(cluster, document)
+    with pytest.raises(InvalidJobError) as ours:
+        parse_job(document)
+    server, (_, *problems) = str(theirs.value), str(ours.value).splitlines()
+    for problem in problems:
+        assert problem.partition(": ")[2] in server
+    assert max(1, server.count("\n* ")) == len(problems), server
 
 
 def test_the_table_breaks_every_rule() -> None:

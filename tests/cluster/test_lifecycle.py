@@ -20,7 +20,7 @@ from holdfast_system import CHART, NAMESPACE, Holdfast, Job
 from machine import ClusterError, wait_for
 
 from holdfast_core.errors import AccessDeniedError, UnreachableError
-from holdfast_operator.kube.finalizer import FINALIZER
+from holdfast_operator.kube.job.finalizer import FINALIZER
 
 TEAM = "lifecycle-test"
 WAIT_S = 90.0

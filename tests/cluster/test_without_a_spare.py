@@ -22,7 +22,7 @@ from standings import Standing, member_without_operator, stand, wait_members
 from survival import RECOVERY_S, RUN_S, Run
 
 from holdfast_cli.demo.report import LoggedStep
-from holdfast_operator.kube.containers import trainer_status
+from holdfast_operator.kube.pods.containers import trainer_status
 
 STEPS = 100_000
 """More than any test waits for."""

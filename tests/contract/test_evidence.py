@@ -19,11 +19,11 @@ from holdfast_daemon.engine import EngineSettings, JobEngine
 from holdfast_daemon.engine.overview import evidence, overview
 from holdfast_daemon.engine.slots import ArenaView, ParityState
 from holdfast_daemon.engine.state import Follower, JobMemory, TrainerSession
-from holdfast_daemon.host import JobHost
+from holdfast_daemon.job.host import JobHost
 from holdfast_daemon.observing.status import job_state
 from holdfast_daemon.parity.traffic import NodeTraffic
 from holdfast_operator.control.heartbeats import evidence_of, job_view
-from holdfast_operator.reconciler.views import JobView
+from holdfast_operator.reconciler.observe.views import JobView
 from holdfast_protos import control_pb2
 
 SESSION = TrainerSession(id="s", rank=0, epoch=5, layout_id="l", pid=1, claimed=True)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc.aio
 
-from holdfast_daemon.control import ControlClient
+from holdfast_daemon.net.control import ControlClient
 from holdfast_protos import codec, control_pb2, control_pb2_grpc
 
 WAIT_S = 30.0

@@ -10,7 +10,7 @@ from dataclasses import replace
 import grpc.aio
 
 from holdfast_core.snapshots.membership import Member, Membership
-from holdfast_daemon.control import ControlClient
+from holdfast_daemon.net.control import ControlClient
 from holdfast_operator.control.server import ControlServer
 from holdfast_protos import codec, control_pb2, control_pb2_grpc
 

@@ -20,7 +20,7 @@ from holdfast_core.states import EndReason
 from holdfast_daemon.engine import EngineSettings, JobEngine
 from holdfast_daemon.engine.effects import ArenaReady, Effect, Seal
 from holdfast_daemon.engine.effects import SlotSealed as SealedEvent
-from holdfast_daemon.host import JobHost
+from holdfast_daemon.job.host import JobHost
 from holdfast_daemon.metrics import DaemonMetrics
 from holdfast_daemon.observing import status
 from holdfast_daemon.parity.traffic import NodeTraffic

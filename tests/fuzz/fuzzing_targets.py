@@ -62,18 +62,18 @@ from holdfast_core.snapshots.layouts import (
 )
 from holdfast_core.snapshots.pieces import encode_places, split_places
 from holdfast_core.snapshots.units import UnitKey, UnitKind
-from holdfast_daemon.control import completed
 from holdfast_daemon.memory.files import sign
 from holdfast_daemon.memory.parity_blocks import decode_record, encode_record
 from holdfast_daemon.memory.saved_epoch import decode_epoch
+from holdfast_daemon.net.control import completed
 from holdfast_daemon.trainers.auth import token_expiry
 from holdfast_daemon.trainers.claims import SessionSeal
 from holdfast_daemon.trainers.token_review import identity_in
 from holdfast_daemon.transport import protocol
 from holdfast_operator.control.heartbeats import job_view, node_view
-from holdfast_operator.kube.amounts import amount
+from holdfast_operator.kube.client.amounts import amount
 from holdfast_protos import codec, control_pb2, peer_pb2, values_pb2
-from holdfast_protos.validity import ends_at
+from holdfast_protos.connections.validity import ends_at
 
 FIXED_BYTES = 8 << 20
 """What a parser may allocate for any input: imports at first use, a table."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import grpc
 
-from holdfast_protos import channels
+from holdfast_protos.connections import channels
 
 
 class _Details(NamedTuple):

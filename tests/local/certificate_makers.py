@@ -17,7 +17,7 @@ from holdfast_operator.control.certificates import (
     certify,
     write_private,
 )
-from holdfast_protos.identity import AUTHORITY, CERTIFICATE, DOMAIN, KEY, Role
+from holdfast_protos.connections.identity import AUTHORITY, CERTIFICATE, DOMAIN, KEY, Role
 
 DAY_S = 86400.0
 

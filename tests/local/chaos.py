@@ -24,7 +24,7 @@ from chaos_run import Chaos
 from redis_process import RedisServer
 from versitygw import S3Server
 
-from holdfast_protos.identity import Role
+from holdfast_protos.connections.identity import Role
 
 
 def main() -> int:

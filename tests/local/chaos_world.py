@@ -28,7 +28,7 @@ from waiting import wait_for
 
 from holdfast_core.errors import HoldfastError
 from holdfast_core.snapshots.generations import Generation
-from holdfast_protos.identity import Role
+from holdfast_protos.connections.identity import Role
 
 BUDGET_BYTES = 16 << 20
 PAYLOAD_BYTES = 120_000

@@ -15,7 +15,7 @@ import grpc
 from waiting import wait_for
 
 from holdfast_protos import control_pb2, control_pb2_grpc, values_pb2
-from holdfast_protos.identity import AUTHORITY, CERTIFICATE, KEY
+from holdfast_protos.connections.identity import AUTHORITY, CERTIFICATE, KEY
 
 Outbox = queue.SimpleQueue[control_pb2.ControlMessage | None]
 

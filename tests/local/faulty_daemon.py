@@ -31,7 +31,8 @@ from holdfast_daemon.durable.stored_sets import TierSets
 from holdfast_daemon.engine import JobEngine
 from holdfast_daemon.engine.effects import Background, Completion, Effect, SendDirective, SendReport
 from holdfast_daemon.epoch_scope import EpochScope
-from holdfast_daemon.host import JobHost
+from holdfast_daemon.job.host import JobHost
+from holdfast_daemon.job.worker import EffectWorker
 from holdfast_daemon.memory.files import RealFiles
 from holdfast_daemon.memory.job_storage import JobStorage
 from holdfast_daemon.node import Node
@@ -40,7 +41,6 @@ from holdfast_daemon.parity.group import BulkOpener
 from holdfast_daemon.settings import DaemonSettings
 from holdfast_daemon.transport.protocol import Located, Request
 from holdfast_daemon.transport.server import BulkServer
-from holdfast_daemon.worker import EffectWorker
 
 _PR_SET_PDEATHSIG = 1
 

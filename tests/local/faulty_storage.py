@@ -17,7 +17,7 @@ from typing import Any
 
 from holdfast_daemon.durable.access import TierAccess
 from holdfast_daemon.durable.persister import Persister
-from holdfast_daemon.durable_tier import DurableTier
+from holdfast_daemon.job.durable_tier import DurableTier
 from holdfast_daemon.memory.job_bytes import JobBytes
 from holdfast_storage.local import FileSteps, LocalRoot
 from holdfast_storage.opening import open_root

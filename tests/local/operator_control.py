@@ -14,9 +14,9 @@ from waiting import wait_for
 
 from holdfast_core.errors import UnreachableError
 from holdfast_operator.control.server import ControlServer
-from holdfast_operator.reconciler.views import JobView, NodeView
+from holdfast_operator.reconciler.observe.views import JobView, NodeView
 from holdfast_protos import codec, control_pb2
-from holdfast_protos.identity import Identity
+from holdfast_protos.connections.identity import Identity
 
 HEARTBEAT_S = 0.2
 STOPPED_WITHIN_S = 10.0

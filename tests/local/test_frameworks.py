@@ -20,7 +20,7 @@ from holdfast_cli.local import LocalCluster, LocalSettings
 from holdfast_core.job.parsing import parse_job
 from holdfast_core.job.status import RecoveryMode
 from holdfast_core.states import RestoreSource
-from holdfast_operator.reconciler.counters import Outcome
+from holdfast_operator.reconciler.observe.counters import Outcome
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 STEPS = 30

@@ -26,7 +26,7 @@ from holdfast_core.errors import (
 )
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import Member
-from holdfast_daemon.peers import ManifestFetcher
+from holdfast_daemon.net.peers import ManifestFetcher
 from holdfast_daemon.transport.client import BulkClient
 from holdfast_daemon.transport.protocol import Kind, Request
 from holdfast_daemon.transport.tls import ConnectionFactory, Protection
@@ -39,8 +39,8 @@ from holdfast_protos import (
     peer_pb2_grpc,
     trainer_pb2,
 )
-from holdfast_protos.channels import MESSAGE_BYTES_MAX
-from holdfast_protos.identity import KEY, Identity, Role, aio_channel, channel
+from holdfast_protos.connections.channels import MESSAGE_BYTES_MAX
+from holdfast_protos.connections.identity import KEY, Identity, Role, aio_channel, channel
 
 TOKEN, OTHERS = "a0f3" * 16, "b7c9" * 16
 MEMBERS = 3

@@ -13,7 +13,7 @@ import yaml
 from holdfast_cli.demo.demo import EXAMPLES
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
-from holdfast_operator.reconciler.views import Condition, ConditionType
+from holdfast_operator.reconciler.observe.views import Condition, ConditionType
 
 WAIT_S = 250.0
 """Until trainers have loaded torch, on a machine that has much else to do."""

@@ -19,7 +19,7 @@ from waiting import wait_for
 
 from holdfast_core.job.snapshots import PolicyType
 from holdfast_core.snapshots.worlds import MemberWorld
-from holdfast_daemon.control import HEARTBEAT_S
+from holdfast_daemon.net.control import HEARTBEAT_S
 from holdfast_protos import codec, control_pb2
 
 MEMBERS = 4

@@ -23,8 +23,7 @@ from ports import reserve_port
 from waiting import wait_for
 
 from holdfast_core.job.parsing import parse_job
-from holdfast_operator.reconciler.reconcile import reconcile
-from holdfast_operator.reconciler.views import (
+from holdfast_operator.reconciler.observe.views import (
     AgentState,
     AgentView,
     ControlState,
@@ -32,6 +31,7 @@ from holdfast_operator.reconciler.views import (
     Observed,
     PublishMembership,
 )
+from holdfast_operator.reconciler.reconcile import reconcile
 from holdfast_protos import codec, control_pb2
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -23,7 +23,7 @@ from holdfast_cli.local import Status
 from holdfast_cli.local.processes import send
 from holdfast_core.job.status import Phase
 from holdfast_core.states import RestoreSource
-from holdfast_operator.reconciler.views import ConditionType
+from holdfast_operator.reconciler.observe.views import ConditionType
 
 WAIT_S = 90.0
 

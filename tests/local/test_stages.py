@@ -23,7 +23,7 @@ import pytest
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
 from holdfast_core.job.parsing import parse_job
 from holdfast_core.states import RestoreSource
-from holdfast_operator.reconciler.counters import Outcome
+from holdfast_operator.reconciler.observe.counters import Outcome
 
 WAIT_S = 300.0
 STEPS, EVERY, WINDOW = 70, 20, 8

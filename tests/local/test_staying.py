@@ -28,7 +28,7 @@ from holdfast_core.catalogue.records import EventView
 from holdfast_core.job.parsing import parse_job
 from holdfast_core.job.status import RecoveryMode
 from holdfast_core.states import RestoreSource
-from holdfast_operator.reconciler.counters import Outcome
+from holdfast_operator.reconciler.observe.counters import Outcome
 
 WAIT_S = 100.0
 RANKS = 3

@@ -23,7 +23,7 @@ from world_sizes import is_recovered
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
 from holdfast_core.job.parsing import parse_job
 from holdfast_core.states import RestoreSource
-from holdfast_operator.reconciler.counters import Outcome
+from holdfast_operator.reconciler.observe.counters import Outcome
 
 WAIT_S = 150.0
 RANKS = 3

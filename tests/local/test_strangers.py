@@ -19,7 +19,8 @@ from waiting import WAIT_S, wait_for
 from holdfast_core.snapshots.membership import Redundancy
 from holdfast_daemon.trainers.admission import REFUSALS_HELD_MAX
 from holdfast_daemon.trainers.auth import CALLS_WAITING_MAX
-from holdfast_protos import channels, trainer_pb2
+from holdfast_protos import trainer_pb2
+from holdfast_protos.connections import channels
 
 MIB = 1 << 20
 JOB = "team.moe"

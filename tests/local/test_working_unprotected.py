@@ -12,7 +12,7 @@ import pytest
 
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
-from holdfast_operator.reconciler.counters import Outcome
+from holdfast_operator.reconciler.observe.counters import Outcome
 
 START_S = 15.0
 WAIT_S = 120.0

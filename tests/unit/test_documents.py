@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,32 @@ def test_every_file_that_a_document_names_exists(path: Path) -> None:
     linked = re.findall(r"\]\(([\w./-]+)[#)]", text)
     missing = [name for name in named if not (ROOT / name).exists()]
     missing += [target for target in linked if not (path.parent / target).exists()]
+    assert not missing, missing
+
+
+def test_every_decision_that_a_source_names_exists() -> None:
+    numbers = {path.name[:4] for path in (ROOT / "docs/decisions").glob("[0-9]*.md")}
+    command = ["git", "grep", "-hE", "[Dd]ecisions?[ /][0-9]{4}", "--", "*.py", "*.txt", "*.md"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    named = set(re.findall(r"[Dd]ecisions?[ /](\d{4})\b", found))
+    assert len(named) > 20
+    assert named <= numbers
+
+
+def test_the_readme_answers_each_question_about_the_source_in_three_files() -> None:
+    """That they exist is tested with those of all documents."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"(?m)^\| (.*\?) \| (.*) \|$", text)
+    files = {question: re.findall(r"`[\w/]+\.py`", answer) for question, answer in rows}
+    assert len(files) == 6
+    assert not {question: named for question, named in files.items() if not 1 <= len(named) <= 3}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=_name)
+def test_every_target_of_make_that_a_document_names_exists(path: Path) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    named = re.findall(r"(?m)(?:`|^)make\s+([a-z][a-z0-9-]+)", path.read_text(encoding="utf-8"))
+    missing = [each for each in named if f"\n{each}:" not in makefile]
     assert not missing, missing
 
 

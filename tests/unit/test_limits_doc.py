@@ -8,21 +8,21 @@ from pathlib import Path
 
 import pytest
 
+from holdfast_daemon.limits.rates import Rate
 from holdfast_daemon.metrics import DEFINITIONS
-from holdfast_daemon.rates import Rate
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "limits.md").read_text()
 _CONSTANT = re.compile(r"`(holdfast[a-z_.]*)\.([A-Z][A-Z_]+)` = ([0-9.]+)(?:/s, ([0-9]+) at once)?")
 CONSTANTS = _CONSTANT.findall(TEXT)
 SEARCHED = (
-    "rates",
+    "limits.rates",
     "trainers.claims",
     "trainers.descriptors",
     "observing.http",
     "transport.server",
     "trainers.request_limits",
-    "refusals",
+    "limits.refusals",
 )
 
 

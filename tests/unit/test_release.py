@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,13 @@ def change(path: Path, old: str, new: str) -> None:
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A repository whose commit is fit to be released as 1.2.3."""
-    for name in ("pyproject.toml", "charts/holdfast/Chart.yaml", ".ci/release"):
+    copied = (
+        "pyproject.toml",
+        "charts/holdfast/Chart.yaml",
+        "examples/moe-job.yaml",
+        ".ci/release",
+    )
+    for name in copied:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     chart = tmp_path / "charts/holdfast/Chart.yaml"
@@ -37,8 +44,14 @@ def tree(tmp_path: Path) -> Path:
         change(path, old, f'{key}"1.2.3"\n' if "=" in key else f"{key}1.2.3\n")
     (old,) = (line for line in chart.read_text().splitlines() if line.startswith("appVersion: "))
     change(chart, old, "appVersion: 1.2.3")
-    urls = '[project.urls]\nSource = "https://code.example/holdfast"\n\n[project.scripts]'
-    change(tmp_path / "pyproject.toml", "[project.scripts]", urls)
+    (old,) = (
+        line
+        for line in (tmp_path / "pyproject.toml").read_text().splitlines()
+        if line.startswith("Source = ")
+    )
+    change(tmp_path / "pyproject.toml", old, 'Source = "https://code.example/holdfast"')
+    image = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
+    change(tmp_path / "examples/moe-job.yaml", f"trainer:{image}", "trainer:1.2.3")
     (tmp_path / "CHANGELOG.md").write_text("## [Unreleased]\n\n## [1.2.3] - 2026-01-31\n\n- A.\n")
     git(tmp_path, "init", "--quiet")
     git(tmp_path, "add", "--all")
@@ -67,6 +80,7 @@ def test_everything_that_is_wrong_is_said_at_once(tree: Path) -> None:
         "- pyproject.toml has version 1.2.4.dev0",
         "- charts/holdfast/Chart.yaml has appVersion 1.2.3",
         "- charts/holdfast/Chart.yaml has version 1.2.3",
+        "- examples/moe-job.yaml names images of another version",
         "- CHANGELOG.md has no section '## [1.2.4.dev0]",
         "- CHANGELOG.md has lines below Unreleased",
         "- pyproject.toml has no Source in [project.urls]",
@@ -94,8 +108,23 @@ def test_an_index_shows_a_readme_whose_links_work(tree: Path, source: str | None
     assert re.sub(r"\]\([^)]*\)|\[", "", shown) == re.sub(r"\]\([^)]*\)|\[", "", text)
 
 
+@pytest.mark.parametrize("kind", [[], ["--annotate", "--message", "Holdfast 1.2.3"]])
+def test_a_commit_with_its_tag_passes(tree: Path, kind: list[str]) -> None:
+    git(tree, "tag", *kind, "v1.2.3")
+    assert checked(tree) == (0, "This commit can be released as 1.2.3.\n")
+
+
 def test_a_version_is_released_once(tree: Path) -> None:
     git(tree, "tag", "v1.2.3")
+    git(tree, "commit", "--quiet", "--allow-empty", "--message", "More")
     code, text = checked(tree)
     assert code == 1
-    assert "the tag v1.2.3 exists" in text
+    assert "the tag v1.2.3 is on another commit" in text
+
+
+def test_this_version_is_the_newest_of_the_changelog() -> None:
+    """So that a tag is all that a release of the repository's head lacks."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
+    newest = re.search(r"(?m)^## \[(\d.*)\]", (ROOT / "CHANGELOG.md").read_text("utf-8"))
+    assert newest is not None
+    assert version == newest[1] or version.endswith(".dev0")

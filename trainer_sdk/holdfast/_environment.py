@@ -10,13 +10,16 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.elastic import ElasticVariable
 from holdfast_core.job.failures import REFORM_S
-from holdfast_core.job.snapshots import COMPARE_REPLICAS_EVERY, PolicySpec
+from holdfast_core.job.schema import SETTINGS
+from holdfast_core.job.settings import read_variables
+from holdfast_core.job.snapshots import PolicySpec
 from holdfast_core.last_lines import secrets_among
 
 _POLICY = msgspec.json.Decoder(PolicySpec)
@@ -54,10 +57,8 @@ class Environment:
     """`HOLDFAST_POLICY`: the job's `snapshot.policy`, as JSON."""
     recoveries_per_day: float | None
     """`HOLDFAST_RECOVERIES_PER_DAY`: expected rate; None unless the interval follows from it."""
-    compare_replicas_every: int
-    """`HOLDFAST_COMPARE_REPLICAS_EVERY`."""
-    store_compute_weights: bool
-    """`HOLDFAST_STORE_COMPUTE_WEIGHTS`: 1 or 0."""
+    settings: Mapping[str, Any]
+    """Values that the job gives `JobSettings`, by their names, each from its own variable."""
     elastic: ElasticVariable | None
     """`HOLDFAST_ELASTIC`: the job's `spec.elastic`, as JSON; None where it has none."""
 
@@ -90,10 +91,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         reform_s=_rate(found, "HOLDFAST_REFORM_SECONDS") or REFORM_S,
         policy=_policy(found.get("HOLDFAST_POLICY", "")),
         recoveries_per_day=_rate(found, "HOLDFAST_RECOVERIES_PER_DAY"),
-        compare_replicas_every=_number(
-            found, "HOLDFAST_COMPARE_REPLICAS_EVERY", COMPARE_REPLICAS_EVERY
-        ),
-        store_compute_weights=_number(found, "HOLDFAST_STORE_COMPUTE_WEIGHTS", 1) != 0,
+        settings=read_variables(SETTINGS, found),
         elastic=_elastic(found.get("HOLDFAST_ELASTIC", "")),
         copy_threads=None if threads is None else _number(found, "HOLDFAST_COPY_THREADS", 0),
     )

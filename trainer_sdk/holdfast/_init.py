@@ -399,10 +399,8 @@ def _tuned(settings: Settings | None, environment: Environment) -> Settings:
     tuned = settings if settings is not None else Settings()
     if settings is None and environment.copy_threads is not None:
         tuned = replace(tuned, copy_threads=environment.copy_threads)
-    if tuned.compare_replicas_every is None:
-        tuned = replace(tuned, compare_replicas_every=environment.compare_replicas_every)
-    if tuned.store_compute_weights is None:
-        tuned = replace(tuned, store_compute_weights=environment.store_compute_weights)
+    left = {k: v for k, v in environment.settings.items() if getattr(tuned, k) is None}
+    tuned = replace(tuned, **left)
     if tuned.recoveries_per_day is None:
         tuned = replace(tuned, recoveries_per_day=environment.recoveries_per_day)
     if tuned.policy is None:

@@ -8,13 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
+from holdfast._job_settings import JobSettings
 from holdfast_core.errors import InvalidJobError
+from holdfast_core.job.rules import check_policy
+from holdfast_core.job.schema import SETTINGS
 from holdfast_core.job.snapshots import LossyPolicy, Policy, Repeats, SparseWindows
 from holdfast_core.snapshots.sharding import ShardStrategy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
+class Settings(JobSettings):
     """Settings for how a session copies, waits and checks.
 
     Raises:
@@ -45,18 +48,10 @@ class Settings:
     """Saves between two checks of all units for NaN, from the second save on; 0 for never."""
     check_replicas: bool = True
     """Whether the first save compares the units that the topology declares to be replicas."""
-    compare_replicas_every: int | None = None
-    """Saves from one comparison of replicas to the next; 1 for every save, 0 for the first only.
-    Equal on all ranks. Saves in between are not compared. None takes the job's
-    `snapshot.compareReplicasEvery`, through `HOLDFAST_COMPARE_REPLICAS_EVERY`, or 10."""
     recoveries_per_day: float | None = None
     """Expected recoveries a day: of the saves that the loop calls, take those that lose the least
     time at this rate (REFT appendix A, eq. 9); None takes all of them. Equal on all ranks. A job
     with `snapshot.interval.steps: auto` sets it through `HOLDFAST_RECOVERIES_PER_DAY`."""
-    store_compute_weights: bool | None = None
-    """Whether snapshots hold 16-bit parameters even where they are the rounded copies of float32
-    masters that the snapshot holds as well. None takes the job's `snapshot.storeComputeWeights`,
-    through `HOLDFAST_STORE_COMPUTE_WEIGHTS`, or True."""
     strategy: ShardStrategy = ShardStrategy.ADAPTIVE
     """Strategy by which replicas divide the capture of shared state (PEC §3.2)."""
     policy: Policy | None = None
@@ -93,20 +88,8 @@ class Settings:
                 f"policy={self.policy!r}: give Full(), PartialExperts(...), Selective(...) or "
                 f"SparseWindows(...)"
             )
-        if isinstance(self.policy, SparseWindows) and self.policy.unused_decay:
-            raise InvalidJobError(
-                f"decay={self.policy.decay} is given, but order is {self.policy.order.value}: "
-                f"remove it, or set the order to TimeDecayed"
-            )
-        if isinstance(self.policy, SparseWindows) and self.policy.repeats not in [*Repeats]:
-            raise InvalidJobError(
-                f"repeats={self.policy.repeats!r}: give {' or '.join(one.value for one in Repeats)}"
-            )
-        if isinstance(self.policy, SparseWindows) and self.policy.unused_order:
-            raise InvalidJobError(
-                f"order={self.policy.order.value} makes no difference with repeats=Optimizer, "
-                f"which freezes no expert: remove one of the two"
-            )
+        if self.policy is not None:
+            check_policy(self.policy)
         if self.recoveries_per_day is not None:
             if not 0 < self.recoveries_per_day < inf:
                 raise InvalidJobError(
@@ -124,9 +107,11 @@ class Settings:
                 )
         if self.copy_threads < 1:
             raise InvalidJobError(f"copy_threads={self.copy_threads}: give at least 1")
-        for name in ("nan_check_every", "compare_replicas_every"):
-            if (getattr(self, name) or 0) < 0:
-                raise InvalidJobError(f"{name}={getattr(self, name)}: give 0 or more")
+        if self.nan_check_every < 0:
+            raise InvalidJobError(f"nan_check_every={self.nan_check_every}: give 0 or more")
+        for setting in SETTINGS:
+            if (value := getattr(self, setting.name)) is not None:
+                setting.check(value)
         for name in (
             "start_wait_s",
             "rpc_timeout_s",

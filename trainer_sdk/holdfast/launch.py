@@ -5,8 +5,9 @@ rendezvous is in `_launch.rendezvous`, the agent in `_launch.agent`. It ends whe
 or the workers are done; the control loop handles failures of workers.
 
 Exit codes: 0 when this node's workers finished; 128 + n when signal n ended the agent; 75 when the
-job ended while this node was waiting for its next world; 69 when the daemon stayed away; 77 when it
-denied the job to this process. They and those of workers are in `holdfast_core.exit_codes`.
+job ended while this node was waiting for its next world; 69 when the daemon stayed away, or is too
+old; 77 when it denied the job to this process; 79 when somebody else wrote into the world's store
+what the launchers had agreed on there. They and those of workers are in `holdfast_core.exit_codes`.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from holdfast._launch.rendezvous import GrpcDaemon, HoldfastRendezvous
 from holdfast._launch.script import do_nothing, run_script
 from holdfast._launch.stderr import StderrLogs, WorkerStderr
 from holdfast._launch.work import WorkWatch
-from holdfast_core.errors import AccessDeniedError
-from holdfast_core.exit_codes import DENIED, JOB_ENDED, NO_DAEMON
+from holdfast_core.errors import AccessDeniedError, UnreachableError
+from holdfast_core.exit_codes import DENIED, JOB_ENDED, NO_DAEMON, PROCESS_ENDS
 from holdfast_core.job.failures import REFORM_S
 
 log = logging.getLogger(__name__)
@@ -201,6 +202,9 @@ def _run_agent(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
     except RendezvousConnectionError as error:
         log.error("%s", error)
         return DENIED if isinstance(error.__cause__, AccessDeniedError) else NO_DAEMON
+    except UnreachableError as error:
+        log.error("%s", error)
+        return PROCESS_ENDS
     except SignalException as error:
         return 128 + int(error.sigval)
     finally:

@@ -18,7 +18,7 @@ from holdfast_cli.commands import kubectl
 from holdfast_cli.commands.cluster_calls import connected
 from holdfast_cli.local.directory import RunDirectory
 from holdfast_core.errors import InvalidJobError, StorageError
-from holdfast_operator.kube.resources import DAEMON_SETS, SECRETS
+from holdfast_operator.kube.client.resources import DAEMON_SETS, SECRETS
 
 VARIABLE = "HOLDFAST_REDIS_URL"
 DAEMONS = "app.kubernetes.io/component=daemon"

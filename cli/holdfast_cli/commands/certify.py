@@ -7,7 +7,7 @@ import time
 from datetime import timedelta
 
 from holdfast_operator.control.certificates import Certificates
-from holdfast_protos.identity import Role
+from holdfast_protos.connections.identity import Role
 
 
 def run(options: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from holdfast_core import packages
 
 if TYPE_CHECKING:
-    from holdfast_operator.kube.api import Api
+    from holdfast_operator.kube.client.api import Api
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ async def _connected(
     options: argparse.Namespace, call: Callable[[Api, argparse.Namespace], Awaitable[T]]
 ) -> T:
     with packages.needing("a cluster", packages.PackageGroup.OPERATOR):
-        from holdfast_operator.kube.api import connect  # noqa: PLC0415
+        from holdfast_operator.kube.client.api import connect  # noqa: PLC0415
     api = await connect(_Uncounted(), options.kubeconfig or "", options.context or "")
     try:
         return await call(api, options)

@@ -20,12 +20,12 @@ from holdfast_core.errors import InvalidJobError, StorageError
 from holdfast_core.job.schema import COPY_ANNOTATION, RESUME_ANNOTATION
 from holdfast_core.job.status import ENDED, Phase
 from holdfast_core.snapshots.generations import Generation
-from holdfast_operator.kube.containers import trainer_container
-from holdfast_operator.kube.resources import JOB_LABEL, JOBS, PODS
-from holdfast_operator.reconciler.views import ConditionType
+from holdfast_operator.kube.client.resources import JOB_LABEL, JOBS, PODS
+from holdfast_operator.kube.pods.containers import trainer_container
+from holdfast_operator.reconciler.observe.views import ConditionType
 
 if TYPE_CHECKING:
-    from holdfast_operator.kube.api import Api
+    from holdfast_operator.kube.client.api import Api
 
 POLL_S = 0.5
 RESUME_S = 30.0
@@ -291,7 +291,7 @@ def _pod_of(options: argparse.Namespace, job: Object, number: int) -> tuple[int,
 
 async def _numbers(api: Api, options: argparse.Namespace) -> dict[str, int]:
     """Name of each pod of the job → the number that another controller has given it."""
-    from holdfast_operator.kube.pods import UNNUMBERED, number_of  # noqa: PLC0415
+    from holdfast_operator.kube.pods.pods import UNNUMBERED, number_of  # noqa: PLC0415
 
     selector = f"{JOB_LABEL}={options.job}"
     pods = (await api.list(PODS, options.namespace, labelSelector=selector))["items"]

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from holdfast_cli.commands.cluster_calls import connected
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.status import ENDED
-from holdfast_operator.kube.containers import trainer_container, trainer_status
-from holdfast_operator.kube.resources import JOB_LABEL, JOBS, MEMBER_LABEL, PODS
+from holdfast_operator.kube.client.resources import JOB_LABEL, JOBS, MEMBER_LABEL, PODS
+from holdfast_operator.kube.pods.containers import trainer_container, trainer_status
 
 if TYPE_CHECKING:
-    from holdfast_operator.kube.api import Api
+    from holdfast_operator.kube.client.api import Api
 
 LOOK_S = 1.0
 """Pause between looks for pods that have come."""
@@ -76,7 +76,7 @@ async def _pods(
 ) -> list[tuple[int, Object]]:
     """(Member, pod) of the job's pods, or of those of one member. Where another controller makes
     them, its number of a pod is that of the member."""
-    from holdfast_operator.kube.pods import UNNUMBERED, number_of  # noqa: PLC0415
+    from holdfast_operator.kube.pods.pods import UNNUMBERED, number_of  # noqa: PLC0415
 
     selector = f"{JOB_LABEL}={options.job}"
     if not job["spec"]["trainer"].get("external"):
@@ -108,7 +108,7 @@ async def _follow(
     api: Api, options: argparse.Namespace, pod: Object, member: int, lanes: int
 ) -> None:
     """Print what a pod writes; a pod that is gone ends with a note, and nothing else."""
-    from holdfast_operator.kube.api import ApiError  # noqa: PLC0415
+    from holdfast_operator.kube.client.api import ApiError  # noqa: PLC0415
 
     metadata = pod["metadata"]
     first, last = member * lanes, (member + 1) * lanes - 1

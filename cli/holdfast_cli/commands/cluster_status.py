@@ -26,12 +26,12 @@ from holdfast_cli.commands.show import (
 )
 from holdfast_cli.local.status import TimedEvent
 from holdfast_core.job.status import ENDED, Phase
-from holdfast_operator.kube.resources import EVENTS, JOBS
-from holdfast_operator.reconciler.timestamps import seconds_of
-from holdfast_operator.reconciler.views import Condition, ConditionType
+from holdfast_operator.kube.client.resources import EVENTS, JOBS
+from holdfast_operator.reconciler.observe.timestamps import seconds_of
+from holdfast_operator.reconciler.observe.views import Condition, ConditionType
 
 if TYPE_CHECKING:
-    from holdfast_operator.kube.api import Api
+    from holdfast_operator.kube.client.api import Api
 
 WATCH_S = 1.0
 

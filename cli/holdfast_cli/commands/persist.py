@@ -17,7 +17,8 @@ from holdfast_cli.local.directory import RunDirectory
 from holdfast_cli.local.status import NodeStatus, read_status
 from holdfast_core.errors import InvalidJobError, StorageError, UnreachableError
 from holdfast_core.snapshots.generations import Generation
-from holdfast_protos import channels, codec, trainer_pb2, trainer_pb2_grpc
+from holdfast_protos import codec, trainer_pb2, trainer_pb2_grpc
+from holdfast_protos.connections import channels
 
 CALL_TIMEOUT_S = 10.0
 POLL_S = 0.2

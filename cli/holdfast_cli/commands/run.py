@@ -27,8 +27,8 @@ from holdfast_cli.local.status import encode, read_status
 from holdfast_core.errors import InvalidJobError, StorageError
 from holdfast_core.job.parsing import MoETrainingJob, ignored_locally
 from holdfast_operator._environment import given, kubeconfig
-from holdfast_operator.reconciler.counters import Outcome
-from holdfast_protos.identity import is_insecure
+from holdfast_operator.reconciler.observe.counters import Outcome
+from holdfast_protos.connections.identity import is_insecure
 
 LINE_S = 0.2
 PLAIN_LINE_S = 5.0

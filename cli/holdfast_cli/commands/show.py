@@ -20,9 +20,9 @@ from holdfast_cli.local.status import (
 from holdfast_core.job.status import Phase
 from holdfast_core.quantities import GIB, format_rate
 from holdfast_core.states import RankHealth
-from holdfast_operator.reconciler.losses import loss_text
-from holdfast_operator.reconciler.seats import plan_text
-from holdfast_operator.reconciler.views import Condition
+from holdfast_operator.reconciler.observe.views import Condition
+from holdfast_operator.reconciler.report.losses import loss_text
+from holdfast_operator.reconciler.report.seats import plan_text
 
 EVENTS_SHOWN = 8
 PHASE_STYLES: Mapping[str, str] = {

@@ -67,9 +67,10 @@ from holdfast_core.job.parsing import MoETrainingJob, parse_job
 from holdfast_core.job.snapshots import Repeats
 from holdfast_core.job.status import Phase
 from holdfast_operator._environment import given
-from holdfast_operator.reconciler.counters import Outcome
-from holdfast_protos import channels, trainer_pb2, trainer_pb2_grpc
-from holdfast_protos.identity import is_insecure
+from holdfast_operator.reconciler.observe.counters import Outcome
+from holdfast_protos import trainer_pb2, trainer_pb2_grpc
+from holdfast_protos.connections import channels
+from holdfast_protos.connections.identity import is_insecure
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 STEPS, QUICK_STEPS = 150, 60

@@ -22,7 +22,7 @@ from rich.table import Table
 from holdfast_cli.local import Recovery, TimedEvent
 from holdfast_core.job.snapshots import PolicyType
 from holdfast_core.states import RestoreSource
-from holdfast_operator.reconciler.views import EventReason
+from holdfast_operator.reconciler.observe.views import EventReason
 
 UNDISTURBED, DISTURBED, FAULT, FEWER = "#8a8f98", "#1f6feb", "#c0392b", "#e0a030"
 SOURCES = {

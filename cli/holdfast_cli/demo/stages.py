@@ -30,9 +30,9 @@ from holdfast_core.errors import InvalidJobError, UnreachableError
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
 from holdfast_core.job.snapshots import Repeats
 from holdfast_operator._environment import given
-from holdfast_operator.reconciler.counters import Outcome
-from holdfast_operator.reconciler.recoveries import Recovery
-from holdfast_protos.identity import is_insecure
+from holdfast_operator.reconciler.observe.counters import Outcome
+from holdfast_operator.reconciler.report.recoveries import Recovery
+from holdfast_protos.connections.identity import is_insecure
 
 SCRIPT = EXAMPLES / "train_moe_pipeline.py"
 STAGES, REPLICAS, WINDOW = 2, 2, 6

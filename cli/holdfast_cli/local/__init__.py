@@ -15,7 +15,7 @@ from holdfast_cli.local.status import (
     TimedEvent,
     read_status,
 )
-from holdfast_operator.reconciler.recoveries import Recovery
+from holdfast_operator.reconciler.report.recoveries import Recovery
 
 __all__ = [
     "Commands",

@@ -44,8 +44,8 @@ from holdfast_core.job.parsing import MoETrainingJob, check_local
 from holdfast_core.protection.budget import fits
 from holdfast_operator.control.certificates import Certificates, write_private
 from holdfast_operator.control.server import ControlServer
-from holdfast_operator.reconciler.counters import Outcome
-from holdfast_protos.identity import Identity, Role
+from holdfast_operator.reconciler.observe.counters import Outcome
+from holdfast_protos.connections.identity import Identity, Role
 
 LOOK_S = 0.2
 """Seconds between looks when nothing wakes the loop."""

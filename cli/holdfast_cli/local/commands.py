@@ -12,7 +12,7 @@ from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.job.references import resolve_words
 from holdfast_operator._environment import inherited
 from holdfast_operator.control.certificates import Certificates
-from holdfast_protos.identity import Role
+from holdfast_protos.connections.identity import Role
 
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """Where torch's communication listens: all members are on this machine, so nobody else need reach

@@ -20,10 +20,8 @@ from holdfast_cli.local.supervisor import Supervisor
 from holdfast_core.errors import HoldfastError
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_operator.control.server import ControlServer
-from holdfast_operator.reconciler.counters import from_document, to_document
-from holdfast_operator.reconciler.reconcile import reconcile
-from holdfast_operator.reconciler.recoveries import Recoveries
-from holdfast_operator.reconciler.views import (
+from holdfast_operator.reconciler.observe.counters import from_document, to_document
+from holdfast_operator.reconciler.observe.views import (
     Action,
     ControlState,
     Decision,
@@ -41,6 +39,8 @@ from holdfast_operator.reconciler.views import (
     StopStandby,
     Succeed,
 )
+from holdfast_operator.reconciler.reconcile import reconcile
+from holdfast_operator.reconciler.report.recoveries import Recoveries
 
 STATUS_S = 0.5
 """Least seconds between writes of the status file, unless the epoch changes or events are new."""

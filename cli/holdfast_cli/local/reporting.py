@@ -17,19 +17,12 @@ from holdfast_cli.local.status import (
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import Membership
-from holdfast_operator.reconciler.conditions import (
-    newest_complete,
-    newest_protected,
-    newest_step,
-    phase,
-)
-from holdfast_operator.reconciler.counters import Outcome
-from holdfast_operator.reconciler.joining import joining_state
-from holdfast_operator.reconciler.lookups import agent_at, node_of
-from holdfast_operator.reconciler.recoveries import Recovery
-from holdfast_operator.reconciler.shrinking import strength
-from holdfast_operator.reconciler.staying import recovery_mode
-from holdfast_operator.reconciler.views import (
+from holdfast_operator.reconciler.membership.joining import joining_state
+from holdfast_operator.reconciler.membership.shrinking import strength
+from holdfast_operator.reconciler.membership.staying import recovery_mode
+from holdfast_operator.reconciler.observe.counters import Outcome
+from holdfast_operator.reconciler.observe.lookups import agent_at, node_of
+from holdfast_operator.reconciler.observe.views import (
     AgentState,
     AgentView,
     Decision,
@@ -39,6 +32,13 @@ from holdfast_operator.reconciler.views import (
     RankView,
     StandbyView,
 )
+from holdfast_operator.reconciler.report.conditions import (
+    newest_complete,
+    newest_protected,
+    newest_step,
+    phase,
+)
+from holdfast_operator.reconciler.report.recoveries import Recovery
 
 
 def status_of(

@@ -17,10 +17,10 @@ from holdfast_core.errors import StorageError
 from holdfast_core.experts.loss_reports import JobLoss
 from holdfast_core.job.status import Phase, RecoveryMode
 from holdfast_core.states import RestoreSource
-from holdfast_operator.reconciler.last_failure import TrainerFailure
-from holdfast_operator.reconciler.recoveries import Recovery
-from holdfast_operator.reconciler.shrinking import Strength
-from holdfast_operator.reconciler.views import Condition
+from holdfast_operator.reconciler.membership.shrinking import Strength
+from holdfast_operator.reconciler.observe.last_failure import TrainerFailure
+from holdfast_operator.reconciler.observe.views import Condition
+from holdfast_operator.reconciler.report.recoveries import Recovery
 
 FINISHED = "FINISHED"
 """State of a rank that has ended well; all other states are the daemon's (REFT §4.2)."""
@@ -144,7 +144,7 @@ class Status:
     events: tuple[TimedEvent, ...] = ()
     recoveries: tuple[Recovery, ...] = ()
     counters: dict[str, Any] = field(default_factory=dict)
-    """Counters for the next control loop (`holdfast_operator.reconciler.counters`)."""
+    """Counters for the next control loop (`holdfast_operator.reconciler.observe.counters`)."""
 
     def rank(self, rank: int) -> RankStatus | None:
         """The rank, None while no daemon reports it."""

@@ -36,7 +36,12 @@ from holdfast_cli.local.processes import (
 from holdfast_core.errors import HoldfastError
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.last_lines import WINDOW_BYTES, decoded_end, last_lines, secrets_among
-from holdfast_operator.reconciler.views import AgentState, AgentView, EventReason, StandbyView
+from holdfast_operator.reconciler.observe.views import (
+    AgentState,
+    AgentView,
+    EventReason,
+    StandbyView,
+)
 
 BACKOFF_S_MIN, BACKOFF_S_MAX = 0.1, 10.0
 STEADY_S = 30.0

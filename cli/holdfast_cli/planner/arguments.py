@@ -148,7 +148,7 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def add_simulated_costs(parser: argparse.ArgumentParser) -> None:
     """Add `holdfast simulated_costs`."""
     add = parser.add_argument_group("what training and failures take").add_argument
-    add("--costs", type=Path, action="append", metavar="FILE", help="report of make bench-recovery")
+    add("--costs", type=Path, action="append", metavar="FILE", help="report of make bench")
     add("--processes", choices=["stay", "restart"], default="stay", help="that are not lost")
     add("--detect-seconds", type=at_least_zero, metavar="S", help="default: the report's, or 2")
     add("--restart-seconds", type=at_least_zero, metavar="S", help="default: the report's, or 5")

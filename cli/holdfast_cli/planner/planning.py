@@ -61,7 +61,7 @@ NETWORK_BYTES_S = 2.5e9
 """Rate from node to node, when none is given: about what one stream between daemons reaches."""
 WAITING_LAUNCHER_BYTES = 724 * 1024**2
 """Memory of a launcher that waits for a world, with the process that workers are forked from: as
-`make bench-launching` printed it with torch 2.15 for CPUs."""
+`make bench NAME=launching` printed it with torch 2.15 for CPUs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -435,6 +435,6 @@ def _launcher_row() -> tuple[str, str, str]:
     return (
         "memory of a launcher that waits for a world",
         _short(WAITING_LAUNCHER_BYTES),
-        "not of this job: measured with torch for CPUs (make bench-launching); beside "
+        "not of this job: measured with torch for CPUs (make bench NAME=launching); beside "
         "memoryPerNode, where a member is to join and on spares of holdfast run",
     )

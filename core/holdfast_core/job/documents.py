@@ -94,7 +94,8 @@ class Document(
 
     The `Meta` of a field describes it (`description`, which completes "give …", and the first of
     `examples`) and limits its values. For the reference and the schema, its `extra` may add
-    `title`, a sentence in place of the description, and `more`, sentences after it.
+    `title`, a sentence in place of the description, and `more`, sentences after it. With `setting`,
+    trainers get the value as well (`holdfast_core.job.settings`).
     """
 
 
@@ -153,7 +154,7 @@ def convert(
             arguments[field.name] = _convert_field(field.type, value[name], at, problems)
         elif field.required:
             problems.append(
-                Problem(path=at, value=MISSING, wrong="is required", fix=_fix(field.type))
+                Problem(path=at, value=MISSING, wrong="is required", fix=suggest(field.type))
             )
     return kind(**arguments) if len(problems) == before else None
 
@@ -165,6 +166,15 @@ def at(document: object, *path: str) -> object:
             return MISSING
         document = document[key]
     return document
+
+
+def without_nulls(value: Any) -> Any:
+    """A plain value without the fields that are null, as an API server stores it."""
+    if isinstance(value, dict):
+        return {key: without_nulls(part) for key, part in value.items() if part is not None}
+    if isinstance(value, list | tuple):
+        return [without_nulls(part) for part in value]
+    return value
 
 
 def refuse(verdict: str, problems: list[Problem]) -> None:
@@ -182,14 +192,14 @@ def refuse(verdict: str, problems: list[Problem]) -> None:
 
 
 def _convert_field(kind: Any, value: object, path: str, problems: list[Problem]) -> Any:
-    bare = typing.get_args(kind)[0] if typing.get_origin(kind) is typing.Annotated else kind
-    struct, many = _struct_in(bare)
+    bare = bare_type(kind)
+    struct, many = struct_in(bare)
     if struct is not None and many:
         if not isinstance(value, list | tuple):
             wrong = f"expected a list, got {_type_name(value)}"
-            problems.append(Problem(path=path, value=value, wrong=wrong, fix=_fix(kind)))
+            problems.append(Problem(path=path, value=value, wrong=wrong, fix=suggest(kind)))
             return None
-        limit = min((m.max_length for m in _metas(kind) if m.max_length is not None), default=None)
+        limit = min((m.max_length for m in metas(kind) if m.max_length is not None), default=None)
         if limit is not None and len(value) > limit:
             wrong, fix = f"{len(value)} entries", f"use at most {limit}"
             problems.append(Problem(path=path, value=MISSING, wrong=wrong, fix=fix))
@@ -201,11 +211,16 @@ def _convert_field(kind: Any, value: object, path: str, problems: list[Problem])
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        problems.append(Problem(path=path, value=value, wrong=_reword(error), fix=_fix(kind)))
+        problems.append(Problem(path=path, value=value, wrong=reword(error), fix=suggest(kind)))
         return None
 
 
-def _struct_in(kind: Any) -> tuple[type[msgspec.Struct] | None, bool]:
+def bare_type(kind: Any) -> Any:
+    """The type of a field without its annotations."""
+    return typing.get_args(kind)[0] if typing.get_origin(kind) is typing.Annotated else kind
+
+
+def struct_in(kind: Any) -> tuple[type[msgspec.Struct] | None, bool]:
     """The Struct type in `S`, `S | None` or `tuple[S, ...]`, and whether it is in a tuple."""
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return kind, False
@@ -227,27 +242,29 @@ def unknown_field(key: object, value: object, path: str, known: list[str]) -> Pr
     )
 
 
-def _reword(error: msgspec.ValidationError) -> str:
+def reword(error: msgspec.ValidationError) -> str:
+    """What is wrong, in the words of a `Problem`."""
     text = str(error).replace("`", "").replace(" - at $", " at ")
     return text[0].lower() + text[1:]
 
 
-def _metas(kind: Any) -> list[msgspec.Meta]:
+def metas(kind: Any) -> list[msgspec.Meta]:
     """The `Meta` of a field: on its type, or on the part of a union that has it."""
     found = getattr(kind, "__metadata__", None)
     if found is None and typing.get_origin(kind) in (typing.Union, types.UnionType):
-        found = [meta for part in typing.get_args(kind) for meta in _metas(part)]
+        found = [meta for part in typing.get_args(kind) for meta in metas(part)]
     return [meta for meta in found or () if isinstance(meta, msgspec.Meta)]
 
 
-def _fix(kind: Any) -> str:
-    metas = _metas(kind)
-    bare = typing.get_args(kind)[0] if typing.get_origin(kind) is typing.Annotated else kind
-    what = next((m.description for m in metas if m.description), None)
-    examples = next((m.examples for m in metas if m.examples), None)
+def suggest(kind: Any) -> str:
+    """What to give in place of a value that is not of a field's type."""
+    found = metas(kind)
+    bare = bare_type(kind)
+    what = next((m.description for m in found if m.description), None)
+    examples = next((m.examples for m in found if m.examples), None)
     if isinstance(bare, type) and issubclass(bare, enum.Enum):
         return "use one of " + ", ".join(str(member.value) for member in bare)
-    struct, many = _struct_in(bare)
+    struct, many = struct_in(bare)
     if what is None and struct is not None:
         what = ("a list of mappings" if many else "a mapping") + " with "
         what += ", ".join(struct.__struct_encode_fields__)

@@ -11,8 +11,18 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import msgspec
+
 from holdfast_core.errors import InvalidJobError
-from holdfast_core.job.documents import MISSING, Problem, at, check_plain, convert, refuse
+from holdfast_core.job.documents import (
+    MISSING,
+    Problem,
+    at,
+    check_plain,
+    convert,
+    refuse,
+    without_nulls,
+)
 from holdfast_core.job.failures import (
     DEFAULT_RULES,
     KEEP_FAILED_S,
@@ -25,7 +35,7 @@ from holdfast_core.job.failures import (
 from holdfast_core.job.local_differences import local_differences
 from holdfast_core.job.locations import Locations, location_of
 from holdfast_core.job.references import resolve_words
-from holdfast_core.job.rules import queue_problems, spec_problems
+from holdfast_core.job.rules import RULES, queue_problems, rule_problems
 from holdfast_core.job.schema import (
     API_VERSION,
     KIND,
@@ -37,7 +47,7 @@ from holdfast_core.job.schema import (
     Spec,
 )
 from holdfast_core.job.snapshots import PolicyType
-from holdfast_core.job.templates import template_problems
+from holdfast_core.job.templates import TEMPLATE, template_problems
 
 __all__ = [
     "API_VERSION",
@@ -60,13 +70,10 @@ __all__ = [
     "parse_job",
 ]
 
-MAX_NAME_CHARACTERS = 52
-"""Longest name of a job: the name of a pod adds a suffix of up to 11 characters, and 63 is its
-limit."""
-
 MAX_NAMESPACE_CHARACTERS = 63
 
-_SERVICE_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_TEMPLATE_RULES = [path for path in RULES if path.startswith(TEMPLATE)]
+_SPEC_RULES = [path for path in RULES if path and path not in _TEMPLATE_RULES]
 _DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 
 _SERVER_METADATA = frozenset(
@@ -111,9 +118,9 @@ def parse_job(document: Mapping[str, Any]) -> MoETrainingJob:
     if not problems:
         problems.extend(_metadata_problems(metadata))
         job = convert(MoETrainingJob, known, "", problems)
-        problems.extend(template_problems(at(known, "spec", "trainer", "template")))
+        problems.extend(_template_problems(known))
         if job is not None:
-            problems.extend(spec_problems(job.spec))
+            problems.extend(rule_problems(without_nulls(msgspec.to_builtins(job)), _SPEC_RULES))
             problems.extend(queue_problems(job))
             if not problems:
                 return job
@@ -203,16 +210,16 @@ def _identity_problems(document: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem(path=key, value=found, wrong=wrong, fix=f"write {key}: {expected}")
 
 
+def _template_problems(document: Mapping[str, Any]) -> Iterator[Problem]:
+    """Problems of the pod template, as far as Holdfast reads it."""
+    wrong = [*template_problems(at(document, *TEMPLATE.split(".")))]
+    yield from wrong or rule_problems(document, _TEMPLATE_RULES)
+
+
 def _metadata_problems(metadata: object) -> Iterator[Problem]:
-    name, namespace = at(metadata, "name"), at(metadata, "namespace")
-    if isinstance(name, str) and not _SERVICE_NAME.fullmatch(name):
-        yield Problem(
-            path="metadata.name",
-            value=name,
-            wrong="the job's Service cannot have this name",
-            fix="use lower-case letters, digits and '-', beginning with a letter and ending with a "
-            "letter or a digit",
-        )
+    if isinstance(at(metadata, "name"), str):
+        yield from rule_problems({"metadata": metadata}, [""])
+    namespace = at(metadata, "namespace")
     if isinstance(namespace, str) and not _DNS_LABEL.fullmatch(namespace):
         yield Problem(
             path="metadata.namespace",
@@ -221,13 +228,10 @@ def _metadata_problems(metadata: object) -> Iterator[Problem]:
             fix="use lower-case letters, digits and '-', beginning and ending with a letter or a "
             "digit",
         )
-    limits = (("name", MAX_NAME_CHARACTERS), ("namespace", MAX_NAMESPACE_CHARACTERS))
-    for key, limit in limits:
-        text = at(metadata, key)
-        if isinstance(text, str) and len(text) > limit:
-            yield Problem(
-                path=f"metadata.{key}",
-                value=text,
-                wrong=f"{len(text)} characters",
-                fix=f"use at most {limit}",
-            )
+    if isinstance(namespace, str) and len(namespace) > MAX_NAMESPACE_CHARACTERS:
+        yield Problem(
+            path="metadata.namespace",
+            value=namespace,
+            wrong=f"{len(namespace)} characters",
+            fix=f"use at most {MAX_NAMESPACE_CHARACTERS}",
+        )

@@ -1,497 +1,132 @@
-"""Rules between the fields of a job's spec, beyond their types.
+"""Rules of a job beyond the types of its fields: between fields, and for what a type cannot say.
 
-The schema of the API server has the same rules in its own language (`holdfast_operator.crd`), with
-the same messages; `tests/cluster/invalid_jobs.py` lists documents that both must refuse.
+`RULES` is the only place of each. The API server evaluates them by the resource that is generated
+from it (`holdfast_operator.crd`), a run without one by `rule_problems`, and both give the message.
+Labels, which no rule of an API server sees, are checked by `queue_problems`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, get_args
 
-from holdfast_core.errors import InvalidJobError
-from holdfast_core.job.documents import MISSING, Problem
-from holdfast_core.job.failures import FailureAction, FailureRule, On
-from holdfast_core.job.intervals import AUTO, StepInterval
-from holdfast_core.job.persistence import persistence_problems
+import msgspec
+
+from holdfast_core.job.cel import compile_cel
+from holdfast_core.job.documents import MISSING, Problem, at, convert, refuse, without_nulls
+from holdfast_core.job.intervals import AUTO
+from holdfast_core.job.locations import HOW_TO_WRITE_A_STORAGE_URI, NOT_A_STORAGE_URI, URI_PATTERN
+from holdfast_core.job.persistence import LATEST
 from holdfast_core.job.schema import (
     MANAGER,
     PREBUILT_LABEL,
     QUEUE_LABEL,
+    SETTINGS,
     Gang,
     MoETrainingJob,
-    Scheduling,
-    Spec,
 )
-from holdfast_core.job.snapshots import (
-    BANDWIDTH_BYTES_S_MIN,
-    COMPARE_REPLICAS_EVERY,
-    POLICY_FIELDS,
-    ExpertOrder,
-    PolicySpec,
-    PolicyType,
-    RedundancySpec,
-    Repeats,
-)
+from holdfast_core.job.settings import JobSetting
+from holdfast_core.job.snapshots import BANDWIDTH_BYTES_S_MIN, POLICY_FIELDS, LossyPolicy, Policy
+from holdfast_core.protection.groups import MIN_GROUP_SIZE
 from holdfast_core.protection.intervals import STEPS_MAX
-from holdfast_core.quantities import parse_bytes
 from holdfast_core.snapshots.layouts import SLOTS_MAX, SLOTS_MIN
 from holdfast_core.snapshots.membership import Redundancy
 
-NOT_FOR_EXTERNAL = "needs pods that Holdfast makes, and spec.trainer.external is true"
-SUSPEND_THERE = "suspend what makes the pods"
-IN_THE_SCRIPT = "pass holdfast.Settings in the script"
+MAX_NAME_CHARACTERS = 52
+"""Longest name of a job: the name of a pod adds a suffix of up to 11 characters, and 63 is its
+limit."""
 
-_DNS_NAME = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?")
-_MANAGER = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?/[-._~A-Za-z0-9]+")
-
-
-def spec_problems(spec: Spec) -> Iterator[Problem]:
-    """Problems of `spec`, each of whose fields is valid by itself."""
-    if not _MANAGER.fullmatch(spec.managed_by):
-        yield Problem(
-            path="spec.managedBy",
-            value=spec.managed_by,
-            wrong="not a name with a domain",
-            fix=f"write {MANAGER}, or another controller's name like example.com/controller",
-        )
-    yield from _parallelism_problems(spec)
-    yield from _interval_problems(spec.snapshot.interval)
-    yield from _policy_problems(spec.snapshot.policy)
-    yield from _recompute_problems(spec)
-    yield from _sparse_problems(spec)
-    yield from _redundancy_problems(spec)
-    yield from _limit_problems(spec)
-    yield from _fewer_nodes_problems(spec)
-    yield from _elastic_problems(spec)
-    yield from _name_problems(spec)
-    yield from _scheduling_problems(spec.scheduling)
-    yield from persistence_problems(spec.persistence, spec.restore, spec.snapshot.policy)
-    yield from _rule_problems(spec.failure_policy.rules)
-    yield from _trainer_problems(spec)
+_NOT_FOR_EXTERNAL = "needs pods that Holdfast makes, and spec.trainer.external is true"
+_IN_THE_SCRIPT = "pass holdfast.Settings in the script"
+_DNS_PATTERN = "[a-z0-9]([-.a-z0-9]*[a-z0-9])?"
+_GENERATION_PATTERN = "[0-9]{1,18}[.][0-9]{1,18}"
 
 
-def _parallelism_problems(spec: Spec) -> Iterator[Problem]:
-    p = spec.parallelism
-    world = spec.nodes * spec.nproc_per_node
-    if p.dp * p.tp * p.pp != world:
-        fits = (
-            f"or set dp to {world // (p.tp * p.pp)}"
-            if world % (p.tp * p.pp) == 0
-            else f"for {world} processes tp·pp = {p.tp * p.pp} must divide {world}"
-        )
-        yield Problem(
-            path="spec.parallelism",
-            value={"dp": p.dp, "tp": p.tp, "pp": p.pp},
-            wrong=f"dp·tp·pp = {p.dp * p.tp * p.pp}, but nodes·nprocPerNode = "
-            f"{spec.nodes}·{spec.nproc_per_node} = {world}",
-            fix=f"make them equal, {fits}",
-        )
-    if p.dp % p.ep:
-        yield Problem(
-            path="spec.parallelism.ep",
-            value=p.ep,
-            wrong=f"does not divide dp = {p.dp}",
-            fix=f"use one of {[ep for ep in range(1, p.dp + 1) if p.dp % ep == 0]}",
-        )
-    if spec.model is not None and spec.model.num_experts % p.ep:
-        yield Problem(
-            path="spec.model.numExperts",
-            value=spec.model.num_experts,
-            wrong=f"cannot be divided by ep = {p.ep}",
-            fix="change spec.parallelism.ep so that every rank holds the same number of experts",
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """One rule of the part of a document that is at one path."""
+
+    rule: str
+    """CEL over `self` (and `oldSelf`), true when all is well."""
+    says: str
+    """Message: what is wrong; what to do. `%d` and `%s` stand for the values."""
+    values: tuple[str, ...] = ()
+    """CEL of each value. `format` inserts them: the API server assumes that the text of a number
+    (`string(n)`) has no maximum length, and refuses to join such texts."""
+    field: str = ""
+    """Path below the schema that holds the rule, such as `.parallelism`; shown to people."""
+    forbidden: bool = False
+    """Whether the value is well-formed but must not be set now."""
+
+    @property
+    def changes(self) -> bool:
+        """Whether it is about a change, and says nothing about one document."""
+        return "oldSelf" in self.rule
+
+    def problem(self, value: Any, path: str) -> Problem | None:
+        """The problem of `value`, found at `path`, if it breaks the rule."""
+        scope = {"self": value}
+        if compile_cel(self.rule)(scope):
+            return None
+        says = self.says % tuple(compile_cel(part)(scope) for part in self.values)
+        wrong, _, fix = says.partition("; ")
+        shown = at(value, *self.field.split(".")[1:])
+        plain = isinstance(shown, list) and not any(isinstance(one, dict) for one in shown)
+        return Problem(
+            path=(path + self.field).removeprefix("."),
+            value=shown if plain or isinstance(shown, str | int | float) else MISSING,
+            wrong=wrong,
+            fix=fix,
         )
 
 
-def _interval_problems(interval: StepInterval) -> Iterator[Problem]:
-    steps = interval.steps
-    if steps != AUTO if isinstance(steps, str) else not 1 <= steps <= STEPS_MAX:
-        yield Problem(
-            path="spec.snapshot.interval.steps",
-            value=steps,
-            wrong="not a number of steps",
-            fix=f"write {AUTO}, or a number from 1 to {STEPS_MAX}",
-        )
+def rule_problems(document: Any, paths: Iterable[str]) -> Iterator[Problem]:
+    """Problems of a document by the rules at `paths` of `RULES`. The types of what these read are
+    valid, defaults are filled in, and a null counts as absent."""
+    for path in paths:
+        for where, value in _values_at(document, path):
+            yield from _problems(RULES[path], value, where)
 
 
-def _policy_problems(policy: PolicySpec) -> Iterator[Problem]:
-    for kind in policy.given:
-        if kind is not policy.type:
-            yield Problem(
-                path=f"spec.snapshot.policy.{POLICY_FIELDS[kind]}",
-                value=MISSING,
-                wrong=f"is given, but spec.snapshot.policy.type is {policy.type.value}",
-                fix=f"remove it, or set the type to {kind.value}",
-            )
-    chosen = policy.selective
-    if chosen is not None and chosen.experts is not None and chosen.budget is not None:
-        yield Problem(
-            path="spec.snapshot.policy.selective.budget",
-            value=MISSING,
-            wrong="is given, but spec.snapshot.policy.selective.experts already sets the number",
-            fix="remove one of the two",
-        )
+def check_policy(policy: Policy) -> None:
+    """Check a policy that a script makes itself as one that a job asks for.
 
-    sparse = policy.sparse
-    if sparse is not None and sparse.unused_decay:
-        yield Problem(
-            path="spec.snapshot.policy.sparse.decay",
-            value=sparse.decay,
-            wrong=f"is given, but spec.snapshot.policy.sparse.order is {sparse.order.value}",
-            fix=f"remove it, or set the order to {ExpertOrder.TIME_DECAYED.value}",
-        )
-    if sparse is not None and sparse.unused_order:
-        yield Problem(
-            path="spec.snapshot.policy.sparse.order",
-            value=sparse.order,
-            wrong=f"makes no difference with spec.snapshot.policy.sparse.repeats "
-            f"{Repeats.OPTIMIZER.value}, which freezes no expert",
-            fix="remove one of the two",
-        )
-
-
-def _recompute_problems(spec: Spec) -> Iterator[Problem]:
-    policy, steps = spec.snapshot.policy, spec.snapshot.interval.steps
-    for kind, settings in policy.given.items():
-        if not settings.recompute:
-            continue
-        path = f"spec.snapshot.policy.{POLICY_FIELDS[kind]}.recompute"
-        if spec.redundancy.type is not Redundancy.REPLICATION:
-            yield Problem(
-                path=path,
-                value=True,
-                wrong=f"needs replicas, and spec.redundancy.type {spec.redundancy.type.value} "
-                f"keeps none",
-                fix="remove it, or set the type to Replication",
-            )
-        elif steps != 1:  # MoEtion algorithm 3, line 2
-            yield Problem(
-                path=path,
-                value=True,
-                wrong=f"a gradient covers one step, not spec.snapshot.interval.steps = {steps}",
-                fix="remove it, or set the steps to 1",
-            )
-
-
-def _sparse_problems(spec: Spec) -> Iterator[Problem]:
-    """Problems of sparse windows, which hold the weights of every step."""
-    if spec.snapshot.policy.type is not PolicyType.SPARSE:
+    Raises:
+        InvalidJobError: it has a value out of its limits, or breaks a rule between its settings.
+    """
+    field = POLICY_FIELDS.get(policy.policy_type)
+    if field is None:
         return
-    steps = spec.snapshot.interval.steps
-    if steps != 1:
-        yield Problem(
-            path="spec.snapshot.interval.steps",
-            value=steps,
-            wrong="a window of snapshot.policy.type Sparse needs every step",
-            fix="use 1, or another policy",
-        )
+    problems: list[Problem] = []
+    plain = without_nulls(msgspec.to_builtins(policy))
+    if convert(type(policy), plain, "policy", problems) is not None:
+        rules = RULES.get(f"spec.snapshot.policy.{field}", ())
+        problems.extend(_problems(rules, plain, "policy"))
+    refuse(f"policy={policy} is not valid", problems)
 
 
-def _redundancy_problems(spec: Spec) -> Iterator[Problem]:
-    redundancy = spec.redundancy
-    for kind, given in (
-        (Redundancy.RAIM5, redundancy.raim5),
-        (Redundancy.RAIM6, redundancy.raim6),
-        (Redundancy.REPLICATION, redundancy.replication),
-    ):
-        if given is not None and redundancy.type is not kind:
-            yield Problem(
-                path=f"spec.redundancy.{kind.value.lower()}",
-                value=MISSING,
-                wrong=f"is given, but spec.redundancy.type is {redundancy.type.value}",
-                fix=f"remove it, or set the type to {kind.value}",
-            )
-    yield from _bandwidth_problems(redundancy)
-    if redundancy.type is Redundancy.NONE:
+def _problems(rules: Iterable[Rule], value: Any, path: str) -> Iterator[Problem]:
+    found = (rule.problem(value, path) for rule in rules if not rule.changes)
+    return (problem for problem in found if problem is not None)
+
+
+def _values_at(value: Any, path: str, before: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield path and value of what is at a path like `spec.failurePolicy.rules[]`."""
+    name, _, rest = path.partition(".")
+    if not name:
+        yield before, value
         return
-    if spec.nodes == 1:
-        yield Problem(
-            path="spec.redundancy.type",
-            value=redundancy.type,
-            wrong="a job of one node has no other node for its parity",
-            fix="use redundancy.type None, or at least 2 nodes",
-        )
+    found: Any = at(value, name.removesuffix("[]"))
+    here = f"{before}.{name.removesuffix('[]')}".removeprefix(".")
+    if found is None or found is MISSING:
         return
-    if spec.nodes <= redundancy.losses:
-        yield Problem(
-            path="spec.redundancy.type",
-            value=redundancy.type,
-            wrong=f"{redundancy.losses} losses need more than the job's {spec.nodes} nodes",
-            fix=f"use at least {redundancy.losses + 1} nodes, or weaker redundancy",
-        )
+    if not name.endswith("[]"):
+        yield from _values_at(found, rest, here)
         return
-    size = redundancy.group_size(spec.nodes)
-    if size > spec.nodes:
-        yield Problem(
-            path=f"spec.redundancy.{redundancy.type.value.lower()}.groupSize",
-            value=size,
-            wrong=f"more members than the job's {spec.nodes} nodes",
-            fix=f"use a number from {redundancy.losses + 1} to {spec.nodes}",
-        )
-
-
-def _bandwidth_problems(redundancy: RedundancySpec) -> Iterator[Problem]:
-    path, given = "spec.redundancy.bandwidth", redundancy.bandwidth
-    if given is None:
-        return
-    try:
-        enough = redundancy.bandwidth_bytes_s >= BANDWIDTH_BYTES_S_MIN
-    except InvalidJobError:
-        yield Problem(
-            path=path,
-            value=given,
-            wrong="not an amount of bytes",
-            fix="write bytes or use Ki, Mi, Gi, k, M or G, like 500M",
-        )
-        return
-    if not enough:
-        yield Problem(
-            path=path,
-            value=given,
-            wrong="too little to protect anything in time",
-            fix="give 10M or more, or remove it",
-        )
-
-
-def _limit_problems(spec: Spec) -> Iterator[Problem]:
-    if spec.min_nodes is not None and spec.min_nodes > spec.nodes:
-        yield Problem(
-            path="spec.minNodes",
-            value=spec.min_nodes,
-            wrong=f"more than spec.nodes = {spec.nodes}",
-            fix=f"use a number from 1 to {spec.nodes}",
-        )
-    slots = spec.snapshot.slots
-    if slots != AUTO if isinstance(slots, str) else not SLOTS_MIN <= slots <= SLOTS_MAX:
-        yield Problem(
-            path="spec.snapshot.slots",
-            value=slots,
-            wrong="not a number of slots",
-            fix=f"write {AUTO}, {SLOTS_MIN} or {SLOTS_MAX}",
-        )
-    memory = spec.snapshot.memory_per_node
-    if memory is not None:
-        try:
-            nbytes = parse_bytes(memory)
-        except InvalidJobError:
-            yield Problem(
-                path="spec.snapshot.memoryPerNode",
-                value=memory,
-                wrong="not an amount of memory",
-                fix="write bytes or use Ki, Mi, Gi, Ti, Pi, k, M, G, T or P, like 200Gi",
-            )
-        else:
-            if nbytes == 0:
-                yield Problem(
-                    path="spec.snapshot.memoryPerNode",
-                    value=memory,
-                    wrong="leaves no memory for snapshots",
-                    fix="give more, or remove the field to use the daemon's budget",
-                )
-
-
-def _fewer_nodes_problems(spec: Spec) -> Iterator[Problem]:
-    """Problems of a job that may go on with fewer nodes, and of `Shrink` in one that may not."""
-    if not spec.may_shrink:
-        for i, rule in enumerate(spec.failure_policy.rules):
-            if rule.action is FailureAction.SHRINK:
-                yield Problem(
-                    path=f"spec.failurePolicy.rules[{i}].action",
-                    value=rule.action,
-                    wrong=f"spec.minNodes allows no fewer than spec.nodes = {spec.nodes} nodes",
-                    fix="give a smaller minNodes, or use another action",
-                )
-        return
-    yield from _fewer_ranks_problems(spec)
-    policy, gang = spec.snapshot.policy.type, spec.scheduling.gang
-    if policy is PolicyType.SPARSE:
-        yield Problem(
-            path="spec.snapshot.policy.type",
-            value=policy,
-            wrong="steps of a sparse window are repeated only by the world that captured it",
-            fix=f"use another policy, or minNodes = {spec.nodes}",
-        )
-    if gang in (Gang.VOLCANO, Gang.COSCHEDULING):
-        yield Problem(
-            path="spec.scheduling.gang",
-            value=gang,
-            wrong=f"schedules no pod while the job has fewer than {spec.nodes}",
-            fix=f"use None, Kueue or KueuePodGroup, or minNodes = {spec.nodes}",
-        )
-
-
-def _fewer_ranks_problems(spec: Spec) -> Iterator[Problem]:
-    """Problems of the sizes from `minNodes` to `nodes`: parallelism and redundancy."""
-    nodes, nproc, p = spec.nodes, spec.nproc_per_node, spec.parallelism
-    consistent = p.dp * p.tp * p.pp == nodes * nproc and p.dp % p.ep == 0
-    copy = p.tp * p.pp * p.ep
-    if consistent and nproc % copy:
-        # What divides the ranks of all nodes, but not those of one, cannot divide those of all but
-        # one: that size is always the first that does not fit.
-        yield Problem(
-            path="spec.minNodes",
-            value=spec.least_nodes,
-            wrong=f"tp·pp·ep = {copy} does not divide the {(nodes - 1) * nproc} ranks of "
-            f"{nodes - 1} nodes",
-            fix=f"use degrees whose product divides nprocPerNode = {nproc}, or minNodes = {nodes}",
-        )
-    redundancy = spec.redundancy
-    if redundancy.type is Redundancy.NONE:
-        yield Problem(
-            path="spec.minNodes",
-            value=spec.least_nodes,
-            wrong="redundancy.type None loses the state of a lost node, without which the others "
-            "cannot go on",
-            fix=f"use RAIM5, RAIM6 or Replication, or minNodes = {nodes}",
-        )
-    elif spec.least_nodes <= redundancy.losses < nodes:
-        needed = redundancy.losses + 1
-        yield Problem(
-            path="spec.minNodes",
-            value=spec.least_nodes,
-            wrong=f"redundancy.type {redundancy.type.value} needs at least {needed} nodes",
-            fix=f"use a number from {needed} to {nodes}",
-        )
-
-
-def _elastic_problems(spec: Spec) -> Iterator[Problem]:
-    """Problems of uneven copies of experts, which may lie on any rank."""
-    elastic, nproc = spec.elastic, spec.nproc_per_node
-    if elastic is None:
-        return
-    for name in ("tp", "pp", "ep"):
-        degree = getattr(spec.parallelism, name)
-        if degree > 1:
-            yield Problem(
-                path=f"spec.parallelism.{name}",
-                value=degree,
-                wrong="spec.elastic needs ranks that each hold whole experts, any of them",
-                fix=f"use {name} = 1, or remove spec.elastic",
-            )
-    policy = spec.snapshot.policy.type
-    if policy is PolicyType.SPARSE:
-        yield Problem(
-            path="spec.snapshot.policy.type",
-            value=policy,
-            wrong="spec.elastic moves experts between ranks, and only the ranks of a sparse window "
-            "can repeat its steps",
-            fix="use Full, PartialExperts or Selective, or remove spec.elastic",
-        )
-    seats = elastic.seats_per_rank * nproc * spec.least_nodes
-    if spec.model is not None and spec.model.num_experts > seats:
-        yield Problem(
-            path="spec.elastic.seatsPerRank",
-            value=elastic.seats_per_rank,
-            wrong=f"{spec.least_nodes} nodes have {seats} seats in each layer, too few for "
-            f"spec.model.numExperts = {spec.model.num_experts}",
-            fix=f"use at least {-(-spec.model.num_experts // (nproc * spec.least_nodes))}, or a "
-            f"greater minNodes",
-        )
-
-
-def _name_problems(spec: Spec) -> Iterator[Problem]:
-    queue = spec.scheduling.queue
-    if queue is not None and not _DNS_NAME.fullmatch(queue):
-        yield Problem(
-            path="spec.scheduling.queue",
-            value=queue,
-            wrong="not a DNS-1123 subdomain",
-            fix="use lower-case letters, digits, '-' and '.', beginning and ending with a "
-            "letter or a digit",
-        )
-
-
-def _scheduling_problems(scheduling: Scheduling) -> Iterator[Problem]:
-    path, gang = "spec.scheduling.queue", scheduling.gang
-    if gang in (Gang.KUEUE, Gang.KUEUE_POD_GROUP) and scheduling.queue is None:
-        yield Problem(
-            path=path,
-            value=MISSING,
-            wrong=f"gang: {gang.value} has no queue",
-            fix="give the name of a LocalQueue in the job's namespace",
-        )
-    if gang in (Gang.NONE, Gang.COSCHEDULING) and scheduling.queue is not None:
-        yield Problem(
-            path=path,
-            value=scheduling.queue,
-            wrong=f"gang: {gang.value} has a queue",
-            fix="remove it, or use gang: Kueue, KueuePodGroup or Volcano",
-        )
-
-
-def _trainer_problems(spec: Spec) -> Iterator[Problem]:
-    """Problems of who makes the pods."""
-    trainer, path = spec.trainer, "spec.trainer.template"
-    if not trainer.external:
-        if trainer.template is None:
-            yield Problem(
-                path=path,
-                value=MISSING,
-                wrong="is required",
-                fix="give a pod template; its first container is the trainer. Or write "
-                "spec.trainer.external: true for pods that another controller makes",
-            )
-        return
-    if trainer.template is not None:
-        yield Problem(
-            path=path,
-            value=MISSING,
-            wrong="is given, but spec.trainer.external is true",
-            fix="remove one of the two",
-        )
-    snapshot, policy = spec.snapshot, spec.failure_policy
-    for path, value, usual, fix in (
-        ("spec.suspend", spec.suspend, False, SUSPEND_THERE),
-        ("spec.minNodes", spec.least_nodes, spec.nodes, "remove it"),
-        ("spec.elastic", spec.elastic is not None, False, "remove it"),
-        ("spec.scheduling.gang", spec.scheduling.gang, Gang.NONE, "remove it"),
-        ("spec.failurePolicy.spares", policy.spares, 0, "remove it"),
-        ("spec.snapshot.policy.type", snapshot.policy.type, PolicyType.FULL, IN_THE_SCRIPT),
-        ("spec.snapshot.interval.steps", snapshot.interval.auto, False, IN_THE_SCRIPT),
-        (
-            "spec.snapshot.compareReplicasEvery",
-            snapshot.compare_replicas_every,
-            COMPARE_REPLICAS_EVERY,
-            IN_THE_SCRIPT,
-        ),
-        (
-            "spec.snapshot.storeComputeWeights",
-            snapshot.store_compute_weights,
-            True,
-            IN_THE_SCRIPT,
-        ),
-    ):
-        if value != usual:
-            yield Problem(
-                path=path, value=value, wrong=NOT_FOR_EXTERNAL, fix=f"{fix}, or give a template"
-            )
-
-
-def _rule_problems(rules: tuple[FailureRule, ...]) -> Iterator[Problem]:
-    for i, rule in enumerate(rules):
-        path = f"spec.failurePolicy.rules[{i}]"
-        if (rule.on is On.EXIT_CODE) != bool(rule.values):
-            found = "exit codes" if rule.values else "no exit code"
-            yield Problem(
-                path=f"{path}.values",
-                value=list(rule.values),
-                wrong=f"when: {rule.on.value} has {found}",
-                fix="give exit codes with when: ExitCode, and only there",
-            )
-        if rule.after_seconds is not None and rule.on is not On.NO_REPLACEMENT:
-            yield Problem(
-                path=f"{path}.afterSeconds",
-                value=rule.after_seconds,
-                wrong=f"when: {rule.on.value} has a waiting time",
-                fix="give afterSeconds with when: NoReplacement, and only there",
-            )
-        if rule.on is On.ANY and i != len(rules) - 1:
-            yield Problem(
-                path=path,
-                value=MISSING,
-                wrong="when: Any matches everything, so that later rules never apply",
-                fix="move it to the end",
-            )
+    for i, entry in enumerate(found):
+        yield from _values_at(entry, rest, f"{here}[{i}]")
 
 
 def queue_problems(job: MoETrainingJob) -> Iterator[Problem]:
@@ -513,7 +148,7 @@ def queue_problems(job: MoETrainingJob) -> Iterator[Problem]:
             wrong=f"another queue than spec.scheduling.queue = {scheduling.queue}",
             fix="remove one of the two",
         )
-    elif label is not None and not _DNS_NAME.fullmatch(label):
+    elif label is not None and not re.fullmatch(_DNS_PATTERN, label):
         yield Problem(
             path=path,
             value=label,
@@ -522,7 +157,7 @@ def queue_problems(job: MoETrainingJob) -> Iterator[Problem]:
         )
     elif label is not None and job.spec.trainer.external:
         yield Problem(
-            path=path, value=label, wrong=NOT_FOR_EXTERNAL, fix="queue what makes the pods"
+            path=path, value=label, wrong=_NOT_FOR_EXTERNAL, fix="queue what makes the pods"
         )
     if PREBUILT_LABEL in labels:
         yield Problem(
@@ -531,3 +166,531 @@ def queue_problems(job: MoETrainingJob) -> Iterator[Problem]:
             wrong="Holdfast makes the Workload of a job itself",
             fix="remove the label",
         )
+
+
+_UNITS = "(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?"
+_DNS_NAME = Rule(
+    rule=f"self.matches('^{_DNS_PATTERN}$')",
+    says="not a DNS-1123 subdomain; use lower-case letters, digits, '-' and '.', beginning and "
+    "ending with a letter or a digit",
+)
+
+
+_LOSSY_FIELDS = [POLICY_FIELDS[kind.policy_type] for kind in get_args(LossyPolicy)]
+_SPARSE = (
+    Rule(
+        rule="self.snapshot.policy.type != 'Sparse' || self.snapshot.interval.steps == 1",
+        says="a window of snapshot.policy.type Sparse needs every step; use 1, or another policy",
+        field=".snapshot.interval.steps",
+    ),
+)
+
+
+def _recompute(field: str) -> tuple[Rule, ...]:
+    """Rules for the settings of one policy."""
+    policy = "self.snapshot.policy"
+    asked = f"has({policy}.{field}) && {policy}.{field}.recompute"
+    return (
+        Rule(
+            rule=f"!({asked}) || self.redundancy.type == 'Replication'",
+            says="needs replicas, and spec.redundancy.type %s keeps none; remove it, or set the "
+            "type to Replication",
+            values=("self.redundancy.type",),
+            field=f".snapshot.policy.{field}.recompute",
+        ),
+        Rule(
+            rule=f"!({asked}) || self.redundancy.type != 'Replication' || "
+            "self.snapshot.interval.steps == 1",
+            says="a gradient covers one step, not spec.snapshot.interval.steps = %s; remove it, "
+            "or set the steps to 1",
+            values=("self.snapshot.interval.steps",),
+            field=f".snapshot.policy.{field}.recompute",
+        ),
+    )
+
+
+def _only_with(path: str, kind: str, field: str) -> Rule:
+    """Rule of a union: `field` below `path` belongs to the type `kind` alone."""
+    return Rule(
+        rule=f"self.type == '{kind}' || !has(self.{field})",
+        says=f"is given, but {path}.type is %s; remove it, or set the type to {kind}",
+        values=("self.type",),
+        field=f".{field}",
+    )
+
+
+def _fixed(field: str, same: str = "") -> Rule:
+    """Rule against changing a field while the job runs: all members must agree on it, and running
+    ones began with its old value.
+
+    Args:
+        same: CEL for whether it is the same in all that matters; equality without it.
+    """
+    return Rule(
+        rule=f"oldSelf.suspend || {same or f'self.{field} == oldSelf.{field}'}",
+        says="cannot be changed while the job runs; set spec.suspend to true first",
+        field=f".{field}",
+        forbidden=True,
+    )
+
+
+def _fixed_in_pods(field: str) -> Rule:
+    """Rule against changing a field while the job runs that its pods get when they start: those
+    that start later would save otherwise than the others. Pods of other controllers do not get
+    it."""
+    return _fixed(field, f"self.trainer.external || self.{field} == oldSelf.{field}")
+
+
+_FIXED_GANG = _fixed(
+    "scheduling.gang",
+    "self.scheduling.gang == oldSelf.scheduling.gang || "
+    "(self.scheduling.gang in ['None', 'Kueue'] && oldSelf.scheduling.gang in ['None', 'Kueue'])",
+)
+"""Pods that start later would wait for a group in which the others are not. Kueue takes a job as a
+whole."""
+_NAME = (
+    Rule(
+        rule=f"size(self.metadata.name) <= {MAX_NAME_CHARACTERS}",
+        says=f"%d characters; use at most {MAX_NAME_CHARACTERS}",
+        values=("size(self.metadata.name)",),
+        field=".metadata.name",
+    ),
+    Rule(
+        rule="self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
+        says="the job's Service cannot have this name; use lower-case letters, digits and '-', "
+        "beginning with a letter and ending with a letter or a digit",
+        field=".metadata.name",
+    ),
+)
+_WORLD = (
+    Rule(
+        rule="self.parallelism.dp * self.parallelism.tp * self.parallelism.pp == "
+        "self.nodes * self.nprocPerNode",
+        says="dp·tp·pp = %d, but nodes·nprocPerNode = %d·%d = %d; make them equal",
+        values=(
+            "self.parallelism.dp * self.parallelism.tp * self.parallelism.pp",
+            "self.nodes",
+            "self.nprocPerNode",
+            "self.nodes * self.nprocPerNode",
+        ),
+        field=".parallelism",
+    ),
+    Rule(
+        rule="!has(self.model) || self.model.numExperts % self.parallelism.ep == 0",
+        says="cannot be divided by ep = %d; change spec.parallelism.ep so that every rank holds "
+        "the same number of experts",
+        values=("self.parallelism.ep",),
+        field=".model.numExperts",
+    ),
+    Rule(
+        rule="!has(self.minNodes) || self.minNodes <= self.nodes",
+        says="more than spec.nodes = %d; use a number from 1 to %d",
+        values=("self.nodes", "self.nodes"),
+        field=".minNodes",
+    ),
+    Rule(
+        rule="self.redundancy.type == 'None' || self.nodes != 1",
+        says="a job of one node has no other node for its parity; use redundancy.type None, or "
+        "at least 2 nodes",
+        field=".redundancy.type",
+    ),
+    Rule(
+        rule="self.nodes < 2 || !has(self.redundancy.raim5) || "
+        "!has(self.redundancy.raim5.groupSize) || self.redundancy.raim5.groupSize <= self.nodes",
+        says=f"more members than the job's %d nodes; use a number from {MIN_GROUP_SIZE} to %d",
+        values=("self.nodes", "self.nodes"),
+        field=".redundancy.raim5.groupSize",
+    ),
+    Rule(
+        rule="self.nodes < 3 || !has(self.redundancy.raim6) || "
+        "!has(self.redundancy.raim6.groupSize) || self.redundancy.raim6.groupSize <= self.nodes",
+        says="more members than the job's %d nodes; use a number from 3 to %d",
+        values=("self.nodes", "self.nodes"),
+        field=".redundancy.raim6.groupSize",
+    ),
+    Rule(
+        rule="self.nodes < 2 || self.redundancy.type != 'RAIM6' || self.nodes > 2",
+        says="2 losses need more than the job's %d nodes; use at least 3 nodes, or weaker "
+        "redundancy",
+        values=("self.nodes",),
+        field=".redundancy.type",
+    ),
+    Rule(
+        rule="self.nodes < 2 || self.redundancy.type != 'Replication' || "
+        "!has(self.redundancy.replication) || "
+        "self.redundancy.replication.replicas < self.nodes",
+        says="%d losses need more than the job's %d nodes; use at least %d nodes, or weaker "
+        "redundancy",
+        values=(
+            "self.redundancy.replication.replicas",
+            "self.nodes",
+            "self.redundancy.replication.replicas + 1",
+        ),
+        field=".redundancy.type",
+    ),
+)
+_FEWER = "!has(self.minNodes) || self.minNodes >= self.nodes"
+_COPY = "self.parallelism.tp * self.parallelism.pp * self.parallelism.ep"
+_LOSSES = (
+    "(self.redundancy.type == 'RAIM6' ? 2 : self.redundancy.type == 'Replication' && "
+    "has(self.redundancy.replication) ? self.redundancy.replication.replicas : 1)"
+)
+_FEWER_NODES = (
+    Rule(
+        rule=f"{_FEWER} || self.parallelism.dp * self.parallelism.tp * self.parallelism.pp != "
+        "self.nodes * self.nprocPerNode || self.parallelism.dp % self.parallelism.ep != 0 || "
+        f"self.nprocPerNode % ({_COPY}) == 0",
+        says="tp·pp·ep = %d does not divide the %d ranks of %d nodes; use degrees whose product "
+        "divides nprocPerNode = %d, or minNodes = %d",
+        values=(
+            _COPY,
+            "(self.nodes - 1) * self.nprocPerNode",
+            "self.nodes - 1",
+            "self.nprocPerNode",
+            "self.nodes",
+        ),
+        field=".minNodes",
+    ),
+    Rule(
+        rule=f"{_FEWER} || self.redundancy.type != 'None'",
+        says="redundancy.type None loses the state of a lost node, without which the others cannot "
+        "go on; use RAIM5, RAIM6 or Replication, or minNodes = %d",
+        values=("self.nodes",),
+        field=".minNodes",
+    ),
+    Rule(
+        rule=f"{_FEWER} || self.redundancy.type == 'None' || self.minNodes > {_LOSSES} || "
+        f"self.nodes <= {_LOSSES}",
+        says="redundancy.type %s needs at least %d nodes; use a number from %d to %d",
+        values=("self.redundancy.type", f"{_LOSSES} + 1", f"{_LOSSES} + 1", "self.nodes"),
+        field=".minNodes",
+    ),
+    Rule(
+        rule=f"{_FEWER} || self.snapshot.policy.type != 'Sparse'",
+        says="steps of a sparse window are repeated only by the world that captured it; use "
+        "another policy, or minNodes = %d",
+        values=("self.nodes",),
+        field=".snapshot.policy.type",
+    ),
+    Rule(
+        rule=f"{_FEWER} || !(self.scheduling.gang in ['Volcano', 'Coscheduling'])",
+        says="schedules no pod while the job has fewer than %d; use None, Kueue or KueuePodGroup, "
+        "or minNodes = %d",
+        values=("self.nodes", "self.nodes"),
+        field=".scheduling.gang",
+    ),
+    Rule(
+        rule="has(self.minNodes) && self.minNodes < self.nodes || "
+        "!self.failurePolicy.rules.exists(r, r.action == 'Shrink')",
+        says="spec.minNodes allows no fewer than spec.nodes = %d nodes; give a smaller minNodes, "
+        "or use another action",
+        values=("self.nodes",),
+        field=".failurePolicy.rules",
+    ),
+)
+_LEAST = "(has(self.minNodes) ? self.minNodes : self.nodes)"
+_SEATS = f"(self.elastic.seatsPerRank * self.nprocPerNode * {_LEAST})"
+_ELASTIC = (
+    *(
+        Rule(
+            rule=f"!has(self.elastic) || self.parallelism.{name} == 1",
+            says="spec.elastic needs ranks that each hold whole experts, any of them; use "
+            f"{name} = 1, or remove spec.elastic",
+            field=f".parallelism.{name}",
+        )
+        for name in ("tp", "pp", "ep")
+    ),
+    Rule(
+        rule="!has(self.elastic) || self.snapshot.policy.type != 'Sparse'",
+        says="spec.elastic moves experts between ranks, and only the ranks of a sparse window can "
+        "repeat its steps; use Full, PartialExperts or Selective, or remove spec.elastic",
+        field=".snapshot.policy.type",
+    ),
+    Rule(
+        rule=f"!has(self.elastic) || !has(self.model) || self.model.numExperts <= {_SEATS}",
+        says="%d nodes have %d seats in each layer, too few for spec.model.numExperts = %d; use at "
+        "least %d, or a greater minNodes",
+        values=(
+            _LEAST,
+            _SEATS,
+            "self.model.numExperts",
+            f"(self.model.numExperts + self.nprocPerNode * {_LEAST} - 1) / "
+            f"(self.nprocPerNode * {_LEAST})",
+        ),
+        field=".elastic.seatsPerRank",
+    ),
+    _fixed(
+        "elastic",
+        "has(self.elastic) == has(oldSelf.elastic) && "
+        "(!has(self.elastic) || self.elastic == oldSelf.elastic)",
+    ),
+)
+_AMOUNT = f"self.matches('^[0-9]+([.][0-9]+)?{_UNITS}$')"
+_NOTHING = f"self.matches('^0+([.]0+)?{_UNITS}$')"
+_MEMORY = (
+    Rule(
+        rule=f"type(self) == int ? self >= 0 : {_AMOUNT}",
+        says="not an amount of memory; write bytes or use Ki, Mi, Gi, Ti, Pi, k, M, G, T or P, "
+        "like 200Gi",
+    ),
+    Rule(
+        rule=f"type(self) == int ? self != 0 : !{_NOTHING}",
+        says="leaves no memory for snapshots; give more, or remove the field to use the "
+        "daemon's budget",
+    ),
+)
+_BANDWIDTH = (
+    Rule(
+        rule=f"type(self) == int ? self >= 0 : {_AMOUNT}",
+        says="not an amount of bytes; write bytes or use Ki, Mi, Gi, k, M or G, like 500M",
+    ),
+    Rule(
+        rule=f"type(self) == int ? self < 0 || self >= {BANDWIDTH_BYTES_S_MIN} : "
+        f"!isQuantity(self) || quantity(self).compareTo(quantity('{BANDWIDTH_BYTES_S_MIN}')) >= 0",
+        says="too little to protect anything in time; give 10M or more, or remove it",
+    ),
+)
+_FAILURE_RULES = (
+    Rule(
+        rule="size(self) == 0 || self.filter(r, r.when == 'Any').size() == "
+        "(self[size(self) - 1].when == 'Any' ? 1 : 0)",
+        says="when: Any matches everything, so that later rules never apply; move it to the end",
+    ),
+)
+_FAILURE_RULE = (
+    Rule(
+        rule="(self.when == 'ExitCode') == (size(self.values) > 0)",
+        says="when: %s has %s; give exit codes with when: ExitCode, and only there",
+        values=("self.when", "size(self.values) > 0 ? 'exit codes' : 'no exit code'"),
+        field=".values",
+    ),
+    Rule(
+        rule="self.when == 'NoReplacement' || !has(self.afterSeconds)",
+        says="when: %s has a waiting time; give afterSeconds with when: NoReplacement, and only "
+        "there",
+        values=("self.when",),
+        field=".afterSeconds",
+    ),
+)
+_SCHEDULING = (
+    Rule(
+        rule="!(self.gang in ['Kueue', 'KueuePodGroup']) || has(self.queue)",
+        says="gang: %s has no queue; give the name of a LocalQueue in the job's namespace",
+        values=("self.gang",),
+        field=".queue",
+    ),
+    Rule(
+        rule="!has(self.queue) || self.gang in ['Kueue', 'KueuePodGroup', 'Volcano']",
+        says="gang: %s has a queue; remove it, or use gang: Kueue, KueuePodGroup or Volcano",
+        values=("self.gang",),
+        field=".queue",
+    ),
+)
+_MANAGED_BY = (
+    Rule(
+        rule="self.matches('^[a-z0-9]([-.a-z0-9]*[a-z0-9])?/[-._~A-Za-z0-9]+$')",
+        says=f"not a name with a domain; write {MANAGER}, or another controller's name like "
+        "example.com/controller",
+    ),
+    Rule(
+        rule="self == oldSelf",
+        says="cannot be changed; delete the job and apply it again",
+        forbidden=True,
+    ),
+)
+
+_CAPTURED = (
+    "(has(self.snapshot.policy.partialExperts) ? "
+    "self.snapshot.policy.partialExperts.expertsPerLayer : 1)"
+)
+_NO_EXPERTS = "!has(self.persistence) || !has(self.persistence.experts)"
+_PERSISTED_EXPERTS = (
+    Rule(
+        rule=f"{_NO_EXPERTS} || self.snapshot.policy.type == 'PartialExperts'",
+        says="the policy is %s; use snapshot.policy.type PartialExperts, or remove it",
+        values=("self.snapshot.policy.type",),
+        field=".persistence.experts",
+    ),
+    Rule(
+        rule=f"{_NO_EXPERTS} || self.snapshot.policy.type != 'PartialExperts' || "
+        f"self.persistence.experts <= {_CAPTURED}",
+        says="%d is more than the %d experts of each layer that a snapshot captures; persist no "
+        "more than that, or raise snapshot.policy.partialExperts.expertsPerLayer",
+        values=("self.persistence.experts", _CAPTURED),
+        field=".persistence.experts",
+    ),
+)
+
+_RESTORED = Rule(
+    rule=f"self.restore.from == '{LATEST}' || has(self.persistence)",
+    says="there is no spec.persistence to restore from; give spec.persistence.uri, or remove "
+    "spec.restore",
+    field=".restore.from",
+)
+
+
+def _not_for_external(path: str, refused: str, fix: str) -> Rule:
+    """Rule that what needs pods of ours is not asked for where another controller makes them."""
+    return Rule(
+        rule=f"!self.trainer.external || !({refused})",
+        says=f"{_NOT_FOR_EXTERNAL}; {fix}, or give a template",
+        field=path,
+    )
+
+
+def _is_set(setting: JobSetting) -> str:
+    """CEL for whether a job gives a setting another value than the default."""
+    path, default = f"self.{setting.path}", setting.default
+    match default:
+        case None:
+            return f"has({path})"
+        case bool():
+            return f"!{path}" if default else path
+        case str():
+            return f"{path} != '{setting.to_text(default)}'"
+        case _:
+            return f"{path} != {default!r}"
+
+
+_TRAINER = (
+    Rule(
+        rule="self.trainer.external || has(self.trainer.template)",
+        says="is required; give a pod template; its first container is the trainer. Or write "
+        "spec.trainer.external: true for pods that another controller makes",
+        field=".trainer.template",
+    ),
+    Rule(
+        rule="!self.trainer.external || !has(self.trainer.template)",
+        says="is given, but spec.trainer.external is true; remove one of the two",
+        field=".trainer.template",
+    ),
+    _not_for_external(".suspend", "self.suspend", "suspend what makes the pods"),
+    _not_for_external(".minNodes", "has(self.minNodes) && self.minNodes < self.nodes", "remove it"),
+    _not_for_external(".elastic", "has(self.elastic)", "remove it"),
+    _not_for_external(".scheduling.gang", "self.scheduling.gang != 'None'", "remove it"),
+    _not_for_external(".failurePolicy.spares", "self.failurePolicy.spares != 0", "remove it"),
+    _not_for_external(
+        ".snapshot.policy.type", "self.snapshot.policy.type != 'Full'", _IN_THE_SCRIPT
+    ),
+    _not_for_external(
+        ".snapshot.interval.steps", f"self.snapshot.interval.steps == '{AUTO}'", _IN_THE_SCRIPT
+    ),
+    *(
+        _not_for_external(f".{setting.path}", _is_set(setting), _IN_THE_SCRIPT)
+        for setting in SETTINGS
+    ),
+)
+
+RULES: dict[str, tuple[Rule, ...]] = {
+    "": _NAME,
+    "spec": (
+        *_WORLD,
+        *_FEWER_NODES,
+        *_ELASTIC,
+        *(rule for field in _LOSSY_FIELDS for rule in _recompute(field)),
+        *_SPARSE,
+        *_PERSISTED_EXPERTS,
+        _RESTORED,
+        *_TRAINER,
+        *(_fixed(f) for f in ("nodes", "nprocPerNode", "parallelism", "redundancy", "trainer")),
+        *(_fixed_in_pods(f) for f in ("snapshot.policy", "snapshot.interval")),
+        *(_fixed_in_pods(setting.path) for setting in SETTINGS),
+        _FIXED_GANG,
+    ),
+    "spec.parallelism": (
+        Rule(
+            rule="self.dp % self.ep == 0",
+            says="does not divide dp = %d; use a divisor of it",
+            values=("self.dp",),
+            field=".ep",
+        ),
+    ),
+    "spec.snapshot.memoryPerNode": _MEMORY,
+    "spec.snapshot.slots": (
+        Rule(
+            rule=f"type(self) == int ? self >= {SLOTS_MIN} && self <= {SLOTS_MAX} : "
+            f"self == '{AUTO}'",
+            says=f"not a number of slots; write {AUTO}, {SLOTS_MIN} or {SLOTS_MAX}",
+        ),
+    ),
+    "spec.snapshot.policy": tuple(
+        _only_with("spec.snapshot.policy", kind.value, field)
+        for kind, field in POLICY_FIELDS.items()
+    ),
+    "spec.snapshot.interval.steps": (
+        Rule(
+            rule=f"type(self) == int ? self >= 1 && self <= {STEPS_MAX} : self == '{AUTO}'",
+            says=f"not a number of steps; write {AUTO}, or a number from 1 to {STEPS_MAX}",
+        ),
+    ),
+    "spec.snapshot.policy.selective": (
+        Rule(
+            rule="!has(self.experts) || !has(self.budget)",
+            says="is given, but spec.snapshot.policy.selective.experts already sets the number; "
+            "remove one of the two",
+            field=".budget",
+        ),
+    ),
+    "spec.snapshot.policy.sparse": (
+        Rule(
+            rule="!has(self.decay) || self.order == 'TimeDecayed'",
+            says="is given, but spec.snapshot.policy.sparse.order is %s; remove it, or set the "
+            "order to TimeDecayed",
+            values=("self.order",),
+            field=".decay",
+        ),
+        Rule(
+            rule="self.order == 'Fixed' || self.repeats == 'Training'",
+            says="makes no difference with spec.snapshot.policy.sparse.repeats Optimizer, which "
+            "freezes no expert; remove one of the two",
+            field=".order",
+        ),
+    ),
+    "spec.redundancy": tuple(
+        _only_with("spec.redundancy", kind.value, kind.value.lower())
+        for kind in Redundancy
+        if kind is not Redundancy.NONE
+    ),
+    "spec.redundancy.bandwidth": _BANDWIDTH,
+    "spec.persistence.uri": (
+        Rule(
+            rule=f"self.matches('^{URI_PATTERN}$') && !self.contains('::') && "
+            "!self.split('/').exists(p, p == '.' || p == '..')",
+            says=f"{NOT_A_STORAGE_URI}; {HOW_TO_WRITE_A_STORAGE_URI}",
+        ),
+    ),
+    "spec.persistence.interval": (
+        Rule(
+            rule="!has(self.minutes) || !has(self.steps)",
+            says="is given together with minutes; remove one of the two",
+            field=".steps",
+        ),
+    ),
+    "spec.restore.from": (
+        Rule(
+            rule=f"self == '{LATEST}' || self.matches('^{_GENERATION_PATTERN}$')",
+            says="not a generation; write latest, or epoch.step of a copy like 3.1200",
+        ),
+    ),
+    "spec.failurePolicy.rules": _FAILURE_RULES,
+    "spec.failurePolicy.rules[]": _FAILURE_RULE,
+    "spec.persistence.bandwidth": (
+        Rule(
+            rule=f"type(self) == int ? self > 0 : {_AMOUNT} && !{_NOTHING}",
+            says="not an amount of bytes above 0; write bytes or use Ki, Mi, Gi, k, M or G, like "
+            "500M",
+        ),
+    ),
+    "spec.scheduling": _SCHEDULING,
+    "spec.scheduling.queue": (_DNS_NAME,),
+    "spec.managedBy": _MANAGED_BY,
+    "spec.trainer.template.spec.containers": (
+        Rule(rule="size(self) > 0", says="no container; give a list with the trainer"),
+        Rule(
+            rule="size(self) == 0 || has(self[0].command) && size(self[0].command) > 0",
+            says="the trainer has no command; give a list of words, for example "
+            '["python", "train.py"]',
+        ),
+    ),
+}
+"""Path of the schema that holds the rules (`[]` for the entries of a list) → the rules."""

@@ -19,12 +19,8 @@ from holdfast_core.job.elastic import ElasticExperts, ElasticVariable
 from holdfast_core.job.failures import REFORM_S, FailurePolicy
 from holdfast_core.job.persistence import Persistence, RestoreSpec
 from holdfast_core.job.references import resolve_env
-from holdfast_core.job.snapshots import (
-    COMPARE_REPLICAS_EVERY,
-    PolicyType,
-    RedundancySpec,
-    Snapshot,
-)
+from holdfast_core.job.settings import settings_of, variables_of
+from holdfast_core.job.snapshots import PolicyType, RedundancySpec, Snapshot
 from holdfast_core.protection.intervals import recoveries_per_s
 from holdfast_core.quantities import parse_bytes
 from holdfast_core.snapshots.membership import Redundancy
@@ -293,6 +289,10 @@ class Spec(Document, frozen=True, kw_only=True):
         return self.least_nodes < self.nodes
 
 
+SETTINGS = settings_of(Spec)
+"""Fields that trainers get as settings."""
+
+
 class MoETrainingJob(Document, frozen=True, kw_only=True):
     """A valid job; `holdfast_core.job.parsing.parse_job` makes it."""
 
@@ -387,13 +387,9 @@ class MoETrainingJob(Document, frozen=True, kw_only=True):
             found["HOLDFAST_POLICY"] = text
         if snapshot.interval.auto:
             found["HOLDFAST_RECOVERIES_PER_DAY"] = repr(self.recoveries_per_day)
-        if snapshot.compare_replicas_every != COMPARE_REPLICAS_EVERY:
-            found["HOLDFAST_COMPARE_REPLICAS_EVERY"] = str(snapshot.compare_replicas_every)
-        if not snapshot.store_compute_weights:
-            found["HOLDFAST_STORE_COMPUTE_WEIGHTS"] = "0"
         if self.elastic is not None:
             found["HOLDFAST_ELASTIC"] = msgspec.json.encode(self.elastic).decode()
-        return found
+        return found | variables_of(SETTINGS, self.spec)
 
     @property
     def elastic(self) -> ElasticVariable | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, ClassVar, get_args
 
+import msgspec
 from msgspec import Meta
 
 from holdfast_core.job.documents import Document
@@ -96,6 +97,8 @@ _Recompute = Annotated[
 class Full(Document, frozen=True, kw_only=True):
     """Every unit in every snapshot; has no settings."""
 
+    policy_type: ClassVar = PolicyType.FULL
+
     @property
     def recompute(self) -> bool:
         """Whether replicas of experts are computed from gradients: no, they are sent."""
@@ -104,6 +107,8 @@ class Full(Document, frozen=True, kw_only=True):
 
 class PartialExperts(Document, frozen=True, kw_only=True):
     """Some experts of each layer, and everything else; only with type PartialExperts."""
+
+    policy_type: ClassVar = PolicyType.PARTIAL_EXPERTS
 
     experts_per_layer: Annotated[
         _Count,
@@ -168,6 +173,8 @@ class ExpertBudget(Document, frozen=True, kw_only=True):
 class Selective(Document, frozen=True, kw_only=True):
     """The experts with the most tokens at risk, and everything else; only with type Selective."""
 
+    policy_type: ClassVar = PolicyType.SELECTIVE
+
     experts: (
         Annotated[
             _Count,
@@ -189,6 +196,8 @@ class Selective(Document, frozen=True, kw_only=True):
 
 class SparseWindows(Document, frozen=True, kw_only=True):
     """Every unit once in a window of steps; only with type Sparse."""
+
+    policy_type: ClassVar = PolicyType.SPARSE
 
     window: Annotated[
         int,
@@ -244,17 +253,6 @@ class SparseWindows(Document, frozen=True, kw_only=True):
     ] = Repeats.TRAINING
 
     @property
-    def unused_order(self) -> bool:
-        """Whether there is an order of experts of which a recovery makes no use: none is frozen
-        while only the optimizer repeats steps."""
-        return self.counts_tokens and self.repeats == Repeats.OPTIMIZER
-
-    @property
-    def unused_decay(self) -> bool:
-        """Whether there is a decay of which the order makes no use."""
-        return self.decay is not None and self.order is not ExpertOrder.TIME_DECAYED
-
-    @property
     def counts_tokens(self) -> bool:
         """Whether experts are ordered by what the trainer counts."""
         return self.order is not ExpertOrder.FIXED
@@ -270,14 +268,6 @@ LossyPolicy = PartialExperts | Selective
 
 Policy = Full | SparseWindows | LossyPolicy
 """What a snapshot contains. The class is the tag, so one policy cannot have another's settings."""
-
-POLICY_FIELDS = {
-    PolicyType.PARTIAL_EXPERTS: "partialExperts",
-    PolicyType.SELECTIVE: "selective",
-    PolicyType.SPARSE: "sparse",
-}
-"""Type of a policy with settings → the field of `PolicySpec` that holds them. Only the field of the
-chosen type may be given."""
 
 
 class PolicySpec(Document, frozen=True, kw_only=True):
@@ -305,31 +295,25 @@ class PolicySpec(Document, frozen=True, kw_only=True):
     @property
     def chosen(self) -> Policy:
         """The policy that is asked for, with its settings."""
-        match self.type:
-            case PolicyType.FULL:
-                return Full()
-            case PolicyType.PARTIAL_EXPERTS:
-                return self.partial_experts or PartialExperts()
-            case PolicyType.SELECTIVE:
-                return self.selective or Selective()
-            case PolicyType.SPARSE:
-                return self.sparse or SparseWindows()
+        given: list[Policy | None] = [self.partial_experts, self.selective, self.sparse]
+        every: tuple[type[Policy], ...] = get_args(Policy)
+        settings: list[Policy | None] = [*given, *(kind() for kind in every)]
+        return next(each for each in settings if each and each.policy_type is self.type)
 
     @property
     def leaves_experts_out(self) -> bool:
         """Whether recoveries can lose tokens."""
         return isinstance(self.chosen, LossyPolicy)
 
-    @property
-    def given(self) -> dict[PolicyType, LossyPolicy | SparseWindows]:
-        """Settings that the document has, by the type of the policy that they belong to. In a valid
-        job they are those of `type`, or none."""
-        known = {
-            PolicyType.PARTIAL_EXPERTS: self.partial_experts,
-            PolicyType.SELECTIVE: self.selective,
-            PolicyType.SPARSE: self.sparse,
-        }
-        return {kind: settings for kind, settings in known.items() if settings is not None}
+
+POLICY_FIELDS: dict[PolicyType, str] = {
+    kind.policy_type: field.encode_name
+    for field in msgspec.structs.fields(PolicySpec)
+    for kind in get_args(Policy)
+    if kind in get_args(field.type)
+}
+"""Type of a policy with settings → the field of `PolicySpec` that holds them. Only the field of the
+chosen type may be given."""
 
 
 class Snapshot(Document, frozen=True, kw_only=True):
@@ -347,7 +331,8 @@ class Snapshot(Document, frozen=True, kw_only=True):
             extra={
                 "more": "Ranks that hold the same state compare its checksums before such a "
                 "snapshot is committed. 1: before each snapshot. 0: only before the first of a "
-                "run."
+                "run.",
+                "setting": True,
             },
         ),
     ] = COMPARE_REPLICAS_EVERY
@@ -375,7 +360,8 @@ class Snapshot(Document, frozen=True, kw_only=True):
             extra={
                 "more": "false: a snapshot with Adam's state needs 12 bytes for each parameter "
                 "instead of 14. A weight is left out only while it is its master, rounded, "
-                "which every save verifies to the bit."
+                "which every save verifies to the bit.",
+                "setting": True,
             },
         ),
     ] = True

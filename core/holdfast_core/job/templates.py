@@ -12,19 +12,21 @@ from typing import Any
 
 from holdfast_core.job.documents import MISSING, Problem, at, unknown_field
 
+TEMPLATE = "spec.trainer.template"
 TEMPLATE_FIELDS = ("metadata", "spec")
 METADATA_FIELDS = ("labels", "annotations", "name", "namespace", "creationTimestamp")
 """Fields of a template's metadata. The last three are what tools write into templates; pods get
 names, and the namespace, of their job."""
 
-_ENV_NAME = re.compile(r"[-._a-zA-Z][-._a-zA-Z0-9]*")
+ENV_NAME_PATTERN = "[-._a-zA-Z][-._a-zA-Z0-9]*"
+"""Pattern of the name of an environment variable, for Python and RE2."""
 
 
 def template_problems(template: object) -> Iterator[Problem]:
-    """Problems of `spec.trainer.template`; its absence is reported elsewhere."""
+    """Problems of the types of `spec.trainer.template`, which the job's own types leave open."""
     if not isinstance(template, Mapping):
         return
-    path = "spec.trainer.template"
+    path = TEMPLATE
     metadata = at(template, "metadata")
     for each, where, fields in (
         (template, path, TEMPLATE_FIELDS),
@@ -36,10 +38,10 @@ def template_problems(template: object) -> Iterator[Problem]:
                     yield unknown_field(key, each[key], where, list(fields))
     path = f"{path}.spec.containers"
     containers = at(template, "spec", "containers")
+    if not isinstance(containers, list | tuple):
+        wrong = "is required" if containers is MISSING else "not a list"
+        yield Problem(path=path, value=containers, wrong=wrong, fix="give a list with the trainer")
     if not isinstance(containers, list | tuple) or not containers:
-        yield Problem(
-            path=path, value=containers, wrong="no container", fix="give a list with the trainer"
-        )
         return
     trainer = containers[0]
     if not isinstance(trainer, Mapping):
@@ -56,18 +58,8 @@ def template_problems(template: object) -> Iterator[Problem]:
 
 def _command_problems(trainer: Mapping[str, Any], path: str) -> Iterator[Problem]:
     for key in ("command", "args"):
-        words = trainer.get(key, MISSING)
-        if words is MISSING and key == "args":
-            continue
-        if not words or words is MISSING:
-            if key == "command":
-                yield Problem(
-                    path=f"{path}.command",
-                    value=words,
-                    wrong="the trainer has no command",
-                    fix='give a list of words, for example ["python", "train.py"]',
-                )
-        elif not isinstance(words, list | tuple) or not all(isinstance(w, str) for w in words):
+        words = trainer.get(key) or ()
+        if not isinstance(words, list | tuple) or not all(isinstance(w, str) for w in words):
             yield Problem(
                 path=f"{path}.{key}",
                 value=words,
@@ -83,7 +75,7 @@ def _env_problems(env: object, path: str) -> Iterator[Problem]:
     seen: set[str] = set()
     for i, entry in enumerate(env):
         name = at(entry, "name")
-        if not isinstance(name, str) or not _ENV_NAME.fullmatch(name):
+        if not isinstance(name, str) or not re.fullmatch(ENV_NAME_PATTERN, name):
             yield Problem(
                 path=f"{path}[{i}].name",
                 value=name,

@@ -28,7 +28,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast_core.errors import InvalidJobError, StorageError
-from holdfast_daemon.kernel_mounts import (
+from holdfast_daemon.memory.kernel_mounts import (
     NOTHING_RUNS,
     MountFlag,
     current_mounts,

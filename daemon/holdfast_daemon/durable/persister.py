@@ -18,9 +18,9 @@ from holdfast_core.snapshots.manifests import Manifest
 from holdfast_core.snapshots.membership import Membership
 from holdfast_core.snapshots.pieces import PieceMap
 from holdfast_core.snapshots.stored import RankFile
-from holdfast_daemon.allowance import Allowance
 from holdfast_daemon.engine.effects import CommitSet, PersistRank, RankPersisted, SetCommitted
 from holdfast_daemon.epoch_scope import EpochScope
+from holdfast_daemon.limits.allowance import Allowance
 from holdfast_daemon.memory.job_bytes import JobBytes
 
 PART_BYTES = 4 << 20

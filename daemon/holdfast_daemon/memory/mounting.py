@@ -20,7 +20,7 @@ from errno import EACCES, EINVAL, EPERM
 from pathlib import Path
 
 from holdfast_core.errors import HoldfastError, StorageError
-from holdfast_daemon.kernel_mounts import (
+from holdfast_daemon.memory.kernel_mounts import (
     NOTHING_RUNS,
     Mount,
     MountFlag,

@@ -22,7 +22,7 @@ from holdfast_daemon.engine.effects import (
     VerifyParity,
     VerifySnapshot,
 )
-from holdfast_daemon.host import JobHost
+from holdfast_daemon.job.host import JobHost
 from holdfast_daemon.logs import bind
 from holdfast_daemon.metrics import DaemonMetrics
 from holdfast_daemon.observing import status

@@ -8,7 +8,7 @@ from __future__ import annotations
 from holdfast_core.experts.loss_reports import LossReport
 from holdfast_core.snapshots.generations import Generation
 from holdfast_daemon.engine.overview import JobOverview, PersistOverview, RankOverview
-from holdfast_daemon.host import JobHost
+from holdfast_daemon.job.host import JobHost
 from holdfast_protos import codec, control_pb2
 from holdfast_protos.expert_plans import plan_to_proto
 from holdfast_protos.losses import loss_to_proto

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from holdfast_core.snapshots.generations import Generation
-from holdfast_daemon.allowance import Allowance
 from holdfast_daemon.epoch_scope import EpochScope
+from holdfast_daemon.limits.allowance import Allowance
 from holdfast_daemon.parity.combining import Stream
 from holdfast_daemon.parity.group import GroupFetch
 from holdfast_daemon.parity.recomputing import Recomputed

@@ -13,8 +13,8 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from holdfast_core.errors import HoldfastError, UnknownSessionError
-from holdfast_daemon.host import JobHost
-from holdfast_daemon.rates import (
+from holdfast_daemon.job.host import JobHost
+from holdfast_daemon.limits.rates import (
     JOB_RATE,
     REFUSALS,
     SESSION_RATE,
@@ -22,9 +22,9 @@ from holdfast_daemon.rates import (
     WAIT_S_MAX,
     Accounts,
 )
-from holdfast_daemon.refusals import Context
+from holdfast_daemon.limits.refusals import Context
 from holdfast_daemon.trainers.auth import Authenticator
-from holdfast_protos import channels
+from holdfast_protos.connections import channels
 
 REFUSALS_HELD_MAX = 64
 """Refused calls that are delayed at once because refusals come too fast. Beyond that, calls are

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast_core.errors import ProtocolError, UnknownSessionError
-from holdfast_daemon.host import JobHost
+from holdfast_daemon.job.host import JobHost
 from holdfast_daemon.memory.arena_claims import ClaimRequest
 
 _SEAL_BYTES = 16

@@ -24,8 +24,8 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from holdfast_core.errors import HoldfastError, ProtocolError, RateLimitedError
-from holdfast_daemon.refusals import Context
-from holdfast_protos import channels
+from holdfast_daemon.limits.refusals import Context
+from holdfast_protos.connections import channels
 
 RECEIVE_S = 10.0
 """Patience for a request whose headers have come: it takes up part of its job's share meanwhile."""

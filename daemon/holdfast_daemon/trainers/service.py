@@ -32,11 +32,11 @@ from holdfast_core.snapshots.generations import Generation
 from holdfast_core.states import EndReason, RestorePhase, RestoreSource
 from holdfast_daemon.engine import RestoreState, SavePace, WorldState
 from holdfast_daemon.engine.slots import ArenaView, Slot
-from holdfast_daemon.host import JobHost
+from holdfast_daemon.job.host import JobHost
+from holdfast_daemon.limits.rates import Accounts
+from holdfast_daemon.limits.refusals import Context, refuse
 from holdfast_daemon.logs import OncePerCause, bind
 from holdfast_daemon.metrics import DaemonMetrics
-from holdfast_daemon.rates import Accounts
-from holdfast_daemon.refusals import Context, refuse
 from holdfast_daemon.trainers import request_limits
 from holdfast_daemon.trainers.admission import Admission, bearer_token
 from holdfast_daemon.trainers.auth import Authenticator

@@ -1,7 +1,7 @@
 """Asks the API server which pod a token belongs to (TokenReview, authentication.k8s.io/v1).
 
 Uses the standard library, on a thread, over a fresh connection each time: a review is a request of
-a kilobyte, and each pod causes about one a minute (docs/decisions/0008). The daemon's own token and
+a kilobyte, and each pod causes about one a minute (docs/decisions/0058). The daemon's own token and
 the cluster's CA are read again for each review, because both are rotated.
 
 Must not: put a token, or the body of the API server's answer, into an error.

@@ -1,7 +1,8 @@
 """Bulk connections between daemons that have proved their identities: plain or encrypted.
 
 Both ends first present certificates in a TLS handshake, and each accepts only a daemon's
-certificate (`holdfast_protos.identity`). The same handshake (ALPN) selects one of two modes:
+certificate (`holdfast_protos.connections.identity`). The same handshake (ALPN) selects one of two
+modes:
 
 - `authenticated`: TLS ends, and the bytes move over bare TCP, with `sendfile` and without a copy.
   Strangers are kept out, but an attacker on the path between two nodes can read the bytes, and
@@ -27,7 +28,7 @@ from typing import Any, Protocol
 
 from holdfast_core.errors import UnauthenticatedError
 from holdfast_daemon.transport.protocol import receive, set_timeouts
-from holdfast_protos.identity import Identity, Loaded, Role
+from holdfast_protos.connections.identity import Identity, Loaded, Role
 
 HANDSHAKE_S = 5.0
 """Patience for each step of a handshake: a silent stranger holds a thread no longer than this."""

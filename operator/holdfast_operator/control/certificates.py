@@ -4,8 +4,8 @@ Local runs use this, so that users need not think of certificates. `holdfast cer
 to make files for a cluster; otherwise the chart or cert-manager makes a cluster's certificates.
 
 A folder holds `ca.crt` and `ca.key`, and for each role a folder with the three files that
-`holdfast_protos.identity` reads. A role's folder is a link, so that all three change at once. Keys
-are readable only by their owner.
+`holdfast_protos.connections.identity` reads. A role's folder is a link, so that all three change at
+once. Keys are readable only by their owner.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from holdfast_core.errors import StorageError
-from holdfast_protos.identity import AUTHORITY, CERTIFICATE, DOMAIN, KEY, Role
+from holdfast_protos.connections.identity import AUTHORITY, CERTIFICATE, DOMAIN, KEY, Role
 
 AUTHORITY_KEY = "ca.key"
 AUTHORITY_LIFE = timedelta(days=365)

@@ -9,7 +9,7 @@ from holdfast_core.errors import known_code
 from holdfast_core.last_lines import last_lines
 from holdfast_core.snapshots.membership import Membership
 from holdfast_core.states import EndReason, RankHealth, RestoreSource
-from holdfast_operator.reconciler.views import JobView, NodeView, RankView
+from holdfast_operator.reconciler.observe.views import JobView, NodeView, RankView
 from holdfast_protos import codec, control_pb2, values_pb2
 from holdfast_protos.expert_plans import plan_from_proto
 from holdfast_protos.losses import loss_from_proto

@@ -24,11 +24,12 @@ from holdfast_core.errors import HoldfastError, ProtocolError, UnreachableError
 from holdfast_core.snapshots.membership import Membership
 from holdfast_operator.control.bounded import Outbox, Recent
 from holdfast_operator.control.heartbeats import evidence_of, identity_of, job_view, node_view
-from holdfast_operator.reconciler.versions import completed, is_newer, version
-from holdfast_operator.reconciler.views import JobView, NodeView
-from holdfast_protos import channels, codec, control_pb2
+from holdfast_operator.reconciler.observe.versions import completed, is_newer, version
+from holdfast_operator.reconciler.observe.views import JobView, NodeView
+from holdfast_protos import codec, control_pb2
 from holdfast_protos.changes import change_between
-from holdfast_protos.identity import Identity, Role, add_port, insist
+from holdfast_protos.connections import channels
+from holdfast_protos.connections.identity import Identity, Role, add_port, insist
 
 _log = logging.getLogger(__name__)
 

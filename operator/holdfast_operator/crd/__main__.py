@@ -1,5 +1,5 @@
 """`python -m holdfast_operator.crd` prints the resource; with `--reference PAGE`, the page with its
-reference generated anew."""
+reference generated anew; with `--settings`, the SDK's module of settings."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import yaml
 
 from holdfast_operator.crd.reference import page
 from holdfast_operator.crd.schema import definition
+from holdfast_operator.crd.settings import settings_module
 
 HEADER = "# Generated from core/holdfast_core/job by `make crds`; not edited by hand.\n"
 
@@ -35,8 +36,11 @@ def main(arguments: list[str]) -> int:
             sys.stdout.write(definition_text())
         case ["--reference", path]:
             sys.stdout.write(page(Path(path).read_text(encoding="utf-8")))
+        case ["--settings"]:
+            sys.stdout.write(settings_module())
         case _:
-            print("usage: python -m holdfast_operator.crd [--reference PAGE]", file=sys.stderr)
+            usage = "usage: python -m holdfast_operator.crd [--reference PAGE | --settings]"
+            print(usage, file=sys.stderr)
             return 2
     return 0
 

@@ -1,7 +1,7 @@
 """Schema of a `MoETrainingJob`, generated from the types that read it.
 
-Types, limits, defaults and descriptions come from `holdfast_core`; rules between fields from
-`rules`; the pod template from `template`.
+Types, limits, defaults, descriptions and rules come from `holdfast_core`; the pod template from
+`template`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
+from holdfast_core.job.documents import without_nulls
+from holdfast_core.job.rules import RULES, Rule
 from holdfast_core.job.schema import API_VERSION, KIND, Spec
 from holdfast_core.job.status import JobStatus
-from holdfast_operator.crd.rules import RULES
+from holdfast_core.job.templates import TEMPLATE
 from holdfast_operator.crd.template import template_schema
 
 GROUP, VERSION = API_VERSION.split("/")
 PLURAL, SINGULAR, SHORT = "moetrainingjobs", "moetrainingjob", "moejob"
-TEMPLATE = "spec.trainer.template"
 
 _LIMITS = {"ge": "minimum", "gt": "minimum", "le": "maximum"}
 _COLUMNS = (
@@ -114,8 +115,21 @@ def job_schema() -> dict[str, Any]:
         },
     }
     for path, rules in RULES.items():
-        schema_at(schema, path)["x-kubernetes-validations"] = [rule.to_schema() for rule in rules]
+        schema_at(schema, path)["x-kubernetes-validations"] = [_validation(rule) for rule in rules]
     return schema
+
+
+def _validation(rule: Rule) -> dict[str, Any]:
+    """Entry of `x-kubernetes-validations`, without its empty parts."""
+    text = rule.says.replace("\\", "\\\\").replace("'", "\\'")
+    entry = {
+        "rule": rule.rule,
+        "message": "" if rule.values else rule.says,
+        "messageExpression": f"'{text}'.format([{', '.join(rule.values)}])" if rule.values else "",
+        "fieldPath": rule.field,
+        "reason": "FieldValueForbidden" if rule.forbidden else "",
+    }
+    return {key: value for key, value in entry.items() if value}
 
 
 def schema_at(schema: dict[str, Any], path: str) -> dict[str, Any]:
@@ -210,15 +224,7 @@ def _struct(fields: tuple[inspect.Field, ...], path: str, *, defaults: bool) -> 
 def _default(field: inspect.Field) -> Any:
     """The default as an API server stores it: without nulls, but whole, because the rules must hold
     for it before the defaults within it are filled in."""
-    return _without_nulls(msgspec.to_builtins(field.default))
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
-    if isinstance(value, list | tuple):
-        return [_without_nulls(part) for part in value]
-    return value
+    return without_nulls(msgspec.to_builtins(field.default))
 
 
 def _number(kind: inspect.IntType | inspect.FloatType) -> dict[str, Any]:

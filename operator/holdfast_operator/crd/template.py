@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast_core.job.templates import METADATA_FIELDS
+from holdfast_core.job.templates import ENV_NAME_PATTERN, METADATA_FIELDS
 
 _WORDS = {"type": "array", "items": {"type": "string"}}
-_ENV_NAME = "^[-._a-zA-Z][-._a-zA-Z0-9]*$"
 
 
 def template_schema(description: str) -> dict[str, Any]:
@@ -19,7 +18,7 @@ def template_schema(description: str) -> dict[str, Any]:
     env = _open(
         "One variable.",
         ["name"],
-        name={"type": "string", "pattern": _ENV_NAME, "description": "Its name."},
+        name={"type": "string", "pattern": f"^{ENV_NAME_PATTERN}$", "description": "Its name."},
         value={"type": "string", "description": "Its value; a number is written in quotes."},
     )
     container = _open(

@@ -16,14 +16,14 @@ from contextlib import AsyncExitStack
 
 from holdfast_core.errors import HoldfastError
 from holdfast_operator._environment import given
-from holdfast_operator.kube.api import connect
+from holdfast_operator.kube.client.api import connect
 from holdfast_operator.kube.http import ProbeServer
 from holdfast_operator.kube.metrics import OperatorMetrics
 from holdfast_operator.kube.operating import Operating
 from holdfast_operator.kube.options import Options, parse
-from holdfast_operator.kube.uninstalling import release_finalizers
-from holdfast_protos.identity import choose
-from holdfast_protos.identity_gauges import show_identity
+from holdfast_operator.kube.upgrade.uninstalling import release_finalizers
+from holdfast_protos.connections.identity import choose
+from holdfast_protos.connections.identity_gauges import show_identity
 
 EXIT_LEASE_LOST, EXIT_CANNOT_START = 1, 2
 

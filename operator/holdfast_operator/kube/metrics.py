@@ -16,7 +16,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from holdfast_core.job.failures import On
 from holdfast_core.metric_definitions import JOB_LABELS, Definition, MetricType
 from holdfast_core.states import RestoreSource
-from holdfast_operator.reconciler.counters import Outcome
+from holdfast_operator.reconciler.observe.counters import Outcome
 
 PREFIX = "holdfast_operator_"
 

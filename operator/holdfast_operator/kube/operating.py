@@ -10,11 +10,24 @@ from contextlib import AsyncExitStack, suppress
 from functools import partial
 
 from holdfast_operator.control.server import ControlServer
-from holdfast_operator.kube import room
-from holdfast_operator.kube.api import Api
-from holdfast_operator.kube.attention import Attention
-from holdfast_operator.kube.candidates import CandidateNodes
-from holdfast_operator.kube.daemons import (
+from holdfast_operator.kube.client.api import Api
+from holdfast_operator.kube.client.endpoints import Endpoints, endpoint_slice
+from holdfast_operator.kube.client.events import Recorder
+from holdfast_operator.kube.client.leader import Leader
+from holdfast_operator.kube.client.pacing import HEARTBEAT_S_MAX
+from holdfast_operator.kube.client.resources import (
+    CONTROLLER_REVISIONS,
+    NODES,
+    PODS,
+    WORKLOADS,
+    Resource,
+)
+from holdfast_operator.kube.client.times import ClockPair
+from holdfast_operator.kube.client.watches import Cache, Fed, Watch
+from holdfast_operator.kube.cluster import room
+from holdfast_operator.kube.cluster.attention import Attention
+from holdfast_operator.kube.cluster.candidates import CandidateNodes
+from holdfast_operator.kube.cluster.daemons import (
     DaemonPod,
     Daemons,
     TemplateRevision,
@@ -22,35 +35,28 @@ from holdfast_operator.kube.daemons import (
     read_revision,
     without_daemon,
 )
-from holdfast_operator.kube.endpoints import Endpoints, endpoint_slice
-from holdfast_operator.kube.events import Recorder
-from holdfast_operator.kube.fleet import Fleet
-from holdfast_operator.kube.handlers import carry_jobs
+from holdfast_operator.kube.cluster.nodes import KubeNode, read_node
+from holdfast_operator.kube.cluster.notices import NOTICES
+from holdfast_operator.kube.cluster.room import PlacedPod, Room, read_placed
 from holdfast_operator.kube.health import Health
-from holdfast_operator.kube.leader import Leader
-from holdfast_operator.kube.manifests import TRAINER_SELECTOR
+from holdfast_operator.kube.job.fleet import Fleet
+from holdfast_operator.kube.job.handlers import carry_jobs
+from holdfast_operator.kube.job.world import LoopContext
+from holdfast_operator.kube.kueue.queueing import Queues
+from holdfast_operator.kube.kueue.workloads import SELECTOR, KueueWorkload, read_workload
 from holdfast_operator.kube.metrics import OperatorMetrics
-from holdfast_operator.kube.nodes import KubeNode, read_node
-from holdfast_operator.kube.notices import NOTICES
 from holdfast_operator.kube.options import Options
-from holdfast_operator.kube.pacing import HEARTBEAT_S_MAX
-from holdfast_operator.kube.placeholders import (
+from holdfast_operator.kube.pods.manifests import TRAINER_SELECTOR
+from holdfast_operator.kube.pods.placeholders import (
     PLACEHOLDER_LABEL,
     Placeholder,
     Placeholders,
     read_placeholder,
 )
-from holdfast_operator.kube.pods import TrainerPod, read_pod
-from holdfast_operator.kube.queueing import Queues
-from holdfast_operator.kube.renewing import Renewing
-from holdfast_operator.kube.resources import CONTROLLER_REVISIONS, NODES, PODS, WORKLOADS, Resource
-from holdfast_operator.kube.room import PlacedPod, Room, read_placed
-from holdfast_operator.kube.times import ClockPair
-from holdfast_operator.kube.trainers import PodIndex, Trainers
-from holdfast_operator.kube.watches import Cache, Fed, Watch
-from holdfast_operator.kube.workloads import SELECTOR, KueueWorkload, read_workload
-from holdfast_operator.kube.world import LoopContext
-from holdfast_protos.identity import Identity
+from holdfast_operator.kube.pods.pods import TrainerPod, read_pod
+from holdfast_operator.kube.pods.trainers import PodIndex, Trainers
+from holdfast_operator.kube.upgrade.renewing import Renewing
+from holdfast_protos.connections.identity import Identity
 
 _log = logging.getLogger(__name__)
 

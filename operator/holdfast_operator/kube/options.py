@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.locations import NAMESPACE, StorageLocation, read_location
-from holdfast_operator.kube.manifests import TrainerVolume
+from holdfast_operator.kube.pods.manifests import TrainerVolume
 from holdfast_protos.command_line import add_version
-from holdfast_protos.identity import add_options
+from holdfast_protos.connections.identity import add_options
 
 DESCRIPTION = "Runs the MoETrainingJobs of a Kubernetes cluster."
 

@@ -20,7 +20,7 @@ from holdfast_core.snapshots.membership import (
     Redundancy,
 )
 from holdfast_core.snapshots.worlds import MemberWorld
-from holdfast_operator.reconciler.views import NodeView
+from holdfast_operator.reconciler.observe.views import NodeView
 
 BYTES_MAX = 1 << 60
 """Upper limit of amounts in a membership: more bytes than any node has or fetches in a second, and

@@ -54,50 +54,47 @@ from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.membership import Membership, Redundancy
 from holdfast_core.states import RestoreSource
-from holdfast_operator.reconciler import conditions as judge
-from holdfast_operator.reconciler.counters import Outcome
-from holdfast_operator.reconciler.deadlines import delete_when_due, fail_when_overdue, note_activity
-from holdfast_operator.reconciler.end_reasons import note_late_ends, note_shortages
-from holdfast_operator.reconciler.evidence import is_left_over
-from holdfast_operator.reconciler.external import homes, leave_pods, missing_homes
-from holdfast_operator.reconciler.growing import grow, strength_condition
-from holdfast_operator.reconciler.joining import absent_members
-from holdfast_operator.reconciler.keeping import free_when_due, resume_failed
-from holdfast_operator.reconciler.lookups import (
+from holdfast_operator.reconciler.failures.deadlines import (
+    delete_when_due,
+    fail_when_overdue,
+    note_activity,
+)
+from holdfast_operator.reconciler.failures.keeping import free_when_due, resume_failed
+from holdfast_operator.reconciler.failures.notices import ask_for_copy
+from holdfast_operator.reconciler.failures.replays import replay_in_words
+from holdfast_operator.reconciler.failures.trainer_failures import note_first_step
+from holdfast_operator.reconciler.failures.unprotected import note_unprotected
+from holdfast_operator.reconciler.membership.external import homes, leave_pods, missing_homes
+from holdfast_operator.reconciler.membership.growing import grow, strength_condition
+from holdfast_operator.reconciler.membership.joining import absent_members
+from holdfast_operator.reconciler.membership.recovering import recover, start_missing
+from holdfast_operator.reconciler.membership.standby import keep_standbys
+from holdfast_operator.reconciler.membership.staying import may_go_on_live
+from holdfast_operator.reconciler.membership.stored_copies import (
+    note_copies,
+    pass_stored_epochs,
+    storage_conditions,
+)
+from holdfast_operator.reconciler.membership.suspending import (
+    forget_reshaped,
+    free_earlier_shape,
+    resume,
+    suspend,
+)
+from holdfast_operator.reconciler.observe.counters import Outcome
+from holdfast_operator.reconciler.observe.evidence import is_left_over
+from holdfast_operator.reconciler.observe.lookups import (
     agent_at,
     is_reachable,
     live_step,
     node_of,
     ranks_in,
 )
-from holdfast_operator.reconciler.losses import note_losses
-from holdfast_operator.reconciler.notices import ask_for_copy
-from holdfast_operator.reconciler.placement import form, refreshed
-from holdfast_operator.reconciler.recovering import recover, start_missing
-from holdfast_operator.reconciler.remembered import awaited_in_words, unheard_homes
-from holdfast_operator.reconciler.replays import replay_in_words
-from holdfast_operator.reconciler.seats import note_plan
-from holdfast_operator.reconciler.shape import Shape
-from holdfast_operator.reconciler.shortage import shortage_of
-from holdfast_operator.reconciler.stalls import NOTICE_SHARE, signs_of, stall_of
-from holdfast_operator.reconciler.standby import keep_standbys
-from holdfast_operator.reconciler.staying import may_go_on_live
-from holdfast_operator.reconciler.steps import Look, Step, end, fold, publish, stop
-from holdfast_operator.reconciler.stored_copies import (
-    note_copies,
-    pass_stored_epochs,
-    storage_conditions,
-)
-from holdfast_operator.reconciler.suspending import (
-    forget_reshaped,
-    free_earlier_shape,
-    resume,
-    suspend,
-)
-from holdfast_operator.reconciler.text import listed, ranks_in_words
-from holdfast_operator.reconciler.trainer_failures import note_first_step
-from holdfast_operator.reconciler.unprotected import note_unprotected
-from holdfast_operator.reconciler.views import (
+from holdfast_operator.reconciler.observe.remembered import awaited_in_words, unheard_homes
+from holdfast_operator.reconciler.observe.shape import Shape
+from holdfast_operator.reconciler.observe.stalls import NOTICE_SHARE, signs_of, stall_of
+from holdfast_operator.reconciler.observe.text import listed, ranks_in_words
+from holdfast_operator.reconciler.observe.views import (
     AgentState,
     Condition,
     ControlState,
@@ -107,6 +104,13 @@ from holdfast_operator.reconciler.views import (
     Observed,
     PublishMembership,
 )
+from holdfast_operator.reconciler.placement import form, refreshed
+from holdfast_operator.reconciler.report import conditions as judge
+from holdfast_operator.reconciler.report.end_reasons import note_late_ends, note_shortages
+from holdfast_operator.reconciler.report.losses import note_losses
+from holdfast_operator.reconciler.report.seats import note_plan
+from holdfast_operator.reconciler.report.shortage import shortage_of
+from holdfast_operator.reconciler.steps import Look, Step, end, fold, publish, stop
 
 _MAY_WAIT = (AgentState.STARTING, AgentState.RUNNING)
 STALL_SHOWN_S = 10.0

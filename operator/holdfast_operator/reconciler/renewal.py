@@ -15,11 +15,16 @@ from dataclasses import dataclass, field
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import Redundancy
-from holdfast_operator.reconciler.conditions import has_all_who_captured, newest_protected
-from holdfast_operator.reconciler.lookups import is_anything_saved, suspension_of
-from holdfast_operator.reconciler.protection import ParityGroups
-from holdfast_operator.reconciler.text import listed
-from holdfast_operator.reconciler.views import Condition, ConditionType, ControlState, Observed
+from holdfast_operator.reconciler.observe.lookups import is_anything_saved, suspension_of
+from holdfast_operator.reconciler.observe.protection import ParityGroups
+from holdfast_operator.reconciler.observe.text import listed
+from holdfast_operator.reconciler.observe.views import (
+    Condition,
+    ConditionType,
+    ControlState,
+    Observed,
+)
+from holdfast_operator.reconciler.report.conditions import has_all_who_captured, newest_protected
 
 AT_ONCE_MAX = 32
 """Daemons that are replaced at the same time, however many groups there are: their nodes pull

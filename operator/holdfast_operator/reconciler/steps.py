@@ -16,17 +16,16 @@ from holdfast_core.job.locations import Locations
 from holdfast_core.job.parsing import MoETrainingJob, check_storage
 from holdfast_core.job.persistence import tier_of
 from holdfast_core.snapshots.membership import Membership, Tier
-from holdfast_operator.reconciler.counters import Outcome
-from holdfast_operator.reconciler.evidence import RETURN_S
-from holdfast_operator.reconciler.lookups import (
+from holdfast_operator.reconciler.observe.counters import Outcome
+from holdfast_operator.reconciler.observe.evidence import RETURN_S
+from holdfast_operator.reconciler.observe.lookups import (
     agent_at,
     detection_s,
     is_reachable,
     node_of,
     silent_s,
 )
-from holdfast_operator.reconciler.placement import following, member_at
-from holdfast_operator.reconciler.views import (
+from holdfast_operator.reconciler.observe.views import (
     Action,
     AgentState,
     AgentView,
@@ -42,6 +41,7 @@ from holdfast_operator.reconciler.views import (
     StopAgent,
     Succeed,
 )
+from holdfast_operator.reconciler.placement import following, member_at
 
 INATTENTIVE_HEARTBEATS = 2.0
 """Pause between two looks, in heartbeats, beyond which silence from before proves nothing."""

@@ -1,4 +1,4 @@
-"""The verdict of `make bench-loss`, from runs that are made up."""
+"""The verdict of `make bench NAME=loss`, from runs that are made up."""
 
 from __future__ import annotations
 

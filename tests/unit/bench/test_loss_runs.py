@@ -1,4 +1,4 @@
-"""A short run of `make bench-loss`: the example, really killed, with a real daemon."""
+"""A short run of `make bench NAME=loss`: the example, really killed, with a real daemon."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures of `make bench-operator` from what the operator exposes."""
+"""Figures of `make bench NAME=operator` from what the operator exposes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Phases, checks and figures of `make bench-recovery`, from what a run writes down."""
+"""Phases, checks and figures of `make bench NAME=recovery`, from what a run writes down."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A short run of `make bench-recovery`: the example with processes that stay, really killed."""
+"""A short run of `make bench NAME=recovery`: the example whose processes stay, really killed."""
 
 from __future__ import annotations
 

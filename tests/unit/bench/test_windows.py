@@ -1,4 +1,4 @@
-"""What the two kinds of windows bring back, in a short run of `make bench-windows`."""
+"""What the two kinds of windows bring back, in a short run of `make bench NAME=windows`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-from holdfast_daemon.allowance import Allowance
+from holdfast_daemon.limits.allowance import Allowance
 
 
 def test_an_allowance_is_shared_and_paid_in_advance() -> None:

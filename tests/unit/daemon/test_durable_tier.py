@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from holdfast_daemon.durable.access import TierAccess
-from holdfast_daemon.durable_tier import DurableTier
+from holdfast_daemon.job.durable_tier import DurableTier
 from holdfast_daemon.memory.job_bytes import JobBytes
 
 WAIT_S = 10.0

@@ -10,9 +10,9 @@ import pytest
 from member_engines import engine_of, membership_of
 
 from holdfast_core.snapshots.reports import MemberReport
-from holdfast_daemon import rates
 from holdfast_daemon.engine import JobEngine
-from holdfast_daemon.peers import PeerService
+from holdfast_daemon.limits import rates
+from holdfast_daemon.net.peers import PeerService
 from holdfast_protos import codec, peer_pb2
 
 JOB = "team.job"

@@ -7,7 +7,7 @@ from holdfast_core.snapshots.generations import Generation
 from holdfast_daemon.engine.overview import held
 from holdfast_daemon.engine.slots import ParitySlot, ParityState
 from holdfast_daemon.engine.state import JobMemory
-from holdfast_daemon.scrub import ScrubPlan, ScrubSettings, Target, TargetKind, targets_of
+from holdfast_daemon.job.scrub import ScrubPlan, ScrubSettings, Target, TargetKind, targets_of
 
 SETTINGS = ScrubSettings(interval_s=100.0, rate_bytes_s=1000.0)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast_core.errors import StorageError
-from holdfast_daemon.serving import clear_socket
+from holdfast_daemon.net.serving import clear_socket
 
 
 @pytest.fixture

@@ -26,7 +26,6 @@ from holdfast_core.snapshots.layouts import (
 from holdfast_core.snapshots.manifests import Manifest
 from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_daemon.durable.access import TierAccess
-from holdfast_daemon.durable_tier import DurableTier
 from holdfast_daemon.engine.effects import (
     AllocateArena,
     Background,
@@ -45,6 +44,8 @@ from holdfast_daemon.engine.effects import (
     VerifyParity,
     VerifySnapshot,
 )
+from holdfast_daemon.job.durable_tier import DurableTier
+from holdfast_daemon.job.worker import EffectWorker
 from holdfast_daemon.memory.files import map_shared
 from holdfast_daemon.memory.job_storage import JobStorage
 from holdfast_daemon.memory.node_storage import NodeStorage
@@ -53,7 +54,6 @@ from holdfast_daemon.parity.combining import Effort
 from holdfast_daemon.transport.client import BulkClient
 from holdfast_daemon.transport.protocol import Kind, Located, Request
 from holdfast_daemon.transport.server import BulkServer
-from holdfast_daemon.worker import EffectWorker
 
 PIECE = 4096
 JOB = "job"

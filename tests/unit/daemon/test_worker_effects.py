@@ -23,7 +23,6 @@ from holdfast_core.snapshots.manifests import Manifest
 from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_core.snapshots.pieces import PieceMap
 from holdfast_daemon.durable.access import TierAccess
-from holdfast_daemon.durable_tier import DurableTier
 from holdfast_daemon.engine.effects import (
     AllocateArena,
     ArenaReady,
@@ -46,11 +45,12 @@ from holdfast_daemon.engine.effects import (
     VerifyParity,
     VerifySnapshot,
 )
+from holdfast_daemon.job.durable_tier import DurableTier
+from holdfast_daemon.job.worker import EffectWorker
 from holdfast_daemon.memory.job_storage import JobStorage
 from holdfast_daemon.memory.node_storage import NodeStorage
 from holdfast_daemon.parity.traffic import NodeTraffic
 from holdfast_daemon.transport.protocol import Request
-from holdfast_daemon.worker import EffectWorker
 
 PIECE = 4096
 JOB = "job"

@@ -10,9 +10,9 @@ import yaml
 
 from holdfast._environment import read_environment
 from holdfast_core.job.parsing import parse_job
-from holdfast_operator.kube.manifests import SOCKET_PATH, VOLUME_PATH
-from holdfast_operator.kube.pods import read_pod
-from holdfast_operator.kube.resources import JOB_LABEL
+from holdfast_operator.kube.client.resources import JOB_LABEL
+from holdfast_operator.kube.pods.manifests import SOCKET_PATH, VOLUME_PATH
+from holdfast_operator.kube.pods.pods import read_pod
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 

@@ -11,9 +11,10 @@ import grpc.aio
 import pytest
 
 from holdfast_core.errors import HoldfastError
-from holdfast_daemon.refusals import refuse
-from holdfast_daemon.serving import serve_trainers
-from holdfast_protos import channels, trainer_pb2, trainer_pb2_grpc
+from holdfast_daemon.limits.refusals import refuse
+from holdfast_daemon.net.serving import serve_trainers
+from holdfast_protos import trainer_pb2, trainer_pb2_grpc
+from holdfast_protos.connections import channels
 
 
 class Greeter(trainer_pb2_grpc.TrainerServicer):

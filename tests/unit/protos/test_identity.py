@@ -19,7 +19,7 @@ from cryptography import x509
 from holdfast_core.errors import InvalidJobError
 from holdfast_operator.control.certificates import Certificates
 from holdfast_protos import codec
-from holdfast_protos.identity import (
+from holdfast_protos.connections.identity import (
     AUTHORITY,
     CERTIFICATE,
     KEY,

@@ -14,8 +14,8 @@ from prometheus_client.exposition import generate_latest
 from holdfast_daemon.metrics import DaemonMetrics
 from holdfast_operator.control.certificates import Certificates
 from holdfast_operator.kube.metrics import OperatorMetrics
-from holdfast_protos.identity import ENDS, Identity, Role
-from holdfast_protos.identity_gauges import show_identity
+from holdfast_protos.connections.identity import ENDS, Identity, Role
+from holdfast_protos.connections.identity_gauges import show_identity
 
 
 @dataclass(frozen=True)

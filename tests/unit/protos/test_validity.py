@@ -15,8 +15,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast_protos.identity import AUTHORITY, CERTIFICATE, Identity, Role, _end
-from holdfast_protos.validity import ends_at
+from holdfast_protos.connections.identity import AUTHORITY, CERTIFICATE, Identity, Role, _end
+from holdfast_protos.connections.validity import ends_at
 
 KEY = ec.generate_private_key(ec.SECP256R1())
 FIRST, LAST = datetime(1950, 1, 2), datetime(2120, 1, 1)  # UTC, for hypothesis

@@ -1,13 +1,26 @@
 from __future__ import annotations
 
 import pkgutil
+import re
 from pathlib import Path
 
 import pytest
 
 import holdfast
+from holdfast import _environment
 from holdfast._environment import read_environment
+from holdfast._job_settings import JobSettings
+from holdfast._settings import Settings
 from holdfast_core.errors import InvalidJobError
+from holdfast_core.job.schema import SETTINGS
+from holdfast_core.job.snapshots import (
+    ExpertBudget,
+    Full,
+    PartialExperts,
+    Policy,
+    Selective,
+    SparseWindows,
+)
 
 PUBLIC_MODULES = {
     *("testing", "rendezvous", "launch", "moe", "dcp", "elastic", "export", "integrations")
@@ -54,7 +67,34 @@ def test_a_broken_environment_is_refused(variables: dict[str, str]) -> None:
         read_environment(variables)
 
 
+def test_no_setting_of_a_job_takes_the_name_of_another() -> None:
+    """A subclass would take its place without a word."""
+    assert JobSettings.__annotations__.keys().isdisjoint(Settings.__annotations__)
+    assert {setting.name for setting in SETTINGS} == set(JobSettings.__annotations__)
+    source = Path(_environment.__file__).read_text(encoding="utf-8")
+    assert {setting.variable for setting in SETTINGS}.isdisjoint(re.findall(r"[A-Z_]{4,}", source))
+
+
 def test_settings_validate_themselves() -> None:
     for wrong in ({"copy_threads": 0}, {"nan_check_every": -1}, {"start_wait_s": -1.0}):
         with pytest.raises(InvalidJobError, match=next(iter(wrong))):
             holdfast.Settings(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (SparseWindows(window=0), "policy.window = 0: expected int >= 1; give the number of steps"),
+        (PartialExperts(loss_limit=1.5), "policy.lossLimit = 1.5: expected float <= 1.0; give the"),
+        (Selective(experts=2, budget=ExpertBudget()), "policy.budget: is given, but spec.snapshot"),
+        (Selective(experts=2), ""),
+        (Full(), ""),
+    ],
+)
+def test_a_policy_of_a_script_is_checked_as_one_of_a_job(policy: Policy, message: str) -> None:
+    if not message:
+        assert Settings(policy=policy).policy is policy
+        return
+    with pytest.raises(InvalidJobError) as caught:
+        Settings(policy=policy)
+    assert message in str(caught.value)

@@ -10,7 +10,8 @@ import grpc
 
 from holdfast._daemon.token import Token
 from holdfast_core.errors import HoldfastError, UnreachableError
-from holdfast_protos import channels, codec, trainer_pb2_grpc
+from holdfast_protos import codec, trainer_pb2_grpc
+from holdfast_protos.connections import channels
 
 _Request = TypeVar("_Request")
 _Reply = TypeVar("_Reply")

@@ -27,7 +27,8 @@ from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.layouts import Layout, decode_layout, decode_manifest
 from holdfast_core.snapshots.manifests import ExpertVersion, Manifest
 from holdfast_core.states import RestoreProgress, RestoreSource
-from holdfast_protos import channels, codec, persisting, trainer_pb2, trainer_pb2_grpc
+from holdfast_protos import codec, persisting, trainer_pb2, trainer_pb2_grpc
+from holdfast_protos.connections import channels
 from holdfast_protos.expert_plans import plan_to_proto
 from holdfast_protos.loading import progress_from_proto
 from holdfast_protos.losses import loss_to_proto

@@ -37,7 +37,7 @@ class Meeting:
     store_address: str
     """`host:port`; empty until it is published."""
     store_key: str = field(default="", repr=False)
-    """Key by which ranks recognise each other's values in the store; see `StoreSeal`."""
+    """Key by which ranks recognise each other's values in the store; see `SealedStore`."""
     keep: bool
     """Whether this node's workers are kept in it; new ones take their place otherwise."""
 

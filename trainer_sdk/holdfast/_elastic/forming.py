@@ -7,7 +7,7 @@ second five times as long, and torch offers no call that ends either wait. So gl
 looks at the world while it waits; and once the world has ended, this process opens the connections
 that are missing to itself. The group that this may complete is of no use: whoever forms it raises.
 
-NCCL's threads use their store without the interpreter, so a store in Python is not for them.
+Only gloo is given it; see `SealedStore` for why NCCL is not.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # re-exported by torch
 
-from holdfast._daemon.store_keys import StoreSeal
+from holdfast._daemon.sealed_store import SealedStore
 from holdfast_core.errors import StaleEpochError, UnreachableError
 
-_POLL_S, _POLL_S_MAX = 0.002, 0.05
+_POLL_S, _POLL_S_MAX = 0.001, 0.05
+_POLLS = 4
+"""A wait looks again after this part of the time that it has taken, so that it ends no later than
+by that part."""
 _SIZE = struct.Struct("@N")
 _NUMBER = struct.Struct("@n")
 _PORT = struct.Struct("!H")
@@ -48,39 +50,37 @@ def wait_for_keys(
         StaleEpochError: the world ended first.
         UnreachableError: the keys were not there in time.
     """
-    until, pause_s = time.monotonic() + timeout_s, _POLL_S
+    began_s = time.monotonic()
     while not store.check(keys):
         check()
-        if time.monotonic() > until:
+        waited_s = time.monotonic() - began_s
+        if waited_s > timeout_s:
             raise UnreachableError(f"{late} within {timeout_s:.0f} s")
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _POLL_S_MAX)
+        time.sleep(min(max(waited_s / _POLLS, _POLL_S), _POLL_S_MAX))
 
 
-class FormingStore(Store):
+class FormingStore(SealedStore):
     """Store of one world for its gloo groups.
 
-    Keep a reference to it for as long as there are groups: torch keeps none.
-
     Args:
-        store: store of the world.
+        store, prefix, key: as for every `SealedStore`.
         epoch: membership epoch of the world.
         ended: whether the world has ended. Any thread.
         form_s: time that a rank may take to write its address.
-        seal: seals the values of the world's store, addresses among them.
     """
 
     def __init__(
         self,
         store: Store,
+        prefix: str,
+        key: str,
+        *,
         epoch: int,
         ended: Callable[[], bool],
         form_s: float,
-        seal: StoreSeal | None = None,
     ) -> None:
-        super().__init__()
-        self._seal = seal or StoreSeal("", epoch)
-        self._store, self._epoch, self._ended, self._form_s = store, epoch, ended, form_s
+        super().__init__(store, prefix, key)
+        self._epoch, self._ended, self._form_s = epoch, ended, form_s
         self._listeners: list[Listener] = []
         """Those of this process, of the groups that are being formed."""
 
@@ -97,39 +97,32 @@ class FormingStore(Store):
         try:
             yield
         except RuntimeError:
-            self._check()  # the end of the world is the cause
+            self._check_lasts()  # the end of the world is the cause
             raise
         finally:
             formed.set()
             watching.join()
             self._listeners.clear()
-        self._check()
+        self._check_lasts()
 
     # --- called by gloo ---------------------------------------------------------------------------
 
-    def set(self, key: str, value: Any) -> None:
-        given = value.encode() if isinstance(value, str) else bytes(value)
-        listener = read_listener(given)
+    def set(self, key: str, value: str | bytes) -> None:
+        listener = None if isinstance(value, str) else read_listener(value)
         if listener is not None:
             self._listeners.append(listener)
-        self._check()  # only now: a world that ends from here on completes this listener, too
-        self._store.set(key, self._seal.seal(key, given))  # type: ignore[arg-type]
-
-    def get(self, key: str) -> bytes:
-        return self._seal.open(key, self._store.get(key))
-
-    def add(self, key: str, amount: int) -> int:
-        return self._store.add(key, amount)
+        self._check_lasts()  # only now: a world that ends from here on completes this listener, too
+        super().set(key, value)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait for `keys`. The time that gloo gives is the group's."""
         del timeout
         late = f"epoch {self._epoch}: some rank did not come to its group"
-        wait_for_keys(self._store, keys, self._form_s, self._check, late)
+        wait_for_keys(self, keys, self._form_s, self._check_lasts, late)
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _check(self) -> None:
+    def _check_lasts(self) -> None:
         if self._ended():
             raise StaleEpochError(f"epoch {self._epoch} ended while its groups were formed")
 

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed import (  # type: ignore[attr-defined]  # re-exported by torch
+    HashStore,
     PrefixStore,
     Store,
     TCPStore,
@@ -32,7 +33,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # re-exported by 
 
 from holdfast._agree.exchange import set_timeout
 from holdfast._causes import chain_of
-from holdfast._daemon.store_keys import StoreSeal
+from holdfast._daemon.sealed_store import SealedStore
 from holdfast._elastic import stage_group
 from holdfast._elastic.forming import FormingStore, wait_for_keys
 from holdfast._elastic.stage_group import Carrier
@@ -53,39 +54,47 @@ _ATTEMPT_S = 2.0
 _NO_TIME = timedelta(milliseconds=1)
 _UNUSED_TAG = 2**30
 """Tag of messages that nobody sends."""
-_SAID = msgspec.msgpack.Decoder(list[bytes])
+_TEXTS = msgspec.msgpack.Decoder(list[str])
 
 
 class MeetingPoint:
     """Store of one world, at which its ranks meet before they form a group: some may take long to
     come, and forming has a deadline.
 
+    At a meeting each rank writes what it has to say. Rank 0 reads it, once all have, and hands it
+    out, so that each rank reads one value, however many there are.
+
     Args:
         store_address: `host:port`.
+        key: key of the store, which the daemons hand to the ranks of this world.
         epoch: membership epoch of the world.
+        rank: rank of this process in the world.
         size: number of its ranks.
         ended: whether the world has ended.
-        key: key of the store, which the daemons hand to the ranks of this world.
 
     Raises:
         StaleEpochError: the world ended before its store was reached.
+        ProtocolError: there is no key, since a daemon is too old to pass it on.
         RuntimeError: the store cannot be reached.
     """
 
     def __init__(
         self,
         store_address: str,
+        key: str,
+        *,
         epoch: int,
+        rank: int,
         size: int,
         ended: Callable[[], bool],
-        key: str = "",
     ) -> None:
-        self._epoch, self._size, self._ended = epoch, size, ended
-        self._seal = StoreSeal(key, epoch)
-        self._store = PrefixStore(f"world-{epoch}", self._connect(store_address))
+        self._epoch, self._rank, self._size, self._ended = epoch, rank, size, ended
+        world, store = f"world-{epoch}", self._connect(store_address)
+        self._sealed = SealedStore(store, world, key)
         self._forming = FormingStore(
-            PrefixStore("groups", self._store), epoch, ended, FORM_S, self._seal
+            store, f"{world}/gloo", key, epoch=epoch, ended=ended, form_s=FORM_S
         )
+        self._plain = PrefixStore(f"{world}/nccl", store)
         self._meetings = 0
 
     def meet(self) -> None:
@@ -93,14 +102,12 @@ class MeetingPoint:
 
         Raises:
             StaleEpochError: the world ended first.
+            UnreachableError: what stands in a rank's place was not written by it.
             RuntimeError: the store was lost.
         """
-        self._meetings += 1
-        if self._store.add(f"come-{self._meetings}", 1) == self._size:
-            self._store.set(f"complete-{self._meetings}", "")
-        self._wait_complete(inf)
+        self._come(b"", lambda said: b"", inf)
 
-    def gather(self, rank: int, text: str, timeout_s: float = inf) -> list[str]:
+    def gather(self, text: str, timeout_s: float = inf) -> list[str]:
         """Gather the `text` of each rank, before there is a group. A meeting of all ranks.
 
         Args:
@@ -108,47 +115,40 @@ class MeetingPoint:
 
         Raises:
             StaleEpochError: the world ended first.
-            UnreachableError: some rank did not come in time, or a text is not that of its rank.
+            UnreachableError: some rank did not come in time, or what stands in its place was not
+                written by it.
             RuntimeError: the store was lost.
         """
-        self._meetings += 1
-        number, store = self._meetings, self._store
-        own = f"said-{number}-{rank}"
-        store.set(own, self._seal.seal(own, text.encode()))  # type: ignore[arg-type]
-        if store.add(f"come-{number}", 1) == self._size:  # the last one hands out all texts
-            said = [store.get(f"said-{number}-{one}") for one in range(self._size)]
-            store.set(f"complete-{number}", msgspec.msgpack.encode(said))  # type: ignore[arg-type]
-        self._wait_complete(timeout_s)
-        try:
-            sealed = _SAID.decode(store.get(f"complete-{number}"))
-            names = [f"said-{number}-{one}" for one in range(self._size)]
-            pairs = zip(names, sealed, strict=True)
-            return [self._seal.open(name, one).decode() for name, one in pairs]
-        except (msgspec.DecodeError, ValueError) as error:
-            raise UnreachableError(
-                f"epoch {self._epoch}: what its ranks said cannot be read: {error}"
-            ) from error
+        return _TEXTS.decode(self._come(text.encode(), _encode_texts, timeout_s))
 
-    def _wait_complete(self, timeout_s: float) -> None:
-        """Wait until all ranks have come to the meeting."""
+    def _come(
+        self, said: bytes, hand_out: Callable[[list[bytes]], bytes], timeout_s: float
+    ) -> bytes:
+        """Come to the next meeting; return what `hand_out` has made of what the ranks have said."""
+        self._meetings += 1
+        come = [f"come-{self._meetings}-{rank}" for rank in range(self._size)]
+        complete = f"complete-{self._meetings}"
+        self._sealed.set(come[self._rank], said)
+        awaited = come if self._rank == 0 else [complete]
         late = f"epoch {self._epoch}: some rank did not finish its step"
-        keys = [f"complete-{self._meetings}"]
-        wait_for_keys(self._store, keys, timeout_s, self._check_lasts, late)
+        wait_for_keys(self._sealed, awaited, timeout_s, self._check_lasts, late)
+        if self._rank == 0:
+            self._sealed.set(complete, hand_out(self._sealed.multi_get(come)))
+        return self._sealed.get(complete)
 
     def _check_lasts(self) -> None:
         if self._ended():
             raise StaleEpochError(f"epoch {self._epoch} ended before its ranks had met")
 
-    def form(self, backend: str, rank: int, timeout_s: float) -> None:
+    def form(self, backend: str, timeout_s: float) -> None:
         """Form the default process group. Collective; raises as `meet`, or RuntimeError when a rank
         was lost meanwhile."""
         self.meet()
-        plain = PrefixStore("groups", self._store)
         with self.forming(backend):
             dist.init_process_group(
                 backend,
-                store=plain if _has_nccl(backend) else self._forming,
-                rank=rank,
+                store=self._plain if _has_nccl(backend) else self._forming,
+                rank=self._rank,
                 world_size=self._size,
                 timeout=timedelta(seconds=FORM_S),
             )
@@ -196,6 +196,10 @@ class MeetingPoint:
             else:
                 store.set_timeout(timedelta(seconds=CONNECT_S))
                 return store
+
+
+def _encode_texts(said: list[bytes]) -> bytes:
+    return msgspec.msgpack.encode([text.decode() for text in said])
 
 
 def _has_nccl(backend: str) -> bool:
@@ -305,11 +309,38 @@ def _retire(group: Any) -> None:
 
 @functools.cache
 def _nowhere() -> dist.ProcessGroupGloo:
-    """Make the backend of a group that is no more: its first collective looks for the others."""
+    """Make the backend of a group that is no more: its first collective looks for the others, and
+    is told that the world has ended."""
+    create: Any = dist.ProcessGroupGloo.create_device
+    try:
+        device = create(hostname="127.0.0.1", lazy_init=True)
+    except TypeError:  # torch 2.6 always connects at once
+        return _deserted()
+    return dist.ProcessGroupGloo(_no_store, 0, 2, _options(device, _NO_TIME))
+
+
+def _deserted() -> dist.ProcessGroupGloo:
+    """Make the backend of a group whose other rank has just left: its first collective fails."""
+    store = HashStore()
+    made: dict[int, dist.ProcessGroupGloo] = {}
+
+    def join(rank: int) -> None:
+        device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+        options = _options(device, timedelta(seconds=FORM_S))
+        made[rank] = dist.ProcessGroupGloo(store, rank, 2, options)
+
+    other = threading.Thread(target=join, args=(1,))
+    other.start()
+    join(0)
+    other.join()
+    del made[1]
+    return made[0]
+
+
+def _options(device: Any, timeout: timedelta) -> Any:
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=True)]
-    options._timeout = timedelta(milliseconds=1)
-    return dist.ProcessGroupGloo(_no_store, 0, 2, options)
+    options._devices, options._timeout = [device], timeout
+    return options
 
 
 def wake() -> None:

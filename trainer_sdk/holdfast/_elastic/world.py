@@ -300,7 +300,7 @@ class World:
         """
         if self._point is None:
             raise UnreachableError("the training world has ended")
-        return self._point.gather(self._rank, text)
+        return self._point.gather(text)
 
     def begin_alone(self) -> None:
         """Report that training has begun from the beginning, and that it cannot go on live without
@@ -369,7 +369,7 @@ class World:
                 assert self._point is not None
                 # The first time some rank may still be starting; after that, all are here.
                 timeout_s = self._timeout_s if self._stood else inf
-                texts = self._point.gather(self._rank_in(meeting), statement, timeout_s)
+                texts = self._point.gather(statement, timeout_s)
             except (RuntimeError, OSError, HoldfastError) as error:
                 _log.warning("epoch %d: its ranks could not meet: %s", meeting.epoch, error)
                 cause = error if isinstance(error, HoldfastError) else UnreachableError(str(error))
@@ -391,7 +391,7 @@ class World:
         self._epoch, self._store_address = meeting.epoch, meeting.store_address
         self._rank, self._size = self._rank_in(meeting), meeting.nodes * self._nproc
         try:
-            self._point.form(self._backend, self._rank, self._timeout_s)
+            self._point.form(self._backend, self._timeout_s)
             for group in self._groups:
                 self._split(group)
         except (RuntimeError, OSError, HoldfastError) as error:
@@ -472,10 +472,11 @@ class World:
         following.arrive(self._rank_in(meeting), meeting.store_address)
         self._point = groups.MeetingPoint(
             meeting.store_address,
-            meeting.epoch,
-            meeting.nodes * self._nproc,
-            lambda: following.epoch > meeting.epoch,
             meeting.store_key,
+            epoch=meeting.epoch,
+            rank=self._rank_in(meeting),
+            size=meeting.nodes * self._nproc,
+            ended=lambda: following.epoch > meeting.epoch,
         )
         self._meeting = meeting
 

@@ -29,6 +29,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs, MultiprocessContext
 
+from holdfast._launch.exit_barrier import ExitBarrier
 from holdfast._launch.rendezvous import HoldfastRendezvous
 from holdfast_core.exit_codes import HOLDFAST_DECIDED
 from holdfast_core.states import EndReason
@@ -45,7 +46,6 @@ POLL_S = 0.1
 ROOM_S = 1.0
 """Pause between attempts to start workers while /dev/shm is full."""
 NO_ROOM = "starting them needs a few pages of /dev/shm (`df /dev/shm`): remove what fills it"
-FINISHED, LEFT = "holdfast/finished", "holdfast/left"
 
 
 class EpochEndedError(Exception):
@@ -201,15 +201,16 @@ class HoldfastAgent(LocalElasticAgent):
         """
         if not self._membership.wait_arrived(EXIT_WAIT_S) and not self._membership.is_closed():
             raise EpochEndedError
-        nodes, store = self._membership.nodes, self._membership.store
         until = time.monotonic() + EXIT_WAIT_S
         try:
-            store.add(FINISHED, 1)
-            while store.add(FINISHED, 0) < nodes and not self._over(until):
+            barrier = ExitBarrier(
+                self._membership.store, self._membership.node_rank, self._membership.nodes
+            )
+            while not barrier.all_finished() and not self._over(until):
                 pass
-            store.add(LEFT, 1)
+            barrier.leave()
             until = time.monotonic() + LEAVE_S
-            while self._membership.serves_store and store.add(LEFT, 0) < nodes:
+            while self._membership.serves_store and not barrier.all_left():
                 if self._over(until):
                     return
         except DistError as error:

@@ -32,7 +32,6 @@ from typing import Protocol
 
 from torch.distributed import (  # type: ignore[attr-defined]  # re-exported by torch
     DistError,
-    PrefixStore,
     TCPStore,
 )
 from torch.distributed.elastic.rendezvous.api import (
@@ -45,7 +44,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from holdfast._daemon.calls import REPLY_S, JobCalls
-from holdfast._daemon.store_keys import new_store_key
+from holdfast._daemon.sealed_store import NO_KEY, SealedStore, new_store_key
 from holdfast._launch.served_store import STORE_BYTES_MAX, serve_store, watch_store
 from holdfast_core.errors import HoldfastError, ProtocolError, UnreachableError
 from holdfast_core.job.failures import REFORM_S
@@ -251,10 +250,14 @@ class HoldfastRendezvous(RendezvousHandler):
         return self._joined.serves_store
 
     @property
-    def store(self) -> PrefixStore:
-        """Store of the last world, below its prefix `epoch-<n>`: the same keys on all nodes,
-        whether their workers were kept or started anew."""
-        return _prefixed(self._joined)
+    def store(self) -> SealedStore:
+        """Store of the last world, below its prefix `epoch-<n>`: the same names on all nodes,
+        whether their workers were kept or started anew.
+
+        Raises:
+            DistError: it was closed.
+        """
+        return _sealed(self._joined)
 
     def wait_ended(self, timeout_s: float) -> bool:
         """Wait for the end of the last world's epoch; return whether it has ended."""
@@ -337,8 +340,9 @@ class HoldfastRendezvous(RendezvousHandler):
 
         Raises:
             RendezvousClosedError: when the job has ended.
-            RendezvousConnectionError: when the daemon stays away, has another protocol version, or
-                denies this job to this process; the cause is in `__cause__`.
+            RendezvousConnectionError: when the daemon stays away, has another protocol version,
+                denies this job to this process, or is too old to pass on the store's key; a cause
+                is in `__cause__`.
         """
         mine = object()
         with self._lock:
@@ -362,7 +366,7 @@ class HoldfastRendezvous(RendezvousHandler):
             ).start()
             host, _, port = entered.address.rpartition(":")
             return RendezvousInfo(
-                _prefixed(entered),
+                _sealed(entered),
                 entered.node_rank,
                 entered.nodes,
                 RendezvousStoreInfo(host, int(port)),
@@ -390,6 +394,9 @@ class HoldfastRendezvous(RendezvousHandler):
 
         Returns:
             None when that failed, after a pause, or when the caller is no longer the owner.
+
+        Raises:
+            RendezvousConnectionError: another node serves it, and the daemons hand out no key.
         """
         with self._entering:
             if self._owner is not mine:
@@ -542,7 +549,14 @@ class HoldfastRendezvous(RendezvousHandler):
 
 
 def _connect(world: AnnouncedWorld) -> JoinedWorld:
-    """Connect to the store that another agent serves."""
+    """Connect to the store that another agent serves.
+
+    Raises:
+        RendezvousConnectionError: there is no key for it.
+        DistError: it cannot be reached.
+    """
+    if not world.store_key:
+        raise RendezvousConnectionError(f"epoch {world.epoch}: {NO_KEY}")
     host, _, port = world.store_address.rpartition(":")
     store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=CONNECT_S))
     store.set_timeout(timedelta(seconds=STORE_S))
@@ -556,10 +570,10 @@ def _connect(world: AnnouncedWorld) -> JoinedWorld:
     )
 
 
-def _prefixed(joined: JoinedWorld) -> PrefixStore:
+def _sealed(joined: JoinedWorld) -> SealedStore:
     if joined.store is None:
         raise DistError(f"the store of epoch {joined.epoch} is closed")
-    return PrefixStore(f"epoch-{joined.epoch}", joined.store)
+    return SealedStore(joined.store, f"epoch-{joined.epoch}", joined.key)
 
 
 def kill_children() -> None:

@@ -88,7 +88,7 @@ def duration_text(seconds: float) -> str:
 
 
 class _Report(msgspec.Struct, frozen=True):
-    """A report of `make bench-recovery` or `make bench`: the figures that count here."""
+    """A report of `make bench NAME=recovery` or `make bench`: the figures that count here."""
 
     stay_node_noticed: float | None = None
     stay_node_after_noticed: float | None = None
@@ -117,12 +117,12 @@ class Sources:
             report = _REPORT.decode(path.read_bytes())
         except OSError as error:
             raise StorageError(
-                f"--costs {path} cannot be read: {error.strerror}; make bench-recovery writes "
+                f"--costs {path} cannot be read: {error.strerror}; make bench NAME=recovery writes "
                 f"build/bench/recovery.json"
             ) from error
         except msgspec.DecodeError as error:
             raise InvalidJobError(
-                f"--costs {path} is not a report of make bench or make bench-recovery: {error}"
+                f"--costs {path} is not a report of make bench or make bench NAME=recovery: {error}"
             ) from error
         restart = self._options.processes == "restart"
         noticed = report.restart_node_noticed if restart else report.stay_node_noticed
@@ -137,7 +137,7 @@ class Sources:
         if not known:
             raise InvalidJobError(
                 f"--costs {path} holds none of the figures that are used: give the recovery.json "
-                f"of make bench-recovery or the snapshot.json of make bench"
+                f"of make bench NAME=recovery or the snapshot.json of make bench"
             )
         self._measured |= known
 

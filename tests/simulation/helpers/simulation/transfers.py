@@ -27,12 +27,12 @@ from holdfast_daemon.durable.persister import Persister
 from holdfast_daemon.durable.stored_sets import TierSets
 from holdfast_daemon.engine.effects import Background, BuildParity, Completion
 from holdfast_daemon.epoch_scope import EpochScope
+from holdfast_daemon.job.worker import EffectWorker
 from holdfast_daemon.memory.job_bytes import ReadInto
 from holdfast_daemon.parity.changes import change_of
 from holdfast_daemon.parity.combining import Effort
 from holdfast_daemon.parity.traffic import PacedFetch
 from holdfast_daemon.transport.protocol import Kind, Request
-from holdfast_daemon.worker import EffectWorker
 
 SENT_BYTES = 16
 """Bytes that are sent together: one piece of the simulated snapshots."""

@@ -13,7 +13,7 @@ from holdfast_cli.local.status import Status, encode
 from holdfast_cli.main import kubectl, main
 from holdfast_core.experts.loss_reports import JobLoss
 from holdfast_core.job.status import Phase
-from holdfast_operator.reconciler.views import Condition, ConditionType
+from holdfast_operator.reconciler.observe.views import Condition, ConditionType
 
 JOB = """
 apiVersion: holdfast.dev/v1alpha1

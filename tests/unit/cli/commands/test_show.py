@@ -9,8 +9,8 @@ from rich.console import Console
 from holdfast_cli.commands.show import event_line, status_view
 from holdfast_cli.local.status import LocalMemberStatus, NodeStatus, Status, TimedEvent
 from holdfast_core.job.status import Phase, RecoveryMode
-from holdfast_operator.reconciler.last_failure import TrainerFailure
-from holdfast_operator.reconciler.views import Condition, ConditionType
+from holdfast_operator.reconciler.observe.last_failure import TrainerFailure
+from holdfast_operator.reconciler.observe.views import Condition, ConditionType
 
 
 def test_each_node_shows_its_slots_and_what_it_fetches_for_parity() -> None:

@@ -18,7 +18,7 @@ from holdfast_cli.demo.stages import (
 from holdfast_cli.main import build_parser
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.snapshots import Repeats, SparseWindows
-from holdfast_operator.reconciler.recoveries import Recovery
+from holdfast_operator.reconciler.report.recoveries import Recovery
 
 RECOVERY = Recovery(epoch=2, cause="", decided_at=0.0, step_before=5, replay="as in the status")
 

@@ -27,9 +27,9 @@ from holdfast_cli.local.supervisor import Supervisor
 from holdfast_cli.main import main
 from holdfast_core.errors import InvalidJobError, MemoryBudgetError, StorageError, UnreachableError
 from holdfast_core.job.parsing import MoETrainingJob
-from holdfast_operator.reconciler.counters import Outcome
-from holdfast_operator.reconciler.shrinking import Strength
-from holdfast_operator.reconciler.views import ConditionType
+from holdfast_operator.reconciler.membership.shrinking import Strength
+from holdfast_operator.reconciler.observe.counters import Outcome
+from holdfast_operator.reconciler.observe.views import ConditionType
 
 HERE = Path(__file__).parents[2] / "operator_side" / "helpers"
 WAIT_S = 60.0

@@ -11,7 +11,7 @@ import pytest
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_daemon.csi.volumes import VolumePod, Volumes, pod_of_token
-from holdfast_daemon.kernel_mounts import current_mounts, mount_at, unmount
+from holdfast_daemon.memory.kernel_mounts import current_mounts, mount_at, unmount
 
 VOLUME, OTHER = f"csi-{'a' * 64}", f"csi-{'b' * 64}"
 POD = VolumePod(namespace="team", name="moe-0-1", uid="uid-1")

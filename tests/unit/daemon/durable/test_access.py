@@ -15,7 +15,7 @@ import pytest
 from holdfast_core.errors import CorruptError, InvalidJobError, StorageError
 from holdfast_core.job.locations import StorageLocation
 from holdfast_daemon.durable.access import NAMES, TierAccess, read_credentials
-from holdfast_daemon.durable_tier import DurableTier
+from holdfast_daemon.job.durable_tier import DurableTier
 from holdfast_storage.roots import TierRoot
 
 JOB = "a.run"

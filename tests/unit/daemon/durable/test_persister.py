@@ -22,7 +22,6 @@ from holdfast_core.snapshots.layouts import (
 from holdfast_core.snapshots.manifests import Manifest
 from holdfast_core.snapshots.membership import Member, Membership, Tier
 from holdfast_core.snapshots.pieces import PieceMap
-from holdfast_daemon.allowance import Allowance
 from holdfast_daemon.durable.persister import Persister
 from holdfast_daemon.engine.effects import (
     CommitSet,
@@ -33,11 +32,12 @@ from holdfast_daemon.engine.effects import (
     SetCommitted,
     StopPersisting,
 )
+from holdfast_daemon.job.worker import EffectWorker
+from holdfast_daemon.limits.allowance import Allowance
 from holdfast_daemon.memory.arenas import Arena
 from holdfast_daemon.memory.job_storage import JobStorage
 from holdfast_daemon.memory.node_storage import NodeStorage
 from holdfast_daemon.transport.protocol import Request
-from holdfast_daemon.worker import EffectWorker
 from holdfast_storage.cleaning import Cleaned
 from holdfast_storage.sets import SetStore
 

@@ -14,12 +14,13 @@ from prometheus_client import CollectorRegistry
 from holdfast_core.errors import MemoryBudgetError, ProtocolError, RateLimitedError
 from holdfast_core.snapshots.layouts import Layout, encode_layout
 from holdfast_core.snapshots.membership import Member, Membership
-from holdfast_daemon import logs, rates
+from holdfast_daemon import logs
+from holdfast_daemon.limits import rates
+from holdfast_daemon.limits.rates import Accounts, Rate
 from holdfast_daemon.memory.arena_claims import ClaimRequest
 from holdfast_daemon.memory.job_storage import JobStorage
 from holdfast_daemon.memory.node_storage import NodeStorage
 from holdfast_daemon.observing import http
-from holdfast_daemon.rates import Accounts, Rate
 from holdfast_daemon.trainers import claims, descriptors, request_limits
 from holdfast_daemon.trainers.claims import Claims
 from holdfast_daemon.trainers.descriptors import DescriptorServer

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast_core.errors import StorageError
-from holdfast_daemon.kernel_mounts import Mount, parse_mounts
+from holdfast_daemon.memory.kernel_mounts import Mount, parse_mounts
 from holdfast_daemon.memory.mounting import MountAction, MountedMemory, decide, main
 
 MIB = 1 << 20

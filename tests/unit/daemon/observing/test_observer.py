@@ -19,7 +19,7 @@ from holdfast_core.snapshots.reports import Directive
 from holdfast_daemon.engine import EngineSettings, JobEngine, JobOverview
 from holdfast_daemon.engine.effects import Note
 from holdfast_daemon.engine.state import SavePace, TrainerSession
-from holdfast_daemon.host import JobHost
+from holdfast_daemon.job.host import JobHost
 from holdfast_daemon.metrics import DaemonMetrics
 from holdfast_daemon.observing.catalogue import MemoryCatalogue
 from holdfast_daemon.observing.observer import NodeObserver

@@ -23,7 +23,7 @@ from holdfast_daemon.engine.overview import (
     rank_health,
 )
 from holdfast_daemon.engine.state import JobMemory, RankRecord, TrainerSession
-from holdfast_daemon.host import JobHost
+from holdfast_daemon.job.host import JobHost
 from holdfast_daemon.observing.status import as_json
 from holdfast_daemon.parity.traffic import NodeTraffic
 from holdfast_protos.expert_plans import plan_from_proto, plan_to_proto

@@ -11,9 +11,9 @@ import grpc
 import pytest
 
 from holdfast_core.errors import UnauthenticatedError
-from holdfast_daemon.host import JobHost
+from holdfast_daemon.job.host import JobHost
+from holdfast_daemon.limits.rates import JOB_RATE, REFUSAL_RATE
 from holdfast_daemon.metrics import DaemonMetrics
-from holdfast_daemon.rates import JOB_RATE, REFUSAL_RATE
 from holdfast_daemon.trainers import admission
 from holdfast_daemon.trainers.auth import PodIdentity, TokenAuthenticator
 from holdfast_daemon.trainers.claims import Claims

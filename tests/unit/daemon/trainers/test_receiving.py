@@ -13,11 +13,12 @@ import grpc.aio
 import pytest
 
 from holdfast_core.errors import HoldfastError, UnauthenticatedError, UnknownSessionError
-from holdfast_daemon.refusals import refuse
-from holdfast_daemon.serving import serve_trainers
+from holdfast_daemon.limits.refusals import refuse
+from holdfast_daemon.net.serving import serve_trainers
 from holdfast_daemon.trainers import receiving
 from holdfast_daemon.trainers.receiving import SHARE_BYTES_MAX, SHARE_CALLS_MAX
-from holdfast_protos import channels, trainer_pb2, trainer_pb2_grpc
+from holdfast_protos import trainer_pb2, trainer_pb2_grpc
+from holdfast_protos.connections import channels
 
 JOBS = ("team.moe", "team.other")
 

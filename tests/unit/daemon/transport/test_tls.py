@@ -19,7 +19,7 @@ from holdfast_daemon.transport.client import BulkClient
 from holdfast_daemon.transport.protocol import Kind, Located, Request
 from holdfast_daemon.transport.server import BulkServer
 from holdfast_daemon.transport.tls import ConnectionFactory, Protection
-from holdfast_protos.identity import Identity, Role
+from holdfast_protos.connections.identity import Identity, Role
 
 CONTENT = os.urandom(1_500_000)
 AUTHENTICATED, ENCRYPTED = Protection.AUTHENTICATED, Protection.ENCRYPTED

@@ -16,9 +16,9 @@ from virtual_world import World, make_job
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.membership import Membership
-from holdfast_operator.kube.status import essence
+from holdfast_operator.kube.job.status import essence
+from holdfast_operator.reconciler.observe.views import AgentState, Decision, JobView, NodeView
 from holdfast_operator.reconciler.reconcile import reconcile
-from holdfast_operator.reconciler.views import AgentState, Decision, JobView, NodeView
 
 STATUS_S = 2.0
 """How long what may wait is not stored (`StatusWriter`)."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from holdfast_operator.kube.api import CONFLICT, NOT_FOUND, ApiError, Object
-from holdfast_operator.kube.resources import Resource
+from holdfast_operator.kube.client.api import CONFLICT, NOT_FOUND, ApiError, Object
+from holdfast_operator.kube.client.resources import Resource
 
 
 class FakeApi:

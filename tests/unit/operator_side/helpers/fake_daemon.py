@@ -20,7 +20,7 @@ import grpc.aio
 
 from holdfast_core.snapshots.membership import Membership
 from holdfast_protos import codec, control_pb2, control_pb2_grpc, values_pb2
-from holdfast_protos.identity import Role, aio_channel, choose
+from holdfast_protos.connections.identity import Role, aio_channel, choose
 
 BEAT_S = 0.05
 

@@ -13,8 +13,8 @@ import jsonpatch
 from aiohttp import web
 from fake_api import FakeApi
 
-from holdfast_operator.kube.api import ApiError, Object
-from holdfast_operator.kube.resources import GROUP, JOBS, VERSION
+from holdfast_operator.kube.client.api import ApiError, Object
+from holdfast_operator.kube.client.resources import GROUP, JOBS, VERSION
 
 _HERE = f"/apis/{GROUP}/{VERSION}"
 

@@ -6,7 +6,7 @@ from copy import deepcopy
 from typing import Any
 
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
-from holdfast_operator.kube.api import Object
+from holdfast_operator.kube.client.api import Object
 
 _JOB: Object = {
     "apiVersion": "holdfast.dev/v1alpha1",

@@ -17,27 +17,31 @@ from fake_server import FakeServer
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import Membership
 from holdfast_operator.control.server import ControlServer
-from holdfast_operator.kube.api import Api, ApiError, Object
-from holdfast_operator.kube.attention import Attention
-from holdfast_operator.kube.candidates import CandidateNodes
-from holdfast_operator.kube.events import Recorder
-from holdfast_operator.kube.fleet import Fleet
-from holdfast_operator.kube.handlers import carry_jobs
-from holdfast_operator.kube.manifests import TrainerVolume
+from holdfast_operator.kube.client.api import Api, ApiError, Object
+from holdfast_operator.kube.client.events import Recorder
+from holdfast_operator.kube.client.resources import JOBS, PODS, WORKLOADS, Resource
+from holdfast_operator.kube.client.times import ClockPair
+from holdfast_operator.kube.client.watches import Cache, Fed, Watch
+from holdfast_operator.kube.cluster.attention import Attention
+from holdfast_operator.kube.cluster.candidates import CandidateNodes
+from holdfast_operator.kube.cluster.nodes import KubeNode, read_node
+from holdfast_operator.kube.cluster.room import Room
+from holdfast_operator.kube.job.fleet import Fleet
+from holdfast_operator.kube.job.handlers import carry_jobs
+from holdfast_operator.kube.job.world import LoopContext
+from holdfast_operator.kube.kueue.queueing import Queues
+from holdfast_operator.kube.kueue.workloads import KueueWorkload, read_workload
 from holdfast_operator.kube.metrics import OperatorMetrics
-from holdfast_operator.kube.nodes import KubeNode, read_node
-from holdfast_operator.kube.placeholders import PLACEHOLDER_LABEL, Placeholders, read_placeholder
-from holdfast_operator.kube.pods import TrainerPod, read_pod
-from holdfast_operator.kube.queueing import Queues
-from holdfast_operator.kube.resources import JOBS, PODS, WORKLOADS, Resource
-from holdfast_operator.kube.room import Room
-from holdfast_operator.kube.shared_objects import controller_of
-from holdfast_operator.kube.times import ClockPair
-from holdfast_operator.kube.trainers import PodIndex, Trainers
-from holdfast_operator.kube.watches import Cache, Fed, Watch
-from holdfast_operator.kube.workloads import KueueWorkload, read_workload
-from holdfast_operator.kube.world import LoopContext
-from holdfast_operator.reconciler.views import Condition
+from holdfast_operator.kube.pods.manifests import TrainerVolume
+from holdfast_operator.kube.pods.placeholders import (
+    PLACEHOLDER_LABEL,
+    Placeholders,
+    read_placeholder,
+)
+from holdfast_operator.kube.pods.pods import TrainerPod, read_pod
+from holdfast_operator.kube.pods.shared_objects import controller_of
+from holdfast_operator.kube.pods.trainers import PodIndex, Trainers
+from holdfast_operator.reconciler.observe.views import Condition
 from holdfast_protos import codec, control_pb2, values_pb2
 from holdfast_protos.changes import changed
 

@@ -17,11 +17,9 @@ from holdfast_core.job.parsing import MoETrainingJob, parse_job
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.membership import Membership
 from holdfast_core.states import EndReason, RankHealth, RestoreSource
-from holdfast_operator.reconciler.conditions import phase
-from holdfast_operator.reconciler.counters import from_document, to_document
-from holdfast_operator.reconciler.evidence import UNSCHEDULABLE
-from holdfast_operator.reconciler.reconcile import reconcile
-from holdfast_operator.reconciler.views import (
+from holdfast_operator.reconciler.observe.counters import from_document, to_document
+from holdfast_operator.reconciler.observe.evidence import UNSCHEDULABLE
+from holdfast_operator.reconciler.observe.views import (
     Action,
     AgentState,
     AgentView,
@@ -42,6 +40,8 @@ from holdfast_operator.reconciler.views import (
     StopStandby,
     Suspension,
 )
+from holdfast_operator.reconciler.reconcile import reconcile
+from holdfast_operator.reconciler.report.conditions import phase
 
 STEP_S = 0.25
 SHORT_S, LONG_STEP_S = 40.0, 1.0

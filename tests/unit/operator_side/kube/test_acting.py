@@ -13,11 +13,11 @@ from samples import make_job
 
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.snapshots.membership import Member, Membership
-from holdfast_operator.kube.acting import Acting
-from holdfast_operator.kube.api import ApiError
+from holdfast_operator.kube.client.api import ApiError
+from holdfast_operator.kube.job.acting import Acting
+from holdfast_operator.kube.job.world import LoopContext
 from holdfast_operator.kube.metrics import OperatorMetrics
-from holdfast_operator.kube.world import LoopContext
-from holdfast_operator.reconciler.views import (
+from holdfast_operator.reconciler.observe.views import (
     ControlState,
     Decision,
     Event,

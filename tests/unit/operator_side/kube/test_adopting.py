@@ -7,8 +7,8 @@ from copy import deepcopy
 from samples import job_resource
 from small_cluster import SmallCluster, on_a_cluster
 
-from holdfast_operator.kube.api import Object
-from holdfast_operator.kube.resources import PODS
+from holdfast_operator.kube.client.api import Object
+from holdfast_operator.kube.client.resources import PODS
 
 KEY = "team.moe"
 JOB = job_resource(

@@ -8,13 +8,13 @@ from samples import make_job
 
 from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_operator.control.server import ControlServer
-from holdfast_operator.kube.amounts import Amounts
-from holdfast_operator.kube.api import Object
-from holdfast_operator.kube.candidates import SETTLE_S, CandidateNodes
-from holdfast_operator.kube.nodes import Wants, read_node, wants_of
-from holdfast_operator.kube.room import Room, read_placed
-from holdfast_operator.kube.watches import Cache
-from holdfast_operator.reconciler.views import NodeView
+from holdfast_operator.kube.client.amounts import Amounts
+from holdfast_operator.kube.client.api import Object
+from holdfast_operator.kube.client.watches import Cache
+from holdfast_operator.kube.cluster.candidates import SETTLE_S, CandidateNodes
+from holdfast_operator.kube.cluster.nodes import Wants, read_node, wants_of
+from holdfast_operator.kube.cluster.room import Room, read_placed
+from holdfast_operator.reconciler.observe.views import NodeView
 
 
 def node(name: str, **spec: object) -> Object:

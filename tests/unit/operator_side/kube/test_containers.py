@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from holdfast_operator.kube.api import Object
-from holdfast_operator.kube.containers import (
+from holdfast_operator.kube.client.api import Object
+from holdfast_operator.kube.pods.containers import (
     CONTAINER_ANNOTATION,
     DEFAULT_ANNOTATION,
     others_run,

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from fake_api import FakeApi
 from samples import job_resource
 
-from holdfast_operator.kube.api import ApiError, Object
-from holdfast_operator.kube.events import REPEAT_S, WAITING_MAX, Recorder
-from holdfast_operator.reconciler.views import Event
+from holdfast_operator.kube.client.api import ApiError, Object
+from holdfast_operator.kube.client.events import REPEAT_S, WAITING_MAX, Recorder
+from holdfast_operator.reconciler.observe.views import Event
 
 LOST = Event(reason="Recovering", message="rank 2 lost", warning=True)
 

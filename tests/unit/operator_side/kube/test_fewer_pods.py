@@ -8,10 +8,10 @@ from samples import job_resource
 from small_cluster import SmallCluster, on_a_cluster
 
 from holdfast_core.snapshots.generations import Generation
-from holdfast_operator.kube.api import Object
-from holdfast_operator.kube.candidates import SORTED_S
-from holdfast_operator.kube.pods import read_pod
-from holdfast_operator.kube.resources import EVENTS, PODS
+from holdfast_operator.kube.client.api import Object
+from holdfast_operator.kube.client.resources import EVENTS, PODS
+from holdfast_operator.kube.cluster.candidates import SORTED_S
+from holdfast_operator.kube.pods.pods import read_pod
 
 KEY = "team.moe"
 

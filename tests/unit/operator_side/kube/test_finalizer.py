@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from samples import job_resource
 
-from holdfast_operator.kube.finalizer import PATIENCE_S, free_memory
-from holdfast_operator.kube.pods import TrainerPod
-from holdfast_operator.kube.times import ClockPair
-from holdfast_operator.reconciler.views import NodeView
+from holdfast_operator.kube.client.times import ClockPair
+from holdfast_operator.kube.job.finalizer import PATIENCE_S, free_memory
+from holdfast_operator.kube.pods.pods import TrainerPod
+from holdfast_operator.reconciler.observe.views import NodeView
 
 DELETED_AT = 1_700_000_000.0
 

@@ -9,11 +9,11 @@ from samples import job_resource
 from small_cluster import SmallCluster, on_a_cluster
 
 from holdfast_core.snapshots.membership import Member, Membership
-from holdfast_operator.kube.api import ApiError, Object
-from holdfast_operator.kube.fleet import ORPHAN_S
-from holdfast_operator.kube.pacing import HEARTBEAT_S_MAX, HEARTBEAT_S_MIN
-from holdfast_operator.kube.resources import JOBS, PODS
-from holdfast_operator.reconciler.views import Condition, ConditionType
+from holdfast_operator.kube.client.api import ApiError, Object
+from holdfast_operator.kube.client.pacing import HEARTBEAT_S_MAX, HEARTBEAT_S_MIN
+from holdfast_operator.kube.client.resources import JOBS, PODS
+from holdfast_operator.kube.job.fleet import ORPHAN_S
+from holdfast_operator.reconciler.observe.views import Condition, ConditionType
 
 
 def job(name: str, heartbeat_s: float = 60.0, **spec: object) -> Object:

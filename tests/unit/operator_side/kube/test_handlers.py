@@ -13,10 +13,10 @@ from kubernetes.aio import client
 from samples import job_resource
 from small_cluster import SmallCluster, on_a_cluster
 
-from holdfast_operator.kube.api import Api, ApiError
-from holdfast_operator.kube.finalizer import FINALIZER
-from holdfast_operator.kube.handlers import kopf_settings
-from holdfast_operator.kube.resources import EVENTS, JOBS, PODS
+from holdfast_operator.kube.client.api import Api, ApiError
+from holdfast_operator.kube.client.resources import EVENTS, JOBS, PODS
+from holdfast_operator.kube.job.finalizer import FINALIZER
+from holdfast_operator.kube.job.handlers import kopf_settings
 
 KEY = "team.moe"
 JOB = job_resource(

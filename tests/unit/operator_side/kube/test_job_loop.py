@@ -14,9 +14,8 @@ from small_cluster import SmallCluster, on_a_cluster
 from holdfast_cli.commands.cluster_status import job_view
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import Member, Membership
-from holdfast_operator.kube.api import ApiError, Object
-from holdfast_operator.kube.job_loop import REFUSED_S
-from holdfast_operator.kube.resources import (
+from holdfast_operator.kube.client.api import ApiError, Object
+from holdfast_operator.kube.client.resources import (
     EVENTS,
     JOBS,
     PODS,
@@ -26,8 +25,9 @@ from holdfast_operator.kube.resources import (
     SERVICES,
     Resource,
 )
-from holdfast_operator.kube.starting import RETRY_S_MAX
-from holdfast_operator.reconciler.timestamps import seconds_of
+from holdfast_operator.kube.job.job_loop import REFUSED_S
+from holdfast_operator.kube.job.starting import RETRY_S_MAX
+from holdfast_operator.reconciler.observe.timestamps import seconds_of
 
 KEY = "team.moe"
 CALM = {"detection": {"heartbeatSeconds": 60, "missedHeartbeats": 5}}

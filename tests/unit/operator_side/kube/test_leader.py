@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from fake_api import FakeApi
 
-from holdfast_operator.kube.api import ApiError, Object
-from holdfast_operator.kube.leader import LEASE_S, RETRY_S, Leader
-from holdfast_operator.kube.resources import LEASES
+from holdfast_operator.kube.client.api import ApiError, Object
+from holdfast_operator.kube.client.leader import LEASE_S, RETRY_S, Leader
+from holdfast_operator.kube.client.resources import LEASES
 
 
 class Clock:

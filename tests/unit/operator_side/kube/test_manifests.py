@@ -6,17 +6,17 @@ import pytest
 from samples import make_job
 
 from holdfast_core.job.parsing import Gang, MoETrainingJob
-from holdfast_operator.kube.api import Object
-from holdfast_operator.kube.gangs import gang_parts
-from holdfast_operator.kube.manifests import TrainerVolume, job_objects
-from holdfast_operator.kube.manifests import pod_manifest as manifest
-from holdfast_operator.kube.pods import read_pod
-from holdfast_operator.kube.resources import (
+from holdfast_operator.kube.client.api import Object
+from holdfast_operator.kube.client.resources import (
     COSCHEDULING_POD_GROUPS,
     DISRUPTION_BUDGETS,
     SERVICES,
     VOLCANO_POD_GROUPS,
 )
+from holdfast_operator.kube.pods.gangs import gang_parts
+from holdfast_operator.kube.pods.manifests import TrainerVolume, job_objects
+from holdfast_operator.kube.pods.manifests import pod_manifest as manifest
+from holdfast_operator.kube.pods.pods import read_pod
 
 GANGS = {
     Gang.KUEUE_POD_GROUP: {"gang": "KueuePodGroup", "queue": "team-a"},

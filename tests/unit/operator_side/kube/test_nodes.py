@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from samples import make_job
 
-from holdfast_operator.kube.amounts import amount, amounts
-from holdfast_operator.kube.api import Object
-from holdfast_operator.kube.nodes import node_view, read_node, unfit, wants_of
-from holdfast_operator.kube.notices import NOTICES, notice_of
-from holdfast_operator.reconciler.views import JobView, NodeView
+from holdfast_operator.kube.client.amounts import amount, amounts
+from holdfast_operator.kube.client.api import Object
+from holdfast_operator.kube.cluster.nodes import node_view, read_node, unfit, wants_of
+from holdfast_operator.kube.cluster.notices import NOTICES, notice_of
+from holdfast_operator.reconciler.observe.views import JobView, NodeView
 
 GIB = 2.0**30
 

@@ -8,8 +8,7 @@ from virtual_world import World, make_job
 
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_operator.control.server import ControlServer
-from holdfast_operator.kube.attention import Attention
-from holdfast_operator.kube.pacing import (
+from holdfast_operator.kube.client.pacing import (
     BUSY_S,
     CALM_S,
     ENDED_S,
@@ -18,8 +17,9 @@ from holdfast_operator.kube.pacing import (
     WAITING_S,
     pause_s,
 )
-from holdfast_operator.reconciler.counters import Outcome
-from holdfast_operator.reconciler.views import Decision, StartAgent
+from holdfast_operator.kube.cluster.attention import Attention
+from holdfast_operator.reconciler.observe.counters import Outcome
+from holdfast_operator.reconciler.observe.views import Decision, StartAgent
 
 
 def pause(world: World, job: MoETrainingJob | None = None, **changes: object) -> float:

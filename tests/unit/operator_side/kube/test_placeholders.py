@@ -7,9 +7,11 @@ import asyncio
 from fake_api import FakeApi
 from samples import make_job
 
-from holdfast_operator.kube.api import ApiError, Object
-from holdfast_operator.kube.manifests import TrainerVolume, pod_manifest
-from holdfast_operator.kube.placeholders import (
+from holdfast_operator.kube.client.api import ApiError, Object
+from holdfast_operator.kube.client.resources import PODS
+from holdfast_operator.kube.client.watches import Cache
+from holdfast_operator.kube.pods.manifests import TrainerVolume, pod_manifest
+from holdfast_operator.kube.pods.placeholders import (
     PLACEHOLDER_LABEL,
     REFUSED_S,
     Placeholder,
@@ -17,10 +19,8 @@ from holdfast_operator.kube.placeholders import (
     placeholder,
     read_placeholder,
 )
-from holdfast_operator.kube.pods import read_pod
-from holdfast_operator.kube.resources import PODS
-from holdfast_operator.kube.watches import Cache
-from holdfast_operator.reconciler.views import Shortage
+from holdfast_operator.kube.pods.pods import read_pod
+from holdfast_operator.reconciler.observe.views import Shortage
 
 GPU = {
     "name": "t",

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from samples import make_job
 
-from holdfast_operator.kube.api import Object
-from holdfast_operator.kube.manifests import TrainerVolume, pod_manifest
-from holdfast_operator.kube.pod_reasons import TAKEN_AWAY
-from holdfast_operator.kube.pods import TrainerPod, read_pod
-from holdfast_operator.reconciler.text import exit_in_words
-from holdfast_operator.reconciler.views import AgentState
+from holdfast_operator.kube.client.api import Object
+from holdfast_operator.kube.pods.manifests import TrainerVolume, pod_manifest
+from holdfast_operator.kube.pods.pod_reasons import TAKEN_AWAY
+from holdfast_operator.kube.pods.pods import TrainerPod, read_pod
+from holdfast_operator.reconciler.observe.text import exit_in_words
+from holdfast_operator.reconciler.observe.views import AgentState
 
 CONDITIONS = (
     "PreemptionByScheduler",

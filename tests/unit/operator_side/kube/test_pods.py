@@ -9,9 +9,9 @@ import pytest
 from samples import make_job
 
 from holdfast_core.snapshots.membership import Member, Membership
-from holdfast_operator.kube.api import Object
-from holdfast_operator.kube.manifests import TrainerVolume, pod_manifest
-from holdfast_operator.kube.pods import (
+from holdfast_operator.kube.client.api import Object
+from holdfast_operator.kube.pods.manifests import TrainerVolume, pod_manifest
+from holdfast_operator.kube.pods.pods import (
     UNNUMBERED,
     TrainerPod,
     adopted_agents,
@@ -19,7 +19,7 @@ from holdfast_operator.kube.pods import (
     pod_names,
     read_pod,
 )
-from holdfast_operator.reconciler.views import AgentState
+from holdfast_operator.reconciler.observe.views import AgentState
 
 UNSCHEDULABLE = {
     "type": "PodScheduled",

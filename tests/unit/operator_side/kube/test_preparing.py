@@ -8,14 +8,20 @@ from dataclasses import dataclass, field
 from fake_api import FakeApi
 from samples import make_job
 
-from holdfast_operator.kube.acting import Acting
-from holdfast_operator.kube.api import ApiError
-from holdfast_operator.kube.manifests import TrainerVolume
+from holdfast_operator.kube.client.api import ApiError
+from holdfast_operator.kube.client.watches import Cache
+from holdfast_operator.kube.job.acting import Acting
 from holdfast_operator.kube.metrics import OperatorMetrics
-from holdfast_operator.kube.pods import TrainerPod, read_pod
-from holdfast_operator.kube.trainers import PodIndex, Trainers
-from holdfast_operator.kube.watches import Cache
-from holdfast_operator.reconciler.views import ControlState, Decision, Event, Observed, StartAgent
+from holdfast_operator.kube.pods.manifests import TrainerVolume
+from holdfast_operator.kube.pods.pods import TrainerPod, read_pod
+from holdfast_operator.kube.pods.trainers import PodIndex, Trainers
+from holdfast_operator.reconciler.observe.views import (
+    ControlState,
+    Decision,
+    Event,
+    Observed,
+    StartAgent,
+)
 
 
 @dataclass

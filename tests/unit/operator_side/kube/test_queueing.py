@@ -7,8 +7,8 @@ from typing import Any
 from samples import job_resource
 from small_cluster import SmallCluster, on_a_cluster
 
-from holdfast_operator.kube.api import ApiError, Object
-from holdfast_operator.kube.resources import (
+from holdfast_operator.kube.client.api import ApiError, Object
+from holdfast_operator.kube.client.resources import (
     EVENTS,
     PODS,
     PRIORITIES,

@@ -8,13 +8,18 @@ from typing import Any
 from fake_api import FakeApi
 
 from holdfast_core.snapshots.generations import Generation
-from holdfast_operator.kube.api import ApiError, Object
-from holdfast_operator.kube.daemons import DaemonPod, TemplateRevision, read_daemon, read_revision
+from holdfast_operator.kube.client.api import ApiError, Object
+from holdfast_operator.kube.client.resources import PODS
+from holdfast_operator.kube.cluster.daemons import (
+    DaemonPod,
+    TemplateRevision,
+    read_daemon,
+    read_revision,
+)
 from holdfast_operator.kube.metrics import OperatorMetrics
-from holdfast_operator.kube.renewing import ABSENT_S, CATCH_UP_S, REPORTED_AFTER_S, Renewing
-from holdfast_operator.kube.resources import PODS
+from holdfast_operator.kube.upgrade.renewing import ABSENT_S, CATCH_UP_S, REPORTED_AFTER_S, Renewing
+from holdfast_operator.reconciler.observe.views import Event
 from holdfast_operator.reconciler.renewal import JobStand
-from holdfast_operator.reconciler.views import Event
 
 OWNER = [{"kind": "DaemonSet", "name": "holdfast-daemon", "uid": "ds"}]
 

@@ -10,9 +10,8 @@ import pytest
 from fake_api import FakeApi
 from samples import make_job
 
-from holdfast_operator.kube.api import ApiError, Object
-from holdfast_operator.kube.manifests import job_objects
-from holdfast_operator.kube.resources import (
+from holdfast_operator.kube.client.api import ApiError, Object
+from holdfast_operator.kube.client.resources import (
     DISRUPTION_BUDGETS,
     ROLE_BINDINGS,
     ROLES,
@@ -21,8 +20,9 @@ from holdfast_operator.kube.resources import (
     VOLCANO_POD_GROUPS,
     Resource,
 )
-from holdfast_operator.kube.shared_objects import BEING_COLLECTED, NAME_TAKEN, SharedObjects
-from holdfast_operator.kube.watches import Fed, Watch
+from holdfast_operator.kube.client.watches import Fed, Watch
+from holdfast_operator.kube.pods.manifests import job_objects
+from holdfast_operator.kube.pods.shared_objects import BEING_COLLECTED, NAME_TAKEN, SharedObjects
 
 JOB = make_job()
 GANG = make_job(scheduling={"gang": "Volcano"})

@@ -7,16 +7,16 @@ import asyncio
 import pytest
 from fake_api import FakeApi
 
-from holdfast_operator.kube.api import Object
-from holdfast_operator.kube.daemons import DaemonPod, Daemons, read_daemon, without_daemon
-from holdfast_operator.kube.endpoints import Endpoints, endpoint_slice
+from holdfast_operator.kube.client.api import Object
+from holdfast_operator.kube.client.endpoints import Endpoints, endpoint_slice
+from holdfast_operator.kube.client.resources import ENDPOINT_SLICES, JOBS, NODES, PODS
+from holdfast_operator.kube.cluster.daemons import DaemonPod, Daemons, read_daemon, without_daemon
+from holdfast_operator.kube.cluster.nodes import KubeNode
 from holdfast_operator.kube.health import LOOK_S_MAX, WATCH_S_MAX, Health
 from holdfast_operator.kube.metrics import DEFINITIONS, OperatorMetrics
-from holdfast_operator.kube.nodes import KubeNode
 from holdfast_operator.kube.options import parse
-from holdfast_operator.kube.resources import ENDPOINT_SLICES, JOBS, NODES, PODS
-from holdfast_operator.reconciler.timestamps import micro_timestamp, seconds_of, timestamp
-from holdfast_operator.reconciler.views import NodeView
+from holdfast_operator.reconciler.observe.timestamps import micro_timestamp, seconds_of, timestamp
+from holdfast_operator.reconciler.observe.views import NodeView
 
 POD = {"POD_NAME": "op-1", "POD_NAMESPACE": "hf", "POD_IP": "10.0.0.1"}
 

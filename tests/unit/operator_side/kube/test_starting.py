@@ -12,13 +12,13 @@ import pytest
 from samples import make_job
 
 from holdfast_core.job.parsing import MoETrainingJob
-from holdfast_operator.kube.api import ApiError
+from holdfast_operator.kube.client.api import ApiError
+from holdfast_operator.kube.job.starting import AT_ONCE, RETRY_S, Starting
+from holdfast_operator.kube.job.world import LoopContext
 from holdfast_operator.kube.metrics import OperatorMetrics
-from holdfast_operator.kube.pods import TrainerPod, agents
-from holdfast_operator.kube.shared_objects import BEING_COLLECTED, NAME_TAKEN
-from holdfast_operator.kube.starting import AT_ONCE, RETRY_S, Starting
-from holdfast_operator.kube.world import LoopContext
-from holdfast_operator.reconciler.views import AgentState, AgentView, StartAgent
+from holdfast_operator.kube.pods.pods import TrainerPod, agents
+from holdfast_operator.kube.pods.shared_objects import BEING_COLLECTED, NAME_TAKEN
+from holdfast_operator.reconciler.observe.views import AgentState, AgentView, StartAgent
 
 JOB = make_job()
 

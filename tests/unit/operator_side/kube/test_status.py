@@ -19,21 +19,21 @@ from holdfast_core.elastic_experts.reports import PlanCause, PlanReport
 from holdfast_core.experts.loss_reports import LossReport
 from holdfast_core.job.status import JobStatus
 from holdfast_core.states import RestoreSource
-from holdfast_operator.kube.api import ApiError, Object
-from holdfast_operator.kube.resources import JOBS, Resource
-from holdfast_operator.kube.status import (
+from holdfast_operator.kube.client.api import ApiError, Object
+from holdfast_operator.kube.client.resources import JOBS, Resource
+from holdfast_operator.kube.client.times import ClockPair
+from holdfast_operator.kube.job.status import (
     conditions_of,
     essence,
     recoveries_of,
     refusal_status,
     status_of,
 )
-from holdfast_operator.kube.status_writer import StatusWriter
-from holdfast_operator.kube.times import ClockPair
-from holdfast_operator.reconciler.counters import from_document
-from holdfast_operator.reconciler.recoveries import Recovery
-from holdfast_operator.reconciler.seats import plan_text
-from holdfast_operator.reconciler.views import Condition, ConditionType
+from holdfast_operator.kube.job.status_writer import StatusWriter
+from holdfast_operator.reconciler.observe.counters import from_document
+from holdfast_operator.reconciler.observe.views import Condition, ConditionType
+from holdfast_operator.reconciler.report.recoveries import Recovery
+from holdfast_operator.reconciler.report.seats import plan_text
 
 CLOCKS = ClockPair(now=0.0, wall=1_700_000_000.0)
 

@@ -8,14 +8,14 @@ import pytest
 from fake_api import FakeApi
 from samples import make_job
 
-from holdfast_operator.kube.api import ApiError, Object
-from holdfast_operator.kube.manifests import TrainerVolume, pod_manifest
+from holdfast_operator.kube.client.api import ApiError, Object
+from holdfast_operator.kube.client.resources import PODS, SERVICE_ACCOUNTS, SERVICES
+from holdfast_operator.kube.client.watches import Cache
 from holdfast_operator.kube.metrics import OperatorMetrics
-from holdfast_operator.kube.pods import TrainerPod, read_pod
-from holdfast_operator.kube.resources import PODS, SERVICE_ACCOUNTS, SERVICES
-from holdfast_operator.kube.trainers import PodIndex, Trainers
-from holdfast_operator.kube.watches import Cache
-from holdfast_operator.reconciler.views import AgentState
+from holdfast_operator.kube.pods.manifests import TrainerVolume, pod_manifest
+from holdfast_operator.kube.pods.pods import TrainerPod, read_pod
+from holdfast_operator.kube.pods.trainers import PodIndex, Trainers
+from holdfast_operator.reconciler.observe.views import AgentState
 
 
 class Hands:

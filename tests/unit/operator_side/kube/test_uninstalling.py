@@ -7,10 +7,10 @@ import asyncio
 import pytest
 from fake_api import FakeApi
 
-from holdfast_operator.kube.api import CONFLICT, ApiError, Object
-from holdfast_operator.kube.finalizer import FINALIZER
-from holdfast_operator.kube.resources import JOBS, LEASES, Resource
-from holdfast_operator.kube.uninstalling import LEASE_S, OPERATOR_ENDS_S, release_finalizers
+from holdfast_operator.kube.client.api import CONFLICT, ApiError, Object
+from holdfast_operator.kube.client.resources import JOBS, LEASES, Resource
+from holdfast_operator.kube.job.finalizer import FINALIZER
+from holdfast_operator.kube.upgrade.uninstalling import LEASE_S, OPERATOR_ENDS_S, release_finalizers
 
 OTHER = "example.com/theirs"
 

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from holdfast_operator.kube.api import GONE, ApiError, Object
-from holdfast_operator.kube.resources import PODS, Resource
-from holdfast_operator.kube.watches import Cache, Watch
+from holdfast_operator.kube.client.api import GONE, ApiError, Object
+from holdfast_operator.kube.client.resources import PODS, Resource
+from holdfast_operator.kube.client.watches import Cache, Watch
 
 
 def thing(name: str, version: int, value: str = "") -> Object:

@@ -10,9 +10,8 @@ from samples import job_resource
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
-from holdfast_operator.kube.api import Object
-from holdfast_operator.kube.manifests import template_of
-from holdfast_operator.kube.workloads import (
+from holdfast_operator.kube.client.api import Object
+from holdfast_operator.kube.kueue.workloads import (
     Create,
     Delete,
     KueueWorkload,
@@ -27,7 +26,8 @@ from holdfast_operator.kube.workloads import (
     suspension_by_queue,
     workload_manifest,
 )
-from holdfast_operator.reconciler.counters import Outcome
+from holdfast_operator.kube.pods.manifests import template_of
+from holdfast_operator.reconciler.observe.counters import Outcome
 
 NOW, EARLIER = "2026-01-01T00:10:00Z", "2026-01-01T00:00:00Z"
 RUNS = Stand(stopped=False, ready=True, outcome=None, reason="", now=NOW)

@@ -12,16 +12,16 @@ import pytest
 from holdfast_core.experts.loss_reports import JobLoss
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import Redundancy
-from holdfast_operator.reconciler.counters import (
+from holdfast_operator.reconciler.observe.counters import (
     Counters,
     Outcome,
     Setback,
     from_document,
     to_document,
 )
-from holdfast_operator.reconciler.last_failure import MemoryShortage, TrainerFailure
-from holdfast_operator.reconciler.shape import Shape
-from holdfast_operator.reconciler.views import ControlState
+from holdfast_operator.reconciler.observe.last_failure import MemoryShortage, TrainerFailure
+from holdfast_operator.reconciler.observe.shape import Shape
+from holdfast_operator.reconciler.observe.views import ControlState
 
 SHAPE = Shape(
     nodes=4, nproc_per_node=8, dp=8, tp=2, pp=2, ep=4, redundancy=Redundancy.RAIM6, group_size=4

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from virtual_world import World, make_job, running
 
-from holdfast_operator.reconciler.counters import Outcome
-from holdfast_operator.reconciler.views import DeleteJob
+from holdfast_operator.reconciler.observe.counters import Outcome
+from holdfast_operator.reconciler.observe.views import DeleteJob
 
 
 def test_a_job_that_takes_too_long_fails() -> None:

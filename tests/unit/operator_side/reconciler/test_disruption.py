@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from virtual_world import World, make_job, running
 
-from holdfast_operator.reconciler.views import AgentState, FenceNode, StartAgent
+from holdfast_operator.reconciler.observe.views import AgentState, FenceNode, StartAgent
 
 REASONS = [
     "PreemptionByScheduler",

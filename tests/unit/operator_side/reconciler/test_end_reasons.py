@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from virtual_world import World, make_job, running
 
-from holdfast_operator.reconciler.counters import Outcome
-from holdfast_operator.reconciler.recoveries import Recoveries
-from holdfast_operator.reconciler.views import AgentState
+from holdfast_operator.reconciler.observe.counters import Outcome
+from holdfast_operator.reconciler.observe.views import AgentState
+from holdfast_operator.reconciler.report.recoveries import Recoveries
 
 RULE_ON_KILLS = [
     {"when": "ExitCode", "values": [137], "action": "RestartInPlace"},

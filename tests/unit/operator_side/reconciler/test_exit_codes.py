@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from virtual_world import World, make_job, running
 
-from holdfast_operator.reconciler.counters import Outcome
-from holdfast_operator.reconciler.failure_rules import is_permanent
-from holdfast_operator.reconciler.recovering import EXIT_CODE_S
+from holdfast_operator.reconciler.failures.failure_rules import is_permanent
+from holdfast_operator.reconciler.membership.recovering import EXIT_CODE_S
+from holdfast_operator.reconciler.observe.counters import Outcome
 
 ANY = {"when": "Any", "action": "RestartInPlace"}
 FAIL_ON_3 = {"when": "ExitCode", "values": [3], "action": "Fail"}

@@ -6,7 +6,7 @@ import pytest
 from virtual_world import World, make_job
 
 from holdfast_core.snapshots.generations import Generation
-from holdfast_operator.reconciler.views import (
+from holdfast_operator.reconciler.observe.views import (
     AgentState,
     AgentView,
     EventReason,

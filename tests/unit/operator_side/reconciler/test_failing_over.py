@@ -11,10 +11,9 @@ from failing_over import LAST_DIAL_S, NODES, FailingOver, dial_times, small_job
 from msgspec import structs
 
 from holdfast_core.snapshots.membership import Member, Membership
-from holdfast_operator.reconciler.counters import Outcome
-from holdfast_operator.reconciler.reconcile import reconcile
-from holdfast_operator.reconciler.remembered import Word, unheard_homes, word_of
-from holdfast_operator.reconciler.views import (
+from holdfast_operator.reconciler.observe.counters import Outcome
+from holdfast_operator.reconciler.observe.remembered import Word, unheard_homes, word_of
+from holdfast_operator.reconciler.observe.views import (
     ControlState,
     DropJob,
     Fail,
@@ -23,6 +22,7 @@ from holdfast_operator.reconciler.views import (
     Observed,
     PublishMembership,
 )
+from holdfast_operator.reconciler.reconcile import reconcile
 
 SIZES = [(1, "None"), (2, "None"), (2, "RAIM5"), (4, "RAIM5")]
 FAILOVERS = 3

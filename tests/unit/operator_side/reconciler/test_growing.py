@@ -11,14 +11,14 @@ from virtual_world import Daemon, World, make_job, running
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import PAST_WORLDS_MAX, Tier
-from holdfast_operator.reconciler.evidence import UNSCHEDULABLE_S
+from holdfast_operator.reconciler.observe.evidence import UNSCHEDULABLE_S
+from holdfast_operator.reconciler.observe.views import AgentState, NodeView, StartAgent
 from holdfast_operator.reconciler.placement import (
     choose_joiners,
     following,
     form,
     would_forget,
 )
-from holdfast_operator.reconciler.views import AgentState, NodeView, StartAgent
 
 WAIT_S = 120.0
 

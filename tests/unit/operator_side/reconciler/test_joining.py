@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from virtual_world import STEP_S, World, make_job, running
 
-from holdfast_operator.reconciler.growing import GATHER_S
-from holdfast_operator.reconciler.joining import PAUSE_S
-from holdfast_operator.reconciler.views import AgentState, StartAgent, StopAgent
+from holdfast_operator.reconciler.membership.growing import GATHER_S
+from holdfast_operator.reconciler.membership.joining import PAUSE_S
+from holdfast_operator.reconciler.observe.views import AgentState, StartAgent, StopAgent
 
 LOST_S = 6.0
 LEAST = {"minNodes": 2}

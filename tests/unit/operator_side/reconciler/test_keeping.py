@@ -12,10 +12,10 @@ from virtual_world import World, make_job, running
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.job.schema import COPY_ANNOTATION, RESUME_ANNOTATION
 from holdfast_core.snapshots.generations import Generation, Line
-from holdfast_operator.reconciler.counters import Outcome
-from holdfast_operator.reconciler.keeping import kept_until
+from holdfast_operator.reconciler.failures.keeping import kept_until
+from holdfast_operator.reconciler.observe.counters import Outcome
+from holdfast_operator.reconciler.observe.views import DeleteJob, PersistNow, Suspension
 from holdfast_operator.reconciler.renewal import stand_of
-from holdfast_operator.reconciler.views import DeleteJob, PersistNow, Suspension
 
 HOUR_S = 3600.0
 

@@ -10,10 +10,10 @@ from virtual_world import World, make_job
 
 from holdfast_core.experts.loss_reports import JobLoss, LossReport, RecoveryLoss
 from holdfast_operator.control.heartbeats import job_view
-from holdfast_operator.reconciler.conditions import conditions
-from holdfast_operator.reconciler.counters import Counters, from_document
-from holdfast_operator.reconciler.losses import loss_condition, loss_text
-from holdfast_operator.reconciler.views import ConditionType, ControlState
+from holdfast_operator.reconciler.observe.counters import Counters, from_document
+from holdfast_operator.reconciler.observe.views import ConditionType, ControlState
+from holdfast_operator.reconciler.report.conditions import conditions
+from holdfast_operator.reconciler.report.losses import loss_condition, loss_text
 from holdfast_protos import control_pb2
 from holdfast_protos.losses import loss_to_proto
 

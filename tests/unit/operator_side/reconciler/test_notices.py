@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from virtual_world import World, make_job, running
 
 from holdfast_core.job.schema import COPY_ANNOTATION
-from holdfast_operator.reconciler.views import PersistNow, PublishMembership
+from holdfast_operator.reconciler.observe.views import PersistNow, PublishMembership
 
 TIER: dict[str, Any] = {"persistence": {"uri": "s3://bucket/run1"}}
 NOTICE = "taint aws-node-termination-handler/spot-itn"

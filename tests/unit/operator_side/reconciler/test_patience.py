@@ -7,8 +7,8 @@ from dataclasses import replace
 from virtual_world import World, make_job, running
 
 from holdfast_core.snapshots.generations import Generation
-from holdfast_operator.reconciler.evidence import DIAL_S, PATIENCE_S
-from holdfast_operator.reconciler.lookups import detection_s
+from holdfast_operator.reconciler.observe.evidence import DIAL_S, PATIENCE_S
+from holdfast_operator.reconciler.observe.lookups import detection_s
 
 DETECTED_S = 6.0
 """A little more than five missed heartbeats."""

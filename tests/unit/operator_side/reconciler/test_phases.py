@@ -8,8 +8,8 @@ from itertools import product
 from virtual_world import World, make_job, running
 
 from holdfast_core.job.status import Phase
-from holdfast_operator.reconciler.conditions import conditions, phase
-from holdfast_operator.reconciler.counters import Outcome
+from holdfast_operator.reconciler.observe.counters import Outcome
+from holdfast_operator.reconciler.report.conditions import conditions, phase
 
 BOOLS = (False, True)
 

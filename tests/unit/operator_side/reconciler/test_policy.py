@@ -6,7 +6,7 @@ import pytest
 from virtual_world import World, make_job, running
 
 from holdfast_core.snapshots.generations import Generation, Line
-from holdfast_operator.reconciler.counters import Outcome
+from holdfast_operator.reconciler.observe.counters import Outcome
 
 ANY = {"when": "Any", "action": "RestartInPlace"}
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from virtual_world import World, make_job
 
 from holdfast_core.snapshots.worlds import MemberWorld
-from holdfast_operator.reconciler.evidence import PATIENCE_S
-from holdfast_operator.reconciler.views import AgentState, PublishMembership
+from holdfast_operator.reconciler.observe.evidence import PATIENCE_S
+from holdfast_operator.reconciler.observe.views import AgentState, PublishMembership
 
 MAX_RESTARTS = 6
 LEAST, JOIN_WAIT_S = 2, 3.0

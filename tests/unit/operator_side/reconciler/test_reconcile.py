@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from virtual_world import World, make_job, running
 
-from holdfast_operator.reconciler.views import StartAgent
+from holdfast_operator.reconciler.observe.views import StartAgent
 
 
 def test_a_job_waits_until_there_are_enough_daemons() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from virtual_world import World, make_job
 
-from holdfast_operator.reconciler.recoveries import Recoveries
-from holdfast_operator.reconciler.views import Decision
+from holdfast_operator.reconciler.observe.views import Decision
+from holdfast_operator.reconciler.report.recoveries import Recoveries
 
 
 class Recorded(World):

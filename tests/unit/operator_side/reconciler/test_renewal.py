@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 from virtual_world import World, make_job, running
 
+from holdfast_operator.reconciler.observe.views import NodeView, Observed
 from holdfast_operator.reconciler.renewal import (
     AT_ONCE_MAX,
     DaemonStand,
@@ -18,7 +19,6 @@ from holdfast_operator.reconciler.renewal import (
     outdated_condition,
     stand_of,
 )
-from holdfast_operator.reconciler.views import NodeView, Observed
 
 OLD = DaemonStand(outdated=True, serves=True)
 NEW = DaemonStand(outdated=False, serves=True)

@@ -8,8 +8,8 @@ import pytest
 
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.states import RestoreSource
-from holdfast_operator.reconciler.replays import replay_in_words
-from holdfast_operator.reconciler.views import RankView
+from holdfast_operator.reconciler.failures.replays import replay_in_words
+from holdfast_operator.reconciler.observe.views import RankView
 
 
 def rank(number: int, **fields: Any) -> RankView:

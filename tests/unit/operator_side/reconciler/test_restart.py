@@ -10,8 +10,13 @@ import pytest
 from virtual_world import World, make_job, running
 
 from holdfast_core.snapshots.membership import Membership
+from holdfast_operator.reconciler.observe.views import (
+    Action,
+    AgentState,
+    ControlState,
+    PublishMembership,
+)
 from holdfast_operator.reconciler.reconcile import reconcile
-from holdfast_operator.reconciler.views import Action, AgentState, ControlState, PublishMembership
 
 
 @dataclass(frozen=True)

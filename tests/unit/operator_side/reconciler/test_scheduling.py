@@ -5,9 +5,9 @@ from __future__ import annotations
 from virtual_world import World, make_job
 
 from holdfast_core.job.parsing import parse_job
-from holdfast_operator.reconciler.conditions import phase, refused
-from holdfast_operator.reconciler.evidence import UNSCHEDULABLE_S
-from holdfast_operator.reconciler.views import AgentState, AgentView
+from holdfast_operator.reconciler.observe.evidence import UNSCHEDULABLE_S
+from holdfast_operator.reconciler.observe.views import AgentState, AgentView
+from holdfast_operator.reconciler.report.conditions import phase, refused
 
 
 def test_a_refused_job_waits() -> None:

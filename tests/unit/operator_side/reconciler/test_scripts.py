@@ -6,8 +6,8 @@ import pytest
 from virtual_world import World, make_job, running
 
 from holdfast_core.exit_codes import BEGINS_ANEW, HOLDFAST_DECIDED, PROCESS_ENDS
-from holdfast_operator.reconciler.counters import Outcome
-from holdfast_operator.reconciler.trainer_failures import ALIKE_MAX, LINES_CHARACTERS_MAX
+from holdfast_operator.reconciler.failures.trainer_failures import ALIKE_MAX, LINES_CHARACTERS_MAX
+from holdfast_operator.reconciler.observe.counters import Outcome
 
 LINES = "Traceback (most recent call last):\nModuleNotFoundError: No module named 'numpyy'"
 

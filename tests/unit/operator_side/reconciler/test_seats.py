@@ -10,7 +10,7 @@ from virtual_world import World, make_job
 
 from holdfast_core.elastic_experts.reports import PlanCause, PlanReport
 from holdfast_core.errors import InvalidJobError
-from holdfast_operator.reconciler.counters import from_document, to_document
+from holdfast_operator.reconciler.observe.counters import from_document, to_document
 
 KIND = "ExpertsReplicated"
 PLAN = PlanReport(

@@ -9,9 +9,9 @@ from virtual_world import World, make_job, running
 
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.worlds import MemberWorld
-from holdfast_operator.reconciler.counters import Outcome
-from holdfast_operator.reconciler.evidence import PATIENCE_S, UNSCHEDULABLE_S
-from holdfast_operator.reconciler.views import FenceNode, StartAgent
+from holdfast_operator.reconciler.observe.counters import Outcome
+from holdfast_operator.reconciler.observe.evidence import PATIENCE_S, UNSCHEDULABLE_S
+from holdfast_operator.reconciler.observe.views import FenceNode, StartAgent
 
 LOST_S = 6.0
 ANY = {"when": "Any", "action": "RestartInPlace"}

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from virtual_world import World, make_job, running
 
-from holdfast_operator.reconciler.counters import Outcome
-from holdfast_operator.reconciler.views import ControlState
+from holdfast_operator.reconciler.observe.counters import Outcome
+from holdfast_operator.reconciler.observe.views import ControlState
 
 
 def starting(ready: set[int], **detection: Any) -> World:

@@ -8,9 +8,13 @@ import pytest
 from virtual_world import World, make_job
 
 from holdfast_core.snapshots.membership import Member, Membership, Redundancy
-from holdfast_operator.reconciler.standby import FORGET_S, PAUSE_S, PAUSE_S_MAX, keep_standbys
-from holdfast_operator.reconciler.steps import Look
-from holdfast_operator.reconciler.views import (
+from holdfast_operator.reconciler.membership.standby import (
+    FORGET_S,
+    PAUSE_S,
+    PAUSE_S_MAX,
+    keep_standbys,
+)
+from holdfast_operator.reconciler.observe.views import (
     AgentState,
     ControlState,
     NodeView,
@@ -19,6 +23,7 @@ from holdfast_operator.reconciler.views import (
     StartStandby,
     StopStandby,
 )
+from holdfast_operator.reconciler.steps import Look
 
 
 def with_standbys(count: int = 1, *, spares: int = 2, nodes: int = 4) -> World:

@@ -9,8 +9,8 @@ from virtual_world import World, make_job, running
 
 from holdfast_core.job.status import RecoveryMode
 from holdfast_core.snapshots.generations import Line
-from holdfast_operator.reconciler.lookups import live_step
-from holdfast_operator.reconciler.staying import recovery_mode
+from holdfast_operator.reconciler.membership.staying import recovery_mode
+from holdfast_operator.reconciler.observe.lookups import live_step
 
 
 def staying() -> World:

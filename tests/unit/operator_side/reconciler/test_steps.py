@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from virtual_world import make_job
 
-from holdfast_operator.reconciler.steps import Look, Step, fold
-from holdfast_operator.reconciler.views import (
+from holdfast_operator.reconciler.observe.views import (
     ControlState,
     DropJob,
     EventReason,
@@ -15,6 +14,7 @@ from holdfast_operator.reconciler.views import (
     Observed,
     StopAgent,
 )
+from holdfast_operator.reconciler.steps import Look, Step, fold
 
 LOOK = Look(job=make_job(), observed=Observed(nodes={}), now=5.0)
 

@@ -11,7 +11,7 @@ from virtual_world import World, make_job, running
 from holdfast_core.job.locations import StorageLocation
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.snapshots.generations import Generation, Line
-from holdfast_operator.reconciler.views import ConditionType, JobView, NodeView
+from holdfast_operator.reconciler.observe.views import ConditionType, JobView, NodeView
 
 STORED: dict[str, Any] = {"persistence": {"uri": "s3://bucket/run1", "keep": 2}}
 

@@ -10,9 +10,9 @@ from virtual_world import World, make_job, running
 
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.snapshots.generations import Generation
-from holdfast_operator.reconciler.counters import Outcome
-from holdfast_operator.reconciler.shape import Shape
-from holdfast_operator.reconciler.views import Suspension
+from holdfast_operator.reconciler.observe.counters import Outcome
+from holdfast_operator.reconciler.observe.shape import Shape
+from holdfast_operator.reconciler.observe.views import Suspension
 
 
 def suspended(job: MoETrainingJob | None = None) -> World:

@@ -13,7 +13,7 @@ from holdfast_core.errors import (
     ReplicasDivergedError,
     SnapshotSkippedError,
 )
-from holdfast_operator.reconciler.views import NodeView
+from holdfast_operator.reconciler.observe.views import NodeView
 
 
 @dataclass(frozen=True)

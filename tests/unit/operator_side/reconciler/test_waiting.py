@@ -8,8 +8,8 @@ import pytest
 from virtual_world import World, make_job, running
 
 from holdfast_core.snapshots.generations import Generation, Line
-from holdfast_operator.reconciler.counters import Outcome
-from holdfast_operator.reconciler.views import Fail
+from holdfast_operator.reconciler.observe.counters import Outcome
+from holdfast_operator.reconciler.observe.views import Fail
 
 DAY_S = 86_400.0
 ANY = {"when": "Any", "action": "RestartInPlace"}

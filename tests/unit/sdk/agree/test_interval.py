@@ -263,7 +263,7 @@ def test_the_rate_of_recoveries_comes_from_the_job(
     monkeypatch.setenv("HOLDFAST_RECOVERIES_PER_DAY", "0.25")
     monkeypatch.setenv("HOLDFAST_COMPARE_REPLICAS_EVERY", "3")
     found = read_environment()
-    assert (found.recoveries_per_day, found.compare_replicas_every) == (0.25, 3)
+    assert (found.recoveries_per_day, found.settings["compare_replicas_every"]) == (0.25, 3)
     trainer = make_trainer()
     session = trainer.open(FakeDaemon(tmp_path))
     session.save(1)

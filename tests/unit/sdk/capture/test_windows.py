@@ -602,7 +602,7 @@ def test_a_loop_without_deterministic_algorithms_is_refused(daemon: FakeDaemon) 
 
 
 def test_a_decay_that_no_order_uses_is_refused() -> None:
-    with pytest.raises(holdfast.InvalidJobError, match=r"decay=0\.5 is given, but order is Fixed"):
+    with pytest.raises(holdfast.InvalidJobError, match=r"policy\.decay = 0\.5: is given, but spec"):
         holdfast.Settings(policy=SparseWindows(decay=0.5))
 
 

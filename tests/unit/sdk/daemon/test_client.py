@@ -31,7 +31,8 @@ from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import Layout, encode_layout, encode_manifest
 from holdfast_core.snapshots.manifests import Manifest
 from holdfast_core.states import RestorePhase, RestoreProgress
-from holdfast_protos import channels, codec, trainer_pb2, trainer_pb2_grpc
+from holdfast_protos import codec, trainer_pb2, trainer_pb2_grpc
+from holdfast_protos.connections import channels
 from holdfast_protos.losses import loss_from_proto
 
 WAIT_S = 10.0

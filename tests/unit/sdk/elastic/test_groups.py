@@ -24,6 +24,7 @@ from holdfast._elastic.forming import FormingStore
 from holdfast_core.errors import StaleEpochError, UnreachableError
 
 TIMEOUT_S = 30.0
+KEY = "a key that the daemons have handed out"
 LATE_S = 2.0
 """Time that a message has to reach the rank that has left."""
 
@@ -118,7 +119,8 @@ class LosingStore(FormingStore):
     """Store of rank 1, which dies as soon as it has written an address, by which gloo has rank 0
     wait for the connection."""
 
-    def set(self, key: str, value: Any) -> None:
+    def set(self, key: str, value: str | bytes) -> None:
+        assert isinstance(value, bytes)
         [name_bytes] = struct.unpack_from("@N", value)
         port_at = 8 + name_bytes + 8 + 2
         super().set(key, value[:port_at] + b"\xff\xff" + value[port_at + 2 :])
@@ -129,17 +131,18 @@ def meet_twice(rank: int, dies: str, group: str, port: str) -> None:
     """Rank 1 of the first world dies while a group is formed; another process takes its place."""
     address = f"127.0.0.1:{port}"
     if rank < 2:
-        first = groups.MeetingPoint(address, 1, 2, lambda: False)
+        first = groups.MeetingPoint(address, KEY, epoch=1, rank=rank, size=2, ended=lambda: False)
         if group == "of the session":
-            first.form("gloo", rank, TIMEOUT_S)
-        store = PrefixStore("group", first._store)
+            first.form("gloo", TIMEOUT_S)
+        settings: Any = {"epoch": 1, "form_s": TIMEOUT_S}
+        where = first._plain, "group", KEY
         if rank == 1:
             if dies == "before its address":
                 first.meet()
                 os._exit(0)
-            first._forming = LosingStore(store, 1, lambda: False, TIMEOUT_S)
+            first._forming = LosingStore(*where, ended=lambda: False, **settings)
         else:
-            survivor = SurvivingStore(store, 1, lambda: survivor.waits, TIMEOUT_S)
+            survivor = SurvivingStore(*where, ended=lambda: survivor.waits, **settings)
             survivor.dies, first._forming = dies, survivor
         groups._nowhere()  # stays, once a process has left a group
         before = _threads_and_ports()
@@ -148,10 +151,11 @@ def meet_twice(rank: int, dies: str, group: str, port: str) -> None:
                 first.meet()
                 GlooExchange(TIMEOUT_S, forming=lambda: first.forming("gloo"))
             else:
-                first.form("gloo", rank, TIMEOUT_S)
+                first.form("gloo", TIMEOUT_S)
         groups.leave()  # a connection that it made itself may have completed the group
         _wait_left(before)
-    groups.MeetingPoint(address, 2, 2, lambda: False).form("gloo", rank // 2, TIMEOUT_S)
+    second = groups.MeetingPoint(address, KEY, epoch=2, rank=rank // 2, size=2, ended=lambda: False)
+    second.form("gloo", TIMEOUT_S)
     found = torch.ones(1)
     dist.all_reduce(found)
     assert found.item() == 2

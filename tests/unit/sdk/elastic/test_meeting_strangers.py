@@ -2,106 +2,191 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import socket
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Any
 
 import pytest
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # re-exported
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported by torch
 
-from holdfast._daemon.store_keys import StoreSeal, new_store_key
-from holdfast._elastic.forming import FormingStore
+from holdfast._daemon.sealed_store import SealedStore, new_store_key
+from holdfast._elastic import groups
+from holdfast._elastic.forming import Listener, read_listener
 from holdfast._elastic.groups import MeetingPoint
-from holdfast_core.errors import UnreachableError
+from holdfast_core.errors import HoldfastError, StaleEpochError, UnreachableError
 
 KEY, TIMEOUT_S = new_store_key(), 20.0
+TIMEOUT = timedelta(seconds=TIMEOUT_S)
+CODE_BYTES = 32
+TEXTS = ["step 7", "step 8"]
+RANKS = 3
 
 
 @pytest.fixture
 def served() -> TCPStore:
-    """The store of a world."""
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
-def _points(served: TCPStore, keys: list[str]) -> list[MeetingPoint]:
-    address = f"127.0.0.1:{served.port}"
-    return [MeetingPoint(address, 1, len(keys), lambda: False, key) for key in keys]
-
-
-def _stranger(served: TCPStore) -> TCPStore:
-    timeout = timedelta(seconds=TIMEOUT_S)
-    return TCPStore("127.0.0.1", served.port, is_master=False, timeout=timeout)
+    """The store of a world, as everybody reaches it."""
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
 
 
 def _gather(
-    served: TCPStore, keys: list[str], between: Callable[[], None] = lambda: None
+    served: TCPStore, first: int = 0, between: Callable[[], object] = lambda: None
 ) -> list[list[str] | BaseException]:
-    """What each of two ranks finds; `between` happens once the first has spoken."""
-    points = _points(served, keys)
-    texts = ["step 7", "step 8"]
+    """What each of two ranks finds; `between` happens once rank `first` has spoken. The world ends
+    once a rank has failed, as worlds do."""
+    over = threading.Event()
+
+    def meet(rank: int) -> list[str]:
+        point = MeetingPoint(
+            f"127.0.0.1:{served.port}", KEY, epoch=1, rank=rank, size=2, ended=over.is_set
+        )
+        try:
+            return point.gather(TEXTS[rank], TIMEOUT_S)
+        except HoldfastError:
+            over.set()
+            raise
+
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(points[0].gather, 0, texts[0], TIMEOUT_S)
-        _stranger(served).wait(["world-1/come-1"], timedelta(seconds=TIMEOUT_S))
+        found = {first: pool.submit(meet, first)}
+        served.wait([f"world-1/come-1-{first}"], TIMEOUT)
         between()
-        second = pool.submit(points[1].gather, 1, texts[1], TIMEOUT_S)
-        return [each.exception() or each.result() for each in (first, second)]
+        found[1 - first] = pool.submit(meet, 1 - first)
+        return [found[rank].exception() or found[rank].result() for rank in range(2)]
 
 
 def test_ranks_with_the_key_find_what_all_have_said(served: TCPStore) -> None:
-    assert _gather(served, [KEY, KEY]) == [["step 7", "step 8"]] * 2
+    assert _gather(served) == [TEXTS] * 2
 
 
-@pytest.mark.parametrize("value", [b"step 9", bytes(32) + b"step 9", b""])
+@pytest.mark.parametrize("value", [b"step 9", bytes(32) + b"step 9", b"", b"1"])
+@pytest.mark.parametrize("rank", range(2))
 def test_what_a_stranger_writes_in_a_ranks_place_is_taken_by_nobody(
-    served: TCPStore, value: bytes
+    served: TCPStore, rank: int, value: bytes
 ) -> None:
-    stranger = _stranger(served)
-    between = functools.partial(stranger.set, "world-1/said-1-0", value)  # type: ignore[arg-type]
-    for each in _gather(served, [KEY, KEY], between):
-        assert isinstance(each, UnreachableError) and "said-1-0" in str(each)
+    name = f"world-1/come-1-{rank}"
+    first, second = _gather(served, rank, lambda: served.set(name, value))  # type: ignore[arg-type]
+    assert isinstance(first, UnreachableError) and name in str(first)
+    assert isinstance(second, StaleEpochError)
 
 
 def test_what_one_rank_has_said_is_not_taken_for_anothers_words(served: TCPStore) -> None:
-    stranger = _stranger(served)
-
     def exchange() -> None:
-        stranger.set("world-1/said-1-1", stranger.get("world-1/said-1-0"))  # type: ignore[arg-type]
-        stranger.set("world-1/said-1-0", StoreSeal(new_store_key(), 1).seal("said-1-0", b"step 9"))  # type: ignore[arg-type]
+        served.set("world-1/come-1-1", served.get("world-1/come-1-0"))  # type: ignore[arg-type]
+        SealedStore(served, "world-1", new_store_key()).set("come-1-0", "step 9")
 
-    for each in _gather(served, [KEY, KEY], exchange):
-        assert isinstance(each, UnreachableError)
+    first, second = _gather(served, 0, exchange)
+    assert isinstance(first, UnreachableError) and isinstance(second, StaleEpochError)
 
 
-@pytest.mark.parametrize("value", [b"", b"\xc1", b"\x91\xc4\x01a", b"[]"])
+def test_what_was_said_in_another_world_is_not_taken_for_words_of_this_one(
+    served: TCPStore,
+) -> None:
+    SealedStore(served, "world-0", KEY).set("come-1-1", "step 9")
+    old = served.get("world-0/come-1-1")
+    first, _ = _gather(served, 1, lambda: served.set("world-1/come-1-1", old))  # type: ignore[arg-type]
+    assert isinstance(first, UnreachableError)
+
+
+@pytest.mark.parametrize("value", [b"", b"\x92\xa6step 9\xa6step 9", b"2"])
 def test_a_list_that_a_stranger_hands_out_is_taken_by_nobody(
     served: TCPStore, value: bytes
 ) -> None:
-    """The first rank is told that all have come before they have."""
-    stranger = _stranger(served)
-    with ThreadPoolExecutor(1) as pool:
-        [point, _] = _points(served, [KEY, KEY])
-        first = pool.submit(point.gather, 0, "step 7", TIMEOUT_S)
-        stranger.wait(["world-1/said-1-0"], timedelta(seconds=TIMEOUT_S))
-        stranger.set("world-1/complete-1", value)  # type: ignore[arg-type]
-        assert isinstance(first.exception(), UnreachableError)
+    """Rank 1 is told that all have come before they have."""
+    first, second = _gather(served, 1, lambda: served.set("world-1/complete-1", value))  # type: ignore[arg-type]
+    assert isinstance(second, UnreachableError) and "world-1/complete-1" in str(second)
+    assert first == TEXTS or isinstance(first, StaleEpochError)
 
 
-def test_a_rank_whose_daemon_passes_on_no_key_is_named_as_the_cause(served: TCPStore) -> None:
-    whole, without = _gather(served, [KEY, ""])
-    assert isinstance(whole, UnreachableError) and "too old to pass on" in str(whole)
-    assert without != ["step 7", "step 8"]
+@pytest.mark.parametrize("name", ["come-1", "complete", "come-1-0/num_members", "come-2-0"])
+def test_counting_in_the_ranks_place_brings_no_meeting_to_an_end(
+    served: TCPStore, name: str
+) -> None:
+    assert _gather(served, 1, lambda: served.add(f"world-1/{name}", 2)) == [TEXTS] * 2
+
+
+class LateMeetingPoint(MeetingPoint):
+    """That of a rank that looks for the others' addresses only when the stranger is done."""
+
+    clock: Any
+
+    @contextmanager
+    def forming(self, backend: str) -> Iterator[None]:
+        with super().forming(backend):
+            self.clock.get("changed")
+            yield
+
+
+def form_beside_a_stranger(rank: int, port: int) -> None:
+    clock: Any = TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
+    kind = LateMeetingPoint if rank == RANKS - 1 else MeetingPoint
+    point = kind(
+        f"127.0.0.1:{port}",
+        KEY,
+        epoch=1,
+        rank=rank,
+        size=RANKS,
+        ended=lambda: clock.check(["over"]),
+    )
+    if isinstance(point, LateMeetingPoint):
+        point.clock = clock
+        with pytest.raises(UnreachableError, match="was not written by one of its ranks"):
+            point.form("gloo", TIMEOUT_S)
+        clock.set("over", "")
+    else:
+        # The others may have connected to it before it has looked at what was changed.
+        with suppress(UnreachableError, StaleEpochError):
+            point.form("gloo", TIMEOUT_S)
+    groups.leave()
 
 
 def test_gloo_connects_to_no_address_that_a_stranger_has_written(served: TCPStore) -> None:
-    inner = PrefixStore("groups", served)
-    one, other = (
-        FormingStore(inner, 1, lambda: False, TIMEOUT_S, StoreSeal(KEY, 1)) for _ in range(2)
+    with socket.create_server(("", 0)) as stranger, ThreadPoolExecutor(1) as pool:
+        stranger.setblocking(False)
+        port = stranger.getsockname()[1].to_bytes(2, "big")
+        ranks = pool.submit(run_ranks, form_beside_a_stranger, (served.port,), RANKS)
+        served.wait(["world-1/complete-1"], timedelta(seconds=5 * TIMEOUT_S))  # they start first
+        while len(addresses := _addresses(served)) < RANKS - 1:
+            assert not ranks.done(), ranks.result()
+        for name, own in addresses.items():
+            value = served.get(name)
+            served.set(name, value.replace(own.port.to_bytes(2, "big"), port))  # type: ignore[arg-type]
+            changed = read_listener(served.get(name)[CODE_BYTES:])
+            assert changed is not None and changed.port == stranger.getsockname()[1]
+        served.set("changed", "")
+        ranks.result()
+        with pytest.raises(BlockingIOError):
+            stranger.accept()
+
+
+def _addresses(served: TCPStore) -> dict[str, Listener]:
+    """Names in the store under which gloo looks for addresses, and these."""
+    names = [name for name in served.list_keys() if name.startswith("world-1/gloo/")]
+    found = {name: read_listener(served.get(name)[CODE_BYTES:]) for name in names}
+    return {name: listener for name, listener in found.items() if listener is not None}
+
+
+def form_and_add_up(rank: int, port: int) -> None:
+    point = MeetingPoint(
+        f"127.0.0.1:{port}", KEY, epoch=1, rank=rank, size=RANKS, ended=lambda: False
     )
-    one.set("0/1", b"10.0.0.1:1234")
-    assert other.get("0/1") == b"10.0.0.1:1234"
-    one.set("words", "as text")
-    assert other.get("words") == b"as text"
-    _stranger(served).set("groups/0/1", b"192.0.2.1:1234")  # type: ignore[arg-type]
-    with pytest.raises(UnreachableError, match="'0/1' in the world's store"):
-        other.get("0/1")
+    point.form("gloo", TIMEOUT_S)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == RANKS
+    groups.leave()
+
+
+def test_everything_in_the_store_of_a_world_of_gloo_is_sealed(served: TCPStore) -> None:
+    """So there is no name under which a stranger's value would be taken."""
+    run_ranks(form_and_add_up, (served.port,), RANKS)
+    names = [name for name in served.list_keys() if name.startswith("world-1/")]
+    assert any("/gloo/" in name for name in names) and any("/come-" in name for name in names)
+    for name in names:
+        prefix = "world-1/gloo" if name.startswith("world-1/gloo/") else "world-1"
+        SealedStore(served, prefix, KEY).get(name.removeprefix(f"{prefix}/"))

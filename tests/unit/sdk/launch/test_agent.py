@@ -17,13 +17,14 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-expor
 from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
+from holdfast._daemon.sealed_store import SealedStore, new_store_key
 from holdfast._launch.agent import RESTARTS_MAX, EpochEndedError, HoldfastAgent
+from holdfast._launch.exit_barrier import FINISHED, ExitBarrier
 from holdfast._launch.rendezvous import AnnouncedWorld, HoldfastRendezvous
 from holdfast_core.errors import UnreachableError
 from holdfast_core.states import EndReason
 
 TIMEOUT_S = 30.0
-FINISHED = "holdfast/finished"
 
 
 class OneEpoch:
@@ -46,7 +47,7 @@ class OneEpoch:
         return self.after
 
     def publish_store(self, epoch: int, store_address: str, store_key: str) -> None:
-        self.address = store_address
+        self.address, self.key = store_address, store_key
 
     def worker_exited(
         self, epoch: int, rank: int, exit_code: int, last_lines: str, reason: EndReason
@@ -111,10 +112,11 @@ def agent(daemon: OneEpoch) -> Iterator[FinishedAgent]:
     rendezvous.shutdown()
 
 
-def other_node(daemon: OneEpoch) -> TCPStore:
-    """The store as the second node's agent sees it, below the prefix of the epoch."""
+def other_node(daemon: OneEpoch) -> ExitBarrier:
+    """The second node's part in the barrier."""
     host, _, port = daemon.address.rpartition(":")
-    return TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
+    store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
+    return ExitBarrier(SealedStore(store, "epoch-1", daemon.key), 1, 2)
 
 
 def test_the_agent_ends_when_the_workers_of_all_nodes_have_finished(
@@ -123,10 +125,29 @@ def test_the_agent_ends_when_the_workers_of_all_nodes_have_finished(
     waiting = threading.Thread(target=agent.wait_for_others)
     waiting.start()
     other = other_node(daemon)
-    other.add(f"epoch-1/{FINISHED}", 1)
-    other.add("epoch-1/holdfast/left", 1)
+    until(other.all_finished)
+    other.leave()
     waiting.join(TIMEOUT_S)
     assert not waiting.is_alive()
+
+
+def test_ranks_that_a_stranger_hands_out_are_given_to_no_worker(
+    daemon: OneEpoch, agent: FinishedAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Agents tell each other in the store how many workers they have; torchrun reads it there."""
+    monkeypatch.delenv("TORCH_ELASTIC_WORKER_IDENTICAL")
+    daemon.end(
+        AnnouncedWorld(ready=True, epoch=2, nodes=2, serves_store=True, node_host="127.0.0.1")
+    )
+    with ThreadPoolExecutor(1) as pool:
+        first = daemon.address
+        entered = pool.submit(agent.enter)
+        until(lambda: daemon.address != first or entered.done())
+        host, _, port = daemon.address.rpartition(":")
+        stranger = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
+        stranger.set("epoch-2/torchelastic/role_info/1", '["trainer", 1, 7]')
+        with pytest.raises(UnreachableError, match="epoch-2/torchelastic/role_info/1 in the store"):
+            entered.result(TIMEOUT_S)
 
 
 def test_the_agent_goes_back_to_work_when_another_node_is_lost_before_it_finished(
@@ -241,7 +262,8 @@ def test_a_kept_worker_fails_with_its_rank_in_the_present_world(
 ) -> None:
     here = node(PlayedDaemon(worlds, 1, 2))
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    worlds.stores |= {1: f"127.0.0.1:{store.port}", 2: f"127.0.0.1:{store.port}"}
+    for epoch in (1, 2):
+        worlds.stores[epoch], worlds.keys[epoch] = f"127.0.0.1:{store.port}", new_store_key()
     worlds.begin(1)
     (pid,) = here.agent.start()
     here.daemon.keeps.add(2)
@@ -301,7 +323,7 @@ def test_nodes_that_kept_and_that_replaced_their_workers_finish_together(
         kept.finish()
         first: Future[None] = pool.submit(kept.agent.wait_for_others)
         store = replaced.rendezvous.store
-        until(lambda: store.add(FINISHED, 0) == 1)
+        until(lambda: store.check([f"{FINISHED}-0"]))
         assert not first.done()
         replaced.finish()
         second: Future[None] = pool.submit(replaced.agent.wait_for_others)

@@ -13,6 +13,7 @@ from played_daemon import TIMEOUT_S, PlayedDaemon, Worlds, rendezvous
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported by torch
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousInfo
 
+from holdfast._daemon.sealed_store import SealedStore, new_store_key
 from holdfast._launch.rendezvous import HoldfastRendezvous
 from holdfast_core.errors import UnreachableError
 
@@ -153,7 +154,7 @@ def test_a_worker_that_dies_while_the_store_is_published_takes_the_node_to_the_s
         assert {address for epoch, address in daemon.published if epoch == 2} == {worlds.stores[2]}
         assert info.bootstrap_store_info is not None
         assert worlds.stores[2] == f"127.0.0.1:{info.bootstrap_store_info.master_port}"
-        other_node(worlds.stores[2]).set("epoch-2/key", "value")
+        other_node(worlds, 2).set("key", "value")
         assert info.store.get("key") == b"value"
         assert not workers.killed.is_set()  # by then they may be those of epoch 2
         assert handler.num_nodes_waiting() == 0
@@ -188,7 +189,7 @@ def node_that_waits_for_a_store(
 ) -> TCPStore:
     """Bring the second of two nodes to where epoch 2 has no store yet; return that of epoch 1."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    worlds.stores[1] = f"127.0.0.1:{store.port}"
+    worlds.stores[1], worlds.keys[1] = f"127.0.0.1:{store.port}", new_store_key()
     worlds.begin(1)
     handler.next_rendezvous()
     daemon.keeps |= {2, 3}
@@ -201,12 +202,12 @@ def test_a_newer_epoch_is_entered_instead_of_one_whose_store_never_came(worlds: 
     daemon = PlayedDaemon(worlds, rank=1, nodes=2)
     with rendezvous(daemon) as (handler, _):
         workers = Workers(handler)
-        store = node_that_waits_for_a_store(worlds, daemon, handler)
-        worlds.stores[3] = worlds.stores[1]
+        _store = node_that_waits_for_a_store(worlds, daemon, handler)
+        worlds.stores[3], worlds.keys[3] = worlds.stores[1], new_store_key()
         worlds.begin(3)
         moved(worlds, 3, handler)
         handler.store.set("key", "value")
-        assert store.get("epoch-3/key") == b"value"
+        assert other_node(worlds, 3).get("key") == b"value"
         assert not workers.killed.is_set()
 
 
@@ -255,7 +256,7 @@ def test_a_store_that_cannot_be_entered_and_a_daemon_that_is_away_are_asked_agai
         assert not daemon.failures
         assert handler.serves_store
         assert [epoch for epoch, _ in daemon.published] == [1, 2]  # the address has arrived
-        other_node(worlds.stores[2]).set("epoch-2/key", "value")
+        other_node(worlds, 2).set("key", "value")
         assert handler.store.get("key") == b"value"
         assert not workers.killed.is_set()
 
@@ -290,7 +291,7 @@ def test_the_store_of_the_last_epoch_is_served_until_the_workers_have_arrived_in
         workers = Workers(handler)
         worlds.begin(1)
         handler.next_rendezvous()
-        worker = other_node(worlds.stores[1])
+        worker = other_node(worlds, 1)
         daemon.keeps |= {2, 3}
         for epoch in (2, 3):  # the workers have seen nothing of epoch 2 when it ends
             worlds.begin(epoch)
@@ -300,7 +301,7 @@ def test_the_store_of_the_last_epoch_is_served_until_the_workers_have_arrived_in
         daemon.arrived.add(3)
         assert handler.wait_arrived(TIMEOUT_S)
         worlds.wait(lambda: daemon.asked[-1] == (3, True))  # the next epoch is awaited as ever
-        other_node(worlds.stores[3]).set("key", "value")
+        other_node(worlds, 3).set("key", "value")
         for epoch in (1, 2):
             port = int(worlds.stores[epoch].rpartition(":")[2])
             with pytest.raises(ConnectionRefusedError):
@@ -308,7 +309,8 @@ def test_the_store_of_the_last_epoch_is_served_until_the_workers_have_arrived_in
         assert not workers.killed.is_set()
 
 
-def other_node(address: str) -> TCPStore:
-    """A client of the store at `address`."""
-    host, _, port = address.rpartition(":")
-    return TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
+def other_node(worlds: Worlds, epoch: int) -> SealedStore:
+    """The store of `epoch` as another node's agent sees it."""
+    host, _, port = worlds.stores[epoch].rpartition(":")
+    store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
+    return SealedStore(store, f"epoch-{epoch}", worlds.keys[epoch])

@@ -40,6 +40,19 @@ def test_the_nodes_of_an_epoch_meet_in_the_store_that_the_first_one_serves() -> 
         assert first.use_agent_store
 
 
+def test_a_node_whose_daemon_hands_out_no_key_says_that_it_is_too_old() -> None:
+    worlds = Worlds()
+    with (
+        rendezvous(PlayedDaemon(worlds, rank=0, nodes=2)) as (first, _),
+        rendezvous(PlayedDaemon(worlds, rank=1, nodes=2)) as (second, _),
+    ):
+        worlds.begin(3)
+        first.next_rendezvous()
+        worlds.keys[3] = ""  # a daemon that does not know it drops it
+        with pytest.raises(RendezvousConnectionError, match=r"no key .* renew all daemons"):
+            second.next_rendezvous()
+
+
 def test_nodes_that_start_anew_are_counted_as_they_are_present() -> None:
     worlds = Worlds()
     daemons = [PlayedDaemon(worlds, rank, 3) for rank in range(3)]

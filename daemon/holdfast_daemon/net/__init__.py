@@ -1,0 +1,1 @@
+"""Other daemons and the control loop, as gRPC."""

@@ -1,0 +1,1 @@
+"""Calls of the API server, watches, and what they are made of."""

@@ -1,0 +1,1 @@
+"""Nodes and daemons: what there is, who has room, who is silent."""

@@ -1,0 +1,183 @@
+"""Views of nodes for the reconciler: a node's object in the API, joined with its daemon's reports.
+
+Pure. Whether a pod of the job could run on a node is judged as the scheduler would, as far as the
+node's own object and the pods of trainers show; the scheduler has the last word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from msgspec.structs import replace
+
+from holdfast_core.job.parsing import MoETrainingJob
+from holdfast_operator.kube.client.amounts import Amounts, amount, amounts, lacking
+from holdfast_operator.kube.client.api import Object
+from holdfast_operator.kube.cluster.notices import NOTICES, notice_of
+from holdfast_operator.reconciler.observe.views import NodeView
+
+OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
+"""Taint by which an administrator declares that the node is down for good."""
+
+_REPELLING = frozenset({"NoSchedule", "NoExecute"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Taint:
+    """A taint, which repels pods that do not tolerate it."""
+
+    key: str
+    value: str
+    effect: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class KubeNode:
+    """The relevant part of a node's object."""
+
+    name: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+    ready: bool = True
+    cordoned: bool = False
+    taints: tuple[Taint, ...] = ()
+    allocatable: Mapping[str, float] = field(default_factory=dict)
+    leaving: str = ""
+    """Reason why the node will be taken away soon; empty when none was announced."""
+
+    @cached_property
+    def out_of_service(self) -> bool:
+        return any(taint.key == OUT_OF_SERVICE for taint in self.taints)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wants:
+    """Requirements of a job's pods on a node; made once for each version of the job."""
+
+    selector: Mapping[str, str]
+    terms: tuple[Object, ...]
+    """Terms of the required node affinity, of which one must match; empty for any node."""
+    tolerations: tuple[Object, ...]
+    requests: Amounts
+    domain_label: str
+    memory_bytes: int
+    """Memory for snapshots, within the daemon's budget."""
+
+
+def read_node(raw: Object, notices: Collection[str] = NOTICES) -> KubeNode:
+    """Read a node from the API's form. Taints and conditions of `notices` announce its end."""
+    metadata, spec, status = raw["metadata"], raw.get("spec") or {}, raw.get("status") or {}
+    conditions = status.get("conditions") or []
+    return KubeNode(
+        name=metadata["name"],
+        labels=metadata.get("labels") or {},
+        ready=any(c.get("type") == "Ready" and c.get("status") == "True" for c in conditions),
+        cordoned=bool(spec.get("unschedulable")),
+        taints=tuple(
+            Taint(key=t.get("key", ""), value=t.get("value", ""), effect=t.get("effect", ""))
+            for t in spec.get("taints") or []
+        ),
+        allocatable={
+            name: amount(text) for name, text in (status.get("allocatable") or {}).items()
+        },
+        leaving=notice_of(raw, notices),
+    )
+
+
+def wants_of(job: MoETrainingJob) -> Wants:
+    """Requirements of the job's template; none where another controller makes the pods."""
+    spec = (job.spec.trainer.template or {}).get("spec") or {}
+    affinity = (spec.get("affinity") or {}).get("nodeAffinity") or {}
+    required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}
+    return Wants(
+        selector=spec.get("nodeSelector") or {},
+        terms=tuple(required.get("nodeSelectorTerms") or ()),
+        tolerations=tuple(spec.get("tolerations") or ()),
+        requests=amounts(spec),
+        domain_label=job.spread_topology_key,
+        memory_bytes=job.memory_per_node_bytes or 0,
+    )
+
+
+def unfit(node: KubeNode, wants: Wants, taken: Amounts) -> str:
+    """Reason why a pod cannot run on the node, in words; empty when it can. `taken` is what pods
+    of others request there."""
+    if not node.ready:
+        return "not ready"
+    if node.cordoned:
+        return "cordoned"
+    for taint in node.taints:
+        if taint.effect in _REPELLING and not any(_tolerates(t, taint) for t in wants.tolerations):
+            return f"taint {taint.key}"
+    for key, value in wants.selector.items():
+        if node.labels.get(key) != value:
+            return f"label {key} is not {value}"
+    if wants.terms and not any(_matches(term, node.labels) for term in wants.terms):
+        return "node affinity"
+    missing = lacking(wants.requests, node.allocatable, taken)
+    return f"not enough {missing}" if missing else ""
+
+
+def node_view(
+    name: str,
+    node: KubeNode | None,
+    reported: NodeView | None,
+    wants: Wants,
+    *,
+    taken: Amounts = (),
+    returning: bool = False,
+) -> NodeView:
+    """View of the node for the reconciler. `node` is None when there is no such object (any more),
+    `reported` when no daemon has connected to this process yet: nothing is known of its memory
+    then, and the node is judged by its object alone."""
+    view = reported or NodeView(name=name)
+    if node is None:
+        return replace(view, gone=True, schedulable=False)
+    return replace(
+        view,
+        gone=node.out_of_service,
+        returning=returning and node.ready,
+        disruption=node.leaving,
+        domain=node.labels.get(wants.domain_label, ""),
+        schedulable=(reported is None or has_memory(reported, wants))
+        and not unfit(node, wants, taken),
+    )
+
+
+def has_memory(reported: NodeView, wants: Wants) -> bool:
+    """Whether the daemon has said that it has memory for the job."""
+    free_bytes = reported.memory_budget_bytes - reported.memory_used_bytes
+    return reported.job is not None or free_bytes >= wants.memory_bytes
+
+
+def _tolerates(toleration: Object, taint: Taint) -> bool:
+    if toleration.get("effect") not in (None, "", taint.effect):
+        return False
+    key: str = toleration.get("key", "")
+    if toleration.get("operator", "Equal") == "Exists":
+        return key in ("", taint.key)
+    return key == taint.key and str(toleration.get("value", "")) == taint.value
+
+
+def _matches(term: Object, labels: Mapping[str, str]) -> bool:
+    return all(_holds(each, labels) for each in term.get("matchExpressions") or [])
+
+
+def _holds(expression: Object, labels: Mapping[str, str]) -> bool:
+    found, values = labels.get(expression["key"]), expression.get("values") or []
+    match expression["operator"]:
+        case "In":
+            return found in values
+        case "NotIn":
+            return found not in values
+        case "Exists":
+            return found is not None
+        case "DoesNotExist":
+            return found is None
+        case "Gt":
+            return found is not None and amount(found) > amount(values[0])
+        case "Lt":
+            return found is not None and amount(found) < amount(values[0])
+        case _:
+            return True  # unknown to this version; the scheduler judges it

@@ -1,0 +1,1 @@
+"""Jobs in a queue: their Workload."""

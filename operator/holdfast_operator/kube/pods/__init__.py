@@ -1,0 +1,1 @@
+"""Pods and the objects that belong to them: made, read, recognized as ours."""

@@ -1,0 +1,1 @@
+"""Daemons that are renewed, and what an uninstallation leaves."""

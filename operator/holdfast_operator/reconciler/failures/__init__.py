@@ -1,0 +1,1 @@
+"""What a failure, a deadline or a notice leads to, apart from who takes part."""

@@ -1,0 +1,29 @@
+"""Replays of lost pipeline stages in words, as the ranks' daemons report them. Pure; for people
+only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from holdfast_operator.reconciler.observe.text import ranks_in_words
+from holdfast_operator.reconciler.observe.views import RankView
+
+
+def replay_in_words(ranks: Sequence[RankView]) -> str:
+    """Which ranks repeated which steps alone in this epoch, or why none did; empty where no script
+    has pipeline stages that could."""
+    repeated: dict[tuple[int, int], list[int]] = {}
+    for rank in ranks:
+        if rank.repeated_after is not None and rank.restored is not None:
+            steps = (rank.repeated_after + 1, rank.restored.step)
+            repeated.setdefault(steps, []).append(rank.rank)
+    parts = [
+        f"{ranks_in_words(found)} repeated "
+        + (f"steps {first} to {last} alone" if first <= last else "no step")
+        for (first, last), found in sorted(repeated.items())
+    ]
+    if parts:
+        return f"{', '.join(parts)}; the others repeated none"
+    why = next((rank.no_replay for rank in ranks if rank.no_replay), "")
+    return f"all ranks repeat steps, since no pipeline stage can alone: {why}" if why else ""

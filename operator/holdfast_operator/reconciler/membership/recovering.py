@@ -1,0 +1,342 @@
+"""Handling of failures: failure rules, replacement, restart, the next epoch.
+
+Pure. Rules 1 to 4 of `reconcile`, which calls `recover` at every look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from holdfast_core.exit_codes import BEGINS_ANEW
+from holdfast_core.job.parsing import FailureAction as RuleAction
+from holdfast_core.job.parsing import FailureRule
+from holdfast_core.snapshots.membership import Membership
+from holdfast_operator.reconciler.failures.failure_rules import distinguishes_exit_codes, rule_for
+from holdfast_operator.reconciler.failures.trainer_failures import (
+    fail_alike,
+    note_failure,
+    with_last_lines,
+)
+from holdfast_operator.reconciler.membership.external import follow_pods, homes, missing_homes
+from holdfast_operator.reconciler.membership.joining import with_setback
+from holdfast_operator.reconciler.membership.replacing import Moves, replacements
+from holdfast_operator.reconciler.membership.shrinking import leave_out
+from holdfast_operator.reconciler.membership.staying import others_stay, partial_restart
+from holdfast_operator.reconciler.membership.waiting import SILENT, await_node, await_pods
+from holdfast_operator.reconciler.observe.counters import Outcome
+from holdfast_operator.reconciler.observe.evidence import (
+    Cause,
+    Evidence,
+    gather,
+    is_unschedulable,
+    principal,
+)
+from holdfast_operator.reconciler.observe.lookups import agent_at
+from holdfast_operator.reconciler.observe.text import listed
+from holdfast_operator.reconciler.observe.views import (
+    AgentState,
+    AgentView,
+    ControlState,
+    EventReason,
+    FenceNode,
+    StartAgent,
+)
+from holdfast_operator.reconciler.steps import Look, Step, end, fold, publish_next, stop
+
+FORMING_S, FORMING_S_MAX = 1.0, 5.0
+"""Least age at which an epoch is given up in which training was never seen running, and the maximum
+of that age: it doubles with each such epoch in a row."""
+
+EXIT_CODE_S = 0.5
+"""How long a lost rank's exit code is waited for when failure rules depend on it: agents look after
+their workers ten times a second."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Case:
+    """Failures of one epoch, and what is to be done about them."""
+
+    membership: Membership
+    causes: tuple[Cause, ...]
+    rules: tuple[FailureRule, ...]
+    """Failure rule that applies to each cause."""
+    moves: Moves
+    anew: bool
+    """Whether no process is to be kept, because training begins from the beginning."""
+
+    @property
+    def text(self) -> str:
+        """All causes in one line."""
+        return in_words(self.causes)
+
+    @property
+    def counting(self) -> frozenset[int | None]:
+        """Members whose causes count towards the maximum; None for a cause without a member."""
+        pairs = zip(self.causes, self.rules, strict=True)
+        return frozenset(c.member for c, rule in pairs if rule.count_towards_max and not c.counted)
+
+
+def recover(look: Look, state: ControlState, membership: Membership) -> Step:
+    """Begin a recovery if something has failed."""
+    evidence = gather(look.job, membership, look.observed, state, look.now)
+    if evidence.suspects:
+        return Step(state, waiting=waits_for(evidence))
+    causes = principal(evidence.causes)
+    if look.job.spec.trainer.external:
+        causes, moves = follow_pods(look, state, membership, causes, evidence.groups)
+        rules = [rule_for(look.job, cause) for cause in causes]
+    else:
+        rules = [rule_for(look.job, cause) for cause in causes]
+        moves = replacements(look, state, membership, causes, rules, evidence.groups)
+        moves = leave_out(look, state, membership, moves, rules, evidence.groups)
+        causes, rules = _worthwhile(causes, rules, moves)
+    if not causes:
+        return Step(replace(state, no_replacement_since=None, codes_awaited_since=None))
+    anew = any(cause.exit_code == BEGINS_ANEW for cause in evidence.causes)
+    case = _Case(membership=membership, causes=causes, rules=tuple(rules), moves=moves, anew=anew)
+    return fold(_RULES, look, state, case)
+
+
+def _note_failure(_: Look, state: ControlState, case: _Case) -> Step:
+    return note_failure(state, case.membership, case.causes)
+
+
+def _await_codes(look: Look, state: ControlState, case: _Case) -> Step:
+    """Wait for the exit codes that failure rules depend on."""
+    if not any(cause.awaits_code for cause in case.causes) or not distinguishes_exit_codes(
+        look.job
+    ):
+        return Step(state)
+    since = look.now if state.codes_awaited_since is None else state.codes_awaited_since
+    step = Step(replace(state, codes_awaited_since=since))
+    if look.now - since < EXIT_CODE_S:
+        return step.wait(f"{case.text}; waiting for the exit code")
+    return step
+
+
+def _fail_by_rule(look: Look, state: ControlState, case: _Case) -> Step:
+    """Fail the job if a failure rule says so."""
+    for cause, rule in zip(case.causes, case.rules, strict=True):
+        if rule.action is RuleAction.FAIL:
+            rule_text = f"failure rule on {rule.on.value}: Fail applies"
+            reason = with_last_lines(f"{cause.text}; {rule_text}", cause.last_lines)
+            return end(look, state, Outcome.FAILED, reason, "FailureRule")
+    return Step(state)
+
+
+def _pause(look: Look, state: ControlState, case: _Case) -> Step:
+    """Wait before the next epoch. An epoch that failed before it ran often fails again, on one
+    member after the other: waiting lets these failures be handled together, and a trainer that
+    cannot start does not use up its restarts at once."""
+    ran = state.resumed_epoch == case.membership.epoch
+    if ran or any(cause.node_lost for cause in case.causes):
+        return Step(state)
+    left_s = state.began_at + min(FORMING_S * 2.0**state.fruitless, FORMING_S_MAX) - look.now
+    if left_s <= 0:
+        return Step(state)
+    return Step(state, waiting=f"{case.text}; waiting {left_s:.1f} s before the next epoch")
+
+
+def _await_nodes(look: Look, state: ControlState, case: _Case) -> Step:
+    """Wait for nodes that members can move to."""
+    moves = case.moves
+    if look.job.spec.trainer.external:
+        missing = missing_homes(look, homes(look, state))
+        if missing:
+            return await_pods(look, state, case.text, missing, counting=case.counting)
+        if not moves.silent:
+            return Step(state)
+    wait = partial(await_node, look, state, case.membership, case.text, counting=case.counting)
+    if moves.unplaced:
+        return wait(moves.unplaced)
+    if moves.silent:
+        return wait(moves.silent, why=SILENT)
+    if (
+        moves.held
+        and not moves.away(case.membership)
+        and all(cause.member in moves.held for cause in case.causes)
+    ):
+        return wait(moves.held, why="their parity groups are incomplete")
+    return Step(state)
+
+
+def _fail_alike(look: Look, state: ControlState, case: _Case) -> Step:
+    return fail_alike(look, state, case.membership, case.causes, case.rules)
+
+
+def _count(look: Look, state: ControlState, case: _Case) -> Step:
+    """Count the recovery; end the job when there were too many. A recovery is counted already if
+    its epoch was decided by a control loop that died before it could publish it."""
+    policy = look.job.spec.failure_policy
+    window_s = policy.restart_window_seconds
+    recent = tuple(at for at in state.restarts if look.now - at < window_s)
+    kept = replace(state, restarts=recent)
+    if state.counted_epoch > case.membership.epoch:
+        return Step(replace(kept, counted_epoch=state.epoch + 1))
+    # What a wait for a node began with decides: when the node is back, its cause is gone.
+    waited = state.no_replacement_since is not None
+    counts = state.wait_counts if waited else bool(case.counting)
+    if counts and len(recent) >= policy.max_restarts:
+        reason = (
+            f"{case.text}; {len(recent)} restarts within {window_s:g} s are as many as "
+            f"failurePolicy.maxRestarts = {policy.max_restarts} allows"
+        )
+        failure = state.failure
+        if failure is not None and failure.epoch == case.membership.epoch:
+            reason = with_last_lines(reason, failure.last_lines)
+        return end(look, kept, Outcome.FAILED, reason, "MaxRestartsExceeded")
+    return Step(
+        replace(
+            kept,
+            restarts=(*recent, look.now) if counts else recent,
+            recoveries=state.recoveries + 1,
+            counted=state.counted + counts,
+            counted_epoch=state.epoch + 1,
+        )
+    )
+
+
+def _begin(look: Look, state: ControlState, case: _Case) -> Step:
+    """Begin the next epoch, and emit an event with the reason."""
+    begun = replace(state, recovering=True)
+    step = begin_epoch(look, begun, case.membership, case.moves, case.causes, anew=case.anew)
+    text = f"{case.text}; {_response(look, step.state, case)} in epoch {step.state.epoch}"
+    return step.post(EventReason.RECOVERING, text, warning=True).wait()
+
+
+def _response(look: Look, begun: ControlState, case: _Case) -> str:
+    """Text on what happens to the members in the epoch that has begun."""
+    takes = case.moves.in_words(case.membership)
+    restarting = begun.membership.restarting if begun.membership is not None else frozenset()
+    if others_stay(look.observed, case.membership, restarting | case.moves.leaving):
+        here = restarting.intersection(case.membership.world.members)
+        in_place = here.difference(case.moves.away(case.membership))
+        return partial_restart(in_place, takes, all_stay=not restarting)
+    if look.job.spec.trainer.external:
+        return takes or "who started the processes starts them again"
+    return takes or "restart in place"
+
+
+_RULES = (
+    _note_failure,
+    _await_codes,
+    _fail_by_rule,
+    _pause,
+    _await_nodes,
+    _fail_alike,
+    _count,
+    _begin,
+)
+"""Rules for a case, in order."""
+
+
+def waits_for(evidence: Evidence) -> str:
+    """Text on the silent daemons that are waited for."""
+    return f"waiting for the daemon on {listed(evidence.suspects)}"
+
+
+def in_words(causes: Sequence[Cause]) -> str:
+    """All causes in one line."""
+    if len(causes) <= 3:
+        return "; ".join(cause.text for cause in causes)
+    return f"{'; '.join(cause.text for cause in causes[:3])}; and {len(causes) - 3} more failures"
+
+
+def _worthwhile(
+    causes: tuple[Cause, ...], rules: list[FailureRule], moves: Moves
+) -> tuple[tuple[Cause, ...], list[FailureRule]]:
+    """Drop the causes that call only for a move, and whose members found no node."""
+    kept = [
+        (cause, rule)
+        for cause, rule in zip(causes, rules, strict=True)
+        if not cause.voluntary or cause.member in moves.to or cause.member in moves.leaving
+    ]
+    return tuple(cause for cause, _ in kept), [rule for _, rule in kept]
+
+
+def begin_epoch(
+    look: Look,
+    state: ControlState,
+    membership: Membership,
+    moves: Moves,
+    causes: tuple[Cause, ...],
+    *,
+    anew: bool = False,
+) -> Step:
+    """Publish the next epoch, and move agents.
+
+    Args:
+        anew: whether the workers of no member are kept.
+    """
+    away = moves.away(membership)
+    agents = look.observed.agents
+    leaving = [agent for agent in agents if away.get(agent.member) == agent.node]
+    ran = state.resumed_epoch == membership.epoch
+    no_room = {agent.node for agent in leaving if is_unschedulable(agent)}
+    step = Step(
+        replace(
+            state,
+            no_replacement_since=None,
+            fruitless=0 if ran else state.fruitless + 1,
+            unfit=state.unfit | no_room,
+            **_joining_after(state, membership, moves),
+        )
+    )
+    joined = [node.name for member, node in moves.to.items() if not membership.has(member)]
+    step = replace(step, state=with_setback(look, step.state, joined))
+    for cause in causes:
+        if not cause.node_lost or cause.member not in away:
+            continue
+        again = moves.later.get(cause.member)
+        if again is None or again.name != away[cause.member]:  # else only its memory is new
+            step = step.act(FenceNode(node=away[cause.member]))
+    # Agents that have ended are stopped before the epoch is published, since their exits count
+    # against any epoch; their daemons report what their ranks left. All others are stopped after
+    # it: a control loop that dies in between leaves an epoch to be finished, or the evidence to
+    # begin it.
+    stays = [a for a in agents if membership.has(a.member) and away.get(a.member) != a.node]
+    ended = [agent for agent in stays if _ends(agent)]
+    step = step.then(stop(look, step.state, ended))
+    failed = {cause.member for cause in causes if cause.member is not None}
+    if anew:
+        failed |= {member.index for member in membership.members}
+    step = step.then(
+        publish_next(look, step.state, membership, moves.to, failed, moves.leaving, moves.order)
+    )
+    step = step.then(stop(look, step.state, leaving))
+    assert step.state.membership is not None
+    return step.then(start_missing(look, step.state, step.state.membership))
+
+
+def _joining_after(state: ControlState, membership: Membership, moves: Moves) -> dict[str, Any]:
+    """Fields of the state on members that will join later: without those that join now, and with
+    those that leave while a node is there for them."""
+    joins = moves.to.keys()
+    joining = {member: node for member, node in state.joining if member not in joins}
+    joining |= {member: node.name for member, node in moves.later.items()}
+    return {
+        "joining": tuple(sorted(joining.items())),
+        "replaced": (state.replaced - joins) | moves.later.keys(),
+        "joinable_since": None,
+        "ready_since": None,
+    }
+
+
+def start_missing(look: Look, state: ControlState, membership: Membership) -> Step:
+    """Start the agents that members lack."""
+    return Step(
+        state,
+        tuple(
+            StartAgent(member=member.index, node=member.node)
+            for member in membership.members
+            if agent_at(look.observed, member) is None
+        ),
+    )
+
+
+def _ends(agent: AgentView) -> bool:
+    """Whether an agent must be stopped before the member can have another one."""
+    return agent.state is AgentState.EXITED or bool(agent.disruption)

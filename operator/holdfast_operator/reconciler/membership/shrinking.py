@@ -1,0 +1,158 @@
+"""Which members the next epoch goes on without, and how few of them are enough. Pure.
+
+A job with `minNodes` below `nodes` waits neither for a node nor for an agent: a member that could
+not start its ranks at once leaves, and joins again when its agent waits for a world (`joining`,
+`growing`). It could if an agent is where it will be: its own, when only ranks are lost, or one that
+waits on a spare. Without a spare it leaves too, and joins when a node comes. Below `minNodes` the
+job waits, as one without `minNodes` does (`waiting`). Whoever is ready to join comes along with any
+epoch.
+
+Members whose memory may still be there leave only while their parity groups can rebuild it
+(`replacing`), however long that takes. Those that still train leave right after a generation was
+protected, so that nothing is trained twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from holdfast_core.job.parsing import FailureAction as RuleAction
+from holdfast_core.job.parsing import FailureRule, MoETrainingJob, On
+from holdfast_core.snapshots.membership import Member, Membership
+from holdfast_operator.reconciler.membership.joining import arriving_members, ready_members
+from holdfast_operator.reconciler.membership.replacing import Moves
+from holdfast_operator.reconciler.observe.lookups import node_of, suspension_of
+from holdfast_operator.reconciler.observe.protection import ParityGroups
+from holdfast_operator.reconciler.observe.views import AgentState, ControlState, NodeView
+from holdfast_operator.reconciler.placement import would_forget
+from holdfast_operator.reconciler.steps import Look
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Strength:
+    """Members that a job has, wants and needs."""
+
+    active: int
+    desired: int
+    least: int
+    joining: int = 0
+    """Missing members whose agents start or wait."""
+
+
+def strength(job: MoETrainingJob, membership: Membership | None, joining: int = 0) -> Strength:
+    """Strength of the job; without a membership, no member is active."""
+    return Strength(
+        active=0 if membership is None else len(membership.members),
+        desired=job.spec.nodes,
+        least=job.spec.least_nodes,
+        joining=joining,
+    )
+
+
+def shrinks_after_s(job: MoETrainingJob) -> float:
+    """Seconds that the job waits for a node before it goes on without."""
+    rule = no_replacement_rule(job, RuleAction.SHRINK)
+    return 0.0 if rule is None else rule.after_seconds or 0.0
+
+
+def no_replacement_rule(job: MoETrainingJob, action: RuleAction) -> FailureRule | None:
+    """First rule on NoReplacement with this action; None without. A job may have one for each: to
+    go on without a node after some time, and to fail where it cannot, after another."""
+    rules = job.spec.failure_policy.rules
+    return next((r for r in rules if r.on is On.NO_REPLACEMENT and r.action is action), None)
+
+
+def just_saved(look: Look, state: ControlState, membership: Membership) -> bool:
+    """Whether a generation of this epoch was found to be safe at this look: the best moment for a
+    recovery that nothing has made necessary."""
+    saved = state.saved
+    return saved is not None and saved.epoch == membership.epoch and state.saved_at == look.now
+
+
+def leave_out(
+    look: Look,
+    state: ControlState,
+    membership: Membership,
+    moves: Moves,
+    rules: Iterable[FailureRule],
+    groups: ParityGroups,
+) -> Moves:
+    """`moves`, with the members that the next epoch goes on without beside those in `leaving`, and
+    those that join it."""
+    job, since = look.job, state.no_replacement_since
+    at_once = any(rule.action is RuleAction.SHRINK for rule in rules)
+    may_leave = len(membership.members) - len(moves.leaving) - job.spec.least_nodes
+    waited_s = 0.0 if since is None else look.now - since
+    lost = moves.unplaced
+    joining = _joining(look, state, membership, missing=len(lost) - may_leave)
+    moves = replace(moves, to=moves.to | joining)
+    may_leave += len(joining)
+    if may_leave <= 0:
+        return moves
+    if len(lost) > may_leave or (lost and not at_once and waited_s < shrinks_after_s(job)):
+        return moves
+    leaving = set(lost)
+    if state.ran and len(moves.stuck) <= may_leave - len(leaving):
+        leaving.update(moves.stuck)
+    if just_saved(look, state, membership):
+        leaving.update(moves.warned[: may_leave - len(leaving)])
+    left = replace(
+        moves,
+        leaving=moves.leaving | leaving,
+        unplaced=[],
+    )
+    if not state.ran or not job.spec.may_shrink or (shrinks_after_s(job) and not at_once):
+        return left
+    return _without_unready(look, state, membership, left, groups, may_leave - len(leaving))
+
+
+def _joining(
+    look: Look, state: ControlState, membership: Membership, *, missing: int
+) -> dict[int, NodeView]:
+    """Missing members that join an epoch which begins anyway: those that are ready, and those on
+    their way too if the job cannot go on without them, because it lacks `missing` members."""
+    if suspension_of(look.job, look.observed) is not None or would_forget(membership, state.saved):
+        return {}
+    ready = ready_members(look, state, membership)
+    return ready if missing <= len(ready) else arriving_members(look, state, membership)
+
+
+def _without_unready(
+    look: Look,
+    state: ControlState,
+    membership: Membership,
+    moves: Moves,
+    groups: ParityGroups,
+    may_leave: int,
+) -> Moves:
+    """`moves`, without members that the others would wait for: those that have no agent on the node
+    that they would be on. They leave, and get ready there. Members with a notice leave right after
+    a generation was protected, and stay until then."""
+    later, leaving, to = dict[int, NodeView](), set(moves.leaving), dict(moves.to)
+    saved = just_saved(look, state, membership)
+    for member in sorted(membership.members, key=lambda each: each.index not in moves.lost):
+        index, node = member.index, moves.to.get(member.index)
+        node = node or node_of(look.observed, member)
+        waits = index in moves.held or index in moves.silent
+        if index in leaving or waits or _is_ready_on(look, member, node.name):
+            continue
+        if len(later) >= may_leave:
+            break
+        if index in moves.on_notice and not saved:
+            del to[index]
+        elif index in moves.lost or groups.bear_loss_of(index):
+            groups.give_up(index)
+            leaving.add(index)
+            to.pop(index, None)
+            later[index] = node
+    return replace(moves, leaving=frozenset(leaving), later=later, to=to)
+
+
+def _is_ready_on(look: Look, member: Member, node: str) -> bool:
+    """Whether ranks of the member can start on the node at once."""
+    agent = look.observed.agent(member.index, node)
+    if agent is not None:
+        return agent.state is AgentState.RUNNING and not agent.disruption
+    standbys = (each for each in look.observed.standbys if each.node == node)
+    return any(each.ready and each.state is AgentState.RUNNING for each in standbys)

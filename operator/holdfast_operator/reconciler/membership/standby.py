@@ -1,0 +1,143 @@
+"""Agents that wait on spares, so that a member that moves there has one at once. Pure.
+
+Starting an agent means starting an interpreter and importing torch, twice: seconds in which all
+ranks stand still. A standby agent has done both. It waits for the world as any agent does, and
+belongs to no member, so nothing here is evidence of a failure: one that ends is started again,
+after a pause. When a member moves to its node, `StartAgent` makes it that member's.
+
+Standby agents wait on the spares that would be taken first. They start while training runs: before
+that, the processor belongs to agents that are needed at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import replace
+
+from holdfast_core.snapshots.membership import Membership
+from holdfast_operator.reconciler.membership.joining import places
+from holdfast_operator.reconciler.observe.lookups import suspension_of
+from holdfast_operator.reconciler.observe.text import exit_in_words
+from holdfast_operator.reconciler.observe.views import (
+    AgentState,
+    ControlState,
+    EventReason,
+    NodeView,
+    StandbyView,
+    StartStandby,
+    StopStandby,
+)
+from holdfast_operator.reconciler.placement import choose_spare
+from holdfast_operator.reconciler.steps import Look, Step
+
+PAUSE_S, PAUSE_S_MAX = 1.0, 60.0
+"""Pause before a standby agent that has ended is started again, and the maximum of that pause: it
+doubles each time."""
+FORGET_S = 2 * PAUSE_S_MAX
+"""Time after which the end of a standby agent no longer makes the next pause longer."""
+
+
+def keep_standbys(look: Look, state: ControlState) -> Step:
+    """Start standby agents that are missing, and stop those that are not wanted.
+
+    This comes after all other rules, whose moves it has to know.
+    """
+    wanted = _wanted(look, state)
+    step = _note_exits(look, state, wanted)
+    there = {standby.node for standby in look.observed.standbys}
+    for standby in look.observed.standbys:
+        ended = standby.state is AgentState.EXITED
+        kept = standby.node in wanted or _is_taken_over(look, state, standby)
+        if standby.state is not AgentState.STOPPING and (ended or not kept):
+            step = step.act(StopStandby(node=standby.node))
+    if state.membership is None or state.resumed_epoch != state.membership.epoch:
+        return step
+    exits = step.state.standby_exits
+    missing = [n for n in wanted if n not in there and look.now >= _not_before(exits.get(n))]
+    return step.act(*(StartStandby(node=node) for node in missing))
+
+
+def _note_exits(look: Look, state: ControlState, wanted: Collection[str]) -> Step:
+    """Count the standby agents that have ended, and emit an event for each that is wanted."""
+    recent = {
+        node: (times, at)
+        for node, (times, at) in state.standby_exits.items()
+        if look.now - at < FORGET_S
+    }
+    step = Step(state)
+    for standby in look.observed.standbys:
+        if standby.state is AgentState.EXITED and standby.node in wanted:
+            times = recent.get(standby.node, (0, 0.0))[0] + 1
+            recent[standby.node] = times, look.now
+            how = "ended" if standby.exit_code is None else exit_in_words(standby.exit_code)
+            pause_s = _not_before(recent[standby.node]) - look.now
+            text = f"the standby agent on {standby.node} {how}; starting it again in {pause_s:g} s"
+            step = step.post(EventReason.STANDBY_EXITED, text, warning=True)
+    return replace(step, state=replace(state, standby_exits=recent))
+
+
+def _not_before(exits: tuple[int, float] | None) -> float:
+    """Time before which a standby agent must not be started again."""
+    if exits is None:
+        return float("-inf")
+    times, at = exits
+    return at + min(PAUSE_S * 2.0 ** (times - 1), PAUSE_S_MAX)
+
+
+def _is_taken_over(look: Look, state: ControlState, standby: StandbyView) -> bool:
+    """Whether a member has moved to the node, or will join there, and this is to be its agent."""
+    if state.membership is None or state.outcome is not None:
+        return False
+    if suspension_of(look.job, look.observed) is not None:
+        return False
+    joining = {node: member for member, node in state.joining}
+    member = state.membership.member_on(standby.node)
+    member = joining.get(standby.node) if member is None else member
+    return member is not None and look.observed.agent(member, standby.node) is None
+
+
+def _wanted(look: Look, state: ControlState) -> list[str]:
+    """Nodes on which a standby agent shall wait."""
+    membership = state.membership
+    if not look.standbys or membership is None or state.outcome is not None:
+        return []
+    if suspension_of(look.job, look.observed) is not None:
+        return []
+    return _taken_first(membership, _spares(look, state, membership), look.standbys)
+
+
+def _spares(look: Look, state: ControlState, membership: Membership) -> list[NodeView]:
+    """Nodes that a member could move to, without those where missing members will join. One with a
+    standby agent remains a spare while its daemon is away, for as long as a member would wait for
+    it."""
+    homes = {member.node for member in membership.members}
+    homes.update(places(look, state, membership).values())
+    reachable = {node.name for node in look.candidates(state)}
+    silent = {
+        standby.node
+        for standby in look.observed.standbys
+        if look.may_return(look.observed.nodes[standby.node], state)
+    }
+    return [
+        node
+        for name, node in look.observed.nodes.items()
+        if name in reachable | silent
+        and name not in homes
+        and name not in state.unfit
+        and not node.disruption
+    ]
+
+
+def _taken_first(membership: Membership, spares: list[NodeView], count: int) -> list[str]:
+    """The spares that would be taken first when a member is lost, `count` at most: those that most
+    members would take, then by name."""
+    first: Counter[str] = Counter()
+    if len(spares) > count:
+        settled = {member.index: member for member in membership.members}
+        for index in settled:
+            spare = choose_spare(membership, index, spares, settled)
+            assert spare is not None, "there are spares"
+            first[spare.name] += 1
+    ranked = sorted(spares, key=lambda node: (-first[node.name], node.name))
+    return [node.name for node in ranked[:count]]

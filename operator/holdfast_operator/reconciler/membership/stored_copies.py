@@ -1,0 +1,107 @@
+"""What durable storage changes for the control loop. Pure.
+
+Daemons look into storage and decide what to load; the control loop does neither. But it needs two
+of their reports: that an earlier run of the same name left generations of later epochs there, which
+the job has to pass before it may begin, and that storage cannot be read, which people should see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from holdfast_core.snapshots.membership import Membership, Tier
+from holdfast_operator.reconciler.failures.notices import asked_because
+from holdfast_operator.reconciler.membership.recovering import begin_epoch
+from holdfast_operator.reconciler.membership.replacing import Moves
+from holdfast_operator.reconciler.observe.views import (
+    Condition,
+    ConditionType,
+    ControlState,
+    EventReason,
+    JobView,
+    Observed,
+)
+from holdfast_operator.reconciler.steps import Look, Step
+
+
+def pass_stored_epochs(look: Look, state: ControlState, membership: Membership) -> Step:
+    """Begin the epoch after those in storage, if this one is not: generations are ordered by epoch,
+    and the next must be newer than every copy. Nothing has failed, so nothing is counted."""
+    views = look.observed.views(membership)
+    stored = max((view.stored_epoch for view in views if view is not None), default=0)
+    if stored < membership.epoch:
+        return Step(state)
+    passed = replace(state, epoch=max(state.epoch, stored))
+    step = begin_epoch(look, passed, membership, Moves(), ())
+    step = replace(step, state=replace(step.state, fruitless=state.fruitless))
+    return step.post(
+        EventReason.EARLIER_RUN,
+        f"storage holds generations of an earlier run up to epoch {stored}; epoch "
+        f"{step.state.epoch} begins",
+    ).wait()
+
+
+def note_copies(look: Look, state: ControlState, membership: Membership) -> Step:
+    """Remember the newest copy and where it is, so that storage without any copy is recognized as
+    the wrong one (`holdfast_core.durable.choice`). A copy that is not newer may be in the previous
+    storage."""
+    if membership.tier is None:
+        return Step(state)
+    views = look.observed.views(membership)
+    reported = [v.persisted for v in views if v is not None and v.persisted is not None]
+    newest, known = max(reported, default=None), state.stored
+    if newest is None or (known is not None and newest <= known):
+        return Step(state)
+    return Step(replace(state, stored=newest, stored_in=membership.tier.uri))
+
+
+def storage_conditions(
+    observed: Observed, state: ControlState, refusal: str = ""
+) -> tuple[Condition, ...]:
+    """Conditions on whether copies can be read, and whether the newest could be written; none for
+    jobs without durable storage. `refusal`: why the job may not persist to the location in its
+    document."""
+    membership = state.membership
+    if membership is None:
+        return ()
+    if membership.tier is None:
+        return (_not_allowed(refusal),) if refusal else ()
+    views = [view for view in observed.views(membership) if view is not None]
+    return _reachable(views, membership.tier), _persisted(views, membership.tier, state, refusal)
+
+
+def _persisted(
+    views: Sequence[JobView], tier: Tier, state: ControlState, refusal: str
+) -> Condition:
+    kind = ConditionType.PERSISTED
+    newest = max((view.persisted for view in views if view.persisted is not None), default=None)
+    held = (
+        "nothing is in storage yet" if newest is None else f"generation {newest} is in {tier.uri}"
+    )
+    held += asked_because(state)
+    if refusal:
+        return _not_allowed(f"{held}; {refusal}")
+    failure = next((view.persist_failure for view in views if view.persist_failure), "")
+    if failure:
+        message = f"{held}; the newest copy was given up: {failure}"
+        return Condition(type=kind, status=False, reason="Failing", message=message)
+    if newest is None:
+        return Condition(type=kind, status=False, reason="NotYet", message=held)
+    return Condition(type=kind, status=True, reason="InStorage", message=held)
+
+
+def _not_allowed(message: str) -> Condition:
+    return Condition(
+        type=ConditionType.PERSISTED, status=False, reason="NotAllowed", message=message
+    )
+
+
+def _reachable(views: Sequence[JobView], tier: Tier) -> Condition:
+    """Condition on reading copies. Daemons read none before one is needed: until then, true means
+    only that no problem is known."""
+    kind = ConditionType.STORAGE_REACHABLE
+    problem = next((view.storage_problem for view in views if view.storage_problem), "")
+    if problem:
+        return Condition(type=kind, status=False, reason="CannotLoad", message=problem)
+    return Condition(type=kind, status=True, reason="NothingWrong", message=tier.uri)

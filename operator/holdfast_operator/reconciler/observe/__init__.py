@@ -1,0 +1,1 @@
+"""What the reconciler knows: what is observed now, and what it remembers."""

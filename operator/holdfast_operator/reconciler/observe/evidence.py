@@ -1,0 +1,388 @@
+"""Derive causes from observations: what has failed, in the words of events and conditions.
+
+Level-triggered: a cause is read from the present state, never remembered. Publishing a new epoch
+makes evidence from the old one void, so that a cause leads to one recovery. This module must not
+decide what is done about a cause: `recovering` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from holdfast_core.exit_codes import BEGINS_ANEW, HOLDFAST_DECIDED
+from holdfast_core.job.parsing import MoETrainingJob, On
+from holdfast_core.snapshots.membership import Member, Membership
+from holdfast_operator.reconciler.observe.lookups import (
+    agent_at,
+    detection_s,
+    is_reachable,
+    node_of,
+    ranks_in,
+    silent_s,
+)
+from holdfast_operator.reconciler.observe.protection import ParityGroups
+from holdfast_operator.reconciler.observe.stalls import stall_of
+from holdfast_operator.reconciler.observe.text import exit_in_words, ranks_in_words
+from holdfast_operator.reconciler.observe.views import (
+    NEVER,
+    AgentState,
+    AgentView,
+    ControlState,
+    JobView,
+    NodeView,
+    Observed,
+)
+
+RETURN_S = 30.0
+"""Additional wait for a daemon that is being ended on purpose, or was seen starting, on a living
+node: moving its member would cost more than waiting for the memory that is still there."""
+
+DIAL_S = 10.0
+"""Additional wait for a daemon that has not connected to this control loop yet: the daemon may have
+to notice that the last control loop is gone, and dial again."""
+
+PATIENCE_S = 60.0
+"""Additional wait for a silent node that may still live, while its parity group could not rebuild
+what it holds: giving it up loses the generation that the job can go back to. After this the job
+starts from a copy in durable storage. Without one it waits, as for a node that nothing replaces."""
+
+UNSCHEDULABLE_S = 30.0
+"""How long there may be no room for an agent on its node before another node is tried."""
+
+UNSCHEDULABLE = "Unschedulable"
+"""Reason of an agent for which the cluster finds no room: the word of Kubernetes' scheduler."""
+
+FOLLOWING_CODE = 1
+"""Exit code of a rank that Python ended with a traceback, such as a broken connection to a peer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cause:
+    """One failure, for one failure rule."""
+
+    on: On
+    """Name of the failure in rules; `Any` for failures that have no name there, such as a lost
+    rank."""
+    text: str
+    member: int | None = None
+    exit_code: int | None = None
+    last_lines: str = ""
+    """Last lines that the rank or agent wrote, when it ended by itself."""
+    node_lost: bool = False
+    """Whether the member's memory on its node is lost, so that it cannot go on there as it is."""
+    presumed: bool = False
+    """Whether only its daemon's silence tells that the node is lost: its memory may be there."""
+    evicted: bool = False
+    """Whether the member's node takes no agent, so that the member cannot go on there, although its
+    memory is there."""
+    voluntary: bool = False
+    """Whether the member works, or has nothing to lose: a recovery is worth it only if it finds a
+    better node."""
+    stuck: bool = False
+    """Whether training waits for the member's agent, which finds no room on its node."""
+    counted: bool = False
+    """Whether it is what an earlier recovery waits for or has led to, which has been counted."""
+    awaits_code: bool = False
+    """Whether the agent may still report the rank's exit code."""
+
+    @property
+    def ended_by_holdfast(self) -> bool:
+        """Whether Holdfast, and nothing in the script, has decided that the rank ends."""
+        return self.on is On.EXIT_CODE and self.exit_code in HOLDFAST_DECIDED
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evidence:
+    """Causes of a recovery, and the daemons that must report before it begins."""
+
+    causes: tuple[Cause, ...]
+    suspects: tuple[str, ...]
+    """Members' nodes that are silent, but not yet long enough to be lost."""
+    groups: ParityGroups
+
+
+def gather(
+    job: MoETrainingJob,
+    membership: Membership,
+    observed: Observed,
+    state: ControlState,
+    now: float,
+) -> Evidence:
+    """Find everything that is wrong with the training world of `membership` now."""
+    causes: list[Cause] = []
+    suspects: list[str] = []
+    groups = ParityGroups(job, membership, observed, state, now)
+    strange: dict[int, bool] = {}
+    for member, view in zip(membership.members, observed.views(membership), strict=True):
+        node = node_of(observed, member)
+        loss = _node_loss(job, member, node, silent_s(node, state, now), groups)
+        if loss is not None:
+            causes.append(loss)
+        elif not is_reachable(job, node, state, now):
+            suspects.append(member.node)
+        else:
+            causes.extend(_contradiction(membership, member, view, strange))
+            found = list(_member_causes(membership, member, view, observed, state, now))
+            causes.extend(found or _awaited(job, membership, member, observed, state))
+    if not suspects and all(cause.voluntary for cause in causes):
+        causes.extend(_hang(job, membership, observed, state, now))
+    return Evidence(causes=tuple(causes), suspects=tuple(suspects), groups=groups)
+
+
+def principal(causes: Iterable[Cause]) -> tuple[Cause, ...]:
+    """Drop the causes that others explain. When a node is lost or taken away, ranks elsewhere die
+    as a result: they vanish, exit with a traceback (code 1) or are aborted (codes from 128 on).
+    When a rank died of something else, code 1 and ranks without a code are its consequence. Codes
+    with which Holdfast ends a rank are the consequence of any other."""
+    found = tuple(causes)
+    if any(not (c.ended_by_holdfast or c.voluntary) for c in found):
+        found = tuple(c for c in found if not c.ended_by_holdfast)
+    if any(c.on in (On.NODE_LOST, On.DISRUPTION) and not c.voluntary for c in found):
+        return tuple(c for c in found if not _follows_a_loss(c))
+    if any(c.on is On.EXIT_CODE and c.exit_code != FOLLOWING_CODE for c in found):
+        return tuple(c for c in found if c.on is not On.ANY and c.exit_code != FOLLOWING_CODE)
+    return found
+
+
+def _follows_a_loss(cause: Cause) -> bool:
+    code = cause.exit_code
+    died = code is None or code == FOLLOWING_CODE or code >= 128
+    return cause.on is On.ANY or (cause.on is On.EXIT_CODE and died)
+
+
+def _node_loss(
+    job: MoETrainingJob, member: Member, node: NodeView, silence_s: float, groups: ParityGroups
+) -> Cause | None:
+    patience_s = detection_s(job)
+    if silence_s >= patience_s and not node.gone:
+        patience_s += max(
+            job.spec.failure_policy.detection.replace_seconds,
+            RETURN_S if node.returning else 0.0,
+            DIAL_S if node.heartbeat_at == NEVER else 0.0,
+            0.0 if groups.bear_loss_of(member.index) else PATIENCE_S,
+        )
+    if silence_s >= patience_s:
+        text = (
+            f"member {member.index} lost with node {member.node} "
+            f"(no heartbeat for {silence_s:.1f} s)"
+        )
+    elif node.connected and node.memory_id != member.memory_id:
+        text = f"member {member.index} lost its memory: node {member.node} came back with another"
+    else:
+        return None
+    return Cause(
+        on=On.NODE_LOST,
+        text=text,
+        member=member.index,
+        node_lost=True,
+        presumed=not (node.gone or node.connected),
+    )
+
+
+def _member_causes(
+    membership: Membership,
+    member: Member,
+    view: JobView | None,
+    observed: Observed,
+    state: ControlState,
+    now: float,
+) -> Iterator[Cause]:
+    """Find what is wrong with a member whose daemon is reachable."""
+    agent, node = agent_at(observed, member), node_of(observed, member)
+    ran = state.resumed_epoch == membership.epoch
+    if agent is not None and is_left_over(agent, state, membership):
+        yield from _rank_failures(member, view, agent)
+        return
+    failures = list(_failures(member, view, agent))
+    if agent is None and state.confirmed_epoch == membership.epoch and not node.schedulable:
+        text = f"member {member.index} has no agent, and node {member.node} accepts none"
+        yield Cause(on=On.DISRUPTION, text=text, member=member.index, evicted=True)
+    elif agent is not None and _is_taken_away(agent, ran or bool(failures)):
+        how = "was taken away" if agent.state is AgentState.EXITED else "is being removed"
+        text = f"the agent of member {member.index} on {member.node} {how}: "
+        yield Cause(
+            on=On.DISRUPTION,
+            text=text + agent.disruption,
+            member=member.index,
+            evicted=not node.schedulable,
+        )
+    elif failures:
+        yield from failures
+    elif agent is None and ran:
+        # Ranks that had closed their sessions ended with it, and the others need them.
+        text = f"the agent of member {member.index} has vanished"
+        yield Cause(on=On.ANY, text=text, member=member.index)
+    else:
+        yield from _reasons_to_move(
+            member, node, agent, max(state.began_at, state.attentive_since), now
+        )
+
+
+def _awaited(
+    job: MoETrainingJob,
+    membership: Membership,
+    member: Member,
+    observed: Observed,
+    state: ControlState,
+) -> Iterator[Cause]:
+    """Find a member that the epoch waits for, because its agent is not there: a job that may go on
+    without it does."""
+    forming = state.ran and membership.epoch == state.confirmed_epoch > state.resumed_epoch
+    agent = agent_at(observed, member)
+    if not job.spec.may_shrink or not forming:
+        return
+    if agent is None or (agent.state is not AgentState.RUNNING and agent.exit_code != 0):
+        how = "is missing" if agent is None else f"is {agent.state.value}"
+        text = f"training waits for the agent of member {member.index}, which {how}"
+        yield Cause(on=On.ANY, text=text, member=member.index, voluntary=True, counted=True)
+
+
+def is_left_over(agent: AgentView, state: ControlState, membership: Membership) -> bool:
+    """Whether an agent may have failed in an earlier epoch: its daemon reports the ranks before the
+    agent's own end is known, and a restarted control loop cannot find out when that was. If it took
+    ranks with it in this epoch, its daemon reports them."""
+    if agent.state is not AgentState.EXITED or agent.exit_code == 0:
+        return False
+    if state.resumed_epoch == membership.epoch:
+        return False
+    return state.began_at == NEVER or agent.member in state.carried
+
+
+def _is_taken_away(agent: AgentView, worked: bool) -> bool:
+    """Whether the cluster ends the agent, and training with it. An agent that is already ending was
+    at work only if there was work: otherwise it belongs to the last epoch, which has ended."""
+    if not agent.disruption or agent.state is AgentState.STARTING:
+        return False
+    if agent.state is AgentState.EXITED:
+        return agent.exit_code != 0
+    return agent.state is AgentState.RUNNING or worked
+
+
+def _failures(member: Member, view: JobView | None, agent: AgentView | None) -> Iterator[Cause]:
+    yield from _rank_failures(member, view, agent)
+    if agent is not None and agent.state is AgentState.EXITED and agent.exit_code != 0:
+        code = agent.exit_code
+        how = (
+            exit_in_words(code, agent.reason, agent.message)
+            if code is not None
+            else agent.why or "ended"
+        )
+        yield Cause(
+            on=On.EXIT_CODE,
+            text=f"the agent of member {member.index} {how}",
+            member=member.index,
+            exit_code=code,
+            last_lines=agent.last_lines,
+        )
+
+
+def _rank_failures(
+    member: Member, view: JobView | None, agent: AgentView | None
+) -> Iterator[Cause]:
+    """Find failed or lost ranks. An agent reports the exit code of the first worker that failed,
+    and ends the others."""
+    if view is None:
+        return
+    exits = [(rank, rank.exit_code) for rank in view.ranks if rank.exit_code]
+    lost = [rank.rank for rank in view.ranks if rank.lost]
+    for rank, code in exits:
+        yield Cause(
+            on=On.EXIT_CODE,
+            text=f"rank {rank.rank} {exit_in_words(code, rank.exit_reason)}",
+            member=member.index,
+            exit_code=code,
+            last_lines=rank.last_lines,
+            counted=code == BEGINS_ANEW,
+        )
+    if exits:
+        return
+    if lost:
+        yield Cause(
+            on=On.ANY,
+            text=f"{ranks_in_words(lost)} lost",
+            member=member.index,
+            awaits_code=agent is not None
+            and agent.state is AgentState.RUNNING
+            and not view.agent_waiting,
+        )
+    elif view.agent_waiting:
+        text = f"the agent of member {member.index} waits for a new epoch"
+        yield Cause(on=On.ANY, text=text, member=member.index)
+
+
+def _reasons_to_move(
+    member: Member, node: NodeView, agent: AgentView | None, since: float, now: float
+) -> Iterator[Cause]:
+    """Reasons to move a member that has not failed."""
+    if node.disruption:
+        text = f"node {member.node} of member {member.index} will be taken away: {node.disruption}"
+        yield Cause(on=On.DISRUPTION, text=text, member=member.index, voluntary=True)
+    elif agent is not None and is_unschedulable(agent) and now - since >= UNSCHEDULABLE_S:
+        text = f"there is no room for member {member.index} on node {member.node} ({agent.why})"
+        yield Cause(on=On.DISRUPTION, text=text, member=member.index, voluntary=True, stuck=True)
+
+
+def is_unschedulable(agent: AgentView) -> bool:
+    """Whether an agent waits because the cluster finds no room for it."""
+    return agent.state is AgentState.STARTING and agent.reason == UNSCHEDULABLE
+
+
+def _contradiction(
+    membership: Membership, member: Member, view: JobView | None, strange: dict[int, bool]
+) -> Iterator[Cause]:
+    """Find a daemon that holds another membership of the same epoch. `strange` caches comparisons
+    by `id`: thousands of daemons mostly report one object, and it is long."""
+    theirs = None if view is None else view.membership
+    if theirs is None:
+        return
+    if id(theirs) not in strange:
+        strange[id(theirs)] = theirs is not membership and _differ(theirs, membership)
+    if strange[id(theirs)]:
+        text = f"node {member.node} holds another membership of epoch {membership.epoch}"
+        yield Cause(on=On.ANY, text=text, member=member.index)
+
+
+def _differ(theirs: Membership, ours: Membership) -> bool:
+    """Whether two memberships differ in more than addresses."""
+
+    def identity(of: Membership) -> list[tuple[int, str, str]]:
+        return [(member.index, member.node, member.memory_id) for member in of.members]
+
+    return identity(theirs) != identity(ours)
+
+
+def _hang(
+    job: MoETrainingJob,
+    membership: Membership,
+    observed: Observed,
+    state: ControlState,
+    now: float,
+) -> Iterator[Cause]:
+    """Find out whether nothing has got on for too long: in a start or at the end, where no rank can
+    report steps (`stalls`), or in training. There ranks wait for each other in collectives, so one
+    that hangs stops all; those that are a step behind, or idle for longest, are named."""
+    stall = stall_of(job, membership, observed, state, now)
+    if stall is not None:
+        if stall.quiet_s >= stall.limit_s:
+            text = f"{stall.quiet_text} for {stall.quiet_s:.1f} s"
+            yield Cause(on=On.HANG, text=text, member=stall.member)
+        return
+    ranks = [r for r in ranks_in(observed, membership) if r.at_work]
+    if not ranks:
+        return
+    idle_s = min(r.idle_s for r in ranks)
+    started = any(r.step > (state.started_from or 0) for r in ranks)
+    detection = job.spec.failure_policy.detection
+    if idle_s < (detection.hang_seconds if started else detection.start_limit_s):
+        return
+    behind_step = min(r.step for r in ranks)
+    behind = [r for r in ranks if r.step == behind_step]
+    longest_s = max(r.idle_s for r in behind)
+    named = [r.rank for r in behind if r.idle_s == longest_s] if len(behind) > 1 else []
+    named = named or [r.rank for r in behind]
+    text = (
+        f"no progress of any rank for {idle_s:.1f} s; {ranks_in_words(named)} idle for "
+        f"{longest_s:.1f} s at step {behind_step}"
+    )
+    yield Cause(on=On.HANG, text=text, member=membership.member_of(named[0]))

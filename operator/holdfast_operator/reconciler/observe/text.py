@@ -1,0 +1,64 @@
+"""Lists and exit codes in words that stay short, for events and conditions. Pure."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+
+from holdfast_core.exit_codes import BEGINS_ANEW, PROCESS_ENDS
+from holdfast_core.states import EndReason
+from holdfast_operator.reconciler.observe.views import INIT_FAILED
+
+KILLED = 128 + signal.SIGKILL
+"""Exit code of a process that SIGKILL ended."""
+NAMED_MAX = 8
+"""Names in a list for people; a job of thousands of members must not fill its own status."""
+
+
+def listed(items: Iterable[object]) -> str:
+    """`a, b, c`; for a long list its beginning, and how many more there are."""
+    names = [str(item) for item in items]
+    if len(names) <= NAMED_MAX:
+        return ", ".join(names)
+    return f"{', '.join(names[:NAMED_MAX])} and {len(names) - NAMED_MAX} more"
+
+
+def roughly(seconds: float) -> str:
+    """`20 s`, `3 min`: coarse, so that a status that shows how long something takes is seldom
+    written anew."""
+    return f"{seconds // 10 * 10:.0f} s" if seconds < 120 else f"{seconds // 60:.0f} min"
+
+
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """`rank 3`, or `ranks 3, 4`."""
+    found = sorted(ranks)
+    return f"rank {found[0]}" if len(found) == 1 else f"ranks {listed(found)}"
+
+
+def exit_in_words(code: int, reason: str = "", message: str = "") -> str:
+    """`exited with code 3`, or `was killed by SIGKILL (code 137)`, or why Holdfast ended it.
+
+    Args:
+        reason: why, in one word of Kubernetes; empty or `Error` where only the code is known.
+        message: the same in a sentence.
+    """
+    if code == BEGINS_ANEW:
+        return f"ended so that training begins anew (code {code})"
+    if code == PROCESS_ENDS:
+        return f"ended with its training world (code {code})"
+    if reason == INIT_FAILED:
+        return f"was not started: {message}"
+    if reason == EndReason.OOM_KILLED and code == KILLED:
+        return f"was killed for lack of memory (OOMKilled, code {code})"
+    if reason == EndReason.OOM_KILLED:
+        return (
+            f"exited with code {code}, after a process beside it was killed for lack of memory "
+            f"(OOMKilled)"
+        )
+    if reason not in ("", "Error"):
+        return f"ended: {': '.join(filter(None, (reason, message)))} (code {code})"
+    try:
+        name = signal.Signals(code - 128).name
+    except ValueError:
+        return f"exited with code {code}"
+    return f"was killed by {name} (code {code})"

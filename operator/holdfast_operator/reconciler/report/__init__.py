@@ -1,0 +1,1 @@
+"""What people are told: conditions, causes, recoveries, losses."""

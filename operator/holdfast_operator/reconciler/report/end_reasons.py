@@ -1,0 +1,134 @@
+"""Why agents and ranks ended, where that is known late, or says more than one end alone.
+
+A container that the kernel or the cluster ends takes its launcher along, so its daemon sees no more
+than a broken connection, and a recovery begins. The reason comes with the pod's status, a second or
+two later, when the next epoch has begun. It is told then, in an event and in the history.
+
+Memory that is short at one step is short there again: nothing that a restart changes. Three ends at
+the same step are an error of the job, with advice. Memory that a process loses over hours is
+another matter: training gets on between the ends, and restarts go on as after any failure. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from holdfast_core.job.parsing import MoETrainingJob
+from holdfast_core.snapshots.membership import Membership
+from holdfast_core.states import EndReason
+from holdfast_operator.reconciler.observe.counters import Outcome
+from holdfast_operator.reconciler.observe.evidence import is_left_over
+from holdfast_operator.reconciler.observe.last_failure import MemoryShortage
+from holdfast_operator.reconciler.observe.lookups import agent_at, ranks_in
+from holdfast_operator.reconciler.observe.text import KILLED, exit_in_words
+from holdfast_operator.reconciler.observe.views import (
+    AgentState,
+    AgentView,
+    ControlState,
+    EventReason,
+)
+from holdfast_operator.reconciler.report.conditions import newest_complete, newest_step
+from holdfast_operator.reconciler.steps import Look, Step, end
+
+SHORTAGES_MAX = 3
+"""Ends for lack of memory at one step after which the job has failed."""
+SAME_STEPS = 2
+"""Steps by which such ends may lie apart: ranks report their steps with a delay."""
+ADVICE = (
+    "raise resources.limits.memory of the trainer's container, or lower what it needs: the batch, "
+    "the workers of data loaders, what a step keeps (or restart it all the same, by a failure rule "
+    "on ExitCode 137)"
+)
+
+
+def note_late_ends(look: Look, state: ControlState, membership: Membership) -> Step:
+    """Emit an event for each agent and rank of the last epoch whose end has a reason that was not
+    known when that epoch ended."""
+    step = Step(state)
+    for who, how in _late_ends(look, state, membership):
+        kept = {each for each in step.state.late_ends if each[0] == membership.epoch}
+        if (membership.epoch, who) in kept:
+            continue
+        kept.add((membership.epoch, who))
+        step = step.post(EventReason.AGENT_ENDED, f"{who} {how}", warning=True)
+        step = replace(step, state=replace(step.state, late_ends=frozenset(kept)))
+    return step
+
+
+def _late_ends(
+    look: Look, state: ControlState, membership: Membership
+) -> Iterator[tuple[str, str]]:
+    """Yield (who, how) for each end of the last epoch with a reason."""
+    for agent in _agents(look, membership):
+        if agent.reason not in ("", "Error") and is_left_over(agent, state, membership):
+            how = exit_in_words(agent.exit_code or 0, agent.reason, agent.message)
+            yield f"the agent of member {agent.member} on {agent.node}", how
+    known = state.shortage.epoch if state.shortage is not None else 0
+    for rank in ranks_in(look.observed, membership):
+        if known < rank.oom_killed_in == membership.epoch - 1:
+            yield f"rank {rank.rank}", exit_in_words(KILLED, EndReason.OOM_KILLED)
+
+
+def note_shortages(look: Look, state: ControlState, membership: Membership) -> Step:
+    """Count ends for lack of memory, and end a job that has had too many at one step."""
+    state = replace(state, reached=_reached(look, state, membership))
+    step, before = Step(state), state.shortage
+    found = max(_shortages(look, state, membership), default=None)
+    if found is None or (before is not None and before.epoch >= found[0]):
+        return step
+    epoch, how = found
+    at = dict(state.reached).get(epoch, 0)
+    shortage = MemoryShortage(epoch=epoch, step=at)
+    if before is not None and abs(at - before.step) <= SAME_STEPS:
+        shortage = replace(before, epoch=epoch, times=before.times + 1)
+    text = f"{how} after step {at}"
+    if shortage.times > 1:
+        text += f", {shortage.times} times at the same step"
+    state = replace(state, shortage=shortage)
+    if shortage.times >= SHORTAGES_MAX and not _rule_names_kills(look.job):
+        return end(look, state, Outcome.FAILED, f"{text}; {ADVICE}", "OutOfMemory")
+    return Step(state).post(EventReason.OUT_OF_MEMORY, text, warning=True)
+
+
+def _reached(
+    look: Look, state: ControlState, membership: Membership
+) -> tuple[tuple[int, int], ...]:
+    """Newest step of this epoch, as far as anyone has reported it, and of the one before."""
+    complete = newest_complete(look.observed, membership)
+    known = dict(state.reached)
+    step = max(
+        newest_step(look.observed, membership),
+        complete.step if complete is not None else 0,
+        state.started_from or 0,
+        known.get(membership.epoch, 0),
+    )
+    return tuple(sorted((known | {membership.epoch: step}).items()))[-2:]
+
+
+def _shortages(
+    look: Look, state: ControlState, membership: Membership
+) -> Iterator[tuple[int, str]]:
+    """Yield (epoch, who ended and how) for each end for lack of memory, in this epoch or at the end
+    of the last."""
+    for rank in ranks_in(look.observed, membership):
+        if rank.oom_killed_in and rank.oom_killed_in >= membership.epoch - 1:
+            how = exit_in_words(rank.exit_code or KILLED, EndReason.OOM_KILLED)
+            yield rank.oom_killed_in, f"rank {rank.rank} {how}"
+    for agent in _agents(look, membership):
+        if (agent.exit_code, agent.reason) == (KILLED, EndReason.OOM_KILLED):
+            late = is_left_over(agent, state, membership)
+            how = exit_in_words(KILLED, agent.reason)
+            yield membership.epoch - late, f"the agent of member {agent.member} {how}"
+
+
+def _agents(look: Look, membership: Membership) -> Iterator[AgentView]:
+    """Yield the members' agents that have ended."""
+    for member in membership.members:
+        agent = agent_at(look.observed, member)
+        if agent is not None and agent.state is AgentState.EXITED:
+            yield agent
+
+
+def _rule_names_kills(job: MoETrainingJob) -> bool:
+    return any(KILLED in rule.values for rule in job.spec.failure_policy.rules)

@@ -1,0 +1,111 @@
+"""History of recoveries: what was lost, what was restored from where, how long it took.
+
+Pure: it follows what the control loop saw and decided. For people only; nothing depends on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from holdfast_core.states import RestoreSource
+from holdfast_operator.reconciler.failures.replays import replay_in_words
+from holdfast_operator.reconciler.observe.lookups import ranks_in
+from holdfast_operator.reconciler.observe.views import Decision, EventReason, Observed
+from holdfast_operator.reconciler.report.conditions import newest_step, training_runs
+
+_FARTHEST_FIRST = (
+    RestoreSource.STORAGE,
+    RestoreSource.PARITY,
+    RestoreSource.LOCAL,
+    RestoreSource.LIVE,
+    RestoreSource.NONE,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recovery:
+    """One recovery, from the decision to the next step."""
+
+    epoch: int
+    cause: str
+    decided_at: float
+    step_before: int
+    """Newest step that any rank had reported before the recovery, or before those that it cut
+    off."""
+    resumed_at: float | None = None
+    """When all ranks were restored and at work."""
+    restored_step: int | None = None
+    """Step that was restored; 0 for a fresh start."""
+    lost_steps: int | None = None
+    sources: tuple[tuple[int, RestoreSource], ...] = ()
+    """Each rank, and the source of its state."""
+    replay: str = ""
+    """Which ranks repeated which steps alone, or why none did; empty without pipeline stages."""
+    advanced_at: float | None = None
+    """When the first step after the restored one was completed."""
+
+    @property
+    def source(self) -> RestoreSource:
+        """Source of the state of all ranks together: storage or parity if any rank needed it."""
+        kinds = {source for _, source in self.sources}
+        return next((kind for kind in _FARTHEST_FIRST if kind in kinds), RestoreSource.UNKNOWN)
+
+
+RECOVERIES_MAX = 1000
+"""Recoveries that are remembered, and shown in the status; older ones are dropped."""
+
+
+class Recoveries:
+    """Newest recoveries of a run, as far as this control loop saw them. Times are the caller's."""
+
+    def __init__(self) -> None:
+        self.all: list[Recovery] = []
+        self._step = 0
+        self._count: int | None = None
+
+    def follow(self, observed: Observed, decision: Decision, time: float) -> None:
+        """Add one look of the reconciler."""
+        state = decision.state
+        membership = state.membership
+        began = self._count is not None and state.recoveries > self._count
+        self._count = state.recoveries
+        if membership is None:
+            return
+        if began and state.outcome is None:
+            if self.all and self.all[-1].resumed_at is None:  # cut off: its loss is this one's
+                self._step = max(self._step, self.all[-1].step_before)
+            causes = [e.message for e in decision.events if e.reason == EventReason.RECOVERING]
+            self.all.append(
+                Recovery(
+                    epoch=membership.epoch,
+                    cause=causes[-1] if causes else decision.reason,
+                    decided_at=time,
+                    step_before=self._step,
+                )
+            )
+            del self.all[:-RECOVERIES_MAX]
+            self._step = 0
+        step = newest_step(observed, membership)
+        self._step = max(self._step, step)
+        if not self.all or self.all[-1].epoch != membership.epoch:
+            return
+        last = self.all[-1]
+        for event in decision.events:
+            if event.reason == EventReason.AGENT_ENDED and not began:  # of the epoch that it ended
+                last = replace(last, cause=f"{event.message}; {last.cause}")
+        start = state.started_from
+        if last.resumed_at is None and start is not None and training_runs(observed, membership):
+            ranks = ranks_in(observed, membership)
+            last = replace(
+                last,
+                resumed_at=time,
+                restored_step=start,
+                lost_steps=max(0, last.step_before - start),
+                sources=tuple(
+                    (rank.rank, rank.restored_from or RestoreSource.NONE) for rank in ranks
+                ),
+                replay=replay_in_words(ranks),
+            )
+        if last.advanced_at is None and start is not None and step > start:
+            last = replace(last, advanced_at=time)
+        self.all[-1] = last

@@ -1,0 +1,1 @@
+"""Channels, certificates, and how long these are valid."""
