@@ -21,7 +21,7 @@ from torch import nn
 import holdfast
 from benchmarks.floors import SHARED_MEMORY
 from benchmarks.measure import REPETITIONS, WARM_UPS, Figure, Outcome, ratio, run_part
-from holdfast._session import ProtectedSession
+from holdfast._session.protected import ProtectedSession
 from holdfast.testing import FakeDaemon
 from holdfast_core.snapshots.layouts import decode_layout
 

@@ -21,7 +21,7 @@ from torch import nn
 import holdfast
 from benchmarks.floors import SHARED_MEMORY
 from benchmarks.measure import Figure, Outcome, encode, milliseconds, ratio, timed
-from holdfast._session import ProtectedSession
+from holdfast._session.protected import ProtectedSession
 from holdfast._state.in_place import InPlaceCheck
 from holdfast.testing import FakeDaemon
 

@@ -19,9 +19,9 @@ import holdfast
 from benchmarks.floors import Memcpy
 from benchmarks.measure import REPETITIONS, WARM_UPS
 from benchmarks.states import State
+from holdfast._agree.replicas import digests_of
 from holdfast._copying.devices import CpuDevice
 from holdfast._copying.engine import CopyEngine
-from holdfast._saving.replicas import digests_of
 from holdfast._state.capture import LiveState
 
 JOB = "bench"

@@ -28,7 +28,7 @@ from benchmarks.gpu.results import Goal, Results, in_turn, run, settle
 from benchmarks.gpu.room import GIB, MIB, state_bytes
 from benchmarks.measure import timed
 from holdfast._copying.engine import CopyEngine
-from holdfast._session import ProtectedSession
+from holdfast._session.protected import ProtectedSession
 
 LARGE_BYTES_MAX = 4 * GIB
 LARGE_TENSORS = 16

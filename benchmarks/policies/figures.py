@@ -158,7 +158,7 @@ def data_path_peak(
     topology: Topology,
 ) -> int:
     """Bytes of the most loaded rank in a round of snapshots whose shards stay where they are, as
-    the SDK plans them (`holdfast._saving.plan.plan_together`)."""
+    the SDK plans them (`holdfast._agree.plan.plan_together`)."""
     plan = plan_shards(tensors, topology, ShardStrategy.ADAPTIVE, expert_grain=Grain.UNIT)
     return max(
         sum(shard.nbytes for shard in shards if shard.unit not in left_out)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast._saving.plan import table_of
+from holdfast._agree.plan import table_of
 from holdfast._state.capture import LiveState
 from holdfast_core.snapshots.units import TensorSize, UnitKey, UnitKind
 from holdfast_core.topology import Topology

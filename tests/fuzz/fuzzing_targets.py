@@ -281,14 +281,14 @@ def _extras(data: bytes) -> None:
 
 
 def _expert_state(data: bytes) -> None:
-    from holdfast._experts.partial_state import PartialState
+    from holdfast._capture.partial_state import PartialState
 
     state = PartialState.decode(data)
     assert PartialState.decode(state.encode()) == state
 
 
 def _expert_state_seeds() -> list[bytes]:
-    from holdfast._experts.partial_state import PartialState
+    from holdfast._capture.partial_state import PartialState
     from holdfast_core.experts.counts import UNKNOWN, Mark
     from holdfast_core.experts.ledger import ExpertLedger
     from holdfast_core.experts.replenish import Replenishing
@@ -326,7 +326,7 @@ def _extras_seeds() -> list[bytes]:
 
 
 def _window_record(data: bytes) -> None:
-    from holdfast._experts import windows
+    from holdfast._capture import window_records as windows
 
     record = windows.decode_record(b"hfw1" + data)
     assert record is not None
@@ -337,7 +337,7 @@ def _window_record(data: bytes) -> None:
 
 
 def _window_record_seeds() -> list[bytes]:
-    from holdfast._experts.windows import WindowRecord, encode_record
+    from holdfast._capture.window_records import WindowRecord, encode_record
     from holdfast_core.job.snapshots import Repeats
 
     first, second = (entry.unit for entry in seeds.LAYOUT.entries)

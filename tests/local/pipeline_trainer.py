@@ -22,8 +22,8 @@ import train_moe_pipeline
 
 from holdfast import SaveHandle
 from holdfast._elastic.session import ElasticSession
-from holdfast._nodaemon import UnprotectedSession
-from holdfast._session import ProtectedSession
+from holdfast._session.protected import ProtectedSession
+from holdfast._session.unprotected import UnprotectedSession
 
 PACE_S = 0.1
 """Part of each step in which a rank computes nothing: ranks outnumber cores, and a test reads their

@@ -86,7 +86,7 @@ def digests(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def versions(session: Any) -> list[int]:
     """For each expert, the step at which it was captured, as the policy recorded it; empty where
     snapshots have everything, and after a restore of what another world captured."""
-    ledger = getattr(session._session._saver._policy, "_ledger", None)
+    ledger = getattr(session._session._saver.strategy, "_ledger", None)
     if ledger is None:
         return []
     return [held[-1].generation.step for _, held in sorted(ledger.versions.items()) if held]

@@ -28,12 +28,12 @@ from torch.nn.functional import dropout
 from torch.utils.data import DataLoader
 
 import holdfast
+from holdfast._agree.exchange import GlooExchange
 from holdfast._daemon.client import GrpcClient
 from holdfast._elastic import groups
 from holdfast._elastic.world import World
-from holdfast._exchange import GlooExchange
 from holdfast._restoring import live
-from holdfast._session import ProtectedSession
+from holdfast._session.protected import ProtectedSession
 from holdfast._state.collect import seed_generators
 
 SAMPLES, BATCH, WIDTH, SEED = 48, 2, 8, 7

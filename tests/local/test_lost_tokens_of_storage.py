@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from test_lost_tokens_shown import WAIT_S, small_job
 
-from holdfast._experts.partial_state import PartialState
+from holdfast._capture.partial_state import PartialState
 from holdfast._state.extras import split_extras
 from holdfast_cli.local import LocalCluster, LocalSettings
 from holdfast_core.durable.sets import StoredSet

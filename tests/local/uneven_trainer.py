@@ -25,11 +25,11 @@ from torch.utils.data import DataLoader, Dataset
 
 import holdfast
 from holdfast import elastic, moe
+from holdfast._agree.exchange import GlooExchange
 from holdfast._daemon.client import GrpcClient
 from holdfast._elastic.session import ElasticSession
-from holdfast._exchange import GlooExchange
 from holdfast._moe import exchanging, gradients, reseating
-from holdfast._session import ProtectedSession
+from holdfast._session.protected import ProtectedSession
 
 LAYERS, EXPERTS, WIDTH, TOKENS, SAMPLES, BATCH = 2, 8, 8, 6, 48, 10
 PACE_S = 0.03

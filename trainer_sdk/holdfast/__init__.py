@@ -17,9 +17,9 @@ from holdfast import elastic
 from holdfast._daemon.handles import SaveHandle
 from holdfast._elastic.sampler import ElasticSampler
 from holdfast._init import init
-from holdfast._interface import Session
 from holdfast._mesh import topology_from_device_mesh
 from holdfast._sampler import RecoverableSampler
+from holdfast._session.interface import Session
 from holdfast._settings import Settings
 from holdfast._state.extras import UnsupportedValueError
 from holdfast_core.errors import (

@@ -13,27 +13,29 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from holdfast._agree.exchange import Alone, Exchange, make_exchange
+from holdfast._agree.expert_counts import ExpertCounts
+from holdfast._agree.interval import DueSaves, SaveInterval
+from holdfast._agree.replica_check import ReplicaCheck
+from holdfast._agree.window_order import WindowDecisions
+from holdfast._capture.gradients import NO_GRADIENTS, Gradients
+from holdfast._capture.partial import PartialCapture
+from holdfast._capture.strategy import CaptureStrategy
+from holdfast._capture.whole import WholeCapture
+from holdfast._capture.windows import WindowCapture
 from holdfast._copying.devices import device_of
 from holdfast._daemon.client import DaemonClient, GrpcClient
 from holdfast._elastic.pipeline import Pipeline
 from holdfast._elastic.session import ElasticSession, check_staying
 from holdfast._elastic.world import World
 from holdfast._environment import Environment, read_environment
-from holdfast._exchange import Alone, Exchange, make_exchange
 from holdfast._exits import set_exit_codes
-from holdfast._experts.counting import Counting
-from holdfast._experts.deciding import Deciding
-from holdfast._experts.gradients import NO_GRADIENTS, Gradients
-from holdfast._experts.partial import PartialCapture
-from holdfast._experts.policy import CapturePolicy, FullCapture
-from holdfast._interface import Session
 from holdfast._moe.checks import check_same_optimizer
 from holdfast._moe.layer import MoELayer
 from holdfast._moe.reseating import Reseating
-from holdfast._nodaemon import UnprotectedSession
-from holdfast._saving.comparing import Comparing
-from holdfast._saving.pacing import DueSaves, EverySave, Pacing
-from holdfast._session import ProtectedSession
+from holdfast._session.interface import Session, WorldSession
+from holdfast._session.protected import ProtectedSession
+from holdfast._session.unprotected import UnprotectedSession
 from holdfast._settings import Settings
 from holdfast._state.capture import LiveState
 from holdfast._state.collect import Stateful
@@ -44,7 +46,7 @@ from holdfast._state.nested import check_nested, notices_steps, with_nested
 from holdfast._state.program_start import ProgramStart
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.experts.policies import policy_of
-from holdfast_core.job.snapshots import Full, Policy, Repeats, SparseWindows
+from holdfast_core.job.snapshots import Full, PartialExperts, Repeats, Selective, SparseWindows
 from holdfast_core.topology import Topology
 
 
@@ -145,13 +147,10 @@ class _Maker:
     @property
     def can_go_on_live(self) -> bool:
         """Whether training can go on from what processes have, after others were lost."""
-        policy = self.settings.policy
         return (
             self.protects
             and self.settings.go_on_live
-            and (
-                policy is None or isinstance(policy, Full | SparseWindows) or _has_seats(self.model)
-            )
+            and (not self.settings.leaves_experts_out or _has_seats(self.model))
             and all(notices_steps(one) for one in self.optimizers)
         )
 
@@ -169,7 +168,7 @@ class _Maker:
                 stays=self.world is not None,
             )
         if _has_seats(self.model):
-            _check_seats(self.topology, self.settings.policy)
+            _check_seats(self.topology, self.settings)
             for one in self.optimizers:
                 check_same_optimizer(one)
 
@@ -199,7 +198,7 @@ class _Maker:
             rebalance_steps=given.rebalance_steps if given else 0,
         )
 
-    def session(self, begun: ProgramStart | None = None) -> Session:
+    def session(self, begun: ProgramStart | None = None) -> WorldSession:
         """Make a session of the present world. Collective.
 
         Args:
@@ -236,10 +235,9 @@ class _Maker:
             rank=rank,
             client=self.daemon or self._connect(rank, ranks),
             exchange=ranks,
-            policy=_policy(live, rank, world_size, self.settings, exchange),
-            comparing=_comparing(topology, self.settings, exchange),
-            pacing=_pacing(self.settings, exchange),
-            deciding=_deciding(self.settings, exchange),
+            strategy=_strategy(live, rank, world_size, self.settings, exchange),
+            replica_check=_replica_check(topology, self.settings, exchange),
+            interval=_interval(self.settings, exchange),
             device=device_of(raw(parameter) for parameter in self.model.parameters()),
             settings=self.settings,
             hooks=self.world is None,
@@ -303,7 +301,7 @@ def _has_seats(model: nn.Module) -> bool:
     return any(isinstance(module, Seats) for module in model.modules())
 
 
-def _check_seats(topology: Topology | None, policy: Policy | None) -> None:
+def _check_seats(topology: Topology | None, settings: Settings) -> None:
     """Check what experts in seats need.
 
     Raises:
@@ -315,21 +313,21 @@ def _check_seats(topology: Topology | None, policy: Policy | None) -> None:
             f"not what {topology} describes: leave topology out, and give the job parallelism "
             f"{{dp: {topology.world_size}}}"
         )
-    if isinstance(policy, SparseWindows):
+    if settings.window:
         raise InvalidJobError(
             "only the ranks that captured a sparse window can repeat its steps, and experts of "
             "holdfast.moe change ranks: use snapshot.policy.type Full, PartialExperts or Selective"
         )
 
 
-def _comparing(
+def _replica_check(
     topology: Topology, settings: Settings, exchange: Callable[[], Exchange]
-) -> Comparing:
+) -> ReplicaCheck:
     """Make the comparison of replicas after the first save, where there are any. Collective."""
     every = settings.compare_replicas_every if settings.check_replicas else None
     if not every or len(topology.dense_replicas(0)) == 1:
-        return Comparing(Alone(), topology, 0)
-    return Comparing(exchange(), topology, every)
+        return ReplicaCheck(Alone(), topology, 0)
+    return ReplicaCheck(exchange(), topology, every)
 
 
 def _check_repeatable(model: nn.Module, optimizers: Sequence[Any], repeats: Repeats) -> None:
@@ -368,37 +366,32 @@ def _check_repeatable(model: nn.Module, optimizers: Sequence[Any], repeats: Repe
             )
 
 
-def _policy(
+def _strategy(
     live: LiveState,
     rank: int,
     world_size: int,
     settings: Settings,
     exchange: Callable[[], Exchange],
-) -> CapturePolicy:
+) -> CaptureStrategy:
     """Make this rank's part of the policy. Collective."""
-    policy = settings.policy
-    if policy is None or isinstance(policy, Full | SparseWindows):
-        return FullCapture()
-    return PartialCapture(
-        policy_of(policy),
-        Counting(exchange(), rank, world_size),
-        # Half of it, because the training thread gives up a save that does not begin within all.
-        settings.start_wait_s / 2,
-        Gradients(live) if policy.recompute else NO_GRADIENTS,
-    )
+    # Half of it, because the training thread gives up a save that does not begin within all.
+    wait_s = settings.start_wait_s / 2
+    match settings.policy:
+        case None | Full():
+            return WholeCapture()
+        case SparseWindows() as policy:
+            return WindowCapture(policy, WindowDecisions(exchange(), policy), wait_s)
+        case PartialExperts() | Selective() as policy:
+            counts = ExpertCounts(exchange(), rank, world_size)
+            gradients = Gradients(live) if policy.recompute else NO_GRADIENTS
+            return PartialCapture(policy_of(policy), counts, wait_s, gradients)
 
 
-def _deciding(settings: Settings, exchange: Callable[[], Exchange]) -> Deciding | None:
-    """Make this rank's part in decisions on sparse windows, where there are any. Collective."""
-    policy = settings.policy
-    return Deciding(exchange(), policy) if isinstance(policy, SparseWindows) else None
-
-
-def _pacing(settings: Settings, exchange: Callable[[], Exchange]) -> DueSaves:
+def _interval(settings: Settings, exchange: Callable[[], Exchange]) -> DueSaves:
     """Make the choice of the saves to take. Collective where the interval is measured."""
     if settings.recoveries_per_day is None:
-        return EverySave()
-    return Pacing(exchange(), settings.recoveries_per_day)
+        return DueSaves()
+    return SaveInterval(exchange(), settings.recoveries_per_day)
 
 
 def _tuned(settings: Settings | None, environment: Environment) -> Settings:

@@ -12,7 +12,7 @@ from holdfast._job_settings import JobSettings
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.rules import check_policy
 from holdfast_core.job.schema import SETTINGS
-from holdfast_core.job.snapshots import Policy, Repeats, SparseWindows
+from holdfast_core.job.snapshots import LossyPolicy, Policy, Repeats, SparseWindows
 from holdfast_core.snapshots.sharding import ShardStrategy
 
 
@@ -72,15 +72,15 @@ class Settings(JobSettings):
         return self.policy.window if isinstance(self.policy, SparseWindows) else 0
 
     @property
+    def leaves_experts_out(self) -> bool:
+        """Whether recoveries can lose tokens."""
+        return isinstance(self.policy, LossyPolicy)
+
+    @property
     def repeats(self) -> Repeats:
         """What a recovery repeats of a sparse window."""
         policy = self.policy
         return Repeats(policy.repeats if isinstance(policy, SparseWindows) else Repeats.TRAINING)
-
-    @property
-    def counts_tokens(self) -> bool:
-        """Whether sparse windows order experts by what the script counts."""
-        return isinstance(self.policy, SparseWindows) and self.policy.counts_tokens
 
     def __post_init__(self) -> None:
         if not isinstance(self.policy, Policy | None):

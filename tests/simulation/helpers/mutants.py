@@ -24,10 +24,10 @@ ENGINE = f"{DAEMON}/engine"
 MOE = "trainer_sdk/holdfast/_moe"
 RECONCILER = "operator/holdfast_operator/reconciler"
 KUBE = "operator/holdfast_operator/kube"
-EXPERTS = "trainer_sdk/holdfast/_experts"
+CAPTURE = "trainer_sdk/holdfast/_capture"
 ELASTIC = "trainer_sdk/holdfast/_elastic"
 RESTORING = "trainer_sdk/holdfast/_restoring"
-SAVING = "trainer_sdk/holdfast/_saving"
+SAVE = "trainer_sdk/holdfast/_save"
 STATE = "trainer_sdk/holdfast/_state"
 FAILOVERS = "operator_side/reconciler/test_failing_over.py"
 SCHEDULES = 1500
@@ -462,10 +462,10 @@ MUTANTS = (
         edits=(
             (
                 f"{ELASTIC}/session.py",
-                "            if live and verdict is not None and session.go_on(",
-                "            if live and verdict is not None:\n"
-                "                self._hold_after(verdict.step)\n"
-                "            if live and verdict is not None and session.go_on(",
+                "        if live and verdict is not None and session.go_on(",
+                "        if live and verdict is not None:\n"
+                "            self._hold_after(verdict.step)\n"
+                "        if live and verdict is not None and session.go_on(",
             ),
         ),
     ),
@@ -555,7 +555,9 @@ MUTANTS = (
     Mutant(
         name="windows: go on live while units are frozen",
         stages=True,
-        edits=((f"{ELASTIC}/session.py", "        if session.repeats:\n", "        if False:\n"),),
+        edits=(
+            (f"{ELASTIC}/session.py", "        if self._session.repeats:\n", "        if False:\n"),
+        ),
     ),
     Mutant(
         name="windows: load the weights of the save after",
@@ -606,7 +608,7 @@ MUTANTS = (
         stages=True,
         edits=(
             (
-                f"{SAVING}/optimizer_steps.py",
+                f"{CAPTURE}/optimizer_steps.py",
                 "        room.gradient.copy_(local)\n",
                 "        room.gradient.copy_(local * 2)\n",
             ),
@@ -617,7 +619,7 @@ MUTANTS = (
         stages=True,
         edits=(
             (
-                "trainer_sdk/holdfast/_experts/windows.py",
+                "trainer_sdk/holdfast/_capture/window_records.py",
                 "return self.first if self.repeats is Repeats.TRAINING else self.last",
                 "return self.first",
             ),
@@ -691,7 +693,7 @@ MUTANTS = (
         name="seats: leave experts out of the first snapshot after they have moved",
         edits=(
             (
-                f"{EXPERTS}/partial.py",
+                f"{CAPTURE}/partial.py",
                 "        self._ledger, self._marks = self._ledger.begun_anew(), {}\n",
                 "",
             ),
@@ -702,7 +704,7 @@ MUTANTS = (
         name="seats: go on live with the captures of another world",
         edits=(
             (
-                f"{EXPERTS}/partial.py",
+                f"{CAPTURE}/partial.py",
                 "replace(self._ledger.begun_anew(), snapshots=number)",
                 "replace(self._ledger, snapshots=number)",
             ),
@@ -747,12 +749,12 @@ MUTANTS = (
         name="keep a granted slot when its save fails",
         edits=(
             (
-                f"{SAVING}/saver.py",
-                "None if self._windows.open else self._link.give_back(why)",
+                f"{SAVE}/saver.py",
+                "None if self.pipeline.snapshot else self._link.give_back(why)",
                 "None",
             ),
         ),
-        test="sdk/saving/test_granted_slots.py",
+        test="sdk/save/test_granted_slots.py",
     ),
     Mutant(
         name="leave a slot granted whose trainer never learned of it",

@@ -28,12 +28,12 @@ import xxhash
 from torch import nn
 
 import holdfast
+from holdfast._agree.exchange import Broadcast
 from holdfast._daemon.handles import SaveHandle
 from holdfast._elastic.pipeline import Pipeline
 from holdfast._elastic.session import ElasticSession
-from holdfast._exchange import Broadcast
-from holdfast._interface import Session
-from holdfast._session import ProtectedSession
+from holdfast._session.interface import WorldSession
+from holdfast._session.protected import ProtectedSession
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import UnreachableError
 from holdfast_core.job.snapshots import Repeats, SparseWindows
@@ -408,7 +408,7 @@ class Cluster:
             if epoch != self.epoch:
                 return
             frozen = any(
-                one.session is None or one.session._session.repeats  # type: ignore[attr-defined]
+                one.session is None or one.session._session.repeats
                 for one in self.processes.values()
             )
             self._settled = 0 if frozen else step
@@ -593,7 +593,7 @@ def digest_of(session: ProtectedSession) -> int:
     hasher = xxhash.xxh3_64()
     for source in sorted(session.live.sources(), key=lambda one: one.name):
         hasher.update(source.name.encode() + source.tensor.detach().numpy().tobytes())
-    for name, one in sorted(session.stateful.items()):
+    for name, one in sorted(session.holds.stateful.items()):
         hasher.update(f"{name} {one.state_dict()}".encode())
     return hasher.intdigest()
 
@@ -629,7 +629,7 @@ def make_session(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     stateful: dict[str, Any],
-) -> Session:
+) -> WorldSession:
     world = process.world
     assert world is not None
     process.daemon = FakeDaemon(
@@ -682,9 +682,9 @@ def settle(cluster: Cluster, process: Process, session: ElasticSession, step: in
     if handle.error is not None:  # a step that was repeated
         return
     handle.staged.result(WAIT_S)
-    windows = inner._saver._windows  # type: ignore[attr-defined]
+    windows = inner._saver.strategy  # type: ignore[attr-defined]
     slot = windows.slot(handle.step)
-    if slot is not None and slot != windows.window - 1:
+    if slot is not None and slot != windows._schedule.window - 1:
         return
     cluster.at("settle", process, step)
     handle.committed.result(WAIT_S)
@@ -766,7 +766,7 @@ def train(cluster: Cluster, process: Process) -> None:
     )
     for step in session.steps(schedule.steps):
         alone = session._replaying is not None
-        frozen = session._session.repeats  # type: ignore[attr-defined]
+        frozen = session._session.repeats
         with step:
             cluster.begins(process, world.epoch, int(step))
             settle(cluster, process, session, int(step))

@@ -23,10 +23,10 @@ import torch
 from torch import nn
 
 import holdfast
+from holdfast._agree.exchange import Broadcast
 from holdfast._elastic.session import ElasticSession
-from holdfast._exchange import Broadcast
-from holdfast._interface import Session
-from holdfast._session import ProtectedSession
+from holdfast._session.interface import WorldSession
+from holdfast._session.protected import ProtectedSession
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import UnreachableError
 from holdfast_core.protection.standing import (
@@ -318,7 +318,7 @@ def make_session(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
-) -> Session:
+) -> WorldSession:
     daemon = FakeDaemon(cluster.directory, rank=world.rank, world_size=RANKS, epoch=world.epoch)
     made = holdfast.init(
         model=model,
@@ -400,7 +400,7 @@ def train(cluster: Cluster, rank: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, fused=fused)
     scaler = torch.amp.GradScaler("cpu", enabled=scales)
 
-    def make() -> Session:
+    def make() -> WorldSession:
         return make_session(cluster, world, model, optimizer, scaler)
 
     session = ElasticSession(world, make, [optimizer], 30.0, votes=True)

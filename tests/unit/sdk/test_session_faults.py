@@ -109,7 +109,7 @@ def test_a_rank_that_no_session_could_hold_reports_its_steps_and_its_end(
     trainer: Any, open_session: Any, daemon: FakeDaemon
 ) -> None:
     session = open_session(trainer, daemon, report_interval_s=0.0)
-    session._saver.problem = InvalidJobError("block 3 is in no optimizer")
+    session._saver.pipeline.problem = InvalidJobError("block 3 is in no optimizer")
     for step in (1, 2):
         trainer.train()
         error_of(session.save(step))
@@ -125,7 +125,7 @@ def test_a_rank_of_an_ended_epoch_reports_no_step(
     trainer: Any, open_session: Any, daemon: FakeDaemon
 ) -> None:
     session = open_session(trainer, daemon, report_interval_s=0.0)
-    session._saver.problem = StaleEpochError("epoch 1 has ended")
+    session._saver.pipeline.problem = StaleEpochError("epoch 1 has ended")
     trainer.train()
     error_of(session.save(1))
     session.prepare()

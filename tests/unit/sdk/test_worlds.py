@@ -19,7 +19,7 @@ import holdfast
 from holdfast._elastic.session import ElasticSession
 from holdfast._elastic.world import World
 from holdfast._init import _Maker
-from holdfast._nodaemon import UnprotectedSession
+from holdfast._session.unprotected import UnprotectedSession
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import InvalidJobError, StaleEpochError, UnreachableError
 from holdfast_core.protection.standing import RankStanding
@@ -176,7 +176,7 @@ def test_groups_that_a_process_has_changed_are_restored_from_what_later_worlds_s
     optimizer.add_param_group({"params": late, "lr": 0.5})
     for step in (1, 2):
         session.save(step).committed.result(30.0)
-        session._leave()
+        session._session.leave()
         session._begin()
         assert session.restore() == step
     session.save(3).committed.result(30.0)
@@ -218,7 +218,7 @@ def test_groups_that_a_process_has_added_since_the_line_are_gone_after_a_restore
     for layer in range(1 + saved, 3):
         add(layer)
         train()
-    session._leave()
+    session._session.leave()
     session._begin()
     assert session.restore() == 1
     assert len(optimizer.param_groups) == 1 + saved
@@ -229,7 +229,7 @@ def test_groups_that_a_process_has_added_since_the_line_are_gone_after_a_restore
 FORKING = """
 import os, holdfast, torch
 from holdfast._elastic.session import ElasticSession
-from holdfast._nodaemon import UnprotectedSession
+from holdfast._session.unprotected import UnprotectedSession
 world = holdfast.elastic.init("gloo")
 group = world.group([[0]])
 session = ElasticSession(world, UnprotectedSession, (), 30.0)

@@ -20,9 +20,9 @@ import grpc
 
 from holdfast._copying.arena import MappedArena, claim_arena, read_arena
 from holdfast._daemon.token import Metadata, Token
-from holdfast._experts.loss import NO_LOSS, Loss
 from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.errors import HoldfastError, ProtocolError, UnreachableError
+from holdfast_core.experts.loss_reports import LossReport
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.layouts import Layout, decode_layout, decode_manifest
 from holdfast_core.snapshots.manifests import ExpertVersion, Manifest
@@ -152,7 +152,7 @@ class TrainerReport:
     save_period_s: float
     staged_s: float
     interval_steps: int = 0
-    loss: Loss = NO_LOSS
+    loss: LossReport | None = None
     plan: PlanReport | None = None
 
 
@@ -393,7 +393,7 @@ class GrpcClient:
             save_period_s=report.save_period_s,
             staged_s=report.staged_s,
             interval_steps=report.interval_steps,
-            loss=loss_to_proto(report.loss.report) if report.loss.report else None,
+            loss=loss_to_proto(report.loss) if report.loss else None,
             plan=plan_to_proto(report.plan) if report.plan else None,
         )
         self._ask(self._stub.Progress, request)

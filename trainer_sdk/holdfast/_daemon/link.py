@@ -16,7 +16,6 @@ from dataclasses import replace
 
 from holdfast._copying.arena import MappedArena
 from holdfast._copying.devices import Device
-from holdfast._copying.engine import CopyPlan
 from holdfast._copying.placed import Placed
 from holdfast._daemon.client import Commit, DaemonClient, DaemonEvent, TrainerReport
 from holdfast._settings import Settings
@@ -49,7 +48,6 @@ class Link:
         self.epoch: int | None = None
         """Membership epoch; None before `restore` or the first open."""
         self.layout: Layout | None = None
-        self.plan: CopyPlan | None = None
         self.session = ""
         self.slots = 0
         """Slots of the newest session's arena."""

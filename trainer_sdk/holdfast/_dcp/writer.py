@@ -20,8 +20,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from holdfast._daemon.handles import SaveHandle
-from holdfast._interface import Session
-from holdfast._session import ProtectedSession
+from holdfast._session.interface import Session
 from holdfast._state.capture import LiveState
 from holdfast._state.dtensors import local_of
 from holdfast_core.errors import HoldfastError, InvalidJobError
@@ -62,8 +61,8 @@ class HoldfastWriter(StorageWriter, AsyncStager):
             raise InvalidJobError(
                 'the state dict has no number "step"; add the completed steps: {"step": step, ...}'
             )
-        if isinstance(self._session, ProtectedSession):
-            check_covered(state_dict, self._session.live, self._session.stateful)
+        if (holds := self._session.holds) is not None:
+            check_covered(state_dict, holds.live, holds.stateful)
         self.handle = self._session.save(step)
         return {}
 

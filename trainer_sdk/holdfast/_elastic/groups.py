@@ -31,12 +31,12 @@ from torch.distributed import (  # type: ignore[attr-defined]  # re-exported by 
     TCPStore,
 )
 
+from holdfast._agree.exchange import set_timeout
 from holdfast._causes import chain_of
 from holdfast._daemon.sealed_store import SealedStore
 from holdfast._elastic import stage_group
 from holdfast._elastic.forming import FormingStore, wait_for_keys
 from holdfast._elastic.stage_group import Carrier
-from holdfast._exchange import set_timeout
 from holdfast_core.errors import StaleEpochError, UnreachableError
 
 _log = logging.getLogger("holdfast")

@@ -20,17 +20,16 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from holdfast._agree.exchange import Exchange
+from holdfast._capture.partial_state import START, PartialState
 from holdfast._causes import drop_frames
 from holdfast._daemon.handles import SaveHandle
 from holdfast._elastic.beginning import Beginning
 from holdfast._elastic.pipeline import Pipeline
 from holdfast._elastic.stage_replay import agree_on_replay, hand_over_logs
 from holdfast._elastic.world import World
-from holdfast._exchange import Exchange
-from holdfast._experts.partial_state import START, PartialState
-from holdfast._interface import Session
-from holdfast._saving.tally import SaveCounters
-from holdfast._session import ProtectedSession
+from holdfast._save.tally import SaveCounters
+from holdfast._session.interface import Session, TrainingState, WorldSession
 from holdfast._state.capture import LiveState
 from holdfast._state.collect import drop_unscaled
 from holdfast._state.dtensors import is_dtensor
@@ -96,10 +95,10 @@ class StepBody:
         self._beginning: Beginning | None = None
         self._problem = ""
 
-    def note(self, session: ProtectedSession) -> None:
+    def note(self, holds: TrainingState) -> None:
         """Note what the step may change before its vote."""
         try:
-            self._beginning = Beginning(session.live, session.stateful, self.step - 1)
+            self._beginning = Beginning(holds.live, holds.stateful, self.step - 1)
         except Exception as error:  # raised by the user's state_dict, or by torch
             self._problem = f"the state before step {self.step} could not be noted: {error}"
 
@@ -167,7 +166,7 @@ class ElasticSession(Session):
     def __init__(
         self,
         world: World,
-        make: Callable[[], Session],
+        make: Callable[[], WorldSession],
         optimizers: Sequence[Any],
         exchange_timeout_s: float,
         *,
@@ -203,7 +202,7 @@ class ElasticSession(Session):
         """The step whose body runs, or was cut off."""
         self._verdict: StandingVerdict | None = None
         """Verdict of the next world that was reached within a step."""
-        self._session: Session
+        self._session: WorldSession
         self._exchange: Exchange
         self._begin()
         self._hooks = StepHooks(self._optimizers, self._before_optimizer)
@@ -215,8 +214,7 @@ class ElasticSession(Session):
             kept: state of the policy in the world before.
         """
         self._session = self._make()
-        if isinstance(self._session, ProtectedSession):
-            self._session.follow(kept)
+        self._session.follow(kept)
         self._exchange = self._world.exchange(self._timeout_s)
 
     # --- the loop ---------------------------------------------------------------------------------
@@ -240,8 +238,8 @@ class ElasticSession(Session):
         if self._pipeline is not None:
             self._pipeline.log.drop_to(self._protected)
             self._pipeline.begin(step)
-        if self._votes and isinstance(self._session, ProtectedSession):
-            self._body.note(self._session)
+        if self._votes and (holds := self._session.holds) is not None:
+            self._body.note(holds)
 
     def complete(self, step: int) -> bool:
         """Save the state after `step`, unless its world has ended; see `Runner`.
@@ -303,7 +301,7 @@ class ElasticSession(Session):
             verdict, self._verdict = self._verdict, None
             while verdict is None or verdict.action is StandingAction.FORWARD:
                 verdict = self._world.stand(self._standing(), cause)
-            kept = self._leave()
+            kept = self._session.leave()
             try:
                 self._world.form()
                 self._begin(kept)
@@ -318,13 +316,6 @@ class ElasticSession(Session):
                     f"protected yet; this process ends so that a new one can"
                 )
             return step
-
-    def _leave(self) -> PartialState:
-        """Close the session of the world that has ended; return the state of its policy."""
-        if isinstance(self._session, ProtectedSession):
-            return self._session.leave()
-        self._session.close()
-        return START
 
     def finish_steps(self) -> bool:
         """Wait until all ranks have completed all steps; see `Runner`."""
@@ -345,8 +336,7 @@ class ElasticSession(Session):
             if self._votes and not body.voted and self._replaying is None:
                 self._vote(body)
             body.stepped = True
-        if isinstance(self._session, ProtectedSession):
-            self._session.before_step(optimizer)
+        self._session.before_step(optimizer)
 
     def _vote(self, body: StepBody) -> None:
         """Return when all ranks are known to have complete gradients of this step: the vote passed,
@@ -404,18 +394,18 @@ class ElasticSession(Session):
 
     def _standing(self, voting: StepBody | None = None) -> RankStanding:
         """State what this process has, between two steps or in the vote of `voting`."""
-        held, session = self._held, self._session
+        held, holds = self._held, self._session.holds
         if held.step is None:
             return RankStanding()
-        if not self._votes or not isinstance(session, ProtectedSession):
+        if not self._votes or holds is None:
             return RankStanding(step=held.step, torn="its script or policy cannot go on live")
         torn = held.torn or (voting.changed() if voting is not None else "")
-        if session.repeats:
+        if self._session.repeats:
             torn = torn or "units are frozen until the window of steps is repeated"
         if held.adds_up:
             torn = torn or f"gradients may add up over steps: none stepped in step {held.step}"
         try:
-            sources = session.live.sources()
+            sources = holds.live.sources()
         except HoldfastError as error:
             torn, sources = torn or str(error), ()
         given = [one for one in sources if one.seats is None]
@@ -423,8 +413,8 @@ class ElasticSession(Session):
             step=held.step,
             ready=voting is not None and not torn,
             torn=torn,
-            topology=str(session.topology),
-            rank=session.rank,
+            topology=str(holds.topology),
+            rank=holds.rank,
             unshared=any(one.private and not (one.eager or one.of_stack) for one in given),
             experts=any(one.unit.kind is UnitKind.EXPERT for one in given),
             logs=self._pipeline is not None and not self._tried_replay,
@@ -437,8 +427,8 @@ class ElasticSession(Session):
         body, self._body = self._body, None
         for optimizer in self._optimizers:
             optimizer.zero_grad()
-        if isinstance(self._session, ProtectedSession):
-            drop_unscaled(self._optimizers, self._session.stateful)
+        if (holds := self._session.holds) is not None:
+            drop_unscaled(self._optimizers, holds.stateful)
         if body is not None and self._held.step is not None:
             problem = body.undo() if self._votes else ""
             self._held = replace(self._held, torn=self._held.torn or problem)
@@ -452,18 +442,14 @@ class ElasticSession(Session):
         """
         session, held = self._session, self._held
         live = verdict is not None and verdict.action is StandingAction.LIVE
-        if isinstance(session, ProtectedSession):
-            if self._reseats is not None:
-                self._reseats.follow(
-                    session.live,
-                    self._exchange,
-                    session.rank,
-                    outlived=held.step is not None,
-                    moves=live,
-                )
-            if live and verdict is not None and session.go_on(verdict, held.torn):
-                self._hold_after(verdict.step, keeps_log=held.step is not None)
-                return verdict.step
+        if self._reseats is not None and (holds := session.holds) is not None:
+            outlived = held.step is not None
+            self._reseats.follow(
+                holds.live, self._exchange, holds.rank, outlived=outlived, moves=live
+            )
+        if live and verdict is not None and session.go_on(verdict, held.torn):
+            self._hold_after(verdict.step, keeps_log=held.step is not None)
+            return verdict.step
         if verdict is not None and verdict.action is StandingAction.REPLAY:
             found = self._replay(held)
             if not isinstance(found, str):
@@ -473,10 +459,7 @@ class ElasticSession(Session):
             no_replay = verdict.reason
         if held.step is not None:
             self._held = replace(held, torn="its restore was cut off")
-        if isinstance(session, ProtectedSession):
-            step = session.restore(no_replay)
-        else:
-            step = session.restore()
+        step = session.restore(no_replay)
         if step is not None or held.step is None:
             self._hold_after(step or 0)
         if (
@@ -496,7 +479,7 @@ class ElasticSession(Session):
     def _hold_after(self, step: int, *, keeps_log: bool = False) -> None:
         """Take the state after `step`, to which this process was brought, as what it has."""
         self._held = HeldState(step)
-        if self._reseats is not None and isinstance(self._session, ProtectedSession):
+        if self._reseats is not None and self._session.holds is not None:
             self._session.reseated(self._reseats.report(self.epoch, step), moved=False)
         if self._pipeline is not None and not keeps_log:
             self._pipeline.log.restart(step)
@@ -513,12 +496,12 @@ class ElasticSession(Session):
         if self._reseats is None or not steps or step % steps:
             return True
         step_s, self._bodies_s = self._bodies_s / steps, 0.0
-        if not isinstance(session, ProtectedSession):
+        if (holds := session.holds) is None:
             return True
         try:
             session.wait_staged()
             moved = self._reseats.rebalance(
-                session.live, self._exchange, session.rank, step_s=step_s, steps=steps
+                holds.live, self._exchange, holds.rank, step_s=step_s, steps=steps
             )
         except Exception as error:
             if not self.survives(error):
@@ -534,7 +517,7 @@ class ElasticSession(Session):
         """Let lost stages repeat steps alone; return the number of completed steps, or the reason
         why all ranks have to restore. Collective."""
         session, pipeline = self._session, self._pipeline
-        if pipeline is None or not isinstance(session, ProtectedSession):
+        if pipeline is None:
             return "this rank's script has no pipeline"
         self._tried_replay = True
         plan = agree_on_replay(session, pipeline, self._exchange, held.step, held.torn)
@@ -556,9 +539,7 @@ class ElasticSession(Session):
     def _complete_repeated(self, plan: ReplayPlan, body: StepBody) -> bool:
         """Go on after a step that this rank has repeated, and that nobody saves again; return False
         when its world has ended, or has gone back to the line."""
-        session = self._session
-        assert isinstance(session, ProtectedSession)
-        session.repeated(body.step)
+        self._session.repeated(body.step)
         self._hold(body)
         if self._world.ended:
             return False
@@ -587,10 +568,8 @@ class ElasticSession(Session):
         problems = [text for text in texts if text]
         for text in problems:
             _log.error("a replay differs from the first execution: %s", text)
-        session = self._session
-        assert isinstance(session, ProtectedSession)
         repeated_after = plan.line if self._world.rank in plan.scope else None
-        if not problems and session.end_replay(plan.target, repeated_after):
+        if not problems and self._session.end_replay(plan.target, repeated_after):
             self._held = HeldState(plan.target)
             return plan.target
         self._session.close()
@@ -608,6 +587,10 @@ class ElasticSession(Session):
     @property
     def problem(self) -> HoldfastError | None:
         return self._session.problem
+
+    @property
+    def holds(self) -> TrainingState | None:
+        return self._session.holds
 
     @property
     def counters(self) -> SaveCounters:

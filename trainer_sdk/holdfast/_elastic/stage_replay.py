@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
+from holdfast._agree.exchange import Exchange
 from holdfast._elastic.boundary_log import LogPart, decode_part, encode_part
 from holdfast._elastic.pipeline import EVERYONE, BoundaryReplay, Pipeline
-from holdfast._exchange import Exchange
-from holdfast._session import ProtectedSession
+from holdfast._session.interface import WorldSession
 from holdfast_core.errors import CorruptError, HoldfastError
 from holdfast_core.protection.replaying import (
     NO_LINE,
@@ -31,7 +31,7 @@ _LENGTHS = msgspec.json.Decoder(list[int])
 
 
 def agree_on_replay(
-    session: ProtectedSession, pipeline: Pipeline, exchange: Exchange, step: int | None, torn: str
+    session: WorldSession, pipeline: Pipeline, exchange: Exchange, step: int | None, torn: str
 ) -> ReplayPlan | str:
     """Agree on a replay, or on the reason why all ranks have to restore the line. Collective.
 
@@ -53,7 +53,7 @@ def agree_on_replay(
         whole=whole,
         logged_from=pipeline.log.first,
         logged_to=pipeline.log.last,
-        topology=str(session.topology),
+        topology=str(pipeline.topology if session.holds is None else session.holds.topology),
         ring=pipeline.is_ring,
         problem=torn or problem,
     )

@@ -24,10 +24,10 @@ from torch.distributed import (  # type: ignore[attr-defined]  # re-exported by 
     HashStore,
 )
 
+from holdfast._agree.exchange import Exchange, GlooExchange, make_exchange, wait
 from holdfast._daemon.following import Following, Meeting
 from holdfast._elastic import groups
 from holdfast._elastic.stage_group import Carrier
-from holdfast._exchange import Exchange, GlooExchange, make_exchange, wait
 from holdfast_core.errors import (
     HoldfastError,
     InvalidJobError,

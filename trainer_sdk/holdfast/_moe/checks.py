@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from holdfast._agree.replicas import differing_copies
+from holdfast._capture.apart import why_not_apart
 from holdfast._digests import digest_of
 from holdfast._elastic.world import WorldGroup
-from holdfast._experts.apart import why_not_apart
 from holdfast._moe.gradients import HeldExpert, held_experts, moe_layers
-from holdfast._saving.replicas import differing_copies
 from holdfast_core.errors import InvalidJobError, ReplicaMismatchError
 from holdfast_core.snapshots.names import TensorName
 from holdfast_core.snapshots.units import UnitKey, UnitKind

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from holdfast._exchange import Exchange
+from holdfast._agree.exchange import Exchange
 from holdfast._moe.gradients import moe_layers
 from holdfast._moe.layer import MoELayer
 from holdfast._moe.statements import (

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import torch
 
-from holdfast._experts.windows import WindowRecord, live_name, restored_entries
+from holdfast._capture.window_records import WindowRecord, live_name, restored_entries
 from holdfast._state.buffers import (
     ABSENT,
     NONE,

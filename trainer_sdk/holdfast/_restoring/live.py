@@ -18,10 +18,10 @@ from typing import Any
 import msgspec
 import xxhash
 
+from holdfast._agree.exchange import Exchange
+from holdfast._capture.partial_state import PartialState
+from holdfast._capture.taking_over import shared_of
 from holdfast._copying.strided import fill_strided
-from holdfast._exchange import Exchange
-from holdfast._experts.partial_state import PartialState
-from holdfast._experts.taking_over import shared_of
 from holdfast._restoring.fit import Offer, Wanted, check_cover, make_room, wanted_of_offers
 from holdfast._restoring.other_world import with_all_values
 from holdfast._restoring.scatter import scatter

@@ -13,7 +13,7 @@ A line of this very world is read in the same way where experts have seats: whic
 rank may have changed since.
 
 Snapshots that leave experts out are read like any others: the experts of the line are those that
-its snapshots hold, in the versions that they record (`_experts.taking_over`).
+its snapshots hold, in the versions that they record (`_capture.taking_over`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from typing import Any
 
 import msgspec
 
+from holdfast._capture.partial_state import PartialState
+from holdfast._capture.taking_over import RankTokens, shared_of, tokens_of
 from holdfast._copying.engine import CopyEngine, plan_copy
 from holdfast._copying.placed import Placed
 from holdfast._daemon.client import DaemonClient, RestoreDecision
-from holdfast._experts.partial_state import PartialState
-from holdfast._experts.taking_over import RankTokens, shared_of, tokens_of
 from holdfast._restoring.assembling import (
     PayloadRange,
     assembled,

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from holdfast._agree.exchange import Exchange
 from holdfast._copying.placed import Placed
-from holdfast._exchange import Exchange
 from holdfast._restoring.assembling import PayloadRange
 from holdfast._restoring.scatter import BUFFER_BYTES, agreed_room
 from holdfast._state.capture import TensorSource

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from holdfast._capture.partial_state import PartialState
+from holdfast._capture.window_records import WindowRecord, decode_record
 from holdfast._copying.arena import MappedArena
 from holdfast._copying.engine import BadPieceError, CopyEngine, CopyPlan
 from holdfast._copying.placed import Placed
 from holdfast._daemon.client import DaemonClient, HeldSnapshot
-from holdfast._experts.partial_state import PartialState
-from holdfast._experts.windows import WindowRecord, decode_record
 from holdfast._state.extras import split_extras
 from holdfast_core.errors import CorruptError, HoldfastError
 from holdfast_core.snapshots.layouts import Layout, first_bad_piece

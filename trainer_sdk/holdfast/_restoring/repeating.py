@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from holdfast._capture.window_records import WindowRecord
 from holdfast._digests import digest_of, state_of_units
-from holdfast._experts.windows import WindowRecord
 from holdfast._restoring.replay import frozen_in_stacks
 from holdfast._state.capture import LiveState
 from holdfast._state.collect import put_back_scalars

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from holdfast._experts.windows import WindowRecord
+from holdfast._capture.window_records import WindowRecord
 from holdfast._restoring.fit import Wanted
 from holdfast._state.capture import LiveState, TensorSource
 from holdfast._state.casts import fill, pair_of

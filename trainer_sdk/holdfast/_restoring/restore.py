@@ -19,15 +19,15 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from holdfast._agree.exchange import Exchange
+from holdfast._capture.partial_state import START, PartialState
+from holdfast._capture.strategy import CaptureStrategy
+from holdfast._capture.taking_over import RankTokens, taken_over
+from holdfast._capture.window_records import live_name
 from holdfast._copying.collector import without_collector
 from holdfast._copying.engine import CopyEngine, plan_copy
 from holdfast._copying.strided import fill_strided
 from holdfast._daemon.client import DaemonClient, Hello, RestoreDecision
-from holdfast._exchange import Exchange
-from holdfast._experts.partial_state import START, PartialState
-from holdfast._experts.policy import CapturePolicy
-from holdfast._experts.taking_over import RankTokens, taken_over
-from holdfast._experts.windows import live_name
 from holdfast._restoring.fit import (
     Offer,
     Wanted,
@@ -165,7 +165,7 @@ class Restore:
     exchange: Exchange
     engine: CopyEngine
     settings: Settings
-    policy: CapturePolicy
+    policy: CaptureStrategy
 
     def run(self, no_replay: str = "") -> Restored:
         """Run the restore; see `Session.restore`.

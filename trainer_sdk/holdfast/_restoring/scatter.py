@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from holdfast._exchange import Exchange
+from holdfast._agree.exchange import Exchange
 from holdfast._restoring.fit import Offer
 from holdfast._state.capture import TensorSource
 from holdfast._state.room import report_full

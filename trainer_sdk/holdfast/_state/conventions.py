@@ -5,7 +5,7 @@ Almost all MoE models follow a few conventions: a ModuleList called `experts`, o
 model that differs, the caller passes the `units` argument of `holdfast.init`.
 
 A wrong guess costs balance, not correctness, with one exception: experts taken for dense weights
-would be taken for replicas. The first save detects that and refuses (`_saving.replicas`).
+would be taken for replicas. The first save detects that and refuses (`_agree.replicas`).
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from holdfast._init import init
-from holdfast._interface import Session
+from holdfast._session.interface import Session
 from holdfast._state.collect import RandomGenerators, Stateful
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.packages import PackageGroup, needing

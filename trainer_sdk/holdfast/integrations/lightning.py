@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast._init import init
-from holdfast._interface import Session
+from holdfast._session.interface import Session
 from holdfast._state.collect import RandomGenerators, Stateful
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.packages import PackageGroup, needing

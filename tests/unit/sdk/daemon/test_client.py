@@ -18,7 +18,6 @@ from holdfast._daemon.client import (
     Stage,
     TrainerReport,
 )
-from holdfast._experts.loss import Loss
 from holdfast_core.errors import (
     HoldfastError,
     MemoryBudgetError,
@@ -225,7 +224,7 @@ def test_calls_carry_what_they_should(client: GrpcClient, service: Trainer) -> N
             save_period_s=0.1,
             staged_s=0.2,
             interval_steps=3,
-            loss=Loss(report=LOSS),
+            loss=LOSS,
         )
     )
     sent = service.seen[-1]

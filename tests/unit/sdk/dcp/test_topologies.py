@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from holdfast import ShardStrategy, Topology
-from holdfast._saving.plan import layout_of, own_shards, plan_together, table_of
+from holdfast._agree.plan import layout_of, own_shards, plan_together, table_of
 from holdfast._state.capture import LiveState
 from holdfast._state.collect import collect
 from holdfast._state.extras import encode_extras

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from holdfast._agree.exchange import Alone
 from holdfast._elastic.session import ElasticSession
-from holdfast._exchange import Alone
 from holdfast._exits import exit_code_of
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import BeginsAnewError, UnreachableError

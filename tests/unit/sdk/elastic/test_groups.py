@@ -18,9 +18,9 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from holdfast._agree.exchange import GlooExchange
 from holdfast._elastic import groups
 from holdfast._elastic.forming import FormingStore
-from holdfast._exchange import GlooExchange
 from holdfast_core.errors import StaleEpochError, UnreachableError
 
 TIMEOUT_S = 30.0

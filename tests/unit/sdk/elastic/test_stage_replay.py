@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -38,7 +39,7 @@ class Pipeline:
 
 
 class Session:
-    topology = TOPOLOGY
+    holds = SimpleNamespace(topology=TOPOLOGY)
 
     def line(self) -> tuple[int, int]:
         return 1, 1

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from holdfast._exchange import Broadcast
+from holdfast._agree.exchange import Broadcast
 from holdfast_core.errors import UnreachableError
 
 WAIT_S = 30.0

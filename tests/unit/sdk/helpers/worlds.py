@@ -18,16 +18,18 @@ from mixed_precision import MasterOptimizer
 from torch import nn
 
 from holdfast import Settings
+from holdfast._agree.exchange import Alone
+from holdfast._agree.expert_counts import ExpertCounts
+from holdfast._agree.interval import DueSaves
+from holdfast._agree.replica_check import ReplicaCheck
+from holdfast._agree.window_order import WindowDecisions
+from holdfast._capture.gradients import NO_GRADIENTS
+from holdfast._capture.partial import PartialCapture
+from holdfast._capture.strategy import CaptureStrategy
+from holdfast._capture.whole import WholeCapture
+from holdfast._capture.windows import WindowCapture
 from holdfast._copying.devices import CpuDevice
-from holdfast._exchange import Alone
-from holdfast._experts.counting import Counting
-from holdfast._experts.deciding import Deciding
-from holdfast._experts.gradients import NO_GRADIENTS
-from holdfast._experts.partial import PartialCapture
-from holdfast._experts.policy import CapturePolicy, FullCapture
-from holdfast._saving.comparing import Comparing
-from holdfast._saving.pacing import EverySave
-from holdfast._session import ProtectedSession
+from holdfast._session.protected import ProtectedSession
 from holdfast._state.capture import LiveState
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import HoldfastError
@@ -138,7 +140,7 @@ class Rank:
         dtype: torch.dtype = torch.float32,
         settings: Mapping[str, Any] | None = None,
         model: nn.Module | None = None,
-        policy: CapturePolicy | None = None,
+        policy: CaptureStrategy | None = None,
     ) -> None:
         self.rank, self.topology, self.exchange = rank, topology, exchange
         self.model = model if model is not None else Net(topology.ep, dtype)
@@ -153,7 +155,10 @@ class Rank:
             exchange_timeout_s=WAIT_S,
             **{"copy_threads": 1, **(settings or {})},
         )
-        windows = given.policy if isinstance(given.policy, SparseWindows) else None
+        strategy = policy or WholeCapture()
+        if isinstance(given.policy, SparseWindows):
+            decisions = WindowDecisions(Alone(), given.policy)
+            strategy = WindowCapture(given.policy, decisions, given.start_wait_s / 2)
         self.session = ProtectedSession(
             live=self.live,
             stateful={"who": self.who},
@@ -163,10 +168,9 @@ class Rank:
             exchange=exchange,
             device=CpuDevice(),
             settings=given,
-            comparing=Comparing(Alone(), topology, 0),
-            policy=policy or FullCapture(),
-            pacing=EverySave(),
-            deciding=Deciding(Alone(), windows) if windows is not None else None,
+            replica_check=ReplicaCheck(Alone(), topology, 0),
+            strategy=strategy,
+            interval=DueSaves(),
         )
 
     def train(self, step: int) -> None:
@@ -242,10 +246,10 @@ class Ranks:
         self.seats = [TransferSeat(self.meeting, rank) for rank in range(size)]
         counting = Meeting(size)
 
-        def capture(rank: int) -> CapturePolicy | None:
+        def capture(rank: int) -> CaptureStrategy | None:
             if policy is None:
                 return None
-            together = Counting(Seat(counting, rank), rank, size)
+            together = ExpertCounts(Seat(counting, rank), rank, size)
             return PartialCapture(policy_of(policy), together, WAIT_S / 2, NO_GRADIENTS)
 
         self.ranks = [

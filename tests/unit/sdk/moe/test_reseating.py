@@ -14,7 +14,7 @@ from ranks import run_ranks
 from torch import nn
 
 from holdfast import elastic, moe
-from holdfast._exchange import make_exchange
+from holdfast._agree.exchange import make_exchange
 from holdfast._moe.reseating import Reseating
 from holdfast._state.capture import LiveState
 from holdfast_core.elastic_experts.reports import PlanCause

@@ -18,7 +18,7 @@ from torch import nn
 
 import holdfast
 from holdfast import elastic, moe
-from holdfast._session import ProtectedSession
+from holdfast._session.protected import ProtectedSession
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import InvalidJobError, ReplicaMismatchError, ReplicasDivergedError
 from holdfast_core.job.snapshots import SparseWindows

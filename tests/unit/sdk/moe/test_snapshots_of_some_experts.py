@@ -19,10 +19,10 @@ from torch.distributed.checkpoint import state_dict_loader
 
 import holdfast
 from holdfast import elastic, moe
-from holdfast._exchange import make_exchange
-from holdfast._experts.partial_state import START, PartialState
+from holdfast._agree.exchange import make_exchange
+from holdfast._capture.partial_state import START, PartialState
 from holdfast._moe.reseating import Reseating
-from holdfast._session import ProtectedSession
+from holdfast._session.protected import ProtectedSession
 from holdfast.dcp import HoldfastReader
 from holdfast.export import main
 from holdfast.testing import FakeDaemon

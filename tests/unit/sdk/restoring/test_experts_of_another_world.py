@@ -71,7 +71,7 @@ def layers_of(rank: Rank) -> list[int]:
 
 
 def ledger_of(rank: Rank) -> ExpertLedger:
-    found: ExpertLedger = rank.session._saver._policy._ledger  # type: ignore[attr-defined]
+    found: ExpertLedger = rank.session._saver.strategy._ledger  # type: ignore[attr-defined]
     return found
 
 

@@ -18,7 +18,7 @@ from holdfast_core.errors import LayoutMismatchError
 WAIT_S = 20
 
 
-class Counting(nn.Linear):
+class ExpertCounts(nn.Linear):
     """A layer with extra state."""
 
     calls = 0
@@ -50,7 +50,7 @@ class Program:
     """A program, as it begins."""
 
     def __init__(self) -> None:
-        self.model: Any = nn.ModuleDict({"body:1": Counting(3, 4), "head": nn.Linear(4, 2)})
+        self.model: Any = nn.ModuleDict({"body:1": ExpertCounts(3, 4), "head": nn.Linear(4, 2)})
         self.optimizer: Any = Plain(self.model.parameters())
         self.optimizers: list[Any] = [self.optimizer]
         self.stateful: dict[str, Any] = {"sampler": Sampler()}

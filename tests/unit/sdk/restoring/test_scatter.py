@@ -12,7 +12,7 @@ from meeting import Meeting, Seat
 from on_device import OnDevice
 from torch.overrides import TorchFunctionMode
 
-from holdfast._exchange import Broadcast
+from holdfast._agree.exchange import Broadcast
 from holdfast._restoring.fit import Offer
 from holdfast._restoring.scatter import scatter
 from holdfast._state.capture import TensorSource

@@ -15,7 +15,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimiz
 from wrapping_optimizers import WRAPPERS, Delegating, LookaheadOwnState, LookaheadSharedState
 
 import holdfast
-from holdfast._experts.gradients import Gradients
+from holdfast._capture.gradients import Gradients
 from holdfast._state.capture import LiveState
 from holdfast._state.nested import StepHooks, with_nested
 from holdfast.testing import FakeDaemon

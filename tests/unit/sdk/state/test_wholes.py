@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from holdfast import Topology
-from holdfast._exchange import Alone
-from holdfast._experts.deciding import Deciding
-from holdfast._saving.plan import layout_of, own_shards, plan_alone, table_of
-from holdfast._saving.windows import Windows
+from holdfast._agree.exchange import Alone
+from holdfast._agree.plan import layout_of, own_shards, plan_alone, table_of
+from holdfast._agree.window_order import WindowDecisions
+from holdfast._capture.windows import WindowCapture
 from holdfast._state.capture import LiveState, TensorSource, Whole
 from holdfast._state.dtensors import is_box
 from holdfast_core.errors import InvalidJobError
@@ -82,6 +82,9 @@ def test_sparse_windows_refuse_experts_that_are_cut_over_ranks(mesh: DeviceMesh)
     dense = DTensor.from_local(torch.zeros(2, 6), mesh, [Shard(0), Replicate()])
     model["dense"].weight = nn.Parameter(dense)
     base = plan_alone(RANK, Topology(dp=4, tp=2))
+    policy = SparseWindows()
+    windows = WindowCapture(policy, WindowDecisions(Alone(), policy), WAIT_S)
+    windows.on_save_called(0, 1, 0.0)
     for placements, shape in (
         ([Shard(0), Shard(2)], (2, 4, 3)),
         ([Replicate(), Shard(1)], (8, 2, 6)),
@@ -89,12 +92,10 @@ def test_sparse_windows_refuse_experts_that_are_cut_over_ranks(mesh: DeviceMesh)
         cut = DTensor.from_local(torch.zeros(shape), mesh, placements)
         model["experts"].w = nn.Parameter(cut)
         with pytest.raises(InvalidJobError, match=r"experts\.w\[\d\] is a part of .*whole experts"):
-            Windows(None).agreed(base, [*sources(model).values()])
+            windows.on_agreed(base, [*sources(model).values()])
     whole = DTensor.from_local(torch.zeros(2, 4, 6), mesh, [Shard(0), Replicate()])
     model["experts"].w = nn.Parameter(whole)
-    windows = Windows(Deciding(Alone(), SparseWindows()))
-    windows.called(1)
-    windows.agreed(base, [*sources(model).values()])
+    windows.on_agreed(base, [*sources(model).values()])
     windows.close(WAIT_S)
 
 

@@ -1,0 +1,258 @@
+"""Thread that compares replicas again, in every n-th save.
+
+Replicas share the capture of their common state, so a snapshot of replicas that have diverged is a
+mixture that no rank ever had. The first save compares them (`_agree.replicas`); from then on every
+n-th save does, with the same digests: before such a save is committed, all ranks exchange digests.
+If these differ, no rank commits, so no daemon ever has a complete generation of it, and no rank
+commits anything else before a later comparison has found replicas equal. Saves between the newest
+comparison that found them equal and the first that did not were not checked, and may be mixed.
+
+A save is compared only when every rank could hash its tensors. Otherwise its generation cannot
+become complete, and the next save is compared instead; all ranks reach this result from the same
+data.
+
+Ranks exchange digests in the order of the saves that the training loop calls, on a process group
+that nothing else uses. Neither training nor the copies wait for the exchange: they hand over their
+digests, or the lack of them, and the saver waits for the verdict when its bytes are staged.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+import xxhash
+
+from holdfast._agree.exchange import Exchange
+from holdfast._agree.replicas import UnitDigests, differing, differing_copies
+from holdfast._agree.rounds import Round, Rounds
+from holdfast_core.errors import HoldfastError, ReplicasDivergedError, SnapshotSkippedError
+from holdfast_core.snapshots.units import UnitKey, UnitKind
+from holdfast_core.topology import Topology
+
+_log = logging.getLogger("holdfast")
+
+
+class _Statement(msgspec.Struct, frozen=True):
+    """A rank's statement on a save; both fields are None when it did not take it."""
+
+    dense: int | None = None
+    experts: int | None = None
+    """One digest over those of all units: the units' own are sent only where these differ."""
+    seated: dict[str, int] = {}
+    """Digests of the experts in the rank's seats: no two ranks need to have the same ones."""
+
+    @classmethod
+    def of(cls, digests: UnitDigests | None) -> _Statement:
+        if digests is None:
+            return cls()
+        dense, experts = xxhash.xxh3_64(), xxhash.xxh3_64()
+        for name, digest in sorted(digests.shared.items()):
+            expert = UnitKey.parse(name).kind is UnitKind.EXPERT
+            (experts if expert else dense).update(f"{name} {digest}\n".encode())
+        return cls(dense.intdigest(), experts.intdigest(), digests.seated)
+
+
+_STATEMENT = msgspec.json.Decoder(_Statement)
+_DIGESTS = msgspec.json.Decoder(UnitDigests)
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """Conclusion of all ranks on a save."""
+
+    number: int
+    missing: tuple[int, ...] = ()
+    """Ranks that did not take the save."""
+    differing: tuple[tuple[UnitKey, tuple[int, ...]], ...] = ()
+
+
+class ReplicaCheck:
+    """One rank's part in the comparisons; the thread runs from the first call of `save` to `close`.
+
+    Args:
+        exchange: exchange between all ranks, used for nothing else.
+        every: number of saves from one comparison to the next; 0 for no comparison.
+    """
+
+    def __init__(self, exchange: Exchange, topology: Topology, every: int) -> None:
+        self._exchange = exchange
+        self._topology = topology
+        self._every = every if exchange.together else 0
+        self.problem: HoldfastError | None = None
+        """Reason why nothing is committed; None when the newest comparison found replicas equal."""
+        self._rounds = Rounds("holdfast-comparing", self._next, self._give_up)
+        self._steps: dict[int, int] = {}
+        """Number → step of each called save that may still be compared."""
+        self._digests: dict[int, UnitDigests | None] = {}
+        self._due = 0
+        """Number of the save to compare next."""
+        self._awaited = -1
+        """Number of the newest save that the saver knows to be compared."""
+        self._verdict: _Verdict | None = None
+        """Verdict on that save."""
+        self._equal_step: int | None = None
+        """Newest step at which replicas were equal."""
+
+    # --- called by the training thread ------------------------------------------------------------
+
+    def called(self, number: int, step: int) -> None:
+        """Note that save `number`, of `step`, was called, whether or not it was skipped."""
+        if not self._every:
+            return
+        with self._rounds.change():
+            if not self._rounds.started:
+                self._due = number + self._every - 1
+                self._rounds.start()
+            for old in [n for n in self._steps if n < min(self._due, number)]:
+                del self._steps[old]
+                self._digests.pop(old, None)
+            if not self._rounds.failed:
+                self._steps[number] = step
+
+    def missed(self, step: int) -> None:
+        """Note that the save of `step` failed, on any thread: unless this rank has already handed
+        over its digests for that step, it never will."""
+        with self._rounds.change():
+            for number, called in self._steps.items():
+                if called == step:
+                    self._digests.setdefault(number, None)
+
+    # --- called by the saver ----------------------------------------------------------------------
+
+    def due(self, number: int, wait_s: float) -> bool:
+        """Whether save `number` is compared. If so, the saver calls `hand_over`, or `missed` on
+        failure.
+
+        Args:
+            wait_s: time to wait for the previous comparison, which decides that.
+
+        Raises:
+            ReplicasDivergedError: replicas differed when they were last compared, and this save
+                does not compare them.
+            SnapshotSkippedError: the previous comparison is not over.
+        """
+        if not self._every:
+            return False
+        with self._rounds.changed:
+            if not self._rounds.wait_for(lambda: self._due >= number, wait_s):
+                raise SnapshotSkippedError(
+                    f"not all ranks handed over their digests of an earlier save within "
+                    f"{wait_s:.1f} s; training went on"
+                )
+            compared = not self._rounds.failed and self._due == number
+            if not compared and self.problem is not None:
+                raise self.problem
+            if compared:
+                self._await(number)
+            return compared
+
+    def hand_over(self, number: int, digests: UnitDigests) -> None:
+        """Hand over this rank's digests for save `number`, which is due."""
+        with self._rounds.change():
+            self._await(number)
+            self._digests.setdefault(number, digests)
+
+    def _await(self, number: int) -> None:
+        """Keep the verdict on save `number` from now on: it may come before the digests do."""
+        if self._awaited != number:
+            self._awaited, self._verdict = number, None
+
+    def settle(self, number: int) -> None:
+        """Return when replicas are known to be equal in save `number`, or when it was not due. Call
+        it before the save is committed.
+
+        Raises:
+            ReplicasDivergedError: replicas differ.
+            SnapshotSkippedError: some rank will not commit the save.
+        """
+        with self._rounds.changed:
+            if self._awaited != number:
+                return
+            self._rounds.wait_for(lambda: self._verdict is not None)
+            verdict = self._verdict
+            if self.problem is not None:
+                raise self.problem
+            if verdict is None:
+                raise SnapshotSkippedError(
+                    "not all ranks handed over their digests, so this save is neither compared nor "
+                    "complete"
+                )
+            if verdict.missing:
+                raise SnapshotSkippedError(
+                    f"ranks {list(verdict.missing)} did not take this save, so it is "
+                    f"neither compared nor complete; the next one will be"
+                )
+
+    def close(self, timeout_s: float) -> None:
+        """Take part in the comparisons of all saves that were called, within about `timeout_s`."""
+        self._rounds.close(timeout_s)
+
+    # --- the thread -------------------------------------------------------------------------------
+
+    def _next(self) -> Round | None:
+        """Next comparison, when this rank has handed over its digests for it, or never will."""
+        due, called = self._due, self._steps
+        settled = due in self._digests or self._rounds.closing or max(called, default=-1) > due
+        if due not in called or not settled:
+            return None
+        return partial(self._compare, due, self._digests.get(due))
+
+    def _compare(self, number: int, digests: UnitDigests | None) -> None:
+        verdict = self._find_verdict(number, digests)
+        with self._rounds.change():
+            self._take(verdict)
+            if verdict.number == self._awaited:
+                self._verdict = verdict
+            self._due += 1 if verdict.missing else self._every
+
+    def _find_verdict(self, number: int, digests: UnitDigests | None) -> _Verdict:
+        own = _Statement.of(digests)
+        statements = [
+            _STATEMENT.decode(text) for text in self._exchange.gather(msgspec.json.encode(own))
+        ]
+        missing = tuple(rank for rank, one in enumerate(statements) if one.dense is None)
+        known = [rank for rank in range(len(statements)) if rank not in missing]
+        groups = {(self._topology.dense_replicas(rank), "dense") for rank in known}
+        groups |= {(self._topology.expert_replicas(rank), "experts") for rank in known}
+        equal = all(
+            len({getattr(statements[rank], kind) for rank in group if rank in known}) == 1
+            for group, kind in groups
+        )
+        if equal and not differing_copies(dict(enumerate(one.seated for one in statements))):
+            return _Verdict(number, missing)
+        texts = self._exchange.gather(msgspec.json.encode(digests or UnitDigests()))
+        units = {rank: _DIGESTS.decode(text) for rank, text in enumerate(texts)}
+        wrong = differing({rank: units[rank] for rank in known}, self._topology)
+        return _Verdict(number, missing, tuple((unit, tuple(ranks)) for unit, ranks in wrong))
+
+    def _take(self, verdict: _Verdict) -> None:
+        step = self._steps[verdict.number]
+        if verdict.differing:
+            self.problem = self._diverged(verdict, step)
+        elif not verdict.missing:
+            if self.problem is not None:
+                _log.warning("step %d: replicas hold the same bytes again", step)
+            self.problem, self._equal_step = None, step
+
+    def _diverged(self, verdict: _Verdict, step: int) -> ReplicasDivergedError:
+        unit, ranks = verdict.differing[0]
+        more = len(verdict.differing) - 1
+        others = f" ({more} more units differ)" if more else ""
+        known = "the first save" if self._equal_step is None else f"step {self._equal_step}"
+        return ReplicasDivergedError(
+            f"unit {unit}: ranks {list(ranks)} are replicas and no longer equal: at step {step} "
+            f"rank {ranks[0]} holds different bytes from ranks {list(ranks[1:])}{others}; they "
+            f"were equal at {known}. No snapshot is taken until they are compared again and equal; "
+            f"what was protected since {known} may be a mixture of them. Look for what ranks do "
+            f"differently: a gradient that is not reduced, a kernel, a device"
+        )
+
+    def _give_up(self, error: Exception) -> None:
+        """End the comparisons in this world, because an exchange failed. Snapshots go on: a mixture
+        is less likely than a loss."""
+        _log.warning("replicas are no longer compared: %s", error)
+        self._steps.clear()
+        self._digests.clear()

@@ -1,0 +1,1 @@
+"""What a snapshot captures, by the job's policy, and what is lost by it."""

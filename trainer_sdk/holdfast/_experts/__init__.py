@@ -1,1 +1,0 @@
-"""Partial snapshots: choice of experts, their tokens, and gradients for peers."""

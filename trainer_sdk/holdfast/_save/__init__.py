@@ -1,0 +1,1 @@
+"""One save, from its task to the commit."""

@@ -1,1 +1,0 @@
-"""Saving of snapshots: plan, agreement of the ranks, the background thread."""

@@ -1,0 +1,444 @@
+"""Session with a daemon.
+
+Everything here runs on the training thread, so `save` must be quick, and it never raises.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import msgspec
+import torch
+
+from holdfast._agree.exchange import Exchange
+from holdfast._agree.interval import DueSaves
+from holdfast._agree.replica_check import ReplicaCheck
+from holdfast._agree.replicas import UnitDigests, differing, digests_of
+from holdfast._capture.apart import check_states_apart
+from holdfast._capture.capacity import Capacity
+from holdfast._capture.optimizer_steps import OptimizerSteps
+from holdfast._capture.partial_state import START, PartialState
+from holdfast._capture.strategy import CaptureStrategy, SaveCall
+from holdfast._capture.tokens import Tokens
+from holdfast._copying.devices import Device
+from holdfast._copying.engine import CopyEngine
+from holdfast._daemon.client import DaemonClient
+from holdfast._daemon.handles import SaveHandle, completed_steps
+from holdfast._restoring.replay import Replay
+from holdfast._restoring.restore import Restore, Restored
+from holdfast._save.saver import Saver
+from holdfast._save.tally import SaveCounters
+from holdfast._save.task import Task
+from holdfast._session.interface import TrainingState, WorldSession
+from holdfast._settings import Settings
+from holdfast._state.capture import LiveState, TensorSource
+from holdfast._state.collect import Stateful, collect
+from holdfast._state.extras import encode_extras
+from holdfast._state.in_place import InPlaceCheck
+from holdfast._state.nested import StepHooks, notices_steps
+from holdfast._state.unseen import UnseenState
+from holdfast_core.elastic_experts.reports import PlanReport
+from holdfast_core.errors import (
+    HoldfastError,
+    InvalidJobError,
+    NoRecoveryLineError,
+    SnapshotSkippedError,
+    StepOrderError,
+)
+from holdfast_core.protection.standing import StandingVerdict
+from holdfast_core.topology import Topology
+
+_log = logging.getLogger("holdfast")
+_DIGESTS = msgspec.json.Decoder(UnitDigests)
+
+
+class ProtectedSession(WorldSession):
+    """A session with a daemon."""
+
+    def __init__(
+        self,
+        *,
+        live: LiveState,
+        stateful: Mapping[str, Stateful],
+        topology: Topology,
+        rank: int,
+        client: DaemonClient,
+        exchange: Exchange,
+        device: Device,
+        settings: Settings,
+        replica_check: ReplicaCheck,
+        strategy: CaptureStrategy,
+        interval: DueSaves,
+        hooks: bool = True,
+    ) -> None:
+        self._live, self._interval, self._stateful = live, interval, dict(stateful)
+        self._settings, self._device = settings, device
+        self._engine = CopyEngine(settings.copy_threads, device)
+        rules = strategy.rules
+        self._takes_apart = strategy.leaves_out or bool(rules.window)
+        """Whether experts of one generation may be captured at different steps."""
+        self._counts_tokens = strategy.leaves_out or rules.reorders
+        self._gradients = strategy.gradients
+        self._optimizer_steps = OptimizerSteps(live, rules.repeats if rules.window else None)
+        self._saver = Saver(
+            client,
+            exchange,
+            device,
+            self._engine,
+            topology,
+            rank,
+            settings,
+            replica_check,
+            strategy,
+        )
+        self._restore = Restore(
+            client=client,
+            live=live,
+            stateful=self._stateful,
+            topology=topology,
+            rank=rank,
+            exchange=exchange,
+            engine=self._engine,
+            settings=settings,
+            policy=strategy,
+        )
+        self._stale, self._reseated = True, False
+        self._sources: Sequence[TensorSource] | None = None
+        self._eager: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+        self._last_step: int | None = None
+        self._began = ""
+        """Newest call after which it is too late to restore."""
+        self._number, self._last_save_s = 0, 0.0
+        self._tokens = Tokens(strategy.token_parts)
+        self._capacity = Capacity()
+        self._closed, self._kept = False, START
+        self._replay: Replay | None = None
+        """Replay of a sparse window, until its last step is repeated."""
+        unheld = [one for one in live.optimizers if not notices_steps(one)]
+        self._unheld, self._unseen = unheld, UnseenState(live.optimizers)
+        before = self.before_step if hooks else None
+        self._hooks = StepHooks(live.optimizers, before, self._after_step)
+        self._held = not unheld
+        """Whether a hook makes every optimizer wait until a save is staged."""
+        self._asked = False
+        """Whether the loop has called `wait_staged` since the save before."""
+        if unheld:
+            _warn_unheld(unheld)
+
+    @property
+    def live(self) -> LiveState:
+        """State of the model and the optimizers that is captured."""
+        return self._live
+
+    @property
+    def holds(self) -> TrainingState:
+        return TrainingState(
+            live=self._live,
+            stateful=self._stateful,
+            topology=self._restore.topology,
+            rank=self._restore.rank,
+        )
+
+    @property
+    def repeats(self) -> bool:
+        return self._replay is not None
+
+    @property
+    def epoch(self) -> int:
+        return self._saver.epoch or 0
+
+    @property
+    def problem(self) -> HoldfastError | None:
+        return self._saver.problem or self._saver.replica_check.problem or self._unseen.problem
+
+    @property
+    def counters(self) -> SaveCounters:
+        return self._saver.tally.counters
+
+    @torch.inference_mode(False)
+    def restore(self, no_replay: str = "") -> int | None:
+        if self._began:
+            raise NoRecoveryLineError(
+                f"restore() after {self._began} of this session: call it once, before the first "
+                f"save; to go back to the newest protected step, end the process and let the job "
+                f"start it again"
+            )
+        self._saver.wait_staged()
+        return self._resume(self._restore.run(no_replay), "restore()")
+
+    def go_on(self, verdict: StandingVerdict, problem: str) -> bool:
+        outcome = self._restore.go_on(verdict, problem, self._kept)
+        return outcome is not None and self._goes_on(outcome)
+
+    def reseated(self, plan: PlanReport, *, moved: bool) -> None:
+        self.counters.plan = plan
+        self._stale, self._reseated = self._stale or moved, self._reseated or moved
+
+    def follow(self, kept: PartialState) -> None:
+        self._kept = kept
+
+    def leave(self) -> PartialState:
+        self.close()
+        if self._began:
+            tokens, self._tokens = self._tokens, self._tokens.emptied()
+            self._kept = self._saver.leave(self._number, tokens, self._capacity.tracker)
+        return self._kept
+
+    def line(self) -> tuple[int, int]:
+        return self._restore.line()
+
+    def restore_stages(self, *, own: bool) -> None:
+        self._saver.wait_staged()
+        if own:
+            self._replay = self._restore.run().replay
+        else:
+            self._restore.attend()
+
+    def repeated(self, step: int) -> None:
+        if self._replay is not None:
+            self._repeated(self._replay, step)
+
+    def end_replay(self, step: int, repeated_after: int | None) -> bool:
+        return self._goes_on(self._restore.live_after(step), repeated_after)
+
+    def _goes_on(self, outcome: Restored, repeated_after: int | None = None) -> bool:
+        """Go on live if all replicas have equal states. Collective."""
+        problem = self._compare()
+        if problem:
+            _log.warning("training does not go on live: %s", problem)
+            return False
+        assert outcome.step is not None
+        self._restore.client.go_on(outcome.epoch, outcome.step, repeated_after)
+        self._resume(outcome, "going on live")
+        return True
+
+    def _compare(self) -> str:
+        """Compare the state of all replicas; return in what they differ, or nothing. Collective."""
+        restore, fence = self._restore, self._device.fence()
+        sources, topology = self._live.sources(), restore.topology
+        own = digests_of(sources, topology, restore.rank, self._engine, fence)
+        texts = restore.exchange.gather(msgspec.json.encode(own))
+        digests = {rank: _DIGESTS.decode(text) for rank, text in enumerate(texts)}
+        wrong = differing(digests, topology)
+        return "; ".join(f"ranks {ranks} differ in {unit}" for unit, ranks in wrong[:3])
+
+    def _resume(self, outcome: Restored, began: str) -> int | None:
+        """Begin where `outcome` has brought this rank."""
+        self._stale = True
+        self._saver.pipeline.resume(outcome)
+        self._number = outcome.experts.ledger.snapshots
+        self._capacity.resume(outcome.experts.replenishing, someone=outcome.replenishing)
+        self._last_step, self._replay = outcome.step, outcome.replay
+        self._began = began
+        if self._replay is not None and not self._held:
+            raise InvalidJobError(
+                "the recovery line is a sparse window, whose steps are repeated with frozen units: "
+                "that needs optimizers that are torch.optim.Optimizer; derive yours from it"
+            )
+        return outcome.step
+
+    def save(self, step: int) -> SaveHandle:
+        if self._replay is not None and self._repeated(self._replay, step):
+            handle = SaveHandle(completed_steps(step))
+            why = f"step {step} was repeated; the window that was restored holds it"
+            handle._fail(SnapshotSkippedError(why))
+            return handle
+        handle, began_s = SaveHandle(self._last_step or 0), time.monotonic()
+        try:
+            handle = SaveHandle(completed_steps(step))
+            self._save(handle)
+        except HoldfastError as error:
+            self._saver.refuse(handle, error)
+        except Exception as error:
+            _log.debug("unexpected failure of save(%d)", handle.step, exc_info=True)
+            why = f"save({handle.step}) failed with {type(error).__name__}: {error}"
+            self._saver.refuse(handle, SnapshotSkippedError(why))
+        self._waited(began_s)
+        return handle
+
+    def _repeated(self, replay: Replay, step: int) -> bool:
+        """Go on with a replay after its completed `step`; return False after its last one."""
+        replay.advance(step)
+        if not replay.over:
+            self._last_step = step
+            return True
+        self._replay, self._stale = None, True
+        return False
+
+    def _save(self, handle: SaveHandle) -> None:
+        if self._closed:
+            raise SnapshotSkippedError("the session is closed")
+        self._began = f"save({handle.step})"
+        last, step = self._last_step, handle.step
+        if last is not None and step <= last:
+            raise StepOrderError(
+                f"save({step}) after step {last}: steps must increase; pass the completed steps"
+            )
+        self._last_step = step
+        now = time.monotonic()
+        self._saver.tally.begin(step, now - self._last_save_s if self._last_save_s else 0.0)
+        self._last_save_s = now
+        if not self._is_due(handle, now):
+            return
+        self._number += 1
+        self._saver.on_save_called(self._number - 1, step, now)
+        if self._saver.problem is not None:
+            self._saver.refuse(handle, self._saver.problem)
+            return
+        self._unseen.before_save(self._unheld)
+        if self._unseen.problem is not None:
+            raise self._unseen.problem
+        if self._saver.busy:
+            raise SnapshotSkippedError("the previous save is still in progress")
+        self._saver.submit(self._task(handle, copies=True))
+        asked, self._asked = self._asked, False
+        if not (self._held or asked):
+            self._saver.wait_staged()
+
+    def _is_due(self, handle: SaveHandle, now: float) -> bool:
+        """Whether to take the snapshot; if not, the handle has the reason.
+
+        Raises:
+            SnapshotSkippedError: the ranks have not agreed on the interval yet.
+        """
+        called = self._interval.called(handle, now)
+        steps = self.counters.interval_steps = self._interval.steps
+        for missed in called.missed:  # other ranks have counted them
+            self._number += 1
+            self._saver.on_save_called(self._number - 1, missed, now)
+            self._saver.replica_check.missed(missed)
+        if called.undecided:
+            raise SnapshotSkippedError("the ranks have not agreed on the interval yet")
+        if not called.due:
+            handle._fail(
+                SnapshotSkippedError(
+                    f"step {handle.step} is between two snapshots, which are {steps} apart"
+                )
+            )
+        return called.due
+
+    def _waited(self, began_s: float) -> None:
+        """Count the time since `began_s` as time in which training only waited."""
+        self._interval.waited(time.monotonic() - began_s)
+
+    @torch.inference_mode(False)  # what is made in that mode cannot be written outside of it
+    def _task(self, handle: SaveHandle, *, copies: bool) -> Task:
+        with torch.no_grad():
+            if self._stale or self._live.changed():
+                self._stale = True  # until all of this has succeeded
+                self._live.begun.forms.check()
+                found = self._live.discover()
+                check_states_apart(self._live, takes_apart=self._takes_apart)
+                self._sources = (*found, *self._gradients.sources())
+                self._optimizer_steps.make_room()
+                self._eager = [
+                    (source.staging, source.tensor)
+                    for source in self._sources
+                    if source.captured and source.eager and source.staging is not None
+                ]
+                self._stale = False
+            if self._live.unrestorable:
+                raise InvalidJobError(self._live.unrestorable)
+            for staging, live in self._eager:
+                staging.copy_(live)
+        self._gradients.settle()
+        extras = encode_extras(collect(self._live, self._stateful, handle.step))
+        # The saver's thread takes them over; kept here until a task has carried them there.
+        sources, self._sources = self._sources, None
+        reseated, self._reseated = self._reseated, False
+        tokens, self._tokens = self._tokens, self._tokens.emptied()
+        call = SaveCall(
+            number=self._number - 1,
+            step=handle.step,
+            extras=extras,
+            optimizer_steps=self._optimizer_steps.take(),
+            replenishing=self._capacity.tracker,
+        )
+        return Task(
+            handle,
+            call,
+            sources=sources,
+            gradients=self._optimizer_steps.gradients,
+            more_extras_bytes=self._optimizer_steps.extras_bytes,
+            fence=self._device.fence(),
+            copies=copies,
+            tokens=tokens,
+            unchanged=InPlaceCheck(self._live.watched) if copies else None,
+            reseated=reseated,
+        )
+
+    def count_tokens(
+        self, layer: int, counts: Sequence[float] | torch.Tensor, assignments: int | None = None
+    ) -> None:
+        if self._counts_tokens:
+            self._tokens.add(layer, counts, assignments)
+            self._capacity.count(layer, counts)
+
+    def capacity_factors(self, layer: int, experts: int) -> list[float]:
+        return self._capacity.factors(layer, experts)
+
+    @property
+    def capacity_room(self) -> float:
+        return self._capacity.room
+
+    def bubble(self) -> AbstractContextManager[None]:
+        bubbles = self._saver.bubbles
+        return nullcontext() if bubbles is None else bubbles.bubble()
+
+    def prepare(self) -> None:
+        if self._saver.busy or self._closed or self._replay is not None:
+            return
+        handle = SaveHandle(self._last_step or 0)
+        try:
+            task = self._task(handle, copies=False)
+        except HoldfastError as error:
+            self._saver.refuse(handle, error)
+            return
+        self._saver.submit(task)
+        task.ended.wait()
+
+    def wait_staged(self) -> None:
+        self._asked = True
+        began_s = time.monotonic()
+        self._saver.wait_staged()
+        self._waited(began_s)
+
+    def before_step(self, optimizer: object) -> None:
+        began_s = time.monotonic()
+        self._saver.wait_staged()
+        self._waited(began_s)
+        self._gradients.before_step(optimizer)
+        due = self._saver.strategy.gradients_due((self._last_step or 0) + 1)
+        self._optimizer_steps.before_step(optimizer, due, frozen=self._replay is not None)
+        if self._replay is not None:
+            self._replay.before_step(optimizer)
+        self._live.begun.stepped()
+        self._unseen.before_step(optimizer)
+
+    def _after_step(self, optimizer: object) -> None:
+        self._unseen.after_step()
+        if self._replay is not None:
+            self._replay.after_step()
+        self._optimizer_steps.after_step(optimizer)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._saver.wait_staged()
+        self._closed = True
+        self._hooks.remove()
+        self._saver.close(self._settings.rpc_timeout_s)
+        self._interval.close(self._settings.rpc_timeout_s)
+
+
+def _warn_unheld(optimizers: Sequence[object]) -> None:
+    kinds = {type(one).__qualname__ for one in optimizers}
+    _log.warning(
+        "%s is not a torch.optim.Optimizer, so nothing holds it back while a save is copied: call "
+        "session.wait_staged() before each change of parameters or optimizer state. Until the loop "
+        "does, save() waits for its copy",
+        ", ".join(sorted(kinds)),
+    )
