@@ -216,7 +216,7 @@ MUTANTS = (
         name="build in the other block than in the free one",
         edits=(
             (
-                f"{DAEMON}/worker.py",
+                f"{DAEMON}/job/worker.py",
                 "                block,\n                older.view,\n",
                 "                older.view,\n                older.view,\n",
             ),
@@ -277,14 +277,14 @@ MUTANTS = (
         name="seal a block that could be updated only in part, in place of building it",
         edits=(
             (
-                f"{DAEMON}/worker.py",
+                f"{DAEMON}/job/worker.py",
                 "            scope.check()\n"
                 '            _log.info("parity will be built from whole chunks: %s", error)\n'
                 "            return None\n",
                 "            return len(older.view), piece_digests(block[: len(older.view)], 16)\n",
             ),
             (
-                f"{DAEMON}/worker.py",
+                f"{DAEMON}/job/worker.py",
                 "import decode_manifest\n",
                 "import decode_manifest, piece_digests\n",
             ),
@@ -304,7 +304,7 @@ MUTANTS = (
         name="update from an older block whatever it was made from",
         edits=(
             (
-                f"{DAEMON}/worker.py",
+                f"{DAEMON}/job/worker.py",
                 "before = {positions[rank]: manifest for rank, manifest in "
                 "older.manifests.items()}",
                 "before = dict(manifests)",
@@ -798,7 +798,7 @@ MUTANTS = (
         name="failover: take a daemon that has not spoken for one that holds nothing",
         edits=(
             (
-                f"{RECONCILER}/remembered.py",
+                f"{RECONCILER}/observe/remembered.py",
                 "return Word.NOT_HEARD if node.heartbeat_at == NEVER else Word.HOLDS_NOTHING",
                 "return Word.HOLDS_NOTHING",
             ),
@@ -809,7 +809,7 @@ MUTANTS = (
         name="failover: wait for an epoch that was stored and never published",
         edits=(
             (
-                f"{RECONCILER}/remembered.py",
+                f"{RECONCILER}/observe/remembered.py",
                 "for node in nodes.values() if state.homes else ():",
                 "for node in ():",
             ),
@@ -820,7 +820,7 @@ MUTANTS = (
         name="failover: have newer snapshots freed with those of an earlier shape",
         edits=(
             (
-                f"{RECONCILER}/suspending.py",
+                f"{RECONCILER}/membership/suspending.py",
                 "DropJob(up_to_epoch=state.void_epoch)",
                 "DropJob()",
             ),
@@ -834,17 +834,29 @@ MUTANTS = (
     ),
     Mutant(
         name="failover: give up memory that only silence tells to be lost",
-        edits=((f"{RECONCILER}/replacing.py", "        cause.presumed\n", "        False\n"),),
+        edits=(
+            (
+                f"{RECONCILER}/membership/replacing.py",
+                "        cause.presumed\n",
+                "        False\n",
+            ),
+        ),
         test="operator_side/reconciler/test_patience.py",
     ),
     Mutant(
         name="failover: judge the memory of a daemon that has not spoken",
-        edits=((f"{KUBE}/nodes.py", "reported is None or has_memory(reported", "has_memory(view"),),
+        edits=(
+            (
+                f"{KUBE}/cluster/nodes.py",
+                "reported is None or has_memory(reported",
+                "has_memory(view",
+            ),
+        ),
         test="operator_side/kube/test_nodes.py",
     ),
     Mutant(
         name="failover: renew daemons before every job was looked at",
-        edits=((f"{KUBE}/fleet.py", "loop is not None and (loop.has_looked", "(loop is None"),),
+        edits=((f"{KUBE}/job/fleet.py", "loop is not None and (loop.has_looked", "(loop is None"),),
         test="operator_side/kube/test_fleet.py",
     ),
 )

@@ -2,8 +2,8 @@
 
 A member's own pod is made for a node. Where the cluster has none for it, no pod would wait, and no
 autoscaler would know. So a placeholder waits, with what the member's pod asks of a node: one for
-each node that is missing (`reconciler/shortage`). It runs nothing of the job, and goes as soon as
-the member has a node.
+each node that is missing (`reconciler.report.shortage`). It runs nothing of the job, and goes as
+soon as the member has a node.
 """
 
 from __future__ import annotations
