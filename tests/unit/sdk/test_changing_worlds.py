@@ -73,6 +73,7 @@ class Members(trainer_pb2_grpc.TrainerServicer):
                     node_rank=members.index(request.rank),
                     nodes=len(members),
                     store_address=f"127.0.0.1:{self._stores[sent - 1].port}",
+                    store_key="5e" * 16,
                     keep=request.size in (0, len(members)),
                 )
 
