@@ -93,7 +93,7 @@ def seen(cluster: Cluster, holdfast: Holdfast) -> Iterator[Seen]:
             cluster.kubectl("uncordon", name)
 
 
-def _trains(run: Run, after: dict[str, Any]) -> dict[str, Any]:
+def _trains(run: Run, after: dict[str, Any], timeout_s: float = RUN_S) -> dict[str, Any]:
     """The status once an epoch after that of another status has protected steps."""
 
     def trains(status: dict[str, Any]) -> bool:
@@ -102,7 +102,7 @@ def _trains(run: Run, after: dict[str, Any]) -> dict[str, Any]:
         first = after.get("protectedStep", 0) + FIRST_STEPS
         return status.get("phase") == "Running" and is_new and int(step) >= first
 
-    return run.job.wait("protected steps of a new epoch", trains, RUN_S)
+    return run.job.wait("protected steps of a new epoch", trains, timeout_s)
 
 
 def _wait_without_its_node(run: Run, found: Seen) -> None:
@@ -126,7 +126,8 @@ def _wait_without_its_node(run: Run, found: Seen) -> None:
     run.holdfast.wait_daemon(run.broken)
     found.phases.add(job.status()["phase"])
     cluster.kubectl("uncordon", run.broken)
-    found.back = _trains(run, found.waits)
+    # Sooner than the scheduler would try a pod again that a placeholder has kept off its node.
+    found.back = _trains(run, found.waits, RECOVERY_S)
 
 
 def _fail_and_resume(run: Run, found: Seen) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_operator.kube.client.amounts import Amounts, amounts
 from holdfast_operator.kube.client.api import NOT_FOUND, ApiError, Object
-from holdfast_operator.kube.client.resources import GROUP, JOB_LABEL, PODS
+from holdfast_operator.kube.client.resources import GROUP, PODS
 from holdfast_operator.kube.client.watches import Cache
 from holdfast_operator.kube.pods.manifests import keep_off, owner_reference, template_of
 from holdfast_operator.kube.pods.shared_objects import EXISTS, controller_of
@@ -128,17 +128,20 @@ class Placeholders:
 
 def placeholder(job: MoETrainingJob, name: str, beside: Sequence[str]) -> Object:
     """A pod that asks of a node what a member's pod asks, and only waits: for a node that is not
-    among `beside`. At most one of them, or of the job's trainers, is on a node."""
+    among `beside`. At most one of them is on a node.
+
+    They do not keep off the job's trainers by a term of their own: such a term also keeps trainers
+    off them, and the scheduler tries a trainer that it kept off a node so only minutes after the
+    placeholder has gone.
+    """
     given: Object = deepcopy(template_of(job)["spec"])
     trainer = given["containers"][0]
     spec = {field: given[field] for field in _KEPT if field in given}
     keep_off(spec, beside)
     apart = spec.setdefault("affinity", {}).setdefault("podAntiAffinity", {})
     terms = apart.setdefault("requiredDuringSchedulingIgnoredDuringExecution", [])
-    terms += [
-        {"topologyKey": HOSTNAME, "labelSelector": {"matchLabels": {label: job.metadata.name}}}
-        for label in (PLACEHOLDER_LABEL, JOB_LABEL)
-    ]
+    others = {"matchLabels": {PLACEHOLDER_LABEL: job.metadata.name}}
+    terms.append({"topologyKey": HOSTNAME, "labelSelector": others})
     container = {
         "name": "placeholder",
         "image": trainer["image"],

@@ -101,7 +101,7 @@ def test_each_waits_for_a_node_of_its_own_beside_those_of_the_template() -> None
         term["labelSelector"]["matchLabels"]
         for term in apart["requiredDuringSchedulingIgnoredDuringExecution"]
     ]
-    assert labels == [{PLACEHOLDER_LABEL: "moe"}, {"holdfast.dev/job": "moe"}]
+    assert labels == [{PLACEHOLDER_LABEL: "moe"}], "trainers are kept off by none"
     assert "preferredDuringSchedulingIgnoredDuringExecution" in apart
     required = pod["spec"]["affinity"]["nodeAffinity"][
         "requiredDuringSchedulingIgnoredDuringExecution"
