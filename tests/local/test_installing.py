@@ -151,7 +151,7 @@ def test_the_distributions_hold_the_packages_with_types_and_protocol(
         names = set(archive.namelist())
     tops = {name.partition("/")[0] for name in names}
     packages = {"holdfast", "holdfast_core", "holdfast_daemon", "holdfast_operator"}
-    packages |= {"holdfast_protos", "holdfast_storage"}
+    packages |= {"holdfast_cli", "holdfast_protos", "holdfast_storage"}
     assert {top for top in tops if not top.endswith(".dist-info")} == packages
     assert {f"{package}/py.typed" for package in packages} <= names
     assert {"holdfast_protos/trainer.proto", "holdfast_protos/trainer_pb2.pyi"} <= names
