@@ -243,7 +243,8 @@ class Run:
 
         Args:
             lost: processes that have ended, each of which may have taken its part in a step with it
-                that the others finished.
+                that the others finished, or have finished alone a step whose vote had not reached
+                the others before it ended: these have run it again.
         """
         logs, steps = self.logs(), defaultdict[int, list[Line]](list)
         for lines in logs.values():
@@ -251,11 +252,14 @@ class Run:
                 steps[line.step].append(line)
         newest = max(lines[-1].epoch for lines in logs.values())
         whole = min(lines[-1].step for lines in logs.values() if lines[-1].epoch == newest)
+        last = [lines[-1] for lines in logs.values() if lines[-1].epoch != newest]
         unlogged = 0
         for step in range(1, whole + 1):
-            (size,) = {line.size for line in steps[step]}
-            ranks = {line.rank for line in steps[step]}
-            assert len(ranks) == len(steps[step]), step
+            epoch = max(line.epoch for line in steps[step])
+            kept = [line for line in steps[step] if line.epoch == epoch or line not in last]
+            (size,) = {line.size for line in kept}
+            ranks = {line.rank for line in kept}
+            assert len(ranks) == len(kept), step
             unlogged += size - len(ranks)
         assert unlogged <= lost
 
