@@ -40,7 +40,7 @@ from gpu.steps import STEPS, Kind, Step
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED_MEMORY = Path("/dev/shm")
-SOURCES = ("core", "protos", "storage", "daemon", "operator", "trainer_sdk", "metadata", ".")
+SOURCES = ("core", "protos", "storage", "daemon", "operator", "trainer_sdk", "cli", "metadata", ".")
 
 DEADLINE_S = 480.0
 FACTS_LIMIT_S = 60.0

@@ -70,7 +70,12 @@ class FailingDaemon(FakeDaemon):
 
 
 def settings_of(policy: str) -> dict[str, Any]:
-    return {"policy": POLICIES[policy], "nan_check_every": 1, "start_wait_s": WAIT_S}
+    return {
+        "policy": POLICIES[policy],
+        "nan_check_every": 1,
+        "start_wait_s": WAIT_S,
+        "report_interval_s": 1000.0,  # reports come when time has passed, not in each save
+    }
 
 
 def save(trainer: Any, session: Any, step: int) -> HoldfastError | None:
