@@ -25,7 +25,6 @@ from holdfast_cli.planner.arguments import add_simulated_costs
 from holdfast_cli.planner.effective_time.assumed_policies import AssumedCosts
 from holdfast_cli.planner.effective_time.incidents import DrawOf
 from holdfast_cli.planner.effective_time.policy_models import Cluster
-from holdfast_cli.planner.planning import COPY_BYTES_S, NETWORK_BYTES_S
 from holdfast_cli.planner.seeds import generator
 from holdfast_cli.planner.simulation.inputs import (
     ASSUMED,
@@ -37,11 +36,11 @@ from holdfast_cli.planner.simulation.inputs import (
     STORAGE_BYTES_S,
     Sources,
     duration_of,
+    memory_rates_of,
     repair_of,
     slower_of,
 )
 from holdfast_core.errors import HoldfastError
-from holdfast_core.quantities import format_rate
 
 SPOT_RUNS = 200
 """Draws of the nodes that a spot trace loses."""
@@ -94,13 +93,7 @@ def _goal_inputs(
 ) -> tuple[AssumedCosts, Cluster, Sequence[tuple[str, str, str]]]:
     """What `--goal` needs beside the papers' models: rates, and what a repair takes."""
     sources = Sources(options)
-    rates = []
-    for what, flag, assumed in (
-        ("copy, a node", options.copy_bandwidth, COPY_BYTES_S),
-        ("network, a node", options.network_bandwidth, NETWORK_BYTES_S),
-    ):
-        rates.append(float(flag or assumed))
-        sources.explain(what, format_rate(rates[-1]), FLAG if flag else ASSUMED)
+    copy_bytes_s, network_bytes_s = memory_rates_of(options, sources)
     slower = slower_of(options, sources)
     detect_s, restart_s, reform_s = repair_of(options, sources)
     losses = 1.0 if options.node_losses is None else options.node_losses
@@ -124,8 +117,8 @@ def _goal_inputs(
         other_bytes=0,
         experts_per_layer=EXPERTS,
         moe_layers=LAYERS,
-        copy_bytes_s=rates[0],
-        network_bytes_s=rates[1],
+        copy_bytes_s=copy_bytes_s,
+        network_bytes_s=network_bytes_s,
         storage_bytes_s=STORAGE_BYTES_S,
         slower=slower,
     )

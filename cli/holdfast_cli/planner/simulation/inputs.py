@@ -141,6 +141,12 @@ class Sources:
             )
         self._measured |= known
 
+    def rate(self, what: str, flag: float | None, assumed: float) -> float:
+        """A rate in bytes per second, which no report has."""
+        value = float(flag or assumed)
+        self.explain(what, format_rate(value), FLAG if flag else ASSUMED)
+        return value
+
     def number(self, name: str, flag: float | None, assumed: float, what: str, unit: str) -> float:
         """The value of an input in its unit; a portion is shown in %."""
         if flag is not None:
@@ -291,14 +297,8 @@ def _costs(
         source = FLAG if options.experts_per_layer or options.moe_layers else ASSUMED
         source = source if source == FLAG or model is None else JOB
     sources.explain("experts", f"{experts} in each of {layers} layers", source)
-    rates = []
-    for what, flag, assumed in (
-        ("copy, a node", options.copy_bandwidth, COPY_BYTES_S),
-        ("network, a node", options.network_bandwidth, NETWORK_BYTES_S),
-        ("storage, a node", options.storage_bandwidth, STORAGE_BYTES_S),
-    ):
-        rates.append(float(flag or assumed))
-        sources.explain(what, format_rate(rates[-1]), FLAG if flag else ASSUMED)
+    copy_bytes_s, network_bytes_s = memory_rates_of(options, sources)
+    storage_bytes_s = sources.rate("storage, a node", options.storage_bandwidth, STORAGE_BYTES_S)
     losses = job.spec.redundancy.losses
     sources.explain(
         "redundancy", f"{job.spec.redundancy.type.value}, covers {losses} of a group", JOB
@@ -308,9 +308,9 @@ def _costs(
         other_bytes=other_bytes,
         experts_per_layer=experts,
         moe_layers=layers,
-        copy_bytes_s=rates[0],
-        network_bytes_s=rates[1],
-        storage_bytes_s=rates[2],
+        copy_bytes_s=copy_bytes_s,
+        network_bytes_s=network_bytes_s,
+        storage_bytes_s=storage_bytes_s,
         losses=losses,
         slower=slower_of(options, sources),
     )
@@ -321,6 +321,14 @@ def _amount(nbytes: int) -> str:
         if nbytes >= 10 * size:
             return f"{nbytes / size:,.0f} {unit}"
     return f"{nbytes} B"
+
+
+def memory_rates_of(options: argparse.Namespace, sources: Sources) -> tuple[float, float]:
+    """Bytes per second that a node copies into memory, and that it sends to others."""
+    return (
+        sources.rate("copy, a node", options.copy_bandwidth, COPY_BYTES_S),
+        sources.rate("network, a node", options.network_bandwidth, NETWORK_BYTES_S),
+    )
 
 
 def slower_of(options: argparse.Namespace, sources: Sources) -> float:
