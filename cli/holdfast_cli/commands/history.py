@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
+from holdfast_cli._environment import redis_url
 from holdfast_cli.commands import catalogue_places
 from holdfast_cli.commands.recorded_recoveries import (
     History,
@@ -30,7 +31,6 @@ from holdfast_core.catalogue.records import EventView
 from holdfast_core.errors import StorageError
 from holdfast_core.packages import PackageGroup, needing
 from holdfast_core.quantities import format_portion
-from holdfast_operator._environment import redis_url
 
 TIMEOUT_S = 10.0
 

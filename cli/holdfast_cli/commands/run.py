@@ -16,6 +16,7 @@ from rich.live import Live
 from rich.spinner import Spinner
 
 from holdfast_cli import exit_codes
+from holdfast_cli._environment import given, kubeconfig
 from holdfast_cli.commands import cluster_commands, cluster_status
 from holdfast_cli.commands.show import event_line, event_text, progress_line, status_view
 from holdfast_cli.job_files import load_job
@@ -26,7 +27,6 @@ from holdfast_cli.local.processes import identify
 from holdfast_cli.local.status import encode, read_status
 from holdfast_core.errors import InvalidJobError, StorageError
 from holdfast_core.job.parsing import MoETrainingJob, ignored_locally
-from holdfast_operator._environment import given, kubeconfig
 from holdfast_operator.reconciler.observe.counters import Outcome
 from holdfast_protos.connections.identity import is_insecure
 

@@ -42,6 +42,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from holdfast_cli._environment import given
 from holdfast_cli.commands.show import event_text
 from holdfast_cli.demo.report import (
     DemoReport,
@@ -66,7 +67,6 @@ from holdfast_core.errors import HoldfastError, InvalidJobError, UnreachableErro
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
 from holdfast_core.job.snapshots import Repeats
 from holdfast_core.job.status import Phase
-from holdfast_operator._environment import given
 from holdfast_operator.reconciler.observe.counters import Outcome
 from holdfast_protos import trainer_pb2, trainer_pb2_grpc
 from holdfast_protos.connections import channels

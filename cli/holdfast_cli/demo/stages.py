@@ -22,6 +22,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from holdfast_cli._environment import given
 from holdfast_cli.commands.show import event_text
 from holdfast_cli.demo.demo import EXAMPLES, FULL, example_job, steps_of
 from holdfast_cli.demo.report import write_json
@@ -29,7 +30,6 @@ from holdfast_cli.local import LocalCluster, LocalSettings, Status, TimedEvent
 from holdfast_core.errors import InvalidJobError, UnreachableError
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
 from holdfast_core.job.snapshots import Repeats
-from holdfast_operator._environment import given
 from holdfast_operator.reconciler.observe.counters import Outcome
 from holdfast_operator.reconciler.report.recoveries import Recovery
 from holdfast_protos.connections.identity import is_insecure

@@ -6,11 +6,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from holdfast_cli._environment import inherited
 from holdfast_cli.local.directory import NodeRecord, RunDirectory, RunRecord
 from holdfast_cli.local.processes import MARK
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.job.references import resolve_words
-from holdfast_operator._environment import inherited
 from holdfast_operator.control.certificates import Certificates
 from holdfast_protos.connections.identity import Role
 
