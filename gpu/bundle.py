@@ -26,12 +26,12 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).resolve().parents[1]
+from gpu import ROOT, SOURCES
+
 MACHINE = ROOT / "gpu" / "machine.toml"
 CONSTRAINTS = ROOT / "constraints.txt"
 OUT = ROOT / "build" / "gpu-bundle"
 
-SOURCES = ("core", "protos", "storage", "daemon", "operator", "trainer_sdk", "cli")
 RUN = (*SOURCES, "gpu", "benchmarks/gpu", "tests/gpu", "tests/unit/sdk", "tests/conftest.py")
 """What runs on the machine; its imports are checked."""
 

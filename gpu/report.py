@@ -17,7 +17,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from gpu import ROOT
+
 KEPT = ROOT / "gpu" / "results.jsonl"
 """The results that the document shows; absent until a session ran on a device."""
 MACHINE = "machine"

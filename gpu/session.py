@@ -33,14 +33,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu import processes, report
+from gpu import ROOT, SOURCES, processes, report
 from gpu.processes import Ended
 from gpu.report import Record, State
 from gpu.steps import STEPS, Kind, Step
 
-ROOT = Path(__file__).resolve().parents[1]
 SHARED_MEMORY = Path("/dev/shm")
-SOURCES = ("core", "protos", "storage", "daemon", "operator", "trainer_sdk", "cli", "metadata", ".")
 
 DEADLINE_S = 480.0
 FACTS_LIMIT_S = 60.0
@@ -271,7 +269,8 @@ class Session:
         return _Attempt(ended=ended, printed=_cut(self._output, begin))
 
     def _environment(self, temporary: Path, shared: Path) -> dict[str, str]:
-        roots = [*(ROOT / source for source in SOURCES), self._scratch / "site"]
+        sources = (*SOURCES, "metadata", ".")
+        roots = [*(ROOT / source for source in sources), self._scratch / "site"]
         own = os.environ.get("PYTHONPATH", "")
         return os.environ | {
             "PYTHONPATH": os.pathsep.join([*map(str, roots), own]).rstrip(os.pathsep),
