@@ -59,7 +59,10 @@ class WarmProcesses:
         assert self._socket.recv(1), "the imports have failed"
 
     def close(self) -> None:
+        """End the process, which has nothing to lose. That its socket is closed may not reach it:
+        whatever a test has forked from this process holds the socket too."""
         self._socket.close()
+        self._process.kill()
         self._process.wait()
 
     def fork(
