@@ -92,16 +92,6 @@ def test_every_module_has_a_docstring() -> None:
     _none([_name(path) for path in paths if not ast.get_docstring(_tree(path))], "no docstring")
 
 
-def test_no_two_public_classes_have_one_name() -> None:
-    modules: dict[str, list[str]] = {}
-    for path in SOURCES:
-        for node in _tree(path).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                modules.setdefault(node.name, []).append(_name(path))
-    twice = {name: found for name, found in modules.items() if len(found) > 1}
-    _none([f"{name}: {found}" for name, found in twice.items()], "one word, one thing")
-
-
 def test_tensors_of_the_session_are_not_on_the_scripts_default_device() -> None:
     """After `torch.set_default_device("cuda")` what names no device is on that one. Parameters of
     layers follow the script."""
