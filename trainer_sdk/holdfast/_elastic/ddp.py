@@ -14,6 +14,7 @@ things differ between a new DDP and one that has trained, and both are dealt wit
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -61,6 +62,12 @@ class WorldDDP(nn.Module):
             raise InvalidJobError(
                 f"world.ddp({', '.join(f'{name}=…' for name in chosen)}): these follow from the "
                 f"world; leave them out, or give group=world.group(…)"
+            )
+        if "init_sync" not in inspect.signature(DistributedDataParallel).parameters:
+            raise InvalidJobError(
+                f"world.ddp needs DistributedDataParallel(init_sync=False), which torch "
+                f"{torch.__version__} does not have: install torch 2.11 or newer, or leave `world` "
+                f"out, so that all processes start again after a failure"
             )
         if options.get("static_graph") and first_pass is None:
             raise InvalidJobError(
