@@ -66,7 +66,7 @@ def _catalogue(options: argparse.Namespace) -> Iterator[tuple[str, str | None]]:
             yield forwarded, key
         return
     path = find_run(options.dir, options.job)
-    job = read_status(path / "status.json").job
+    job = read_status(path / "status.json").local.job
     yield catalogue_places.of_run(RunDirectory(path, job)), job
 
 

@@ -34,10 +34,10 @@ def persist(options: argparse.Namespace) -> int:
         return cluster_commands.persist(cluster)
     path = find_run(options.dir, options.job)
     found = read_status(path / "status.json")
-    members = [node for node in found.nodes if node.member is not None and node.connected]
+    members = [node for node in found.local.nodes if node.member is not None and node.connected]
     if found.ended or not members:
         raise InvalidJobError(f"the run in {path} has no daemon to ask ({found.phase})")
-    directory, limits = RunDirectory(path, found.job), channels.channel_options()
+    directory, limits = RunDirectory(path, found.local.job), channels.channel_options()
     with grpc.insecure_channel(f"unix:{members[0].socket}", options=limits) as channel:
         daemon = trainer_pb2_grpc.TrainerStub(channel)
 
@@ -51,7 +51,7 @@ def persist(options: argparse.Namespace) -> int:
             wanted=before.get("protected"),
             wait_s=options.wait,
         )
-    print(f"generation {stored} of {found.job} is in durable storage")
+    print(f"generation {stored} of {found.local.job} is in durable storage")
     return 0
 
 

@@ -18,7 +18,7 @@ from rich.spinner import Spinner
 from holdfast_cli import exit_codes
 from holdfast_cli._environment import given, kubeconfig
 from holdfast_cli.commands import cluster_commands, cluster_status
-from holdfast_cli.commands.show import event_line, event_text, progress_line, status_view
+from holdfast_cli.commands.show import event_line, event_text, progress_line, run_view
 from holdfast_cli.job_files import load_job
 from holdfast_cli.local import LocalCluster, LocalSettings, Status, TimedEvent
 from holdfast_cli.local import faults as injections
@@ -76,7 +76,7 @@ async def _run(job: MoETrainingJob, settings: LocalSettings) -> int:
     if outcome is Outcome.FAILED:
         logs = cluster.directory.path / "logs"
         print(
-            f"holdfast: job {job.key} failed: {cluster.status.reason}\nlogs: {logs}",
+            f"holdfast: job {job.key} failed: {cluster.status.local.reason}\nlogs: {logs}",
             file=sys.stderr,
         )
         return exit_codes.FAILED
@@ -157,12 +157,12 @@ def status(options: argparse.Namespace) -> int:
         return 0
     if options.once or not (options.watch or console.is_terminal):
         found = read_status(path)
-        console.print(status_view(found, stale=_staleness(found)))
+        console.print(run_view(found, stale=_staleness(found)))
         return 0
     with Live(console=console, refresh_per_second=4) as live:
         while True:
             found = read_status(path)
-            live.update(status_view(found, stale=_staleness(found)))
+            live.update(run_view(found, stale=_staleness(found)))
             if found.ended:
                 return 0
             time.sleep(WATCH_S)
@@ -234,7 +234,7 @@ def inject(options: argparse.Namespace) -> int:
         raise InvalidJobError(
             f"the run in {path} is not running ({found.phase}); start it before injecting a fault"
         )
-    directory = RunDirectory(path, found.job)
+    directory = RunDirectory(path, found.local.job)
     match options.fault:
         case "kill-daemon":
             text = injections.kill_daemon(directory, options.node)
@@ -277,11 +277,11 @@ def find_run(directory: Path | None, job: str | None) -> Path:
 
 
 def _staleness(found: Status) -> str:
-    if found.ended or identify(found.pid) is not None:
+    if found.ended or identify(found.local.pid) is not None:
         return ""
-    if not (Path(found.directory) / "nodes.json").exists():
+    if not (Path(found.local.directory) / "nodes.json").exists():
         return "the run was stopped"
-    age_s = time.time() - found.time
+    age_s = time.time() - found.local.time
     return (
         f"`holdfast run` is not running (last seen {age_s:.0f} s ago); training goes on without "
         f"it, and the same command again takes over"

@@ -166,7 +166,7 @@ class DemoRun:
             log = await self.until(lambda _: False, RUN_S)
             outcome = await cluster.finished(timeout_s=RUN_S)
             if outcome is Outcome.FAILED:
-                self._screen.console.print(f"the job failed: {cluster.status.reason}")
+                self._screen.console.print(f"the job failed: {cluster.status.local.reason}")
         reached = outcome is Outcome.COMPLETE and self.hash_file.exists()
         sha256 = self.hash_file.read_text().strip() if reached else ""
         return RunResult(sha256=sha256, log=log, injected=injected, faults=faults)
@@ -188,7 +188,7 @@ class DemoRun:
 
         def so_far() -> FaultReport:
             status = self.cluster.status
-            return account(done, self.log(), status.recoveries, self.cluster.events)
+            return account(done, self.log(), status.local.recoveries, self.cluster.events)
 
         def over(_: list[LoggedStep]) -> bool:
             figures, status = so_far(), self.cluster.status
@@ -444,22 +444,22 @@ async def _kill_in_copy(run: DemoRun) -> tuple[float, str]:
 
 
 async def _kill_daemon(run: DemoRun) -> tuple[float, str]:
-    node, at = run.cluster.status.members[1].node, time.time()
+    node, at = run.cluster.status.local.members[1].node, time.time()
     await run.cluster.kill_daemon(node)
     return at, f"daemon of {node}"
 
 
 async def _kill_node(run: DemoRun) -> tuple[float, str]:
-    node, at = run.cluster.status.members[3].node, time.time()
+    node, at = run.cluster.status.local.members[3].node, time.time()
     await run.cluster.kill_node(node)
     return at, f"node {node} and its memory"
 
 
 async def _kill_node_without_spare(run: DemoRun) -> tuple[float, str]:
     status = run.cluster.status
-    if any(node.role == "spare" and node.connected for node in status.nodes):
+    if any(node.role == "spare" and node.connected for node in status.local.nodes):
         raise UnreachableError("a spare is left, so the job would not shrink; run the demo again")
-    node, at = status.members[1].node, time.time()
+    node, at = status.local.members[1].node, time.time()
     await run.cluster.kill_node(node)
     run.lost.append(node)
     return at, f"node {node}, no spare left"
@@ -487,8 +487,8 @@ async def _catch(run: DemoRun, rank: int, *, writing: bool) -> str:
         UnreachableError: when it could not be caught.
     """
     cluster, until = run.cluster, time.monotonic() + CATCH_S
-    member = cluster.status.member_of(rank)
-    node = None if member is None else cluster.status.node(member.node)
+    member = cluster.status.local.member_of(rank)
+    node = None if member is None else cluster.status.local.node(member.node)
     if node is None:
         raise UnreachableError(f"rank {rank} is on no node now; run the demo again")
     directory, options = cluster.directory, channels.channel_options()

@@ -179,8 +179,8 @@ async def lose_stage(
             await cluster.kill_rank(rank)
         outcome = await cluster.finished(timeout_s=RUN_S)
         if outcome is not Outcome.COMPLETE:
-            raise UnreachableError(f"the job failed: {cluster.status.reason}")
-        recoveries = list(cluster.status.recoveries)
+            raise UnreachableError(f"the job failed: {cluster.status.local.reason}")
+        recoveries = list(cluster.status.local.recoveries)
     return StageLoss(lines=lines_of(folder), killed_at=killed_at, recoveries=recoveries)
 
 

@@ -316,7 +316,7 @@ class LocalCluster:
         status, logs = self._status, self.directory.path / "logs"
         if status is None:
             return f"no status yet; logs: {logs}"
-        return f"{status.phase} at step {status.step}: {status.reason}; logs: {logs}"
+        return f"{status.phase} at step {status.step}: {status.local.reason}; logs: {logs}"
 
     async def finished(self, *, timeout_s: float | None = None) -> Outcome:
         """Wait for the end of the job; returns its outcome.

@@ -10,6 +10,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -20,7 +21,8 @@ from holdfast_cli.local.supervisor import Supervisor
 from holdfast_core.errors import HoldfastError
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_operator.control.server import ControlServer
-from holdfast_operator.reconciler.observe.counters import from_document, to_document
+from holdfast_operator.kube.client.times import ClockPair
+from holdfast_operator.reconciler.observe.counters import from_document
 from holdfast_operator.reconciler.observe.views import (
     Action,
     ControlState,
@@ -82,7 +84,9 @@ class ControlLoop:
         self._journal = journal
         self._state = ControlState()
         self._recoveries = Recoveries()
+        self._clocks = ClockPair(now=time.monotonic(), wall=time.time())
         self._written_at = float("-inf")
+        self._job_document: dict[str, Any] = {}
         self.status: Status | None = None
         """The newest status; None before the first look."""
 
@@ -147,19 +151,21 @@ class ControlLoop:
     # --- the status file ----------------------------------------------------------------------
 
     def _report(self, observed: Observed, decision: Decision, *, forced: bool) -> None:
-        now, wall = time.monotonic(), time.time()
+        now = time.monotonic()
         self.status = status_of(
             observed,
             decision,
             self._job,
             self._supervisor.run,
             directory=self._directory,
-            time=wall,
+            clocks=self._clocks,
+            now=now,
             pid=os.getpid(),
             events=self._journal.events[-EVENTS_KEPT:],
             recoveries=self._recoveries.all,
-            counters=to_document(self._state, now=now, wall=wall),
+            previous=self._job_document,
         )
+        self._job_document = self.status.job_document
         if forced or now - self._written_at >= STATUS_S:
             self._written_at = now
             try:
@@ -175,8 +181,9 @@ class ControlLoop:
             earlier = read_status(self._directory.status_file)
         except HoldfastError:
             return
-        if earlier.job == self._job.key:
+        if earlier.local.job == self._job.key:
             found = from_document(earlier.counters, now=time.monotonic(), wall=time.time())
             self._state = ControlState.remembering(found)
-            self._journal.events = list(earlier.events)
-            self._recoveries.all = list(earlier.recoveries)
+            self._journal.events = list(earlier.local.events)
+            self._recoveries.all = list(earlier.local.recoveries)
+            self._job_document = earlier.job_document

@@ -21,7 +21,7 @@ from holdfast_cli.local.processes import (
     kill_marked,
     send,
 )
-from holdfast_cli.local.status import NodeStatus, RankStatus, Status
+from holdfast_cli.local.status import NodeStatus, Status
 from holdfast_core.errors import CorruptError, InvalidJobError
 from holdfast_core.job.names import job_file_name
 from holdfast_core.snapshots.generations import Generation
@@ -99,8 +99,8 @@ def corrupt(directory: RunDirectory, status: Status, rank: int, *, parity: bool 
     Raises:
         InvalidJobError: when there is no such rank, or nothing sealed.
     """
-    member = status.member_of(rank)
-    node = status.node(member.node) if member is not None else None
+    member = status.local.member_of(rank)
+    node = status.local.node(member.node) if member is not None else None
     if member is None or node is None:
         raise InvalidJobError(_no_rank(status, rank))
     files = Path(node.root) / "jobs" / job_file_name(directory.job_key)
@@ -164,7 +164,7 @@ def _flip(path: Path, offset: int) -> None:
 
 def _process_of(directory: RunDirectory, status: Status, rank: int) -> ProcessId:
     """Find the rank's living process; a pid that no longer belongs to this run is refused."""
-    found: RankStatus | None = status.rank(rank)
+    found = status.local.rank(rank)
     if found is None:
         raise InvalidJobError(_no_rank(status, rank))
     process = identify(found.pid) if found.pid else None
@@ -183,6 +183,6 @@ def _is_of_run(directory: RunDirectory, process: ProcessId) -> bool:
 
 
 def _no_rank(status: Status, rank: int) -> str:
-    known = sorted(r.rank for member in status.members for r in member.ranks)
-    which = f"there are ranks {known}" if known else "no rank is known yet"
-    return f"no rank {rank} in job {status.job} now; {which}"
+    ranks = sorted(each.rank for each in status.local.ranks)
+    which = f"there are ranks {ranks}" if ranks else "no rank is known yet"
+    return f"no rank {rank} in job {status.local.job} now; {which}"
