@@ -31,7 +31,7 @@ from holdfast_core.job.status import ConditionStatus, StrengthStatus
 from holdfast_operator.reconciler.observe.counters import Outcome
 from holdfast_operator.reconciler.observe.views import ConditionType
 
-HERE = Path(__file__).parents[2] / "operator_side" / "helpers"
+HELPERS = Path(__file__).parents[1] / "helpers"
 WAIT_S = 60.0
 ENDLESS = 10**6
 PATIENT, QUICK = 120, 7
@@ -73,8 +73,8 @@ def tiny_job(
 
 def settings(path: Path) -> LocalSettings:
     commands = Commands(
-        daemon_program=(sys.executable, str(HERE / "fake_daemon.py")),
-        agent_program=(sys.executable, str(HERE / "fake_agent.py")),
+        daemon_program=(sys.executable, str(HELPERS / "fake_daemon.py")),
+        agent_program=(sys.executable, str(HELPERS / "fake_agent.py")),
     )
     return LocalSettings(directory=path, commands=commands)
 
