@@ -13,8 +13,6 @@ from math import ceil, expm1
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from holdfast_cli.planner.fewer_nodes_view import fewer_nodes_view
-from holdfast_cli.planner.logs_view import logs_view
 from holdfast_cli.planner.models.boundary_logs import BoundaryLogs, plan_logs
 from holdfast_cli.planner.models.fewer_nodes import (
     SlotBytesOf,
@@ -32,9 +30,9 @@ from holdfast_cli.planner.models.reliability import (
     time_to,
 )
 from holdfast_cli.planner.models.slots import SlotsCost, compare_slots, slots_chosen
+from holdfast_cli.planner.plan_views import fewer_nodes_view, logs_view, sources_view
 from holdfast_cli.planner.policy_view import comparison_view, effective_view
 from holdfast_cli.planner.seeds import generator
-from holdfast_cli.planner.sources_view import sources_view
 from holdfast_core.job.intervals import StepInterval
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.protection.budget import NodeMemory, fits, predict

@@ -18,8 +18,8 @@ import holdfast
 from holdfast.export import main
 from holdfast.testing import FakeDaemon
 from holdfast_cli import main as cli
+from holdfast_cli.commands.export import export_safetensors
 from holdfast_cli.commands.export_names import HUGGING_FACE, decode_rules, exported
-from holdfast_cli.commands.exporting import export_safetensors
 from holdfast_core.durable.set_tensors import Reading
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.snapshots.generations import Generation
