@@ -20,7 +20,7 @@ otherwise each process would fail by itself, and leave the reason in its log."""
 
 
 def check_processes(what: str) -> None:
-    """Raise MissingPackageError when daemons or trainers could not run here."""
+    """Raise MissingPackageError if daemons or trainers could not run on this installation."""
     for package in _OF_DAEMONS_AND_TRAINERS:
         if find_spec(package) is None:
             raise missing(what, package, PackageGroup.ALL)

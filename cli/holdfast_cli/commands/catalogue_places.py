@@ -1,7 +1,8 @@
-"""Finds the Redis with the catalogue: that of a local run, or that of a cluster's daemons.
+"""Finds the Redis that holds the catalogue of a local run, or of a cluster's daemons.
 
-In a cluster the URL, with the password, is in the Secret that the daemons' DaemonSet refers to. So
-only those who may read that Secret read all jobs' history; to others the API server refuses it.
+In a cluster the URL, with its password, is in the Secret to which the daemons' DaemonSet refers. So
+only users who may read that Secret can read the history of all jobs; the API server refuses all
+others.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ REDIS_PORT = 6379
 
 
 def of_run(directory: RunDirectory) -> str:
-    """URL of the catalogue of a local run, which may have ended.
+    """URL of the catalogue of a local run, even if the run has ended.
 
     Raises:
         StorageError: when it has none.
@@ -43,7 +44,7 @@ def of_run(directory: RunDirectory) -> str:
 
 @contextmanager
 def of_cluster(options: argparse.Namespace) -> Iterator[str]:
-    """URL at which this machine reaches the catalogue of a cluster while the context lasts.
+    """URL at which this machine reaches the catalogue of a cluster until the context ends.
 
     Raises:
         StorageError: when its daemons have no catalogue.
@@ -58,8 +59,8 @@ def of_cluster(options: argparse.Namespace) -> Iterator[str]:
         return
     if parts.scheme != "redis":
         raise InvalidJobError(
-            f"the catalogue is at {parts.scheme}://{parts.hostname}, and TLS names that host: "
-            f"forward a port yourself, and give --redis URL"
+            f"the catalogue is at {parts.scheme}://{parts.hostname}, and its certificate is for "
+            f"that host: forward a port yourself, and give --redis URL"
         )
     with kubectl.forwarded(options, namespace, service, parts.port or REDIS_PORT) as port:
         user, at, _ = parts.netloc.rpartition("@")
@@ -71,8 +72,8 @@ async def _url_in_secret(api: Any, options: argparse.Namespace) -> str:
     found = await api.list(DAEMON_SETS, namespace, labelSelector=DAEMONS)
     if not found["items"]:
         raise StorageError(
-            f"namespace {namespace} has no daemons of Holdfast: name that of the release with "
-            f"--system-namespace"
+            f"namespace {namespace} has no daemons of Holdfast: name the namespace of the "
+            f"release with --system-namespace"
         )
     variables = [
         variable

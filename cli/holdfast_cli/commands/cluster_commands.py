@@ -1,7 +1,7 @@
 """Commands that change a job in a cluster: suspend, resume, persist, inject.
 
-Each does what the user may do with kubectl, with the user's own rights, and nothing more. Faults
-are those that hit one job, or one daemon, and only after `--yes`.
+Each command does only what the user may do with kubectl, with the user's own rights. A fault
+affects one job or one daemon, and is injected only with `--yes`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.5
 RESUME_S = 30.0
-"""Seconds for which an operator gets to have a failed job go on."""
+"""Seconds that the operator gets to resume a failed job."""
 
 Object = dict[str, Any]
 
@@ -38,12 +38,11 @@ Object = dict[str, Any]
 
 
 def set_suspended(options: argparse.Namespace, suspend: bool) -> int:
-    """Set `spec.suspend` of a job, and have a failed one go on that is resumed; returns the exit
-    code.
+    """Set `spec.suspend` of a job; a failed job that is resumed continues. Returns the exit code.
 
     Raises:
-        InvalidJobError: when the job has ended, and cannot go on.
-        StorageError: when a failed job does not go on in time.
+        InvalidJobError: when the job has ended and cannot be resumed.
+        StorageError: when a failed job does not resume in time.
         ApiError: when there is no such job, or the API server refuses.
     """
 
@@ -68,14 +67,14 @@ def set_suspended(options: argparse.Namespace, suspend: bool) -> int:
 
 
 async def _resume_failed(api: Api, options: argparse.Namespace, status: Object) -> str:
-    """Ask the operator to have a failed job go on, and wait until it does; returns what was done,
-    in words."""
+    """Ask the operator to continue a failed job, and wait until it does; returns what was done, in
+    words."""
     if not status.get("keptUntil") and status.get("epoch"):
         stored = status.get("persisted")
-        begins = f"from generation {stored} in durable storage" if stored else "anew"
+        begins = f"from generation {stored} in durable storage" if stored else "from the beginning"
         raise InvalidJobError(
             f"{_name(options)} has failed, and its snapshots are no longer in memory "
-            f"(spec.failurePolicy.keepFailedSeconds): delete it and apply it again, and it begins "
+            f"(spec.failurePolicy.keepFailedSeconds): delete it and apply it again, and it starts "
             f"{begins}"
         )
     annotations = {RESUME_ANNOTATION: datetime.now(UTC).isoformat(timespec="milliseconds")}
@@ -85,19 +84,19 @@ async def _resume_failed(api: Api, options: argparse.Namespace, status: Object) 
     while status.get("phase") == Phase.FAILED:
         if time.monotonic() > until:
             raise StorageError(
-                f"{_name(options)} has not gone on after {RESUME_S:.0f} s: no daemon that holds "
-                f"its snapshots, or no operator, has answered; the request stands"
+                f"{_name(options)} has not resumed after {RESUME_S:.0f} s: no operator, or no "
+                f"daemon that holds its snapshots, has answered; the request remains in force"
             )
         await asyncio.sleep(POLL_S)
         status = (await api.get(JOBS, options.namespace, options.job)).get("status") or {}
-    return "goes on from its newest protected generation; it had failed"
+    return "had failed; it resumes from its newest protected generation"
 
 
 # --- persist --------------------------------------------------------------------------------------
 
 
 def persist(options: argparse.Namespace) -> int:
-    """Have the newest generation of a job copied to durable storage, and wait for it.
+    """Have the newest generation of a job copied to durable storage, and wait for the copy.
 
     Raises:
         InvalidJobError: when the job has no durable storage, or does not run.
@@ -138,7 +137,7 @@ async def _persist(api: Api, options: argparse.Namespace) -> str:
 
 
 def _persisted(status: Object) -> str:
-    """What the operator says about copies."""
+    """What the operator reports about copies in durable storage."""
     found = [c for c in status.get("conditions") or [] if c["type"] == ConditionType.PERSISTED]
     return str(found[0]["message"]) if found else "the operator has not reported yet"
 
@@ -172,7 +171,7 @@ for pid in found:
 
 
 def inject(options: argparse.Namespace) -> int:
-    """Inject a fault into a job of a cluster, after saying what it does; returns the exit code.
+    """Announce a fault, then inject it into a job of a cluster; returns the exit code.
 
     Raises:
         InvalidJobError: when the fault is one for local runs, or its target is not there.
@@ -193,8 +192,8 @@ def inject(options: argparse.Namespace) -> int:
 _INSTEAD = {
     "kill-node": "power the node off, or cut it off from the network",
     "start-node": "start the node",
-    "notice": "put the taint by which your cloud gives notice on the node (docs/persistence.md)",
-    "corrupt": "memory of a cluster's daemons belongs to them alone",
+    "notice": "give the node the taint by which your cloud announces a loss (docs/persistence.md)",
+    "corrupt": "nothing but a daemon may write to its memory in a cluster",
 }
 
 
@@ -215,7 +214,7 @@ def _signal_rank(options: argparse.Namespace) -> int:
 
 
 def _delete(options: argparse.Namespace, pod: str) -> int:
-    if not _is_confirmed(options, f"delete pod {pod}, so that its member starts anew"):
+    if not _is_confirmed(options, f"delete pod {pod}, so that its member restarts"):
         return exit_codes.BAD_INPUT
     connected(options, lambda api, _: api.delete(PODS, options.namespace, pod))
     print(f"deleted pod {pod}")
@@ -255,7 +254,7 @@ def _kill_daemon(options: argparse.Namespace) -> int:
 
 
 def _is_confirmed(options: argparse.Namespace, what: str) -> bool:
-    """Say what will be done; whether the user has agreed to it beforehand."""
+    """Print what will be done; returns whether the user has agreed to it with `--yes`."""
     print(f"{_name(options)}: {what}" if options.job else what)
     if not options.yes:
         print("nothing was done; add --yes to do it")
@@ -269,8 +268,9 @@ def _job(options: argparse.Namespace) -> Object:
 
 
 def _pod_of(options: argparse.Namespace, job: Object, number: int) -> tuple[int, str]:
-    """Member and name of the pod with this number. Members have the numbers of their pods, unless
-    another controller makes the pods: it may start a pod again where another member's memory is.
+    """Member and name of the pod with this number. A member has the number of its pod, unless
+    another controller makes the pods: it may start a pod again on the node that holds another
+    member's memory.
 
     Raises:
         InvalidJobError: when there is none now.
@@ -290,7 +290,7 @@ def _pod_of(options: argparse.Namespace, job: Object, number: int) -> tuple[int,
 
 
 async def _numbers(api: Api, options: argparse.Namespace) -> dict[str, int]:
-    """Name of each pod of the job → the number that another controller has given it."""
+    """Map from the name of each pod of the job to its number from another controller."""
     from holdfast_operator.kube.pods.pods import UNNUMBERED, number_of  # noqa: PLC0415
 
     selector = f"{JOB_LABEL}={options.job}"

@@ -1,4 +1,4 @@
-"""`holdfast status` for jobs in a cluster: shows what the operator wrote."""
+"""`holdfast status` for jobs in a cluster: shows the status that the operator wrote."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def _follow(api: Api, options: argparse.Namespace) -> int:
 
 
 async def _read(api: Api, namespace: str, name: str | None) -> tuple[list[Object], list[Object]]:
-    """The jobs, and the events of the named one."""
+    """The jobs, and if one is named, its events."""
     if name is None:
         found: list[Object] = (await api.list(JOBS, namespace))["items"]
         return sorted(found, key=lambda job: str(job["metadata"]["name"])), []
@@ -107,7 +107,7 @@ def job_view(job: Object, events: Sequence[Object]) -> RenderableType:
 
 
 def timed_events(events: Sequence[Object]) -> list[TimedEvent]:
-    """Convert the API's events to those of a run, oldest first."""
+    """Convert events of the API to events as a local run has them, oldest first."""
     return sorted(map(_event, events), key=lambda event: event.time)
 
 

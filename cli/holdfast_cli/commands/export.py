@@ -1,8 +1,9 @@
 """`holdfast export`: writes a persisted set in another format.
 
-Plain safetensors files, as model hubs and inference servers expect them, are written here: whole
-tensors under chosen names, to one file or to several with an index. That takes about `BLOCK_BYTES`
-of memory, and neither torch nor the safetensors package.
+This module writes plain safetensors files, as model hubs and inference servers expect them: whole
+tensors under chosen names, in one file or in several with an index. That takes about `BLOCK_BYTES`
+of memory, and needs neither torch nor the safetensors package. DCP checkpoints are written by a
+process that has torch.
 """
 
 from __future__ import annotations

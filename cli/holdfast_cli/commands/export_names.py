@@ -1,11 +1,12 @@
-"""Names of exported tensors: rules from names in the model to names that other tools expect.
+"""Names of exported tensors: rules that turn names in the model into names that other tools expect.
 
-Rules are regular expressions over the names that training uses, with stacked experts one by one
-(`layers.0.moe.experts.w_in[5]`). A rule may transpose (stacked experts of grouped GEMMs are
-`[in, out]`, linear layers `[out, in]`) and may cut a fused weight into its parts. A tensor that no
-rule matches is an error: a model that silently lacks a weight is worse than none.
+Rules are regular expressions over the names that training uses, where stacked experts are listed
+one by one (`layers.0.moe.experts.w_in[5]`). A rule may transpose a tensor (stacked experts of
+grouped GEMMs are `[in, out]`, linear layers `[out, in]`) and may cut a fused weight into parts. A
+tensor that matches no rule is an error: a model that silently lacks a weight is worse than no
+model.
 
-`HUGGING_FACE` fits the example model; docs/loading-elsewhere.md shows how to write others.
+`HUGGING_FACE` fits the example model; docs/loading-elsewhere.md shows how to write other rules.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class NameRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exported:
-    """One tensor of the export, and the part of the set that it comes from."""
+    """One tensor of the export, and the part of the set from which it is read."""
 
     name: str
     tensor: SetTensor

@@ -1,4 +1,4 @@
-"""`holdfast history`: what the catalogue in Redis tells of a job's recoveries."""
+"""`holdfast history`: shows a job's recoveries as recorded in the catalogue in Redis."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def history(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _catalogue(options: argparse.Namespace) -> Iterator[tuple[str, str | None]]:
-    """(URL of the catalogue, key of the job or None), while the context lasts."""
+    """(URL of the catalogue, key of the job or None), valid until the context ends."""
     url = options.redis or redis_url()
     if url:
         yield url, None if options.job is None else key_of(options.job)
@@ -71,7 +71,7 @@ def _catalogue(options: argparse.Namespace) -> Iterator[tuple[str, str | None]]:
 
 
 async def _read(url: str, job: str | None) -> tuple[str, Sequence[EventView]]:
-    """The job's key and its events; of the only job when none is named."""
+    """The job's key and its events. If no job is named, the catalogue must hold only one."""
     with needing("holdfast history", PackageGroup.CATALOGUE):
         from holdfast_storage.catalogue import CatalogueReader, connect_redis  # noqa: PLC0415
     client = connect_redis(url, TIMEOUT_S)
@@ -94,7 +94,7 @@ async def _read(url: str, job: str | None) -> tuple[str, Sequence[EventView]]:
 
 
 def as_json(job: str, found: History) -> dict[str, Any]:
-    """The history as JSON values; times are in Unix time."""
+    """The history as JSON values; times are seconds since the Unix epoch."""
     return {
         "job": job,
         "ended_at": found.ended_at,
@@ -119,7 +119,7 @@ def as_json(job: str, found: History) -> dict[str, Any]:
 
 
 def history_view(job: str, found: History) -> RenderableType:
-    """A line for each recovery, and what else happened."""
+    """One line for each recovery, and what else happened to the job."""
     lossy = any(each.loss is not None for each in found.recoveries)
     stages = [stage.value for stage in RecoveryStage]
     titles = ["when", "epoch", "lost", "stayed", *stages, "from", "repair"]

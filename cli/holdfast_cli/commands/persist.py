@@ -1,5 +1,5 @@
-"""`holdfast persist`: asks a daemon of a local run, or the operator of a cluster, and waits until
-the set is stored."""
+"""`holdfast persist`: asks a daemon of a local run, or the operator of a cluster, for a copy in
+durable storage, and waits until it is complete."""
 
 from __future__ import annotations
 

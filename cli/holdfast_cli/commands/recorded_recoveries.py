@@ -1,7 +1,7 @@
 """The recoveries of a job, from the events that its daemons published.
 
-Each daemon publishes what happens on its node, with its own clock, and events may be missing or
-come twice: the stream is capped, and Redis may have been away. So a recovery is everything that
+Each daemon publishes what happens on its node, with its own clock. Events may be missing or arrive
+twice, because the stream is capped and Redis may have been away. So a recovery is everything that
 was published about one epoch, and each of its stages ends with the last node or rank that reached
 it. Pure.
 """
@@ -38,7 +38,7 @@ class RecoveryStage(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class RecoveryRecord:
-    """Everything that was published about one epoch: the first of a job is its start."""
+    """Everything that was published about one epoch. The first record of a job is its start."""
 
     epoch: int
     noticed_at: float
@@ -76,14 +76,14 @@ class RecoveryRecord:
 
 @dataclass(slots=True, kw_only=True)
 class History:
-    """What is known of a job and of earlier ones of its name."""
+    """Recoveries of a job and of earlier jobs of the same name."""
 
     recoveries: Sequence[RecoveryRecord]
     """Oldest first."""
     counts: Mapping[JobEvent, int]
     """Number of each event that belongs to no recovery."""
     ended_at: float | None
-    """When the job ended, in Unix time; None while it goes on, or when that is not known."""
+    """When the job ended, in seconds since the Unix epoch; None while it has not, or if unknown."""
 
 
 _COUNTED = frozenset(
@@ -100,8 +100,8 @@ _COUNTED = frozenset(
 
 
 def history_of(events: Iterable[EventView]) -> History:
-    """The history that a job's events tell; events that cannot be read are left out. Those of
-    different daemons may come in any order."""
+    """The history that a job's events describe. Events of different daemons may come in any order;
+    events that cannot be read are left out."""
     runs = [_Run()]
     counts: dict[JobEvent, int] = {}
     for each in events:
@@ -128,10 +128,10 @@ def history_of(events: Iterable[EventView]) -> History:
 
 @dataclass(slots=True)
 class _Run:
-    """One job of the name, from its start to its end."""
+    """One job of this name, from its start to its end."""
 
     recoveries: dict[int, RecoveryRecord] = field(default_factory=dict)
-    """Epoch → what was published about it."""
+    """Map from an epoch to everything that was published about it."""
     lost: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
     """Epoch → (time, rank) of each session that broke off in it."""
     began_at: float = math.inf
@@ -193,7 +193,7 @@ def _add(
 
 
 def _read(document: Mapping[str, object]) -> tuple[JobEvent, float, int, int] | None:
-    """(event, its time, its epoch, its rank or -1), or None when it cannot be read."""
+    """(event, its time, its epoch, its rank or -1); None when the event cannot be read."""
     event, at = document.get("event"), document.get("time")
     epoch, rank = document.get("epoch"), document.get("rank", -1)
     if event not in JobEvent.__members__.values() or not isinstance(at, int | float):

@@ -1,4 +1,4 @@
-"""`holdfast run`, `status` and `inject`. Imported when one of them is called."""
+"""`holdfast run`, `status` and `inject`. Imported when one of these commands is called."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def _run(job: MoETrainingJob, settings: LocalSettings) -> int:
 
 
 async def _attend(cluster: LocalCluster, printer: Printer, stop: asyncio.Event) -> Outcome | None:
-    """Show progress until the job ends; returns its outcome, None when a signal came first."""
+    """Show progress until the job ends; returns its outcome, or None after a signal."""
     ended = asyncio.ensure_future(cluster.finished())
     stopped = asyncio.ensure_future(stop.wait())
     try:
@@ -105,8 +105,8 @@ async def _attend(cluster: LocalCluster, printer: Printer, stop: asyncio.Event) 
 
 
 class Printer:
-    """Prints events as they happen, and one line of progress: overwritten on a terminal, repeated
-    now and then in a log."""
+    """Prints events as they happen, and one line of progress. A terminal overwrites that line; in a
+    log it is repeated at intervals."""
 
     def __init__(self, console: Console, live: Live | None) -> None:
         self._console, self._live = console, live
@@ -169,8 +169,9 @@ def status(options: argparse.Namespace) -> int:
 
 
 def chosen_cluster(options: argparse.Namespace) -> argparse.Namespace | None:
-    """The options for a cluster, with the job's namespace and name there; None for a local run. A
-    cluster is chosen by its options, or when this machine has no such run and a kubeconfig."""
+    """The options for a cluster, with the job's namespace and name in it; None for a local run. The
+    options choose a cluster, or else there is no such run on this machine and a kubeconfig
+    exists."""
     known = options.kubeconfig or kubeconfig()
     if not (options.namespace or options.kubeconfig or options.context):
         if options.dir is not None or _has_run(options.job) or not known:
@@ -180,7 +181,7 @@ def chosen_cluster(options: argparse.Namespace) -> argparse.Namespace | None:
 
 
 def key_of(job: str) -> str:
-    """Key of a job that is given by its name, its key or its file."""
+    """Key of a job that is given by its name, by its key or by its file."""
     if Path(job).suffix in _FILES:
         return load_job(Path(job)).key
     return job if "." in job else f"default.{job}"
@@ -194,8 +195,8 @@ def _has_run(job: str | None) -> bool:
 
 
 def _in_cluster(options: argparse.Namespace) -> argparse.Namespace:
-    """The options, with the job's namespace and name in the cluster: a job may be given by its
-    file, or as in `team-a.llm`."""
+    """The options, with the job's namespace and name in the cluster. A job may be given by its
+    file, or as `team-a.llm`."""
     found, namespace = options.job, ""
     if found is not None and Path(found).suffix in _FILES:
         metadata = load_job(Path(found)).metadata
@@ -207,7 +208,7 @@ def _in_cluster(options: argparse.Namespace) -> argparse.Namespace:
 
 
 def in_cluster_only(options: argparse.Namespace) -> argparse.Namespace:
-    """The options for a cluster, for commands that local runs do not have.
+    """The options for a cluster, for commands that do not exist for local runs.
 
     Raises:
         InvalidJobError: when there is no cluster.
@@ -215,9 +216,9 @@ def in_cluster_only(options: argparse.Namespace) -> argparse.Namespace:
     cluster = chosen_cluster(options)
     if cluster is None:
         raise InvalidJobError(
-            f"`holdfast {options.command}` is for jobs in a cluster, and none is chosen: set "
-            f"KUBECONFIG, or give --kubeconfig FILE. A local run ends with Ctrl-C, and its logs "
-            f"are in the directory that `holdfast run` names"
+            f"`holdfast {options.command}` needs a job in a cluster, and no cluster is chosen: "
+            f"set KUBECONFIG, or give --kubeconfig FILE. A local run ends with Ctrl-C, and its "
+            f"logs are in the directory that `holdfast run` prints"
         )
     return cluster
 
@@ -253,7 +254,7 @@ def inject(options: argparse.Namespace) -> int:
 
 
 def find_run(directory: Path | None, job: str | None) -> Path:
-    """Find the run directory: the one given, that of the job, or the only one.
+    """Find the run directory: the given one, the one of the job, or the only one.
 
     Raises:
         StorageError: when there is none, or there are several.
@@ -283,6 +284,6 @@ def _staleness(found: Status) -> str:
         return "the run was stopped"
     age_s = time.time() - found.local.time
     return (
-        f"`holdfast run` is not running (last seen {age_s:.0f} s ago); training goes on without "
-        f"it, and the same command again takes over"
+        f"`holdfast run` is not running (last seen {age_s:.0f} s ago); training continues "
+        f"without it, and the same command takes over"
     )

@@ -65,7 +65,7 @@ def progress_line(status: Status) -> str:
 
 def _strength(status: Object) -> list[str]:
     """The members that a job has, wants and needs, in words; empty when it needs all of them and
-    has not begun without some."""
+    has started with all of them."""
     strength = status.get("strength") or {}
     names = ("active", "desired", "minimum", "joining")
     active, desired, minimum, joining = (strength.get(name, 0) for name in names)
@@ -186,7 +186,7 @@ def _members(status: Object, local: LocalStatus | None) -> Table:
 
 
 def _pods(status: Object) -> Iterator[tuple[str, str, str, str]]:
-    """A row for each member in a cluster, and for each that is to join."""
+    """A row for each member in a cluster, and for each missing member that will join."""
     for member in status.get("members") or []:
         names = ("node", "pod", "state")
         node, pod, state = (member.get(name, "") for name in names)
@@ -271,7 +271,7 @@ def _conditions(status: Object) -> Table:
 
 
 def make_table(*columns: str) -> Table:
-    """An empty table in the style of all others."""
+    """An empty table in the style of all tables."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column)

@@ -1,17 +1,20 @@
-"""`holdfast demo`: a real training job loses two trainers, a daemon, a node and then another node
-while no spare is left, goes on with three nodes, grows again when the node is back, and finishes
-with the bytes of a run without faults.
+"""`holdfast demo`: a real training job survives five faults.
 
-The job and its trainer are those of `examples/moe-job.yaml`, on virtual nodes of this machine, with
-two ranks on each, which share the experts: so each node has all of them, and the job can do with
-three. The faults are real signals to real processes. The demo uses nothing that a user's script
-could not: it reads the status of the run and its daemons, and the trainer's log.
+It loses two trainers, a daemon, a node, and then another node while there is no spare. It continues
+with three nodes, grows again when the node is back, and finishes with the bytes of a run without
+faults.
 
-A world with fewer ranks trains on other batches and adds in another order, so a run that never had
-fewer ends with other bytes. The run to compare with is therefore `examples/replay_moe.py`, which
-trains as many steps with as many ranks each, in plain torch.distributed, and neither saves nor
-restores. With a policy that leaves experts out a job cannot shrink: then the last fault is left
-out, and a run of the same job without faults is compared by its loss.
+The job and its trainer are those of `examples/moe-job.yaml`, on virtual nodes of this machine. Each
+node has two ranks, which share the experts: so each node has all experts, and the job can train on
+three nodes. The faults are real signals to real processes. The demo uses nothing that a user's
+script could not use: it reads the status of the run and of its daemons, and the trainer's log.
+
+A world with fewer ranks trains on other batches and adds in another order, so its final bytes
+differ from those of a run that always had all ranks. The demo therefore compares with
+`examples/replay_moe.py`, which trains the same numbers of steps with the same numbers of ranks in
+plain torch.distributed, and neither saves nor restores. A job whose policy leaves experts out
+cannot shrink: then the last fault is left out, and the final loss is compared with that of the same
+job without faults.
 """
 
 from __future__ import annotations
@@ -105,7 +108,7 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunResult:
-    """A run that has ended."""
+    """Result of a run that has ended."""
 
     sha256: str
     """Hash of the final state; empty when the run did not reach it."""
@@ -115,7 +118,7 @@ class RunResult:
 
 
 class DemoRun:
-    """One run of the job: its cluster, its log, its line on the screen."""
+    """One run of the job: its cluster, its log, and its line on the screen."""
 
     def __init__(
         self, name: str, job: MoETrainingJob, folder: Path, screen: Progress, steps: int
@@ -139,7 +142,7 @@ class DemoRun:
     async def until(
         self, condition: Callable[[list[LoggedStep]], bool], timeout_s: float
     ) -> list[LoggedStep]:
-        """Wait until `condition` holds for the log, or the job has ended; returns the log.
+        """Wait until `condition` holds for the log or the job has ended; returns the log.
 
         Raises:
             TimeoutError: when neither happened in time.
@@ -184,7 +187,7 @@ class DemoRun:
         return Injected(kind=fault.kind, what=what, step=last.step, epoch=last.epoch, time=at)
 
     async def _survive(self, done: Injected) -> FaultReport:
-        """Wait until training goes on and snapshots are protected again."""
+        """Wait until training continues and snapshots are protected again."""
 
         def so_far() -> FaultReport:
             status = self.cluster.status
@@ -225,7 +228,7 @@ def main(options: argparse.Namespace, play: Play | None = None) -> int:
 
 
 def steps_of(options: argparse.Namespace) -> int:
-    """Number of steps to train."""
+    """Number of steps that the options ask for."""
     return int(options.steps or (QUICK_STEPS if options.quick else STEPS))
 
 
@@ -313,7 +316,7 @@ def show(console: Console, report: DemoReport) -> None:
 
 
 def shown_log(log_file: Path, screen: Progress, line: TaskID) -> list[LoggedStep]:
-    """Read the steps so far, and bring their line on the screen up to date."""
+    """Read the steps logged so far, and update their line on the screen."""
     log = read_log(log_file)
     if log:
         screen.update(line, completed=log[-1].step, note=f"loss {log[-1].loss:.3f}")
@@ -323,8 +326,8 @@ def shown_log(log_file: Path, screen: Progress, line: TaskID) -> list[LoggedStep
 async def replay(
     worlds: tuple[WorldReport, ...], folder: Path, screen: Progress, steps: int
 ) -> RunResult:
-    """Train in `worlds` one after the other without Holdfast and without faults. Its result has no
-    hash where this failed."""
+    """Train in `worlds`, one after the other, without Holdfast and without faults. If this fails,
+    the result has no hash."""
     folder.mkdir()
     log_file, hash_file = folder / "log.jsonl", folder / "sha256"
     command = [
@@ -338,7 +341,7 @@ async def replay(
 
 
 async def run_trainer(command: Sequence[str], folder: Path, screen: Progress, steps: int) -> None:
-    """Run a trainer without Holdfast and without faults. Its log is in `folder`."""
+    """Run a trainer without Holdfast and without faults; its log is in `folder`."""
     log_file = folder / "log.jsonl"
     line = screen.add_task("without faults", total=steps, note="starting processes")
     with (folder / "output").open("wb") as output:
@@ -359,7 +362,7 @@ async def run_trainer(command: Sequence[str], folder: Path, screen: Progress, st
 
 
 def example_job(name: str, script: Path) -> dict[str, Any]:
-    """The document of a job of the examples.
+    """The job document of an example.
 
     Args:
         script: the example that it trains with.
@@ -384,8 +387,8 @@ def demo_job(
     *,
     stay: bool = False,
 ) -> MoETrainingJob:
-    """The job of the examples, with its log and hash in `folder`. With full snapshots it can go on
-    with three nodes.
+    """The job of the examples, with its log and hash in `folder`. With full snapshots it can
+    continue with three nodes.
 
     Args:
         repeats: what a recovery repeats of a sparse window.
@@ -474,7 +477,7 @@ SCRIPT = (
 WITHOUT_SPARE = Fault(
     kind="kill-node-without-spare", at=0.6, inject=_kill_node_without_spare, returns=True
 )
-"""The fifth fault, for jobs that can go on with fewer nodes."""
+"""The fifth fault, for jobs that can continue with fewer nodes."""
 
 
 async def _catch(run: DemoRun, rank: int, *, writing: bool) -> str:
@@ -511,7 +514,7 @@ async def _catch(run: DemoRun, rank: int, *, writing: bool) -> str:
 async def _written(
     daemon: trainer_pb2_grpc.TrainerAsyncStub, directory: RunDirectory, rank: int
 ) -> str:
-    """Generation that a rank is writing into its arena, according to its daemon; empty for none."""
+    """Generation that a rank is writing into its arena, as its daemon reports; empty for none."""
     request, metadata = trainer_pb2.StatusRequest(), directory.call_metadata()
     try:
         reply = await daemon.Status(request, timeout=5.0, metadata=metadata)

@@ -1,10 +1,10 @@
-"""`holdfast demo --stages`: all ranks of a pipeline stage are lost within a sparse window, and that
-stage repeats steps alone.
+"""`holdfast demo --stages`: a job loses all ranks of a pipeline stage within a sparse window, and
+only that stage repeats steps.
 
-The job is that of `examples/moe-pipeline-job.yaml`, on virtual nodes of this machine. The script
+The job is the one of `examples/moe-pipeline-job.yaml`, on virtual nodes of this machine. The script
 appends a line for each step that it trains, so the table shows which rank has repeated which steps,
-and in how many processes. The same script without a daemon and without a fault is what its loss and
-its final bytes are compared with.
+and in how many processes. Its loss and its final bytes are compared with those of the same script
+without a daemon and without a fault.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RUN_S = 300.0
 
 
 class TrainedStep(msgspec.Struct, frozen=True):
-    """One execution of a step by a rank, as the script has logged it."""
+    """One execution of a step by a rank, as the script logged it."""
 
     step: int
     loss: float
@@ -60,7 +60,7 @@ _LINE = msgspec.json.Decoder(TrainedStep)
 
 
 class RankReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank has trained."""
+    """The steps that one rank has trained."""
 
     rank: int
     stage: int
@@ -74,7 +74,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StagesReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What the loss of a stage has cost."""
+    """Consequences of the loss of a stage."""
 
     lost_stage: int
     lost_at_step: int
@@ -105,20 +105,20 @@ class StageLoss:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Refuse options that the job of this demo leaves no choice for.
+    """Refuse options that this demo fixes.
 
     Raises:
         InvalidJobError: when there are some.
     """
     if options.restart or options.policy != FULL:
         raise InvalidJobError(
-            "--stages has a job of its own, whose processes stay and whose policy is Sparse: leave "
-            "--restart and --policy out; --repeats is fine"
+            "--stages runs a job of its own, whose processes stay and whose policy is Sparse: "
+            "leave out --restart and --policy; --repeats is allowed"
         )
 
 
 async def play(options: argparse.Namespace, work: Path, console: Console) -> bool:
-    """Play the demo and print its table; returns whether all was as promised.
+    """Run the demo and print its table; returns whether the result is as promised.
 
     Raises:
         InvalidJobError: when the examples are missing.
@@ -185,7 +185,7 @@ async def lose_stage(
 
 
 async def undisturbed(folder: Path, steps: int) -> list[list[TrainedStep]]:
-    """What each rank trains without a daemon and without faults.
+    """The steps that each rank trains without a daemon and without faults.
 
     Raises:
         UnreachableError: when the script failed.
@@ -250,7 +250,7 @@ def ranks_of(stage: int) -> list[int]:
 
 
 def lines_of(folder: Path) -> list[list[TrainedStep]]:
-    """What the ranks have logged in `folder`, in the order in which they trained it."""
+    """The lines that the ranks have logged in `folder`, in the order of training."""
     texts = [(folder / f"log-{rank}").read_bytes() for rank in RANKS]
     return [[_LINE.decode(line) for line in text.split(b"\n")[:-1]] for text in texts]
 
@@ -275,7 +275,7 @@ def _arguments(folder: Path, steps: int) -> list[str]:
 
 
 def _is_before(line: TrainedStep, found: StageLoss) -> bool:
-    """Whether a step was trained in the epoch that the loss has ended."""
+    """Whether a step was trained in the epoch that the loss of the stage ended."""
     return not found.recoveries or line.epoch < found.recoveries[-1].epoch
 
 

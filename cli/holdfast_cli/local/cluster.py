@@ -124,7 +124,7 @@ class LocalCluster:
         await self.stop()
 
     async def start(self) -> None:
-        """Start, or take over, the run in the directory.
+        """Start the run in the directory, or take over the run that is there.
 
         Raises:
             StorageError: the directory or the shared memory cannot be used.
@@ -209,7 +209,7 @@ class LocalCluster:
         return Identity(self._certificates.directory(Role.OPERATOR))
 
     def _renew(self) -> None:
-        """Make new certificates in time; all processes look for them at each new connection."""
+        """Make new certificates in time; all processes read them at each new connection."""
         if time.time() < self._renew_at:
             return
         try:
@@ -219,7 +219,8 @@ class LocalCluster:
             self._journal.post("CertificatesNotRenewed", str(error), True)
 
     async def _listen(self, host: str, port: int) -> int:
-        """Listen where daemons already dial, if possible; returns a port that is new, else 0."""
+        """Listen on the port that daemons already dial, if possible; returns the port if it is a
+        new one, else 0."""
         assert self._server is not None
         try:
             bound = await self._server.start(host, port)
@@ -240,7 +241,7 @@ class LocalCluster:
         return wanted
 
     async def stop(self) -> None:
-        """Stop all processes, free the nodes' memory; logs and the last status stay."""
+        """Stop all processes and free the nodes' memory. Logs and the last status remain."""
         await self._end_loop()
         if self._supervisor is not None:
             await self._supervisor.stop()
@@ -249,7 +250,7 @@ class LocalCluster:
         await self._close()
 
     async def detach(self) -> None:
-        """Leave daemons and agents running, for the next control loop on this directory."""
+        """Release the directory and leave daemons and agents running, for the next control loop."""
         await self._end_loop()
         if self._supervisor is not None:
             await self._supervisor.detach()
@@ -272,7 +273,7 @@ class LocalCluster:
 
     @property
     def events(self) -> list[TimedEvent]:
-        """Everything that happened, oldest first."""
+        """Events of the run, oldest first."""
         return self._journal.events
 
     @property
@@ -331,11 +332,12 @@ class LocalCluster:
         return Outcome(status.phase)
 
     async def kill_rank(self, rank: int) -> str:
-        """SIGKILL a rank's process. Every fault is recorded as an event; returns what was done."""
+        """SIGKILL a rank's process. Every injected fault is recorded as an event; returns a
+        description of it."""
         return self._injected(faults.signal_rank(self.directory, self.status, rank, signal.SIGKILL))
 
     async def kill_daemon(self, node: str) -> str:
-        """SIGKILL a node's daemon; it is started again."""
+        """SIGKILL a node's daemon; the run starts it again."""
         return self._injected(faults.kill_daemon(self.directory, node))
 
     async def kill_node(self, node: str) -> str:
@@ -379,7 +381,8 @@ class LocalCluster:
 
 
 def held_bytes(path: Path) -> int:
-    """Bytes that an earlier run's nodes hold below `path`; their daemons may still be writing."""
+    """Bytes that the nodes of an earlier run hold below `path`. Their daemons may still be
+    writing."""
     found = 0
     for directory, _, names in os.walk(path):
         for name in names:

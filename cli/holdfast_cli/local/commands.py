@@ -73,8 +73,8 @@ class Commands:
         standby: bool = False,
     ) -> Command:
         """Command of an agent on `node`, which runs the job's trainer once a member lives there. A
-        standby agent reports when it could start it. References to variables are resolved as the
-        kubelet does in a pod, which has the same ones."""
+        standby agent reports when it could start the trainer. References to variables are resolved
+        as the kubelet resolves them in a pod, which has the same variables."""
         socket = str(directory.socket(node.name))
         variables = {
             **job.env,

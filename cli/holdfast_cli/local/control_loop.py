@@ -1,7 +1,7 @@
-"""The control loop of a local run: observe, reconcile, report, carry out; and again.
+"""The control loop of a local run: observe, reconcile, report, act; and again.
 
-The adapter between the pure reconciler and a local run's processes, daemons and files. It decides
-nothing. Its memory may be lost at any time (`ControlState`).
+It is the adapter between the pure reconciler and a local run's processes, daemons and files. It
+decides nothing. Its memory may be lost at any time (`ControlState`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ EVENTS_IN_MEMORY_MAX = 10_000
 
 
 class Journal:
-    """The events of a run, oldest first; `on_event` is called with each as it happens."""
+    """The events of a run, oldest first. `on_event` is called with each event as it happens."""
 
     def __init__(self, on_event: Callable[[TimedEvent], None] | None) -> None:
         self._on_event = on_event
@@ -91,7 +91,7 @@ class ControlLoop:
         """The newest status; None before the first look."""
 
     def look(self) -> bool:
-        """Look once; returns whether that led to actions and the job has not ended."""
+        """Observe once and act; returns whether there were actions and the job has not ended."""
         self._supervisor.keep_daemons()
         observed = self._observe()
         decision = reconcile(
@@ -174,8 +174,8 @@ class ControlLoop:
                 return  # readers see an older status; the next look tries again
 
     def remember(self) -> None:
-        """Take over counters, events and recoveries of an earlier control loop, if its status file
-        is there. Without it, any node may hold the job."""
+        """Take over counters, events and recoveries of an earlier control loop from its status
+        file. Without the file, any node may hold the job."""
         self._state = dataclasses.replace(self._state, homes=tuple(self._supervisor.run.nodes))
         try:
             earlier = read_status(self._directory.status_file)

@@ -1,8 +1,8 @@
-"""Injects faults into a run of this machine, for users who want to see a job survive.
+"""Injects faults into a local run, for users who want to see a job survive.
 
-Faults act on the running processes and files from outside, as real ones would, and bypass the
+Faults act on the running processes and files from outside, as real faults would, and bypass the
 control loop. Only lost nodes and notices are marked in the run directory, because a virtual node
-has no hardware that could be gone, and no cloud.
+has neither hardware that could be gone nor a cloud that could announce it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from holdfast_core.snapshots.layouts import decode_layout, decode_manifest
 
 
 def signal_rank(directory: RunDirectory, status: Status, rank: int, number: signal.Signals) -> str:
-    """Send a signal to a rank's process; returns what was done, in words.
+    """Send a signal to a rank's process; returns a description of what was done.
 
     Raises:
         InvalidJobError: when there is no such rank, or its process is not known (yet).
@@ -83,7 +83,8 @@ def start_node(directory: RunDirectory, node: str) -> str:
 
 
 def notice(directory: RunDirectory, node: str) -> str:
-    """Announce that a node will be lost, as a cloud does of a spot instance; the node stays.
+    """Announce that a node will be lost, as a cloud announces it for a spot instance; the node
+    stays.
 
     Raises:
         InvalidJobError: when there is no such node, or it is lost already.

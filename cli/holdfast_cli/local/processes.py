@@ -1,8 +1,8 @@
 """Starts, recognises, watches and kills the processes of a local run.
 
-A process is identified by its pid *and* its start time, so that a pid that was reused is never
-killed. Every process carries a mark in its environment, which its children inherit: so all
-processes of a virtual node are found, whichever process started them. Linux only (pidfd, /proc).
+A process is identified by its pid *and* its start time, so that a process that reuses a pid is
+never killed. Every process carries a mark in its environment, which its children inherit: so all
+processes of a virtual node can be found, whichever process started them. Linux only (pidfd, /proc).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _STARTING_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """One process, for ever: a later process with its pid is another one."""
+    """Identity of one process. A later process with the same pid has another identity."""
 
     pid: int
     started: int
@@ -52,7 +52,7 @@ class ProcessId:
 
 
 def identify(pid: int) -> ProcessId | None:
-    """The living process that has `pid` now; None when there is none, or a zombie."""
+    """The living process that has `pid` now; None if there is none, or only a zombie."""
     with suppress(OSError, IndexError, ValueError):
         fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
         if fields[0] not in ("Z", "X"):
@@ -65,7 +65,7 @@ def is_alive(process: ProcessId) -> bool:
 
 
 def send(process: ProcessId, number: signal.Signals) -> bool:
-    """Send a signal to exactly this process; returns False when it has ended."""
+    """Send a signal to exactly this process; returns False if it has ended."""
     try:
         descriptor = os.pidfd_open(process.pid)
     except OSError:
@@ -82,7 +82,7 @@ def send(process: ProcessId, number: signal.Signals) -> bool:
 
 
 def spawn(arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> ProcessId:
-    """Start a process in a session of its own, its output appended to `log`.
+    """Start a process in its own session, with its output appended to `log`.
 
     Raises:
         StorageError: when it cannot be started or the log cannot be written.
@@ -138,11 +138,11 @@ def _environment(process: Path) -> bytes:
 
 
 def kill_marked(mark: str) -> int:
-    """SIGKILL all processes with the mark, until a look finds none; returns how many there were.
+    """SIGKILL all processes with the mark until none is left; returns how many there were.
 
-    A process may start another between being found and being killed, hence the second look.
-    Python's resource trackers come last, and get `TRACKER_S` to end by themselves: once the others
-    are gone they remove the named semaphores that those have left in shared memory.
+    A process may start another one between being found and being killed, hence the second search.
+    Python's resource trackers come last, and get `TRACKER_S` to end by themselves: once the other
+    processes are gone, they remove the named semaphores that those have left in shared memory.
     """
     killed: set[ProcessId] = set()
     while found := [process for process in marked(mark) if process.pid != os.getpid()]:
@@ -181,8 +181,8 @@ def _poll(descriptor: int, patience_s: float) -> None:
 
 
 async def wait_exit(process: ProcessId) -> int | None:
-    """Wait until the process has ended. Returns its exit code (negative for a signal) when this
-    process started it, and so reaps it; None for one that was adopted."""
+    """Wait until the process has ended. If this process started it, reap it and return its exit
+    code (negative for a signal); for an adopted process return None."""
     try:
         descriptor = os.pidfd_open(process.pid)
     except OSError:

@@ -139,7 +139,7 @@ def _members(
 
 
 def _has_finished(agent: AgentView | None) -> bool:
-    """Whether a member's ranks have finished: their daemon only reports that they are gone."""
+    """Whether a member's ranks have finished. Their daemon can only report that they are gone."""
     return agent is not None and agent.state is AgentState.EXITED and agent.exit_code == 0
 
 
@@ -185,7 +185,7 @@ def _node(
 
 
 def _role(observed: Observed, view: NodeView, member: int | None, joining: int | None) -> str:
-    """Role of a node in words; `joining`: the missing member that will join there."""
+    """Role of a node in words. `joining` is the missing member that will join there."""
     if view.gone:
         return "lost"
     if member is not None:

@@ -105,7 +105,7 @@ class LocalStatus(Struct, frozen=True, kw_only=True, rename="camel"):
     security: str = ""
     """`mutual TLS`, or `insecure`: no process proves who it is."""
     reason: str
-    """Reason why the job ended, or why nothing is being done, or what is waited for."""
+    """Why the job ended, why nothing is being done, or what the job waits for."""
     revision: int
     world_size: int
     line: str

@@ -1,4 +1,4 @@
-"""`holdfast plan --experts`: reads its inputs, plans the copies of experts, prints, draws."""
+"""`holdfast plan --experts`: reads its inputs, plans the copies of experts, prints and draws."""
 
 from __future__ import annotations
 

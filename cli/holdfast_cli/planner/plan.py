@@ -1,4 +1,4 @@
-"""`holdfast plan`: reads its inputs, computes, prints, draws."""
+"""`holdfast plan`: reads its inputs, computes, prints and draws."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draws the comparison of snapshot policies. Imported only when a plot is asked for, because
+"""Draws the comparison of snapshot policies. Imported only if a plot is asked for, because
 matplotlib takes a second to load."""
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """`holdfast plan`: how much memory a job will take, and what its redundancy is worth.
 
-Computes with `holdfast_core` and formats tables; decides nothing and looks at no machine.
+This module computes with `holdfast_core` and formats tables. It decides nothing and looks at no
+machine.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ WAITING_LAUNCHER_BYTES = 724 * 1024**2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SentAtBoundaries:
-    """What a rank sends over each boundary of its pipeline stage."""
+    """The data that a rank sends over each boundary of its pipeline stage."""
 
     activation_bytes: int
     """Output of a stage for one micro-batch, as one rank sends it."""
@@ -127,7 +128,7 @@ def compared(job: MoETrainingJob, model: PlannedModel) -> Recommendation:
 
 
 def check_memory(job: MoETrainingJob, settings: PlanSettings, found: Comparison | None) -> None:
-    """Refuse a job when anything planned exceeds its own memory limit for a node; the tables show
+    """Refuse a job if anything planned exceeds its own memory limit for a node; the tables show
     what fits.
 
     Raises:
@@ -307,7 +308,7 @@ def _slots_costs(
 
 
 def _slots(job: MoETrainingJob, costs: Sequence[SlotsCost], share_bytes: float) -> Table:
-    """What each number of slots costs, on the node that needs most."""
+    """The cost of each number of slots, on the node that needs most."""
     heads = ("slots", "memory of a node", "x of its share", "between builds", "without weights")
     more = ("x of its share", "a save every", "saves skipped", "")
     table = Table(*heads, *more, box=None, pad_edge=False)
@@ -400,7 +401,7 @@ def _times(job: MoETrainingJob, settings: PlanSettings) -> tuple[float, float]:
 
 
 def _interval_steps(job: MoETrainingJob, settings: PlanSettings, slots: int) -> int:
-    """The interval in steps that the comparison of policies finds for Full."""
+    """The interval in steps that the comparison of policies yields for Full."""
     copy_s, protect_s = _times(job, settings)
     return snapshot_interval_steps(
         copy_s=copy_s,

@@ -38,8 +38,8 @@ _COLUMNS = (
 
 
 def name_of(cost: PolicyCost) -> str:
-    """Name of the policy, with the number of experts that it captures, or of the steps of its
-    window, and whether that holds gradients."""
+    """Name of the policy, with the number of experts that it captures, or the number of steps of
+    its window and whether the window holds gradients."""
     if cost.policy is PolicyType.FULL:
         return "Full"
     how = " grads" if cost.repeats is Repeats.OPTIMIZER else ""
@@ -102,7 +102,7 @@ def comparison_view(
 
 
 def effective_view(advice: Recommendation) -> RenderableType:
-    """Effective training time with each policy, and what the rest goes into."""
+    """Effective training time with each policy, and the time that is lost."""
     table = Table(box=None, pad_edge=False)
     table.add_column("effective training time")
     heads = ("simulated", "90 % of runs", "snapshots", "done again", "repairs", "tokens lost")
@@ -144,7 +144,7 @@ def _recommended(found: Comparison, *, auto: bool) -> list[Text]:
 
 
 def _too_large(found: Comparison, limit_bytes: int | None) -> list[str]:
-    """Note on which rows do not fit, and which do."""
+    """A note that names the rows that do not fit, and those that do."""
     if limit_bytes is None or len(found.fitting) == len(found.costs):
         return []
     limit = format_bytes(limit_bytes).partition(" (")[0]
@@ -156,7 +156,7 @@ def _too_large(found: Comparison, limit_bytes: int | None) -> list[str]:
 
 
 def _network(found: Comparison) -> list[str]:
-    """Note on what Selective sends, with and without gradients in place of state."""
+    """A note about the bytes that Selective sends, with and without gradients in place of state."""
     cost = next((c for c in found.costs if c.policy is PolicyType.SELECTIVE), None)
     if cost is None or cost.recomputed_bytes == cost.network_bytes:
         return []
@@ -172,7 +172,7 @@ def _network(found: Comparison) -> list[str]:
 
 
 def _as_document(cost: PolicyCost, *, auto: bool) -> str:
-    """Part of the job document that asks for the policy."""
+    """The part of the job document that asks for the policy."""
     policy = f"type: {cost.policy.value}"
     if cost.policy is PolicyType.PARTIAL_EXPERTS:
         policy += f", partialExperts: {{expertsPerLayer: {cost.experts}}}"

@@ -1,8 +1,8 @@
 """Memory that trainers need for the logs of what crosses the boundaries of pipeline stages.
 
-A rank keeps what it has sent in each step since the one that a restore of the newest protected
-generation brings back (MoEvement §3.4). This module counts these bytes before a job runs; the log
-itself is the trainers' (`holdfast.elastic.Pipeline`).
+A rank keeps everything that it has sent since the step that a restore of the newest protected
+generation brings back (MoEvement §3.4). This module counts these bytes before a job runs; trainers
+keep the log itself (`holdfast.elastic.Pipeline`).
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ class BoundaryLogs:
 
     @property
     def rank_bytes(self) -> tuple[int, ...]:
-        """For each stage what one of its ranks keeps at most."""
+        """For each stage, the most bytes that one of its ranks keeps."""
         return tuple(nbytes * self.steps for nbytes in self.step_bytes)
 
 
 def steps_kept(*, interval_steps: int, window: int, lag_steps: int) -> int:
-    """Most steps that a rank keeps: just before the next generation is known to be protected.
+    """Most steps that a rank keeps, which it does just before it learns that the next generation is
+    protected.
 
     Args:
         interval_steps: steps from one snapshot to the next.

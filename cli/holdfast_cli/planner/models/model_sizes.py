@@ -1,7 +1,7 @@
 """Sizes of the training state of a model that does not exist yet, and which rank captures what.
 
 Plans are made before a trainer runs. From a few numbers this module makes the tables that ranks
-exchange when they run, and passes them to the same sharding (ADPS, PEC §3.2), so that a plan and a
+exchange at run time, and passes them to the same sharding (ADPS, PEC §3.2), so that a plan and a
 trainer agree on the most loaded rank. It deals with neither times nor policies.
 """
 
@@ -136,7 +136,8 @@ def plan_capture(table: ExpertTable, topology: Topology, *, partial: bool) -> Ca
 
 
 def _held(table: ExpertTable, topology: Topology, stage: int, share: int) -> tuple[TensorSize, ...]:
-    """What a rank of this stage and share holds: its part of what tensor parallelism divides."""
+    """Bytes that a rank of this stage and share holds: its part of everything that tensor
+    parallelism divides."""
     rest = _tensor(_REST, -(-table.dense_bytes // (topology.pp * topology.tp)))
     own = (e for e in table.experts if (e.stage, e.share) == (stage, share))
     return (rest, *(_tensor(expert.unit, -(-expert.nbytes // topology.tp)) for expert in own))

@@ -1,15 +1,15 @@
-"""What each snapshot policy would cost a job, and which of them it should use.
+"""The cost of each snapshot policy for a job, and a recommendation.
 
 Full is compared with Sparse (MoEvement), PartialExperts (PEC) and Selective (MoEtion) before the
-job runs: bytes, whether the copy hides behind a step, memory, and what failures are expected to
-cost in time and tokens. Each policy but Sparse, whose windows need every step, is taken at its own
+job runs: bytes, whether the copy hides behind a step, memory, and the expected cost of failures in
+time and tokens. Sparse needs every step for its windows; every other policy is taken at its own
 best interval (REFT appendix A, eq. 9), because a policy that does not hide is not used at every
 step.
 
-Failure rates are constant, every failure returns all ranks to a snapshot in memory, and nothing
-that all policies pay alike (detection, rescheduling, loading) is counted. The formulas are those of
-`protection.intervals`, `planning.expected_loss`, `protection.budget` and `snapshots.sharding`; this
-module puts them together.
+Failure rates are constant, every failure returns all ranks to a snapshot in memory, and costs that
+are equal for all policies (detection, rescheduling, loading) are left out. The formulas are those
+of `protection.intervals`, `planner.models.expected_loss`, `protection.budget` and
+`snapshots.sharding`; this module puts them together.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _TOKENS = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assumptions:
-    """What the comparison takes as given.
+    """Assumptions of the comparison.
 
     Raises:
         InvalidJobError: when a value is out of range.
@@ -99,7 +99,7 @@ class Assumptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyCost:
-    """What one policy costs."""
+    """The cost of one policy."""
 
     policy: PolicyType
     experts: int
@@ -311,7 +311,7 @@ class _World:
         return self._cost(PolicyType.SELECTIVE, total, self._apart, self._selections(total), loss)
 
     def _selections(self, total: int) -> list[tuple[UnitKey, ...]]:
-        """What algorithm 1 of MoEtion captures in consecutive snapshots after a full one."""
+        """Selections of algorithm 1 of MoEtion in consecutive snapshots after a full one."""
         table = self._table
         if total >= len(table.experts):
             return [table.units]
@@ -478,8 +478,9 @@ class _World:
 
 
 def best_of(costs: Sequence[PolicyCost], lost: Callable[[PolicyCost], float]) -> PolicyCost:
-    """The policy that loses the fewest tokens among those that cost (almost) the least time; of
-    equal ones, one whose recoveries repeat no steps of the past, and the one with the fewest bytes.
+    """The policy that loses the fewest tokens among those that cost (almost) the least time. Of
+    equal policies it is the one whose recoveries repeat no past steps, and then the one with the
+    fewest bytes.
 
     Args:
         lost: gives the portion of the training's time that a policy loses.
@@ -501,7 +502,7 @@ def best_of(costs: Sequence[PolicyCost], lost: Callable[[PolicyCost], float]) ->
 
 
 def reason_of(costs: Sequence[PolicyCost], best: PolicyCost, assumed: Assumptions) -> str:
-    """Reason for the choice, in a sentence."""
+    """The reason for the choice, in a sentence."""
     full, step = costs[0], f"a step of {_seconds(assumed.step_s)}"
     if best is full:
         if not full.stall_s:

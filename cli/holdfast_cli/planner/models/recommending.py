@@ -1,8 +1,8 @@
 """Which policy a job should use: the one whose simulated training loses the least time.
 
-`policy_comparison` computes each policy's costs; here a training with each of them is simulated
+`policy_comparison` computes each policy's costs. Here a training with each policy is simulated
 through the same failures, so that K grows as recoveries lose tokens, and failures during recoveries
-count. Only policies that the job can ask for are compared, so that only those are recommended.
+count. Only policies that the job can ask for are compared and recommended.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def recommend(
 ) -> Recommendation:
     """Simulate the job with each policy, and choose among those that fit.
 
-    Nodes never lack: what a job without spares waits for is the same for each policy.
+    There are always enough nodes: the time for which a job without spares waits is the same for
+    each policy.
 
     Args:
         draw_of: gives a generator of its own for each seed; every policy sees the same failures.

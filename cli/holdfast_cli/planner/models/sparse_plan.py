@@ -28,11 +28,11 @@ class SparsePlan:
 
 
 def plan_window(table: ExpertTable, budget_bytes: float) -> SparsePlan:
-    """The shortest window whose saves hold at most `budget_bytes`, but no longer one than a job may
-    ask for.
+    """The shortest window whose saves hold at most `budget_bytes`, but no longer than a job may ask
+    for.
 
-    Of the state, 2 bytes of 14 are compute weights that follow from their masters. What is no
-    expert is divided evenly between the layers.
+    Of the 14 bytes of state per parameter, 2 are compute weights that follow from their masters.
+    Everything but the experts is divided evenly between the layers.
     """
     layers = [layer.layer for layer in table.layers]
     parts = {UnitKey(layer, UnitKind.DENSE): table.dense_bytes // len(layers) for layer in layers}

@@ -1,5 +1,5 @@
-"""Draws simulations: ETTR over MTBF, and where the time goes. Imported only when a plot is asked
-for, because matplotlib takes a second to load."""
+"""Draws simulations: ETTR over MTBF, and where the time goes. Imported only if a plot is asked for,
+because matplotlib takes a second to load."""
 
 from __future__ import annotations
 

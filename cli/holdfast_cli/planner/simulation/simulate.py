@@ -1,4 +1,4 @@
-"""`holdfast simulate`: what failures cost a job, for any scale, policy and failure rate."""
+"""`holdfast simulate`: the cost of failures for a job, for any scale, policy and failure rate."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _write_json(value: object) -> None:
 
 
 def _simulated(inputs: Inputs) -> Iterator[Simulated]:
-    """Every policy under every rate, with a progress bar where there is a terminal."""
+    """Every policy under every rate, with a progress bar on a terminal."""
     rates = [None] if inputs.trace else list(inputs.mtbfs_s)
     with _progress(len(rates) * len(inputs.kinds)) as advance:
         for mtbf_s in rates:
@@ -101,7 +101,7 @@ def _mtbf_of(inputs: Inputs) -> float:
 
 
 def _replayed(inputs: Inputs, model: PolicyModel) -> Runs:
-    """One run of a trace for each seed: the seed draws the stages that are hit."""
+    """One run of a trace for each seed; the seed draws the stages that are hit."""
     return summarize(
         [
             simulate_run(

@@ -1,5 +1,4 @@
-"""Formats simulations for a terminal of 100 columns, and as JSON. Decides
-nothing."""
+"""Formats simulations for a terminal of 100 columns, and as JSON. Decides nothing."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ class Simulated:
 
 
 def _inputs_view(explained: Sequence[tuple[str, str, str]]) -> Table:
-    """The inputs, each with its source."""
+    """The inputs, each with its origin."""
     table = Table("input", "value", "from", box=None, pad_edge=False)
     for row in explained:
         table.add_row(*row)
@@ -62,7 +61,7 @@ def _inputs_view(explained: Sequence[tuple[str, str, str]]) -> Table:
 
 
 def simulation_view(inputs: Inputs, found: Sequence[Simulated]) -> RenderableType:
-    """The inputs, ETTR over MTBF, and what the time goes into at the shortest MTBF."""
+    """The inputs, ETTR over MTBF, and the uses of time at the shortest MTBF."""
     rates = list(dict.fromkeys(each.mtbf_s for each in found))
     worst = [each for each in found if each.mtbf_s == rates[-1]]
     return Group(
@@ -130,7 +129,7 @@ def _details(worst: Sequence[Simulated], workload: Workload) -> Table:
 
 
 def _where(worst: Sequence[Simulated]) -> list[Text]:
-    """Bars of the time that is lost, all to one scale."""
+    """Bars of lost time, all to one scale."""
     most = max(1 - each.runs.ettr for each in worst) or 1.0
     lines = [Text(f"time lost, of {format_portion(most)} at most:", style="bold")]
     for each in worst:
@@ -150,9 +149,9 @@ def _where(worst: Sequence[Simulated]) -> list[Text]:
 
 
 def _best_of(inputs: Inputs, worst: Sequence[Simulated]) -> Simulated | None:
-    """The policy to use: it loses the fewest tokens among those that the job can ask for, that stay
-    within their limit of lost tokens, and whose ETTR is greatest but for what is negligible. None
-    where none was simulated."""
+    """The policy to use: among the policies that the job can ask for, that stay within their limit
+    of lost tokens and whose ETTR is (almost) the greatest, the one that loses the fewest tokens.
+    None if no such policy was simulated."""
     allowed = [
         each
         for each in worst
