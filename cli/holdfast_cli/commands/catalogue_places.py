@@ -69,15 +69,15 @@ def of_cluster(options: argparse.Namespace) -> Iterator[str]:
 
 async def _url_in_secret(api: Any, options: argparse.Namespace) -> str:
     namespace = options.system_namespace
-    found = await api.list(DAEMON_SETS, namespace, labelSelector=DAEMONS)
-    if not found["items"]:
+    daemon_sets = await api.list(DAEMON_SETS, namespace, labelSelector=DAEMONS)
+    if not daemon_sets["items"]:
         raise StorageError(
             f"namespace {namespace} has no daemons of Holdfast: name the namespace of the "
             f"release with --system-namespace"
         )
     variables = [
         variable
-        for each in found["items"]
+        for each in daemon_sets["items"]
         for container in each["spec"]["template"]["spec"]["containers"]
         for variable in container.get("env") or ()
     ]

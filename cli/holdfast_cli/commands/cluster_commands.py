@@ -138,8 +138,8 @@ async def _persist(api: Api, options: argparse.Namespace) -> str:
 
 def _persisted(status: Object) -> str:
     """What the operator reports about copies in durable storage."""
-    found = [c for c in status.get("conditions") or [] if c["type"] == ConditionType.PERSISTED]
-    return str(found[0]["message"]) if found else "the operator has not reported yet"
+    conditions = [c for c in status.get("conditions") or [] if c["type"] == ConditionType.PERSISTED]
+    return str(conditions[0]["message"]) if conditions else "the operator has not reported yet"
 
 
 # --- inject ---------------------------------------------------------------------------------------
@@ -205,8 +205,8 @@ def _signal_rank(options: argparse.Namespace) -> int:
     name = SIGNALS[options.fault]
     if not _is_confirmed(options, f"send SIG{name} to rank {options.rank} in pod {pod}"):
         return exit_codes.BAD_INPUT
-    found = connected(options, lambda api, _: api.get(PODS, options.namespace, pod))
-    container = str(trainer_container(found)["name"])
+    pod_object = connected(options, lambda api, _: api.get(PODS, options.namespace, pod))
+    container = str(trainer_container(pod_object)["name"])
     arena = member * lanes + lane
     command = ("python", "-c", _SIGNAL, str(options.rank), str(arena), name)
     print(kubectl.execute(options, pod, container, *command))
@@ -223,7 +223,7 @@ def _delete(options: argparse.Namespace, pod: str) -> int:
 
 def _kill_daemon(options: argparse.Namespace) -> int:
     async def find(api: Api, _: argparse.Namespace) -> list[Object]:
-        found: list[Object] = (
+        pods_there: list[Object] = (
             await api.list(
                 PODS,
                 options.system_namespace,
@@ -231,7 +231,7 @@ def _kill_daemon(options: argparse.Namespace) -> int:
                 fieldSelector=f"spec.nodeName={options.node}",
             )
         )["items"]
-        return found
+        return pods_there
 
     pods = connected(options, find)
     if not pods:
@@ -277,16 +277,16 @@ def _pod_of(options: argparse.Namespace, job: Object, number: int) -> tuple[int,
     """
     members = (job.get("status") or {}).get("members") or []
     pods = {int(each["index"]): str(each["pod"]) for each in members if each.get("pod")}
-    found = {member: (member, pod) for member, pod in pods.items()}
+    by_number = {member: (member, pod) for member, pod in pods.items()}
     if job["spec"]["trainer"].get("external"):
         numbers = connected(options, _numbers)
-        found = {numbers[pod]: (m, pod) for m, pod in pods.items() if pod in numbers}
-    if number not in found:
+        by_number = {numbers[pod]: (m, pod) for m, pod in pods.items() if pod in numbers}
+    if number not in by_number:
         raise InvalidJobError(
             f"{_name(options)} has no pod of member {number} now; there are pods of members "
-            f"{sorted(found)}"
+            f"{sorted(by_number)}"
         )
-    return found[number]
+    return by_number[number]
 
 
 async def _numbers(api: Api, options: argparse.Namespace) -> dict[str, int]:

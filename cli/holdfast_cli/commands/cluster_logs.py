@@ -83,8 +83,8 @@ async def _pods(
     if not job["spec"]["trainer"].get("external"):
         selector += ",app.kubernetes.io/component=trainer"
         selector += "" if member is None else f",{MEMBER_LABEL}={member}"
-    found = (await api.list(PODS, options.namespace, labelSelector=selector))["items"]
-    numbered = [(number_of(pod["metadata"]["labels"]), pod) for pod in found]
+    pods = (await api.list(PODS, options.namespace, labelSelector=selector))["items"]
+    numbered = [(number_of(pod["metadata"]["labels"]), pod) for pod in pods]
     chosen = [one for one in numbered if one[0] != UNNUMBERED and member in (None, one[0])]
     return sorted(chosen, key=lambda one: one[0])
 

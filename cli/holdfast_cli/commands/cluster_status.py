@@ -60,8 +60,8 @@ async def _follow(api: Api, options: argparse.Namespace) -> int:
 async def _read(api: Api, namespace: str, name: str | None) -> tuple[list[Object], list[Object]]:
     """The jobs, and if one is named, its events."""
     if name is None:
-        found: list[Object] = (await api.list(JOBS, namespace))["items"]
-        return sorted(found, key=lambda job: str(job["metadata"]["name"])), []
+        jobs: list[Object] = (await api.list(JOBS, namespace))["items"]
+        return sorted(jobs, key=lambda job: str(job["metadata"]["name"])), []
     job = await api.get(JOBS, namespace, name)
     events = await api.list(
         EVENTS, namespace, fieldSelector=f"regarding.uid={job['metadata']['uid']}"
@@ -83,18 +83,18 @@ def jobs_view(jobs: Sequence[Object], *, now: float) -> Table:
     """A line for each job. `now` is in seconds since the Unix epoch."""
     table = make_table("name", "state", "ready", "step", "protected", "restarts", "age", "problem")
     for job in jobs:
-        found = job.get("status") or {}
-        phase = found.get("phase", "-")
+        status = job.get("status") or {}
+        phase = status.get("phase", "-")
         made = seconds_of(job["metadata"].get("creationTimestamp")) or 0.0
         table.add_row(
             job["metadata"]["name"],
             Text(phase, style=PHASE_STYLES.get(phase, "")),
-            found.get("readyText", "-"),
-            str(found.get("step", "-")),
-            str(found.get("protectedStep", "-")),
-            str(found.get("restarts", "-")),
+            status.get("readyText", "-"),
+            str(status.get("step", "-")),
+            str(status.get("protectedStep", "-")),
+            str(status.get("restarts", "-")),
             f"{max(0.0, now - made) / 60:.0f} min",
-            Text(found.get("problem", "").partition("\n")[0]),
+            Text(status.get("problem", "").partition("\n")[0]),
         )
     return table
 

@@ -41,12 +41,14 @@ def complete(parser: argparse.ArgumentParser, words: Sequence[str]) -> str:
     position = _walk(parser, before)
     action = position.option
     if action is None and begun.startswith("-"):
-        found, directive = _options(position.parser), NO_FILES
+        candidates, directive = _options(position.parser), NO_FILES
     else:
         if action is None and position.arguments:
             action = position.arguments[0]
-        found, directive = _values(action), _directive(action)
-    lines = [f"{name}\t{text}" if text else name for name, text in found if name.startswith(begun)]
+        candidates, directive = _values(action), _directive(action)
+    lines = [
+        f"{name}\t{text}" if text else name for name, text in candidates if name.startswith(begun)
+    ]
     return "\n".join([*lines, f":{directive}"])
 
 

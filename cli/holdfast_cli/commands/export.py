@@ -169,9 +169,9 @@ def _blocks(source: WholeSet, item: Exported) -> Iterator[memoryview]:
     shape, tensor = item.shape, item.tensor
     if not shape or item.transpose:
         offsets = (item.first, *([0] * (len(shape) - 1)))[: len(shape)]
-        found = source.array(tensor, offsets, shape)
-        found = found.swapaxes(-1, -2) if item.transpose else found
-        yield np.ascontiguousarray(found).reshape(-1).view(np.uint8).data
+        block = source.array(tensor, offsets, shape)
+        block = block.swapaxes(-1, -2) if item.transpose else block
+        yield np.ascontiguousarray(block).reshape(-1).view(np.uint8).data
         return
     rows = max(BLOCK_BYTES // max(item.nbytes // max(shape[0], 1), 1), 1)
     for row in range(0, shape[0], rows):

@@ -123,7 +123,7 @@ def exported(
         InvalidJobError: when a tensor matches no rule or cannot be cut or transposed as its rule
             requires, or when two tensors get one name.
     """
-    found: dict[str, Exported] = {}
+    by_name: dict[str, Exported] = {}
     unknown = []
     for tensor in tensors:
         state = tensor.key or tensor.role in (TensorRole.OPTIMIZER, TensorRole.MASTER)
@@ -135,18 +135,18 @@ def exported(
             continue
         for index, name in enumerate(rule.names):
             new = name if match is None else _expand(match, name, rule)
-            if new in found:
+            if new in by_name:
                 raise InvalidJobError(
                     f"two tensors would be called {new!r}: {tensor.name} and "
-                    f"{found[new].tensor.name}"
+                    f"{by_name[new].tensor.name}"
                 )
-            found[new] = _part(new, tensor, rule, index)
+            by_name[new] = _part(new, tensor, rule, index)
     if unknown:
         raise InvalidJobError(
             f"{len(unknown)} tensors match no rule, such as {', '.join(unknown[:5])}; add a rule "
             f"that names them, or one without names that leaves them out"
         )
-    return [found[name] for name in sorted(found)]
+    return [by_name[name] for name in sorted(by_name)]
 
 
 def _rule(

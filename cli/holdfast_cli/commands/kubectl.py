@@ -73,13 +73,13 @@ def forwarded(
     with process:
         try:
             assert process.stdout is not None and process.stderr is not None
-            found = _FORWARDING.match(process.stdout.readline())
-            if found is None:
+            match = _FORWARDING.match(process.stdout.readline())
+            if match is None:
                 raise KubectlError(
                     f"no port is forwarded to service {service} in namespace {namespace}: "
                     f"{process.stderr.read().strip()}"
                 )
-            yield int(found[1])
+            yield int(match[1])
         finally:
             process.terminate()
 

@@ -105,10 +105,10 @@ def history_of(events: Iterable[EventView]) -> History:
     runs = [_Run()]
     counts: dict[JobEvent, int] = {}
     for each in events:
-        found = _read(each.event)
-        if found is None:
+        read = _read(each.event)
+        if read is None:
             continue
-        event, at, epoch, rank = found
+        event, at, epoch, rank = read
         if event in _COUNTED:
             counts[event] = counts.get(event, 0) + 1
         if event is JobEvent.EPOCH_BEGAN and runs[-1].ended_at is not None:

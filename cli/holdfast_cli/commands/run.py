@@ -156,14 +156,14 @@ def status(options: argparse.Namespace) -> int:
         print(encode(read_status(path)).decode())
         return 0
     if options.once or not (options.watch or console.is_terminal):
-        found = read_status(path)
-        console.print(run_view(found, stale=_staleness(found)))
+        newest = read_status(path)
+        console.print(run_view(newest, stale=_staleness(newest)))
         return 0
     with Live(console=console, refresh_per_second=4) as live:
         while True:
-            found = read_status(path)
-            live.update(run_view(found, stale=_staleness(found)))
-            if found.ended:
+            newest = read_status(path)
+            live.update(run_view(newest, stale=_staleness(newest)))
+            if newest.ended:
                 return 0
             time.sleep(WATCH_S)
 
@@ -197,14 +197,14 @@ def _has_run(job: str | None) -> bool:
 def _in_cluster(options: argparse.Namespace) -> argparse.Namespace:
     """The options, with the job's namespace and name in the cluster. A job may be given by its
     file, or as `team-a.llm`."""
-    found, namespace = options.job, ""
-    if found is not None and Path(found).suffix in _FILES:
-        metadata = load_job(Path(found)).metadata
-        namespace, found = metadata.namespace, metadata.name
-    elif found is not None and "." in found:
-        namespace, _, found = found.partition(".")
+    name, namespace = options.job, ""
+    if name is not None and Path(name).suffix in _FILES:
+        metadata = load_job(Path(name)).metadata
+        namespace, name = metadata.namespace, metadata.name
+    elif name is not None and "." in name:
+        namespace, _, name = name.partition(".")
     chosen = options.namespace or namespace or "default"
-    return argparse.Namespace(**{**vars(options), "job": found, "namespace": chosen})
+    return argparse.Namespace(**{**vars(options), "job": name, "namespace": chosen})
 
 
 def in_cluster_only(options: argparse.Namespace) -> argparse.Namespace:
@@ -230,12 +230,12 @@ def inject(options: argparse.Namespace) -> int:
     if options.fault == "delete-pod":
         raise InvalidJobError("a local run has no pods; kill-node loses one of its virtual nodes")
     path = find_run(options.dir, options.job)
-    found = read_status(path / "status.json")
-    if found.ended or not (path / "nodes.json").exists():
+    newest = read_status(path / "status.json")
+    if newest.ended or not (path / "nodes.json").exists():
         raise InvalidJobError(
-            f"the run in {path} is not running ({found.phase}); start it before injecting a fault"
+            f"the run in {path} is not running ({newest.phase}); start it before injecting a fault"
         )
-    directory = RunDirectory(path, found.local.job)
+    directory = RunDirectory(path, newest.local.job)
     match options.fault:
         case "kill-daemon":
             text = injections.kill_daemon(directory, options.node)
@@ -246,9 +246,9 @@ def inject(options: argparse.Namespace) -> int:
         case "notice":
             text = injections.notice(directory, options.node)
         case "corrupt":
-            text = injections.corrupt(directory, found, options.rank, parity=options.parity)
+            text = injections.corrupt(directory, newest, options.rank, parity=options.parity)
         case name:
-            text = injections.signal_rank(directory, found, options.rank, _SIGNALS[name])
+            text = injections.signal_rank(directory, newest, options.rank, _SIGNALS[name])
     print(text)
     return 0
 
@@ -277,12 +277,12 @@ def find_run(directory: Path | None, job: str | None) -> Path:
     raise StorageError(f"several runs in {home}: {names}; choose one with the job's name or --dir")
 
 
-def _staleness(found: Status) -> str:
-    if found.ended or identify(found.local.pid) is not None:
+def _staleness(status: Status) -> str:
+    if status.ended or identify(status.local.pid) is not None:
         return ""
-    if not (Path(found.local.directory) / "nodes.json").exists():
+    if not (Path(status.local.directory) / "nodes.json").exists():
         return "the run was stopped"
-    age_s = time.time() - found.local.time
+    age_s = time.time() - status.local.time
     return (
         f"`holdfast run` is not running (last seen {age_s:.0f} s ago); training continues "
         f"without it, and the same command takes over"

@@ -523,5 +523,5 @@ async def _written(
             f"a daemon did not report its snapshots: {error.details()}"
         ) from error
     state = msgspec.json.decode(reply.json)["jobs"].get(directory.job_key, {"slots": ()})
-    found = [s for s in state["slots"] if s["rank"] == rank and s["state"] == "granted"]
-    return str(found[0]["generation"]) if found else ""
+    slots = [s for s in state["slots"] if s["rank"] == rank and s["state"] == "granted"]
+    return str(slots[0]["generation"]) if slots else ""

@@ -186,13 +186,13 @@ def worlds_of(log: Sequence[LoggedStep]) -> tuple[WorldReport, ...]:
     """Numbers of ranks that trained the steps that count. If a step was repeated after a recovery,
     its last execution counts."""
     newest = {line.step: line.ranks for line in log}
-    found: list[WorldReport] = []
+    worlds: list[WorldReport] = []
     for step, ranks in sorted(newest.items()):
-        if found and found[-1].ranks == ranks:
-            found[-1] = replace(found[-1], last=step)
+        if worlds and worlds[-1].ranks == ranks:
+            worlds[-1] = replace(worlds[-1], last=step)
         else:
-            found.append(WorldReport(ranks=ranks, first=step, last=step))
-    return tuple(found)
+            worlds.append(WorldReport(ranks=ranks, first=step, last=step))
+    return tuple(worlds)
 
 
 def history(report: DemoReport) -> str:
@@ -231,13 +231,13 @@ def partial_verdict(report: DemoReport) -> str:
 
 def versions() -> dict[str, str]:
     """Versions and machine with which the figures were measured."""
-    found = {"python": platform.python_version(), "machine": platform.machine()}
+    facts = {"python": platform.python_version(), "machine": platform.machine()}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            facts[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return facts
 
 
 def fault_table(faults: Sequence[FaultReport]) -> Table:

@@ -134,8 +134,8 @@ async def play(options: argparse.Namespace, work: Path, console: Console) -> boo
         f"{STAGES} stages of {REPLICAS} ranks with sparse windows of at most {WINDOW} steps, of "
         f"which stage {LOST_STAGE} is lost; then the same without; {steps} steps each."
     )
-    found = await lose_stage(work, steps, LOST_STAGE, show, Repeats(options.repeats))
-    result = account(found, await undisturbed(work, steps), LOST_STAGE)
+    loss = await lose_stage(work, steps, LOST_STAGE, show, Repeats(options.repeats))
+    result = account(loss, await undisturbed(work, steps), LOST_STAGE)
     console.print(_table(result))
     console.print(result.replay, highlight=False)
     if options.report is not None:
@@ -211,13 +211,13 @@ async def undisturbed(folder: Path, steps: int) -> list[list[TrainedStep]]:
 
 
 def account(
-    found: StageLoss, expected: Sequence[Sequence[TrainedStep]], lost_stage: int
+    loss: StageLoss, expected: Sequence[Sequence[TrainedStep]], lost_stage: int
 ) -> StagesReport:
     """Compare a run that has lost a stage with the undisturbed one."""
-    before = max(line.step for lines in found.lines for line in lines if _is_before(line, found))
-    after = [line.time for lines in found.lines for line in lines if line.step == before + 1]
+    before = max(line.step for lines in loss.lines for line in lines if _is_before(line, loss))
+    after = [line.time for lines in loss.lines for line in lines if line.step == before + 1]
     ranks = []
-    for rank, (lines, undisturbed_lines) in enumerate(zip(found.lines, expected, strict=True)):
+    for rank, (lines, undisturbed_lines) in enumerate(zip(loss.lines, expected, strict=True)):
         final = {line.step: line for line in lines}
         losses = {step: line.loss for step, line in final.items()}
         seen, again = set[int](), list[int]()
@@ -238,8 +238,8 @@ def account(
     return StagesReport(
         lost_stage=lost_stage,
         lost_at_step=before,
-        next_step_seconds=round(min(after) - found.killed_at, 2),
-        replay=found.recoveries[-1].replay if found.recoveries else "",
+        next_step_seconds=round(min(after) - loss.killed_at, 2),
+        replay=loss.recoveries[-1].replay if loss.recoveries else "",
         ranks=tuple(ranks),
     )
 
@@ -274,9 +274,9 @@ def _arguments(folder: Path, steps: int) -> list[str]:
     return ["--steps", str(steps), "--stages", str(STAGES), "--directory", str(folder)]
 
 
-def _is_before(line: TrainedStep, found: StageLoss) -> bool:
+def _is_before(line: TrainedStep, loss: StageLoss) -> bool:
     """Whether a step was trained in the epoch that the loss of the stage ended."""
-    return not found.recoveries or line.epoch < found.recoveries[-1].epoch
+    return not loss.recoveries or line.epoch < loss.recoveries[-1].epoch
 
 
 def _table(report: StagesReport) -> Table:

@@ -383,9 +383,9 @@ class LocalCluster:
 def held_bytes(path: Path) -> int:
     """Bytes that the nodes of an earlier run hold below `path`. Their daemons may still be
     writing."""
-    found = 0
+    nbytes = 0
     for directory, _, names in os.walk(path):
         for name in names:
             with suppress(FileNotFoundError):
-                found += Path(directory, name).lstat().st_blocks * 512
-    return found
+                nbytes += Path(directory, name).lstat().st_blocks * 512
+    return nbytes

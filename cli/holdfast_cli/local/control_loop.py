@@ -182,8 +182,8 @@ class ControlLoop:
         except HoldfastError:
             return
         if earlier.local.job == self._job.key:
-            found = from_document(earlier.counters, now=time.monotonic(), wall=time.time())
-            self._state = ControlState.remembering(found)
+            counters = from_document(earlier.counters, now=time.monotonic(), wall=time.time())
+            self._state = ControlState.remembering(counters)
             self._journal.events = list(earlier.local.events)
             self._recoveries.all = list(earlier.local.recoveries)
             self._job_document = earlier.job_document

@@ -313,9 +313,9 @@ def replace_file(path: Path, data: bytes) -> None:
 def _make_private(path: Path) -> None:
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = path.lstat()
+        status = path.lstat()
     except OSError as error:
         raise StorageError(f"cannot make {path}: {error.strerror}") from error
     shared = path in (Path(tempfile.gettempdir()), SHARED_MEMORY)
-    if not stat.S_ISDIR(found.st_mode) or (found.st_uid != os.getuid() and not shared):
+    if not stat.S_ISDIR(status.st_mode) or (status.st_uid != os.getuid() and not shared):
         raise StorageError(f"{path} was not made by Holdfast; remove it, or use another --dir")

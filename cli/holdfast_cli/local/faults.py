@@ -47,13 +47,13 @@ def kill_daemon(directory: RunDirectory, node: str) -> str:
         InvalidJobError: when there is no such node, or its daemon does not run.
     """
     record = directory.read_record()
-    found = record.nodes.get(node) if record is not None else None
-    if record is None or found is None:
+    target = record.nodes.get(node) if record is not None else None
+    if record is None or target is None:
         names = ", ".join(record.nodes) if record is not None else "none"
         raise InvalidJobError(f"no node {node!r} in {directory.path}; there are: {names}")
-    if found.daemon is None or not send(found.daemon.process, signal.SIGKILL):
+    if target.daemon is None or not send(target.daemon.process, signal.SIGKILL):
         raise InvalidJobError(f"node {node} has no living daemon now")
-    return f"killed the daemon of {node} (pid {found.daemon.process.pid})"
+    return f"killed the daemon of {node} (pid {target.daemon.process.pid})"
 
 
 def kill_node(directory: RunDirectory, node: str) -> str:
@@ -165,12 +165,12 @@ def _flip(path: Path, offset: int) -> None:
 
 def _process_of(directory: RunDirectory, status: Status, rank: int) -> ProcessId:
     """Find the rank's living process; a pid that no longer belongs to this run is refused."""
-    found = status.local.rank(rank)
-    if found is None:
+    rank_status = status.local.rank(rank)
+    if rank_status is None:
         raise InvalidJobError(_no_rank(status, rank))
-    process = identify(found.pid) if found.pid else None
+    process = identify(rank_status.pid) if rank_status.pid else None
     if process is None or not _is_of_run(directory, process):
-        raise InvalidJobError(f"rank {rank} has no living process now (state {found.state})")
+        raise InvalidJobError(f"rank {rank} has no living process now (state {rank_status.state})")
     return process
 
 

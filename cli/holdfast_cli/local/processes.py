@@ -109,7 +109,7 @@ def spawn(arguments: Sequence[str], environment: Mapping[str, str], log: Path) -
 def marked(mark: str) -> list[ProcessId]:
     """All living processes whose mark is `mark` or continues it after a colon."""
     wanted = f"{MARK}={mark}".encode()
-    found = []
+    processes = []
     for entry in PROC.iterdir():
         if not entry.name.isdigit():
             continue
@@ -118,15 +118,15 @@ def marked(mark: str) -> list[ProcessId]:
             if any(v == wanted or v.startswith(wanted + b":") for v in variables):
                 process = identify(int(entry.name))
                 if process is not None:
-                    found.append(process)
-    return found
+                    processes.append(process)
+    return processes
 
 
 def _environment(process: Path) -> bytes:
     """Variables of the process with this folder in /proc. While its program is being loaded it
     shows none, although the process that started it may know it already."""
     until, before = time.monotonic() + _STARTING_S, [""]
-    while not (found := (process / "environ").read_bytes()) and time.monotonic() < until:
+    while not (variables := (process / "environ").read_bytes()) and time.monotonic() < until:
         fields = (process / "stat").read_text().rpartition(")")[2].split()
         if fields[0] in ("Z", "X") or int(fields[_FLAGS_FIELD]) & _KERNEL_THREAD:
             break
@@ -134,7 +134,7 @@ def _environment(process: Path) -> bytes:
         if program[0] != "0" and program == before:
             break  # it really has none
         before = program
-    return found
+    return variables
 
 
 def kill_marked(mark: str) -> int:
@@ -145,15 +145,15 @@ def kill_marked(mark: str) -> int:
     processes are gone, they remove the named semaphores that those have left in shared memory.
     """
     killed: set[ProcessId] = set()
-    while found := [process for process in marked(mark) if process.pid != os.getpid()]:
-        killed.update(found)
-        if all(map(_is_tracker, found)):
-            _wait_all(found, TRACKER_S)
+    while living := [process for process in marked(mark) if process.pid != os.getpid()]:
+        killed.update(living)
+        if all(map(_is_tracker, living)):
+            _wait_all(living, TRACKER_S)
         else:
-            found = [process for process in found if not _is_tracker(process)]
-        for process in found:
+            living = [process for process in living if not _is_tracker(process)]
+        for process in living:
             send(process, signal.SIGKILL)
-        _wait_all(found)
+        _wait_all(living)
     return len(killed)
 
 

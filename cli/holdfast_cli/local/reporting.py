@@ -114,8 +114,10 @@ def _members(
     observed: Observed, membership: Membership, *, complete: bool
 ) -> tuple[LocalMemberStatus, ...]:
     members = []
-    for member, found in zip(membership.members, observed.views(membership), strict=True):
-        view = found if found is not None and node_of(observed, member).connected else JobView()
+    for member, reported in zip(membership.members, observed.views(membership), strict=True):
+        view = (
+            reported if reported is not None and node_of(observed, member).connected else JobView()
+        )
         agent = agent_at(observed, member)
         members.append(
             LocalMemberStatus(

@@ -343,8 +343,8 @@ class Supervisor:
         if member is None:
             return
         log = self._directory.log(f"member-{member}")
-        found = last_lines(end_of(log), secrets_among(self._job.env))
-        self._last_lines[(node.name, agent.attempt)] = found
+        lines = last_lines(end_of(log), secrets_among(self._job.env))
+        self._last_lines[(node.name, agent.attempt)] = lines
         if code != 0 and not self.is_dead(node.name):
             self._post("AgentExited", f"the agent of member {member} {_how(code)} ({log})", True)
 

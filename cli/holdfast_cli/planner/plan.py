@@ -55,16 +55,16 @@ def plan(options: argparse.Namespace) -> int:
         return 0
     model = PlannedModel(sizes=sizes, assumed=assumptions_of(options, job, sizes))
     advice = compared(job, model)
-    found = advice.comparison
+    comparison = advice.comparison
     console.print(plan_view(job, settings, model, advice))
     if options.plot is not None:
-        _plot(options.plot, found, model.assumed, title=job.key)
+        _plot(options.plot, comparison, model.assumed, title=job.key)
         print(f"wrote {options.plot}")
-    check_memory(job, settings, found)
+    check_memory(job, settings, comparison)
     return 0
 
 
-def _plot(path: Path, found: Comparison, assumed: Assumptions, *, title: str) -> None:
+def _plot(path: Path, comparison: Comparison, assumed: Assumptions, *, title: str) -> None:
     with needs_matplotlib():
         from holdfast_cli.planner.plan_plot import write_plot  # noqa: PLC0415
-    write_plot(path, found, assumed, title=title)
+    write_plot(path, comparison, assumed, title=title)

@@ -36,14 +36,14 @@ _SOURCE_NOTES = (
 
 
 def sources_view(
-    job: MoETrainingJob, sizes: ModelSizes, assumed: Assumptions, found: Comparison
+    job: MoETrainingJob, sizes: ModelSizes, assumed: Assumptions, comparison: Comparison
 ) -> RenderableType:
     """Table of what a node sends and copies for a full snapshot, for each source of parity."""
     table = Table(box=None, pad_edge=False)
     table.add_column("parity of Full", no_wrap=True)
     for head in ("sent", "s", "copied", "s", "waits, s"):
         table.add_column(head, justify="right", no_wrap=True)
-    for name, cost in _source_rows(job, sizes, assumed, found):
+    for name, cost in _source_rows(job, sizes, assumed, comparison):
         waits_s = save_overhead_s(cost.copied_s, assumed.step_s)
         seconds = [f"{each:.2f}" for each in (cost.sent_s, cost.copied_s, waits_s)]
         sent, copied = (f"{n / GIB:.3g} GiB" for n in (cost.sent_bytes, cost.copied_bytes))
@@ -52,9 +52,9 @@ def sources_view(
 
 
 def _source_rows(
-    job: MoETrainingJob, sizes: ModelSizes, assumed: Assumptions, found: Comparison
+    job: MoETrainingJob, sizes: ModelSizes, assumed: Assumptions, comparison: Comparison
 ) -> Iterator[tuple[str, SourceCost]]:
-    full = found.costs[0]
+    full = comparison.costs[0]
     shares = replica_shares(job.topology(), job.spec.nproc_per_node, job.group_size)
     replicated = shares.of(dense_bytes=sizes.other_bytes, expert_bytes=sum(sizes.experts.values()))
 
@@ -73,7 +73,7 @@ def _source_rows(
         yield f"from replicas, {words} ({held:.0%} held)", cost(held)
 
 
-def fewer_nodes_view(found: FewerNodesMemory, limit_bytes: int | None) -> RenderableType:
+def fewer_nodes_view(memory_needed: FewerNodesMemory, limit_bytes: int | None) -> RenderableType:
     """The memory of the node that needs most, one row for each situation of the job, and a warning
     when one of them does not fit.
 
@@ -82,9 +82,9 @@ def fewer_nodes_view(found: FewerNodesMemory, limit_bytes: int | None) -> Render
     """
     table = Table("fewer nodes", "slots", "arenas", "parity", "total", "", box=None, pad_edge=False)
     rows = (
-        (f"with {found.whole.nodes} nodes", found.whole),
-        (f"with {found.least.nodes} nodes", found.least),
-        ("while the world changes (peak)", found.changing),
+        (f"with {memory_needed.whole.nodes} nodes", memory_needed.whole),
+        (f"with {memory_needed.least.nodes} nodes", memory_needed.least),
+        ("while the world changes (peak)", memory_needed.changing),
     )
     for name, world in rows:
         memory = world.memory
@@ -103,10 +103,10 @@ def fewer_nodes_view(found: FewerNodesMemory, limit_bytes: int | None) -> Render
             style="dim",
         )
     ]
-    peak_bytes = found.changing.memory.total_bytes
+    peak_bytes = memory_needed.changing.memory.total_bytes
     if limit_bytes is not None and peak_bytes > limit_bytes:
         warning = (
-            f"warning: to go on with {found.least.nodes} nodes, a node needs "
+            f"warning: to go on with {memory_needed.least.nodes} nodes, a node needs "
             f"{format_bytes(peak_bytes)}, and spec.snapshot.memoryPerNode is "
             f"{format_bytes(limit_bytes)}: the snapshots of the smaller world would be refused; "
             f"give more memory, or a larger spec.minNodes"
@@ -115,23 +115,23 @@ def fewer_nodes_view(found: FewerNodesMemory, limit_bytes: int | None) -> Render
     return Group(table, *notes)
 
 
-def logs_view(found: BoundaryLogs) -> RenderableType:
+def logs_view(logs: BoundaryLogs) -> RenderableType:
     """The log of a rank, one row for the stages at the ends and one for those between."""
     heads = ("boundary logs", "a step", "steps kept", "log_bytes of a rank")
     table = Table(*heads, box=None, pad_edge=False)
     stages: dict[int, list[int]] = {}
-    for stage, nbytes in enumerate(found.step_bytes):
+    for stage, nbytes in enumerate(logs.step_bytes):
         stages.setdefault(nbytes, []).append(stage)
     for step_bytes, of in stages.items():
         name = f"stage {of[0]}" if len(of) == 1 else f"stages {', '.join(map(str, of[:4]))}"
         table.add_row(
             name + (", …" if len(of) > 4 else ""),
             _short(step_bytes),
-            str(found.steps),
-            _short(found.rank_bytes[of[0]]),
+            str(logs.steps),
+            _short(logs.rank_bytes[of[0]]),
         )
     note = (
-        f"{_short(found.node_bytes)} on the node that needs most, in the trainers' own memory, "
+        f"{_short(logs.node_bytes)} on the node that needs most, in the trainers' own memory, "
         f"beside what its daemon needs"
     )
     return Group(table, note)

@@ -123,11 +123,13 @@ def compared(job: MoETrainingJob, model: PlannedModel) -> Recommendation:
     Raises:
         InvalidJobError: when the model has no experts.
     """
-    found = compare_policies(job, model.sizes, parity_groups(job), model.assumed)
-    return recommend(found, job, model.assumed, generator)
+    comparison = compare_policies(job, model.sizes, parity_groups(job), model.assumed)
+    return recommend(comparison, job, model.assumed, generator)
 
 
-def check_memory(job: MoETrainingJob, settings: PlanSettings, found: Comparison | None) -> None:
+def check_memory(
+    job: MoETrainingJob, settings: PlanSettings, comparison: Comparison | None
+) -> None:
     """Refuse a job if anything planned exceeds its own memory limit for a node; the tables show
     what fits.
 
@@ -136,8 +138,8 @@ def check_memory(job: MoETrainingJob, settings: PlanSettings, found: Comparison 
     """
     if job.memory_per_node_bytes is None:
         return
-    if found is not None:
-        needed = max(cost.memory_bytes for cost in found.costs)
+    if comparison is not None:
+        needed = max(cost.memory_bytes for cost in comparison.costs)
     elif settings.bytes_per_rank is not None:
         nodes = _node_memory(job, parity_groups(job), settings.bytes_per_rank)
         needed = max(node.total_bytes for node in nodes)
@@ -171,11 +173,11 @@ def plan_view(
         sizes = sorted({len(group) for group in groups})
         head += f", {len(groups)} parity groups of {' or '.join(map(str, sizes))}"
     parts: list[RenderableType] = [head, ""]
-    found = None if advice is None else advice.comparison
-    if model is not None and advice is not None and found is not None:
+    comparison = None if advice is None else advice.comparison
+    if model is not None and advice is not None and comparison is not None:
         parts.append(
             comparison_view(
-                found,
+                comparison,
                 model.assumed,
                 days=settings.days,
                 model=str(model),
@@ -185,9 +187,9 @@ def plan_view(
         )
         parts += ["", effective_view(advice)]
         share_bytes = model.state_bytes / spec.nodes
-        parts += ["", _slots(job, found.best.slots, share_bytes), WITHOUT_WEIGHTS_TEXT]
+        parts += ["", _slots(job, comparison.best.slots, share_bytes), WITHOUT_WEIGHTS_TEXT]
         if groups:
-            parts += ["", sources_view(job, model.sizes, model.assumed, found)]
+            parts += ["", sources_view(job, model.sizes, model.assumed, comparison)]
     elif settings.bytes_per_rank is None:
         parts.append(
             "memory: give --bytes-per-rank SIZE to see what each node needs, or --expert-bytes and "
@@ -209,18 +211,18 @@ def plan_view(
         logs = _logs(job, replace(settings, bytes_per_rank=of_rank), settings.sent)
         parts += ["", logs_view(logs)]
     parts.append("")
-    parts.append(_odds(job, settings, with_interval=found is None))
+    parts.append(_odds(job, settings, with_interval=comparison is None))
     return Group(*parts)
 
 
 def _logs(job: MoETrainingJob, settings: PlanSettings, sent: SentAtBoundaries) -> BoundaryLogs:
     slots = _slots_chosen(job, parity_groups(job), settings.bytes_per_rank or 0)
-    found = _interval_steps(job, settings, slots)
+    best_steps = _interval_steps(job, settings, slots)
     return plan_logs(
         job,
         activation_bytes=sent.activation_bytes,
         micro_batches=sent.micro_batches,
-        interval_steps=job.spec.snapshot.interval.asked_steps(found),
+        interval_steps=job.spec.snapshot.interval.asked_steps(best_steps),
         lag_steps=max(1, ceil(sum(_times(job, settings)) / settings.step_s)),
     )
 

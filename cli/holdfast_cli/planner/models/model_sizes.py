@@ -54,7 +54,7 @@ def table_of_sizes(sizes: ModelSizes, topology: Topology) -> ExpertTable:
     in consecutive runs as equal as they can be.
     """
     layers = sizes.by_layer
-    found = []
+    moe_layers = []
     for place, (layer, units) in enumerate(layers.items()):
         stage = place * topology.pp // len(layers)
         shares = [at * topology.ep // len(units) for at in range(len(units))]
@@ -69,8 +69,8 @@ def table_of_sizes(sizes: ModelSizes, topology: Topology) -> ExpertTable:
             )
             for unit, share in zip(units, shares, strict=True)
         )
-        found.append(MoeLayer(layer=layer, stage=stage, experts=experts))
-    return ExpertTable(layers=tuple(found), dense_bytes=sizes.other_bytes)
+        moe_layers.append(MoeLayer(layer=layer, stage=stage, experts=experts))
+    return ExpertTable(layers=tuple(moe_layers), dense_bytes=sizes.other_bytes)
 
 
 def _owners(topology: Topology, stage: int, share: int) -> tuple[int, ...]:

@@ -229,17 +229,17 @@ class _World:
         assumed, spec = self._assumed, self._job.spec
         losses = spec.redundancy.losses
         rates = [assumed.copy_bytes_s, *([assumed.network_bytes_s / losses] if losses else [])]
-        found = plan_window(self._table, min(rates) * assumed.step_s * spec.nodes)
-        if found.window == 1:
+        plan = plan_window(self._table, min(rates) * assumed.step_s * spec.nodes)
+        if plan.window == 1:
             return []
         # Each save is divided between ranks as a full snapshot is.
         whole = self._whole.loads(self._table.units)
         whole_bytes = self._table.snapshot_bytes(self._table.units)
-        share = found.save_bytes / whole_bytes
+        share = plan.save_bytes / whole_bytes
         node_bytes = max(self._by_node(whole))
         copy_s = node_bytes * share / assumed.copy_bytes_s
-        of_window = found.window_bytes / whole_bytes
-        protect_s = node_bytes * of_window / found.window * losses / assumed.network_bytes_s
+        of_window = plan.window_bytes / whole_bytes
+        protect_s = node_bytes * of_window / plan.window * losses / assumed.network_bytes_s
         stall_s = save_overhead_s(copy_s, assumed.step_s)
         rate_per_s = recoveries_per_s(
             spec.nodes,
@@ -248,26 +248,26 @@ class _World:
             redundant=self._redundant,
         )
         windows = REPEATED_WINDOWS - (repeats is Repeats.OPTIMIZER)
-        lost_steps = windows * found.window + protect_s * found.window / assumed.step_s
+        lost_steps = windows * plan.window + protect_s * plan.window / assumed.step_s
         nodes_of = partial(self._nodes, self._whole, scale=of_window)
         cost = PolicyCost(
             policy=PolicyType.SPARSE,
-            experts=found.window,
+            experts=plan.window,
             repeats=repeats,
             rank_bytes=round(max(whole) * share),
-            job_bytes=found.save_bytes,
+            job_bytes=plan.save_bytes,
             memory_bytes=max(
                 node.total_bytes for node in nodes_of(self._slots_chosen(self._whole, of_window))
             ),
             slots=compare_slots(
                 nodes_of,
-                interval_of=lambda _: found.window * assumed.step_s,
+                interval_of=lambda _: plan.window * assumed.step_s,
                 copy_s=copy_s,
-                protect_s=protect_s * found.window,
+                protect_s=protect_s * plan.window,
                 without_weights=True,
             ),
-            network_bytes=found.window_bytes // found.window * losses,
-            recomputed_bytes=found.window_bytes // found.window * losses,
+            network_bytes=plan.window_bytes // plan.window * losses,
+            recomputed_bytes=plan.window_bytes // plan.window * losses,
             gradient_bytes=0,
             copy_s=copy_s,
             stall_s=stall_s,

@@ -48,7 +48,7 @@ class Recommendation:
 
 
 def recommend(
-    found: Comparison, job: MoETrainingJob, assumed: Assumptions, draw_of: DrawOf
+    comparison: Comparison, job: MoETrainingJob, assumed: Assumptions, draw_of: DrawOf
 ) -> Recommendation:
     """Simulate the job with each policy, and choose among those that fit.
 
@@ -77,7 +77,7 @@ def recommend(
     )
     runs = tuple(
         simulate_many(
-            _model(cost, found, assumed, rate_per_s, cluster.node_losses),
+            _model(cost, comparison, assumed, rate_per_s, cluster.node_losses),
             Workload(step_s=assumed.step_s),
             cluster,
             1 / rate_per_s,
@@ -85,22 +85,22 @@ def recommend(
             length_s=FAILURES / rate_per_s,
             draw_of=draw_of,
         )
-        for cost in found.costs
+        for cost in comparison.costs
     )
-    lost = {id(cost): 1 - each.ettr for cost, each in zip(found.costs, runs, strict=True)}
-    best = best_of(found.fitting or found.costs, lambda cost: lost[id(cost)])
+    lost = {id(cost): 1 - each.ettr for cost, each in zip(comparison.costs, runs, strict=True)}
+    best = best_of(comparison.fitting or comparison.costs, lambda cost: lost[id(cost)])
     chosen = Comparison(
-        costs=found.costs,
-        fitting=found.fitting,
+        costs=comparison.costs,
+        fitting=comparison.fitting,
         best=best,
-        reason=reason_of(found.costs, best, assumed),
+        reason=reason_of(comparison.costs, best, assumed),
     )
     return Recommendation(comparison=chosen, runs=runs)
 
 
 def _model(
     cost: PolicyCost,
-    found: Comparison,
+    comparison: Comparison,
     assumed: Assumptions,
     rate_per_s: float,
     node_losses: float,
@@ -109,8 +109,8 @@ def _model(
     through, and after them Full's."""
     levels = [cost]
     if cost.policy is PolicyType.PARTIAL_EXPERTS:
-        same = [each for each in found.costs if each.policy is cost.policy]
-        levels = [*same[same.index(cost) :], found.costs[0]]
+        same = [each for each in comparison.costs if each.policy is cost.policy]
+        levels = [*same[same.index(cost) :], comparison.costs[0]]
     catches_up = cost.repeats is Repeats.OPTIMIZER
     whole = cost.experts if catches_up else 1  # a restore needs the whole window protected
     last = max(2 * each.experts for each in levels[:-1]) if len(levels) > 1 else cost.experts
@@ -118,7 +118,7 @@ def _model(
         name=cost.policy.value,
         levels=tuple(
             Level(
-                experts=each.experts if each is not found.costs[0] else last,
+                experts=each.experts if each is not comparison.costs[0] else last,
                 interval_steps=each.interval_steps,
                 stall_s=each.stall_s,
                 lost_tokens=each.lost_tokens / rate_per_s / assumed.step_s,

@@ -128,13 +128,13 @@ class Sources:
         restart = self._options.processes == "restart"
         noticed = report.restart_node_noticed if restart else report.stay_node_noticed
         after = report.restart_node_after_noticed if restart else report.stay_node_after_noticed
-        found = {
+        values = {
             "detect": noticed,
             "restart": after,
             "reform": report.stay_fewer_after_noticed,
             "slower": None if report.overhead is None else max(0.0, report.overhead) / 100,
         }
-        known = {name: (value, str(path)) for name, value in found.items() if value is not None}
+        known = {name: (value, str(path)) for name, value in values.items() if value is not None}
         if not known:
             raise InvalidJobError(
                 f"--costs {path} holds none of the figures that are used: give the recovery.json "
@@ -214,10 +214,10 @@ def _possible(job: MoETrainingJob) -> frozenset[PolicyKind]:
     simulated; sparse windows need every step."""
     if job.spec.may_shrink:
         return frozenset({PolicyKind.FEWER})
-    found = {PolicyKind.FULL, PolicyKind.PARTIAL, PolicyKind.SELECTIVE}
+    kinds = {PolicyKind.FULL, PolicyKind.PARTIAL, PolicyKind.SELECTIVE}
     if job.spec.snapshot.interval.steps == 1:
-        found |= {PolicyKind.SPARSE_GLOBAL, PolicyKind.SPARSE_GRADS}
-    return frozenset(found)
+        kinds |= {PolicyKind.SPARSE_GLOBAL, PolicyKind.SPARSE_GRADS}
+    return frozenset(kinds)
 
 
 def _kinds_of(text: str) -> tuple[PolicyKind, ...]:
