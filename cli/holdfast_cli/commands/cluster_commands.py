@@ -146,8 +146,8 @@ def _persisted(status: Object) -> str:
 
 SIGNALS = {"kill-rank": "KILL", "stop-rank": "STOP", "cont-rank": "CONT"}
 
-# A rank is the process that maps the rank's arena; those that it has forked map it as well. That
-# works also for one that was forked itself, whose environment /proc does not show.
+# A rank is the process that maps the rank's arena, and is not the child of another process that
+# does. This also finds a rank that was forked itself, whose environment /proc does not show.
 _SIGNAL = """
 import os, signal, sys
 rank, arena, name = sys.argv[1:]
@@ -239,7 +239,7 @@ def _kill_daemon(options: argparse.Namespace) -> int:
             f"no daemon on node {options.node!r} in namespace {options.system_namespace}; name the "
             f"namespace of the release with --system-namespace"
         )
-    # While a daemon is replaced, its node may have two; the one that ends already is the wrong one.
+    # While a daemon is replaced, its node may have two pods; one is ending, so take the other.
     staying = [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
     name = (staying or pods)[0]["metadata"]["name"]
     what = (

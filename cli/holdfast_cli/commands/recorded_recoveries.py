@@ -42,34 +42,35 @@ class RecoveryRecord:
 
     epoch: int
     noticed_at: float
-    """When the first rank was lost in the epoch before, or this one began; in Unix time."""
+    """When the first rank was lost in the previous epoch, or this epoch began; seconds since the
+    Unix epoch."""
     lost_ranks: list[int] = field(default_factory=list)
-    """Ranks whose sessions broke off in the epoch before, in that order. A lost node has none,
-    because its daemon could not say so."""
+    """Ranks whose sessions broke off in the previous epoch, in that order. The ranks of a lost node
+    are not among them, because its daemon could not report them."""
     ended_at: dict[RecoveryStage, float] = field(default_factory=dict)
-    """When each stage that is known was over, in Unix time."""
+    """When each stage ended, as far as it is known; seconds since the Unix epoch."""
     line: Generation | None = None
     """The recovery line; None when there is none. Ranks that went on live did not go back to it."""
     reason: str = ""
-    """Why the line is what it is, in words."""
+    """Why this is the line, in words."""
     live: bool = False
-    """Whether ranks went on from what processes had, and restored nothing."""
+    """Whether ranks continued from the state of surviving processes and restored nothing."""
     stayed: list[int] = field(default_factory=list)
-    """Ranks whose processes are of an earlier epoch, as far as daemons know: one that has restarted
-    since takes them for new."""
+    """Ranks whose processes are of an earlier epoch, as far as daemons know: a daemon that has
+    restarted since then takes them for new."""
     rebuilt: list[int] = field(default_factory=list)
     """Ranks whose snapshots were rebuilt from parity or replicas."""
     loaded: list[int] = field(default_factory=list)
     """Ranks whose snapshots were loaded from storage."""
     loss: RecoveryLoss | None = None
-    """Tokens that it lost, for a job whose snapshots leave experts out."""
+    """Tokens that this recovery lost, for a job whose snapshots leave experts out."""
 
     @property
     def is_start(self) -> bool:
         return self.epoch == 1
 
     def seconds(self, stage: RecoveryStage) -> float | None:
-        """Time from `noticed_at` until the stage was over; None while it is not known."""
+        """Time from `noticed_at` until the stage ended; None while it is unknown."""
         at = self.ended_at.get(stage)
         return None if at is None else max(0.0, at - self.noticed_at)
 

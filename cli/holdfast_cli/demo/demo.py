@@ -100,10 +100,10 @@ class Fault:
     at: float
     """Fraction of all steps that are done when the fault happens."""
     inject: Callable[[DemoRun], Awaitable[tuple[float, str]]]
-    """Injects the fault; returns its time (seconds since the Unix epoch), and what was hit, in
-    words."""
+    """Injects the fault; returns its time (seconds since the Unix epoch) and a description of its
+    target."""
     returns: bool = False
-    """Whether the nodes that were lost come back once training has gone on without them."""
+    """Whether lost nodes come back once training has continued without them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -391,7 +391,7 @@ def demo_job(
     continue with three nodes.
 
     Args:
-        repeats: what a recovery repeats of a sparse window.
+        repeats: the part of a sparse window that a recovery repeats.
         stay: whether processes stay when others are lost.
 
     Raises:

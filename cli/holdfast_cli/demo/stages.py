@@ -66,11 +66,11 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     stage: int
     processes: int
     trained: int
-    """Steps that it was to train."""
+    """Number of different steps that it has trained."""
     repeated: tuple[int, int] | None
     """First and last step that it has trained twice; None when it repeated none."""
     equal: bool
-    """Whether its loss in each step, and its final state, are those of the undisturbed run."""
+    """Whether its losses and its final state equal those of the undisturbed run."""
 
 
 class StagesReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +79,7 @@ class StagesReport(msgspec.Struct, frozen=True, kw_only=True):
     lost_stage: int
     lost_at_step: int
     next_step_seconds: float
-    """Time from the kill until some rank had completed a step that none had before."""
+    """Time from the kill until some rank completed a step that no rank had completed before."""
     replay: str
     """As in the job's status."""
     ranks: tuple[RankReport, ...]
@@ -158,7 +158,7 @@ async def lose_stage(
     """Train, lose a stage within a window, and train to the end.
 
     Args:
-        repeats: what a restore repeats of a window.
+        repeats: the part of a window that a restore repeats.
 
     Raises:
         InvalidJobError, UnreachableError, TimeoutError: see `play`.

@@ -26,7 +26,7 @@ KILLED = -int(signal.SIGKILL)
 """Exit code assumed for a process whose real one is unknown."""
 
 TRACKER_S = 2.0
-"""Seconds that a resource tracker gets to clean up, once the processes it tracks for are gone."""
+"""Seconds that a resource tracker gets to clean up, once the processes that it serves are gone."""
 _TRACKER = b"from multiprocessing.resource_tracker import main"
 """Part of the command line by which Python starts a resource tracker."""
 
@@ -34,12 +34,12 @@ PROC = Path("/proc")
 _STARTTIME_FIELD = 19
 """Index of the start time in /proc/<pid>/stat, counted from the state, the first after the name."""
 _FLAGS_FIELD, _PROGRAM_FIELDS = 6, slice(23, 26)
-"""Likewise, of the process's flags, and of where its code and its stack begin: not "0" once its
-program is there."""
+"""Indices of the process's flags, and of the addresses of its code and its stack, which are not "0"
+once its program is loaded."""
 _KERNEL_THREAD = 0x0020_0000
 """Flag of a process that never has a program."""
 _STARTING_S = 5.0
-"""Seconds for which a process that is being started is waited for, to learn its mark."""
+"""Seconds to wait for a process that is being started, to learn its mark."""
 
 
 @dataclass(frozen=True, slots=True)

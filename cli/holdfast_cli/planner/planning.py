@@ -55,9 +55,9 @@ WITHOUT_WEIGHTS_TEXT = (
 
 DAY_S = 86400.0
 COPY_BYTES_S = 10e9
-"""Rate at which the ranks of a node copy snapshots, when none is given."""
+"""Default rate at which the ranks of a node copy snapshots."""
 NETWORK_BYTES_S = 2.5e9
-"""Rate from node to node, when none is given: about what one stream between daemons reaches."""
+"""Default rate from node to node: about the rate of one stream between daemons."""
 WAITING_LAUNCHER_BYTES = 724 * 1024**2
 """Memory of a launcher that waits for a world, with the process that workers are forked from: as
 `make bench NAME=launching` printed it with torch 2.15 for CPUs."""

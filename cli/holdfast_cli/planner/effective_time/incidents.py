@@ -50,7 +50,7 @@ def parse_trace(text: str) -> tuple[Incident, ...]:
     nodes that come (+2) or are lost (-1), or 0 for failed processes. `#` begins a comment.
 
     Raises:
-        InvalidJobError: with the line that is not like that, or is earlier than the one before.
+        InvalidJobError: names the first line of another form, or with an earlier time.
     """
     incidents: list[Incident] = []
     for number, line in enumerate(text.splitlines(), 1):

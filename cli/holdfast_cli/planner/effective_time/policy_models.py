@@ -82,15 +82,15 @@ class Cluster:
     restart_s: float
     """Time from the detection of a failure to the first step: new processes, groups, state."""
     replacement_s: float
-    """Time from the loss of a node until another is there, as a member or as a spare."""
+    """Time from the loss of a node until another one comes, as a member or as a spare."""
     node_losses: float = 1.0
-    """Portion of the failures that take a node with them; the others only its processes."""
+    """Portion of the failures that lose a node; the others only end its processes."""
     reform_s: float = 0.0
-    """In place of `restart_s`, where training goes on from copies that live."""
+    """Replaces `restart_s` if training continues from surviving copies."""
     join_wait_s: float = 0.0
     """Time from the arrival of a node until it joins a job that went on without it."""
     least_nodes: int = 1
-    """Nodes without which a job that may go on with fewer does not."""
+    """Fewest nodes with which a job continues, if it may continue with fewer."""
 
     def __post_init__(self) -> None:
         times = (self.detect_s, self.restart_s, self.replacement_s, self.reform_s)

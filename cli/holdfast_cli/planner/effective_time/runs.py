@@ -173,7 +173,7 @@ class _Training:
         self._now_s = 0.0
         self._seconds = dict.fromkeys(Activity, 0.0)
         self._step = self._furthest = self._kept = 0.0
-        """Where training is; the furthest that it was; what the newest restore went back to."""
+        """The step of training, the furthest step so far, and the step of the newest restore."""
         self._phase, self._ends_s = Activity.TRAINING, inf
         self._after: Callable[[], None] = self._train
         self._stages: set[int] = set()
@@ -337,7 +337,7 @@ class _Training:
 
     def _restarted(self) -> None:
         if self._live:
-            self._step = float(int(self._step))  # what the step in progress had computed is gone
+            self._step = float(int(self._step))  # the work of the step in progress is lost
             self._train()
             return
         self._restored += 1

@@ -21,10 +21,10 @@ class BoundaryLogs:
     steps: int
     """Most steps that a rank keeps."""
     step_bytes: tuple[int, ...]
-    """For each stage what one of its ranks logs in a step. Sums over all stages, of some bytes
-    each, are not counted."""
+    """For each stage, the bytes that one of its ranks logs in a step. Values that are summed over
+    all stages have only a few bytes and are not counted."""
     node_bytes: int
-    """What the ranks of the node that needs most keep."""
+    """Bytes of logs on the node that needs most."""
 
     @property
     def rank_bytes(self) -> tuple[int, ...]:
@@ -41,7 +41,7 @@ def steps_kept(*, interval_steps: int, window: int, lag_steps: int) -> int:
         window: steps of a sparse window, from whose first save on all are needed; 0 without one.
         lag_steps: steps that begin between a save and its protection.
     """
-    # A save is skipped while the one before it is being protected.
+    # A save is skipped while the previous one is being protected.
     apart = max(window or interval_steps, lag_steps)
     return max(window - 1, 0) + apart + lag_steps
 

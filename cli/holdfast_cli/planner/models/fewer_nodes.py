@@ -46,8 +46,8 @@ class FewerNodesMemory:
     whole: WorldMemory
     least: WorldMemory
     changing: WorldMemory
-    """The most that any change of the world takes, until a generation of the new world is
-    protected; `slots` are those of the new one."""
+    """The most memory that any change of the world takes, until a generation of the new world is
+    protected; `slots` is the number of slots in the new world."""
 
 
 def slot_bytes_of_model(job: MoETrainingJob, sizes: ModelSizes) -> SlotBytesOf:

@@ -123,9 +123,8 @@ class PolicyCost:
     network_bytes: int
     """Bytes that all nodes together send to protect one snapshot; 0 without redundancy."""
     recomputed_bytes: int
-    """`network_bytes` while all experts of a snapshot were in the one before it, and replicas are
-    computed from their gradients (MoEtion §5.2); equal with Full, or where there are no
-    replicas."""
+    """`network_bytes` if the previous snapshot held the same experts and replicas are computed
+    from their gradients (MoEtion §5.2). Equal with Full, or where there are no replicas."""
     gradient_bytes: int
     """Additional memory for gradients on the node that needs most; 0 where there are none."""
     protect_s: float
@@ -223,9 +222,9 @@ class _World:
         )
 
     def sparse(self, repeats: Repeats) -> list[PolicyCost]:
-        """The cost of windows that are as long as the budgets of a step ask for; none where one
-        step is enough. Gradients have as many bytes as weights, so what a recovery repeats makes no
-        difference to saves."""
+        """The cost of windows as long as the budgets of a step require; none if one step is
+        enough. Gradients have as many bytes as weights, so saves cost the same whether a recovery
+        repeats training or only the optimizer."""
         assumed, spec = self._assumed, self._job.spec
         losses = spec.redundancy.losses
         rates = [assumed.copy_bytes_s, *([assumed.network_bytes_s / losses] if losses else [])]

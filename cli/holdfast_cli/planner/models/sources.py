@@ -61,14 +61,14 @@ def parts_to_transfer(zero_stage: int, copies: int) -> frozenset[StatePart]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaShares:
-    """Portions of what ranks capture that every other member of their parity group holds on the
-    devices of the same lane, with groups formed along replicas and nothing sharded."""
+    """Portions of a rank's snapshot that every other member of its parity group also holds, on the
+    devices of the same lane; with groups formed along replicas, and nothing sharded."""
 
     dense: float
     experts: float
 
     def of(self, *, dense_bytes: int, expert_bytes: int) -> float:
-        """The portion of a snapshot with so many bytes of each."""
+        """The portion of a snapshot that has this many dense and expert bytes."""
         held = self.dense * dense_bytes + self.experts * expert_bytes
         return held / max(dense_bytes + expert_bytes, 1)
 

@@ -72,7 +72,7 @@ def _simulated(inputs: Inputs) -> Iterator[Simulated]:
     rates = [None] if inputs.trace else list(inputs.mtbfs_s)
     with _progress(len(rates) * len(inputs.kinds)) as advance:
         for mtbf_s in rates:
-            # Intervals follow from a rate; a trace has that of its losses.
+            # Intervals follow from a failure rate; for a trace, it is the rate of its losses.
             rate_s = mtbf_s or _mtbf_of(inputs)
             models = policy_models(inputs.costs, inputs.workload, inputs.cluster, rate_s)
             for kind in inputs.kinds:
