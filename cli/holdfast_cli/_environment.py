@@ -9,7 +9,7 @@ from pathlib import Path
 _DECIDED = ("HOLDFAST_TLS", "HOLDFAST_TLS_DOMAIN", "HOLDFAST_INSECURE")
 
 
-def inherited() -> dict[str, str]:
+def process_environment() -> dict[str, str]:
     """Environment for the processes of a local run: the caller's, with the directory of this
     interpreter first in PATH, so that a job's `python` is the one in which Holdfast is installed.
     Variables for identity are left out, because the run sets them."""
@@ -19,7 +19,7 @@ def inherited() -> dict[str, str]:
     return environment
 
 
-def given() -> dict[str, str]:
+def own_environment() -> dict[str, str]:
     """The environment as it is, for options that can also be set by a variable."""
     return dict(os.environ)
 

@@ -22,7 +22,7 @@ from world_sizes import is_recovered
 from holdfast_cli.commands.recorded_recoveries import RecoveryRecord, history_of
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
 from holdfast_cli.local.directory import NodeRecord
-from holdfast_cli.local.processes import marked
+from holdfast_cli.local.processes import marked_processes
 from holdfast_cli.local.status import NodeStatus
 from holdfast_core.catalogue.records import EventView
 from holdfast_core.job.parsing import parse_job
@@ -271,7 +271,7 @@ def test_ranks_that_have_finished_wait_for_one_that_dies_in_the_last_step(
         run.fail(1, "last-step", "SIGKILL")
         async with run.cluster as cluster:
             assert await cluster.finished(timeout_s=WAIT_S) is Outcome.COMPLETE
-        assert marked(cluster.directory.mark()) == []  # nor is an agent left on the spare
+        assert marked_processes(cluster.directory.mark()) == []  # nor is an agent left on the spare
 
     with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
         run = Run(Path(path), steps)

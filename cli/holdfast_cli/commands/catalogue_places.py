@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from holdfast_cli.commands import kubectl
-from holdfast_cli.commands.cluster_calls import connected
+from holdfast_cli.commands.cluster_calls import call_cluster
 from holdfast_cli.local.directory import RunDirectory
 from holdfast_core.errors import InvalidJobError, StorageError
 from holdfast_operator.kube.client.resources import DAEMON_SETS, SECRETS
@@ -50,7 +50,7 @@ def of_cluster(options: argparse.Namespace) -> Iterator[str]:
         StorageError: when its daemons have no catalogue.
         ApiError: when the user may not read where it is.
     """
-    url = connected(options, _url_in_secret)
+    url = call_cluster(options, _url_in_secret)
     parts = urlsplit(url)
     service, _, rest = (parts.hostname or "").partition(".")
     namespace, _, suffix = rest.partition(".")
@@ -62,7 +62,7 @@ def of_cluster(options: argparse.Namespace) -> Iterator[str]:
             f"the catalogue is at {parts.scheme}://{parts.hostname}, and its certificate is for "
             f"that host: forward a port yourself, and give --redis URL"
         )
-    with kubectl.forwarded(options, namespace, service, parts.port or REDIS_PORT) as port:
+    with kubectl.forward_port(options, namespace, service, parts.port or REDIS_PORT) as port:
         user, at, _ = parts.netloc.rpartition("@")
         yield parts._replace(netloc=f"{user}{at}127.0.0.1:{port}").geturl()
 

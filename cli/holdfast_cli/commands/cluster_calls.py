@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def connected(
+def call_cluster(
     options: argparse.Namespace, call: Callable[[Api, argparse.Namespace], Awaitable[T]]
 ) -> T:
     """Run `call` with a connection to the cluster that `options` choose.
@@ -26,10 +26,10 @@ def connected(
         UnreachableError: when no cluster is known.
         ApiError: when the API server refuses.
     """
-    return asyncio.run(_connected(options, call))
+    return asyncio.run(_call(options, call))
 
 
-async def _connected(
+async def _call(
     options: argparse.Namespace, call: Callable[[Api, argparse.Namespace], Awaitable[T]]
 ) -> T:
     with packages.needing("a cluster", packages.PackageGroup.OPERATOR):

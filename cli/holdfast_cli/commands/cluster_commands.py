@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast_cli import exit_codes
 from holdfast_cli.commands import kubectl
 from holdfast_cli.commands.catalogue_places import DAEMONS
-from holdfast_cli.commands.cluster_calls import connected
+from holdfast_cli.commands.cluster_calls import call_cluster
 from holdfast_core.errors import InvalidJobError, StorageError
 from holdfast_core.job.schema import COPY_ANNOTATION, RESUME_ANNOTATION
 from holdfast_core.job.status import ENDED, Phase
@@ -62,7 +62,7 @@ def set_suspended(options: argparse.Namespace, suspend: bool) -> int:
             what = "is resumed from its newest protected generation"
         return what + (" (nothing has changed)" if unchanged else "")
 
-    print(f"{_name(options)} {connected(options, patch)}")
+    print(f"{_name(options)} {call_cluster(options, patch)}")
     return 0
 
 
@@ -103,7 +103,7 @@ def persist(options: argparse.Namespace) -> int:
         StorageError: when the copy is not there in time.
         ApiError: when there is no such job, or the API server refuses.
     """
-    stored = connected(options, _persist)
+    stored = call_cluster(options, _persist)
     print(f"generation {stored} of {_name(options)} is in durable storage")
     return 0
 
@@ -131,12 +131,12 @@ async def _persist(api: Api, options: argparse.Namespace) -> str:
         if time.monotonic() > until:
             raise StorageError(
                 f"generation {wanted} is not in durable storage after {options.wait:.0f} s: "
-                f"{_persisted(status)}; the daemons keep trying"
+                f"{_copy_report(status)}; the daemons keep trying"
             )
         await asyncio.sleep(POLL_S)
 
 
-def _persisted(status: Object) -> str:
+def _copy_report(status: Object) -> str:
     """What the operator reports about copies in durable storage."""
     conditions = [c for c in status.get("conditions") or [] if c["type"] == ConditionType.PERSISTED]
     return str(conditions[0]["message"]) if conditions else "the operator has not reported yet"
@@ -205,7 +205,7 @@ def _signal_rank(options: argparse.Namespace) -> int:
     name = SIGNALS[options.fault]
     if not _is_confirmed(options, f"send SIG{name} to rank {options.rank} in pod {pod}"):
         return exit_codes.BAD_INPUT
-    pod_object = connected(options, lambda api, _: api.get(PODS, options.namespace, pod))
+    pod_object = call_cluster(options, lambda api, _: api.get(PODS, options.namespace, pod))
     container = str(trainer_container(pod_object)["name"])
     arena = member * lanes + lane
     command = ("python", "-c", _SIGNAL, str(options.rank), str(arena), name)
@@ -216,7 +216,7 @@ def _signal_rank(options: argparse.Namespace) -> int:
 def _delete(options: argparse.Namespace, pod: str) -> int:
     if not _is_confirmed(options, f"delete pod {pod}, so that its member restarts"):
         return exit_codes.BAD_INPUT
-    connected(options, lambda api, _: api.delete(PODS, options.namespace, pod))
+    call_cluster(options, lambda api, _: api.delete(PODS, options.namespace, pod))
     print(f"deleted pod {pod}")
     return 0
 
@@ -233,7 +233,7 @@ def _kill_daemon(options: argparse.Namespace) -> int:
         )["items"]
         return pods_there
 
-    pods = connected(options, find)
+    pods = call_cluster(options, find)
     if not pods:
         raise InvalidJobError(
             f"no daemon on node {options.node!r} in namespace {options.system_namespace}; name the "
@@ -248,7 +248,9 @@ def _kill_daemon(options: argparse.Namespace) -> int:
     )
     if not _is_confirmed(options, what):
         return exit_codes.BAD_INPUT
-    connected(options, lambda api, _: api.delete(PODS, options.system_namespace, name, grace_s=0))
+    call_cluster(
+        options, lambda api, _: api.delete(PODS, options.system_namespace, name, grace_s=0)
+    )
     print(f"deleted pod {name} of {options.system_namespace}")
     return 0
 
@@ -264,7 +266,7 @@ def _is_confirmed(options: argparse.Namespace, what: str) -> bool:
 def _job(options: argparse.Namespace) -> Object:
     if options.job is None:
         raise InvalidJobError("name the job in the cluster with --job NAME")
-    return connected(options, lambda api, _: api.get(JOBS, options.namespace, options.job))
+    return call_cluster(options, lambda api, _: api.get(JOBS, options.namespace, options.job))
 
 
 def _pod_of(options: argparse.Namespace, job: Object, number: int) -> tuple[int, str]:
@@ -279,7 +281,7 @@ def _pod_of(options: argparse.Namespace, job: Object, number: int) -> tuple[int,
     pods = {int(each["index"]): str(each["pod"]) for each in members if each.get("pod")}
     by_number = {member: (member, pod) for member, pod in pods.items()}
     if job["spec"]["trainer"].get("external"):
-        numbers = connected(options, _numbers)
+        numbers = call_cluster(options, _numbers)
         by_number = {numbers[pod]: (m, pod) for m, pod in pods.items() if pod in numbers}
     if number not in by_number:
         raise InvalidJobError(

@@ -8,7 +8,7 @@ import asyncio
 import sys
 from typing import TYPE_CHECKING, Any
 
-from holdfast_cli.commands.cluster_calls import connected
+from holdfast_cli.commands.cluster_calls import call_cluster
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.status import ENDED
 from holdfast_operator.kube.client.resources import JOB_LABEL, JOBS, MEMBER_LABEL, PODS
@@ -30,7 +30,7 @@ def logs(options: argparse.Namespace) -> int:
         InvalidJobError: when the job has no such member.
         ApiError: when there is no such job, or the API server refuses.
     """
-    return connected(options, _logs)
+    return call_cluster(options, _logs)
 
 
 async def _logs(api: Api, options: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from holdfast_cli.commands.cluster_calls import connected
+from holdfast_cli.commands.cluster_calls import call_cluster
 from holdfast_cli.commands.show import PHASE_STYLES, Object, make_table, status_view
 from holdfast_cli.local.status import TimedEvent
 from holdfast_core.job.status import ENDED
@@ -35,7 +35,7 @@ def status(options: argparse.Namespace) -> int:
         UnreachableError: when no cluster is known.
         ApiError: when there is no such job, or the API server refuses.
     """
-    return connected(options, _follow)
+    return call_cluster(options, _follow)
 
 
 async def _follow(api: Api, options: argparse.Namespace) -> int:

@@ -22,7 +22,7 @@ from holdfast_cli.commands.export_names import (
     Exported,
     NameRule,
     decode_rules,
-    exported,
+    tensors_to_export,
 )
 from holdfast_core.durable.rank_files import safetensors_dtype
 from holdfast_core.durable.set_tensors import Reading
@@ -50,7 +50,9 @@ def export(options: argparse.Namespace) -> int:
         tensor_parallel=dict(map(_dimension, options.tensor_parallel)),
     )
     source = open_set(uri, job, options.generation or "", reading=reading)
-    wanted = exported(source.tensors.values(), _rules(options.names), optimizer=options.optimizer)
+    wanted = tensors_to_export(
+        source.tensors.values(), _rules(options.names), optimizer=options.optimizer
+    )
     files = export_safetensors(source, wanted, options.to, shard_bytes=options.shard_size)
     generation = source.manifests[0].generation
     print(f"wrote generation {generation} of {job}: {len(wanted)} tensors, to {options.to}:")

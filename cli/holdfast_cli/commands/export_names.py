@@ -110,7 +110,7 @@ def decode_rules(data: bytes) -> tuple[NameRule, ...]:
     return rules
 
 
-def exported(
+def tensors_to_export(
     tensors: Iterable[SetTensor], rules: Sequence[NameRule] | None, *, optimizer: bool = False
 ) -> list[Exported]:
     """The tensors to export, sorted by new name.

@@ -47,7 +47,7 @@ def execute(options: argparse.Namespace, pod: str, container: str, *command: str
 
 
 @contextmanager
-def forwarded(
+def forward_port(
     options: argparse.Namespace, namespace: str, service: str, port: int
 ) -> Iterator[int]:
     """Forward a local port to a service until the context ends; the context's value is the port.

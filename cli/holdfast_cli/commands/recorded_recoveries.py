@@ -123,7 +123,7 @@ def history_of(events: Iterable[EventView]) -> History:
         elif event in _STAGES or event in (JobEvent.TOKENS_LOST, JobEvent.WENT_LIVE):
             recovery = run.recoveries.setdefault(epoch, RecoveryRecord(epoch=epoch, noticed_at=at))
             _add(recovery, event, at, rank, each.event)
-    recoveries = [recovery for run in runs for recovery in run.told()]
+    recoveries = [recovery for run in runs for recovery in run.known_recoveries()]
     return History(recoveries=recoveries, counts=counts, ended_at=runs[-1].ended_at)
 
 
@@ -138,7 +138,7 @@ class _Run:
     began_at: float = math.inf
     ended_at: float | None = None
 
-    def told(self) -> Iterator[RecoveryRecord]:
+    def known_recoveries(self) -> Iterator[RecoveryRecord]:
         """The recoveries whose beginning is known, oldest first."""
         before = 0
         for epoch, recovery in sorted(self.recoveries.items()):

@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.spinner import Spinner
 
 from holdfast_cli import exit_codes
-from holdfast_cli._environment import given, kubeconfig
+from holdfast_cli._environment import kubeconfig, own_environment
 from holdfast_cli.commands import cluster_commands, cluster_status
 from holdfast_cli.commands.show import event_line, event_text, progress_line, run_view
 from holdfast_cli.job_files import load_job
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
     settings = LocalSettings(
         directory=options.dir,
         redis_url=options.redis,
-        insecure=options.insecure or is_insecure(given()),
+        insecure=options.insecure or is_insecure(own_environment()),
         standbys=options.standby,
     )
     return asyncio.run(_run(job, settings))

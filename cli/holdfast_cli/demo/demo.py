@@ -45,7 +45,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from holdfast_cli._environment import given
+from holdfast_cli._environment import own_environment
 from holdfast_cli.commands.show import event_text
 from holdfast_cli.demo.report import (
     DemoReport,
@@ -129,7 +129,7 @@ class DemoRun:
         self._line = screen.add_task(name, total=steps, note="starting processes")
         self.lost: list[str] = []
         """Nodes that were killed and are not back."""
-        settings = LocalSettings(directory=folder, insecure=is_insecure(given()))
+        settings = LocalSettings(directory=folder, insecure=is_insecure(own_environment()))
         self.cluster = LocalCluster(job, settings, on_event=self._show)
 
     def _show(self, event: TimedEvent) -> None:

@@ -22,7 +22,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from holdfast_cli._environment import given
+from holdfast_cli._environment import own_environment
 from holdfast_cli.commands.show import event_text
 from holdfast_cli.demo.demo import EXAMPLES, FULL, example_job, steps_of
 from holdfast_cli.demo.report import write_json
@@ -135,7 +135,7 @@ async def play(options: argparse.Namespace, work: Path, console: Console) -> boo
         f"which stage {LOST_STAGE} is lost; then the same without; {steps} steps each."
     )
     loss = await lose_stage(work, steps, LOST_STAGE, show, Repeats(options.repeats))
-    result = account(loss, await undisturbed(work, steps), LOST_STAGE)
+    result = account(loss, await train_undisturbed(work, steps), LOST_STAGE)
     console.print(_table(result))
     console.print(result.replay, highlight=False)
     if options.report is not None:
@@ -164,7 +164,7 @@ async def lose_stage(
         InvalidJobError, UnreachableError, TimeoutError: see `play`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    settings = LocalSettings(directory=folder / "run", insecure=is_insecure(given()))
+    settings = LocalSettings(directory=folder / "run", insecure=is_insecure(own_environment()))
 
     def is_time(now: Status) -> bool:
         """Whether a window is protected, and a third of the run is over."""
@@ -184,7 +184,7 @@ async def lose_stage(
     return StageLoss(lines=lines_of(folder), killed_at=killed_at, recoveries=recoveries)
 
 
-async def undisturbed(folder: Path, steps: int) -> list[list[TrainedStep]]:
+async def train_undisturbed(folder: Path, steps: int) -> list[list[TrainedStep]]:
     """The steps that each rank trains without a daemon and without faults.
 
     Raises:

@@ -300,20 +300,20 @@ class LocalCluster:
             async with asyncio.timeout(timeout_s), self._news:
                 while self._status is None or not predicate(self._status):
                     if self._loop is None or self._loop.done():
-                        raise UnreachableError(f"the control loop ended: {self._standing()}")
+                        raise UnreachableError(f"the control loop ended: {self._describe_state()}")
                     if self._status is not None and self._status.ended:
                         raise UnreachableError(
                             f"the job ended before {what or 'what was waited for'}: "
-                            f"{self._standing()}"
+                            f"{self._describe_state()}"
                         )
                     await self._news.wait()
                 return self._status
         except TimeoutError:
             raise UnreachableError(
-                f"waited {timeout_s:g} s for {what or 'the job'}: {self._standing()}"
+                f"waited {timeout_s:g} s for {what or 'the job'}: {self._describe_state()}"
             ) from None
 
-    def _standing(self) -> str:
+    def _describe_state(self) -> str:
         status, logs = self._status, self.directory.path / "logs"
         if status is None:
             return f"no status yet; logs: {logs}"
@@ -334,25 +334,27 @@ class LocalCluster:
     async def kill_rank(self, rank: int) -> str:
         """SIGKILL a rank's process. Every injected fault is recorded as an event; returns a
         description of it."""
-        return self._injected(faults.signal_rank(self.directory, self.status, rank, signal.SIGKILL))
+        return self._record_fault(
+            faults.signal_rank(self.directory, self.status, rank, signal.SIGKILL)
+        )
 
     async def kill_daemon(self, node: str) -> str:
         """SIGKILL a node's daemon; the run starts it again."""
-        return self._injected(faults.kill_daemon(self.directory, node))
+        return self._record_fault(faults.kill_daemon(self.directory, node))
 
     async def kill_node(self, node: str) -> str:
         """Lose a node: all its processes and its memory."""
-        return self._injected(await asyncio.to_thread(faults.kill_node, self.directory, node))
+        return self._record_fault(await asyncio.to_thread(faults.kill_node, self.directory, node))
 
     async def start_node(self, node: str) -> str:
         """Bring a lost node back, with empty memory."""
-        return self._injected(faults.start_node(self.directory, node))
+        return self._record_fault(faults.start_node(self.directory, node))
 
     async def corrupt(self, rank: int, *, parity: bool = False) -> str:
         """Flip a byte of a rank's newest snapshot, or of a parity block on its node."""
-        return self._injected(faults.corrupt(self.directory, self.status, rank, parity=parity))
+        return self._record_fault(faults.corrupt(self.directory, self.status, rank, parity=parity))
 
-    def _injected(self, what: str) -> str:
+    def _record_fault(self, what: str) -> str:
         self._journal.post("Injected", what, True)
         return what
 

@@ -62,7 +62,7 @@ def kill_node(directory: RunDirectory, node: str) -> str:
     Raises:
         InvalidJobError: when there is no such node, or it is lost already.
     """
-    root = _living(directory, node).root
+    root = _living_node(directory, node).root
     directory.mark_dead(node)
     count = kill_marked(directory.mark(node))
     shutil.rmtree(root, ignore_errors=True)
@@ -75,7 +75,7 @@ def start_node(directory: RunDirectory, node: str) -> str:
     Raises:
         InvalidJobError: when there is no such node, or it is not lost.
     """
-    _recorded(directory, node)
+    _recorded_node(directory, node)
     if not directory.is_dead(node):
         raise InvalidJobError(f"node {node} is not lost, so it cannot come back")
     directory.mark_back(node)
@@ -89,7 +89,7 @@ def notice(directory: RunDirectory, node: str) -> str:
     Raises:
         InvalidJobError: when there is no such node, or it is lost already.
     """
-    _living(directory, node)
+    _living_node(directory, node)
     directory.give_notice(node, "notice given by holdfast inject")
     return f"gave notice that node {node} will be taken away; it stays until kill-node"
 
@@ -139,14 +139,14 @@ def _corrupt_parity(files: Path, node: NodeStatus) -> str:
     return f"flipped byte {offset} of {block} on {node.name}"
 
 
-def _living(directory: RunDirectory, node: str) -> NodeRecord:
-    record = _recorded(directory, node)
+def _living_node(directory: RunDirectory, node: str) -> NodeRecord:
+    record = _recorded_node(directory, node)
     if directory.is_dead(node):
         raise InvalidJobError(f"node {node} is lost already")
     return record
 
 
-def _recorded(directory: RunDirectory, node: str) -> NodeRecord:
+def _recorded_node(directory: RunDirectory, node: str) -> NodeRecord:
     record = directory.read_record()
     if record is None or node not in record.nodes:
         names = ", ".join(record.nodes) if record is not None else "none"

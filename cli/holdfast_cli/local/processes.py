@@ -106,7 +106,7 @@ def spawn(arguments: Sequence[str], environment: Mapping[str, str], log: Path) -
     return identify(pid) or ProcessId(pid, -1)
 
 
-def marked(mark: str) -> list[ProcessId]:
+def marked_processes(mark: str) -> list[ProcessId]:
     """All living processes whose mark is `mark` or continues it after a colon."""
     wanted = f"{MARK}={mark}".encode()
     processes = []
@@ -145,7 +145,7 @@ def kill_marked(mark: str) -> int:
     processes are gone, they remove the named semaphores that those have left in shared memory.
     """
     killed: set[ProcessId] = set()
-    while living := [process for process in marked(mark) if process.pid != os.getpid()]:
+    while living := [process for process in marked_processes(mark) if process.pid != os.getpid()]:
         killed.update(living)
         if all(map(_is_tracker, living)):
             _wait_all(living, TRACKER_S)

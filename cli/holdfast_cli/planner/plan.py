@@ -15,7 +15,7 @@ from holdfast_cli.planner.planning import (
     PlannedModel,
     PlanSettings,
     check_memory,
-    compared,
+    compare_and_recommend,
     plan_view,
 )
 from holdfast_cli.plotting import needs_matplotlib
@@ -54,7 +54,7 @@ def plan(options: argparse.Namespace) -> int:
         check_memory(job, settings, None)
         return 0
     model = PlannedModel(sizes=sizes, assumed=assumptions_of(options, job, sizes))
-    advice = compared(job, model)
+    advice = compare_and_recommend(job, model)
     comparison = advice.comparison
     console.print(plan_view(job, settings, model, advice))
     if options.plot is not None:

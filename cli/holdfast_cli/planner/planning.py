@@ -117,7 +117,7 @@ class PlannedModel:
         )
 
 
-def compared(job: MoETrainingJob, model: PlannedModel) -> Recommendation:
+def compare_and_recommend(job: MoETrainingJob, model: PlannedModel) -> Recommendation:
     """Compare the snapshot policies, and simulate a training with each.
 
     Raises:

@@ -292,7 +292,7 @@ class _Training:
         if not again:
             self._lose_tokens()
         self._stages.add(int(self._draw() * self._workload.stages))
-        self._enter(Activity.DETECTING, self._cluster.detect_s, self._detected)
+        self._enter(Activity.DETECTING, self._cluster.detect_s, self._on_detected)
 
     def _lose_node(self) -> None:
         if self._cluster.replacement_s < inf:
@@ -326,16 +326,16 @@ class _Training:
             return self._missing > 0
         return self._cluster.nodes - self._missing < self._cluster.least_nodes
 
-    def _detected(self) -> None:
+    def _on_detected(self) -> None:
         if self._lacks_nodes():
-            self._enter(Activity.WAITING, inf, self._detected)
+            self._enter(Activity.WAITING, inf, self._on_detected)
             return
         lasts_s = (
             self._cluster.reform_s if self._live else self._cluster.restart_s + self._model.load_s
         )
-        self._enter(Activity.RESTARTING, lasts_s, self._restarted)
+        self._enter(Activity.RESTARTING, lasts_s, self._on_restarted)
 
-    def _restarted(self) -> None:
+    def _on_restarted(self) -> None:
         if self._live:
             self._step = float(int(self._step))  # the work of the step in progress is lost
             self._train()
@@ -370,7 +370,7 @@ class _Training:
         elif self._model.after_loss is AfterLoss.FIXED or self._phase is Activity.WAITING:
             self._missing -= 1
             if self._phase is Activity.WAITING:
-                self._detected()
+                self._on_detected()
         else:
             self._joining.append(self._now_s + self._cluster.join_wait_s)
 
@@ -382,7 +382,7 @@ class _Training:
             self._joining.popleft()
             self._missing -= 1
         if self._phase is Activity.WAITING:
-            self._detected()
+            self._on_detected()
         if not self._training:
             return  # the recovery in progress takes it in
         live = self._model.after_loss is AfterLoss.LIVE

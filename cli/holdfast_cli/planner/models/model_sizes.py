@@ -117,7 +117,7 @@ def plan_capture(table: ExpertTable, topology: Topology, *, partial: bool) -> Ca
         at = topology.coordinates(rank)
         home = (at.pp, at.ep)
         if home not in held:
-            held[home] = _held(table, topology, *home)
+            held[home] = _held_tensors(table, topology, *home)
         tables[rank] = held[home]
     plan = plan_shards(tables, topology, expert_grain=Grain.UNIT if partial else None)
     always = dict.fromkeys(tables, 0)
@@ -135,7 +135,9 @@ def plan_capture(table: ExpertTable, topology: Topology, *, partial: bool) -> Ca
     )
 
 
-def _held(table: ExpertTable, topology: Topology, stage: int, share: int) -> tuple[TensorSize, ...]:
+def _held_tensors(
+    table: ExpertTable, topology: Topology, stage: int, share: int
+) -> tuple[TensorSize, ...]:
     """Bytes that a rank of this stage and share holds: its part of everything that tensor
     parallelism divides."""
     rest = _tensor(_REST, -(-table.dense_bytes // (topology.pp * topology.tp)))

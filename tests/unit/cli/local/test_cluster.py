@@ -22,7 +22,7 @@ from holdfast_cli.local import Commands, LocalCluster, LocalSettings, Status, re
 from holdfast_cli.local.cluster import held_bytes
 from holdfast_cli.local.directory import RunDirectory
 from holdfast_cli.local.faults import kill_node
-from holdfast_cli.local.processes import kill_marked, marked
+from holdfast_cli.local.processes import kill_marked, marked_processes
 from holdfast_cli.local.supervisor import Supervisor
 from holdfast_cli.main import main
 from holdfast_core.errors import InvalidJobError, MemoryBudgetError, StorageError, UnreachableError
@@ -100,7 +100,7 @@ def test_a_job_runs_to_its_end_and_leaves_nothing_behind(
             memory = cluster.directory.memory
             assert memory.is_dir()
         assert not memory.exists()
-        assert marked(cluster.directory.mark()) == []
+        assert marked_processes(cluster.directory.mark()) == []
 
     asyncio.run(scenario())
     status = read_status(run_directory / "status.json")
@@ -132,7 +132,7 @@ def test_a_rank_a_daemon_and_a_node_can_be_lost(run_directory: Path) -> None:
             assert [member.node for member in status.local.members] == ["n0", "n2"]
             assert [node.role for node in status.local.nodes] == ["member 0", "lost", "member 1"]
             assert not Path(status.local.nodes[1].root).exists()
-            assert marked(cluster.directory.mark("n1")) == []
+            assert marked_processes(cluster.directory.mark("n1")) == []
 
             last = status.local.recoveries[-1]
             assert "member 1 lost with node n1" in last.cause
@@ -297,7 +297,7 @@ def test_a_control_loop_takes_over_standby_agents_and_stops_those_it_does_not_wa
         without = replace(settings(run_directory), standbys=0)
         async with LocalCluster(tiny_job(), without) as third:
             await third.wait_for(lambda _: not standby_of(third, "n2"), timeout_s=WAIT_S)
-            assert marked(third.directory.mark("n2", "agent")) == []
+            assert marked_processes(third.directory.mark("n2", "agent")) == []
             await third.wait_for(runs_in(1), timeout_s=WAIT_S)
 
     asyncio.run(scenario())
