@@ -137,7 +137,7 @@ async def _persist(api: Api, options: argparse.Namespace) -> str:
 
 
 def _copy_report(status: Object) -> str:
-    """What the operator reports about copies in durable storage."""
+    """The operator's report about copies in durable storage."""
     conditions = [c for c in status.get("conditions") or [] if c["type"] == ConditionType.PERSISTED]
     return str(conditions[0]["message"]) if conditions else "the operator has not reported yet"
 

@@ -109,6 +109,7 @@ def status_view(
         stale: why the status may be old; empty when it is not.
     """
     phase = status.get("phase", "no operator has seen it yet")
+    # Lines: the state of the job, and warnings.
     parts: list[RenderableType] = [_head(name, status, local)]
     if local is not None and local.security == "insecure":
         parts.append(Text("insecure: daemons and trainers are not authenticated", style="bold red"))
@@ -128,9 +129,11 @@ def status_view(
     if local is not None and (local.line or local.line_reason):
         line = local.line or "the beginning"
         parts.append(Text(f"started from {line}: {local.line_reason}", style="dim"))
+    # Lines: figures, in words that the operator's code wrote.
     for part, style in (("tokenLoss", ""), ("experts", ""), ("protectionTraffic", "dim")):
         if part in status:
             parts.append(Text(status[part].get("text", ""), style=style))
+    # Tables, and the newest events.
     parts.append(_members(status, local))
     if local is not None:
         parts.append(_nodes(local))

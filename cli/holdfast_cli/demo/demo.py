@@ -249,6 +249,7 @@ async def _demo(options: argparse.Namespace, work: Path, console: Console) -> bo
             job = demo_job(folder, steps, options.policy, repeats, stay=stay)
             return DemoRun(name, job, folder, screen, steps)
 
+        # The run with faults, then the run that its result must equal.
         run = demo_run("run with faults")
         disturbed = await run.carry_out(script)
         worlds = worlds_of(disturbed.log)
@@ -258,6 +259,7 @@ async def _demo(options: argparse.Namespace, work: Path, console: Console) -> bo
             undisturbed = await replay(worlds, work / "replay", screen, steps)
         else:
             undisturbed = await demo_run("undisturbed run").carry_out(())
+    # Compare and report.
     spec = run.cluster.job.spec
     report = DemoReport(
         final_state_sha256=disturbed.sha256,

@@ -196,7 +196,7 @@ def worlds_of(log: Sequence[LoggedStep]) -> tuple[WorldReport, ...]:
 
 
 def history(report: DemoReport) -> str:
-    """What was compared, in words."""
+    """The worlds that were compared, in words."""
     worlds = [f"{w.ranks} ranks in steps {w.first} to {w.last}" for w in report.worlds]
     text = f"Both runs had {', '.join(worlds)}"
     if len(report.worlds) == 2:

@@ -145,6 +145,7 @@ class LocalCluster:
         names = node_names(self.job)
         run = self.directory.read_record()
         adopted = run is not None
+        # Take over the run that is recorded here, or clean up and begin a new one.
         if run is None:
             kill_marked(self.directory.mark())
             self.directory.clear()
@@ -155,6 +156,7 @@ class LocalCluster:
                 f"{self.directory.path} holds a run of {run.job} on {len(run.nodes)} nodes, and "
                 f"this is {self.job.key} on {len(names)}; end that run, or use another --dir"
             )
+        # Make the parts. Running daemons dial the port with which they were started.
         other_security = run.insecure != self._settings.insecure
         run.insecure = self._settings.insecure
         identity = self._make_identity(run.insecure)
@@ -188,6 +190,7 @@ class LocalCluster:
             self._journal,
             self._settings.standbys,
         )
+        # An earlier control loop's counters must be loaded before the first decision.
         if adopted:
             self._control.remember()
         if run.insecure:

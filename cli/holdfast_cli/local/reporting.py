@@ -67,6 +67,7 @@ def status_of(
         recoveries: oldest first, with wall-clock times.
         previous: the job's part of the status before; empty without one.
     """
+    # The fields that a job has in a cluster, too.
     document = job_status.status_of(
         job,
         observed,
@@ -79,6 +80,7 @@ def status_of(
     )
     for name in OF_CLUSTERS_ONLY:
         document.pop(name, None)
+    # What only a local run has.
     state, membership = decision.state, decision.state.membership
     views = () if membership is None else observed.views(membership)
     lines = [view.line for view in views if view is not None and view.line is not None]

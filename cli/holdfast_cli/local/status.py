@@ -40,7 +40,7 @@ class RankStatus(Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class LocalMemberStatus(Struct, frozen=True, kw_only=True, rename="camel"):
-    """What the daemon of one member reports, and the exit code of its agent."""
+    """Report of the daemon of one member, and the exit code of its agent."""
 
     index: int
     node: str

@@ -162,6 +162,7 @@ def plan_view(
     Raises:
         InvalidJobError: when an assumption is out of range.
     """
+    # The shape of the job.
     spec = job.spec
     groups = parity_groups(job)
     fewest = f" (at least {spec.least_nodes})" if spec.may_shrink else ""
@@ -173,6 +174,7 @@ def plan_view(
         sizes = sorted({len(group) for group in groups})
         head += f", {len(groups)} parity groups of {' or '.join(map(str, sizes))}"
     parts: list[RenderableType] = [head, ""]
+    # Memory: by policy if the model's sizes are known, for one size of snapshots if that is known.
     comparison = None if advice is None else advice.comparison
     if model is not None and advice is not None and comparison is not None:
         parts.append(
@@ -200,6 +202,7 @@ def plan_view(
         share_bytes = settings.bytes_per_rank * spec.nproc_per_node
         costs = _slots_costs(job, groups, settings)
         parts += [_slots(job, costs, share_bytes), WITHOUT_WEIGHTS_TEXT]
+    # Additions for jobs that may shrink, and for pipelines.
     slot_bytes_of = _slot_bytes_of(job, settings, model)
     if job.spec.may_shrink and slot_bytes_of is not None:
         fewer = memory_of_sizes(job, slot_bytes_of)

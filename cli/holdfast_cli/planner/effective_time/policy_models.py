@@ -18,7 +18,7 @@ from holdfast_core.errors import InvalidJobError
 
 
 class AfterLoss(StrEnum):
-    """What a job does when it loses a node."""
+    """Reaction of a job to the loss of a node."""
 
     FIXED = "waits for a node"
     FEWER = "goes on with fewer nodes, from a snapshot"
@@ -107,9 +107,9 @@ class Level:
     experts: int
     interval_steps: int
     stall_s: float
-    """What one snapshot adds to training."""
+    """Time that one snapshot adds to training."""
     lost_tokens: float = 0.0
-    """What one recovery loses, in steps' worth of tokens."""
+    """Loss of one recovery, in steps' worth of tokens."""
     usable_after_s: float = 0.0
     """Time from a save until it can be restored: copied, and protected if it has to be."""
 
@@ -141,7 +141,7 @@ class PolicyModel:
     """Least number of nodes that hold the state of an expert, where copies live: one less may be
     lost at once."""
     load_s: float = 0.0
-    """What loading takes beyond `Cluster.restart_s`."""
+    """Time to load a snapshot, beyond `Cluster.restart_s`."""
 
     def __post_init__(self) -> None:
         if not self.levels or min(level.interval_steps for level in self.levels) < 1:

@@ -106,7 +106,7 @@ class PolicyCost:
     """Experts in a snapshot: of each layer (PartialExperts), of all (Selective, Full). Steps of a
     window (Sparse)."""
     repeats: Repeats = Repeats.TRAINING
-    """What a recovery repeats of a window (Sparse)."""
+    """Part of a window that a recovery repeats (Sparse)."""
     rank_bytes: int
     """Bytes that the most loaded rank captures."""
     job_bytes: int
@@ -115,7 +115,7 @@ class PolicyCost:
     """Memory of the node that needs most: arenas and parity, with the job's redundancy and the
     slots that its limit allows, and gradients if the job recomputes replicas."""
     slots: tuple[SlotsCost, ...]
-    """What each number of slots costs, without gradients."""
+    """Cost of each number of slots, without gradients."""
     copy_s: float
     """Time of the copy on the most loaded node, all its ranks together."""
     stall_s: float
@@ -240,6 +240,7 @@ class _World:
         of_window = plan.window_bytes / whole_bytes
         protect_s = node_bytes * of_window / plan.window * losses / assumed.network_bytes_s
         stall_s = save_overhead_s(copy_s, assumed.step_s)
+        # A recovery repeats windows, and the steps until the newest one was protected.
         rate_per_s = recoveries_per_s(
             spec.nodes,
             node_losses_per_s=assumed.node_losses_per_s,
@@ -343,6 +344,7 @@ class _World:
         # For each loss that is to be survived, a node sends as many bytes as it captured.
         protect_s = node_bytes * self._job.spec.redundancy.losses / assumed.network_bytes_s
         stall_s = save_overhead_s(copy_s, assumed.step_s)
+        # The best interval at the rate of recoveries, for the slots that fit.
         losses_per_s = assumed.node_losses_per_s if self._redundant else 0.0
         rate_per_s = recoveries_per_s(
             nodes,

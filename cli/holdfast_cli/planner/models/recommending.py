@@ -58,6 +58,7 @@ def recommend(
     Args:
         draw_of: gives a generator of its own for each seed; every policy sees the same failures.
     """
+    # The same failures for all policies, at the job's own rates.
     redundant = job.spec.redundancy.type is not Redundancy.NONE
     nodes = job.spec.nodes
     rate_per_s = recoveries_per_s(
@@ -87,6 +88,7 @@ def recommend(
         )
         for cost in comparison.costs
     )
+    # Choose by simulated losses; the rest of the comparison stays.
     lost = {id(cost): 1 - each.ettr for cost, each in zip(comparison.costs, runs, strict=True)}
     best = best_of(comparison.fitting or comparison.costs, lambda cost: lost[id(cost)])
     chosen = Comparison(
