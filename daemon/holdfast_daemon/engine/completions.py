@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 from holdfast_core.catalogue.events import JobEvent
 from holdfast_core.errors import HoldfastError
@@ -68,6 +68,8 @@ def apply(memory: JobMemory, event: Completion, at: Times) -> None:
             persisting.rank_persisted(memory, event)
         case SetCommitted():
             persist_leader.set_committed(memory, event)
+        case _:
+            assert_never(event)
 
 
 def _find(

@@ -23,20 +23,13 @@ from holdfast_core.snapshots.membership import Membership
 from holdfast_core.states import EndReason
 from holdfast_daemon.engine import JobEngine
 from holdfast_daemon.engine.effects import (
+    AtOnce,
     Completion,
     Effect,
-    ForgetPeers,
-    FreeParity,
-    FreeSlot,
     Note,
-    RemoveArena,
-    SaveEpoch,
     Seal,
-    SendDirective,
-    SendReport,
+    Send,
     SendSuspect,
-    SlotSealed,
-    StopPersisting,
 )
 from holdfast_daemon.job.worker import EffectWorker
 from holdfast_daemon.memory.arena_claims import claim_is_free
@@ -52,7 +45,7 @@ REFUSED_S = 5.0
 class Sender(Protocol):
     """Sends to other daemons, best effort; the newest message of a kind wins."""
 
-    def send(self, effect: SendReport | SendDirective | SendSuspect, host: JobHost) -> None: ...
+    def send(self, effect: Send, host: JobHost) -> None: ...
 
 
 class Observer(Protocol):
@@ -249,35 +242,25 @@ class JobHost:
         return claim_is_free(self.storage.arena(rank, layout_id).path)
 
     def _one(self, effect: Effect) -> None:
-        match effect:
-            case SendReport() | SendDirective():
-                self._outbox.send(effect, self)
-            case SendSuspect():
-                self._observer.note(
-                    self,
-                    Note(event=JobEvent.SUSPECT, rank=effect.rank, generation=effect.generation),
-                )
-                self._outbox.send(effect, self)
-            case Note():
-                self._observer.note(self, effect)
-            case Seal():
-                self._seal(effect)
-            case (
-                SaveEpoch()
-                | FreeSlot()
-                | RemoveArena()
-                | FreeParity()
-                | ForgetPeers()
-                | StopPersisting()
-            ):
-                try:
-                    self.worker.apply(effect)
-                except HoldfastError as error:
-                    self._observer.storage_failed(self, effect, error)
-            case _:
-                began = self.now
-                future = self.worker.submit(effect)
-                future.add_done_callback(lambda ended: self._background_ended(effect, began, ended))
+        if isinstance(effect, Note):
+            self._observer.note(self, effect)
+        elif isinstance(effect, Send):
+            if isinstance(effect, SendSuspect):
+                event = JobEvent.SUSPECT
+                note = Note(event=event, rank=effect.rank, generation=effect.generation)
+                self._observer.note(self, note)
+            self._outbox.send(effect, self)
+        elif isinstance(effect, Seal):
+            self._seal(effect)
+        elif isinstance(effect, AtOnce):
+            try:
+                self.worker.apply(effect)
+            except HoldfastError as error:
+                self._observer.storage_failed(self, effect, error)
+        else:
+            began = self.now
+            future = self.worker.submit(effect)
+            future.add_done_callback(lambda ended: self._background_ended(effect, began, ended))
 
     def _seal(self, effect: Seal) -> None:
         error = None
@@ -287,14 +270,7 @@ class JobHost:
         except HoldfastError as failure:
             error = failure
         self._observer.took(self, effect, self.now - began)
-        self._complete(
-            SlotSealed(
-                rank=effect.rank,
-                slot=effect.slot,
-                generation=effect.manifest.generation,
-                error=error,
-            )
-        )
+        self._complete(effect.sealed(error))
 
     def _background_ended(self, effect: Effect, began: float, future: Future[Completion]) -> None:
         """Called on a worker's thread."""

@@ -55,7 +55,6 @@ from holdfast_daemon.engine.effects import (
     VerifySnapshot,
 )
 from holdfast_daemon.epoch_scope import EpochScope
-from holdfast_daemon.job.effect_failures import failed
 from holdfast_daemon.memory.arenas import SealedSlot
 from holdfast_daemon.memory.job_bytes import JobBytes
 from holdfast_daemon.memory.parity_blocks import ParityRecord
@@ -165,14 +164,14 @@ class EffectWorker:
         try:
             return self._carry_out(effect, scope)
         except HoldfastError as error:
-            return failed(effect, error)
+            return effect.failed(error)
         except OSError as error:
-            return failed(effect, StorageError(f"{type(effect).__name__} failed: {error}"))
+            return effect.failed(StorageError(f"{type(effect).__name__} failed: {error}"))
         except Exception as error:
             # A defect of ours. The engine waits for this effect: without its event, the job would
             # never be protected again, which is worse than one failure that is counted.
             _log.exception("%s failed unexpectedly", type(effect).__name__)
-            return failed(effect, HoldfastError(f"{type(effect).__name__} failed: {error!r}"))
+            return effect.failed(HoldfastError(f"{type(effect).__name__} failed: {error!r}"))
 
     def _carry_out(self, effect: Background, scope: EpochScope) -> Completion:
         match effect:

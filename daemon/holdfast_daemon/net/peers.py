@@ -23,7 +23,7 @@ from holdfast_core.errors import (
 )
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import Member
-from holdfast_daemon.engine.effects import Effect, SendDirective, SendReport, SendSuspect
+from holdfast_daemon.engine.effects import Effect, Send, SendDirective, SendReport, SendSuspect
 from holdfast_daemon.job.host import JobHost
 from holdfast_daemon.limits.rates import (
     FETCH_RATE,
@@ -60,7 +60,7 @@ class PeerOutbox:
         self._sending: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def send(self, effect: SendReport | SendDirective | SendSuspect, host: JobHost) -> None:
+    def send(self, effect: Send, host: JobHost) -> None:
         message: Message
         match effect:
             case SendReport():
