@@ -8,17 +8,20 @@ only what it has sent and concluded; everything else is in the job's memory.
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 from holdfast_core.catalogue.events import JobEvent
+from holdfast_core.snapshots.generations import Generation, Line
+from holdfast_core.snapshots.manifests import Inventory
 from holdfast_core.snapshots.membership import Membership
 from holdfast_core.snapshots.reports import Directive, MemberReport
+from holdfast_core.snapshots.stored import FailedLoad
 from holdfast_daemon.engine import (
     leader,
     loading,
     persist_leader,
     persisting,
     rebuilding,
-    reporting,
     upkeep,
 )
 from holdfast_daemon.engine.effects import Effect, SaveEpoch, SendDirective, SendReport
@@ -28,6 +31,25 @@ from holdfast_daemon.engine.state import JobMemory
 
 _ROUNDS_MAX = 4
 """Maximum number of rounds for one input: each acts on the decisions of the one before."""
+
+
+class _ReportContent(NamedTuple):
+    """Content of a report without its sender and number, so that it can be compared with the last
+    one."""
+
+    epoch: int
+    verified: bool
+    inventory: Inventory
+    line: Line | None
+    retained: Generation | None
+    persisted: persisting.Reported
+    unloadable: tuple[FailedLoad, ...]
+
+    def for_group(self) -> tuple[object, ...]:
+        """Part that the parity group acts on. Only the leader needs the rest, such as which saves
+        have begun."""
+        held = self.inventory
+        return self.epoch, self.verified, held.snapshots, held.parities
 
 
 class Convergence:
@@ -41,7 +63,7 @@ class Convergence:
         self._memory = memory
         self._sent_directive: Directive | None = None
         self._repeated_at = self._latest = float("-inf")
-        self._reported: reporting.ReportContent | None = None
+        self._reported: _ReportContent | None = None
         """Content of the newest report; None when it must be sent again."""
         self._led: tuple[Membership, Directive, list[MemberReport]] | None = None
         """Inputs from which the leader last concluded nothing new."""
@@ -149,10 +171,10 @@ class Convergence:
         """Send a changed report to the leader, and to the parity group if it acts on what
         changed."""
         memory, membership, me = self._memory, epoch.membership, epoch.me
-        content, known = reporting.report_content(memory, epoch), self._reported
+        content, known = _report_content(memory, epoch), self._reported
         if content == known:
             return
-        report = reporting.report(memory, me, content)
+        report = _next_report(memory, me, content)
         self._reported = content
         memory.reports[me] = report
         members = {membership.leader}
@@ -183,3 +205,34 @@ def _audience(epoch: Epoch) -> set[int]:
             if epoch.me in world.members:
                 found.update(filter(membership.has, world.group_of(epoch.me)))
     return found
+
+
+def _report_content(memory: JobMemory, epoch: Epoch) -> _ReportContent:
+    """Content of a report at this moment."""
+    return _ReportContent(
+        epoch=epoch.number,
+        verified=memory.verified,
+        inventory=memory.inventory(),
+        line=epoch.line,
+        retained=epoch.retained,
+        persisted=persisting.reported(memory, epoch),
+        unloadable=loading.unloadable(memory),
+    )
+
+
+def _next_report(memory: JobMemory, member: int, content: _ReportContent) -> MemberReport:
+    """The next report of `member`, which is this daemon."""
+    memory.sequence += 1
+    return MemberReport(
+        job=memory.job,
+        epoch=content.epoch,
+        member=member,
+        incarnation=memory.incarnation,
+        sequence=memory.sequence,
+        verified=content.verified,
+        inventory=content.inventory,
+        line=content.line,
+        retained=content.retained,
+        **content.persisted,
+        unloadable=content.unloadable,
+    )
