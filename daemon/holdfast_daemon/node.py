@@ -106,7 +106,7 @@ class Node:
         self._started_at = time.monotonic()
 
     async def start(self) -> None:
-        """Adopt what an earlier daemon left, then serve.
+        """Adopt the jobs of an earlier daemon, then serve.
 
         Raises:
             StorageError, UnreachableError: a socket, port or directory cannot be used.
@@ -154,7 +154,7 @@ class Node:
         )
 
     async def stop(self) -> None:
-        """End cleanly. What is sealed stays on the tmpfs for the next daemon."""
+        """End cleanly. Sealed snapshots and blocks stay on the tmpfs for the next daemon."""
         late = await self._durable.drain(list(self.hosts.values()), self._settings.persist_grace_s)
         if late:
             _log.warning("persist_unfinished", jobs=late, grace_s=self._settings.persist_grace_s)

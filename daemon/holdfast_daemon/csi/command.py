@@ -1,7 +1,7 @@
 """`holdfast-daemon csi`: serves the kubelet until SIGTERM.
 
-A process of its own, and the only one that stays privileged: mounts need it. The daemon, which
-talks to trainers, has no privileges.
+It is a separate process, the only one that stays privileged, because mounts need privileges. The
+daemon, which talks to trainers, has none.
 """
 
 from __future__ import annotations

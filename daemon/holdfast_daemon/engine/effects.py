@@ -135,7 +135,7 @@ class ForgetPeers:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StopPersisting:
-    """Ask the running writers of ranks to give up soon: their set is over."""
+    """Ask the running writers of ranks to give up soon: their set was completed or given up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -236,7 +236,7 @@ class Rebuild:
     blocks: frozenset[BlockId]
     """Parity blocks of the group that still exist."""
     owners: Mapping[int, Member]
-    """Members of the group that are there, by position: owners of its parity blocks."""
+    """Present members of the group, by position: owners of its parity blocks."""
 
     def failed(self, error: HoldfastError) -> Rebuilt:
         return Rebuilt.failed(self.rank, self.slot, self.manifest.generation, error)
@@ -263,8 +263,8 @@ class OpenStored:
     """Number of its file in the set."""
     generation: Generation
     held: tuple[HeldSlot, ...] = ()
-    """Snapshots in memory: experts that they hold in the right version are not read from
-    storage."""
+    """Snapshots in memory. Experts are taken from them where they hold the right version, and read
+    from storage otherwise."""
 
     def failed(self, error: HoldfastError) -> ManifestFetched:
         return ManifestFetched.failed(self.rank, self.generation, error)
@@ -461,7 +461,7 @@ class ManifestFetched:
     layout: bytes
     error: str = ""
     corrupt: bool = False
-    """Whether what was found is damaged, so that asking again would not help."""
+    """Whether the manifest or layout was damaged, so that asking again would not help."""
 
     @classmethod
     def failed(cls, rank: int, generation: Generation, error: HoldfastError) -> ManifestFetched:

@@ -1,7 +1,7 @@
-"""Decisions of a job's leader: the line, what is protected, what may be freed.
+"""Decisions of a job's leader: the line, the protected generation, and what may be freed.
 
-The directive is a pure function of the reports and of the directive before it. Within an epoch its
-fields only advance: it never takes back what was announced.
+The directive is a pure function of the reports and of the previous directive. Within an epoch its
+fields only advance: the leader never takes back an announcement.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def merge(known: Directive, received: Directive) -> Directive:
 def with_announced(
     membership: Membership, directive: Directive, line: Line, retained: Generation | None
 ) -> Directive:
-    """`directive` with what was announced earlier in this epoch."""
+    """`directive` with the line and the retained generation announced earlier in this epoch."""
     # A generation kept from an older epoch need not be protected; inventories show which is.
     current = retained is not None and retained.epoch == membership.epoch
     protected = retained if current and membership.redundancy is not Redundancy.NONE else None
@@ -115,7 +115,7 @@ def with_announced(
 def _remember(
     membership: Membership, reports: Mapping[int, MemberReport], previous: Directive
 ) -> Directive:
-    """Recover, from the reports, what this leader announced before it restarted."""
+    """Recover from the reports the announcements that this leader made before it restarted."""
     for report in reports.values():
         if report.line is not None:
             previous = with_announced(membership, previous, report.line, report.retained)

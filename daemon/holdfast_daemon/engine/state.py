@@ -86,8 +86,8 @@ class RankRecord:
     follower: Follower | None = None
     """Living process, so it outlasts epochs."""
     began_alone: bool = False
-    """Whether its process has begun from the beginning, what its member holds is nowhere else, and
-    nothing was protected in an earlier epoch."""
+    """Whether its process started training from the beginning, nobody else holds its member's
+    state, and nothing was protected in an earlier epoch."""
     arrived_in: int = 0
     """Epoch whose world its worker has joined most recently."""
     passed: Generation | None = None
@@ -131,14 +131,14 @@ class RankRecord:
 
     @property
     def is_live(self) -> bool:
-        """Whether the rank went on in this epoch from what processes had."""
+        """Whether the rank went live in this epoch: it restored nothing."""
         return self.restored is not None and self.restored[1] is RestoreSource.LIVE
 
     def can_stay(self, size: int, *, protected: bool) -> bool:
         """Whether its process can stay for a world of `size` ranks.
 
         Args:
-            protected: whether anything is known to be protected, to which the job could go back.
+            protected: whether the job could go back to a generation known to be protected.
         """
         follows = self.follower is not None and self.follower.fits(size)
         return follows and (protected or not self.began_alone)
@@ -157,9 +157,9 @@ class Loading:
 
     looking: bool = False
     found: Found | None = None
-    """Result of the leader's latest look at storage; None before the first."""
+    """Result of the leader's latest search of storage; None before the first."""
     why: str = ""
-    """Why memory has no line, in the words of the decision."""
+    """Why memory has no line, quoted from the leader's decision."""
     logged_reason: str = ""
     """Reason of the leader's newest logged choice, in words."""
     problem: str = ""

@@ -49,7 +49,7 @@ class Sender(Protocol):
 
 
 class Observer(Protocol):
-    """Receives what happened, for logs, metrics and the catalogue."""
+    """Receives notes, failures and durations, for logs, metrics and the catalogue."""
 
     def note(self, host: JobHost, note: Note) -> None: ...
 
@@ -88,7 +88,7 @@ class JobHost:
         once."""
 
     def start(self, adopted: AdoptedJob) -> None:
-        """Adopt what an earlier daemon left, and begin to tick."""
+        """Adopt the arenas and parity of an earlier daemon, and begin to tick."""
         self.carry_out(
             self.engine.adopt(
                 membership=adopted.membership,
@@ -157,8 +157,8 @@ class JobHost:
                 await self._changed.wait()
 
     def hello(self, rank: int, store_address: str, world: str) -> Membership:
-        """The membership that a worker belongs to; what its coming changes is reported at once.
-        Raises as `JobEngine.hello` does."""
+        """The membership that a worker belongs to. Changes that follow from its arrival are
+        reported at once. Raises as `JobEngine.hello` does."""
         effects: list[Effect] = []
         try:
             membership, effects = self.engine.hello(rank, store_address, world, self.now)
@@ -197,14 +197,14 @@ class JobHost:
         self.carry_out([])
 
     def drop(self) -> None:
-        """Free everything that the job holds: it has ended."""
+        """Free everything that the job holds, because the job has ended."""
         self.stop()
         self.dropped = True
         self.storage.drop()
         self._changed.set()
 
     def stop(self) -> None:
-        """Stop ticking and let running transfers give up; what is sealed stays."""
+        """Stop ticking and let running transfers give up; sealed snapshots and blocks stay."""
         if self._timer is not None:
             self._timer.cancel()
         self.worker.abandon()
@@ -213,18 +213,18 @@ class JobHost:
 
     def _check_arenas(self) -> None:
         try:
-            found = self.storage.overgrown()
+            overgrown = self.storage.overgrown()
         except StorageError as error:
             self._observer.note(self, Note(event=JobEvent.CUT_BACK_FAILED, detail=str(error)))
             return
-        if found and self.now >= self._refused_until:
+        if overgrown and self.now >= self._refused_until:
             cut = ", ".join(
                 f"{nbytes} bytes of {path.parent.name}/{path.name}"
-                for path, nbytes in found.items()
+                for path, nbytes in overgrown.items()
             )
             detail = f"cut off what was beyond the grant: {cut}"
             self._observer.note(self, Note(event=JobEvent.ARENA_OVERGROWN, detail=detail))
-        if found:
+        if overgrown:
             self._refused_until = self.now + REFUSED_S
 
     def _tick(self) -> None:

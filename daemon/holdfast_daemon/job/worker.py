@@ -2,7 +2,7 @@
 
 One `EffectWorker` per job. It decides nothing: the effect determines what is done, this module how.
 A background effect runs on a thread of the job's executor and ends in exactly one completion event,
-whatever happens to it; the caller passes that event back to the engine.
+even if it fails (`failed` of the effect); the caller passes that event back to the engine.
 
 Work of an epoch that has ended gives up at its next stride: its peers would refuse it anyway.
 Checks and allocations do not belong to an epoch and run to their end, because a check that gave up
@@ -259,7 +259,7 @@ class EffectWorker:
         fetch: PacedFetch,
         scope: EpochScope,
     ) -> tuple[int, bytes] | None:
-        """Make the block from the lane's other one and what has changed since.
+        """Make the block from the lane's other block and the changes since then.
 
         Returns:
             The bytes in use and their digests; None when the block must be built from whole chunks:

@@ -92,7 +92,7 @@ class Input:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """One destination and all that goes into it."""
+    """One destination and all its inputs."""
 
     nbytes: int
     """Bytes of the destination."""
