@@ -250,12 +250,14 @@ def main(
     parser = _parser()
     add_version(parser)
     options = parser.parse_args(arguments)
+    # Prepare the process: logs, stack traces on a signal, limits, permissions of new files.
     configure(options.log_level, options.log_file, format=options.log_format)
     _print_stacks_on_signal()
     logging.getLogger("grpc").setLevel(logging.WARNING)
     _open_more_files()
     # Only the daemon's user may open its files: other users get descriptors, never paths.
     os.umask(0o077)
+    # Run the daemon until SIGTERM. An error of ours ends in one line, without a traceback.
     try:
         settings = DaemonSettings(
             identity=identity.choose(options.tls, options.tls_domain, insecure=options.insecure),

@@ -114,9 +114,11 @@ class Node:
         settings = self._settings
         if not self.storage.is_tmpfs:
             _log.warning("root_is_not_tmpfs", root=str(settings.root))
+        # Adopt first: no caller may see a daemon that does not know its own jobs.
         await self._catalogue.start()
         for job in self.storage.jobs():
             self._adopt(job)
+        # Serve peers and trainers, then health and metrics.
         self._bulk.start()
         clear_socket(settings.arena_socket)
         await self._descriptors.start()
@@ -130,6 +132,7 @@ class Node:
                 port=settings.metrics_port,
             )
             self._http.start()
+        # Dial the control loop last: the first heartbeat has the addresses of all services.
         if settings.control:
             self._control = ControlClient(
                 settings.control,

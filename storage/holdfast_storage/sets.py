@@ -121,6 +121,7 @@ class SetStore:
                 f"manifest is of rank {content.rank} of {content.generation} of {content.job}"
             )
         path = f"{self._directory(generation)}/{file.file}"
+        # Nothing to write if the same file is there; a complete set is never changed.
         with self._busy(generation):
             if self._is_there(path, file, header):
                 return file
@@ -131,6 +132,7 @@ class SetStore:
                 )
             ended = stop or threading.Event()
 
+            # Header and payload, each piece verified before a byte of it is sent.
             def parts() -> Iterator[memoryview]:
                 yield memoryview(header)
                 for run in runs:

@@ -55,6 +55,7 @@ def main(arguments: list[str]) -> int:
     endpoint = kubelet / "plugins" / DRIVER_NAME / "csi.sock"
     registry = kubelet / "plugins_registry" / f"{DRIVER_NAME}-reg.sock"
     server = grpc.server(ThreadPoolExecutor(CALLS_AT_ONCE))
+    # Serve the kubelet on two sockets: one for calls, and one by which it finds the first.
     try:
         volumes = Volumes(options.volumes, options.sockets, kubelet / "pods", options.owner)
         node = NodeService(volumes, options.node, lambda text: _log.info("volume", what=text))
@@ -68,6 +69,7 @@ def main(arguments: list[str]) -> int:
     except (HoldfastError, OSError) as error:
         print(f"holdfast-daemon csi: {error}", file=sys.stderr)
         return 2
+    # Run until SIGTERM, or until the kubelet refuses the driver.
     stop.wait()
     registry.unlink(missing_ok=True)  # the kubelet forgets a driver whose socket is gone
     server.stop(STOP_S).wait()

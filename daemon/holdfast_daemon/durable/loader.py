@@ -143,9 +143,11 @@ class Loader:
         free."""
         manifest = effect.manifest
         generation = manifest.generation
+        # Free the slot: the bytes that it gets belong to no snapshot until it is sealed.
         self._storage.free_slot(effect.rank, manifest.layout_id, effect.slot)
         arena = self._storage.arena(effect.rank, manifest.layout_id)
         piece_map = PieceMap(slot=effect.slot, places=effect.places)
+        # Open the same copy whose manifest the engine chose.
         sets = self._sets(effect.tier.uri)
         stored = sets.open_rank(generation, manifest.rank, self._memory(effect))
         if stored.manifest != effect.encoded:
@@ -153,6 +155,7 @@ class Loader:
                 f"the copy of rank {effect.rank}, generation {generation}, changed while it was "
                 f"being loaded"
             )
+        # Read in strides of whole pieces, which `read_into` verifies, and give up with the epoch.
         size = manifest.piece_bytes
         stride_bytes = max(self._stride_bytes // size, 1) * size
         buffer = memoryview(bytearray(min(stride_bytes, manifest.payload_bytes)))

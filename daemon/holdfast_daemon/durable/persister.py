@@ -122,6 +122,7 @@ class Persister:
         piece_map = PieceMap(slot=effect.slot, places=effect.places)
         limit = effect.tier.bytes_per_s
 
+        # The payload, part by part: within the limit of bandwidth, and only while the epoch lasts.
         def read(first: int, end: int) -> Iterator[memoryview]:
             for at in range(first, end, PART_BYTES):
                 nbytes = min(PART_BYTES, end - at)
@@ -133,6 +134,7 @@ class Persister:
                 yield part
                 self._count(rank, at + nbytes, manifest.payload_bytes)
 
+        # Plan the file where copies leave experts out, then write it, verified on the way.
         self._count(rank, 0, manifest.payload_bytes)
         try:
             scope.check()

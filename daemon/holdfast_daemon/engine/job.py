@@ -114,6 +114,7 @@ class JobEngine:
             parities: for each, (lane, slot, entry).
         """
         memory = self.memory
+        # Arenas and their sealed snapshots, unverified. Steps must increase across the restart too.
         for rank, encoded, slots, sealed, claimed in arenas:
             arena = _arena(rank, encoded)
             arena.allocated(slots)
@@ -130,10 +131,12 @@ class JobEngine:
                 slot.digest = manifest_digest(data)
                 record = memory.rank(rank)
                 record.passed = max(record.passed or manifest.generation, manifest.generation)
+        # Parity blocks, unverified.
         for lane, index, entry in parities:
             parity = memory.lane_slots(lane)[index]
             parity.state, parity.generation = ParityState.READY, entry.generation
             parity.entry = entry
+        # The saved epoch, with the leader's announcements that must survive a restart.
         if membership is not None:
             self._enter(membership)
             for rank in memory.my_ranks():
@@ -388,9 +391,8 @@ class JobEngine:
         unchanged: bytes = b"",
         first_step: int = 0,
     ) -> tuple[Granted, list[Effect]]:
-        """Grant a slot for the snapshot of `step`, and places in the arena for its pieces. A slot
-        that was granted to the rank before is taken back: its trainer failed to give it back, or
-        never learned of the grant.
+        """Grant a slot for the snapshot of `step`, with places for its pieces. An earlier grant of
+        the rank is taken back: its trainer failed to give it back, or never learned of it.
 
         Args:
             base: the snapshot from which the trainer wants to carry pieces over; unless it is held
@@ -405,6 +407,7 @@ class JobEngine:
         """
         memory, session = self.memory, self._session(session_id)
         self._check_epoch(epoch, f"rank {session.rank}")
+        # The request is valid: an open session of this epoch, and a step after all earlier ones.
         if first_step > step:
             raise StepOrderError(
                 f"rank {session.rank} asks for a window from step {first_step} to step {step}; a "
@@ -412,8 +415,7 @@ class JobEngine:
             )
         if session.epoch != epoch or not session.claimed:
             raise UnknownSessionError(f"session {session_id} has no claim in epoch {epoch}")
-        generation = Generation(epoch, step)
-        record = memory.rank(session.rank)
+        generation, record = Generation(epoch, step), memory.rank(session.rank)
         if record.passed is not None and generation <= record.passed:
             raise StepOrderError(
                 f"rank {session.rank} asks to save step {step} after step {record.passed.step} of "
@@ -426,6 +428,7 @@ class JobEngine:
         current = memory.current
         if current is None or current.line is None:
             raise SnapshotSkippedError("the recovery line of this epoch is not decided yet")
+        # From here on the step counts as requested, even if no slot is free.
         record.passed = generation
         record.last_step, record.last_sign = first_step or step, now
         arena = memory.arenas[(session.rank, session.layout_id)]
@@ -439,10 +442,10 @@ class JobEngine:
                 if arena.free_slot() is None
                 else f"the last free slot of rank {arena.rank} is for a rebuild of it"
             )
+        # Choose the places of the pieces, and remember what is carried over until the commit.
         carried_from = arena.whole(base)
         slot.places = arena.places_for(slot, carried_from, unchanged)
-        slot.state, slot.generation = SlotState.GRANTED, generation
-        slot.first_step = first_step
+        slot.state, slot.generation, slot.first_step = SlotState.GRANTED, generation, first_step
         if carried_from is not None and carried_from.manifest is not None:
             slot.unchanged, slot.base_digests = unchanged, carried_from.manifest.digests
         granted = Granted(slot=slot.index, places=slot.places, carried=carried_from is not None)
@@ -462,12 +465,12 @@ class JobEngine:
         experts: tuple[ExpertVersion, ...] = (),
         now: float,
     ) -> list[Effect]:
-        """Seal the filled slot. `committed` returns the digest once that is done; repeating the
-        call is harmless."""
+        """Seal the filled slot; `committed` then returns the digest. Repeating it is harmless."""
         memory, session = self.memory, self._session(session_id)
         self._check_epoch(epoch, f"rank {session.rank}")
         generation = Generation(epoch, step)
         arena = memory.arenas[(session.rank, session.layout_id)]
+        # The slot was granted for this step; a repeated commit changes nothing.
         if not 0 <= slot < len(arena.slots):
             raise CorruptError(f"rank {session.rank} commits slot {slot}, which does not exist")
         target = arena.slots[slot]
@@ -488,6 +491,7 @@ class JobEngine:
                 f"extras; its layout has {layout.extras_offset} bytes of tensors in slots of "
                 f"{layout.slot_bytes} bytes"
             )
+        # Seal it: the manifest describes the pieces written and those carried over.
         target.places = target.places[: piece_count(payload_bytes, layout.piece_bytes)]
         manifest = Manifest(
             job=memory.job,

@@ -29,6 +29,7 @@ def lead(
     previous = _remember(membership, reports, previous)
     inventories = {member: report.inventory for member, report in reports.items()}
     holdings = recovery.Holdings.of(membership, inventories)
+    # The line is decided once in an epoch; storage is consulted where memory has none.
     line = previous.line
     if line is None:
         line = _line(membership, reports)
@@ -38,6 +39,7 @@ def lead(
         previous = replace(previous, load=load)
     if line is None:
         return previous
+    # A new line: announce with it what was protected or survivable up to it.
     if previous.line is None:
         until = line.generation or Generation(0, 0)
         previous = replace(
@@ -48,6 +50,7 @@ def lead(
             retained=recovery.newest_survivable(membership, holdings, not_after=until)
             or recovery.most_survivable(membership, holdings, not_after=until),
         )
+    # Advance: newer generations of this epoch may have become protected.
     current = {
         generation
         for generation in holdings.generations()

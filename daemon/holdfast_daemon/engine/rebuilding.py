@@ -85,9 +85,11 @@ def _continue_rebuild(memory: JobMemory, epoch: Epoch, rank: int, job: RebuildJo
     if _is_rebuilding(memory, rank):
         return
     arena = memory.arenas[(rank, job.layout_id)]
+    # From storage the bytes come by another way.
     if job.stored and arena.ready:
         loading.load_into_slot(memory, epoch, rank, job, arena)
         return
+    # From parity: a slot, and then every source and block that the code needs; each may come later.
     slot = upkeep.slot_to_fill(memory, epoch, arena) if arena.ready else None
     if slot is None:
         return

@@ -216,6 +216,7 @@ def protect(memory: JobMemory, epoch: Epoch, now: float) -> None:
         lane, row = membership.lane_and_row(parity_lane)
         block = BlockId(group.index(epoch.me), row)
         slots = memory.lane_slots(parity_lane)
+        # One build at a time in each lane, and a pause after a failure.
         if any(p.state is ParityState.BUILDING for p in slots):
             continue
         if now < memory.retry_at.get(f"parity{parity_lane}", now):
@@ -224,6 +225,7 @@ def protect(memory: JobMemory, epoch: Epoch, now: float) -> None:
         generation = _oldest_unprotected(memory, epoch, lane, have)
         if generation is None:
             continue
+        # A free block, made free if necessary, and all sources of it; otherwise a later call tries.
         free = next((p for p in slots if p.state is ParityState.FREE), None)
         free = free or _make_room(memory, epoch, slots, generation)
         if free is None:

@@ -211,11 +211,13 @@ class EffectWorker:
             return self._build_in(block, effect, scope)
 
     def _build_in(self, block: memoryview, effect: BuildParity, scope: EpochScope) -> ParityBuilt:
+        # The sources' manifests and layouts, kept here or fetched.
         described = self._group.describe(effect.sources, effect.generation, scope)
         manifests = {position: decode_manifest(m) for position, (m, _) in described.items()}
         group = self._group.fetch_from(effect.sources, scope, effect.generation)
         fetch = self.parity_traffic.paced(group, effect.generation, scope)
         layouts = {position: layout for position, (_, layout) in described.items()}
+        # Fill the block: from the changes since the lane's other block, or from whole chunks.
         made = self._from_changes(effect, block, manifests, layouts, fetch, scope)
         nbytes, digests = made or build_from_chunks(
             block,
