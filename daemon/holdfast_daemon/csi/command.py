@@ -93,7 +93,7 @@ def _listen(server: grpc.Server, socket: Path) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="holdfast-daemon csi",
-        description="Give pods the daemon's sockets, and each a token of its own, by an inline "
+        description="Give each pod the daemon's sockets and its own token, by an inline "
         f"volume of the CSI driver {DRIVER_NAME}. Needs a privileged container as root, in which "
         "--kubelet and the parent of --sockets and --volumes are mounted at their own paths, the "
         "first with Bidirectional mount propagation.",
