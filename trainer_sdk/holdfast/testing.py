@@ -202,21 +202,24 @@ class FakeDaemon:
         return self._sealed(self.rank)
 
     def _sealed(self, rank: int) -> dict[Generation, FakeSnapshot]:
-        found = {}
+        snapshots = {}
         for path in sorted(self.directory.glob(f"{rank}-*/slot-*.manifest")):
             encoded, places = split_places(path.read_bytes())
             manifest = decode_manifest(encoded)
             slot = int(path.stem.removeprefix("slot-"))
-            found[manifest.generation] = FakeSnapshot(path.parent, PieceMap(slot, places), manifest)
-        return found
+            snapshots[manifest.generation] = FakeSnapshot(
+                path.parent, PieceMap(slot, places), manifest
+            )
+        return snapshots
 
     def corrupt(self, generation: Generation, byte: int) -> None:
         """Flip a byte of a sealed payload."""
-        held = self.sealed()[generation]
-        layout = decode_layout((held.home / "layout.json").read_bytes())
+        snapshot = self.sealed()[generation]
+        layout = decode_layout((snapshot.home / "layout.json").read_bytes())
         piece = byte // layout.piece_bytes
-        slot = held.piece_map.places[piece] if held.piece_map.places else held.piece_map.slot
-        with (held.home / "arena").open("r+b") as arena:
+        piece_map = snapshot.piece_map
+        slot = piece_map.places[piece] if piece_map.places else piece_map.slot
+        with (snapshot.home / "arena").open("r+b") as arena:
             arena.seek(slot * layout.slot_bytes + byte)
             value = arena.read(1)
             arena.seek(-1, os.SEEK_CUR)
@@ -255,12 +258,12 @@ class FakeDaemon:
                 )
             self._protected = generation
             ranks = self.reads if self.captured_by else (self.rank,)
-            held = [self._sealed(rank)[generation] for rank in ranks]
+            snapshots = [self._sealed(rank)[generation] for rank in ranks]
         return RestoreDecision(
             line=Line(generation=generation, reason=f"generation {generation} in local memory"),
             source=RestoreSource.LOCAL,
             captured_by=self.captured_by,
-            snapshots=tuple(map(_readable, held)),
+            snapshots=tuple(map(_readable, snapshots)),
         )
 
     def go_live(self, request: LiveRequest) -> None:
@@ -294,7 +297,7 @@ class FakeDaemon:
             self._sessions += 1
             self._session = f"session-{self._sessions}"
             self._granted = None
-            self._events.put(None)  # ends a watch of the session before
+            self._events.put(None)  # ends a watch of the previous session
             self._events = queue.SimpleQueue()
             return Opened(
                 session=self._session,

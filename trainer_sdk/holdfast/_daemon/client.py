@@ -1,4 +1,4 @@
-"""Client of the daemon for a session: a Protocol, and its implementation over gRPC.
+"""Client of the daemon for a session: requests, replies, a Protocol, and its implementation.
 
 Every failure leaves here as a HoldfastError: an error that the daemon raised comes back as the same
 class (`holdfast-code`), and an unreachable daemon is an UnreachableError. No module above this one
@@ -72,11 +72,11 @@ class RestoreDecision:
     line: Line
     source: RestoreSource = RestoreSource.NONE
     captured_by: int = 0
-    """Number of ranks of the world that captured the line, where that is another world; 0 for the
-    present one."""
+    """Number of ranks of the world that captured the line, if that is not the present world; else
+    0."""
     snapshots: tuple[HeldSnapshot, ...] = ()
-    """This rank's own one; empty for a fresh start. Of another world those that this rank reads for
-    all ranks: any number."""
+    """This rank's own snapshot; none for a fresh start. If another world captured the line: the
+    snapshots, perhaps none, that this rank reads for all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,7 +129,7 @@ class DaemonEvent:
 # --- requests -------------------------------------------------------------------------------------
 #
 # One value for each call that takes more than a session. Its fields have the names of the message's
-# fields in trainer.proto, so a parameter is added here and there, and `GrpcClient` sends it.
+# fields in trainer.proto. A new parameter is a field here and in that file; `GrpcClient` sends it.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,7 +207,7 @@ class AbortRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveTotals:
-    """Progress of training, and what has become of its saves."""
+    """Progress of training, and the outcome of its saves so far."""
 
     step: int
     skipped: int

@@ -73,8 +73,8 @@ class Link:
         return self._arena is not None and not self._lost
 
     def open(self, layout: Layout, largest_slot_bytes: int) -> None:
-        """Open a session with `layout`, unless there is one; close one that was lost or has another
-        layout.
+        """Open a session with `layout`, unless one is open. A session that was lost, or has another
+        layout, is closed first.
 
         Raises:
             SnapshotSkippedError: during the pause after a failure.
@@ -164,8 +164,8 @@ class Link:
         self._granted = None
 
     def give_back(self, reason: str) -> None:
-        """Give back the slot that is granted, if one is. Raises nothing: where it fails, the daemon
-        takes the slot back with the next grant, or with the end of the session."""
+        """Give back the granted slot, if there is one. Raises nothing: if the call fails, the
+        daemon takes the slot back with the next grant, or with the end of the session."""
         step, self._granted = self._granted, None
         if step is None or self._lost:
             return
@@ -202,8 +202,8 @@ class Link:
     def end(self) -> None:
         """Close the session and release the claim.
 
-        Also a session that is lost to this process, because an answer was: where the daemon still
-        has it, it would take the end of the claim for the end of this rank.
+        A session that counts as lost is closed, too: if only an answer was lost, the daemon still
+        has the session, and would take the end of the claim for the end of this rank.
         """
         if self._arena is not None:
             try:
