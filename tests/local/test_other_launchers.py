@@ -28,7 +28,7 @@ from holdfast_operator.reconciler.observe.views import (
     AgentView,
     ControlState,
     NodeView,
-    Observed,
+    ClusterView,
     PublishMembership,
 )
 from holdfast_operator.reconciler.reconcile import reconcile
@@ -113,7 +113,7 @@ class Launcher:
             AgentView(member=on.get(node, -1), node=node, state=AgentState.RUNNING, number=number)
             for number, node in enumerate(self.homes)
         )
-        observed = Observed(nodes=nodes, agents=agents)
+        observed = ClusterView(nodes=nodes, agents=agents)
         decision = reconcile(JOB, observed, self.state, time.monotonic())
         self.state = decision.state
         for action in decision.actions:

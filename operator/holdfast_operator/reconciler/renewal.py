@@ -19,10 +19,10 @@ from holdfast_operator.reconciler.observe.lookups import is_anything_saved, susp
 from holdfast_operator.reconciler.observe.protection import ParityGroups
 from holdfast_operator.reconciler.observe.text import listed
 from holdfast_operator.reconciler.observe.views import (
+    ClusterView,
     Condition,
     ConditionType,
     ControlState,
-    Observed,
 )
 from holdfast_operator.reconciler.report.conditions import has_all_who_captured, newest_protected
 
@@ -144,7 +144,7 @@ def _objection(
 
 
 def stand_of(
-    job: MoETrainingJob, state: ControlState, observed: Observed, now: float
+    job: MoETrainingJob, state: ControlState, observed: ClusterView, now: float
 ) -> JobStand | None:
     """Requirements of the job; None when it has no members, or has ended and keeps nothing.
 

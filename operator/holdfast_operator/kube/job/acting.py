@@ -22,13 +22,13 @@ from holdfast_operator.reconciler.observe.counters import Outcome
 from holdfast_operator.reconciler.observe.lookups import node_of
 from holdfast_operator.reconciler.observe.views import (
     AgentState,
+    ClusterView,
     ControlState,
     Decision,
     DeleteJob,
     DropJob,
     Event,
     FenceNode,
-    Observed,
     PersistNow,
     PublishMembership,
     StartAgent,
@@ -74,7 +74,7 @@ class Acting:
         before: ControlState,
         decision: Decision,
         pods: Sequence[TrainerPod],
-        observed: Observed,
+        observed: ClusterView,
         remembered: bool,
     ) -> list[Event]:
         """Carry out the actions of `decision`, in order where order matters. Pods are still being
@@ -162,7 +162,7 @@ class Acting:
             if error.status != NOT_FOUND:
                 raise
 
-    async def _clear_stuck(self, pods: Sequence[TrainerPod], observed: Observed) -> None:
+    async def _clear_stuck(self, pods: Sequence[TrainerPod], observed: ClusterView) -> None:
         """Force the deletion of pods on nodes that are gone: no kubelet confirms their end, so they
         would stay."""
         now = self._world.clock()
@@ -177,7 +177,7 @@ class Acting:
         if stuck:
             await self._world.trainers.stop(stuck, force=True)
 
-    def _note_losses(self, before: ControlState, decision: Decision, observed: Observed) -> None:
+    def _note_losses(self, before: ControlState, decision: Decision, observed: ClusterView) -> None:
         fenced = {action.node for action in decision.actions if isinstance(action, FenceNode)}
         after = decision.state.membership
         for member in before.membership.members if before.membership is not None else ():

@@ -31,13 +31,13 @@ from holdfast_operator.kube.pods.shared_objects import BEING_COLLECTED
 from holdfast_operator.reconciler.observe.counters import from_document
 from holdfast_operator.reconciler.observe.remembered import was_placed
 from holdfast_operator.reconciler.observe.views import (
+    ClusterView,
     Condition,
     ConditionType,
     ControlState,
     Decision,
     Event,
     NodeView,
-    Observed,
     PublishMembership,
     Refusal,
     Suspension,
@@ -340,7 +340,7 @@ class JobLoop:
             return JobStand(key=self.key, groups=(homes,), hold=hold)
         names = [member.node for member in self._state.membership.members]
         nodes = {name: server.view(name, self.key) or NodeView(name=name) for name in names}
-        observed = Observed(nodes=nodes, suspension=self._suspension)
+        observed = ClusterView(nodes=nodes, suspension=self._suspension)
         return stand_of(self._job, self._state, observed, now)
 
     def _pods(self) -> list[TrainerPod]:
@@ -351,7 +351,7 @@ class JobLoop:
             return [pod for pod in found if pod.adopted]
         return [pod for pod in found if pod.owner == self.uid and not pod.adopted]
 
-    def _observe(self, job: MoETrainingJob, wants: Wants, pods: list[TrainerPod]) -> Observed:
+    def _observe(self, job: MoETrainingJob, wants: Wants, pods: list[TrainerPod]) -> ClusterView:
         near = {pod.node for pod in pods} | {node for _, node in self._state.joining}
         near.update(self._state.homes)
         wanted = job.spec.nodes + job.spec.failure_policy.spares
@@ -368,7 +368,7 @@ class JobLoop:
             if self._state.membership is None and not external
             else ()
         )
-        return Observed(
+        return ClusterView(
             nodes=nodes,
             agents=found,
             suspension=self._suspension,
@@ -379,7 +379,7 @@ class JobLoop:
     def _status_of(
         self,
         job: MoETrainingJob,
-        observed: Observed,
+        observed: ClusterView,
         decision: Decision,
         pods: list[TrainerPod],
         now: float,

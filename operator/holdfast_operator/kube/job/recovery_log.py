@@ -9,7 +9,7 @@ from holdfast_core.states import RestoreSource
 from holdfast_operator.kube.job.status import RECOVERIES_SHOWN
 from holdfast_operator.kube.metrics import OperatorMetrics
 from holdfast_operator.reconciler.observe.evidence import gather
-from holdfast_operator.reconciler.observe.views import ControlState, Decision, Observed
+from holdfast_operator.reconciler.observe.views import ClusterView, ControlState, Decision
 from holdfast_operator.reconciler.report.recoveries import Recoveries, Recovery
 
 
@@ -34,7 +34,7 @@ class RecoveryLog:
         self,
         job: MoETrainingJob,
         before: ControlState,
-        observed: Observed,
+        observed: ClusterView,
         decision: Decision,
         wall: float,
     ) -> None:

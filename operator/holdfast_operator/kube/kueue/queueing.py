@@ -40,9 +40,9 @@ from holdfast_operator.kube.pods.pods import TrainerPod
 from holdfast_operator.reconciler.observe.lookups import agent_at
 from holdfast_operator.reconciler.observe.views import (
     AgentState,
+    ClusterView,
     Decision,
     Event,
-    Observed,
     Refusal,
     Suspension,
 )
@@ -118,7 +118,7 @@ class Queueing:
         job: MoETrainingJob,
         pods: Sequence[TrainerPod],
         pending: int,
-        observed: Observed,
+        observed: ClusterView,
         decision: Decision,
         now: str,
     ) -> list[Event]:

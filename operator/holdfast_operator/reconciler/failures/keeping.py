@@ -15,7 +15,7 @@ from dataclasses import replace
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_operator.reconciler.observe.counters import Outcome
 from holdfast_operator.reconciler.observe.views import ControlState, DropJob, EventReason
-from holdfast_operator.reconciler.steps import Look, Step
+from holdfast_operator.reconciler.rules import Observation, RuleResult
 
 REASON_CHARACTERS_MAX = 300
 
@@ -29,33 +29,33 @@ def kept_until(job: MoETrainingJob, state: ControlState) -> float | None:
     return state.ended_at + (kept_s if ttl_s is None else min(kept_s, ttl_s))
 
 
-def free_when_due(look: Look, state: ControlState) -> Step:
+def free_when_due(observation: Observation, state: ControlState) -> RuleResult:
     """Have daemons free what an ended job does not keep, or no longer."""
-    until, step = kept_until(look.job, state), Step(state)
-    if until is not None and look.now < until:
-        return step
+    until, result = kept_until(observation.job, state), RuleResult(state)
+    if until is not None and observation.now < until:
+        return result
     if until is not None:
-        freed_s = look.now - (state.ended_at or look.now)
-        step = Step(replace(state, kept=False)).post(
+        freed_s = observation.now - (state.ended_at or observation.now)
+        result = RuleResult(replace(state, kept=False)).post(
             EventReason.SNAPSHOTS_FREED, f"the job failed {freed_s:.0f} s ago: its memory is freed"
         )
-    if any(node.job is not None and node.connected for node in look.observed.nodes.values()):
-        step = step.act(DropJob())
-    return step
+    if any(node.job is not None and node.connected for node in observation.cluster.nodes.values()):
+        result = result.act(DropJob())
+    return result
 
 
-def resume_failed(look: Look, state: ControlState) -> Step:
+def resume_failed(observation: Observation, state: ControlState) -> RuleResult:
     """Have a failed job go on if a person asks for it; its outcome is None then. A request from
     before its end is none."""
-    request = look.job.resume_request
+    request = observation.job.resume_request
     if state.outcome is None or not request or request == state.resume_request:
-        return Step(replace(state, resume_request=request))
+        return RuleResult(replace(state, resume_request=request))
     refusal = _refusal(state)
     if refusal:
-        answered = Step(replace(state, resume_request=request))
+        answered = RuleResult(replace(state, resume_request=request))
         return answered.post(EventReason.NOT_RESUMED, refusal, warning=True)
     if state.kept and state.membership is None:
-        return Step(state)  # no daemon that holds it has dialled yet
+        return RuleResult(state)  # no daemon that holds it has dialled yet
     why = state.outcome_reason.partition("\n")[0][:REASON_CHARACTERS_MAX]
     resumed = replace(
         state,
@@ -66,14 +66,14 @@ def resume_failed(look: Look, state: ControlState) -> Step:
         kept=False,
         resume_request=request,
         # Pods of another controller were not stopped: what is wrong with them shows again.
-        suspended=state.membership is not None and not look.job.spec.trainer.external,
+        suspended=state.membership is not None and observation.pods.stops_with_job,
         active_since=None,
         ran=False,
         restarts=(),
         fruitless=0,
         failure=None if state.failure is None else replace(state.failure, times=0),
     )
-    return Step(resumed).post(
+    return RuleResult(resumed).post(
         EventReason.RESUMED, f"a person has the job go on, which had failed: {why}"
     )
 

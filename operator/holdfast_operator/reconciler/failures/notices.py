@@ -17,15 +17,17 @@ from holdfast_core.job.schema import COPY_ANNOTATION
 from holdfast_core.snapshots.membership import Membership
 from holdfast_operator.reconciler.observe.text import listed
 from holdfast_operator.reconciler.observe.views import (
+    ClusterView,
     ControlState,
     EventReason,
-    Observed,
     PersistNow,
 )
-from holdfast_operator.reconciler.steps import Look, Step
+from holdfast_operator.reconciler.rules import Observation, RuleResult
 
 
-def ask_for_copy(look: Look, state: ControlState, before: Membership | None) -> Step:
+def ask_for_copy(
+    observation: Observation, state: ControlState, before: Membership | None
+) -> RuleResult:
     """Ask for a copy for each new notice, and for each new request of a user. This comes after all
     other rules: a request before the next epoch would be for a generation of the epoch that has
     ended.
@@ -36,20 +38,20 @@ def ask_for_copy(look: Look, state: ControlState, before: Membership | None) -> 
     membership = state.membership
     freed = state.outcome is not None and not state.kept
     if membership is None or membership.tier is None or freed:
-        return Step(state)
-    found = dict(_notices(look.observed, before or membership, state))
+        return RuleResult(state)
+    found = dict(_notices(observation.cluster, before or membership, state))
     new = sorted(found.keys() - state.noticed)
-    request = look.job.copy_request
-    step = Step(replace(state, noticed=frozenset(found), copy_request=request))
+    request = observation.job.copy_request
+    result = RuleResult(replace(state, noticed=frozenset(found), copy_request=request))
     reasons = [found[name] for name in new]
     if request and request != state.copy_request:
         reasons.append(f"the annotation {COPY_ANNOTATION} asks for a copy")
     if not reasons:
-        return step
+        return result
     saved = state.saved
     which = "the next generation" if saved is None else f"generation {saved} or a newer one"
     text = f"{'; '.join(reasons)}; {which} is copied to {membership.tier.uri} now"
-    return step.post(EventReason.COPY_REQUESTED, text, warning=bool(new)).act(PersistNow())
+    return result.post(EventReason.COPY_REQUESTED, text, warning=bool(new)).act(PersistNow())
 
 
 def asked_because(state: ControlState) -> str:
@@ -60,7 +62,7 @@ def asked_because(state: ControlState) -> str:
 
 
 def _notices(
-    observed: Observed, membership: Membership, state: ControlState
+    observed: ClusterView, membership: Membership, state: ControlState
 ) -> Iterator[tuple[str, str]]:
     """Yield (node, what will happen to it) for members' nodes, and for those that members have just
     left: the same notice is not a new one later."""

@@ -13,11 +13,11 @@ from holdfast_core.snapshots.membership import Membership
 from holdfast_core.states import RestoreSource
 from holdfast_operator.reconciler.observe.lookups import ranks_in
 from holdfast_operator.reconciler.observe.text import listed
-from holdfast_operator.reconciler.observe.views import Observed
+from holdfast_operator.reconciler.observe.views import ClusterView
 from holdfast_operator.reconciler.report.conditions import training_runs
 
 
-def recovery_mode(observed: Observed, membership: Membership | None) -> RecoveryMode | None:
+def recovery_mode(observed: ClusterView, membership: Membership | None) -> RecoveryMode | None:
     """What the job's workers would do in a recovery; None while ranks that may still begin to
     follow are on their way to work."""
     if membership is None:
@@ -28,7 +28,7 @@ def recovery_mode(observed: Observed, membership: Membership | None) -> Recovery
     return RecoveryMode.RESTART if training_runs(observed, membership) else None
 
 
-def others_stay(observed: Observed, membership: Membership, restarting: Collection[int]) -> bool:
+def others_stay(observed: ClusterView, membership: Membership, restarting: Collection[int]) -> bool:
     """Whether there are members beside those that restart, and all of their ranks follow."""
     views = zip(membership.members, observed.views(membership), strict=True)
     others = [view for member, view in views if member.index not in restarting]
@@ -40,7 +40,7 @@ def others_stay(observed: Observed, membership: Membership, restarting: Collecti
     )
 
 
-def may_go_on_live(observed: Observed, membership: Membership) -> bool:
+def may_go_on_live(observed: ClusterView, membership: Membership) -> bool:
     """Whether workers that have outlived the last world may still find that they have the whole
     state between them: some stay in this epoch, and no rank has begun from anything yet. Those that
     find out otherwise end."""

@@ -28,10 +28,10 @@ from holdfast_operator.reconciler.observe.views import (
     NEVER,
     AgentState,
     AgentView,
+    ClusterView,
     ControlState,
     JobView,
     NodeView,
-    Observed,
 )
 
 RETURN_S = 30.0
@@ -105,7 +105,7 @@ class Evidence:
 def gather(
     job: MoETrainingJob,
     membership: Membership,
-    observed: Observed,
+    observed: ClusterView,
     state: ControlState,
     now: float,
 ) -> Evidence:
@@ -184,7 +184,7 @@ def _member_causes(
     membership: Membership,
     member: Member,
     view: JobView | None,
-    observed: Observed,
+    observed: ClusterView,
     state: ControlState,
     now: float,
 ) -> Iterator[Cause]:
@@ -223,7 +223,7 @@ def _awaited(
     job: MoETrainingJob,
     membership: Membership,
     member: Member,
-    observed: Observed,
+    observed: ClusterView,
     state: ControlState,
 ) -> Iterator[Cause]:
     """Find a member that the epoch waits for, because its agent is not there: a job that may go on
@@ -355,7 +355,7 @@ def _differ(theirs: Membership, ours: Membership) -> bool:
 def _hang(
     job: MoETrainingJob,
     membership: Membership,
-    observed: Observed,
+    observed: ClusterView,
     state: ControlState,
     now: float,
 ) -> Iterator[Cause]:

@@ -20,7 +20,7 @@ from holdfast_operator.reconciler.observe.lookups import (
     is_reachable,
     node_of,
 )
-from holdfast_operator.reconciler.observe.views import ControlState, JobView, Observed
+from holdfast_operator.reconciler.observe.views import ClusterView, ControlState, JobView
 
 
 class ParityGroups:
@@ -30,7 +30,7 @@ class ParityGroups:
         self,
         job: MoETrainingJob,
         membership: Membership,
-        observed: Observed,
+        observed: ClusterView,
         state: ControlState,
         now: float,
     ) -> None:
@@ -83,6 +83,6 @@ class ParityGroups:
         }
 
 
-def _refills(observed: Observed, member: Member, view: JobView | None) -> bool:
+def _refills(observed: ClusterView, member: Member, view: JobView | None) -> bool:
     memory_id = node_of(observed, member).memory_id
     return memory_id != member.memory_id or (view is not None and view.rebuilding)

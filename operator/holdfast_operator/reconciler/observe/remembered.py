@@ -17,7 +17,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from holdfast_operator.reconciler.observe.text import listed
-from holdfast_operator.reconciler.observe.views import NEVER, ControlState, NodeView, Observed
+from holdfast_operator.reconciler.observe.views import NEVER, ClusterView, ControlState, NodeView
 
 
 class Word(StrEnum):
@@ -48,7 +48,7 @@ def was_placed(state: ControlState) -> bool:
     return bool(state.homes) or state.epoch > state.void_epoch
 
 
-def unheard_homes(observed: Observed, state: ControlState) -> list[str]:
+def unheard_homes(observed: ClusterView, state: ControlState) -> list[str]:
     """Nodes whose daemons have to speak before the job is placed anew, or an epoch is adopted that
     is older than the newest one of the status. Any node is one if the status does not name the
     members', as those of early versions do not.

@@ -24,8 +24,8 @@ from holdfast_operator.reconciler.observe.text import listed, ranks_in_words, ro
 from holdfast_operator.reconciler.observe.views import (
     AgentState,
     AgentView,
+    ClusterView,
     ControlState,
-    Observed,
     RankView,
 )
 
@@ -79,7 +79,7 @@ class Stall:
 def stall_of(
     job: MoETrainingJob,
     membership: Membership,
-    observed: Observed,
+    observed: ClusterView,
     state: ControlState,
     now: float,
 ) -> Stall | None:
@@ -126,7 +126,7 @@ def _working(ranks: Collection[RankView]) -> tuple[int, ...]:
 
 def _ending(
     membership: Membership,
-    observed: Observed,
+    observed: ClusterView,
     ranks: Collection[RankView],
     waited_s: float,
     limit_s: float,
@@ -145,7 +145,7 @@ def _ending(
     )
 
 
-def signs_of(observed: Observed, state: ControlState, membership: Membership) -> tuple[int, ...]:
+def signs_of(observed: ClusterView, state: ControlState, membership: Membership) -> tuple[int, ...]:
     """What has come of a start, or of an end, so far; empty while it waits for something that has
     limits of its own."""
     agents = [agent_at(observed, member) for member in membership.members]

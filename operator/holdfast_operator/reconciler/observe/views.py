@@ -216,7 +216,7 @@ class Refusal:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Observed:
+class ClusterView:
     """Everything that is known now. A missing node was not seen yet. All agents are there: an
     adapter that has not listed them yet must not look."""
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from holdfast_core.states import RestoreSource
 from holdfast_operator.reconciler.failures.replays import replay_in_words
 from holdfast_operator.reconciler.observe.lookups import ranks_in
-from holdfast_operator.reconciler.observe.views import Decision, EventReason, Observed
+from holdfast_operator.reconciler.observe.views import ClusterView, Decision, EventReason
 from holdfast_operator.reconciler.report.conditions import newest_step, training_runs
 
 _FARTHEST_FIRST = (
@@ -63,7 +63,7 @@ class Recoveries:
         self._step = 0
         self._count: int | None = None
 
-    def follow(self, observed: Observed, decision: Decision, time: float) -> None:
+    def follow(self, observed: ClusterView, decision: Decision, time: float) -> None:
         """Add one look of the reconciler."""
         state = decision.state
         membership = state.membership

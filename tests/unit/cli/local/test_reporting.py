@@ -9,10 +9,10 @@ from virtual_world import World, make_job, running
 from holdfast_cli.local.directory import RunDirectory, RunRecord
 from holdfast_cli.local.reporting import status_of
 from holdfast_cli.local.status import Status
-from holdfast_operator.reconciler.observe.views import Decision, Observed
+from holdfast_operator.reconciler.observe.views import Decision, ClusterView
 
 
-def shown(observed: Observed, decision: Decision) -> Status:
+def shown(observed: ClusterView, decision: Decision) -> Status:
     return status_of(
         observed,
         decision,
@@ -27,7 +27,7 @@ def shown(observed: Observed, decision: Decision) -> Status:
     )
 
 
-def states(world: World, observed: Observed) -> set[str]:
+def states(world: World, observed: ClusterView) -> set[str]:
     status = shown(observed, world.decision)
     return {rank.state for member in status.members for rank in member.ranks}
 

@@ -16,10 +16,10 @@ from holdfast_operator.kube.pods.manifests import TrainerVolume
 from holdfast_operator.kube.pods.pods import TrainerPod, read_pod
 from holdfast_operator.kube.pods.trainers import PodIndex, Trainers
 from holdfast_operator.reconciler.observe.views import (
+    ClusterView,
     ControlState,
     Decision,
     Event,
-    Observed,
     StartAgent,
 )
 
@@ -54,7 +54,7 @@ def carry_out(acting: Acting, *turns: list[StartAgent]) -> list[list[Event]]:
             state = ControlState()
             decision = Decision(state=state, actions=tuple(actions))
             events.append(
-                await acting.carry_out(make_job(), state, decision, [], Observed(nodes={}), True)
+                await acting.carry_out(make_job(), state, decision, [], ClusterView(nodes={}), True)
             )
             while len(tasks := asyncio.all_tasks()) > 1:
                 await asyncio.gather(*(tasks - {asyncio.current_task()}))

@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 from virtual_world import World, make_job, running
 
-from holdfast_operator.reconciler.observe.views import NodeView, Observed
+from holdfast_operator.reconciler.observe.views import ClusterView, NodeView
 from holdfast_operator.reconciler.renewal import (
     AT_ONCE_MAX,
     DaemonStand,
@@ -144,7 +144,7 @@ def test_the_condition_of_a_job_names_its_own_nodes() -> None:
 
 def stand(world: World) -> JobStand | None:
     nodes = {member.node: world.node_view(member.node) for member in world.membership.members}
-    return stand_of(world.job, world.state, Observed(nodes=nodes), world.now)
+    return stand_of(world.job, world.state, ClusterView(nodes=nodes), world.now)
 
 
 def protected_world() -> World:
@@ -188,7 +188,7 @@ def test_a_job_in_recovery_or_without_protection_holds_all_its_daemons() -> None
     assert found.hold == "training does not run"
     world = protected_world()
     nodes = {name: NodeView(name=name) for name in world.daemons}
-    found = stand_of(world.job, world.state, Observed(nodes=nodes), world.now)
+    found = stand_of(world.job, world.state, ClusterView(nodes=nodes), world.now)
     assert found is not None
     assert found.hold == "it is not protected"
 
@@ -208,7 +208,7 @@ def test_a_job_whose_daemons_have_not_all_reported_may_have_something_to_lose() 
     world.settle()
     nodes = {member.node: world.node_view(member.node) for member in world.membership.members}
     nodes["n1"] = NodeView(name="n1")
-    found = stand_of(world.job, world.state, Observed(nodes=nodes), world.now)
+    found = stand_of(world.job, world.state, ClusterView(nodes=nodes), world.now)
     assert found is not None
     assert found.hold == "the daemon on n1 has not reported yet"
 
