@@ -20,13 +20,14 @@ from holdfast_operator.kube.client.pacing import heartbeats_s, pause_s
 from holdfast_operator.kube.cluster.nodes import Wants, wants_of
 from holdfast_operator.kube.job.acting import Acting
 from holdfast_operator.kube.job.finalizer import FINALIZER
+from holdfast_operator.kube.job.pod_source import FollowedPods, OwnPods, PodSource
 from holdfast_operator.kube.job.recovery_log import RecoveryLog
 from holdfast_operator.kube.job.starting import RETRY_S
 from holdfast_operator.kube.job.status import recoveries_of, refusal_status, status_of
 from holdfast_operator.kube.job.status_writer import StatusWriter
 from holdfast_operator.kube.job.world import LoopContext
 from holdfast_operator.kube.kueue.queueing import Queueing
-from holdfast_operator.kube.pods.pods import TrainerPod, adopted_agents, agents, pod_names
+from holdfast_operator.kube.pods.pods import TrainerPod, pod_names
 from holdfast_operator.kube.pods.shared_objects import BEING_COLLECTED
 from holdfast_operator.reconciler.observe.counters import from_document
 from holdfast_operator.reconciler.observe.remembered import was_placed
@@ -60,7 +61,6 @@ FINALIZER_S = 30.0
 """Pause of a job that has no finalizer yet: until it has, nothing is done that the job would leave
 behind. The finalizer wakes the loop when it is added."""
 BACKOFF_S_MIN, BACKOFF_S_MAX = 0.5, 30.0
-CANDIDATES_MIN = 16
 
 _PERMANENT = (400, 422)
 """HTTP statuses of refusals that stay the same however often a pod is tried."""
@@ -81,6 +81,7 @@ class JobLoop:
         self._edition: object = None
         """What was last parsed of the job; see `_edition`."""
         self._job: MoETrainingJob | None = None
+        self._source: PodSource = OwnPods(world)
         self.wants: Wants | None = None
         """Requirements of the job's pods on a node; None until a valid document was read."""
         self._refusal: Refusal | None = None
@@ -220,9 +221,10 @@ class JobLoop:
         refusal = self._refused_pods = None
         fresh = self._job is None and not self._pods()
         changed = self._refusal is not None or _template(self._job) != _template(job)
-        if (fresh or changed) and not job.spec.trainer.external:
+        source = FollowedPods(self._world) if job.spec.trainer.external else OwnPods(self._world)
+        if fresh or changed:
             try:
-                await self._world.trainers.try_out(job)
+                await source.try_out(job)
             except ApiError as error:
                 if not error.status:
                     raise
@@ -235,7 +237,8 @@ class JobLoop:
                     self._refused_pods = error
                 if not error.is_final:
                     self._ask_again_at = self._world.clock() + RETRY_S
-        self._job, self.wants, self._refusal = job, wants_of(job), refusal
+        self._job, self._source = job, source
+        self.wants, self._refusal = wants_of(job), refusal
         self._edition = edition
         wanted_s = job.spec.failure_policy.detection.heartbeat_seconds
         if wanted_s < self._world.server.heartbeat_s:
@@ -344,35 +347,17 @@ class JobLoop:
         return stand_of(self._job, self._state, observed, now)
 
     def _pods(self) -> list[TrainerPod]:
-        """The job's pods, without those of an earlier job of its name; where another controller
-        makes them, all that have the job's label."""
-        found = self._world.pods.of(self.key)
-        if self._job is not None and self._job.spec.trainer.external:
-            return [pod for pod in found if pod.adopted]
-        return [pod for pod in found if pod.owner == self.uid and not pod.adopted]
+        return self._source.pods(self.key, self.uid)
 
     def _observe(self, job: MoETrainingJob, wants: Wants, pods: list[TrainerPod]) -> ClusterView:
         near = {pod.node for pod in pods} | {node for _, node in self._state.joining}
         near.update(self._state.homes)
-        wanted = job.spec.nodes + job.spec.failure_policy.spares
-        external = job.spec.trainer.external
-        others = 0 if external else max(CANDIDATES_MIN, 2 * wanted)
-        nodes = self._world.candidate_nodes.views(self.key, wants, near, others)
-        found = (
-            adopted_agents(pods, self._state.membership)
-            if external
-            else agents(pods, self._acting.pending)
-        )
-        refusals = (
-            self._world.candidate_nodes.refusals(self.key, wants)
-            if self._state.membership is None and not external
-            else ()
-        )
+        membership = self._state.membership
         return ClusterView(
-            nodes=nodes,
-            agents=found,
+            nodes=self._source.nodes(job, wants, near),
+            agents=self._source.agents(pods, membership, self._acting.pending),
             suspension=self._suspension,
-            refusals=refusals,
+            refusals=self._source.refusals(job, wants) if membership is None else (),
             refusal=self._refusal,
         )
 
