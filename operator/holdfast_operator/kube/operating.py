@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, suppress
 from functools import partial
+from typing import Any
 
 from holdfast_operator.control.server import ControlServer
 from holdfast_operator.kube.client.api import Api
@@ -23,7 +24,7 @@ from holdfast_operator.kube.client.resources import (
     Resource,
 )
 from holdfast_operator.kube.client.times import ClockPair
-from holdfast_operator.kube.client.watches import Cache, Fed, Watch
+from holdfast_operator.kube.client.watches import Cache, Watch
 from holdfast_operator.kube.cluster import room
 from holdfast_operator.kube.cluster.attention import Attention
 from holdfast_operator.kube.cluster.candidates import CandidateNodes
@@ -285,7 +286,7 @@ class Operating:
     def _watch(
         self,
         resource: Resource,
-        cache: Fed,
+        cache: Cache[Any],
         namespace: str = "",
         query: dict[str, str] | None = None,
     ) -> Watch:
@@ -318,13 +319,13 @@ class Operating:
             revisions=self._revisions.all,
             jobs=self._fleet.stands,
             changed=self._daemons_changed,
-            recorder=self._recorder,
+            post=self._recorder.post,
             metrics=self._metrics,
             clock=time.monotonic,
         )
 
     def _watch_each(
-        self, what: str, resource: Resource, cache: Fed, query: dict[str, str]
+        self, what: str, resource: Resource, cache: Cache[Any], query: dict[str, str]
     ) -> dict[str, Watch]:
         """A watch for each namespace whose jobs are carried out, or one of all namespaces; by what
         is watched, in words."""
@@ -335,11 +336,11 @@ class Operating:
             for namespace in self._options.watch_namespaces or ("",)
         }
 
-    def _watches_of_jobs(self, resource: Resource, cache: Fed) -> list[Watch]:
+    def _watches_of_jobs(self, resource: Resource, cache: Cache[Any]) -> list[Watch]:
         """Watches of the objects of a kind that have the label of a job."""
         return list(self._watch_each(resource.plural, resource, cache, OF_JOBS).values())
 
-    def _watch_of_daemons(self, resource: Resource, cache: Fed) -> Watch:
+    def _watch_of_daemons(self, resource: Resource, cache: Cache[Any]) -> Watch:
         """A watch of the objects of a kind that have the labels of daemons."""
         selector = {"labelSelector": self._options.daemon_selector}
         return self._watch(resource, cache, self._options.namespace, selector)

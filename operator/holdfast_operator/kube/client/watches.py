@@ -15,7 +15,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from holdfast_operator.kube.client.api import GONE, Api, ApiError, Object, pages
 from holdfast_operator.kube.client.resources import Resource
@@ -32,18 +32,6 @@ BACKOFF_S_MIN, BACKOFF_S_MAX = 0.2, 30.0
 T = TypeVar("T")
 Key = tuple[str, str]
 """(namespace, name)."""
-
-
-class Fed(Protocol):
-    """The cache that a watch feeds, of objects of any kind."""
-
-    def put(self, raw: Object) -> None: ...
-
-    def remove(self, namespace: str, name: str) -> None: ...
-
-    def replace_all(self, raws: list[Object], version: int, namespace: str) -> None: ...
-
-    def note_version(self, version: int, namespace: str) -> None: ...
 
 
 class Cache(Generic[T]):
@@ -130,7 +118,7 @@ class Watch:
         self,
         api: Api,
         resource: Resource,
-        cache: Fed,
+        cache: Cache[Any],
         *,
         clock: Clock,
         sleep: Sleep,

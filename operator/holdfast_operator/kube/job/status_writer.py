@@ -9,26 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Protocol
 
 from holdfast_core.job.parsing import API_VERSION, KIND
-from holdfast_operator.kube.client.api import CONFLICT, NOT_FOUND, ApiError, Object
-from holdfast_operator.kube.client.resources import JOBS, Resource
+from holdfast_operator.kube.client.api import CONFLICT, NOT_FOUND, ApiError, KubeApi, Object
+from holdfast_operator.kube.client.resources import JOBS
 from holdfast_operator.kube.job.status import essence
 
 _log = logging.getLogger(__name__)
 
 TRIES = 3
-
-
-class StatusApi(Protocol):
-    """The part of `Api` that `StatusWriter` needs."""
-
-    async def get(self, resource: Resource, namespace: str, name: str) -> Object: ...
-
-    async def replace(
-        self, resource: Resource, namespace: str, body: Object, subresource: str = ""
-    ) -> Object: ...
 
 
 class StatusWriter:
@@ -41,7 +30,7 @@ class StatusWriter:
 
     def __init__(
         self,
-        api: StatusApi,
+        api: KubeApi,
         resource: Object,
         *,
         clock: Callable[[], float],

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from holdfast_core.job.locations import Locations
 from holdfast_operator.control.server import ControlServer
-from holdfast_operator.kube.client.api import Api
+from holdfast_operator.kube.client.api import KubeApi
 from holdfast_operator.kube.client.events import Recorder
 from holdfast_operator.kube.client.times import ClockPair
 from holdfast_operator.kube.cluster.attention import Attention
@@ -23,7 +23,7 @@ from holdfast_operator.reconciler.observe.views import Condition
 class LoopContext:
     """The rest of the operator, as one job's control loop sees it."""
 
-    api: Api
+    api: KubeApi
     server: ControlServer
     attention: Attention
     candidate_nodes: CandidateNodes

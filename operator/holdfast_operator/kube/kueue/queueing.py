@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.parsing import MoETrainingJob
-from holdfast_operator.kube.client.api import CONFLICT, NOT_FOUND, Api, ApiError, Object
+from holdfast_operator.kube.client.api import CONFLICT, NOT_FOUND, ApiError, KubeApi, Object
 from holdfast_operator.kube.client.resources import (
     PRIORITIES,
     RESOURCE_FLAVORS,
@@ -52,7 +52,7 @@ from holdfast_operator.reconciler.observe.views import (
 class Queues:
     """Kueue's objects, as all control loops share them."""
 
-    api: Api
+    api: KubeApi
     workloads: Cache[KueueWorkload]
     """The watch's copy of the Workloads of jobs."""
     are_known: Callable[[], bool]

@@ -17,12 +17,11 @@ from dataclasses import dataclass
 
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_operator.kube.client.amounts import Amounts, amounts
-from holdfast_operator.kube.client.api import NOT_FOUND, ApiError, Object
+from holdfast_operator.kube.client.api import NOT_FOUND, ApiError, KubeApi, Object
 from holdfast_operator.kube.client.resources import GROUP, PODS
 from holdfast_operator.kube.client.watches import Cache
 from holdfast_operator.kube.pods.manifests import keep_off, owner_reference, template_of
 from holdfast_operator.kube.pods.shared_objects import EXISTS, controller_of
-from holdfast_operator.kube.pods.trainers import TrainersApi
 from holdfast_operator.reconciler.observe.views import Shortage
 
 _log = logging.getLogger(__name__)
@@ -74,7 +73,7 @@ class Placeholders:
 
     def __init__(
         self,
-        api: TrainersApi,
+        api: KubeApi,
         cache: Cache[Placeholder],
         are_known: Callable[[], bool],
         clock: Callable[[], float],

@@ -13,10 +13,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 from holdfast_core.job.parsing import API_VERSION, KIND, MoETrainingJob
-from holdfast_operator.kube.client.api import CONFLICT, NOT_FOUND, ApiError, Object
+from holdfast_operator.kube.client.api import CONFLICT, NOT_FOUND, ApiError, KubeApi, Object
 from holdfast_operator.kube.client.resources import (
     DISRUPTION_BUDGETS,
     JOB_LABEL,
@@ -26,7 +26,7 @@ from holdfast_operator.kube.client.resources import (
     SERVICES,
     Resource,
 )
-from holdfast_operator.kube.client.watches import Cache, Fed, Watch
+from holdfast_operator.kube.client.watches import Cache, Watch
 from holdfast_operator.kube.pods.manifests import job_objects
 
 EXISTS = "AlreadyExists"
@@ -37,16 +37,6 @@ BEING_COLLECTED = "BeingCollected"
 that somebody has deleted."""
 AT_ONCE_MAX = 16
 """Number of objects of all jobs that are made at once."""
-
-
-class SharedApi(Protocol):
-    """The part of `Api` that `SharedObjects` needs."""
-
-    async def get(self, resource: Resource, namespace: str, name: str) -> Object: ...
-
-    async def create(
-        self, resource: Resource, namespace: str, body: Object, **query: str
-    ) -> Object: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +77,7 @@ class SharedObjects:
     """
 
     def __init__(
-        self, api: SharedApi, on_change: Callable[[str], None], *, budgets: bool = True
+        self, api: KubeApi, on_change: Callable[[str], None], *, budgets: bool = True
     ) -> None:
         self._api, self._on_change, self._budgets = api, on_change, budgets
         self._caches: dict[Resource, Cache[SharedObject]] = {}
@@ -99,7 +89,7 @@ class SharedObjects:
         for resource in (*kinds, DISRUPTION_BUDGETS) if budgets else kinds:
             self._cache(resource)
 
-    async def run(self, watches: Callable[[Resource, Fed], list[Watch]]) -> None:
+    async def run(self, watches: Callable[[Resource, Cache[Any]], list[Watch]]) -> None:
         """Keep the copies up to date until cancelled. The kind of a gang scheduler's objects is
         watched once a job has one.
 

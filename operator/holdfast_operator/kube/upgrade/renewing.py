@@ -10,11 +10,11 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from holdfast_core.snapshots.generations import Generation
-from holdfast_operator.kube.client.api import NOT_FOUND, ApiError, Object
-from holdfast_operator.kube.client.resources import PODS, Resource
+from holdfast_operator.kube.client.api import NOT_FOUND, ApiError, KubeApi, Object
+from holdfast_operator.kube.client.resources import PODS
 from holdfast_operator.kube.cluster.daemons import DaemonPod, TemplateRevision
 from holdfast_operator.kube.metrics import OperatorMetrics
 from holdfast_operator.reconciler.observe.views import Condition, Event
@@ -38,20 +38,6 @@ REPORTED_AFTER_S = 30.0
 """Seconds of waiting after which it is reported as an event."""
 
 
-class DeleteApi(Protocol):
-    """The part of `Api` that `Renewing` needs."""
-
-    async def delete(
-        self, resource: Resource, namespace: str, name: str, *, uid: str = "", grace_s: int = -1
-    ) -> Object: ...
-
-
-class TellsPeople(Protocol):
-    """The part of `Recorder` that `Renewing` needs."""
-
-    def post(self, about: Object, event: Event) -> None: ...
-
-
 class Renewing:
     """Replaces daemons of an older version. `run` it as a task.
 
@@ -61,24 +47,25 @@ class Renewing:
         revisions: revisions of their DaemonSet.
         jobs: standing of all jobs; None while they are not known yet.
         changed: called with nodes whose daemons became outdated, or are so no more.
+        post: posts an event about an object.
     """
 
     def __init__(
         self,
-        api: DeleteApi,
+        api: KubeApi,
         namespace: str,
         *,
         pods: Callable[[], Mapping[Any, DaemonPod]],
         revisions: Callable[[], Mapping[Any, TemplateRevision]],
         jobs: Callable[[], Iterable[JobStand] | None],
         changed: Callable[[frozenset[str]], None],
-        recorder: TellsPeople,
+        post: Callable[[Object, Event], None],
         metrics: OperatorMetrics,
         clock: Callable[[], float],
     ) -> None:
         self._api, self._namespace = api, namespace
         self._pods, self._revisions, self._jobs = pods, revisions, jobs
-        self._changed, self._recorder = changed, recorder
+        self._changed, self._post_about = changed, post
         self._metrics, self._clock = metrics, clock
         self._deleted: set[str] = set()
         """Uids of the pods that this process deleted, until they are gone."""
@@ -202,7 +189,7 @@ class Renewing:
         _log.info("%s: %s", reason, message)
         metadata = {"name": newest.owner_name, "namespace": self._namespace, "uid": newest.owner}
         about = {"apiVersion": "apps/v1", "kind": "DaemonSet", "metadata": metadata}
-        self._recorder.post(about, Event(reason=reason, message=message))
+        self._post_about(about, Event(reason=reason, message=message))
 
 
 def _serves(stand: DaemonStand | None) -> bool:

@@ -51,7 +51,7 @@ class Desk:
             revisions=lambda: self.revisions,
             jobs=lambda: self.jobs,
             changed=lambda nodes: self.changed.append(set(nodes)),
-            recorder=self,
+            post=self.post,
             metrics=self.metrics,
             clock=lambda: self.now,
         )
