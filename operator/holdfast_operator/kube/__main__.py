@@ -19,7 +19,7 @@ from holdfast_operator._environment import given
 from holdfast_operator.kube.client.api import connect
 from holdfast_operator.kube.http import ProbeServer
 from holdfast_operator.kube.metrics import OperatorMetrics
-from holdfast_operator.kube.operating import Operating
+from holdfast_operator.kube.operating import OperatorReplica
 from holdfast_operator.kube.options import Options, parse
 from holdfast_operator.kube.upgrade.uninstalling import release_finalizers
 from holdfast_protos.connections.identity import choose
@@ -69,7 +69,7 @@ async def _run(options: Options) -> bool:
         ]
         stack.push_async_callback(api.close)
         stack.push_async_callback(lease_api.close)
-        operating = Operating(options, api, lease_api, metrics, identity, _stop_on_signals)
+        operating = OperatorReplica(options, api, lease_api, metrics, identity, _stop_on_signals)
         http = ProbeServer(metrics.registry, operating.health)
         stack.push_async_callback(http.stop)
         await http.start(options.listen or "", options.http_port)
@@ -93,7 +93,7 @@ async def _leave(options: Options) -> bool:
     return True
 
 
-def _stop_on_signals(operating: Operating) -> None:
+def _stop_on_signals(operating: OperatorReplica) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, operating.stop)

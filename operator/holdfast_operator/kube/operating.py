@@ -56,7 +56,7 @@ from holdfast_operator.kube.pods.placeholders import (
 )
 from holdfast_operator.kube.pods.pods import TrainerPod, read_pod
 from holdfast_operator.kube.pods.trainers import PodIndex, Trainers
-from holdfast_operator.kube.upgrade.renewing import Renewing
+from holdfast_operator.kube.upgrade.daemon_upgrade import DaemonUpgrade
 from holdfast_protos.connections.identity import Identity
 
 _log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ LAST_EVENTS_S = 3.0
 """Time limit for posting the last events."""
 
 
-class Operating:
+class OperatorReplica:
     """One replica of the operator. `run` it.
 
     Args:
@@ -89,7 +89,7 @@ class Operating:
         lease_api: Api,
         metrics: OperatorMetrics,
         identity: Identity | None,
-        catch_signals: Callable[[Operating], None],
+        catch_signals: Callable[[OperatorReplica], None],
     ) -> None:
         self._options, self._api, self._metrics = options, api, metrics
         self._catch_signals = catch_signals
@@ -310,14 +310,14 @@ class Operating:
             watches["our own pods"] = self._watch(PODS, placed, options.namespace, room.SELECTOR)
         return watches
 
-    def _renewal(self) -> Renewing:
+    def _renewal(self) -> DaemonUpgrade:
         """What replaces daemons of an older version; it does nothing until it is run."""
-        return Renewing(
+        return DaemonUpgrade(
             self._api,
             self._options.namespace,
             pods=self._daemon_cache.all,
             revisions=self._revisions.all,
-            jobs=self._fleet.stands,
+            jobs=self._fleet.upgrade_requirements,
             changed=self._daemons_changed,
             post=self._recorder.post,
             metrics=self._metrics,

@@ -15,7 +15,7 @@ from typing import Any
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_operator.kube.client.api import NOT_FOUND, ApiError
 from holdfast_operator.kube.client.resources import JOBS
-from holdfast_operator.kube.job.starting import Starting
+from holdfast_operator.kube.job.starting import PodStarter
 from holdfast_operator.kube.job.world import LoopContext
 from holdfast_operator.kube.pods.pods import TrainerPod
 from holdfast_operator.reconciler.observe.counters import Outcome
@@ -46,7 +46,7 @@ _Work = partial[Coroutine[Any, Any, None]]
 """One action; its failures are counted under the name of its method."""
 
 
-class Acting:
+class ActionExecutor:
     """Carries out the decisions of one job's control loop.
 
     Args:
@@ -55,7 +55,7 @@ class Acting:
 
     def __init__(self, world: LoopContext, attempts: dict[int, int]) -> None:
         self._world = world
-        self._starting = Starting(world, attempts)
+        self._starting = PodStarter(world, attempts)
         self._stopping_since: dict[str, float] = {}
 
     @property

@@ -20,7 +20,7 @@ from holdfast_operator.kube.job.world import LoopContext
 from holdfast_operator.kube.metrics import OperatorMetrics
 from holdfast_operator.reconciler.failures.unprotected import TRAINS_UNPROTECTED
 from holdfast_operator.reconciler.observe.views import ConditionType, Event
-from holdfast_operator.reconciler.renewal import JobStand
+from holdfast_operator.reconciler.upgrade_plan import JobRequirements
 
 _log = logging.getLogger(__name__)
 
@@ -110,16 +110,16 @@ class Fleet:
 
     # --- what others ask ----------------------------------------------------------------------
 
-    def stands(self) -> list[JobStand] | None:
-        """Standing of every job that has one, for the replacement of daemons; None while there may
-        be a job that was not looked at yet."""
+    def upgrade_requirements(self) -> list[JobRequirements] | None:
+        """What jobs require of the replacement of their daemons, where they require anything; None
+        while there may be a job that no control loop has looked at yet."""
         if not self._all_known:
             listed = self._listed
             if listed is None or not all(map(self._is_known, listed, listed.values())):
                 return None
             self._all_known = True
-        found = (loop.stand() for loop in self._loops.values())
-        return [stand for stand in found if stand is not None]
+        required = (loop.upgrade_requirements() for loop in self._loops.values())
+        return [each for each in required if each is not None]
 
     def _is_known(self, key: str, uid: str) -> bool:
         loop = self._loops.get(key)

@@ -18,7 +18,7 @@ from holdfast_core.job.schema import COPY_ANNOTATION, RESUME_ANNOTATION
 from holdfast_operator.kube.client.api import ApiError, Object
 from holdfast_operator.kube.client.pacing import heartbeats_s, pause_s
 from holdfast_operator.kube.cluster.nodes import Wants, wants_of
-from holdfast_operator.kube.job.acting import Acting
+from holdfast_operator.kube.job.acting import ActionExecutor
 from holdfast_operator.kube.job.finalizer import FINALIZER
 from holdfast_operator.kube.job.pod_source import FollowedPods, OwnPods, PodSource
 from holdfast_operator.kube.job.recovery_log import RecoveryLog
@@ -26,7 +26,7 @@ from holdfast_operator.kube.job.starting import RETRY_S
 from holdfast_operator.kube.job.status import recoveries_of, refusal_status, status_of
 from holdfast_operator.kube.job.status_writer import StatusWriter
 from holdfast_operator.kube.job.world import LoopContext
-from holdfast_operator.kube.kueue.queueing import Queueing
+from holdfast_operator.kube.kueue.queueing import JobQueue
 from holdfast_operator.kube.pods.pods import TrainerPod, pod_names
 from holdfast_operator.kube.pods.shared_objects import BEING_COLLECTED
 from holdfast_operator.reconciler.observe.counters import from_document
@@ -44,8 +44,8 @@ from holdfast_operator.reconciler.observe.views import (
     Suspension,
 )
 from holdfast_operator.reconciler.reconcile import reconcile
-from holdfast_operator.reconciler.renewal import JobStand, stand_of
 from holdfast_operator.reconciler.report.conditions import INSECURE
+from holdfast_operator.reconciler.upgrade_plan import JobRequirements, requirements_of
 
 _log = logging.getLogger(__name__)
 
@@ -100,13 +100,13 @@ class JobLoop:
             interval_s=self._status_s,
             count=lambda result: world.metrics.add("status_writes", result=result),
         )
-        self._acting = Acting(world, _attempts(status))
-        self._queueing = Queueing(world.queues)
+        self._acting = ActionExecutor(world, _attempts(status))
+        self._queue = JobQueue(world.queues)
         self._suspension: Suspension | None = None
         """Why the job's queue keeps it from running."""
         self.looked_at = world.clock()
         self.has_looked = False
-        """Whether it has looked at the job, so that the job's standing is known."""
+        """Whether it has looked at the job, so that what the job requires is known."""
 
     @property
     def key(self) -> str:
@@ -197,7 +197,7 @@ class JobLoop:
             assert self._refusal is not None
             return await self._refuse(self._refusal)
         ended = self._state.outcome is not None
-        refusal = self._queueing.refusal(self._job, ended=ended)
+        refusal = self._queue.refusal(self._job, ended=ended)
         if refusal is not None:
             return await self._refuse(refusal)
         return await self._look(self._job)
@@ -260,9 +260,9 @@ class JobLoop:
 
     async def _look(self, asked: MoETrainingJob) -> float:
         ended = self._state.outcome is not None
-        turn = await self._queueing.look(asked, ended=ended)
-        job, wants = turn.job, turn.wants
-        self.wants, self._suspension = wants, turn.suspension
+        queue = await self._queue.read_decision(asked, ended=ended)
+        job, wants = queue.job, queue.wants
+        self.wants, self._suspension = wants, queue.suspension
         world, now = self._world, self._world.clock()
         began_s = world.worked_s()
         before = self._state
@@ -293,7 +293,7 @@ class JobLoop:
         await world.placeholders.keep(job, decision.shortage)
         if self._refusal is None or decision.state.membership is not None:
             there = self._pods()  # also those that were created meanwhile
-            failed += await self._queueing.follow(asked, there, pending, observed, decision, text)
+            failed += await self._queue.follow(asked, there, pending, observed, decision, text)
         for event in failed:
             world.recorder.post(self._resource, event)
         late = world.attention.late()
@@ -332,19 +332,19 @@ class JobLoop:
             if new and condition.reason != BEING_COLLECTED:  # it passes
                 self._report(Refusal(reason=kind.value, message=condition.message))
 
-    def stand(self) -> JobStand | None:
-        """Standing of the job for the replacement of its daemons; None when there is none."""
+    def upgrade_requirements(self) -> JobRequirements | None:
+        """What the job requires of the replacement of its daemons; None when nothing."""
         server, now = self._world.server, self._world.clock()
         if self._job is None or self._state.membership is None:
             if self._state.outcome is not None or not was_placed(self._state):
                 return None
             homes = self._state.homes or tuple(sorted(server.nodes()))
             hold = "its daemons have not connected yet"
-            return JobStand(key=self.key, groups=(homes,), hold=hold)
+            return JobRequirements(key=self.key, groups=(homes,), hold=hold)
         names = [member.node for member in self._state.membership.members]
         nodes = {name: server.view(name, self.key) or NodeView(name=name) for name in names}
         observed = ClusterView(nodes=nodes, suspension=self._suspension)
-        return stand_of(self._job, self._state, observed, now)
+        return requirements_of(self._job, self._state, observed, now)
 
     def _pods(self) -> list[TrainerPod]:
         return self._source.pods(self.key, self.uid)

@@ -33,7 +33,7 @@ _SHARED = -1
 """Stands for what the pods share among the members whose pods were refused."""
 
 
-class Starting:
+class PodStarter:
     """Creates the pods of one job.
 
     Args:

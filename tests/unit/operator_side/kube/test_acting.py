@@ -14,7 +14,7 @@ from samples import make_job
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_operator.kube.client.api import ApiError
-from holdfast_operator.kube.job.acting import Acting
+from holdfast_operator.kube.job.acting import ActionExecutor
 from holdfast_operator.kube.job.world import LoopContext
 from holdfast_operator.kube.metrics import OperatorMetrics
 from holdfast_operator.reconciler.observe.views import (
@@ -65,7 +65,7 @@ def carry_out_twice(
     seen = ClusterView(nodes={}, agents=())
 
     async def scenario() -> tuple[list[Event], list[Event], ApiError | None]:
-        hands = Acting(cast(LoopContext, world), {})
+        hands = ActionExecutor(cast(LoopContext, world), {})
         turns = []
         for _ in range(2):
             work = hands.carry_out(make_job(), ControlState(), decision, [], seen, True)
@@ -104,7 +104,7 @@ def test_a_copy_is_asked_for_of_the_jobs_daemons() -> None:
     job, seen = make_job(), ClusterView(nodes={}, agents=())
 
     async def scenario() -> list[Event]:
-        hands = Acting(cast(LoopContext, world), {})
+        hands = ActionExecutor(cast(LoopContext, world), {})
         return await hands.carry_out(job, ControlState(), decision, [], seen, True)
 
     assert asyncio.run(scenario()) == []
@@ -151,7 +151,7 @@ def test_a_pod_replaces_a_lost_one_only_where_its_member_did_not_leave(
     later = Decision(actions=(StartAgent(member=2, node="new"),), state=lost.state)
 
     async def scenario() -> None:
-        hands = Acting(cast(LoopContext, world), {})
+        hands = ActionExecutor(cast(LoopContext, world), {})
         await hands.carry_out(make_job(), before, lost, [], seen, True)
         await hands.carry_out(make_job(), lost.state, later, [], seen, True)
         while hands.pending:

@@ -10,7 +10,7 @@ from samples import make_job
 
 from holdfast_operator.kube.client.api import ApiError
 from holdfast_operator.kube.client.watches import Cache
-from holdfast_operator.kube.job.acting import Acting
+from holdfast_operator.kube.job.acting import ActionExecutor
 from holdfast_operator.kube.metrics import OperatorMetrics
 from holdfast_operator.kube.pods.manifests import TrainerVolume
 from holdfast_operator.kube.pods.pods import TrainerPod, read_pod
@@ -41,11 +41,11 @@ class World:
         self.now += 100.0
         return self.now
 
-    def acting(self) -> Acting:
-        return Acting(self, {})  # type: ignore[arg-type]
+    def acting(self) -> ActionExecutor:
+        return ActionExecutor(self, {})  # type: ignore[arg-type]
 
 
-def carry_out(acting: Acting, *turns: list[StartAgent]) -> list[list[Event]]:
+def carry_out(acting: ActionExecutor, *turns: list[StartAgent]) -> list[list[Event]]:
     """What each of the turns could not do; what each began has ended before the next."""
 
     async def scenario() -> list[list[Event]]:
