@@ -1,9 +1,8 @@
-"""The Control service: daemons dial in, heartbeats become views, memberships go to the daemons.
+"""The Control service: daemons connect, heartbeats become views, memberships go to the daemons.
 
 Level-triggered like everything else: a daemon that reports an older membership than the published
-one is sent the published one, whatever was sent to it before. The server stores nothing: all that
-it holds comes back with the next heartbeats. It must not decide: its owner, which `on_evidence`
-wakes, does.
+one receives the published one, whatever was sent before. The server stores nothing: its whole state
+comes back with the next heartbeats. It decides nothing: its owner does, whom `on_evidence` wakes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""`python -m holdfast_operator.crd` prints the resource; with `--reference PAGE`, the page with its
-reference generated anew; with `--settings`, the SDK's module of settings."""
+"""`python -m holdfast_operator.crd` prints the resource. With `--reference PAGE` it prints the page
+with its reference regenerated; with `--settings`, the SDK's module of settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`holdfast-operator`: parses, wires, runs; or prepares its own removal.
+"""`holdfast-operator`: parses the command line, wires the operator and runs it, or prepares its
+removal.
 
 Exit codes: 0 stopped on request, 1 the Lease was lost, 2 it cannot start.
 """

@@ -1,8 +1,8 @@
 """Health of the operator, for probes. Pure.
 
-An operator that waits for its Lease is well. A leader is unwell when it has not looked at a job, or
-a watch has neither received nor tried anything, for far longer than normal: then something hangs
-that only a new process can fix. An unreachable API server does not make an operator unwell.
+An operator that waits for its Lease is healthy. A leader is unhealthy when a job has had no turn,
+or a watch has neither received nor tried anything, for far longer than normal: then something hangs
+that only a new process can fix. An unreachable API server does not make an operator unhealthy.
 """
 
 from __future__ import annotations

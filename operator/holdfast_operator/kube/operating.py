@@ -1,4 +1,5 @@
-"""One replica of the operator, wired: it waits for its Lease, then leads until it ends."""
+"""One replica of the operator, with its wiring: it waits for its Lease, then leads until it
+ends."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The command line of `holdfast-operator`. The name, namespace and address of its pod come from the
-environment, which flags override."""
+"""The command line of `holdfast-operator`. Name, namespace and address of its pod come from the
+environment; flags override them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which node a member lives on: the first placement, moves, the choice of a spare, addresses.
+"""Chooses the node of each member: the first placement, moves, spares, changes of addresses.
 
 Pure. Ties break by name, so that a restarted control loop decides the same.
 """

@@ -1,30 +1,30 @@
-"""The reconciler: from what is observed to what must be done, without I/O and without a clock.
+"""The reconciler: from the observation to the actions, without I/O and without a clock.
 
 One reconciler serves every adapter. It is level-triggered: it may be called at any time, any number
 of times, and after it has lost its memory, since epoch and membership come back from the daemons'
 heartbeats (invariant 6). It must not depend on what an agent or a node is made of.
 
-Each rule is given the look and the state that the rule before returned. It returns a step: a state,
-actions, events, and perhaps a text on what is waited for, which ends the look (`steps`). The rules
-keep to this:
+Each rule receives the observation and the previous rule's state. It returns a `RuleResult`: a
+state, actions, events, and perhaps a text on what the job waits for, which ends the turn (`rules`).
+The rules keep to this:
 
-0. Absence of evidence is no evidence of absence (invariant 7): what was protected is given up only
-   by a daemon's own word that it does not hold it, by the end of its node, or by a person. So a job
-   that the status remembers as placed is not placed anew before each of its members' daemons has
-   spoken, or its node is gone (`remembered`); until then its membership is adopted from the first
-   daemon that reports it.
-1. A recovery publishes a new epoch, one more than every epoch ever seen. So do the first
-   placement, the end of a suspension and members that join, and nothing else but what rule 5 names.
-   A change of addresses alone raises the revision. An epoch that is known but not confirmed by all
-   its daemons is published again unchanged.
-2. While a member's daemon is silent, but not long enough to be lost, nothing is begun: an epoch
-   needs all its daemons, and other failures are handled together with the loss. A node that may
-   still live gets more time while its parity group could not bear its loss (`protection`).
+0. Absence of evidence is no evidence of absence (invariant 7): protected state is given up only
+   when a daemon reports that it does not hold it, when its node has ended, or when a person decides
+   so. So a job that the status remembers as placed is placed again only when each of its members'
+   daemons has reported, or its node is gone (`remembered`); until then its membership is adopted
+   from the first daemon that reports it.
+1. A recovery publishes a new epoch, one more than every epoch ever seen. So do the first placement,
+   the end of a suspension and members that join, and otherwise only what rule 5 names. A change of
+   addresses alone raises the revision. An epoch that is known but not confirmed by all its daemons
+   is published again unchanged.
+2. While a member's daemon is silent, but not long enough to be lost, nothing begins: an epoch needs
+   all its daemons, and other failures are handled together with the loss. A node that may still
+   live gets more time while its parity group could not bear its loss (`protection`).
 3. After a lost rank, a failed agent or a hang, the same members begin a new epoch where they are.
    When a node is lost, a spare takes its place. A member that the cluster evicts, or finds no room
-   for, moves to a spare while its parity group can rebuild it (`replacing`). The job goes on
-   without members that no spare is left for, or that could not start their ranks at once, down to
-   `minNodes` (`shrinking`). Their agents get ready where they will be (`joining`), and then they
+   for, moves to a spare while its parity group can rebuild it (`replacing`). The job continues
+   without members for which no spare is left, or that could not start their ranks at once, down to
+   `minNodes` (`shrinking`). Their agents get ready on their future nodes (`joining`), and then they
    join (`growing`). Below `minNodes` the job waits, until a rule of the user ends it (`waiting`).
 4. Failure rules: the first that matches a cause gives its action (`failure_rules`). A lost node
    cannot be restarted in place, so it is replaced unless its rule is Fail. After an epoch that
@@ -32,15 +32,15 @@ keep to this:
    first step, again and again, has failed (`trainer_failures`).
 5. A job does not start again from nothing once a generation was protected (without redundancy:
    complete). If no recovery line is left, in memory or in durable storage, it fails, unless
-   processes that have outlived their world may have everything between them: only they know
+   processes that have outlived their world may have the whole state between them: only they know
    (`staying`). Before that point a fresh start breaks no promise, and happens; so it does when a
    person has changed the shape of a suspended job (`suspending`). An epoch that does not come after
    those in storage is followed by one that does (`stored_copies`).
 6. For each notice that a member's node will be taken away, a copy in durable storage is requested,
-   whatever else is done about it (`notices`).
-7. On some spares an agent waits, and becomes that of the member that moves there (`standby`).
-8. A job that is complete frees its memory in the daemons; one that has failed keeps it for a while,
-   and goes on if a person asks for that (`keeping`). Both are deleted when their time is over
+   whatever else happens (`notices`).
+7. On some spares an agent waits, ready for a member that moves there (`standby`).
+8. A job that is complete frees its memory in the daemons; a failed job keeps it for a while, and
+   continues if a person resumes it (`keeping`). Both are deleted when their time is over
    (`deadlines`).
 """
 

@@ -2,8 +2,8 @@
 
 A daemon that is replaced is away for some seconds. Its memory stays, but meanwhile its parity
 groups protect no new snapshot, and bear one loss less. So only one daemon of each group is away at
-a time, and none of a group that could not bear the loss of a member, if its job has something to
-lose.
+a time. If the job has something to lose, no daemon is replaced in a group that could not bear the
+loss of a member.
 """
 
 from __future__ import annotations

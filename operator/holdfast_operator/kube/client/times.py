@@ -1,4 +1,4 @@
-"""Both clocks at one moment. Pure."""
+"""A monotonic and a wall clock, read at the same moment. Pure."""
 
 from __future__ import annotations
 

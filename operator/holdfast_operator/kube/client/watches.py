@@ -1,11 +1,11 @@
-"""Copies of some of the API's objects, kept up to date by one list and then a watch that resumes.
+"""Copies of API objects, kept up to date by one list and a watch that resumes after it.
 
 The official client has a watch (it decodes every object into models and gives up on connection
 errors) and an informer (threads). kopf's watches feed handlers, cost several times as much, and do
-not report which objects were deleted while a watch had expired. This one keeps parsed objects, so
+not report which objects were deleted while a watch had expired. This watch keeps parsed objects, so
 that each version is parsed once, and reports each change.
 
-It never relists without need: bookmarks keep the resource version fresh, and only a 410 makes it
+It lists again only when it must: bookmarks keep the resource version fresh, and only a 410 makes it
 start over.
 """
 

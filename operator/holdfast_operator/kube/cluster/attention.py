@@ -1,7 +1,8 @@
 """Tracks whether this process has been listening, and notices daemons that fall silent.
 
-A silent daemon sends no event, so the operator must look, once for all jobs. And a process that was
-itself held up has not read the heartbeats that came: silence from before proves nothing.
+A silent daemon sends no event, so the operator checks all daemons regularly, once for all jobs. A
+process that was itself held up has not read the heartbeats that arrived: then earlier silence
+proves nothing.
 """
 
 from __future__ import annotations

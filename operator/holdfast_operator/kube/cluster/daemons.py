@@ -1,7 +1,7 @@
-"""Tracks when daemons' pods start and end, where their heartbeats cannot show it. Pure.
+"""Tracks starts and ends of daemons' pods where heartbeats cannot show them. Pure.
 
-A daemon on a living node that is ended on purpose, or was just started again, is worth waiting for:
-its memory is still there.
+A daemon on a living node that was stopped on purpose, or has just been started again, is worth
+waiting for: its memory is still there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Views of nodes for the reconciler: a node's object in the API, joined with its daemon's reports.
+"""Views of nodes for the reconciler: a node's API object, joined with its daemon's reports.
 
-Pure. Whether a pod of the job could run on a node is judged as the scheduler would, as far as the
-node's own object and the pods of trainers show; the scheduler has the last word.
+Pure. It judges as the scheduler would whether a pod of the job could run on a node, from the node's
+own object and the trainers' pods; the scheduler has the last word.
 """
 
 from __future__ import annotations

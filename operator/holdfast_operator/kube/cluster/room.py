@@ -1,8 +1,8 @@
-"""What pods that are no trainers take from their nodes: other people's, and our own daemons'.
+"""Resources that pods other than trainers use on their nodes: other people's pods and our daemons.
 
-Trainers are counted by the nodes that jobs have chosen, also before their pods exist. This counts
-what is beside them, as far as the operator may see it: with watched namespaces, the pods in these
-and in its own. The scheduler has the last word.
+Trainers are counted by the nodes that jobs have chosen, even before their pods exist. This module
+counts everything else that the operator may see: with watched namespaces, the pods in these
+namespaces and in its own. The scheduler has the last word.
 """
 
 from __future__ import annotations

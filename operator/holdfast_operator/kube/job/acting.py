@@ -1,7 +1,7 @@
-"""Carries out what was decided for one job, by requests to the API server and the daemons.
+"""Carries out the decisions for one job, by requests to the API server and messages to the daemons.
 
-Any action may fail: the next look sees what is there and decides anew. So a failure is reported as
-an event and otherwise forgotten.
+Any action may fail: the next turn of the control loop observes the result and decides again. So a
+failure is reported as an event and otherwise forgotten.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""All jobs of this operator: a control loop for each, and what wakes it."""
+"""All jobs of this operator: a control loop for each, and the events that wake it."""
 
 from __future__ import annotations
 

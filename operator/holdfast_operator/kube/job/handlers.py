@@ -1,9 +1,9 @@
-"""A job's life in kopf's handlers: one of kopf's daemons hosts its control loop, and its deletion
-frees memory.
+"""The life of a job in kopf's handlers: one of kopf's daemons hosts its control loop, and its
+deletion frees memory.
 
-kopf watches jobs, keeps the finalizer, and begins and ends its daemons. It writes nothing else into
-a job: the control loop is level-triggered, so it needs neither the progress of handlers nor the
-last version that they handled.
+kopf watches jobs, keeps the finalizer, and starts and stops its daemons. It writes nothing else
+into a job: the control loop is level-triggered, so it needs neither the progress of handlers nor
+the last version that they handled.
 """
 
 from __future__ import annotations

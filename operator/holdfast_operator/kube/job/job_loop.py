@@ -1,8 +1,8 @@
-"""The control loop of one job: observe, reconcile, write the status, carry out; and again.
+"""The control loop of one job. Each turn observes, reconciles, writes the status, and acts.
 
-Level-triggered: it looks when something has changed and when a deadline may have passed. Its memory
-may be lost at any time: what must not be lost is in the status before the loop acts on it. It
-decides nothing about failures.
+Level-triggered: it takes a turn when something has changed and when a deadline may have passed. Its
+memory may be lost at any time: whatever must survive is in the status before the loop acts on it.
+It decides nothing about failures.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Where the pods of a job come from, as its control loop handles them.
+"""Where a job's pods come from: the operator makes them, or it follows those of another controller.
 
-The loop chooses a source when it reads the job, and asks nobody afterwards which one it is. The
-rules have a strategy of their own for the same two cases (`reconciler.rules.PodStrategy`).
+The control loop chooses a source when it reads the job, and nothing asks afterwards which one it
+is. The rules have a strategy of their own for the same two cases (`reconciler.rules.PodStrategy`).
 """
 
 from __future__ import annotations

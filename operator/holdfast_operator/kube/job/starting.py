@@ -1,12 +1,13 @@
-"""Creates the pods of one job's members, a few at a time, while its control loop goes on looking:
-thousands take long, and a failure must not wait for them.
+"""Creates the pods of one job's members, a few at a time, while its control loop continues:
+thousands of pods take long, and a failure must not wait for them.
 
-Decides nothing. A pod that is still to be created counts as an agent that is starting, as if it
-existed: so a look neither asks for it again nor misses it, and can take it back like a pod that has
-not started.
+It decides nothing. A pod that is still to be created counts as a starting agent, as if it existed:
+so the next turn neither requests it again nor misses it, and can cancel it like a pod that has not
+started.
 
-What the API server refuses, such as a pod above a quota, is tried again after pauses that grow, one
-pod at a time: each look asks for it, and no event would tell that it is accepted now.
+A pod that the API server refuses, for example because of a quota, is tried again after growing
+pauses, one pod at a time: each turn requests it, and no event announces that it would be accepted
+now.
 """
 
 from __future__ import annotations

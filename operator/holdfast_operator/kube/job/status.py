@@ -1,7 +1,7 @@
 """A job's status as the API shows it. Pure.
 
-A copy for readers: all of it may be deleted. A control loop that starts again reads back the
-`counters`, and what it carries on from: members, recoveries, times.
+The status is a copy for readers: all of it may be deleted. A new control loop reads back the
+`counters`, and the lists that it continues: members, recoveries, times.
 """
 
 from __future__ import annotations

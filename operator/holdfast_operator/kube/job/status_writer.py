@@ -1,7 +1,8 @@
-"""Writes one job's status: checked against other writers, throttled, and only when it changed.
+"""Writes one job's status: only when it has changed, at a limited rate, and checked against other
+writers.
 
-The API server takes long to write the status of a large job. The control loop waits for what must
-be stored before anything is done; what only users read is written beside the loop.
+The API server takes long to write the status of a large job. The control loop waits only for the
+fields that must be stored before it acts; fields that only users read are written beside the loop.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Parts that the control loops of all jobs share. It only holds them; `operating` makes it."""
+"""The parts that the control loops of all jobs share. `operating` makes them."""
 
 from __future__ import annotations
 

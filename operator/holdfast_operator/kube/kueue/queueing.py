@@ -1,8 +1,7 @@
-"""Kueue beside the control loop of a job: reads what its queue has decided, and keeps its Workload
-up to date.
+"""Kueue beside a job's control loop: reads its queue's decision, and keeps its Workload up to date.
 
-Level-triggered like the loop: what is to be written follows from what is there (`workloads`), and a
-write that failed is decided anew at the next look.
+Level-triggered like the loop: each write follows from the present state (`workloads`), and after a
+failed write the next turn decides again.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""A job as one Workload of Kueue: what the job asks for, what it was given, what is written next.
+"""A job as a Workload of Kueue: what the job requests, what it was given, and the next write.
 
 Kueue decides when a job gets its share of a quota, and may take it back. It knows jobs of other
 projects only by a Workload, which their own controllers make, follow and keep up to date, in the
 steps of Kueue's own reconciler of jobs (https://kueue.sigs.k8s.io/docs/concepts/workload/). The
-Workload is made when the job shall run, and deleted when it shall not. Until it is admitted, and
-after it was evicted, the job is suspended; its quota is given back once its pods are gone.
+Workload is created when the job shall run, and deleted when it shall not. The job is suspended
+until its Workload is admitted, and again after an eviction; its quota is given back once its pods
+are gone.
 
-Pure. It must not decide what becomes of members: for the reconciler a job that waits is suspended.
+Pure. It decides nothing about members: for the reconciler, a job that waits is suspended.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The objects that a job is made of: a pod for each member, and what all of them share. Pure.
+"""The objects of a job: a pod for each member, and the objects that its pods share. Pure.
 
 The trainer's container becomes the launcher, which starts the command of the template once for each
-rank. Everything else in the template that Holdfast does not need stays as it is.
+rank. Everything else in the template stays as it is, unless Holdfast needs it otherwise.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Pods that wait for nodes which a job lacks, so that autoscalers add them.
+"""Placeholder pods that wait for the nodes a job lacks, so that autoscalers add them.
 
-A member's own pod is made for a node. Where the cluster has none for it, no pod would wait, and no
-autoscaler would know. So a placeholder waits, with what the member's pod asks of a node: one for
-each node that is missing (`reconciler.report.shortage`). It runs nothing of the job, and goes as
-soon as the member has a node.
+A member's own pod is made for a node. If the cluster has none, no pod waits, and no autoscaler
+learns of the need. So a placeholder waits for each missing node (`reconciler.report.shortage`),
+with the requests of a member's pod. It runs nothing of the job, and is deleted as soon as the
+member has a node.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Why a pod ended, in the words of Kubernetes.
 
-The exit code of a container shows what happened to a process; the pod and its conditions show why.
-An eviction, a deadline and a node that shuts down all end a container by SIGKILL or SIGTERM, and a
-pod whose init container failed has no exit code of its own at all. Pure: it must not decide what
-follows, but which ends are the cluster's doing is written here, in one table.
+A container's exit code shows what happened to a process; the pod and its conditions show why. An
+eviction, a deadline and a node that shuts down all end a container by SIGKILL or SIGTERM, and a pod
+whose init container failed has no exit code of its own. Pure: this module does not decide what
+follows, but its one table says which ends the cluster has caused.
 """
 
 from __future__ import annotations

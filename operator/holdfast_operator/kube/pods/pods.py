@@ -1,8 +1,8 @@
-"""Reads trainers' pods for the reconciler. Pure, and tolerant: a pod is what a cluster made of it,
-not what was asked for.
+"""Reads trainers' pods for the reconciler. Pure, and tolerant, because the cluster may have changed
+them.
 
-A pod with a job's label and without an attempt's is adopted: another controller has made it. Its
-number comes from that controller (`NUMBERS`).
+A pod with a job's label but without an attempt's label is adopted: another controller has made it.
+Its number comes from that controller (`NUMBERS`).
 """
 
 from __future__ import annotations

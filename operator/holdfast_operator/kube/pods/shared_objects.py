@@ -1,11 +1,12 @@
-"""The objects that the pods of a job share: made where they are missing, and never another owner's.
+"""The objects that the pods of a job share: created where they are missing, and never another
+owner's.
 
-A name proves nothing. The object of a name may be a stranger's, or that of an earlier job of the
-name, which the garbage collector removes only after the new job has begun. So every object is
-compared by the uid of its owner: a stranger's is refused by name, and an earlier job's is waited
-for. Watches show what was deleted, so that a look costs no request.
+A name proves nothing. The object of a given name may belong to a stranger, or to an earlier job of
+the same name, whose objects the garbage collector removes only after the new job has begun. So the
+owner's uid of every object is compared: a stranger's object is refused with its name, and that of
+an earlier job is waited for. Watches show deletions, so that a turn costs no request.
 
-Decides nothing about pods.
+This module decides nothing about pods.
 """
 
 from __future__ import annotations

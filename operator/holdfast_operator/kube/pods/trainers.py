@@ -1,7 +1,7 @@
 """The pods of trainers: an index by job, and the requests that create and delete them.
 
-Every answer goes into the copy that the watch keeps, so that the next look of a control loop sees
-what the last one did. Decides nothing.
+Every answer goes into the watch's copy, so that the next turn of a control loop sees the effect of
+the previous one. This module decides nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Brings new versions to the nodes: deletes the daemons' pods, which their DaemonSet leaves to the
-operator (OnDelete). `holdfast_operator.reconciler.upgrade_plan` decides which, and when.
+"""Upgrades the daemons: deletes their pods, which their DaemonSet leaves to the operator
+(OnDelete). `holdfast_operator.reconciler.upgrade_plan` decides which, and when.
 
-Its memory may be lost at any time: pods carry their version, and show whether they serve.
+Its memory may be lost at any time: pods carry their version, and show whether they are ready.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`holdfast-operator release-finalizers`: prepares the uninstallation of the operator.
 
-A job with the operator's finalizer cannot be deleted without an operator, and neither can its
-namespace. So the finalizers go first. An operator that still runs would put them back: it is ended
-by taking its Lease, which no other process gets before `LEASE_S` have passed.
+Without an operator, a job with the operator's finalizer cannot be deleted, and neither can its
+namespace. So the finalizers are removed first. A running operator would add them again, so this
+command ends it by taking its Lease, which no other process gets before `LEASE_S` have passed.
 """
 
 from __future__ import annotations

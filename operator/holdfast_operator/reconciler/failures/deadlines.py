@@ -1,7 +1,7 @@
-"""How long a job may take, and how long it is kept after its end. Pure.
+"""How long a job may run, and how long it is kept after its end. Pure.
 
-Deadlines count from the first look at the job, or from its last resumption, as those of a
-Kubernetes Job do.
+As for a Kubernetes Job, deadlines count from the first turn of the job's control loop, or from its
+last resumption.
 """
 
 from __future__ import annotations

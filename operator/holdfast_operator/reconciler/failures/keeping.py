@@ -1,11 +1,10 @@
-"""What a failed job keeps, for how long, and how a person has it go on. Pure.
+"""What a failed job keeps, for how long, and how a person resumes it. Pure.
 
-A job that has failed may have failed for a reason that a person can remove: a rule that was too
-strict, a script, nodes that are back. So daemons keep what they hold for
-`failurePolicy.keepFailedSeconds`. In that time it can be persisted, and the job resumed: by a new
-text of an annotation, since it is the word of a person and nothing that follows from the spec. A
-resumed job goes on as one that was suspended does (`suspending`), its deadlines and the window of
-its restarts begin anew.
+A person may be able to remove the reason for a failure: a rule that was too strict, a script, nodes
+that are back. So daemons keep the job's snapshots for `failurePolicy.keepFailedSeconds`. During
+that time the job can be persisted, and resumed by a new value of an annotation, because resuming is
+a person's decision and does not follow from the spec. A resumed job continues like one that was
+suspended (`suspending`), and its deadlines and the window of its restarts start again.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Copies to durable storage that are made at once: because nodes will be taken away soon, or
+"""Copies to durable storage that are requested at once, because nodes will be taken away soon, or
 because a user asks for one. Pure.
 
-A notice leaves a minute or two. In that time a spare takes over the member if there is one, or the
-job goes on without it (`recovering`), and parity can bear a loss that comes alone. But notices
-often come to many nodes together, for one reason, and then none of this is enough: so the newest
-protected generation is copied at once, whatever else is done. Each notice leads to one request:
-daemons keep trying by themselves.
+A notice leaves a minute or two. In that time a spare takes over the member, or the job continues
+without it (`recovering`), and parity can bear a single loss. But notices often come to many nodes
+together, for one reason, and then none of this is enough: so the newest protected generation is
+copied at once, whatever else happens. Each notice leads to one request: daemons retry by
+themselves.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Last lines of failed trainers, and scripts that fail alike before their first step.
 
-A failure whose cause is in the script comes back in every restart: a missing import, a wrong
-argument. Until the job has completed a step, nothing shows that its script can run at all, so the
-same end three times in a row is an error of the job, not a fault to recover from. Ends are alike
-when both exit code and last line are: an exit code alone is too little. A rule on the exit code in
+A failure that the script causes returns in every restart: a missing import, a wrong argument. Until
+the job has completed a step, nothing shows that its script can run at all, so the same end three
+times in a row is an error of the job, not a fault to recover from. Two ends are alike when both
+exit code and last line are equal: an exit code alone is too little. A rule on the exit code in
 `failurePolicy.rules` overrides this. Pure.
 """
 

@@ -1,9 +1,9 @@
-"""Emit one event when a job trains unprotected for a reason that a person has to remove. Pure.
+"""Emits one event when a job trains unprotected for a reason that a person has to remove. Pure.
 
-Replicas have diverged, which the ranks find out (`holdfast._agree.replica_check`), or a daemon has
-no room for a rank's snapshots, or the SDK refuses to save what it could not restore. Daemons report
-it in their heartbeats, as the problem that keeps the job from being protected. Training goes on all
-the same: a rank without a session reports its steps as one with a session does.
+Such reasons are: ranks find that their replicas have diverged (`holdfast._agree.replica_check`), a
+daemon has no room for a rank's snapshots, or the SDK refuses to save state that it could not
+restore. Daemons report the reason in their heartbeats. Training continues: a rank without a session
+reports its steps like any other.
 """
 
 from __future__ import annotations

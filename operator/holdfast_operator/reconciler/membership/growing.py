@@ -1,11 +1,11 @@
-"""Let missing members join a job that went on without them, once their agents are ready. Pure.
+"""Lets missing members join a job that continued without them, once their agents are ready. Pure.
 
-Growing costs a recovery of all members, so it waits for the next generation that is protected: as
-little as possible is trained twice. Members that left although a node was there for them join then.
-Nodes that came later wait for `joinWaitSeconds` first, in which more may come. A job does not wait
-for a protected generation longer than another `joinWaitSeconds`, unless it would train more than
-twice that time again: then protection is behind, or rare, and growing would cost more than it
-brings. Nothing has failed, so nothing is counted.
+Growing costs a recovery of all members, so it waits for the next protected generation: as little as
+possible is trained twice. Members that left although a node was available join then. Nodes that
+came later first wait for `joinWaitSeconds`, during which more may come. A job waits for a protected
+generation no longer than another `joinWaitSeconds`, unless it would train more than twice that time
+again: then protection is behind, or rare, and growing would cost more than it gains. Nothing has
+failed, so nothing is counted.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Agents of missing members start, and wait, before their members join. Pure.
+"""Starts agents of missing members before these members join. Pure.
 
 Starting an agent takes seconds in which no rank of the world could train, so a member joins only
-once its agent waits for a world. Until then the agent is no part of the world: its daemon tells it
-to wait, and its end is neither a cause nor a restart. It is started again, on any node that is
-free, but not soon on the same one: the pause doubles each time that an agent of a missing member
-ends on the node, and each time that a member joins there, so that a node on which members join and
-die costs ever fewer recoveries.
+once its agent waits for a world. Until then the agent is not part of the world: its daemon tells it
+to wait, and its end is neither a cause nor a restart. It is started again on any free node, but not
+soon on the same one: the pause doubles each time that an agent of a missing member ends on the
+node, and each time that a member joins there, so that a node on which members join and die costs
+ever fewer recoveries.
 
-This module must not decide when members join: `growing` does.
+`growing`, not this module, decides when members join.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Handling of failures: failure rules, replacement, restart, the next epoch.
+"""Handles failures: failure rules, replacement, restart, the next epoch.
 
-Pure. Rules 1 to 4 of `reconcile`, which calls `recover` at every look.
+Pure. Implements rules 1 to 4 of `reconcile`, which calls `recover` in every turn.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Which members of the next epoch live on another node, and which must but cannot. Pure.
+"""Chooses which members move to another node in the next epoch, and finds those that must but
+cannot. Pure.
 
-A member whose memory is lost takes whatever spare there is. One whose memory is still there leaves
-it behind, and must be rebuilt from its parity group: so members of a group move only while the
-group could bear the loss of all that are away (`protection`).
+A member whose memory is lost takes any spare. A member whose memory is still there leaves it
+behind, and its parity group must rebuild it: so members of a group move only while the group could
+bear the loss of all that are away (`protection`).
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Which members the next epoch goes on without, and how few of them are enough. Pure.
+"""Chooses the members that the next epoch leaves out, and how few members are enough. Pure.
 
 A job with `minNodes` below `nodes` waits neither for a node nor for an agent: a member that could
 not start its ranks at once leaves, and joins again when its agent waits for a world (`joining`,
-`growing`). It could if an agent is where it will be: its own, when only ranks are lost, or one that
-waits on a spare. Without a spare it leaves too, and joins when a node comes. Below `minNodes` the
-job waits, as one without `minNodes` does (`waiting`). Whoever is ready to join comes along with any
-epoch.
+`growing`). It can start them if an agent is where the member will be: its own, when only ranks are
+lost, or one that waits on a spare. Without a spare the member leaves too, and joins when a node
+comes. Below `minNodes` the job waits, like one without `minNodes` (`waiting`). Members that are
+ready to join do so in any new epoch.
 
 Members whose memory may still be there leave only while their parity groups can rebuild it
-(`replacing`), however long that takes. Those that still train leave right after a generation was
+(`replacing`), however long that takes. Members that still train leave right after a generation was
 protected, so that nothing is trained twice.
 """
 

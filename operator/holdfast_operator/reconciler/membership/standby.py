@@ -1,12 +1,12 @@
 """Agents that wait on spares, so that a member that moves there has one at once. Pure.
 
-Starting an agent means starting an interpreter and importing torch, twice: seconds in which all
-ranks stand still. A standby agent has done both. It waits for the world as any agent does, and
-belongs to no member, so nothing here is evidence of a failure: one that ends is started again,
-after a pause. When a member moves to its node, `StartAgent` makes it that member's.
+Starting an agent means starting an interpreter and importing torch, twice: seconds in which no rank
+trains. A standby agent has done both. It waits for the world like any agent, and belongs to no
+member, so it is never evidence of a failure: one that ends is started again after a pause. When a
+member moves to its node, `StartAgent` gives the agent to that member.
 
 Standby agents wait on the spares that would be taken first. They start while training runs: before
-that, the processor belongs to agents that are needed at once.
+that, agents that are needed at once have the processor.
 """
 
 from __future__ import annotations

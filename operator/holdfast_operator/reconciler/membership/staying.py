@@ -1,7 +1,7 @@
 """Which workers stay in their processes when the world changes. Pure; decides nothing.
 
 Each node's agent decides for its own workers: it keeps them if all of them follow their worlds and
-their member is not to be restarted. This module tells people beforehand.
+their member is not to be restarted. This module announces that to people beforehand.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What durable storage changes for the control loop. Pure.
+"""The effect of durable storage on the control loop. Pure.
 
 Daemons look into storage and decide what to load; the control loop does neither. But it needs two
-of their reports: that an earlier run of the same name left generations of later epochs there, which
-the job has to pass before it may begin, and that storage cannot be read, which people should see.
+of their reports: that an earlier run of the same name left generations of later epochs, which the
+job has to pass before it may begin, and that storage cannot be read, which people should see.
 """
 
 from __future__ import annotations

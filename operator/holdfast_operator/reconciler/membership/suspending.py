@@ -1,11 +1,11 @@
-"""Suspend a job, and resume it. Pure.
+"""Suspends a job, and resumes it. Pure.
 
-A person suspends it, or its queue does. A suspended job has no agents; daemons keep its snapshots,
-so that it goes on where it was. A job with `minNodes` does so with another number of nodes, too, if
-it was given one meanwhile: members that it has no longer leave, as in `shrinking`, and those that
-are new join. After any other change of its shape, no snapshot fits the new training world:
-snapshots are freed, members are placed anew, and training starts from the beginning. The user has
-asked for that; a failure never leads there (rule 5 of `reconcile`).
+A person suspends the job, or its queue does. A suspended job has no agents; daemons keep its
+snapshots, so that it continues where it stopped. A job with `minNodes` can also continue with
+another number of nodes: members beyond that number leave, as in `shrinking`, and new ones join.
+After any other change of its shape, no snapshot fits the new training world: snapshots are freed,
+members are placed again, and training starts from the beginning. The user has asked for that; a
+failure never leads there (rule 5 of `reconcile`).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A job that cannot go on without a node waits for one, for as long as that takes. Pure.
+"""A job that cannot continue without a node waits for one, for as long as that takes. Pure.
 
-No node is free for a member whose own is lost or takes no pods, and the job may not go on without
-that member (`shrinking`). What daemons hold stays where it is, as in a suspended job, and the
-agents of the others wait. A node may be away for its upgrade, or for its repair: hours are nothing
-unusual, and nothing is lost meanwhile. So only what the user has written ends the wait: a failure
-rule on NoReplacement whose action is Fail, or a deadline of the spec. Until then the job states
-what it waits for, since when, and what would end that.
+No node is free for a member whose own is lost or takes no pods, and the job may not continue
+without that member (`shrinking`). Daemons keep their snapshots, as in a suspended job, and the
+agents of the other members wait. A node may be away for hours, for an upgrade or a repair, and
+nothing is lost meanwhile. So only the user's settings end the wait: a failure rule on NoReplacement
+whose action is Fail, or a deadline of the spec. Until then the job reports what it waits for, since
+when, and what would end the wait.
 """
 
 from __future__ import annotations

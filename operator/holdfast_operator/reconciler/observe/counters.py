@@ -2,9 +2,9 @@
 
 The document has the form of the API around it: names in camelCase, times in RFC 3339. Inside, times
 are monotonic. An adapter reads both clocks once and passes the same pair each time, so that equal
-states give equal documents. It stores the document before it carries out the actions of the look: a
-recovery that was stored but not published is then not counted twice (`Counters.counted_epoch`), and
-one that was published is never lost from the count. Pure.
+states give equal documents. It stores the document before it carries out the actions of a turn: so
+a recovery that was stored but not published is not counted twice (`Counters.counted_epoch`), and
+one that was published is never missing from the count. Pure.
 """
 
 from __future__ import annotations

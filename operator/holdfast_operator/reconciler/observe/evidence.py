@@ -1,8 +1,8 @@
-"""Derive causes from observations: what has failed, in the words of events and conditions.
+"""Derives causes from observations: what has failed, in the words of events and conditions.
 
 Level-triggered: a cause is read from the present state, never remembered. Publishing a new epoch
-makes evidence from the old one void, so that a cause leads to one recovery. This module must not
-decide what is done about a cause: `recovering` does.
+voids the evidence from the old one, so that a cause leads to one recovery. `recovering`, not this
+module, decides what follows from a cause.
 """
 
 from __future__ import annotations

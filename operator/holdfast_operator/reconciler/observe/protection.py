@@ -1,10 +1,10 @@
 """Which members could be rebuilt from their parity groups if they were lost now. Pure.
 
 A parity group bears the loss of as many members as its redundancy allows. While that many are away,
-or their new memory is not filled yet, another loss would cost the generation that the job could go
-back to. During that time no member may be given up whose memory may still be there. What was
-protected before members left or joined is protected by the parity groups of that time, which those
-that left have weakened.
+or their new memory is not filled yet, another loss would cost the generation to which the job could
+go back. During that time no member may be given up whose memory may still be there. Generations
+from before members left or joined are protected by the parity groups of that time, without the
+members that have left.
 """
 
 from __future__ import annotations

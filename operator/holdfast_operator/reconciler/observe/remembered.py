@@ -1,15 +1,14 @@
-"""What a control loop that has just begun may conclude about a job that an earlier one has placed.
-Pure.
+"""What a new control loop may conclude about a job that an earlier control loop has placed. Pure.
 
 Epoch and membership come back from the daemons, but not at once: a daemon first has to notice that
-its control loop is gone, and to dial the next one; or it is being renewed, or held up. One that has
-not spoken is no evidence of anything. If it were taken for one that holds nothing, the job would be
-placed anew, in an epoch of its own, and the daemons that dial a moment later would be told that
-they are no longer in it, and free what they hold.
+its control loop is gone, and to connect to the next one; or it is being replaced, or held up. A
+daemon that has not reported proves nothing. If it counted as a daemon that holds nothing, the job
+would be placed again, in an epoch of its own, and daemons that connect a moment later would learn
+that they are no longer part of it, and free their snapshots.
 
-So the status remembers the members' nodes (`Counters.homes`), which were stored before their epoch
-was published, and what was protected is given up only by a daemon's own word that it does not hold
-it, by the end of its node, or by a person.
+So the status remembers the members' nodes (`Counters.homes`), which are stored before their epoch
+is published. Protected state is given up only when a daemon reports that it does not hold it, when
+its node has ended, or when a person decides so.
 """
 
 from __future__ import annotations

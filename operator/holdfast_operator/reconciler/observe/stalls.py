@@ -2,14 +2,14 @@
 
 While training runs, ranks report steps, and their silence is a hang. Before they have sessions, and
 after they have closed them, they report nothing: a rank that blocks while it loads its model, or a
-process that never ends, would hold its nodes for ever. So the control loop looks for signs that
-either gets on: launchers that run or have ended, ranks that follow their worlds or have sessions.
-Each one begins the wait anew. So does work that launchers see: a process that uses the processor,
-reads or writes may load for long, or train without a session, and nothing tells these apart from
-here. What has limits of its own is not waited for here: a launcher that does not run yet, snapshots
+process that never ends, would hold its nodes for ever. So the control loop looks for signs of
+progress: launchers that run or have ended, ranks that follow their worlds or have sessions. Each
+sign restarts the wait. So does work that launchers see: a process that uses the processor, reads or
+writes may load for long, or train without a session, and nothing here can tell these apart. This
+wait does not cover anything that has limits of its own: a launcher that does not run yet, snapshots
 that are rebuilt or loaded.
 
-This module must not decide what is done about a stall: `evidence` makes a cause of it.
+`evidence`, not this module, makes a cause of a stall.
 """
 
 from __future__ import annotations

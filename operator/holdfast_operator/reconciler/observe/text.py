@@ -1,4 +1,4 @@
-"""Lists and exit codes in words that stay short, for events and conditions. Pure."""
+"""Short texts on lists and exit codes, for events and conditions. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of two memberships of a job is newer, and which one a daemon's report leaves out."""
+"""Which of two memberships of a job is newer, and which one a daemon's report lacks."""
 
 from __future__ import annotations
 

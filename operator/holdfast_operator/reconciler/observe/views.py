@@ -1,10 +1,10 @@
-"""Frozen values that the reconciler sees, remembers and decides.
+"""Frozen values that the reconciler observes, remembers and decides.
 
 One vocabulary for every adapter: in a local run an agent is a process and a node is a directory, in
 Kubernetes they are a pod and a node. Nothing here depends on which. All times are seconds of one
-monotonic clock, the same that `reconcile` is given as `now`.
+monotonic clock, the same whose time `reconcile` receives as `now`.
 
-Values that every heartbeat and every look make anew for each of thousands of nodes are
+Values that every heartbeat and every turn create for each of thousands of nodes are
 msgspec.Structs. These are made and copied many times faster than dataclasses, and the garbage
 collector ignores them: they are never part of a cycle.
 """

@@ -1,4 +1,4 @@
-"""Derive the job's conditions from what is observed and remembered. Pure; decides nothing."""
+"""Derives the job's conditions from the observation and the state. Pure; decides nothing."""
 
 from __future__ import annotations
 

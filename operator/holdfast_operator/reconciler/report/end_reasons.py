@@ -1,12 +1,13 @@
-"""Why agents and ranks ended, where that is known late, or says more than one end alone.
+"""Why agents and ranks ended, where the reason comes late, or several ends together mean more than
+one.
 
-A container that the kernel or the cluster ends takes its launcher along, so its daemon sees no more
+When the kernel or the cluster ends a container, its launcher ends too, so the daemon sees no more
 than a broken connection, and a recovery begins. The reason comes with the pod's status, a second or
-two later, when the next epoch has begun. It is told then, in an event and in the history.
+two later, when the next epoch has begun. It is reported then, in an event and in the history.
 
-Memory that is short at one step is short there again: nothing that a restart changes. Three ends at
-the same step are an error of the job, with advice. Memory that a process loses over hours is
-another matter: training gets on between the ends, and restarts go on as after any failure. Pure.
+Memory that runs out at a certain step runs out there again: a restart changes nothing. Three ends
+at the same step are an error of the job, with advice. Memory that a process loses over hours is
+different: training progresses between the ends, and restarts continue as after any failure. Pure.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What recoveries cost a job whose snapshots leave experts out. Pure.
+"""The tokens that recoveries cost a job whose snapshots leave experts out. Pure.
 
 Daemons report sums by layer of their ranks' tokens (`holdfast_core.experts.loss_reports`). Only
 here do the reports of all ranks become the job's figures, and only when every rank has reported in
-this epoch: until then, such as during a recovery, the earlier figures stand, so that neither the
+this epoch: until then, such as during a recovery, the earlier figures stay, so that neither the
 condition nor its event depends on which rank reports first.
 
-This module must not decide how many experts a snapshot holds: trainers do.
+Trainers, not this module, decide how many experts a snapshot holds.
 """
 
 from __future__ import annotations

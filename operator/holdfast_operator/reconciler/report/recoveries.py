@@ -1,6 +1,7 @@
-"""History of recoveries: what was lost, what was restored from where, how long it took.
+"""History of recoveries: what was lost, what was restored from where, and how long it took.
 
-Pure: it follows what the control loop saw and decided. For people only; nothing depends on it.
+Pure. It follows the control loop's observations and decisions. It is for people only; nothing
+depends on it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Uneven copies of experts: what trainers report of their plan, as a condition and events. Pure.
+"""Uneven copies of experts: the plan that trainers report, as a condition and events. Pure.
 
-All ranks of a world have the same plan, so the newest report counts, whichever daemon it comes
-from. This module must not decide where experts lie: trainers do.
+All ranks of a world have the same plan, so the newest report counts, whichever daemon sends it.
+Trainers, not this module, decide where experts lie.
 """
 
 from __future__ import annotations

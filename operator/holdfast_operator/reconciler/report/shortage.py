@@ -1,4 +1,4 @@
-"""How many nodes a job lacks: for each of them a pod waits, so that autoscalers add one. Pure."""
+"""How many nodes a job lacks. A placeholder waits for each, so that autoscalers add one. Pure."""
 
 from __future__ import annotations
 
