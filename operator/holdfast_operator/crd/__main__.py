@@ -30,7 +30,7 @@ def definition_text() -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Print what is asked for; returns 2 when the arguments are invalid."""
+    """Print what the arguments ask for; return 2 when they are invalid."""
     match arguments:
         case []:
             sys.stdout.write(definition_text())

@@ -21,7 +21,7 @@ class Health:
     ready: bool
     """Whether all watches of a leader have their first lists, and daemons can connect."""
     oldest_look_s: float = 0.0
-    """Seconds since the last look at the job that has gone longest without one."""
+    """Seconds since the last turn of the job that has waited longest for one."""
     watches_s: tuple[tuple[str, float], ...] = ()
     """(kind of object, seconds since its watch last received something or tried to)."""
 

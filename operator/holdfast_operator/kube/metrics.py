@@ -135,7 +135,7 @@ class OperatorMetrics:
 
     def replace_all(self, name: str, values: Mapping[tuple[str, ...], float], /) -> None:
         """Make `values` all the series of the gauge `name`, by the values of its labels in order. A
-        series that stays has no gap: an alert would begin to wait anew."""
+        series that stays has no gap: after a gap, an alert would begin to wait again."""
         gauge = self._collectors[name]
         assert isinstance(gauge, Gauge)
         for labels, value in values.items():

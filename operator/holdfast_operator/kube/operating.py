@@ -312,7 +312,7 @@ class OperatorReplica:
         return watches
 
     def _renewal(self) -> DaemonUpgrade:
-        """What replaces daemons of an older version; it does nothing until it is run."""
+        """The upgrade of daemons; it does nothing until it is run."""
         return DaemonUpgrade(
             self._api,
             self._options.namespace,

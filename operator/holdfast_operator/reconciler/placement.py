@@ -35,9 +35,9 @@ class Moves:
     to: dict[int, NodeView] = field(default_factory=dict)
     """Member → its node in the next epoch; its present node when only the memory is new."""
     unplaced: list[int] = field(default_factory=list)
-    """Members that cannot go on where they are, and for which there is no node."""
+    """Members that cannot continue where they are, and for which there is no node."""
     held: list[int] = field(default_factory=list)
-    """Members that cannot go on where they are, but whose memory must not be left behind yet."""
+    """Members that cannot continue where they are, but whose memory must not be left behind yet."""
     silent: list[int] = field(default_factory=list)
     """Members whose daemons are silent, and whose memory, which may be there, nothing could
     replace: neither their parity groups nor durable storage."""
@@ -50,7 +50,7 @@ class Moves:
     lost: frozenset[int] = frozenset()
     """Members whose memory is lost."""
     leaving: frozenset[int] = frozenset()
-    """Members that the next epoch goes on without."""
+    """Members that the next epoch leaves out."""
     order: tuple[int, ...] = ()
     """Order of the members, where it is not that of their indices."""
     later: dict[int, NodeView] = field(default_factory=dict)
@@ -66,8 +66,8 @@ class Moves:
         }
 
     def in_words(self, membership: Membership) -> str:
-        """Text on which node takes over which member, and how many go on; empty when no member
-        leaves its node."""
+        """Text on which node takes over which member, and how many members continue; empty when no
+        member leaves its node."""
         away = self.away(membership).keys() - self.leaving
         if len(away) == 1:
             takes = f"spare {self.to[next(iter(away))].name} takes over"
@@ -192,14 +192,16 @@ def past_worlds(membership: Membership, saved: Generation | None) -> tuple[Membe
 
 
 def would_forget(membership: Membership, saved: Generation | None) -> bool:
-    """Whether another world would leave no room for the one that captured what was `saved`."""
+    """Whether another world would leave no room for the world that captured the generation
+    `saved`."""
     world = None if saved is None else membership.world_of(saved)
     return world is not None and world not in past_worlds(membership, saved)
 
 
 def choose_joiners(membership: Membership, nodes: Iterable[NodeView], count: int) -> list[NodeView]:
     """Choose up to `count` nodes for members that join: from the failure domains with the fewest
-    members, then the first by name. Parity groups are formed anew, so that no group binds them."""
+    members, then the first by name. New parity groups are formed, so that no group restricts the
+    choice."""
     used = Counter(member.domain or member.node for member in membership.members)
     left, chosen = {node.name: node for node in nodes}, list[NodeView]()
     while left and len(chosen) < count:

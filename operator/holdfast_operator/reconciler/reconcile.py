@@ -132,8 +132,13 @@ def reconcile(
     locations: Locations = None,
     standbys: int = 0,
 ) -> Decision:
-    """Decide what to do now, and the state to pass in the next time. `locations`: where the job may
-    persist to. `standbys`: number of spares on which an agent shall wait."""
+    """Decide what to do now. Every adapter calls it once a turn, stores the state of the decision,
+    carries out its actions in order, and passes the state in the next time.
+
+    Args:
+        locations: where the job may persist to.
+        standbys: number of spares on which an agent shall wait.
+    """
     observation = Observation(
         job=job,
         cluster=observed,
@@ -185,7 +190,7 @@ def _follow_rules(observation: Observation, state: ControlState) -> RuleResult:
 
 
 def _clear_away(observation: Observation, state: ControlState) -> RuleResult:
-    """Stop what an ended job still runs, and free what it does not keep; or have it go on."""
+    """Stop what an ended job still runs, and free what it does not keep; or resume it."""
     result = resume_failed(observation, _known(observation, state) if state.kept else state)
     if result.state.outcome is None:
         # The rest follows at the next look: until then its queue has not been asked.
@@ -225,7 +230,7 @@ def _adopt(observation: Observation, state: ControlState) -> RuleResult:
 
 
 def _place(observation: Observation, state: ControlState) -> RuleResult:
-    """Place the members for the first time, or anew when no daemon holds anything of the job any
+    """Place the members for the first time, or again when no daemon holds anything of the job any
     more, once there are enough daemons."""
     if state.membership is not None:
         return RuleResult(state)

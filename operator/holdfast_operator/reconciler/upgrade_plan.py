@@ -36,9 +36,9 @@ class DaemonState:
     """State of the pod of one node's daemon."""
 
     outdated: bool
-    """Whether it runs another version than it would get now."""
+    """Whether its version differs from the version that a new pod would get."""
     serves: bool
-    """Whether it is ready, and not being ended."""
+    """Whether it is ready, and not being deleted."""
     begun: bool = True
     """Whether its process has started up. A daemon that never did, because it crashes or its image
     cannot be pulled, serves no member that could miss it."""

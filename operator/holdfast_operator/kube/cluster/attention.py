@@ -19,7 +19,7 @@ LAPSE_HEARTBEATS = 2.0
 
 
 class Attention:
-    """Looks for daemons that fall silent. `run` it as a task.
+    """Checks for daemons that have fallen silent. `run` it as a task.
 
     Args:
         wake: called with the keys of the jobs that a daemon's silence affects.
@@ -44,7 +44,7 @@ class Attention:
             await asyncio.sleep(TICK_S)
 
     def tick(self) -> None:
-        """Look once."""
+        """Check all daemons once."""
         self.listened_since(self._clock())
         late = self.late()
         for name in sorted(late - self._late):

@@ -128,9 +128,9 @@ def node_view(
     taken: Amounts = (),
     returning: bool = False,
 ) -> NodeView:
-    """View of the node for the reconciler. `node` is None when there is no such object (any more),
-    `reported` when no daemon has connected to this process yet: nothing is known of its memory
-    then, and the node is judged by its object alone."""
+    """View of the node for the reconciler. `node` is None when the API has no such object (any
+    more). `reported` is None when no daemon has connected to this process yet: then nothing is
+    known of the node's memory, and only its object is judged."""
     view = reported or NodeView(name=name)
     if node is None:
         return replace(view, gone=True, schedulable=False)

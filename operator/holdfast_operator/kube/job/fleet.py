@@ -63,7 +63,7 @@ class Fleet:
                     loop.wake()
 
     def see(self, kind: str | None, resource: Object) -> None:
-        """Take in that a job changed or went; `kind` is that of the watch's event."""
+        """Note that a job changed or disappeared; `kind` is the kind of the watch's event."""
         key = _key(resource)
         loop = self._loops.get(key)
         if loop is not None and loop.uid != resource["metadata"]["uid"]:
@@ -138,7 +138,7 @@ class Fleet:
         return max(2.0, 0.1 * len(self._loops))
 
     def oldest_look_s(self, now: float) -> float:
-        """Seconds since the last look of the control loop that looked longest ago."""
+        """Seconds since the last turn of the control loop that has waited longest."""
         return max((now - loop.looked_at for loop in self._loops.values()), default=0.0)
 
     # --- housekeeping -------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def _is_unprotected(status: Object) -> bool:
 
 
 def _missing(status: Object) -> int:
-    """Number of members without which the job goes on."""
+    """Number of members that the job continues without."""
     found = status.get("strength") or {}
     active: int = found.get("active", 0)
     goes_on = active > 0 and status.get("phase") not in (Phase.SUSPENDED, *ENDED)

@@ -50,13 +50,13 @@ from holdfast_operator.reconciler.upgrade_plan import JobRequirements, requireme
 _log = logging.getLogger(__name__)
 
 SOON_S = 0.01
-"""Shortest rest between two looks, so that one look serves changes that come together."""
+"""Shortest rest between two turns, so that one turn serves changes that come together."""
 DUTY = 4.0
-"""Rest after a look, as a multiple of the time for which that look kept the process busy, whatever
-wakes the loop. Waiting for the API server counts as rest."""
+"""Rest after a turn, whatever wakes the loop, as a multiple of the time for which the turn kept the
+process busy. Waiting for the API server counts as rest."""
 REFUSED_S = 30.0
 """Seconds until the cluster is asked again about a job whose pods it refuses: no event announces
-that it would accept them now."""
+that it would now accept them."""
 FINALIZER_S = 30.0
 """Pause of a job that has no finalizer yet: until it has, nothing is done that the job would leave
 behind. The finalizer wakes the loop when it is added."""
@@ -79,7 +79,7 @@ class JobLoop:
         self._woken_at = world.clock()
         self._rested_at = world.clock()
         self._edition: object = None
-        """What was last parsed of the job; see `_edition`."""
+        """Version of the job that was last parsed; see `_edition`."""
         self._job: MoETrainingJob | None = None
         self._source: PodSource = OwnPods(world)
         self.wants: Wants | None = None
@@ -87,7 +87,8 @@ class JobLoop:
         self._refusal: Refusal | None = None
         """Why the newest version of the job cannot be carried out."""
         self._refused_pods: ApiError | None = None
-        """What the API server answered when it was asked about the job's pods as they are now."""
+        """The API server's refusal of the job's pods as they are now; None while it accepts
+        them."""
         self._ask_again_at = self._woken_at
         status = resource.get("status") or {}
         now = world.clock()
@@ -106,7 +107,7 @@ class JobLoop:
         """Why the job's queue keeps it from running."""
         self.looked_at = world.clock()
         self.has_looked = False
-        """Whether it has looked at the job, so that what the job requires is known."""
+        """Whether a turn has succeeded, so that the job's requirements are known."""
 
     @property
     def key(self) -> str:
@@ -144,7 +145,7 @@ class JobLoop:
             self.wake()
 
     def wake(self) -> None:
-        """Look soon."""
+        """Take a turn soon."""
         if not self._wake.is_set():
             self._woken_at = self._world.clock()
             self._wake.set()
@@ -205,9 +206,9 @@ class JobLoop:
     # --- admission ----------------------------------------------------------------------------
 
     async def _admit(self) -> None:
-        """Parse the document, and ask the API server whether it would accept the job's pods. A job
-        that is refused is looked at all the same: its deadlines count, and what runs already is
-        cared for, by the last version that could be read."""
+        """Parse the document, and ask the API server whether it would accept the job's pods. The
+        loop continues with a refused job: its deadlines count, and what runs already is cared for,
+        by the last version that could be read."""
         resource = self._resource
         edition = _edition(resource)
         self._ask_again_at = self._world.clock() + REFUSED_S
@@ -391,8 +392,8 @@ def _begins(decision: Decision) -> bool:
 
 
 def _edition(resource: Object) -> object:
-    """What changes with the job, but not with its status: the version of its spec, its labels,
-    which may name a queue, and a user's requests."""
+    """Identify the version of everything in the job but its status: its spec, its labels, which may
+    name a queue, and a user's requests."""
     metadata = resource["metadata"]
     annotations = metadata.get("annotations") or {}
     asked = [annotations.get(name) for name in (COPY_ANNOTATION, RESUME_ANNOTATION)]
@@ -404,8 +405,8 @@ def _template(job: MoETrainingJob | None) -> Object | None:
 
 
 def _remembered(status: Object, now: float, wall: float) -> ControlState:
-    """State of a control loop that goes on from `status`. Where its counters cannot be read, or are
-    of a version that did not name the members' nodes, what else it shows has to do: a job that was
+    """Restore the state of a control loop from `status`. If its counters cannot be read, or are of
+    a version that did not name the members' nodes, the rest of the status has to do: a job that was
     placed must not look like one that never was."""
     counters = from_document(status.get("counters") or {}, now=now, wall=wall)
     members = sorted(status.get("members") or (), key=lambda member: int(member["index"]))

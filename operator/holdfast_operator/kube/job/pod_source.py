@@ -50,8 +50,8 @@ class PodSource(ABC):
     def nodes(
         self, job: MoETrainingJob, wants: Wants, near: Collection[str]
     ) -> dict[str, NodeView]:
-        """Views of the nodes that the reconciler has to see: those `near`, by name, those that hold
-        something of the job, and those that a member could move to."""
+        """Views of the nodes that the reconciler has to see: the nodes named in `near`, nodes that
+        hold something of the job, and nodes that a member could move to."""
 
     @abstractmethod
     def refusals(self, job: MoETrainingJob, wants: Wants) -> tuple[tuple[str, int], ...]:
@@ -92,7 +92,7 @@ class FollowedPods(PodSource):
     """Pods that another controller makes, on nodes that the scheduler chooses."""
 
     async def try_out(self, job: MoETrainingJob) -> None:
-        """Nothing is asked: their template is not the operator's."""
+        """Ask nothing: another controller has the template of these pods."""
 
     def pods(self, key: str, uid: str) -> list[TrainerPod]:
         """All pods with the job's label that the operator has not made."""

@@ -38,7 +38,7 @@ class RecoveryLog:
         decision: Decision,
         wall: float,
     ) -> None:
-        """Take in one look, made at the wall-clock time `wall`."""
+        """Note one turn of the control loop, at the wall-clock time `wall`."""
         was_over = self._last_is_over()
         self._recoveries.follow(observed, decision, wall)
         del self._recoveries.all[:-RECOVERIES_SHOWN]

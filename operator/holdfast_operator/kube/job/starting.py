@@ -64,12 +64,13 @@ class PodStarter:
 
     @property
     def refusal(self) -> ApiError | None:
-        """Why a pod that is wanted is not made, in the API server's words; that of the first such
-        member, so that it stays the same. None when all are made."""
+        """The API server's reason for refusing a wanted pod: the pod of the first such member, so
+        that the reason stays the same. None when it refuses none."""
         return self._refused[min(self._refused)] if self._refused else None
 
     def take_back(self, starts: Iterable[StartAgent]) -> None:
-        """Do not create these. A creation under way goes on, and its pod has to be deleted."""
+        """Cancel the creation of these agents' pods. A creation under way continues, and its pod
+        has to be deleted."""
         for each in starts:
             if self._wanted.get(each.member) == each:
                 del self._wanted[each.member]
@@ -98,7 +99,7 @@ class PodStarter:
         self._lost_at[member] = heartbeat_at
 
     def failures(self) -> list[ApiError]:
-        """Failed requests since the last call. The next look asks for those pods again."""
+        """Failed requests since the last call. The next turn requests those pods again."""
         found, self._failed = self._failed, []
         return found
 
@@ -109,7 +110,7 @@ class PodStarter:
             task.cancel()
 
     def _begin(self, job: MoETrainingJob) -> None:
-        """Begin to create what is wanted: after a refusal with one pod, to see whether it is
+        """Begin to create the wanted pods; after a refusal only one, to see whether it is
         accepted."""
         most = 1 if self._refused else AT_ONCE
         for _ in range(min(len(self._wanted), most - len(self._tasks))):

@@ -73,7 +73,7 @@ def status_of(
     clocks: ClockPair,
     now: float,
 ) -> Object:
-    """The status after one look.
+    """The status after one turn.
 
     Args:
         previous: the status before; conditions keep their transition times.

@@ -42,7 +42,7 @@ class StatusWriter:
         self._interval_s, self._count = interval_s, count
         self._metadata: Object = {}
         self.written: Object = resource.get("status") or {}
-        """Status on the API server, as far as is known."""
+        """Status on the API server, as far as this process knows."""
         self._written_at = float("-inf")
         self._beside: asyncio.Task[bool] | None = None
         self.see(resource)

@@ -21,7 +21,7 @@ from holdfast_operator.reconciler.observe.views import Condition
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopContext:
-    """The rest of the operator, as one job's control loop sees it."""
+    """The rest of the operator, as the control loop of one job sees it."""
 
     api: KubeApi
     server: ControlServer

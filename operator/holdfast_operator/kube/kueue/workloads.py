@@ -190,8 +190,8 @@ def _asked(job: MoETrainingJob) -> Object:
 
 
 def priority_of(job: MoETrainingJob, classes: Iterable[Object]) -> Object:
-    """The priority in the spec of a Workload that has no priority class of Kueue's own: that of the
-    job's pods. `classes` are the cluster's PriorityClasses."""
+    """The priority in the spec of a Workload without a priority class of Kueue's own: the priority
+    of the job's pods. `classes` are the cluster's PriorityClasses."""
     wanted = template_of(job)["spec"].get("priorityClassName", "")
     for each in classes:
         name = each["metadata"]["name"]
@@ -303,7 +303,7 @@ def next_write(
 
 
 def _is_obsolete(job: MoETrainingJob, workload: KueueWorkload) -> bool:
-    """Whether the Workload is not, or no longer, that of the job as it is."""
+    """Whether the Workload does not, or no longer, fit the job as it is."""
     ended = workload.leaving or workload.has("Finished")
     return ended or job.spec.suspend or workload.digest != digest_of(job)
 

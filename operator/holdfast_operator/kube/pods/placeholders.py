@@ -82,9 +82,9 @@ class Placeholders:
         self._refused_at: dict[str, float] = {}
 
     async def keep(self, job: MoETrainingJob, shortage: Shortage) -> None:
-        """Have a placeholder wait for each node of `shortage`, which the job's control loop finds
-        at each look. One on a node that the job has by now is made anew. A refusal by the API
-        server is logged: what the job waits for does not depend on it."""
+        """Have a placeholder wait for each node of `shortage`, which each turn of the job's control
+        loop computes. A placeholder on a node that the job now has is replaced. A refusal by the
+        API server is only logged: the job does not depend on placeholders."""
         if not self._are_known():
             return
         there = {
@@ -173,7 +173,7 @@ def placeholder(job: MoETrainingJob, name: str, beside: Sequence[str]) -> Object
 
 
 def _resources(wanted: Amounts) -> Object:
-    """Requests of these amounts; those that cannot be overcommitted are limits too."""
+    """Requests of these amounts. Resources that cannot be overcommitted are limits too."""
     texts = {
         name: f"{math.ceil(1000 * value)}m" if name == "cpu" else str(math.ceil(value))
         for name, value in wanted

@@ -70,7 +70,7 @@ class PodEnd:
 
 
 def end_of(spec: Object, status: Object, trainer: Object) -> PodEnd | None:
-    """Why a pod ended; None for one that has not.
+    """Why a pod ended; None if it has not ended.
 
     Args:
         trainer: status of the trainer's container; empty when there is none yet.
@@ -118,7 +118,7 @@ def _is_taken_away(reason: str) -> bool:
 
 
 def _failed_init(spec: Object, status: Object) -> PodEnd | None:
-    """End of the init container because of which no other container started."""
+    """End of the init container that kept all other containers from starting."""
     beside = {
         each.get("name")
         for each in spec.get("initContainers") or ()

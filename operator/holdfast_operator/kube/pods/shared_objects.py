@@ -106,8 +106,8 @@ class SharedObjects:
                     tasks.create_task(each.run())
 
     def lacks(self, job: MoETrainingJob) -> bool:
-        """Whether an object of the job is known to be missing, by the copies alone. One whose kind
-        has not been listed yet is not."""
+        """Whether an object of the job is known to be missing, from the copies alone. An object
+        whose kind has not been listed yet does not count as missing."""
         return any(
             self._is_listed(resource) and not self._has(job, resource, body)
             for resource, body in job_objects(job, budgets=self._budgets)

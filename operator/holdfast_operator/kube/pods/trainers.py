@@ -90,8 +90,8 @@ class Trainers:
         return self.shared.lacks(job)
 
     async def try_out(self, job: MoETrainingJob) -> None:
-        """Ask the API server whether it would accept the job's pods, without making one. Fields
-        that it does not know are refused: in a pod they would be dropped without a word.
+        """Ask the API server whether it would accept the job's pods, without making one. Unknown
+        fields are refused: in a real pod the server would drop them silently.
 
         Raises:
             ApiError: when it would refuse them.

@@ -88,7 +88,7 @@ class DaemonUpgrade:
             await asyncio.sleep(TICK_S)
 
     async def turn(self) -> None:
-        """Look once, and act on it."""
+        """Decide once, and act on the decision."""
         newest = _newest(self._revisions().values())
         if newest is None:
             return
@@ -142,7 +142,8 @@ class DaemonUpgrade:
     def _catching_up(
         self, job: JobRequirements, states: Mapping[str, DaemonState]
     ) -> JobRequirements:
-        """The job, on hold if one of its daemons was replaced and it is not protected anew yet."""
+        """The job's requirements, on hold if one of its daemons was replaced and no newer snapshot
+        is protected yet."""
         if job.key not in self._awaited:
             return job
         generation, away_at = self._awaited[job.key]
@@ -203,6 +204,6 @@ def _newest(revisions: Iterable[TemplateRevision]) -> TemplateRevision | None:
 
 
 def _by_node(pods: Iterable[DaemonPod]) -> dict[str, DaemonPod]:
-    """The daemon of each node; a pod that is not being ended comes before one that is."""
+    """The daemon of each node. A pod that is not being deleted takes precedence."""
     ordered = sorted((pod for pod in pods if pod.node), key=lambda pod: not pod.ending)
     return {pod.node: pod for pod in ordered}

@@ -29,7 +29,7 @@ def kept_until(job: MoETrainingJob, state: ControlState) -> float | None:
 
 
 def free_when_due(observation: Observation, state: ControlState) -> RuleResult:
-    """Have daemons free what an ended job does not keep, or no longer."""
+    """Have daemons free what an ended job does not keep, or no longer keeps."""
     until, result = kept_until(observation.job, state), RuleResult(state)
     if until is not None and observation.now < until:
         return result
@@ -44,8 +44,8 @@ def free_when_due(observation: Observation, state: ControlState) -> RuleResult:
 
 
 def resume_failed(observation: Observation, state: ControlState) -> RuleResult:
-    """Have a failed job go on if a person asks for it; its outcome is None then. A request from
-    before its end is none."""
+    """Resume a failed job if a person asks for it; its outcome is None then. A request from before
+    the job's end does not count."""
     request = observation.job.resume_request
     if state.outcome is None or not request or request == state.resume_request:
         return RuleResult(replace(state, resume_request=request))
@@ -78,7 +78,7 @@ def resume_failed(observation: Observation, state: ControlState) -> RuleResult:
 
 
 def _refusal(state: ControlState) -> str:
-    """Why the job cannot go on, and what can be done; empty when it can."""
+    """Why the job cannot be resumed, and what can be done; empty when it can."""
     if state.outcome is Outcome.COMPLETE:
         return "the job is complete: there is nothing to resume"
     if state.kept or state.epoch <= state.void_epoch:  # or no member ever had a node

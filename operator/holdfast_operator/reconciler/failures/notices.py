@@ -28,7 +28,7 @@ from holdfast_operator.reconciler.rules import Observation, RuleResult
 def ask_for_copy(
     observation: Observation, state: ControlState, before: Membership | None
 ) -> RuleResult:
-    """Ask for a copy for each new notice, and for each new request of a user. This comes after all
+    """Request a copy for each new notice, and for each new request of a user. This comes after all
     other rules: a request before the next epoch would be for a generation of the epoch that has
     ended.
 
@@ -64,8 +64,8 @@ def asked_because(state: ControlState) -> str:
 def _notices(
     observed: ClusterView, membership: Membership, state: ControlState
 ) -> Iterator[tuple[str, str]]:
-    """Yield (node, what will happen to it) for members' nodes, and for those that members have just
-    left: the same notice is not a new one later."""
+    """Yield (node, announced event) for members' nodes, and for nodes that members have just left:
+    the same notice must not count as new later."""
     members = {member.node: member.index for member in membership.members}
     for name in members.keys() | state.noticed:
         node = observed.nodes.get(name)

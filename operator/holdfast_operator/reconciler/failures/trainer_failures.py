@@ -107,8 +107,8 @@ def with_last_lines(text: str, lines: str) -> str:
 
 
 def _decisive(causes: Sequence[Cause]) -> Cause | None:
-    """The most informative failure: of those that ended by themselves, one with last lines. None
-    where Holdfast has ended them: that is no failure of theirs."""
+    """The most informative failure: a failure with last lines, among those that ended by
+    themselves. None where Holdfast has ended all of them: then they have not failed."""
     exits = [cause for cause in causes if cause.on is On.EXIT_CODE and not cause.ended_by_holdfast]
     return next((cause for cause in exits if cause.last_lines), exits[0] if exits else None)
 

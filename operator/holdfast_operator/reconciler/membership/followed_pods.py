@@ -101,7 +101,7 @@ def _assign(moves: Moves, membership: Membership, homes: dict[int, NodeView]) ->
 
 
 def _homes(observation: Observation, state: ControlState) -> dict[int, NodeView]:
-    """Number of a pod → the living node that it is on, for those that have one."""
+    """Number of a pod → the living node that it is on, for pods that are on one."""
     homes: dict[int, NodeView] = {}
     for agent in observation.cluster.agents:
         node, number = observation.cluster.nodes.get(agent.node), agent.number

@@ -51,7 +51,7 @@ GATHER_S = 10.0
 
 
 def grow(observation: Observation, state: ControlState, membership: Membership) -> RuleResult:
-    """Have agents of missing members get ready, and begin the next epoch with those that are, when
+    """Have agents of missing members get ready, and begin the next epoch with the ready ones when
     it is time."""
     absent = absent_members(observation.job, membership)
     if not absent:
@@ -104,8 +104,8 @@ def joiners(
 
 
 def strength_condition(observation: Observation, state: ControlState) -> tuple[Condition, ...]:
-    """Whether all members are there, and what becomes of those that are not; none for a job that
-    has all of them and does not go on without."""
+    """Condition on whether all members are there, and what happens to missing ones. None for a job
+    that has all members and would not continue without one."""
     kind, membership, job = ConditionType.FULL_STRENGTH, state.membership, observation.job
     if membership is None or state.outcome is not None:
         return ()
@@ -146,7 +146,7 @@ def _prospect(observation: Observation, state: ControlState, membership: Members
 
 
 def _without_place(observation: Observation, state: ControlState) -> str:
-    """Text on missing members of which no agent gets ready."""
+    """Text on missing members for which no agent gets ready."""
     paused = [each for each in state.setbacks if not_before(state, each.node) > observation.now]
     if not paused:
         return "no node is free for them: repair a node, or add one"

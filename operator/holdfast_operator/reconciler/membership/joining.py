@@ -99,9 +99,9 @@ def joining_state(observed: ClusterView, member: int, node: str) -> str:
 
 
 def prepare(observation: Observation, state: ControlState, membership: Membership) -> RuleResult:
-    """Start agents of missing members where these will join, and stop those that are not wanted.
-    New places are chosen while training runs: before that, the processor belongs to agents that
-    are needed at once."""
+    """Start agents of missing members where these will join, and stop agents that are not wanted.
+    New places are chosen while training runs: before that, agents that are needed at once have the
+    processor."""
     result = _note_ends(observation, state, membership)
     kept = dict(_kept(observation, result.state, membership))
     if state.resumed_epoch == membership.epoch:
@@ -155,7 +155,7 @@ def not_before(state: ControlState, node: str) -> float:
 def with_setback(
     observation: Observation, state: ControlState, nodes: Collection[str]
 ) -> ControlState:
-    """`state`, with the pause of `nodes` begun anew, twice as long as before."""
+    """`state`, with the pause of `nodes` restarted, twice as long as before."""
     known = {each.node: each for each in state.setbacks if observation.now - each.at < FORGET_S}
     for name in sorted(nodes):
         times = known[name].times + 1 if name in known else 1
@@ -170,7 +170,7 @@ def _agents_of_absent(observation: Observation, membership: Membership) -> list[
 def _may_take(
     observation: Observation, state: ControlState, membership: Membership, name: str
 ) -> bool:
-    """Whether an agent may go on waiting on a node, or on its way there."""
+    """Whether an agent may keep waiting on a node, or on its way there."""
     node = observation.cluster.nodes.get(name)
     return (
         node is not None

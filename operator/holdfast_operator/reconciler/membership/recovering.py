@@ -56,8 +56,8 @@ FORMING_S, FORMING_S_MAX = 1.0, 5.0
 of that age: it doubles with each such epoch in a row."""
 
 EXIT_CODE_S = 0.5
-"""How long a lost rank's exit code is waited for when failure rules depend on it: agents look after
-their workers ten times a second."""
+"""How long to wait for a lost rank's exit code when failure rules depend on it: agents check their
+workers ten times a second."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -50,21 +50,22 @@ def strength(job: MoETrainingJob, membership: Membership | None, joining: int = 
 
 
 def shrinks_after_s(job: MoETrainingJob) -> float:
-    """Seconds that the job waits for a node before it goes on without."""
+    """Seconds that the job waits for a node before it continues without it."""
     rule = no_replacement_rule(job, RuleAction.SHRINK)
     return 0.0 if rule is None else rule.after_seconds or 0.0
 
 
 def no_replacement_rule(job: MoETrainingJob, action: RuleAction) -> FailureRule | None:
-    """First rule on NoReplacement with this action; None without. A job may have one for each: to
-    go on without a node after some time, and to fail where it cannot, after another."""
+    """First rule on NoReplacement with this action; None without one. A job may have a rule for
+    each: to continue without a node after some time, and to fail after another time where it
+    cannot."""
     rules = job.spec.failure_policy.rules
     return next((r for r in rules if r.on is On.NO_REPLACEMENT and r.action is action), None)
 
 
 def just_saved(observation: Observation, state: ControlState, membership: Membership) -> bool:
-    """Whether a generation of this epoch was found to be safe at this look: the best moment for a
-    recovery that nothing has made necessary."""
+    """Whether a generation of this epoch became safe in this turn: the best moment for a recovery
+    that is not urgent."""
     saved = state.saved
     return (
         saved is not None and saved.epoch == membership.epoch and state.saved_at == observation.now
@@ -79,8 +80,8 @@ def leave_out(
     rules: Iterable[FailureRule],
     groups: ParityGroups,
 ) -> Moves:
-    """`moves`, with the members that the next epoch goes on without beside those in `leaving`, and
-    those that join it."""
+    """`moves`, with further members that the next epoch leaves out beside `leaving`, and with
+    members that join it."""
     job, since = observation.job, state.no_replacement_since
     at_once = any(rule.action is RuleAction.SHRINK for rule in rules)
     may_leave = len(membership.members) - len(moves.leaving) - job.spec.least_nodes
@@ -111,8 +112,8 @@ def leave_out(
 def _joining(
     observation: Observation, state: ControlState, membership: Membership, *, missing: int
 ) -> dict[int, NodeView]:
-    """Missing members that join an epoch which begins anyway: those that are ready, and those on
-    their way too if the job cannot go on without them, because it lacks `missing` members."""
+    """Missing members that join an epoch which begins anyway: the ready ones, and also those on
+    their way if the job cannot continue without them, because it lacks `missing` members."""
     if suspension_of(observation.job, observation.cluster) is not None or would_forget(
         membership, state.saved
     ):
@@ -129,9 +130,9 @@ def _without_unready(
     groups: ParityGroups,
     may_leave: int,
 ) -> Moves:
-    """`moves`, without members that the others would wait for: those that have no agent on the node
-    that they would be on. They leave, and get ready there. Members with a notice leave right after
-    a generation was protected, and stay until then."""
+    """`moves`, without members that the others would wait for: those without an agent on their
+    future node. They leave, and get ready there. Members with a notice stay until a generation is
+    protected, and leave right after."""
     later, leaving, to = dict[int, NodeView](), set(moves.leaving), dict(moves.to)
     saved = just_saved(observation, state, membership)
     for member in sorted(membership.members, key=lambda each: each.index not in moves.lost):

@@ -134,8 +134,8 @@ def _spares(
 
 
 def _taken_first(membership: Membership, spares: list[NodeView], count: int) -> list[str]:
-    """The spares that would be taken first when a member is lost, `count` at most: those that most
-    members would take, then by name."""
+    """The spares that would be taken first when a member is lost, `count` at most: first the spares
+    that most members would take, then by name."""
     first: Counter[str] = Counter()
     if len(spares) > count:
         settled = {member.index: member for member in membership.members}

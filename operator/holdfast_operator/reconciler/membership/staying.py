@@ -18,7 +18,7 @@ from holdfast_operator.reconciler.report.conditions import training_runs
 
 
 def recovery_mode(observed: ClusterView, membership: Membership | None) -> RecoveryMode | None:
-    """What the job's workers would do in a recovery; None while ranks that may still begin to
+    """The effect of a recovery on the job's workers; None while ranks that may still begin to
     follow are on their way to work."""
     if membership is None:
         return None
@@ -29,7 +29,7 @@ def recovery_mode(observed: ClusterView, membership: Membership | None) -> Recov
 
 
 def others_stay(observed: ClusterView, membership: Membership, restarting: Collection[int]) -> bool:
-    """Whether there are members beside those that restart, and all of their ranks follow."""
+    """Whether there are members that do not restart, and all of their ranks follow."""
     views = zip(membership.members, observed.views(membership), strict=True)
     others = [view for member, view in views if member.index not in restarting]
     return bool(others) and all(
@@ -42,8 +42,8 @@ def others_stay(observed: ClusterView, membership: Membership, restarting: Colle
 
 def may_go_on_live(observed: ClusterView, membership: Membership) -> bool:
     """Whether workers that have outlived the last world may still find that they have the whole
-    state between them: some stay in this epoch, and no rank has begun from anything yet. Those that
-    find out otherwise end."""
+    state between them: some stay in this epoch, and no rank has begun from anything yet. Workers
+    that find otherwise end."""
     ranks = ranks_in(observed, membership)
     if any(rank.restored_from is not RestoreSource.UNKNOWN for rank in ranks):
         return False

@@ -211,7 +211,8 @@ def _forget(observation: Observation, state: ControlState, known: str) -> RuleRe
 
 
 def free_earlier_shape(observation: Observation, state: ControlState) -> RuleResult:
-    """Have daemons free what they hold of an earlier shape; wait for those that have not yet."""
+    """Have daemons free what they hold of an earlier shape; wait for daemons that have not freed it
+    yet."""
     names = sorted(
         node.name
         for node in observation.cluster.nodes.values()

@@ -42,7 +42,7 @@ def await_node(
     why: str = NO_SPARE,
     counting: frozenset[int | None] = frozenset(),
 ) -> RuleResult:
-    """Wait until `members` can get a node, or the job may go on without them (`shrinking`).
+    """Wait until `members` can get a node, or the job may continue without them (`shrinking`).
 
     Args:
         text: what has happened to them.
@@ -99,8 +99,8 @@ def _begin(
     members: Collection[int],
     counting: frozenset[int | None],
 ) -> RuleResult:
-    """Begin the wait, or go on with it. It counts by what came first: a node that was drained may
-    be switched off, and is lost then."""
+    """Begin the wait, or continue it. Whether it counts depends on what came first: a node that was
+    drained may be switched off, and is lost then."""
     begins = state.no_replacement_since is None
     known = frozenset[int]() if begins else state.wait_members
     return RuleResult(

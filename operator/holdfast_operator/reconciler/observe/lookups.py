@@ -31,7 +31,7 @@ def suspension_of(job: MoETrainingJob, observed: ClusterView) -> Suspension | No
 
 
 def node_of(observed: ClusterView, member: Member) -> NodeView:
-    """Node that a member lives on; one that was never seen is not connected."""
+    """Node that a member lives on. A node that was never seen is not connected."""
     return observed.nodes.get(member.node) or NodeView(name=member.node)
 
 
@@ -74,8 +74,8 @@ def fewest_slots(observed: ClusterView, membership: Membership | None) -> int:
 
 def is_anything_saved(job: MoETrainingJob, observed: ClusterView, state: ControlState) -> bool:
     """Whether there may be a generation that a recovery could go back to: one that the state
-    remembers, or that a daemon reports. One daemon is enough: the others may not have spoken yet,
-    and nothing was remembered of what became safe while there was no control loop."""
+    remembers, or that a daemon reports. One daemon is enough: the others may not have reported yet,
+    and nothing remembers what became safe while there was no control loop."""
     if state.saved is not None:
         return True
     views = [view for node in observed.nodes.values() if (view := node.job) is not None]

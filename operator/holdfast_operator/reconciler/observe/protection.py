@@ -24,7 +24,7 @@ from holdfast_operator.reconciler.observe.views import ClusterView, ControlState
 
 
 class ParityGroups:
-    """Parity groups of a membership, as they stand at one look."""
+    """Parity groups of a membership, as they are in one turn."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class ParityGroups:
 
     @cached_property
     def _weak(self) -> set[int]:
-        """Members whose memory is away or not filled. Computed on demand: most looks do not need
+        """Members whose memory is away or not filled. Computed on demand: most turns do not need
         it."""
         views = self._observed.views(self._membership)
         left = set(self._world.members).difference(self._membership.world.members)

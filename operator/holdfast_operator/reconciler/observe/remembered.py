@@ -20,7 +20,7 @@ from holdfast_operator.reconciler.observe.views import NEVER, ClusterView, Contr
 
 
 class Word(StrEnum):
-    """What is known of the job's memory on one node."""
+    """Knowledge about the job's memory on one node."""
 
     NOT_HEARD = "NotHeard"
     """Its daemon has not spoken to this control loop yet."""
@@ -31,8 +31,8 @@ class Word(StrEnum):
 
 
 def word_of(node: NodeView | None, void_epoch: int) -> Word:
-    """What is known of the job's memory on `node`; None stands for one that was never seen. What is
-    of an epoch up to `void_epoch` was given up by a person, and counts as nothing."""
+    """Knowledge about the job's memory on `node`; None stands for a node that was never seen.
+    Anything of an epoch up to `void_epoch` was given up by a person, and counts as nothing."""
     if node is None:
         return Word.NOT_HEARD
     if node.gone and not node.connected:
@@ -48,9 +48,9 @@ def was_placed(state: ControlState) -> bool:
 
 
 def unheard_homes(observed: ClusterView, state: ControlState) -> list[str]:
-    """Nodes whose daemons have to speak before the job is placed anew, or an epoch is adopted that
-    is older than the newest one of the status. Any node is one if the status does not name the
-    members', as those of early versions do not.
+    """Nodes whose daemons have to report before the job is placed again, or before an epoch is
+    adopted that is older than the newest one in the status. If the status does not name the
+    members' nodes, as in early versions, any node counts.
 
     Nobody is waited for once a member of the newest epoch turns out to be in an earlier one: then
     not all of its members have entered the newest epoch, and no generation is of it.

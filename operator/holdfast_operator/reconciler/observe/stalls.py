@@ -32,7 +32,7 @@ from holdfast_operator.reconciler.observe.views import (
 NOTICE_SHARE = 0.1
 """Part of a limit after which an event names what is waited for."""
 WORK_S = 10.0
-"""Age up to which a worker's last work shows that it works: launchers look every two seconds."""
+"""Age up to which a worker's last work shows that it works: launchers check every two seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +41,7 @@ class Stall:
 
     ending: bool
     text: str
-    """What is waited for."""
+    """What the start or the end waits for."""
     member: int
     """A member that is waited for."""
     waited_s: float
@@ -55,7 +55,7 @@ class Stall:
 
     @property
     def quiet_text(self) -> str:
-        """What is waited for, as it is said with the time of silence."""
+        """The same, in the wording that the time of silence is added to."""
         return self.text if self.ending else f"{self.text}, and nothing has changed"
 
     @property
@@ -146,8 +146,8 @@ def _ending(
 
 
 def signs_of(observed: ClusterView, state: ControlState, membership: Membership) -> tuple[int, ...]:
-    """What has come of a start, or of an end, so far; empty while it waits for something that has
-    limits of its own."""
+    """Progress of a start, or of an end, so far; empty while it waits for something that has limits
+    of its own."""
     agents = [agent_at(observed, member) for member in membership.members]
     begun = (AgentState.RUNNING, AgentState.EXITED)
     if state.confirmed_epoch != membership.epoch:

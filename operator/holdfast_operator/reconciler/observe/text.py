@@ -24,8 +24,8 @@ def listed(items: Iterable[object]) -> str:
 
 
 def roughly(seconds: float) -> str:
-    """`20 s`, `3 min`: coarse, so that a status that shows how long something takes is seldom
-    written anew."""
+    """`20 s`, `3 min`: coarse, so that a status that shows how long something takes is rarely
+    rewritten."""
     return f"{seconds // 10 * 10:.0f} s" if seconds < 120 else f"{seconds // 60:.0f} min"
 
 

@@ -43,7 +43,7 @@ INSECURE = Condition(
 """Condition of every job in a cluster that runs without identity; other jobs do not have it."""
 
 UNSCHEDULABLE_SHOWN_S = 5.0
-"""How long an agent may look for room before the job counts as not scheduled."""
+"""How long an agent may wait for room before the job counts as not scheduled."""
 
 
 def newest_protected(observed: ClusterView) -> Generation | None:
@@ -94,7 +94,7 @@ def conditions(
     locations: Locations = None,
 ) -> tuple[Condition, ...]:
     """Compute all conditions, in the order of `ConditionType`, without those that belong only to
-    other kinds of jobs. `waiting`: what the loop waits for."""
+    other kinds of jobs. `waiting`: text on what the loop waits for."""
     refusal = unsupported(job, observed, locations) if state.membership is None else None
     found = (
         _suspended(job, observed, state),
@@ -172,8 +172,8 @@ def unsupported(
 
 
 def refused(reason: str, message: str) -> tuple[Condition, ...]:
-    """Conditions of a job that cannot even be examined, such as one whose document is not valid:
-    not scheduled, for this reason, and nothing else known."""
+    """Conditions of a job that cannot even be examined, for example because its document is not
+    valid: it is not scheduled, for this reason, and nothing else is known."""
     return (Condition(type=ConditionType.SCHEDULED, status=False, reason=reason, message=message),)
 
 
@@ -216,8 +216,8 @@ def _trains_still(
     membership: Membership | None,
     now: float,
 ) -> bool:
-    """Whether training goes on until a pod that is being removed has ended. What a daemon reported
-    before it fell silent proves nothing."""
+    """Whether training continues until a pod that is being removed has ended. The last report of a
+    silent daemon proves nothing."""
     return (
         membership is not None
         and training_runs(observed, membership)

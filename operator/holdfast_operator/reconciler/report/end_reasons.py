@@ -99,7 +99,7 @@ def note_shortages(
 def _reached(
     observation: Observation, state: ControlState, membership: Membership
 ) -> tuple[tuple[int, int], ...]:
-    """Newest step of this epoch, as far as anyone has reported it, and of the one before."""
+    """Newest step of this epoch, as far as anyone has reported it, and of the previous epoch."""
     complete = newest_complete(observation.cluster, membership)
     known = dict(state.reached)
     step = max(

@@ -28,7 +28,7 @@ class ProtectionTraffic:
 
 
 def traffic_of(observed: ClusterView, membership: Membership | None) -> ProtectionTraffic | None:
-    """Traffic of a job; None for one that has no redundancy or is not placed."""
+    """Traffic of a job; None for a job that has no redundancy or is not placed."""
     if membership is None or membership.redundancy is Redundancy.NONE:
         return None
     rates = [view.protection_bytes_s for view in observed.views(membership) if view is not None]

@@ -57,7 +57,8 @@ RECOVERIES_MAX = 1000
 
 
 class Recoveries:
-    """Newest recoveries of a run, as far as this control loop saw them. Times are the caller's."""
+    """Newest recoveries of a run, as far as this control loop saw them. The caller provides the
+    times."""
 
     def __init__(self) -> None:
         self.all: list[Recovery] = []
@@ -65,7 +66,7 @@ class Recoveries:
         self._count: int | None = None
 
     def follow(self, observed: ClusterView, decision: Decision, time: float) -> None:
-        """Add one look of the reconciler."""
+        """Add one turn of the reconciler."""
         state = decision.state
         membership = state.membership
         began = self._count is not None and state.recoveries > self._count

@@ -9,7 +9,7 @@ from holdfast_operator.reconciler.rules import Observation
 
 
 def shortage_of(observation: Observation, state: ControlState) -> Shortage:
-    """The members for which the cluster has no node now.
+    """Compute the members for which the cluster has no node now.
 
     None is missing for a node whose daemon has not spoken yet. Jobs whose pods another controller
     makes, or a gang's scheduler places all together, show their needs by those pods.
