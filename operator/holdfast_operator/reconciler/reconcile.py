@@ -147,9 +147,11 @@ def reconcile(
         standbys=standbys,
         pods=FollowedPods() if job.spec.trainer.external else OwnPods(),
     )
+    # The rules for members decide first, and may end the turn.
     result = _follow_rules(observation, observation.begin(state))
     result = replace(result, state=_with_homes(result.state))
     waiting = result.waiting or ""
+    # Copies and standby agents follow from their decision, whatever it is.
     result = result.then(ask_for_copy(observation, result.state, state.membership))
     result = result.then(keep_standbys(observation, result.state))
     return Decision(
@@ -193,8 +195,8 @@ def _clear_away(observation: Observation, state: ControlState) -> RuleResult:
     """Stop what an ended job still runs, and free what it does not keep; or resume it."""
     result = resume_failed(observation, _known(observation, state) if state.kept else state)
     if result.state.outcome is None:
-        # The rest follows at the next look: until then its queue has not been asked.
-        return result if state.outcome is None else result.wait("a person has the failed job go on")
+        # The rest follows in the next turn: until then its queue has not been asked.
+        return result if state.outcome is None else result.wait("a person resumes the failed job")
     result = result.then(stop(observation, result.state, observation.cluster.agents))
     result = result.then(free_when_due(observation, result.state))
     return result.then(delete_when_due(observation, result.state)).wait()
@@ -222,7 +224,7 @@ def _adopt(observation: Observation, state: ControlState) -> RuleResult:
         return RuleResult(state)  # they may hold a newer one, and what it has protected
     if known is None or newest.epoch > known.epoch:
         adopted = replace(state, membership=newest, started_from=None, resumed_epoch=0)
-        text = f"epoch {newest.epoch} is adopted from the daemons and goes on"
+        text = f"epoch {newest.epoch} is adopted from the daemons and continues"
         return RuleResult(adopted).post(EventReason.ADOPTED, text)
     if newest.epoch == known.epoch and newest.revision > known.revision:
         return RuleResult(replace(state, membership=replace(known, revision=newest.revision)))

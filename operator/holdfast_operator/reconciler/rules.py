@@ -302,6 +302,7 @@ def publish_next(
     """Publish the next epoch: without the members that are `leaving`, with `moved` members on new
     nodes, those that join among them, and all others where their daemons report that they are now.
     Workers of `moved` and `failed` members are not kept."""
+    # The members of the epoch, and those among them whose memory is new.
     nodes = moved | {
         member.index: moved.get(member.index) or node_of(observation.cluster, member)
         for member in membership.members
@@ -310,6 +311,7 @@ def publish_next(
     memory = {member.index: member.memory_id for member in membership.members}
     renewed = {index for index, node in nodes.items() if node.memory_id != memory.get(index)}
     members = tuple(member_at(index, node) for index, node in sorted(nodes.items()))
+    # Its membership: another world, with parity groups of its own, if members changed.
     epoch = state.epoch + 1
     after = following(
         observation.job, membership, members, epoch=epoch, saved=state.saved, order=order

@@ -84,6 +84,7 @@ def plan_upgrade(
     The first daemon of a new version is replaced alone, and the others wait until it serves: a
     version that does not start takes down one.
     """
+    # Find whom each daemon concerns, and which daemons are away already.
     outdated = [node for node, daemon in sorted(daemons.items()) if daemon.outdated]
     concerns: dict[str, list[tuple[JobRequirements, tuple[str, ...]]]] = defaultdict(list)
     for job in jobs:
@@ -93,6 +94,7 @@ def plan_upgrade(
     away = {node for node, daemon in daemons.items() if not daemon.serves}
     under_way = {n for n in away if daemons[n].ending or not daemons[n].outdated}
     proved = any(daemon.serves and not daemon.outdated for daemon in daemons.values())
+    # Judge the outdated daemons in turn, as if each chosen one were already away.
     chosen: list[str] = []
     waiting: dict[str, str] = {}
     for node in outdated:

@@ -88,6 +88,7 @@ class ActionExecutor:
             events for actions that failed, and for pods whose creation got no answer since the
             last call; see also `refusal`.
         """
+        # Publish memberships and fence nodes at once; collect the other requests.
         began = self._world.clock()
         self._note_losses(before, decision, observed)
         failed: list[Event] = []
@@ -116,6 +117,7 @@ class ActionExecutor:
                     later.append(partial(self._delete, job))
                 case _:
                     pass  # reported as an event and a condition
+        # Cancel the creation of pods that are to be stopped, and then create the missing ones.
         if stops:
             self._starting.take_back(StartAgent(member=m, node=n) for m, n in stops)
             there = [pod for pod in pods if (pod.member, pod.node) in stops]

@@ -257,9 +257,10 @@ class JobLoop:
         event = Event(reason=refusal.reason, message=refusal.message, warning=True)
         self._world.recorder.post(self._resource, event)
 
-    # --- looking ------------------------------------------------------------------------------
+    # --- a turn -------------------------------------------------------------------------------
 
     async def _look(self, asked: MoETrainingJob) -> float:
+        # Observe: the queue's decision, then pods, nodes and heartbeats.
         ended = self._state.outcome is not None
         queue = await self._queue.read_decision(asked, ended=ended)
         job, wants = queue.job, queue.wants
@@ -268,10 +269,12 @@ class JobLoop:
         began_s = world.worked_s()
         before = self._state
         if world.attention.listened_since(before.looked_at):
-            # The loop paused between looks on purpose; heartbeats were read all the time.
+            # The loop paused between turns on purpose; heartbeats were read all the time.
             before = replace(before, looked_at=now)
         pods = self._pods()
         observed = self._observe(job, wants, pods)
+
+        # Decide, and tell people about it.
         decision = reconcile(job, observed, before, now, world.locations)
         decision = replace(decision, conditions=(*decision.conditions, *self._surroundings()))
         self._state = decision.state
@@ -280,14 +283,17 @@ class JobLoop:
             world.recorder.post(self._resource, event)
         self._recovery_log.follow(job, before, observed, decision, world.clocks.at_wall(now))
         self._report_refused_pods(decision)
+
+        # Remember, before anything is done: an operator that starts again needs the status.
         status = self._status_of(job, observed, decision, pods, now)
         self._rested_at = world.clock() + DUTY * (world.worked_s() - began_s)
-        # Written before anything is done: an operator that starts again needs it.
         remembered = await self._writer.write(status)
         if not remembered and before.membership is None and _begins(decision):
             # The next control loop would take the job for one that was never placed.
             self._state = before
             return BACKOFF_S_MIN
+
+        # Act: the job's own pods first, then placeholders and the Workload that follow from them.
         ours = [pod for pod in pods if not pod.adopted]
         failed = await self._acting.carry_out(job, before, decision, ours, observed, remembered)
         pending, text = len(self._acting.pending), world.clocks.text(now)
@@ -297,6 +303,8 @@ class JobLoop:
             failed += await self._queue.follow(asked, there, pending, observed, decision, text)
         for event in failed:
             world.recorder.post(self._resource, event)
+
+        # Rest until a deadline may have passed; events wake the loop earlier.
         late = world.attention.late()
         unmade = bool(failed) or self._acting.refusal is not None
         return pause_s(job, decision, late=late, failed=unmade, now=world.clock())

@@ -73,7 +73,7 @@ def resume_failed(observation: Observation, state: ControlState) -> RuleResult:
         failure=None if state.failure is None else replace(state.failure, times=0),
     )
     return RuleResult(resumed).post(
-        EventReason.RESUMED, f"a person has the job go on, which had failed: {why}"
+        EventReason.RESUMED, f"a person resumes the job, which had failed: {why}"
     )
 
 

@@ -86,14 +86,17 @@ class _Case:
 
 def recover(observation: Observation, state: ControlState, membership: Membership) -> RuleResult:
     """Begin a recovery if something has failed."""
+    # Wait for a daemon that is silent but not lost yet: it may be part of the failure.
     evidence = gather(observation.job, membership, observation.cluster, state, observation.now)
     if evidence.suspects:
         return RuleResult(state, waiting=waits_for(evidence))
+    # Choose which causes call for a new epoch, and where members are in it.
     causes, rules, moves = observation.pods.choose_moves(
         observation, state, membership, principal(evidence.causes), evidence.groups
     )
     if not causes:
         return RuleResult(replace(state, no_replacement_since=None, codes_awaited_since=None))
+    # Let the rules for a failure decide: wait, fail the job, or begin the epoch.
     anew = any(cause.exit_code == BEGINS_ANEW for cause in evidence.causes)
     case = _Case(membership=membership, causes=causes, rules=tuple(rules), moves=moves, anew=anew)
     return run_rules(_RULES, observation, state, case)

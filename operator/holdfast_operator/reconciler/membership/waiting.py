@@ -158,10 +158,10 @@ def _prospect(
     """Text on what would end the wait."""
     names = listed(membership.member(member).node for member in members)
     start = (
-        "Nothing was protected yet, so it begins anew"
+        "Nothing was protected yet, so it starts from the beginning"
         if state.saved is None
-        else f"The job goes on from its newest snapshots, which daemons keep in memory (generation "
-        f"{state.saved} was safe),"
+        else f"The job continues from its newest snapshots, which daemons keep in memory "
+        f"(generation {state.saved} was safe),"
     )
     when = f"{names} or another node takes pods"
     if why == SILENT:

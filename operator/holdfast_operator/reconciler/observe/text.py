@@ -43,7 +43,7 @@ def exit_in_words(code: int, reason: str = "", message: str = "") -> str:
         message: the same in a sentence.
     """
     if code == BEGINS_ANEW:
-        return f"ended so that training begins anew (code {code})"
+        return f"ended so that training starts from the beginning (code {code})"
     if code == PROCESS_ENDS:
         return f"ended with its training world (code {code})"
     if reason == INIT_FAILED:

@@ -121,7 +121,7 @@ def test_a_person_has_a_failed_job_go_on_from_its_line(restarts: bool) -> None:
     assert not any(world.condition(kind)[0] for kind in ("Failed", "Complete"))
     assert "from generation 1.10" in world.messages("Running")[-1]
     assert world.messages("Resumed")[0].startswith(
-        "a person has the job go on, which had failed: rank 0 lost; 0 restarts within 3600 s"
+        "a person resumes the job, which had failed: rank 0 lost; 0 restarts within 3600 s"
     )
     assert world.state.restarts == () and not world.state.suspended
 
