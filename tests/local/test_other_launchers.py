@@ -26,9 +26,9 @@ from holdfast_core.job.parsing import parse_job
 from holdfast_operator.reconciler.observe.views import (
     AgentState,
     AgentView,
+    ClusterView,
     ControlState,
     NodeView,
-    ClusterView,
     PublishMembership,
 )
 from holdfast_operator.reconciler.reconcile import reconcile

@@ -9,7 +9,7 @@ from virtual_world import World, make_job, running
 from holdfast_cli.local.directory import RunDirectory, RunRecord
 from holdfast_cli.local.reporting import status_of
 from holdfast_cli.local.status import Status
-from holdfast_operator.reconciler.observe.views import Decision, ClusterView
+from holdfast_operator.reconciler.observe.views import ClusterView, Decision
 
 
 def shown(observed: ClusterView, decision: Decision) -> Status:

@@ -322,7 +322,8 @@ def test_a_job_that_was_never_protected_waits_as_well() -> None:
     drain(world)
     pass_days(world)
     assert world.phase() == "Waiting"
-    assert "Nothing was protected yet, so it starts from the beginning once" in world.decision.reason
+    text = "Nothing was protected yet, so it starts from the beginning once"
+    assert text in world.decision.reason
 
 
 def test_a_wait_without_any_change_does_not_write_the_status_anew_all_the_time() -> None:
