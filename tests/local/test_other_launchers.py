@@ -26,9 +26,9 @@ from holdfast_core.job.parsing import parse_job
 from holdfast_operator.reconciler.observe.views import (
     AgentState,
     AgentView,
+    ClusterView,
     ControlState,
     NodeView,
-    Observed,
     PublishMembership,
 )
 from holdfast_operator.reconciler.reconcile import reconcile
@@ -113,7 +113,7 @@ class Launcher:
             AgentView(member=on.get(node, -1), node=node, state=AgentState.RUNNING, number=number)
             for number, node in enumerate(self.homes)
         )
-        observed = Observed(nodes=nodes, agents=agents)
+        observed = ClusterView(nodes=nodes, agents=agents)
         decision = reconcile(JOB, observed, self.state, time.monotonic())
         self.state = decision.state
         for action in decision.actions:

@@ -25,6 +25,7 @@ from holdfast_operator.kube.client.times import ClockPair
 from holdfast_operator.reconciler.observe.counters import from_document
 from holdfast_operator.reconciler.observe.views import (
     Action,
+    ClusterView,
     ControlState,
     Decision,
     DeleteJob,
@@ -32,7 +33,6 @@ from holdfast_operator.reconciler.observe.views import (
     Fail,
     FenceNode,
     NodeView,
-    Observed,
     PersistNow,
     PublishMembership,
     StartAgent,
@@ -108,7 +108,7 @@ class ControlLoop:
             self._carry_out(action)
         return bool(decision.actions) and self._state.outcome is None
 
-    def _observe(self) -> Observed:
+    def _observe(self) -> ClusterView:
         reported = self._server.views(self._job.key)
         # Asked once: of a node that is lost meanwhile, agents must not vanish before the node does.
         dead = {name for name in self._supervisor.run.nodes if self._supervisor.is_dead(name)}
@@ -121,7 +121,7 @@ class ControlLoop:
             elif self._supervisor.daemon_changed_at(name) > node.heartbeat_at:
                 node = replace(node, returning=True)
             nodes[name] = replace(node, disruption=self._directory.notice(name))
-        return Observed(
+        return ClusterView(
             nodes=nodes,
             agents=self._supervisor.agents(dead),
             standbys=self._supervisor.standbys(dead),
@@ -150,7 +150,7 @@ class ControlLoop:
 
     # --- the status file ----------------------------------------------------------------------
 
-    def _report(self, observed: Observed, decision: Decision, *, forced: bool) -> None:
+    def _report(self, observed: ClusterView, decision: Decision, *, forced: bool) -> None:
         now = time.monotonic()
         self.status = status_of(
             observed,

@@ -31,10 +31,10 @@ from holdfast_operator.reconciler.observe.lookups import agent_at, node_of
 from holdfast_operator.reconciler.observe.views import (
     AgentState,
     AgentView,
+    ClusterView,
     Decision,
     JobView,
     NodeView,
-    Observed,
     RankView,
     StandbyView,
 )
@@ -47,7 +47,7 @@ job that has failed, and no API server counts the versions of its document."""
 
 
 def status_of(
-    observed: Observed,
+    observed: ClusterView,
     decision: Decision,
     job: MoETrainingJob,
     run: RunRecord,
@@ -113,7 +113,7 @@ def status_of(
 
 
 def _members(
-    observed: Observed, membership: Membership, *, complete: bool
+    observed: ClusterView, membership: Membership, *, complete: bool
 ) -> tuple[LocalMemberStatus, ...]:
     members = []
     for member, reported in zip(membership.members, observed.views(membership), strict=True):
@@ -162,7 +162,7 @@ def _rank(rank: RankView, finished: bool) -> RankStatus:
 
 
 def _node(
-    observed: Observed,
+    observed: ClusterView,
     record: NodeRecord,
     membership: Membership | None,
     directory: RunDirectory,
@@ -188,7 +188,7 @@ def _node(
     )
 
 
-def _role(observed: Observed, view: NodeView, member: int | None, joining: int | None) -> str:
+def _role(observed: ClusterView, view: NodeView, member: int | None, joining: int | None) -> str:
     """Role of a node in words. `joining` is the missing member that will join there."""
     if view.gone:
         return "lost"

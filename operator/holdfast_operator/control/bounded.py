@@ -28,8 +28,8 @@ class Recent(dict[str, _V]):
 
 
 class Outbox:
-    """Messages for one stream until it ends. A full outbox ends its stream: a daemon that dials
-    again receives everything anew."""
+    """Messages for one stream until it ends. A full outbox ends its stream: a daemon that connects
+    again receives everything again."""
 
     def __init__(self, size: int = OUTBOX_MAX) -> None:
         self._size = size

@@ -32,8 +32,8 @@ RENEWED_AFTER = 1 / 7
 """Part of its life after which a certificate is renewed. It is small, so that daemons keep their
 connections when the control loop is away for some days."""
 CLOCK_ERROR = timedelta(days=7)
-"""Certificates are valid from this long before they are made, for clocks that are behind, and for
-one that is set back while processes run: it must not cut them off from each other."""
+"""Certificates are valid from this long before they are made: for clocks that are behind, and for a
+clock that is set back while processes run, which must not separate them."""
 
 
 class Certificates:

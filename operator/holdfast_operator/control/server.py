@@ -1,9 +1,8 @@
-"""The Control service: daemons dial in, heartbeats become views, memberships go to the daemons.
+"""The Control service: daemons connect, heartbeats become views, memberships go to the daemons.
 
 Level-triggered like everything else: a daemon that reports an older membership than the published
-one is sent the published one, whatever was sent to it before. The server stores nothing: all that
-it holds comes back with the next heartbeats. It must not decide: its owner, which `on_evidence`
-wakes, does.
+one receives the published one, whatever was sent before. The server stores nothing: its whole state
+comes back with the next heartbeats. It decides nothing: its owner does, whom `on_evidence` wakes.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ RESEND_HEARTBEATS = 2.0
 """Heartbeats until a daemon that has not reported the newest membership is sent it again."""
 
 NODES_MAX = 20_000
-"""Nodes that are remembered. When there are so many, a new node replaces one that is disconnected
-and held nothing."""
+"""Maximum number of nodes to remember. Beyond it, a new node replaces a disconnected node that held
+nothing."""
 
 DROPPED_MAX = 10_000
 """Ended jobs that are remembered: daemons that come back and hold one of them are asked to drop it.
@@ -132,7 +131,7 @@ class ControlServer:
         return bound
 
     async def stop(self) -> None:
-        """End all streams and stop listening; daemons keep running, and dial again."""
+        """End all streams and stop listening; daemons keep running, and connect again."""
         for node in self._nodes.values():
             if node.connection is not None:
                 node.connection.outbox.end()
@@ -204,12 +203,12 @@ class ControlServer:
         return frozenset(self._holders.get(job, ()))
 
     def held_jobs(self) -> frozenset[str]:
-        """Jobs of which connected daemons hold something."""
+        """Jobs that connected daemons hold something of."""
         connected = (node for node in self._nodes.values() if node.connection is not None)
         return frozenset(job for node in connected for job in node.jobs)
 
     def jobs_on(self, name: str) -> frozenset[str]:
-        """Jobs of which a node's daemon holds something, and those with a member on the node."""
+        """Jobs that a node's daemon holds something of, and jobs with a member on the node."""
         node = self._nodes.get(name)
         held = frozenset(node.jobs) if node is not None else frozenset[str]()
         return held | self._placed.get(name, frozenset())

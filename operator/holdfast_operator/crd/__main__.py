@@ -1,5 +1,5 @@
-"""`python -m holdfast_operator.crd` prints the resource; with `--reference PAGE`, the page with its
-reference generated anew; with `--settings`, the SDK's module of settings."""
+"""`python -m holdfast_operator.crd` prints the resource. With `--reference PAGE` it prints the page
+with its reference regenerated; with `--settings`, the SDK's module of settings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def definition_text() -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Print what is asked for; returns 2 when the arguments are invalid."""
+    """Print what the arguments ask for; return 2 when they are invalid."""
     match arguments:
         case []:
             sys.stdout.write(definition_text())

@@ -1,7 +1,7 @@
 """Schema of a `MoETrainingJob`, generated from the types that read it.
 
-Types, limits, defaults, descriptions and rules come from `holdfast_core`; the pod template from
-`template`.
+Types, limits, defaults, descriptions and rules come from `holdfast_core`. The schema of the pod
+template has only the fields that Holdfast reads.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from holdfast_core.job.documents import without_nulls
 from holdfast_core.job.rules import RULES, Rule
 from holdfast_core.job.schema import API_VERSION, KIND, Spec
 from holdfast_core.job.status import JobStatus
-from holdfast_core.job.templates import TEMPLATE
-from holdfast_operator.crd.template import template_schema
+from holdfast_core.job.templates import ENV_NAME_PATTERN, METADATA_FIELDS, TEMPLATE
 
 GROUP, VERSION = API_VERSION.split("/")
 PLURAL, SINGULAR, SHORT = "moetrainingjobs", "moetrainingjob", "moejob"
@@ -33,6 +32,7 @@ _COLUMNS = (
     ("Restarts", "integer", ".status.restarts", "Recoveries that count towards maxRestarts"),
     ("Age", "date", ".metadata.creationTimestamp", "Since the job was created"),
 )
+_WORDS = {"type": "array", "items": {"type": "string"}}
 _WIDE_COLUMNS = (
     (
         "Minimum",
@@ -169,7 +169,7 @@ def _value(kind: inspect.Type, path: str, *, defaults: bool) -> dict[str, Any]:
     description = describe(kind)
     schema: dict[str, Any] = {"description": description} if description else {}
     if path == TEMPLATE:
-        return template_schema(description)
+        return _template_schema(description)
     parts = [part.type if isinstance(part, inspect.Metadata) else part for part in _parts(kind)]
     if len(parts) > 1:
         assert {type(part) for part in parts} == {inspect.StrType, inspect.IntType}, path
@@ -237,3 +237,59 @@ def _number(kind: inspect.IntType | inspect.FloatType) -> dict[str, Any]:
     if kind.gt is not None:
         schema["exclusiveMinimum"] = True
     return schema
+
+
+def _template_schema(description: str) -> dict[str, Any]:
+    """Schema of a pod template, limited to the fields that Holdfast reads. A pod's whole schema
+    would make the resource too large for `kubectl apply`. The operator has the API server check the
+    pod that it makes of the template."""
+    env = _open(
+        "One variable.",
+        ["name"],
+        name={"type": "string", "pattern": f"^{ENV_NAME_PATTERN}$", "description": "Its name."},
+        value={"type": "string", "description": "Its value; a number is written in quotes."},
+    )
+    container = _open(
+        "One container; the first is the trainer.",
+        [],
+        command={**_WORDS, "description": "The command. The trainer must have one."},
+        args={**_WORDS, "description": "Arguments after the command."},
+        env={
+            "type": "array",
+            "items": env,
+            "description": "Environment variables.",
+            "x-kubernetes-list-type": "map",
+            "x-kubernetes-list-map-keys": ["name"],
+        },
+    )
+    containers = {
+        "type": "array",
+        "maxItems": 64,
+        "items": container,
+        "description": "The containers; the first is the trainer.",
+    }
+    texts = {"type": "object", "additionalProperties": {"type": "string"}}
+    ignored = {"type": "string", "nullable": True, "description": "Of no effect on pods."}
+    given = {
+        "labels": {**texts, "description": "Labels of the pods."},
+        "annotations": {**texts, "description": "Annotations of the pods."},
+    }
+    metadata = _closed(
+        "Labels and annotations of the pods.", [], **dict.fromkeys(METADATA_FIELDS, ignored) | given
+    )
+    pod = _open("The specification of the pods.", ["containers"], containers=containers)
+    return _closed(description, ["spec"], metadata=metadata, spec=pod)
+
+
+def _open(description: str, required: list[str], **properties: object) -> dict[str, Any]:
+    """Schema of an object that may have more than these properties."""
+    schema = _closed(description, required, **properties)
+    return {**schema, "x-kubernetes-preserve-unknown-fields": True}
+
+
+def _closed(description: str, required: list[str], **properties: object) -> dict[str, Any]:
+    """Schema of an object that has no other properties."""
+    schema: dict[str, Any] = {"type": "object", "description": description}
+    if required:
+        schema["required"] = required
+    return {**schema, "properties": properties}

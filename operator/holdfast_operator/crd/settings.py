@@ -1,6 +1,7 @@
-"""The SDK's module of settings that a job gives its trainers, generated from the job's types.
+"""Generates the SDK's module of the settings that a job gives its trainers, from the job's types.
 
-Generated, not made at run time: editors and type checkers see each setting with its explanation.
+The module is generated rather than built at run time, so that editors and type checkers show each
+setting with its explanation.
 """
 
 from __future__ import annotations

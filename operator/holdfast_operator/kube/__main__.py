@@ -1,4 +1,5 @@
-"""`holdfast-operator`: parses, wires, runs; or prepares its own removal.
+"""`holdfast-operator`: parses the command line, wires the operator and runs it, or prepares its
+removal.
 
 Exit codes: 0 stopped on request, 1 the Lease was lost, 2 it cannot start.
 """
@@ -19,7 +20,7 @@ from holdfast_operator._environment import given
 from holdfast_operator.kube.client.api import connect
 from holdfast_operator.kube.http import ProbeServer
 from holdfast_operator.kube.metrics import OperatorMetrics
-from holdfast_operator.kube.operating import Operating
+from holdfast_operator.kube.operating import OperatorReplica
 from holdfast_operator.kube.options import Options, parse
 from holdfast_operator.kube.upgrade.uninstalling import release_finalizers
 from holdfast_protos.connections.identity import choose
@@ -69,7 +70,7 @@ async def _run(options: Options) -> bool:
         ]
         stack.push_async_callback(api.close)
         stack.push_async_callback(lease_api.close)
-        operating = Operating(options, api, lease_api, metrics, identity, _stop_on_signals)
+        operating = OperatorReplica(options, api, lease_api, metrics, identity, _stop_on_signals)
         http = ProbeServer(metrics.registry, operating.health)
         stack.push_async_callback(http.stop)
         await http.start(options.listen or "", options.http_port)
@@ -93,7 +94,7 @@ async def _leave(options: Options) -> bool:
     return True
 
 
-def _stop_on_signals(operating: Operating) -> None:
+def _stop_on_signals(operating: OperatorReplica) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, operating.stop)

@@ -1,5 +1,5 @@
-"""The command `holdfast-operator`. Imports what runs the operator only when it is called, so that a
-missing package ends in a sentence."""
+"""The command `holdfast-operator`. It imports the operator only when it is called, so that a
+missing package gives one clear sentence."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Health of the operator, for probes. Pure.
 
-An operator that waits for its Lease is well. A leader is unwell when it has not looked at a job, or
-a watch has neither received nor tried anything, for far longer than normal: then something hangs
-that only a new process can fix. An unreachable API server does not make an operator unwell.
+An operator that waits for its Lease is healthy. A leader is unhealthy when a job has had no turn,
+or a watch has neither received nor tried anything, for far longer than normal: then something hangs
+that only a new process can fix. An unreachable API server does not make an operator unhealthy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Health:
     ready: bool
     """Whether all watches of a leader have their first lists, and daemons can connect."""
     oldest_look_s: float = 0.0
-    """Seconds since the last look at the job that has gone longest without one."""
+    """Seconds since the last turn of the job that has waited longest for one."""
     watches_s: tuple[tuple[str, float], ...] = ()
     """(kind of object, seconds since its watch last received something or tried to)."""
 

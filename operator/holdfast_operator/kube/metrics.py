@@ -1,9 +1,9 @@
 """The operator's metrics: one list of definitions, and the collectors made from it.
 
 The exposition, the documentation and the dashboard are made from this list, so that they cannot
-disagree. A series of one job or node is a gauge that `replace_all` writes, so that it ends with
-what it is about; no pod is named, and causes are those of failure rules. No decision may depend on
-a metric.
+disagree. A series of a single job or node is a gauge that `replace_all` writes, so that it ends
+when its job or node does. No pod is named, and causes are those of failure rules. No decision may
+depend on a metric.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class OperatorMetrics:
 
     def replace_all(self, name: str, values: Mapping[tuple[str, ...], float], /) -> None:
         """Make `values` all the series of the gauge `name`, by the values of its labels in order. A
-        series that stays has no gap: an alert would begin to wait anew."""
+        series that stays has no gap: after a gap, an alert would begin to wait again."""
         gauge = self._collectors[name]
         assert isinstance(gauge, Gauge)
         for labels, value in values.items():

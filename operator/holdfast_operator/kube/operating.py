@@ -1,4 +1,5 @@
-"""One replica of the operator, wired: it waits for its Lease, then leads until it ends."""
+"""One replica of the operator, with its wiring: it waits for its Lease, then leads until it
+ends."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import time
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, suppress
 from functools import partial
+from typing import Any
 
 from holdfast_operator.control.server import ControlServer
 from holdfast_operator.kube.client.api import Api
@@ -23,7 +25,7 @@ from holdfast_operator.kube.client.resources import (
     Resource,
 )
 from holdfast_operator.kube.client.times import ClockPair
-from holdfast_operator.kube.client.watches import Cache, Fed, Watch
+from holdfast_operator.kube.client.watches import Cache, Watch
 from holdfast_operator.kube.cluster import room
 from holdfast_operator.kube.cluster.attention import Attention
 from holdfast_operator.kube.cluster.candidates import CandidateNodes
@@ -55,7 +57,7 @@ from holdfast_operator.kube.pods.placeholders import (
 )
 from holdfast_operator.kube.pods.pods import TrainerPod, read_pod
 from holdfast_operator.kube.pods.trainers import PodIndex, Trainers
-from holdfast_operator.kube.upgrade.renewing import Renewing
+from holdfast_operator.kube.upgrade.daemon_upgrade import DaemonUpgrade
 from holdfast_protos.connections.identity import Identity
 
 _log = logging.getLogger(__name__)
@@ -71,7 +73,7 @@ LAST_EVENTS_S = 3.0
 """Time limit for posting the last events."""
 
 
-class Operating:
+class OperatorReplica:
     """One replica of the operator. `run` it.
 
     Args:
@@ -88,7 +90,7 @@ class Operating:
         lease_api: Api,
         metrics: OperatorMetrics,
         identity: Identity | None,
-        catch_signals: Callable[[Operating], None],
+        catch_signals: Callable[[OperatorReplica], None],
     ) -> None:
         self._options, self._api, self._metrics = options, api, metrics
         self._catch_signals = catch_signals
@@ -285,7 +287,7 @@ class Operating:
     def _watch(
         self,
         resource: Resource,
-        cache: Fed,
+        cache: Cache[Any],
         namespace: str = "",
         query: dict[str, str] | None = None,
     ) -> Watch:
@@ -309,22 +311,22 @@ class Operating:
             watches["our own pods"] = self._watch(PODS, placed, options.namespace, room.SELECTOR)
         return watches
 
-    def _renewal(self) -> Renewing:
-        """What replaces daemons of an older version; it does nothing until it is run."""
-        return Renewing(
+    def _renewal(self) -> DaemonUpgrade:
+        """The upgrade of daemons; it does nothing until it is run."""
+        return DaemonUpgrade(
             self._api,
             self._options.namespace,
             pods=self._daemon_cache.all,
             revisions=self._revisions.all,
-            jobs=self._fleet.stands,
+            jobs=self._fleet.upgrade_requirements,
             changed=self._daemons_changed,
-            recorder=self._recorder,
+            post=self._recorder.post,
             metrics=self._metrics,
             clock=time.monotonic,
         )
 
     def _watch_each(
-        self, what: str, resource: Resource, cache: Fed, query: dict[str, str]
+        self, what: str, resource: Resource, cache: Cache[Any], query: dict[str, str]
     ) -> dict[str, Watch]:
         """A watch for each namespace whose jobs are carried out, or one of all namespaces; by what
         is watched, in words."""
@@ -335,11 +337,11 @@ class Operating:
             for namespace in self._options.watch_namespaces or ("",)
         }
 
-    def _watches_of_jobs(self, resource: Resource, cache: Fed) -> list[Watch]:
+    def _watches_of_jobs(self, resource: Resource, cache: Cache[Any]) -> list[Watch]:
         """Watches of the objects of a kind that have the label of a job."""
         return list(self._watch_each(resource.plural, resource, cache, OF_JOBS).values())
 
-    def _watch_of_daemons(self, resource: Resource, cache: Fed) -> Watch:
+    def _watch_of_daemons(self, resource: Resource, cache: Cache[Any]) -> Watch:
         """A watch of the objects of a kind that have the labels of daemons."""
         selector = {"labelSelector": self._options.daemon_selector}
         return self._watch(resource, cache, self._options.namespace, selector)

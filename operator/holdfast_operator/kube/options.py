@@ -1,5 +1,5 @@
-"""The command line of `holdfast-operator`. The name, namespace and address of its pod come from the
-environment, which flags override."""
+"""The command line of `holdfast-operator`. Name, namespace and address of its pod come from the
+environment; flags override them."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class Options:
     watch_namespaces: tuple[str, ...]
     """Namespaces whose jobs are carried out; empty for all."""
     identity: str
-    """Name of this replica, which is that of its pod."""
+    """Name of this replica: the name of its pod."""
     address: str
     """Address at which daemons reach this replica."""
     listen: str
     control_port: int
     http_port: int
     service: str
-    """The Service that daemons dial."""
+    """The Service to which daemons connect."""
     lease: str
     daemon_selector: str
     """Labels of the daemons' pods in `namespace`."""

@@ -1,4 +1,4 @@
-"""Which node a member lives on: the first placement, the choice of a spare, addresses.
+"""Chooses the node of each member: the first placement, moves, spares, changes of addresses.
 
 Pure. Ties break by name, so that a restarted control loop decides the same.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.job.persistence import tier_of
@@ -20,11 +20,75 @@ from holdfast_core.snapshots.membership import (
     Redundancy,
 )
 from holdfast_core.snapshots.worlds import MemberWorld
+from holdfast_operator.reconciler.observe.text import listed
 from holdfast_operator.reconciler.observe.views import NodeView
 
 BYTES_MAX = 1 << 60
 """Upper limit of amounts in a membership: more bytes than any node has or fetches in a second, and
 few enough for the messages. A larger setting is no limit."""
+
+
+@dataclass(slots=True)
+class Moves:
+    """Moves of members to other nodes."""
+
+    to: dict[int, NodeView] = field(default_factory=dict)
+    """Member → its node in the next epoch; its present node when only the memory is new."""
+    unplaced: list[int] = field(default_factory=list)
+    """Members that cannot continue where they are, and for which there is no node."""
+    held: list[int] = field(default_factory=list)
+    """Members that cannot continue where they are, but whose memory must not be left behind yet."""
+    silent: list[int] = field(default_factory=list)
+    """Members whose daemons are silent, and whose memory, which may be there, nothing could
+    replace: neither their parity groups nor durable storage."""
+    stuck: list[int] = field(default_factory=list)
+    """Members whose agents find no room where they are, and for which there is no other node."""
+    warned: list[int] = field(default_factory=list)
+    """Members whose nodes will be taken away, and for which there is no other node."""
+    on_notice: list[int] = field(default_factory=list)
+    """Members in `to` that work where they are, on nodes that will be taken away."""
+    lost: frozenset[int] = frozenset()
+    """Members whose memory is lost."""
+    leaving: frozenset[int] = frozenset()
+    """Members that the next epoch leaves out."""
+    order: tuple[int, ...] = ()
+    """Order of the members, where it is not that of their indices."""
+    later: dict[int, NodeView] = field(default_factory=dict)
+    """Members among these whose agents get ready meanwhile → the node on which they will join."""
+
+    def away(self, membership: Membership) -> dict[int, str]:
+        """Member → the node that it leaves."""
+        return {
+            member.index: member.node
+            for member in membership.members
+            if member.index in self.leaving
+            or (member.index in self.to and self.to[member.index].name != member.node)
+        }
+
+    def in_words(self, membership: Membership) -> str:
+        """Text on which node takes over which member, and how many members continue; empty when no
+        member leaves its node."""
+        away = self.away(membership).keys() - self.leaving
+        if len(away) == 1:
+            takes = f"spare {self.to[next(iter(away))].name} takes over"
+        else:
+            takes = listed(
+                f"{self.to[member].name} takes over member {member}" for member in sorted(away)
+            )
+        parts = [takes, self.joins_in_words(membership)]
+        if self.leaving:
+            count = len(membership.members)
+            parts.append(f"{count - len(self.leaving)} of {count} members go on")
+        parts += [
+            f"member {member} gets ready on {node.name}"
+            for member, node in sorted(self.later.items())
+        ]
+        return ", ".join(part for part in parts if part)
+
+    def joins_in_words(self, membership: Membership) -> str:
+        """Text on which node joins as which member; empty when none does."""
+        joining = sorted(m for m in self.to if not membership.has(m))
+        return listed(f"{self.to[member].name} joins as member {member}" for member in joining)
 
 
 def member_at(index: int, node: NodeView) -> Member:
@@ -128,14 +192,16 @@ def past_worlds(membership: Membership, saved: Generation | None) -> tuple[Membe
 
 
 def would_forget(membership: Membership, saved: Generation | None) -> bool:
-    """Whether another world would leave no room for the one that captured what was `saved`."""
+    """Whether another world would leave no room for the world that captured the generation
+    `saved`."""
     world = None if saved is None else membership.world_of(saved)
     return world is not None and world not in past_worlds(membership, saved)
 
 
 def choose_joiners(membership: Membership, nodes: Iterable[NodeView], count: int) -> list[NodeView]:
     """Choose up to `count` nodes for members that join: from the failure domains with the fewest
-    members, then the first by name. Parity groups are formed anew, so that no group binds them."""
+    members, then the first by name. New parity groups are formed, so that no group restricts the
+    choice."""
     used = Counter(member.domain or member.node for member in membership.members)
     left, chosen = {node.name: node for node in nodes}, list[NodeView]()
     while left and len(chosen) < count:

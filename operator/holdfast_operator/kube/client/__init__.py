@@ -1,1 +1,1 @@
-"""Calls of the API server, watches, and what they are made of."""
+"""Requests to the API server, watches, and the values they use."""

@@ -63,8 +63,8 @@ def total(parts: Iterable[Amounts]) -> Amounts:
 
 
 def lacking(wanted: Amounts, there: Mapping[str, float], taken: Amounts) -> str:
-    """The first resource of which less is left than wanted; empty when all fit. A resource that the
-    node does not list counts as 0."""
+    """The first resource that is short; empty when all fit. A resource that the node does not list
+    counts as 0."""
     used = dict(taken)
     for name, value in wanted:
         if value > there.get(name, 0.0) - used.get(name, 0.0):

@@ -55,28 +55,42 @@ class ApiError(HoldfastError):
         return 400 <= self.status < 500 and self.status != TOO_MANY_REQUESTS
 
 
-class UpsertApi(Protocol):
-    """The part of `Api` that is needed to keep one object up to date."""
+class KubeApi(Protocol):
+    """The requests that the parts of the operator make. `Api` sends them to an API server; tests
+    answer them from memory. Every request raises an `ApiError` when it fails.
+    """
 
-    async def get(self, resource: Resource, namespace: str, name: str) -> Object: ...
+    async def get(self, resource: Resource, namespace: str, name: str) -> Object:
+        """Read one object."""
+
+    async def list(self, resource: Resource, namespace: str = "", **query: str) -> Object:
+        """Read a list, with `items` and `metadata.resourceVersion`; `pages` reads a long one."""
 
     async def create(
         self, resource: Resource, namespace: str, body: Object, **query: str
-    ) -> Object: ...
+    ) -> Object:
+        """Create an object; returns it as the server stored it."""
 
     async def replace(
         self, resource: Resource, namespace: str, body: Object, subresource: str = ""
-    ) -> Object: ...
+    ) -> Object:
+        """Replace the object of the same name by `body`. If `body` has a
+        `metadata.resourceVersion`, the server checks it."""
 
+    async def patch(
+        self, resource: Resource, namespace: str, name: str, body: Object, subresource: str = ""
+    ) -> Object:
+        """Merge `body` into the object (RFC 7386)."""
 
-class ListApi(Protocol):
-    """The part of `Api` that lists objects."""
-
-    async def list(self, resource: Resource, namespace: str = "", **query: str) -> Object: ...
+    async def delete(
+        self, resource: Resource, namespace: str, name: str, *, uid: str = "", grace_s: int = -1
+    ) -> Object:
+        """Delete an object; with `uid`, only if it still has it. A `grace_s` of 0 does not wait for
+        a node; a negative one leaves the time to the object. Returns the object, or a Status."""
 
 
 async def pages(
-    api: ListApi, resource: Resource, namespace: str = "", **query: str
+    api: KubeApi, resource: Resource, namespace: str = "", **query: str
 ) -> AsyncIterator[Object]:
     """The pages of a list that may be long, one request each."""
     token = ""
@@ -89,22 +103,22 @@ async def pages(
             return
 
 
-class CountsRequests(Protocol):
-    """Counts requests."""
+class RequestCounter(Protocol):
+    """Counts requests to the API server: the operator's metrics do, commands do not."""
 
     def request(self, verb: str, resource: str, code: str) -> None:
         """Count a request. `code` is the HTTP status; `none` without a whole answer."""
 
 
 class Api:
-    """A connection to the API server.
+    """A connection to the API server: `KubeApi`, and requests whose answers are streams.
 
     Args:
         api_client: client of the official package; `connect` makes one.
         counter: counts requests.
     """
 
-    def __init__(self, api_client: client.ApiClient, counter: CountsRequests) -> None:
+    def __init__(self, api_client: client.ApiClient, counter: RequestCounter) -> None:
         self._client, self._counter = api_client, counter
 
     async def close(self) -> None:
@@ -137,15 +151,9 @@ class Api:
         self._counter.request(verb, what, str(ended.response.status))
 
     async def get(self, resource: Resource, namespace: str, name: str) -> Object:
-        """One object.
-
-        Raises:
-            ApiError: when the request failed. All other requests raise it likewise.
-        """
         return await self._json("get", resource, resource.path(namespace, name))
 
     async def list(self, resource: Resource, namespace: str = "", **query: str) -> Object:
-        """A list, with `items` and `metadata.resourceVersion`."""
         return await self._json("list", resource, resource.path(namespace), query=query)
 
     async def create(
@@ -156,8 +164,6 @@ class Api:
     async def replace(
         self, resource: Resource, namespace: str, body: Object, subresource: str = ""
     ) -> Object:
-        """Replace the object of the same name by `body`. If `body` has a
-        `metadata.resourceVersion`, the server checks it."""
         path = resource.path(namespace, body["metadata"]["name"], subresource)
         return await self._json("update", resource, path, body, subresource=subresource)
 
@@ -169,16 +175,12 @@ class Api:
         body: Object,
         subresource: str = "",
     ) -> Object:
-        """Merge `body` into the object (RFC 7386)."""
         path = resource.path(namespace, name, subresource)
         return await self._json("patch", resource, path, body, subresource=subresource)
 
     async def delete(
         self, resource: Resource, namespace: str, name: str, *, uid: str = "", grace_s: int = -1
     ) -> Object:
-        """Delete an object, only if it is still the one with `uid`. A `grace_s` of 0 does not wait
-        for a node; a negative one leaves the time to the object. Returns the object, or a
-        Status."""
         options: Object = {"apiVersion": "v1", "kind": "DeleteOptions"}
         if grace_s >= 0:
             options["gracePeriodSeconds"] = grace_s
@@ -189,8 +191,8 @@ class Api:
     async def watch(
         self, resource: Resource, namespace: str, *, silence_s: float, **query: str
     ) -> AsyncIterator[Object]:
-        """Events of a watch, as the server sends them, until it ends the stream. Silence for
-        `silence_s` raises an ApiError."""
+        """Yield the events of a watch until the server ends the stream. Silence for `silence_s`
+        raises an ApiError."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=silence_s)
         query = {"watch": "true", "allowWatchBookmarks": "true", **query}
         path = resource.path(namespace)
@@ -201,8 +203,7 @@ class Api:
     async def lines(
         self, resource: Resource, namespace: str, name: str, subresource: str, **query: str
     ) -> AsyncIterator[str]:
-        """Lines of a subresource that is text, as the server sends them, until it ends the
-        stream."""
+        """Yield the lines of a subresource that is text, until the server ends the stream."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         path = resource.path(namespace, name, subresource)
         answer = self._answer("get", resource, path, None, query, timeout, subresource)
@@ -303,7 +304,7 @@ def refusal(verb: str, path: str, status: int, body: bytes) -> ApiError:
     return ApiError(f"{verb} {path}: {status} {message}", status=status, reason=reason)
 
 
-async def connect(counter: CountsRequests, kubeconfig: str = "", context: str = "") -> Api:
+async def connect(counter: RequestCounter, kubeconfig: str = "", context: str = "") -> Api:
     """Connect with the kubeconfig or the context, if one is given; else with the service account of
     the pod that this process runs in; else with $KUBECONFIG or ~/.kube/config.
 

@@ -9,7 +9,7 @@ import asyncio
 import ipaddress
 import logging
 
-from holdfast_operator.kube.client.api import NOT_FOUND, ApiError, Object, UpsertApi
+from holdfast_operator.kube.client.api import NOT_FOUND, ApiError, KubeApi, Object
 from holdfast_operator.kube.client.resources import ENDPOINT_SLICES
 
 _log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def endpoint_slice(service: str, namespace: str, address: str, port: int) -> Obj
 class Endpoints:
     """Keeps the slice pointed at this process. `run` it as a task while the process leads."""
 
-    def __init__(self, api: UpsertApi, wanted: Object) -> None:
+    def __init__(self, api: KubeApi, wanted: Object) -> None:
         self._api, self._wanted = api, wanted
 
     async def run(self) -> None:

@@ -7,11 +7,10 @@ import logging
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Protocol
 
 from holdfast_core.job.parsing import API_VERSION, KIND
-from holdfast_operator.kube.client.api import ApiError, Object
-from holdfast_operator.kube.client.resources import EVENTS, Resource
+from holdfast_operator.kube.client.api import ApiError, KubeApi, Object
+from holdfast_operator.kube.client.resources import EVENTS
 from holdfast_operator.reconciler.observe.timestamps import micro_timestamp
 from holdfast_operator.reconciler.observe.views import Event
 
@@ -26,14 +25,6 @@ object."""
 REMEMBERED_MAX = 4096
 
 
-class EventsApi(Protocol):
-    """The part of `Api` that `Recorder` needs."""
-
-    async def create(
-        self, resource: Resource, namespace: str, body: Object, **query: str
-    ) -> Object: ...
-
-
 class Recorder:
     """A queue of events, posted one after another. `run` it as a task.
 
@@ -46,7 +37,7 @@ class Recorder:
 
     def __init__(
         self,
-        api: EventsApi,
+        api: KubeApi,
         *,
         instance: str,
         clock: Callable[[], float],

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 
-from holdfast_operator.kube.client.api import NOT_FOUND, ApiError, Object, UpsertApi
+from holdfast_operator.kube.client.api import NOT_FOUND, ApiError, KubeApi, Object
 from holdfast_operator.kube.client.resources import LEASES
 from holdfast_operator.kube.client.times import Clock, Sleep
 from holdfast_operator.reconciler.observe.timestamps import micro_timestamp
@@ -35,7 +35,7 @@ class Leader:
 
     def __init__(
         self,
-        api: UpsertApi,
+        api: KubeApi,
         *,
         namespace: str,
         name: str,

@@ -1,7 +1,7 @@
-"""Pauses of a job's control loop before it looks again by itself. Pure.
+"""Pauses after which a job's control loop takes a turn without an event. Pure.
 
-Every event wakes the loop; these pauses are for what shows by the absence of events. Looking is
-cheap but not free: hundreds of healthy jobs share one core.
+Every event wakes the loop. These pauses are for conditions that no event announces, such as
+silence. A turn is cheap but not free: hundreds of healthy jobs share one core.
 """
 
 from __future__ import annotations

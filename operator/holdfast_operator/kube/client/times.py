@@ -1,4 +1,4 @@
-"""Both clocks at one moment. Pure."""
+"""A monotonic and a wall clock, read at the same moment. Pure."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Sleep = Callable[[float], Awaitable[None]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClockPair:
-    """One moment on both clocks. Kept for the life of the process, so that one moment is always
-    written as the same time."""
+    """The same moment on both clocks. The process keeps one pair, so that it always writes a moment
+    as the same time."""
 
     now: float
     """Monotonic seconds."""

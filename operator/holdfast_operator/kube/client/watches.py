@@ -1,11 +1,11 @@
-"""Copies of some of the API's objects, kept up to date by one list and then a watch that resumes.
+"""Copies of API objects, kept up to date by one list and a watch that resumes after it.
 
 The official client has a watch (it decodes every object into models and gives up on connection
 errors) and an informer (threads). kopf's watches feed handlers, cost several times as much, and do
-not report which objects were deleted while a watch had expired. This one keeps parsed objects, so
+not report which objects were deleted while a watch had expired. This watch keeps parsed objects, so
 that each version is parsed once, and reports each change.
 
-It never relists without need: bookmarks keep the resource version fresh, and only a 410 makes it
+It lists again only when it must: bookmarks keep the resource version fresh, and only a 410 makes it
 start over.
 """
 
@@ -15,7 +15,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from holdfast_operator.kube.client.api import GONE, Api, ApiError, Object, pages
 from holdfast_operator.kube.client.resources import Resource
@@ -32,18 +32,6 @@ BACKOFF_S_MIN, BACKOFF_S_MAX = 0.2, 30.0
 T = TypeVar("T")
 Key = tuple[str, str]
 """(namespace, name)."""
-
-
-class Fed(Protocol):
-    """The cache that a watch feeds, of objects of any kind."""
-
-    def put(self, raw: Object) -> None: ...
-
-    def remove(self, namespace: str, name: str) -> None: ...
-
-    def replace_all(self, raws: list[Object], version: int, namespace: str) -> None: ...
-
-    def note_version(self, version: int, namespace: str) -> None: ...
 
 
 class Cache(Generic[T]):
@@ -130,7 +118,7 @@ class Watch:
         self,
         api: Api,
         resource: Resource,
-        cache: Fed,
+        cache: Cache[Any],
         *,
         clock: Clock,
         sleep: Sleep,

@@ -1,1 +1,1 @@
-"""Nodes and daemons: what there is, who has room, who is silent."""
+"""Nodes and their daemons: which exist, which have room, and which are silent."""

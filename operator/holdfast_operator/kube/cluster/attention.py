@@ -1,7 +1,8 @@
 """Tracks whether this process has been listening, and notices daemons that fall silent.
 
-A silent daemon sends no event, so the operator must look, once for all jobs. And a process that was
-itself held up has not read the heartbeats that came: silence from before proves nothing.
+A silent daemon sends no event, so the operator checks all daemons regularly, once for all jobs. A
+process that was itself held up has not read the heartbeats that arrived: then earlier silence
+proves nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ LAPSE_HEARTBEATS = 2.0
 
 
 class Attention:
-    """Looks for daemons that fall silent. `run` it as a task.
+    """Checks for daemons that have fallen silent. `run` it as a task.
 
     Args:
         wake: called with the keys of the jobs that a daemon's silence affects.
@@ -43,7 +44,7 @@ class Attention:
             await asyncio.sleep(TICK_S)
 
     def tick(self) -> None:
-        """Look once."""
+        """Check all daemons once."""
         self.listened_since(self._clock())
         late = self.late()
         for name in sorted(late - self._late):

@@ -1,7 +1,7 @@
-"""Chooses nodes for one job to consider: its own, and enough others to take its members.
+"""Chooses the nodes that one job considers: its own, and enough others to take its members.
 
-A job sees no more of the cluster than it can use, so that its cost grows with its own size. The
-least used nodes are offered first, so that jobs placed at the same time come to different ones.
+A job sees no more of the cluster than it can use, so that its cost grows only with its own size.
+The least used nodes come first, so that jobs placed at the same time choose different ones.
 """
 
 from __future__ import annotations

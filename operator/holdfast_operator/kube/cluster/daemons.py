@@ -1,7 +1,7 @@
-"""Tracks when daemons' pods start and end, where their heartbeats cannot show it. Pure.
+"""Tracks starts and ends of daemons' pods where heartbeats cannot show them. Pure.
 
-A daemon on a living node that is ended on purpose, or was just started again, is worth waiting for:
-its memory is still there.
+A daemon on a living node that was stopped on purpose, or has just been started again, is worth
+waiting for: its memory is still there.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def without_daemon(
     nodes: Iterable[KubeNode], pods: Iterable[DaemonPod], known: Mapping[str, NodeView]
 ) -> frozenset[str]:
     """Nodes that should have a daemon, as its pod or an earlier connection shows, and whose daemon
-    is not connected. A node that has left the cluster is none of them."""
+    is not connected. Nodes that have left the cluster do not count."""
     here = {node.name for node in nodes}
     wanted = {pod.node for pod in pods} | known.keys()
     connected = {name for name, view in known.items() if view.connected}

@@ -1,7 +1,7 @@
-"""Views of nodes for the reconciler: a node's object in the API, joined with its daemon's reports.
+"""Views of nodes for the reconciler: a node's API object, joined with its daemon's reports.
 
-Pure. Whether a pod of the job could run on a node is judged as the scheduler would, as far as the
-node's own object and the pods of trainers show; the scheduler has the last word.
+Pure. It judges as the scheduler would whether a pod of the job could run on a node, from the node's
+own object and the trainers' pods; the scheduler has the last word.
 """
 
 from __future__ import annotations
@@ -128,9 +128,9 @@ def node_view(
     taken: Amounts = (),
     returning: bool = False,
 ) -> NodeView:
-    """View of the node for the reconciler. `node` is None when there is no such object (any more),
-    `reported` when no daemon has connected to this process yet: nothing is known of its memory
-    then, and the node is judged by its object alone."""
+    """View of the node for the reconciler. `node` is None when the API has no such object (any
+    more). `reported` is None when no daemon has connected to this process yet: then nothing is
+    known of the node's memory, and only its object is judged."""
     view = reported or NodeView(name=name)
     if node is None:
         return replace(view, gone=True, schedulable=False)

@@ -23,8 +23,8 @@ NOTICES = frozenset(
         "remediator.aks.microsoft.com/unschedulable",
     }
 )
-"""Keys of taints, and types of conditions. Those that also announce a mere pause are left out, such
-as AKS's condition VMEventScheduled."""
+"""Keys of taints, and types of conditions. Those that also announce a mere pause are not listed,
+such as AKS's condition VMEventScheduled."""
 
 
 def notice_of(raw: Object, names: Collection[str] = NOTICES) -> str:

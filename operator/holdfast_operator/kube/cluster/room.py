@@ -1,8 +1,8 @@
-"""What pods that are no trainers take from their nodes: other people's, and our own daemons'.
+"""Resources that pods other than trainers use on their nodes: other people's pods and our daemons.
 
-Trainers are counted by the nodes that jobs have chosen, also before their pods exist. This counts
-what is beside them, as far as the operator may see it: with watched namespaces, the pods in these
-and in its own. The scheduler has the last word.
+Trainers are counted by the nodes that jobs have chosen, even before their pods exist. This module
+counts everything else that the operator may see: with watched namespaces, the pods in these
+namespaces and in its own. The scheduler has the last word.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def read_placed(raw: Object) -> PlacedPod:
 
 
 class Room:
-    """Amounts taken on each node. The watches of pods feed it by `change`, and each job's look at
-    the nodes reads it."""
+    """Amounts taken on each node. The watches of pods feed it by `change`; the turns of jobs read
+    it."""
 
     def __init__(self) -> None:
         self._pods: dict[str, dict[tuple[str, str], Amounts]] = {}
         self._sums: dict[str, Amounts] = {}
-        """Amounts taken on nodes that a look has asked about since their pods last changed: looks
-        are many, and such changes few."""
+        """Amounts taken on nodes that some job has asked about since their pods last changed: jobs
+        ask often, and pods change rarely."""
 
     def change(self, before: PlacedPod | None, now: PlacedPod | None) -> None:
         """Take in that a pod came, changed or went."""
@@ -65,7 +65,7 @@ class Room:
             self._pods.setdefault(now.node, {})[now.key] = now.requests
 
     def taken(self, node: str) -> Amounts:
-        """What the pods on `node` take, but for trainers."""
+        """Amounts that the pods on `node` take, without trainers."""
         if node not in self._sums:
             self._sums[node] = total(self._pods.get(node, {}).values())
         return self._sums[node]

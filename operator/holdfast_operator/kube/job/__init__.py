@@ -1,1 +1,1 @@
-"""A job's control loop, from what is observed to what is done and written."""
+"""The control loop of a job: it observes, decides, acts, and writes the status."""

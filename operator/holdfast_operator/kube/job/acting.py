@@ -1,7 +1,7 @@
-"""Carries out what was decided for one job, by requests to the API server and the daemons.
+"""Carries out the decisions for one job, by requests to the API server and messages to the daemons.
 
-Any action may fail: the next look sees what is there and decides anew. So a failure is reported as
-an event and otherwise forgotten.
+Any action may fail: the next turn of the control loop observes the result and decides again. So a
+failure is reported as an event and otherwise forgotten.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Any
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_operator.kube.client.api import NOT_FOUND, ApiError
 from holdfast_operator.kube.client.resources import JOBS
-from holdfast_operator.kube.job.starting import Starting
+from holdfast_operator.kube.job.starting import PodStarter
 from holdfast_operator.kube.job.world import LoopContext
 from holdfast_operator.kube.pods.pods import TrainerPod
 from holdfast_operator.reconciler.observe.counters import Outcome
 from holdfast_operator.reconciler.observe.lookups import node_of
 from holdfast_operator.reconciler.observe.views import (
     AgentState,
+    ClusterView,
     ControlState,
     Decision,
     DeleteJob,
     DropJob,
     Event,
     FenceNode,
-    Observed,
     PersistNow,
     PublishMembership,
     StartAgent,
@@ -46,7 +46,7 @@ _Work = partial[Coroutine[Any, Any, None]]
 """One action; its failures are counted under the name of its method."""
 
 
-class Acting:
+class ActionExecutor:
     """Carries out the decisions of one job's control loop.
 
     Args:
@@ -55,7 +55,7 @@ class Acting:
 
     def __init__(self, world: LoopContext, attempts: dict[int, int]) -> None:
         self._world = world
-        self._starting = Starting(world, attempts)
+        self._starting = PodStarter(world, attempts)
         self._stopping_since: dict[str, float] = {}
 
     @property
@@ -74,7 +74,7 @@ class Acting:
         before: ControlState,
         decision: Decision,
         pods: Sequence[TrainerPod],
-        observed: Observed,
+        observed: ClusterView,
         remembered: bool,
     ) -> list[Event]:
         """Carry out the actions of `decision`, in order where order matters. Pods are still being
@@ -88,6 +88,7 @@ class Acting:
             events for actions that failed, and for pods whose creation got no answer since the
             last call; see also `refusal`.
         """
+        # Publish memberships and fence nodes at once; collect the other requests.
         began = self._world.clock()
         self._note_losses(before, decision, observed)
         failed: list[Event] = []
@@ -116,6 +117,7 @@ class Acting:
                     later.append(partial(self._delete, job))
                 case _:
                     pass  # reported as an event and a condition
+        # Cancel the creation of pods that are to be stopped, and then create the missing ones.
         if stops:
             self._starting.take_back(StartAgent(member=m, node=n) for m, n in stops)
             there = [pod for pod in pods if (pod.member, pod.node) in stops]
@@ -162,7 +164,7 @@ class Acting:
             if error.status != NOT_FOUND:
                 raise
 
-    async def _clear_stuck(self, pods: Sequence[TrainerPod], observed: Observed) -> None:
+    async def _clear_stuck(self, pods: Sequence[TrainerPod], observed: ClusterView) -> None:
         """Force the deletion of pods on nodes that are gone: no kubelet confirms their end, so they
         would stay."""
         now = self._world.clock()
@@ -177,7 +179,7 @@ class Acting:
         if stuck:
             await self._world.trainers.stop(stuck, force=True)
 
-    def _note_losses(self, before: ControlState, decision: Decision, observed: Observed) -> None:
+    def _note_losses(self, before: ControlState, decision: Decision, observed: ClusterView) -> None:
         fenced = {action.node for action in decision.actions if isinstance(action, FenceNode)}
         after = decision.state.membership
         for member in before.membership.members if before.membership is not None else ():

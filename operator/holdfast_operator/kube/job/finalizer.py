@@ -1,7 +1,7 @@
-"""Freeing of a deleted job's memory, for which the job keeps a finalizer until it is done.
+"""Frees the memory of a deleted job, which keeps a finalizer until that is done.
 
-kopf puts the finalizer on and takes it off. It never delays a deletion for long, and nothing else
-needs it: if a job goes without it, or the operator is gone for good, the next operator finds the
+kopf adds and removes the finalizer. It never delays a deletion for long, and nothing else depends
+on it: if a job disappears without it, or the operator is gone for good, the next operator finds the
 memory and frees it.
 """
 

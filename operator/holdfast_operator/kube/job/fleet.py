@@ -1,4 +1,4 @@
-"""All jobs of this operator: a control loop for each, and what wakes it."""
+"""All jobs of this operator: a control loop for each, and the events that wake it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from holdfast_operator.kube.job.world import LoopContext
 from holdfast_operator.kube.metrics import OperatorMetrics
 from holdfast_operator.reconciler.failures.unprotected import TRAINS_UNPROTECTED
 from holdfast_operator.reconciler.observe.views import ConditionType, Event
-from holdfast_operator.reconciler.renewal import JobStand
+from holdfast_operator.reconciler.upgrade_plan import JobRequirements
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Fleet:
                     loop.wake()
 
     def see(self, kind: str | None, resource: Object) -> None:
-        """Take in that a job changed or went; `kind` is that of the watch's event."""
+        """Note that a job changed or disappeared; `kind` is the kind of the watch's event."""
         key = _key(resource)
         loop = self._loops.get(key)
         if loop is not None and loop.uid != resource["metadata"]["uid"]:
@@ -110,16 +110,16 @@ class Fleet:
 
     # --- what others ask ----------------------------------------------------------------------
 
-    def stands(self) -> list[JobStand] | None:
-        """Standing of every job that has one, for the replacement of daemons; None while there may
-        be a job that was not looked at yet."""
+    def upgrade_requirements(self) -> list[JobRequirements] | None:
+        """What jobs require of the replacement of their daemons, where they require anything; None
+        while there may be a job that no control loop has looked at yet."""
         if not self._all_known:
             listed = self._listed
             if listed is None or not all(map(self._is_known, listed, listed.values())):
                 return None
             self._all_known = True
-        found = (loop.stand() for loop in self._loops.values())
-        return [stand for stand in found if stand is not None]
+        required = (loop.upgrade_requirements() for loop in self._loops.values())
+        return [each for each in required if each is not None]
 
     def _is_known(self, key: str, uid: str) -> bool:
         loop = self._loops.get(key)
@@ -138,7 +138,7 @@ class Fleet:
         return max(2.0, 0.1 * len(self._loops))
 
     def oldest_look_s(self, now: float) -> float:
-        """Seconds since the last look of the control loop that looked longest ago."""
+        """Seconds since the last turn of the control loop that has waited longest."""
         return max((now - loop.looked_at for loop in self._loops.values()), default=0.0)
 
     # --- housekeeping -------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def _is_unprotected(status: Object) -> bool:
 
 
 def _missing(status: Object) -> int:
-    """Number of members without which the job goes on."""
+    """Number of members that the job continues without."""
     found = status.get("strength") or {}
     active: int = found.get("active", 0)
     goes_on = active > 0 and status.get("phase") not in (Phase.SUSPENDED, *ENDED)

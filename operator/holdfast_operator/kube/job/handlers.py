@@ -1,9 +1,9 @@
-"""A job's life in kopf's handlers: one of kopf's daemons hosts its control loop, and its deletion
-frees memory.
+"""The life of a job in kopf's handlers: one of kopf's daemons hosts its control loop, and its
+deletion frees memory.
 
-kopf watches jobs, keeps the finalizer, and begins and ends its daemons. It writes nothing else into
-a job: the control loop is level-triggered, so it needs neither the progress of handlers nor the
-last version that they handled.
+kopf watches jobs, keeps the finalizer, and starts and stops its daemons. It writes nothing else
+into a job: the control loop is level-triggered, so it needs neither the progress of handlers nor
+the last version that they handled.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from holdfast_operator.kube.job.fleet import Fleet
 SERVER_S = 300
 """Seconds after which the API server ends a watch; kopf resumes where it ended."""
 RETRY_S_MIN, RETRY_S_MAX = 1.0, 30.0
-"""Pauses before kopf repeats a request that failed: each is twice the one before. It repeats it as
+"""Pauses before kopf repeats a failed request: each is twice the previous one. kopf repeats it as
 often as needed, because no event would remind it of a finalizer."""
 LOOP_ENDS_S = 5.0
 """Seconds within which a control loop ends once kopf stops it."""
@@ -126,7 +126,7 @@ def _reporting(fleet: Fleet) -> aiohttp.TraceConfig:
 
 
 class _Pauses:
-    """Seconds between the attempts of a request, without end; kopf iterates over it anew for each
+    """Seconds between the attempts of a request, without end; kopf iterates over it again for each
     request."""
 
     def __iter__(self) -> Iterator[float]:

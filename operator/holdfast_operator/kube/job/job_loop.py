@@ -1,8 +1,8 @@
-"""The control loop of one job: observe, reconcile, write the status, carry out; and again.
+"""The control loop of one job. Each turn observes, reconciles, writes the status, and acts.
 
-Level-triggered: it looks when something has changed and when a deadline may have passed. Its memory
-may be lost at any time: what must not be lost is in the status before the loop acts on it. It
-decides nothing about failures.
+Level-triggered: it takes a turn when something has changed and when a deadline may have passed. Its
+memory may be lost at any time: whatever must survive is in the status before the loop acts on it.
+It decides nothing about failures.
 """
 
 from __future__ import annotations
@@ -18,49 +18,49 @@ from holdfast_core.job.schema import COPY_ANNOTATION, RESUME_ANNOTATION
 from holdfast_operator.kube.client.api import ApiError, Object
 from holdfast_operator.kube.client.pacing import heartbeats_s, pause_s
 from holdfast_operator.kube.cluster.nodes import Wants, wants_of
-from holdfast_operator.kube.job.acting import Acting
+from holdfast_operator.kube.job.acting import ActionExecutor
 from holdfast_operator.kube.job.finalizer import FINALIZER
+from holdfast_operator.kube.job.pod_source import FollowedPods, OwnPods, PodSource
 from holdfast_operator.kube.job.recovery_log import RecoveryLog
 from holdfast_operator.kube.job.starting import RETRY_S
 from holdfast_operator.kube.job.status import recoveries_of, refusal_status, status_of
 from holdfast_operator.kube.job.status_writer import StatusWriter
 from holdfast_operator.kube.job.world import LoopContext
-from holdfast_operator.kube.kueue.queueing import Queueing
-from holdfast_operator.kube.pods.pods import TrainerPod, adopted_agents, agents, pod_names
+from holdfast_operator.kube.kueue.queueing import JobQueue
+from holdfast_operator.kube.pods.pods import TrainerPod, pod_names
 from holdfast_operator.kube.pods.shared_objects import BEING_COLLECTED
 from holdfast_operator.reconciler.observe.counters import from_document
 from holdfast_operator.reconciler.observe.remembered import was_placed
 from holdfast_operator.reconciler.observe.views import (
+    ClusterView,
     Condition,
     ConditionType,
     ControlState,
     Decision,
     Event,
     NodeView,
-    Observed,
     PublishMembership,
     Refusal,
     Suspension,
 )
 from holdfast_operator.reconciler.reconcile import reconcile
-from holdfast_operator.reconciler.renewal import JobStand, stand_of
 from holdfast_operator.reconciler.report.conditions import INSECURE
+from holdfast_operator.reconciler.upgrade_plan import JobRequirements, requirements_of
 
 _log = logging.getLogger(__name__)
 
 SOON_S = 0.01
-"""Shortest rest between two looks, so that one look serves changes that come together."""
+"""Shortest rest between two turns, so that one turn serves changes that come together."""
 DUTY = 4.0
-"""Rest after a look, as a multiple of the time for which that look kept the process busy, whatever
-wakes the loop. Waiting for the API server counts as rest."""
+"""Rest after a turn, whatever wakes the loop, as a multiple of the time for which the turn kept the
+process busy. Waiting for the API server counts as rest."""
 REFUSED_S = 30.0
 """Seconds until the cluster is asked again about a job whose pods it refuses: no event announces
-that it would accept them now."""
+that it would now accept them."""
 FINALIZER_S = 30.0
 """Pause of a job that has no finalizer yet: until it has, nothing is done that the job would leave
 behind. The finalizer wakes the loop when it is added."""
 BACKOFF_S_MIN, BACKOFF_S_MAX = 0.5, 30.0
-CANDIDATES_MIN = 16
 
 _PERMANENT = (400, 422)
 """HTTP statuses of refusals that stay the same however often a pod is tried."""
@@ -79,14 +79,16 @@ class JobLoop:
         self._woken_at = world.clock()
         self._rested_at = world.clock()
         self._edition: object = None
-        """What was last parsed of the job; see `_edition`."""
+        """Version of the job that was last parsed; see `_edition`."""
         self._job: MoETrainingJob | None = None
+        self._source: PodSource = OwnPods(world)
         self.wants: Wants | None = None
         """Requirements of the job's pods on a node; None until a valid document was read."""
         self._refusal: Refusal | None = None
         """Why the newest version of the job cannot be carried out."""
         self._refused_pods: ApiError | None = None
-        """What the API server answered when it was asked about the job's pods as they are now."""
+        """The API server's refusal of the job's pods as they are now; None while it accepts
+        them."""
         self._ask_again_at = self._woken_at
         status = resource.get("status") or {}
         now = world.clock()
@@ -99,13 +101,13 @@ class JobLoop:
             interval_s=self._status_s,
             count=lambda result: world.metrics.add("status_writes", result=result),
         )
-        self._acting = Acting(world, _attempts(status))
-        self._queueing = Queueing(world.queues)
+        self._acting = ActionExecutor(world, _attempts(status))
+        self._queue = JobQueue(world.queues)
         self._suspension: Suspension | None = None
         """Why the job's queue keeps it from running."""
         self.looked_at = world.clock()
         self.has_looked = False
-        """Whether it has looked at the job, so that the job's standing is known."""
+        """Whether a turn has succeeded, so that the job's requirements are known."""
 
     @property
     def key(self) -> str:
@@ -143,7 +145,7 @@ class JobLoop:
             self.wake()
 
     def wake(self) -> None:
-        """Look soon."""
+        """Take a turn soon."""
         if not self._wake.is_set():
             self._woken_at = self._world.clock()
             self._wake.set()
@@ -196,7 +198,7 @@ class JobLoop:
             assert self._refusal is not None
             return await self._refuse(self._refusal)
         ended = self._state.outcome is not None
-        refusal = self._queueing.refusal(self._job, ended=ended)
+        refusal = self._queue.refusal(self._job, ended=ended)
         if refusal is not None:
             return await self._refuse(refusal)
         return await self._look(self._job)
@@ -204,9 +206,9 @@ class JobLoop:
     # --- admission ----------------------------------------------------------------------------
 
     async def _admit(self) -> None:
-        """Parse the document, and ask the API server whether it would accept the job's pods. A job
-        that is refused is looked at all the same: its deadlines count, and what runs already is
-        cared for, by the last version that could be read."""
+        """Parse the document, and ask the API server whether it would accept the job's pods. The
+        loop continues with a refused job: its deadlines count, and what runs already is cared for,
+        by the last version that could be read."""
         resource = self._resource
         edition = _edition(resource)
         self._ask_again_at = self._world.clock() + REFUSED_S
@@ -220,9 +222,10 @@ class JobLoop:
         refusal = self._refused_pods = None
         fresh = self._job is None and not self._pods()
         changed = self._refusal is not None or _template(self._job) != _template(job)
-        if (fresh or changed) and not job.spec.trainer.external:
+        source = FollowedPods(self._world) if job.spec.trainer.external else OwnPods(self._world)
+        if fresh or changed:
             try:
-                await self._world.trainers.try_out(job)
+                await source.try_out(job)
             except ApiError as error:
                 if not error.status:
                     raise
@@ -235,7 +238,8 @@ class JobLoop:
                     self._refused_pods = error
                 if not error.is_final:
                     self._ask_again_at = self._world.clock() + RETRY_S
-        self._job, self.wants, self._refusal = job, wants_of(job), refusal
+        self._job, self._source = job, source
+        self.wants, self._refusal = wants_of(job), refusal
         self._edition = edition
         wanted_s = job.spec.failure_policy.detection.heartbeat_seconds
         if wanted_s < self._world.server.heartbeat_s:
@@ -253,21 +257,24 @@ class JobLoop:
         event = Event(reason=refusal.reason, message=refusal.message, warning=True)
         self._world.recorder.post(self._resource, event)
 
-    # --- looking ------------------------------------------------------------------------------
+    # --- a turn -------------------------------------------------------------------------------
 
     async def _look(self, asked: MoETrainingJob) -> float:
+        # Observe: the queue's decision, then pods, nodes and heartbeats.
         ended = self._state.outcome is not None
-        turn = await self._queueing.look(asked, ended=ended)
-        job, wants = turn.job, turn.wants
-        self.wants, self._suspension = wants, turn.suspension
+        queue = await self._queue.read_decision(asked, ended=ended)
+        job, wants = queue.job, queue.wants
+        self.wants, self._suspension = wants, queue.suspension
         world, now = self._world, self._world.clock()
         began_s = world.worked_s()
         before = self._state
         if world.attention.listened_since(before.looked_at):
-            # The loop paused between looks on purpose; heartbeats were read all the time.
+            # The loop paused between turns on purpose; heartbeats were read all the time.
             before = replace(before, looked_at=now)
         pods = self._pods()
         observed = self._observe(job, wants, pods)
+
+        # Decide, and tell people about it.
         decision = reconcile(job, observed, before, now, world.locations)
         decision = replace(decision, conditions=(*decision.conditions, *self._surroundings()))
         self._state = decision.state
@@ -276,23 +283,28 @@ class JobLoop:
             world.recorder.post(self._resource, event)
         self._recovery_log.follow(job, before, observed, decision, world.clocks.at_wall(now))
         self._report_refused_pods(decision)
+
+        # Remember, before anything is done: an operator that starts again needs the status.
         status = self._status_of(job, observed, decision, pods, now)
         self._rested_at = world.clock() + DUTY * (world.worked_s() - began_s)
-        # Written before anything is done: an operator that starts again needs it.
         remembered = await self._writer.write(status)
         if not remembered and before.membership is None and _begins(decision):
             # The next control loop would take the job for one that was never placed.
             self._state = before
             return BACKOFF_S_MIN
+
+        # Act: the job's own pods first, then placeholders and the Workload that follow from them.
         ours = [pod for pod in pods if not pod.adopted]
         failed = await self._acting.carry_out(job, before, decision, ours, observed, remembered)
         pending, text = len(self._acting.pending), world.clocks.text(now)
         await world.placeholders.keep(job, decision.shortage)
         if self._refusal is None or decision.state.membership is not None:
             there = self._pods()  # also those that were created meanwhile
-            failed += await self._queueing.follow(asked, there, pending, observed, decision, text)
+            failed += await self._queue.follow(asked, there, pending, observed, decision, text)
         for event in failed:
             world.recorder.post(self._resource, event)
+
+        # Rest until a deadline may have passed; events wake the loop earlier.
         late = world.attention.late()
         unmade = bool(failed) or self._acting.refusal is not None
         return pause_s(job, decision, late=late, failed=unmade, now=world.clock())
@@ -329,57 +341,39 @@ class JobLoop:
             if new and condition.reason != BEING_COLLECTED:  # it passes
                 self._report(Refusal(reason=kind.value, message=condition.message))
 
-    def stand(self) -> JobStand | None:
-        """Standing of the job for the replacement of its daemons; None when there is none."""
+    def upgrade_requirements(self) -> JobRequirements | None:
+        """What the job requires of the replacement of its daemons; None when nothing."""
         server, now = self._world.server, self._world.clock()
         if self._job is None or self._state.membership is None:
             if self._state.outcome is not None or not was_placed(self._state):
                 return None
             homes = self._state.homes or tuple(sorted(server.nodes()))
             hold = "its daemons have not connected yet"
-            return JobStand(key=self.key, groups=(homes,), hold=hold)
+            return JobRequirements(key=self.key, groups=(homes,), hold=hold)
         names = [member.node for member in self._state.membership.members]
         nodes = {name: server.view(name, self.key) or NodeView(name=name) for name in names}
-        observed = Observed(nodes=nodes, suspension=self._suspension)
-        return stand_of(self._job, self._state, observed, now)
+        observed = ClusterView(nodes=nodes, suspension=self._suspension)
+        return requirements_of(self._job, self._state, observed, now)
 
     def _pods(self) -> list[TrainerPod]:
-        """The job's pods, without those of an earlier job of its name; where another controller
-        makes them, all that have the job's label."""
-        found = self._world.pods.of(self.key)
-        if self._job is not None and self._job.spec.trainer.external:
-            return [pod for pod in found if pod.adopted]
-        return [pod for pod in found if pod.owner == self.uid and not pod.adopted]
+        return self._source.pods(self.key, self.uid)
 
-    def _observe(self, job: MoETrainingJob, wants: Wants, pods: list[TrainerPod]) -> Observed:
+    def _observe(self, job: MoETrainingJob, wants: Wants, pods: list[TrainerPod]) -> ClusterView:
         near = {pod.node for pod in pods} | {node for _, node in self._state.joining}
         near.update(self._state.homes)
-        wanted = job.spec.nodes + job.spec.failure_policy.spares
-        external = job.spec.trainer.external
-        others = 0 if external else max(CANDIDATES_MIN, 2 * wanted)
-        nodes = self._world.candidate_nodes.views(self.key, wants, near, others)
-        found = (
-            adopted_agents(pods, self._state.membership)
-            if external
-            else agents(pods, self._acting.pending)
-        )
-        refusals = (
-            self._world.candidate_nodes.refusals(self.key, wants)
-            if self._state.membership is None and not external
-            else ()
-        )
-        return Observed(
-            nodes=nodes,
-            agents=found,
+        membership = self._state.membership
+        return ClusterView(
+            nodes=self._source.nodes(job, wants, near),
+            agents=self._source.agents(pods, membership, self._acting.pending),
             suspension=self._suspension,
-            refusals=refusals,
+            refusals=self._source.refusals(job, wants) if membership is None else (),
             refusal=self._refusal,
         )
 
     def _status_of(
         self,
         job: MoETrainingJob,
-        observed: Observed,
+        observed: ClusterView,
         decision: Decision,
         pods: list[TrainerPod],
         now: float,
@@ -406,8 +400,8 @@ def _begins(decision: Decision) -> bool:
 
 
 def _edition(resource: Object) -> object:
-    """What changes with the job, but not with its status: the version of its spec, its labels,
-    which may name a queue, and a user's requests."""
+    """Identify the version of everything in the job but its status: its spec, its labels, which may
+    name a queue, and a user's requests."""
     metadata = resource["metadata"]
     annotations = metadata.get("annotations") or {}
     asked = [annotations.get(name) for name in (COPY_ANNOTATION, RESUME_ANNOTATION)]
@@ -419,8 +413,8 @@ def _template(job: MoETrainingJob | None) -> Object | None:
 
 
 def _remembered(status: Object, now: float, wall: float) -> ControlState:
-    """State of a control loop that goes on from `status`. Where its counters cannot be read, or are
-    of a version that did not name the members' nodes, what else it shows has to do: a job that was
+    """Restore the state of a control loop from `status`. If its counters cannot be read, or are of
+    a version that did not name the members' nodes, the rest of the status has to do: a job that was
     placed must not look like one that never was."""
     counters = from_document(status.get("counters") or {}, now=now, wall=wall)
     members = sorted(status.get("members") or (), key=lambda member: int(member["index"]))

@@ -9,7 +9,7 @@ from holdfast_core.states import RestoreSource
 from holdfast_operator.kube.job.status import RECOVERIES_SHOWN
 from holdfast_operator.kube.metrics import OperatorMetrics
 from holdfast_operator.reconciler.observe.evidence import gather
-from holdfast_operator.reconciler.observe.views import ControlState, Decision, Observed
+from holdfast_operator.reconciler.observe.views import ClusterView, ControlState, Decision
 from holdfast_operator.reconciler.report.recoveries import Recoveries, Recovery
 
 
@@ -34,11 +34,11 @@ class RecoveryLog:
         self,
         job: MoETrainingJob,
         before: ControlState,
-        observed: Observed,
+        observed: ClusterView,
         decision: Decision,
         wall: float,
     ) -> None:
-        """Take in one look, made at the wall-clock time `wall`."""
+        """Note one turn of the control loop, at the wall-clock time `wall`."""
         was_over = self._last_is_over()
         self._recoveries.follow(observed, decision, wall)
         del self._recoveries.all[:-RECOVERIES_SHOWN]

@@ -1,12 +1,13 @@
-"""Creates the pods of one job's members, a few at a time, while its control loop goes on looking:
-thousands take long, and a failure must not wait for them.
+"""Creates the pods of one job's members, a few at a time, while its control loop continues:
+thousands of pods take long, and a failure must not wait for them.
 
-Decides nothing. A pod that is still to be created counts as an agent that is starting, as if it
-existed: so a look neither asks for it again nor misses it, and can take it back like a pod that has
-not started.
+It decides nothing. A pod that is still to be created counts as a starting agent, as if it existed:
+so the next turn neither requests it again nor misses it, and can cancel it like a pod that has not
+started.
 
-What the API server refuses, such as a pod above a quota, is tried again after pauses that grow, one
-pod at a time: each look asks for it, and no event would tell that it is accepted now.
+A pod that the API server refuses, for example because of a quota, is tried again after growing
+pauses, one pod at a time: each turn requests it, and no event announces that it would be accepted
+now.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _SHARED = -1
 """Stands for what the pods share among the members whose pods were refused."""
 
 
-class Starting:
+class PodStarter:
     """Creates the pods of one job.
 
     Args:
@@ -63,12 +64,13 @@ class Starting:
 
     @property
     def refusal(self) -> ApiError | None:
-        """Why a pod that is wanted is not made, in the API server's words; that of the first such
-        member, so that it stays the same. None when all are made."""
+        """The API server's reason for refusing a wanted pod: the pod of the first such member, so
+        that the reason stays the same. None when it refuses none."""
         return self._refused[min(self._refused)] if self._refused else None
 
     def take_back(self, starts: Iterable[StartAgent]) -> None:
-        """Do not create these. A creation under way goes on, and its pod has to be deleted."""
+        """Cancel the creation of these agents' pods. A creation under way continues, and its pod
+        has to be deleted."""
         for each in starts:
             if self._wanted.get(each.member) == each:
                 del self._wanted[each.member]
@@ -97,7 +99,7 @@ class Starting:
         self._lost_at[member] = heartbeat_at
 
     def failures(self) -> list[ApiError]:
-        """Failed requests since the last call. The next look asks for those pods again."""
+        """Failed requests since the last call. The next turn requests those pods again."""
         found, self._failed = self._failed, []
         return found
 
@@ -108,7 +110,7 @@ class Starting:
             task.cancel()
 
     def _begin(self, job: MoETrainingJob) -> None:
-        """Begin to create what is wanted: after a refusal with one pod, to see whether it is
+        """Begin to create the wanted pods; after a refusal only one, to see whether it is
         accepted."""
         most = 1 if self._refused else AT_ONCE
         for _ in range(min(len(self._wanted), most - len(self._tasks))):

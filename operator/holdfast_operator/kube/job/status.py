@@ -1,7 +1,7 @@
 """A job's status as the API shows it. Pure.
 
-A copy for readers: all of it may be deleted. A control loop that starts again reads back the
-`counters`, and what it carries on from: members, recoveries, times.
+The status is a copy for readers: all of it may be deleted. A new control loop reads back the
+`counters`, and the lists that it continues: members, recoveries, times.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from holdfast_operator.reconciler.observe.last_failure import TrainerFailure
 from holdfast_operator.reconciler.observe.lookups import agent_at, fewest_slots
 from holdfast_operator.reconciler.observe.timestamps import micro_timestamp, seconds_of
 from holdfast_operator.reconciler.observe.views import (
+    ClusterView,
     Condition,
     ConditionType,
     Decision,
-    Observed,
 )
 from holdfast_operator.reconciler.report.conditions import newest_protected, newest_step, refused
 from holdfast_operator.reconciler.report.conditions import phase as phase_of
@@ -67,7 +67,7 @@ MESSAGE_CHARACTERS_MAX = 32768
 
 def status_of(
     job: MoETrainingJob,
-    observed: Observed,
+    observed: ClusterView,
     decision: Decision,
     *,
     previous: Object,
@@ -76,7 +76,7 @@ def status_of(
     clocks: ClockPair,
     now: float,
 ) -> Object:
-    """The status after one look.
+    """The status after one turn.
 
     Args:
         previous: the status before; conditions keep their transition times.
@@ -221,7 +221,7 @@ def _step_before(previous: Object, epoch: int, started_from: int | None) -> int:
     return max(reached, started_from or 0) if same else started_from or reached
 
 
-def _at_work(observed: Observed, membership: Membership | None) -> tuple[int, int]:
+def _at_work(observed: ClusterView, membership: Membership | None) -> tuple[int, int]:
     """(ranks at work, nodes whose ranks are all at work)."""
     if membership is None:
         return 0, 0
@@ -240,7 +240,7 @@ def _strength(found: Strength) -> StrengthStatus:
 
 
 def _members(
-    observed: Observed, membership: Membership | None, pods: Mapping[tuple[int, str], str]
+    observed: ClusterView, membership: Membership | None, pods: Mapping[tuple[int, str], str]
 ) -> tuple[MemberStatus, ...]:
     members = []
     for member in membership.members if membership is not None else ():
@@ -257,7 +257,7 @@ def _members(
 
 
 def _joining(
-    observed: Observed,
+    observed: ClusterView,
     joining: Sequence[tuple[int, str]],
     pods: Mapping[tuple[int, str], str],
 ) -> tuple[MemberStatus, ...] | None:

@@ -1,7 +1,8 @@
-"""Writes one job's status: checked against other writers, throttled, and only when it changed.
+"""Writes one job's status: only when it has changed, at a limited rate, and checked against other
+writers.
 
-The API server takes long to write the status of a large job. The control loop waits for what must
-be stored before anything is done; what only users read is written beside the loop.
+The API server takes long to write the status of a large job. The control loop waits only for the
+fields that must be stored before it acts; fields that only users read are written beside the loop.
 """
 
 from __future__ import annotations
@@ -9,26 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Protocol
 
 from holdfast_core.job.parsing import API_VERSION, KIND
-from holdfast_operator.kube.client.api import CONFLICT, NOT_FOUND, ApiError, Object
-from holdfast_operator.kube.client.resources import JOBS, Resource
+from holdfast_operator.kube.client.api import CONFLICT, NOT_FOUND, ApiError, KubeApi, Object
+from holdfast_operator.kube.client.resources import JOBS
 from holdfast_operator.kube.job.status import essence
 
 _log = logging.getLogger(__name__)
 
 TRIES = 3
-
-
-class StatusApi(Protocol):
-    """The part of `Api` that `StatusWriter` needs."""
-
-    async def get(self, resource: Resource, namespace: str, name: str) -> Object: ...
-
-    async def replace(
-        self, resource: Resource, namespace: str, body: Object, subresource: str = ""
-    ) -> Object: ...
 
 
 class StatusWriter:
@@ -41,7 +31,7 @@ class StatusWriter:
 
     def __init__(
         self,
-        api: StatusApi,
+        api: KubeApi,
         resource: Object,
         *,
         clock: Callable[[], float],
@@ -52,7 +42,7 @@ class StatusWriter:
         self._interval_s, self._count = interval_s, count
         self._metadata: Object = {}
         self.written: Object = resource.get("status") or {}
-        """Status on the API server, as far as is known."""
+        """Status on the API server, as far as this process knows."""
         self._written_at = float("-inf")
         self._beside: asyncio.Task[bool] | None = None
         self.see(resource)

@@ -1,4 +1,4 @@
-"""Parts that the control loops of all jobs share. It only holds them; `operating` makes it."""
+"""The parts that the control loops of all jobs share. `operating` makes them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from holdfast_core.job.locations import Locations
 from holdfast_operator.control.server import ControlServer
-from holdfast_operator.kube.client.api import Api
+from holdfast_operator.kube.client.api import KubeApi
 from holdfast_operator.kube.client.events import Recorder
 from holdfast_operator.kube.client.times import ClockPair
 from holdfast_operator.kube.cluster.attention import Attention
@@ -21,9 +21,9 @@ from holdfast_operator.reconciler.observe.views import Condition
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopContext:
-    """The rest of the operator, as one job's control loop sees it."""
+    """The rest of the operator, as the control loop of one job sees it."""
 
-    api: Api
+    api: KubeApi
     server: ControlServer
     attention: Attention
     candidate_nodes: CandidateNodes

@@ -1,1 +1,1 @@
-"""Jobs in a queue: their Workload."""
+"""Jobs in a queue of Kueue, and their Workloads."""

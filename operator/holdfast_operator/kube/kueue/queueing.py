@@ -1,8 +1,7 @@
-"""Kueue beside the control loop of a job: reads what its queue has decided, and keeps its Workload
-up to date.
+"""Kueue beside a job's control loop: reads its queue's decision, and keeps its Workload up to date.
 
-Level-triggered like the loop: what is to be written follows from what is there (`workloads`), and a
-write that failed is decided anew at the next look.
+Level-triggered like the loop: each write follows from the present state (`workloads`), and after a
+failed write the next turn decides again.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.parsing import MoETrainingJob
-from holdfast_operator.kube.client.api import CONFLICT, NOT_FOUND, Api, ApiError, Object
+from holdfast_operator.kube.client.api import CONFLICT, NOT_FOUND, ApiError, KubeApi, Object
 from holdfast_operator.kube.client.resources import (
     PRIORITIES,
     RESOURCE_FLAVORS,
@@ -25,8 +24,8 @@ from holdfast_operator.kube.kueue.workloads import (
     PRIORITY_LABEL,
     Create,
     Delete,
+    JobState,
     KueueWorkload,
-    Stand,
     WriteStatus,
     admitted_job,
     kueue_priority,
@@ -40,9 +39,9 @@ from holdfast_operator.kube.pods.pods import TrainerPod
 from holdfast_operator.reconciler.observe.lookups import agent_at
 from holdfast_operator.reconciler.observe.views import (
     AgentState,
+    ClusterView,
     Decision,
     Event,
-    Observed,
     Refusal,
     Suspension,
 )
@@ -50,9 +49,9 @@ from holdfast_operator.reconciler.observe.views import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Queues:
-    """Kueue's objects, as all control loops share them."""
+    """Kueue's objects, which all control loops share."""
 
-    api: Api
+    api: KubeApi
     workloads: Cache[KueueWorkload]
     """The watch's copy of the Workloads of jobs."""
     are_known: Callable[[], bool]
@@ -60,8 +59,8 @@ class Queues:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Turn:
-    """What the queue says at one look."""
+class QueueDecision:
+    """What the job's queue has decided, as of one turn of its control loop."""
 
     job: MoETrainingJob
     """The job, with what its admission adds to the pods."""
@@ -69,12 +68,12 @@ class Turn:
     suspension: Suspension | None
 
 
-class Queueing:
+class JobQueue:
     """The Workload of one job."""
 
     def __init__(self, queues: Queues | None) -> None:
         self._queues = queues
-        self._turn: tuple[MoETrainingJob, object, Turn] | None = None
+        self._decision: tuple[MoETrainingJob, object, QueueDecision] | None = None
         """The last job and admission, and what follows from them: flavors are read once."""
 
     def refusal(self, job: MoETrainingJob, *, ended: bool) -> Refusal | None:
@@ -91,7 +90,7 @@ class Queueing:
         message = f"{asks}, and no Workload of {version} can be read: install Kueue"
         return Refusal(reason="KueueUnknown", message=message)
 
-    async def look(self, job: MoETrainingJob, *, ended: bool) -> Turn:
+    async def read_decision(self, job: MoETrainingJob, *, ended: bool) -> QueueDecision:
         """Read what the queue has decided.
 
         Args:
@@ -107,18 +106,18 @@ class Queueing:
         admission = None
         if workload is not None and suspension is None:
             admission = (workload.uid, workload.admission, workload.checks)
-        if self._turn is None or self._turn[:2] != (job, admission):
-            turn = await self._begin(job, workload if admission else None)
-            self._turn = (job, admission, turn)
-        turn = self._turn[2]
-        return turn if suspension is None else replace(turn, suspension=suspension)
+        if self._decision is None or self._decision[:2] != (job, admission):
+            decided = await self._begin(job, workload if admission else None)
+            self._decision = (job, admission, decided)
+        decided = self._decision[2]
+        return decided if suspension is None else replace(decided, suspension=suspension)
 
     async def follow(
         self,
         job: MoETrainingJob,
         pods: Sequence[TrainerPod],
         pending: int,
-        observed: Observed,
+        observed: ClusterView,
         decision: Decision,
         now: str,
     ) -> list[Event]:
@@ -132,7 +131,7 @@ class Queueing:
         workload, state = self._workload(job), decision.state
         members = () if state.membership is None else state.membership.members
         agents = [agent_at(observed, member) for member in members]
-        stand = Stand(
+        job_state = JobState(
             stopped=not pending and all(pod.state is AgentState.EXITED for pod in pods),
             ready=bool(agents)
             and all(a is not None and a.state is AgentState.RUNNING for a in agents),
@@ -141,7 +140,7 @@ class Queueing:
             now=now,
         )
         try:
-            await self._write(self._queues, job, workload, stand)
+            await self._write(self._queues, job, workload, job_state)
         except ApiError as error:
             if error.status == CONFLICT or (error.status == NOT_FOUND and workload is not None):
                 return []  # it has changed, and its watch wakes the loop
@@ -153,9 +152,9 @@ class Queueing:
             return None
         return self._queues.workloads.get(job.metadata.namespace, workload_name(job))
 
-    async def _begin(self, job: MoETrainingJob, workload: KueueWorkload | None) -> Turn:
+    async def _begin(self, job: MoETrainingJob, workload: KueueWorkload | None) -> QueueDecision:
         if workload is None:
-            return Turn(job=job, wants=wants_of(job), suspension=None)
+            return QueueDecision(job=job, wants=wants_of(job), suspension=None)
         assert self._queues is not None
         api = self._queues.api
         flavors = [await api.get(RESOURCE_FLAVORS, "", name) for name in workload.flavors]
@@ -163,14 +162,14 @@ class Queueing:
             admitted = admitted_job(job, workload, flavors)
         except InvalidJobError as error:
             suspension = Suspension(reason="AdmissionConflict", message=str(error))
-            return Turn(job=job, wants=wants_of(job), suspension=suspension)
-        return Turn(job=admitted, wants=wants_of(admitted), suspension=None)
+            return QueueDecision(job=job, wants=wants_of(job), suspension=suspension)
+        return QueueDecision(job=admitted, wants=wants_of(admitted), suspension=None)
 
     async def _write(
-        self, queues: Queues, job: MoETrainingJob, workload: KueueWorkload | None, stand: Stand
+        self, queues: Queues, job: MoETrainingJob, workload: KueueWorkload | None, state: JobState
     ) -> None:
         namespace, name = job.metadata.namespace, workload_name(job)
-        match next_write(job, workload, stand):
+        match next_write(job, workload, state):
             case Create():
                 body = workload_manifest(job, await self._priority(queues, job))
                 queues.workloads.put_written(await queues.api.create(WORKLOADS, namespace, body))

@@ -1,12 +1,13 @@
-"""A job as one Workload of Kueue: what the job asks for, what it was given, what is written next.
+"""A job as a Workload of Kueue: what the job requests, what it was given, and the next write.
 
 Kueue decides when a job gets its share of a quota, and may take it back. It knows jobs of other
 projects only by a Workload, which their own controllers make, follow and keep up to date, in the
 steps of Kueue's own reconciler of jobs (https://kueue.sigs.k8s.io/docs/concepts/workload/). The
-Workload is made when the job shall run, and deleted when it shall not. Until it is admitted, and
-after it was evicted, the job is suspended; its quota is given back once its pods are gone.
+Workload is created when the job shall run, and deleted when it shall not. The job is suspended
+until its Workload is admitted, and again after an eviction; its quota is given back once its pods
+are gone.
 
-Pure. It must not decide what becomes of members: for the reconciler a job that waits is suspended.
+Pure. It decides nothing about members: for the reconciler, a job that waits is suspended.
 """
 
 from __future__ import annotations
@@ -108,8 +109,8 @@ Write = Create | Delete | WriteStatus
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stand:
-    """How the job stands."""
+class JobState:
+    """State of the job, as its Workload shows it."""
 
     stopped: bool
     """Whether none of its pods is left at work."""
@@ -189,8 +190,8 @@ def _asked(job: MoETrainingJob) -> Object:
 
 
 def priority_of(job: MoETrainingJob, classes: Iterable[Object]) -> Object:
-    """The priority in the spec of a Workload that has no priority class of Kueue's own: that of the
-    job's pods. `classes` are the cluster's PriorityClasses."""
+    """The priority in the spec of a Workload without a priority class of Kueue's own: the priority
+    of the job's pods. `classes` are the cluster's PriorityClasses."""
     wanted = template_of(job)["spec"].get("priorityClassName", "")
     for each in classes:
         name = each["metadata"]["name"]
@@ -276,41 +277,43 @@ def _add(template: Object, given: Object, source: str) -> None:
 # --- what is written next -------------------------------------------------------------------------
 
 
-def next_write(job: MoETrainingJob, workload: KueueWorkload | None, stand: Stand) -> Write | None:
+def next_write(
+    job: MoETrainingJob, workload: KueueWorkload | None, state: JobState
+) -> Write | None:
     """The next write that brings the Workload up to date; None when nothing is to be written."""
     if workload is None:
-        wanted = job.kueue_queue is not None and not job.spec.suspend and stand.outcome is None
+        wanted = job.kueue_queue is not None and not job.spec.suspend and state.outcome is None
         return Create() if wanted else None
     if workload.leaving:
         return None
-    if stand.outcome is not None:
-        return None if workload.has("Finished") else WriteStatus(status=_finished(workload, stand))
+    if state.outcome is not None:
+        return None if workload.has("Finished") else WriteStatus(status=_finished(workload, state))
     if job.kueue_queue is None:
         return Delete()
     if _is_obsolete(job, workload):
-        return Delete() if stand.stopped else None
+        return Delete() if state.stopped else None
     reserved = workload.has("QuotaReserved")
     if workload.has("Evicted"):
         return (
-            WriteStatus(status=_released(workload, stand)) if stand.stopped and reserved else None
+            WriteStatus(status=_released(workload, state)) if state.stopped and reserved else None
         )
     if workload.queue != job.kueue_queue and not reserved:
         return Delete()
-    return _pods_ready(workload, stand) if workload.has("Admitted") else None
+    return _pods_ready(workload, state) if workload.has("Admitted") else None
 
 
 def _is_obsolete(job: MoETrainingJob, workload: KueueWorkload) -> bool:
-    """Whether the Workload is not, or no longer, that of the job as it is."""
+    """Whether the Workload does not, or no longer, fit the job as it is."""
     ended = workload.leaving or workload.has("Finished")
     return ended or job.spec.suspend or workload.digest != digest_of(job)
 
 
-def _finished(workload: KueueWorkload, stand: Stand) -> Object:
-    reason = "Succeeded" if stand.outcome is Outcome.COMPLETE else "Failed"
-    return _with(workload, stand, ("Finished", True, reason, stand.reason))
+def _finished(workload: KueueWorkload, state: JobState) -> Object:
+    reason = "Succeeded" if state.outcome is Outcome.COMPLETE else "Failed"
+    return _with(workload, state, ("Finished", True, reason, state.reason))
 
 
-def _released(workload: KueueWorkload, stand: Stand) -> Object:
+def _released(workload: KueueWorkload, state: JobState) -> Object:
     """Status with the quota given back after an eviction."""
     why, admitted = workload.condition("Evicted"), workload.condition("Admitted")
     reason, message = why.get("reason", ""), why.get("message", "")
@@ -323,33 +326,33 @@ def _released(workload: KueueWorkload, stand: Stand) -> Object:
     past_s = workload.past_s
     if workload.has("Admitted"):
         changes.append(("Admitted", False, "NoReservation", "The workload has no reservation"))
-        since, now = seconds_of(admitted.get("lastTransitionTime")), seconds_of(stand.now)
+        since, now = seconds_of(admitted.get("lastTransitionTime")), seconds_of(state.now)
         past_s += max(0, int(now - since)) if since is not None and now is not None else 0
     return {
-        **_with(workload, stand, *changes),
+        **_with(workload, state, *changes),
         "admission": None,
         "accumulatedPastExecutionTimeSeconds": past_s,
     }
 
 
-def _pods_ready(workload: KueueWorkload, stand: Stand) -> WriteStatus | None:
+def _pods_ready(workload: KueueWorkload, state: JobState) -> WriteStatus | None:
     """Report whether all pods are at work, with the reasons by which Kueue tells a start from a
     recovery."""
     known = workload.condition("PodsReady")
     before = known.get("reason")
-    if stand.ready:
+    if state.ready:
         back = before in ("WaitForRecovery", "Recovered")
         reason, message = "Recovered" if back else "Started", "all members' pods are at work"
     else:
         lost = known.get("status") == "True" or before == "WaitForRecovery"
         reason = "WaitForRecovery" if lost else "WaitForStart"
         message = _NOT_READY
-    if (known.get("status") == "True") is stand.ready and before == reason:
+    if (known.get("status") == "True") is state.ready and before == reason:
         return None
-    return WriteStatus(status=_with(workload, stand, ("PodsReady", stand.ready, reason, message)))
+    return WriteStatus(status=_with(workload, state, ("PodsReady", state.ready, reason, message)))
 
 
-def _with(workload: KueueWorkload, stand: Stand, *changes: tuple[str, bool, str, str]) -> Object:
+def _with(workload: KueueWorkload, state: JobState, *changes: tuple[str, bool, str, str]) -> Object:
     """Status with these conditions: type, status, reason, message."""
     conditions = {each["type"]: each for each in workload.conditions}
     for kind, status, reason, message in changes:
@@ -362,6 +365,6 @@ def _with(workload: KueueWorkload, stand: Stand, *changes: tuple[str, bool, str,
             "reason": reason,
             "message": message[:MESSAGE_CHARACTERS_MAX],
             "observedGeneration": workload.generation,
-            "lastTransitionTime": known["lastTransitionTime"] if same else stand.now,
+            "lastTransitionTime": known["lastTransitionTime"] if same else state.now,
         }
     return {"conditions": list(conditions.values())}

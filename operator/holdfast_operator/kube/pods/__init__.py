@@ -1,1 +1,1 @@
-"""Pods and the objects that belong to them: made, read, recognized as ours."""
+"""Pods and the objects that belong to them: how they are made, read, and recognized as ours."""

@@ -1,8 +1,8 @@
-"""Finds the trainer's container in a pod, and what else works in the pod. Pure.
+"""Finds the trainer's container in a pod, and any other container that is at work. Pure.
 
-A pod is what a cluster made of it. Webhooks add containers, and some put theirs first; the kubelet
-lists states in an order of its own. So no container is found by its position: the operator writes
-the name that the job's template gives it on each pod, and other controllers may do the same.
+The cluster may change a pod. Webhooks add containers, and some put theirs first; the kubelet lists
+states in an order of its own. So no container is found by its position: the operator writes the
+container's name from the job's template on each pod, and other controllers may do the same.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Gang admission of a job's pods: what each scheduler requires on the pods, and beside them.
+"""Gang admission of a job's pods: the labels, annotations and objects that each scheduler requires.
 
-Pure. A new scheduler is one more entry of `_GANGS`.
+Pure. To add a scheduler, add an entry to `_GANGS`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The objects that a job is made of: a pod for each member, and what all of them share. Pure.
+"""The objects of a job: a pod for each member, and the objects that its pods share. Pure.
 
 The trainer's container becomes the launcher, which starts the command of the template once for each
-rank. Everything else in the template that Holdfast does not need stays as it is.
+rank. Everything else in the template stays as it is, unless Holdfast needs it otherwise.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ GRACE_S = 8
 """Seconds between SIGTERM and SIGKILL of a pod whose template gives none: longer than the launcher
 gives its workers."""
 LAUNCHER_S = 3
-"""Part of a pod's grace that is left for the launcher, after that of its workers."""
+"""Part of a pod's grace that is left for the launcher, after the grace of its workers."""
 
 
 class TrainerVolume(StrEnum):
@@ -211,8 +211,8 @@ def job_objects(
 
 
 def _budget(job: MoETrainingJob) -> Object:
-    """The most pods of the job that evictions, such as those of drained nodes, may take away at
-    once: as many as any parity group can lose."""
+    """The largest number of the job's pods that evictions, such as those of drained nodes, may take
+    away at once: as many as any parity group can lose."""
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
@@ -324,7 +324,7 @@ def _mount(spec: Object, container: Object, access: _Access) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Access:
-    """What a pod mounts to get at its daemon."""
+    """The volume through which a pod reaches its daemon."""
 
     volumes: Mapping[str, Object]
     """By the path at which each is mounted."""

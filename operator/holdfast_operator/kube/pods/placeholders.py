@@ -1,9 +1,9 @@
-"""Pods that wait for nodes which a job lacks, so that autoscalers add them.
+"""Placeholder pods that wait for the nodes a job lacks, so that autoscalers add them.
 
-A member's own pod is made for a node. Where the cluster has none for it, no pod would wait, and no
-autoscaler would know. So a placeholder waits, with what the member's pod asks of a node: one for
-each node that is missing (`reconciler.report.shortage`). It runs nothing of the job, and goes as
-soon as the member has a node.
+A member's own pod is made for a node. If the cluster has none, no pod waits, and no autoscaler
+learns of the need. So a placeholder waits for each missing node (`reconciler.report.shortage`),
+with the requests of a member's pod. It runs nothing of the job, and is deleted as soon as the
+member has a node.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from dataclasses import dataclass
 
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_operator.kube.client.amounts import Amounts, amounts
-from holdfast_operator.kube.client.api import NOT_FOUND, ApiError, Object
+from holdfast_operator.kube.client.api import NOT_FOUND, ApiError, KubeApi, Object
 from holdfast_operator.kube.client.resources import GROUP, PODS
 from holdfast_operator.kube.client.watches import Cache
 from holdfast_operator.kube.pods.manifests import keep_off, owner_reference, template_of
 from holdfast_operator.kube.pods.shared_objects import EXISTS, controller_of
-from holdfast_operator.kube.pods.trainers import TrainersApi
 from holdfast_operator.reconciler.observe.views import Shortage
 
 _log = logging.getLogger(__name__)
@@ -74,7 +73,7 @@ class Placeholders:
 
     def __init__(
         self,
-        api: TrainersApi,
+        api: KubeApi,
         cache: Cache[Placeholder],
         are_known: Callable[[], bool],
         clock: Callable[[], float],
@@ -83,9 +82,9 @@ class Placeholders:
         self._refused_at: dict[str, float] = {}
 
     async def keep(self, job: MoETrainingJob, shortage: Shortage) -> None:
-        """Have a placeholder wait for each node of `shortage`, which the job's control loop finds
-        at each look. One on a node that the job has by now is made anew. A refusal by the API
-        server is logged: what the job waits for does not depend on it."""
+        """Have a placeholder wait for each node of `shortage`, which each turn of the job's control
+        loop computes. A placeholder on a node that the job now has is replaced. A refusal by the
+        API server is only logged: the job does not depend on placeholders."""
         if not self._are_known():
             return
         there = {
@@ -174,7 +173,7 @@ def placeholder(job: MoETrainingJob, name: str, beside: Sequence[str]) -> Object
 
 
 def _resources(wanted: Amounts) -> Object:
-    """Requests of these amounts; those that cannot be overcommitted are limits too."""
+    """Requests of these amounts. Resources that cannot be overcommitted are limits too."""
     texts = {
         name: f"{math.ceil(1000 * value)}m" if name == "cpu" else str(math.ceil(value))
         for name, value in wanted

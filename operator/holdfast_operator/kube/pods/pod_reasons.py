@@ -1,9 +1,9 @@
 """Why a pod ended, in the words of Kubernetes.
 
-The exit code of a container shows what happened to a process; the pod and its conditions show why.
-An eviction, a deadline and a node that shuts down all end a container by SIGKILL or SIGTERM, and a
-pod whose init container failed has no exit code of its own at all. Pure: it must not decide what
-follows, but which ends are the cluster's doing is written here, in one table.
+A container's exit code shows what happened to a process; the pod and its conditions show why. An
+eviction, a deadline and a node that shuts down all end a container by SIGKILL or SIGTERM, and a pod
+whose init container failed has no exit code of its own. Pure: this module does not decide what
+follows, but its one table says which ends the cluster has caused.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class PodEnd:
 
 
 def end_of(spec: Object, status: Object, trainer: Object) -> PodEnd | None:
-    """Why a pod ended; None for one that has not.
+    """Why a pod ended; None if it has not ended.
 
     Args:
         trainer: status of the trainer's container; empty when there is none yet.
@@ -118,7 +118,7 @@ def _is_taken_away(reason: str) -> bool:
 
 
 def _failed_init(spec: Object, status: Object) -> PodEnd | None:
-    """End of the init container because of which no other container started."""
+    """End of the init container that kept all other containers from starting."""
     beside = {
         each.get("name")
         for each in spec.get("initContainers") or ()

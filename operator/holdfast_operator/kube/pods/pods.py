@@ -1,8 +1,8 @@
-"""Reads trainers' pods for the reconciler. Pure, and tolerant: a pod is what a cluster made of it,
-not what was asked for.
+"""Reads trainers' pods for the reconciler. Pure, and tolerant, because the cluster may have changed
+them.
 
-A pod with a job's label and without an attempt's is adopted: another controller has made it. Its
-number comes from that controller (`NUMBERS`).
+A pod with a job's label but without an attempt's label is adopted: another controller has made it.
+Its number comes from that controller (`NUMBERS`).
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def read_pod(raw: Object) -> TrainerPod | None:
 
 
 def number_of(labels: Mapping[str, str]) -> int:
-    """Number that its controller has given to a pod; UNNUMBERED when there is none, or it is
-    ambiguous."""
+    """Number that its controller has given to a pod; UNNUMBERED without a number, or with an
+    ambiguous one."""
     found = next((labels[name] for name in NUMBERS if name in labels), "")
     if MEMBER_LABEL not in labels and labels.get(f"{JOBSET}/replicatedjob-replicas", "1") != "1":
         # Many Jobs of the same pods: the Job's number counts, where each has one pod.
@@ -136,9 +136,9 @@ def number_of(labels: Mapping[str, str]) -> int:
 def adopted_agents(
     pods: Iterable[TrainerPod], membership: Membership | None
 ) -> tuple[AgentView, ...]:
-    """The agents where another controller makes the pods: the newest pod of each number, of the
-    member on its node. One that has failed, or is to be removed, is not there any more, since its
-    controller makes another; but a container that has ended starts again in its pod."""
+    """The agents of a job whose pods another controller makes: the newest pod of each number, as
+    the agent of the member on its node. A pod that has failed, or is to be removed, does not count,
+    since its controller makes another; but a container that has ended starts again in its pod."""
     on = {} if membership is None else {m.node: m.index for m in membership.members}
     newest: dict[object, TrainerPod] = {}
     for pod in pods:

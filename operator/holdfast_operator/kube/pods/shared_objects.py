@@ -1,11 +1,12 @@
-"""The objects that the pods of a job share: made where they are missing, and never another owner's.
+"""The objects that the pods of a job share: created where they are missing, and never another
+owner's.
 
-A name proves nothing. The object of a name may be a stranger's, or that of an earlier job of the
-name, which the garbage collector removes only after the new job has begun. So every object is
-compared by the uid of its owner: a stranger's is refused by name, and an earlier job's is waited
-for. Watches show what was deleted, so that a look costs no request.
+A name proves nothing. The object of a given name may belong to a stranger, or to an earlier job of
+the same name, whose objects the garbage collector removes only after the new job has begun. So the
+owner's uid of every object is compared: a stranger's object is refused with its name, and that of
+an earlier job is waited for. Watches show deletions, so that a turn costs no request.
 
-Decides nothing about pods.
+This module decides nothing about pods.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 from holdfast_core.job.parsing import API_VERSION, KIND, MoETrainingJob
-from holdfast_operator.kube.client.api import CONFLICT, NOT_FOUND, ApiError, Object
+from holdfast_operator.kube.client.api import CONFLICT, NOT_FOUND, ApiError, KubeApi, Object
 from holdfast_operator.kube.client.resources import (
     DISRUPTION_BUDGETS,
     JOB_LABEL,
@@ -26,7 +27,7 @@ from holdfast_operator.kube.client.resources import (
     SERVICES,
     Resource,
 )
-from holdfast_operator.kube.client.watches import Cache, Fed, Watch
+from holdfast_operator.kube.client.watches import Cache, Watch
 from holdfast_operator.kube.pods.manifests import job_objects
 
 EXISTS = "AlreadyExists"
@@ -37,16 +38,6 @@ BEING_COLLECTED = "BeingCollected"
 that somebody has deleted."""
 AT_ONCE_MAX = 16
 """Number of objects of all jobs that are made at once."""
-
-
-class SharedApi(Protocol):
-    """The part of `Api` that `SharedObjects` needs."""
-
-    async def get(self, resource: Resource, namespace: str, name: str) -> Object: ...
-
-    async def create(
-        self, resource: Resource, namespace: str, body: Object, **query: str
-    ) -> Object: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +78,7 @@ class SharedObjects:
     """
 
     def __init__(
-        self, api: SharedApi, on_change: Callable[[str], None], *, budgets: bool = True
+        self, api: KubeApi, on_change: Callable[[str], None], *, budgets: bool = True
     ) -> None:
         self._api, self._on_change, self._budgets = api, on_change, budgets
         self._caches: dict[Resource, Cache[SharedObject]] = {}
@@ -99,7 +90,7 @@ class SharedObjects:
         for resource in (*kinds, DISRUPTION_BUDGETS) if budgets else kinds:
             self._cache(resource)
 
-    async def run(self, watches: Callable[[Resource, Fed], list[Watch]]) -> None:
+    async def run(self, watches: Callable[[Resource, Cache[Any]], list[Watch]]) -> None:
         """Keep the copies up to date until cancelled. The kind of a gang scheduler's objects is
         watched once a job has one.
 
@@ -115,8 +106,8 @@ class SharedObjects:
                     tasks.create_task(each.run())
 
     def lacks(self, job: MoETrainingJob) -> bool:
-        """Whether an object of the job is known to be missing, by the copies alone. One whose kind
-        has not been listed yet is not."""
+        """Whether an object of the job is known to be missing, from the copies alone. An object
+        whose kind has not been listed yet does not count as missing."""
         return any(
             self._is_listed(resource) and not self._has(job, resource, body)
             for resource, body in job_objects(job, budgets=self._budgets)

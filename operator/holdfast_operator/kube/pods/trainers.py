@@ -1,18 +1,17 @@
 """The pods of trainers: an index by job, and the requests that create and delete them.
 
-Every answer goes into the copy that the watch keeps, so that the next look of a control loop sees
-what the last one did. Decides nothing.
+Every answer goes into the watch's copy, so that the next turn of a control loop sees the effect of
+the previous one. This module decides nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 from holdfast_core.job.parsing import MoETrainingJob
-from holdfast_operator.kube.client.api import NOT_FOUND, ApiError, Object
-from holdfast_operator.kube.client.resources import PODS, Resource
+from holdfast_operator.kube.client.api import NOT_FOUND, ApiError, KubeApi
+from holdfast_operator.kube.client.resources import PODS
 from holdfast_operator.kube.client.watches import Cache
 from holdfast_operator.kube.metrics import OperatorMetrics
 from holdfast_operator.kube.pods.manifests import TrainerVolume, account_of, pod_manifest
@@ -26,20 +25,6 @@ once: a deletion does not wait for thousands of creations."""
 
 TRIED = {"dryRun": "All", "fieldValidation": "Strict"}
 """How a pod is tried out."""
-
-
-class TrainersApi(Protocol):
-    """The part of `Api` that `Trainers` needs."""
-
-    async def get(self, resource: Resource, namespace: str, name: str) -> Object: ...
-
-    async def create(
-        self, resource: Resource, namespace: str, body: Object, **query: str
-    ) -> Object: ...
-
-    async def delete(
-        self, resource: Resource, namespace: str, name: str, *, uid: str = "", grace_s: int = -1
-    ) -> Object: ...
 
 
 class PodIndex:
@@ -79,7 +64,7 @@ class Trainers:
 
     def __init__(
         self,
-        api: TrainersApi,
+        api: KubeApi,
         cache: Cache[TrainerPod | None],
         metrics: OperatorMetrics,
         volume: TrainerVolume,
@@ -105,8 +90,8 @@ class Trainers:
         return self.shared.lacks(job)
 
     async def try_out(self, job: MoETrainingJob) -> None:
-        """Ask the API server whether it would accept the job's pods, without making one. Fields
-        that it does not know are refused: in a pod they would be dropped without a word.
+        """Ask the API server whether it would accept the job's pods, without making one. Unknown
+        fields are refused: in a real pod the server would drop them silently.
 
         Raises:
             ApiError: when it would refuse them.

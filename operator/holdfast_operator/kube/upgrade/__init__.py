@@ -1,1 +1,1 @@
-"""Daemons that are renewed, and what an uninstallation leaves."""
+"""Replacement of outdated daemons, and preparation of an uninstallation."""

@@ -1,8 +1,8 @@
 """`holdfast-operator release-finalizers`: prepares the uninstallation of the operator.
 
-A job with the operator's finalizer cannot be deleted without an operator, and neither can its
-namespace. So the finalizers go first. An operator that still runs would put them back: it is ended
-by taking its Lease, which no other process gets before `LEASE_S` have passed.
+Without an operator, a job with the operator's finalizer cannot be deleted, and neither can its
+namespace. So the finalizers are removed first. A running operator would add them again, so this
+command ends it by taking its Lease, which no other process gets before `LEASE_S` have passed.
 """
 
 from __future__ import annotations
@@ -10,19 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection
-from typing import Protocol
 
-from holdfast_operator.kube.client.api import (
-    CONFLICT,
-    NOT_FOUND,
-    ApiError,
-    ListApi,
-    Object,
-    UpsertApi,
-    pages,
-)
+from holdfast_operator.kube.client.api import CONFLICT, NOT_FOUND, ApiError, KubeApi, Object, pages
 from holdfast_operator.kube.client.leader import RETRY_S
-from holdfast_operator.kube.client.resources import JOBS, LEASES, Resource
+from holdfast_operator.kube.client.resources import JOBS, LEASES
 from holdfast_operator.kube.client.times import Sleep
 from holdfast_operator.kube.job.finalizer import FINALIZER
 from holdfast_operator.reconciler.observe.timestamps import micro_timestamp
@@ -36,16 +27,8 @@ OPERATOR_ENDS_S = 2 * RETRY_S
 TRIES = 10
 
 
-class UninstallApi(UpsertApi, ListApi, Protocol):
-    """The part of `Api` that `release_finalizers` needs."""
-
-    async def patch(
-        self, resource: Resource, namespace: str, name: str, body: Object, subresource: str = ""
-    ) -> Object: ...
-
-
 async def release_finalizers(
-    api: UninstallApi,
+    api: KubeApi,
     *,
     namespace: str,
     lease: str,
@@ -70,7 +53,7 @@ async def release_finalizers(
     return sum([await _release_all(api, each) for each in watch_namespaces or ("",)])
 
 
-async def _release_all(api: UninstallApi, namespace: str) -> int:
+async def _release_all(api: KubeApi, namespace: str) -> int:
     released = 0
     async for page in pages(api, JOBS, namespace):
         for job in page["items"]:
@@ -79,7 +62,7 @@ async def _release_all(api: UninstallApi, namespace: str) -> int:
 
 
 async def _take_lease(
-    api: UninstallApi, namespace: str, name: str, identity: str, wall: Callable[[], float]
+    api: KubeApi, namespace: str, name: str, identity: str, wall: Callable[[], float]
 ) -> None:
     for _ in range(TRIES):
         now = micro_timestamp(wall())
@@ -106,7 +89,7 @@ async def _take_lease(
     )
 
 
-async def _release(api: UninstallApi, job: Object) -> bool:
+async def _release(api: KubeApi, job: Object) -> bool:
     """Take the finalizer off a job; returns whether the job had it."""
     for _ in range(TRIES):
         metadata = job["metadata"]

@@ -1,1 +1,1 @@
-"""What a failure, a deadline or a notice leads to, apart from who takes part."""
+"""What follows from a failure, a deadline or a notice, apart from who takes part."""

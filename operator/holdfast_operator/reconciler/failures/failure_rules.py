@@ -45,7 +45,8 @@ def rule_for(job: MoETrainingJob, cause: Cause) -> FailureRule:
 
 
 def is_permanent(code: int | None) -> bool:
-    """Whether an exit code alone shows that trying again is useless; None is unknown."""
+    """Whether an exit code alone shows that trying again is useless; None means that the code is
+    unknown."""
     return code is not None and 0 < code < SIGNALS and code not in RETRYABLE
 
 

@@ -1,11 +1,11 @@
-"""Copies to durable storage that are made at once: because nodes will be taken away soon, or
+"""Copies to durable storage that are requested at once, because nodes will be taken away soon, or
 because a user asks for one. Pure.
 
-A notice leaves a minute or two. In that time a spare takes over the member if there is one, or the
-job goes on without it (`recovering`), and parity can bear a loss that comes alone. But notices
-often come to many nodes together, for one reason, and then none of this is enough: so the newest
-protected generation is copied at once, whatever else is done. Each notice leads to one request:
-daemons keep trying by themselves.
+A notice leaves a minute or two. In that time a spare takes over the member, or the job continues
+without it (`recovering`), and parity can bear a single loss. But notices often come to many nodes
+together, for one reason, and then none of this is enough: so the newest protected generation is
+copied at once, whatever else happens. Each notice leads to one request: daemons retry by
+themselves.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from holdfast_core.job.schema import COPY_ANNOTATION
 from holdfast_core.snapshots.membership import Membership
 from holdfast_operator.reconciler.observe.text import listed
 from holdfast_operator.reconciler.observe.views import (
+    ClusterView,
     ControlState,
     EventReason,
-    Observed,
     PersistNow,
 )
-from holdfast_operator.reconciler.steps import Look, Step
+from holdfast_operator.reconciler.rules import Observation, RuleResult
 
 
-def ask_for_copy(look: Look, state: ControlState, before: Membership | None) -> Step:
-    """Ask for a copy for each new notice, and for each new request of a user. This comes after all
+def ask_for_copy(
+    observation: Observation, state: ControlState, before: Membership | None
+) -> RuleResult:
+    """Request a copy for each new notice, and for each new request of a user. This comes after all
     other rules: a request before the next epoch would be for a generation of the epoch that has
     ended.
 
@@ -36,20 +38,20 @@ def ask_for_copy(look: Look, state: ControlState, before: Membership | None) -> 
     membership = state.membership
     freed = state.outcome is not None and not state.kept
     if membership is None or membership.tier is None or freed:
-        return Step(state)
-    found = dict(_notices(look.observed, before or membership, state))
+        return RuleResult(state)
+    found = dict(_notices(observation.cluster, before or membership, state))
     new = sorted(found.keys() - state.noticed)
-    request = look.job.copy_request
-    step = Step(replace(state, noticed=frozenset(found), copy_request=request))
+    request = observation.job.copy_request
+    result = RuleResult(replace(state, noticed=frozenset(found), copy_request=request))
     reasons = [found[name] for name in new]
     if request and request != state.copy_request:
         reasons.append(f"the annotation {COPY_ANNOTATION} asks for a copy")
     if not reasons:
-        return step
+        return result
     saved = state.saved
     which = "the next generation" if saved is None else f"generation {saved} or a newer one"
     text = f"{'; '.join(reasons)}; {which} is copied to {membership.tier.uri} now"
-    return step.post(EventReason.COPY_REQUESTED, text, warning=bool(new)).act(PersistNow())
+    return result.post(EventReason.COPY_REQUESTED, text, warning=bool(new)).act(PersistNow())
 
 
 def asked_because(state: ControlState) -> str:
@@ -60,10 +62,10 @@ def asked_because(state: ControlState) -> str:
 
 
 def _notices(
-    observed: Observed, membership: Membership, state: ControlState
+    observed: ClusterView, membership: Membership, state: ControlState
 ) -> Iterator[tuple[str, str]]:
-    """Yield (node, what will happen to it) for members' nodes, and for those that members have just
-    left: the same notice is not a new one later."""
+    """Yield (node, announced event) for members' nodes, and for nodes that members have just left:
+    the same notice must not count as new later."""
     members = {member.node: member.index for member in membership.members}
     for name in members.keys() | state.noticed:
         node = observed.nodes.get(name)

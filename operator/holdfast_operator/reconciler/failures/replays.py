@@ -1,6 +1,5 @@
-"""Replays of lost pipeline stages in words, as the ranks' daemons report them. Pure; for people
-only.
-"""
+"""Text on replays of lost pipeline stages, from the ranks' daemons' reports. Pure; for people
+only."""
 
 from __future__ import annotations
 

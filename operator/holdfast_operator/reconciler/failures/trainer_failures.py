@@ -1,9 +1,9 @@
 """Last lines of failed trainers, and scripts that fail alike before their first step.
 
-A failure whose cause is in the script comes back in every restart: a missing import, a wrong
-argument. Until the job has completed a step, nothing shows that its script can run at all, so the
-same end three times in a row is an error of the job, not a fault to recover from. Ends are alike
-when both exit code and last line are: an exit code alone is too little. A rule on the exit code in
+A failure that the script causes returns in every restart: a missing import, a wrong argument. Until
+the job has completed a step, nothing shows that its script can run at all, so the same end three
+times in a row is an error of the job, not a fault to recover from. Two ends are alike when both
+exit code and last line are equal: an exit code alone is too little. A rule on the exit code in
 `failurePolicy.rules` overrides this. Pure.
 """
 
@@ -24,7 +24,7 @@ from holdfast_operator.reconciler.observe.views import (
     ControlState,
     EventReason,
 )
-from holdfast_operator.reconciler.steps import Look, Step, end
+from holdfast_operator.reconciler.rules import Observation, RuleResult, end
 
 ALIKE_MAX = 3
 """Epochs in a row that must end alike before the job's first step for the job to have failed."""
@@ -33,24 +33,28 @@ LINES_CHARACTERS_MAX = 700
 them all."""
 
 
-def note_first_step(look: Look, state: ControlState, membership: Membership) -> Step:
+def note_first_step(
+    observation: Observation, state: ControlState, membership: Membership
+) -> RuleResult:
     """Remember whether the job has completed a step."""
     start = state.started_from
     if state.stepped or start is None:
-        return Step(state)
-    stepped = any(rank.step > start for rank in ranks_in(look.observed, membership))
-    return Step(replace(state, stepped=stepped))
+        return RuleResult(state)
+    stepped = any(rank.step > start for rank in ranks_in(observation.cluster, membership))
+    return RuleResult(replace(state, stepped=stepped))
 
 
-def note_failure(state: ControlState, membership: Membership, causes: Sequence[Cause]) -> Step:
+def note_failure(
+    state: ControlState, membership: Membership, causes: Sequence[Cause]
+) -> RuleResult:
     """Remember the rank or agent whose failure was seen first in this epoch, while it is still a
     cause; emit an event with its last lines when they are new."""
     cause, before = _decisive(causes), state.failure
     if cause is None:
-        return Step(state)
+        return RuleResult(state)
     again = before is not None and before.epoch == membership.epoch
     if before is not None and again and any(each.text == before.text for each in causes):
-        return Step(state)
+        return RuleResult(state)
     found = TrainerFailure(
         epoch=membership.epoch,
         member=cause.member if cause.member is not None else -1,
@@ -61,38 +65,38 @@ def note_failure(state: ControlState, membership: Membership, causes: Sequence[C
     alike = before is not None and not again and _essence(before) == _essence(found)
     if before is not None and alike:
         found = replace(found, times=before.times + 1)
-    step = Step(replace(state, failure=found))
+    result = RuleResult(replace(state, failure=found))
     if found.last_lines and not alike:
-        return step.post(
+        return result.post(
             EventReason.LAST_LINES, with_last_lines(cause.text, cause.last_lines), warning=True
         )
-    return step
+    return result
 
 
 def fail_alike(
-    look: Look,
+    observation: Observation,
     state: ControlState,
     membership: Membership,
     causes: Sequence[Cause],
     rules: Sequence[FailureRule],
-) -> Step:
+) -> RuleResult:
     """End a job whose script has failed alike too often before its first step. Epochs that Holdfast
     has ended are passed over: they show nothing of the script, for or against it."""
     failure = state.failure
     if failure is None or all(cause.ended_by_holdfast for cause in causes):
-        return Step(state)
+        return RuleResult(state)
     if failure.epoch != membership.epoch:  # this one ended for another reason
-        return Step(replace(state, failure=replace(failure, times=0)))
+        return RuleResult(replace(state, failure=replace(failure, times=0)))
     if state.stepped or failure.times < ALIKE_MAX or not failure.last_lines:
-        return Step(state)
+        return RuleResult(state)
     if not is_permanent(failure.exit_code) or any(rule.on is On.EXIT_CODE for rule in rules):
-        return Step(state)
+        return RuleResult(state)
     text = (
         f"{failure.text}, {failure.times} times in the same way before the job's first step; "
         f"correct its script (or restart it all the same, by a failure rule on ExitCode)"
     )
     reason = with_last_lines(text, failure.last_lines)
-    return end(look, state, Outcome.FAILED, reason, "FailsBeforeFirstStep")
+    return end(observation, state, Outcome.FAILED, reason, "FailsBeforeFirstStep")
 
 
 def with_last_lines(text: str, lines: str) -> str:
@@ -103,8 +107,8 @@ def with_last_lines(text: str, lines: str) -> str:
 
 
 def _decisive(causes: Sequence[Cause]) -> Cause | None:
-    """The most informative failure: of those that ended by themselves, one with last lines. None
-    where Holdfast has ended them: that is no failure of theirs."""
+    """The most informative failure: a failure with last lines, among those that ended by
+    themselves. None where Holdfast has ended all of them: then they have not failed."""
     exits = [cause for cause in causes if cause.on is On.EXIT_CODE and not cause.ended_by_holdfast]
     return next((cause for cause in exits if cause.last_lines), exits[0] if exits else None)
 

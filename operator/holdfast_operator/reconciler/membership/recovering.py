@@ -1,6 +1,6 @@
-"""Handling of failures: failure rules, replacement, restart, the next epoch.
+"""Handles failures: failure rules, replacement, restart, the next epoch.
 
-Pure. Rules 1 to 4 of `reconcile`, which calls `recover` at every look.
+Pure. Implements rules 1 to 4 of `reconcile`, which calls `recover` in every turn.
 """
 
 from __future__ import annotations
@@ -14,16 +14,13 @@ from holdfast_core.exit_codes import BEGINS_ANEW
 from holdfast_core.job.parsing import FailureAction as RuleAction
 from holdfast_core.job.parsing import FailureRule
 from holdfast_core.snapshots.membership import Membership
-from holdfast_operator.reconciler.failures.failure_rules import distinguishes_exit_codes, rule_for
+from holdfast_operator.reconciler.failures.failure_rules import distinguishes_exit_codes
 from holdfast_operator.reconciler.failures.trainer_failures import (
     fail_alike,
     note_failure,
     with_last_lines,
 )
-from holdfast_operator.reconciler.membership.external import follow_pods, homes, missing_homes
 from holdfast_operator.reconciler.membership.joining import with_setback
-from holdfast_operator.reconciler.membership.replacing import Moves, replacements
-from holdfast_operator.reconciler.membership.shrinking import leave_out
 from holdfast_operator.reconciler.membership.staying import others_stay, partial_restart
 from holdfast_operator.reconciler.membership.waiting import SILENT, await_node, await_pods
 from holdfast_operator.reconciler.observe.counters import Outcome
@@ -44,15 +41,23 @@ from holdfast_operator.reconciler.observe.views import (
     FenceNode,
     StartAgent,
 )
-from holdfast_operator.reconciler.steps import Look, Step, end, fold, publish_next, stop
+from holdfast_operator.reconciler.placement import Moves
+from holdfast_operator.reconciler.rules import (
+    Observation,
+    RuleResult,
+    end,
+    publish_next,
+    run_rules,
+    stop,
+)
 
 FORMING_S, FORMING_S_MAX = 1.0, 5.0
 """Least age at which an epoch is given up in which training was never seen running, and the maximum
 of that age: it doubles with each such epoch in a row."""
 
 EXIT_CODE_S = 0.5
-"""How long a lost rank's exit code is waited for when failure rules depend on it: agents look after
-their workers ten times a second."""
+"""How long to wait for a lost rank's exit code when failure rules depend on it: agents check their
+workers ten times a second."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,77 +84,73 @@ class _Case:
         return frozenset(c.member for c, rule in pairs if rule.count_towards_max and not c.counted)
 
 
-def recover(look: Look, state: ControlState, membership: Membership) -> Step:
+def recover(observation: Observation, state: ControlState, membership: Membership) -> RuleResult:
     """Begin a recovery if something has failed."""
-    evidence = gather(look.job, membership, look.observed, state, look.now)
+    # Wait for a daemon that is silent but not lost yet: it may be part of the failure.
+    evidence = gather(observation.job, membership, observation.cluster, state, observation.now)
     if evidence.suspects:
-        return Step(state, waiting=waits_for(evidence))
-    causes = principal(evidence.causes)
-    if look.job.spec.trainer.external:
-        causes, moves = follow_pods(look, state, membership, causes, evidence.groups)
-        rules = [rule_for(look.job, cause) for cause in causes]
-    else:
-        rules = [rule_for(look.job, cause) for cause in causes]
-        moves = replacements(look, state, membership, causes, rules, evidence.groups)
-        moves = leave_out(look, state, membership, moves, rules, evidence.groups)
-        causes, rules = _worthwhile(causes, rules, moves)
+        return RuleResult(state, waiting=waits_for(evidence))
+    # Choose which causes call for a new epoch, and where members are in it.
+    causes, rules, moves = observation.pods.choose_moves(
+        observation, state, membership, principal(evidence.causes), evidence.groups
+    )
     if not causes:
-        return Step(replace(state, no_replacement_since=None, codes_awaited_since=None))
+        return RuleResult(replace(state, no_replacement_since=None, codes_awaited_since=None))
+    # Let the rules for a failure decide: wait, fail the job, or begin the epoch.
     anew = any(cause.exit_code == BEGINS_ANEW for cause in evidence.causes)
     case = _Case(membership=membership, causes=causes, rules=tuple(rules), moves=moves, anew=anew)
-    return fold(_RULES, look, state, case)
+    return run_rules(_RULES, observation, state, case)
 
 
-def _note_failure(_: Look, state: ControlState, case: _Case) -> Step:
+def _note_failure(_: Observation, state: ControlState, case: _Case) -> RuleResult:
     return note_failure(state, case.membership, case.causes)
 
 
-def _await_codes(look: Look, state: ControlState, case: _Case) -> Step:
+def _await_codes(observation: Observation, state: ControlState, case: _Case) -> RuleResult:
     """Wait for the exit codes that failure rules depend on."""
     if not any(cause.awaits_code for cause in case.causes) or not distinguishes_exit_codes(
-        look.job
+        observation.job
     ):
-        return Step(state)
-    since = look.now if state.codes_awaited_since is None else state.codes_awaited_since
-    step = Step(replace(state, codes_awaited_since=since))
-    if look.now - since < EXIT_CODE_S:
-        return step.wait(f"{case.text}; waiting for the exit code")
-    return step
+        return RuleResult(state)
+    since = observation.now if state.codes_awaited_since is None else state.codes_awaited_since
+    result = RuleResult(replace(state, codes_awaited_since=since))
+    if observation.now - since < EXIT_CODE_S:
+        return result.wait(f"{case.text}; waiting for the exit code")
+    return result
 
 
-def _fail_by_rule(look: Look, state: ControlState, case: _Case) -> Step:
+def _fail_by_rule(observation: Observation, state: ControlState, case: _Case) -> RuleResult:
     """Fail the job if a failure rule says so."""
     for cause, rule in zip(case.causes, case.rules, strict=True):
         if rule.action is RuleAction.FAIL:
             rule_text = f"failure rule on {rule.on.value}: Fail applies"
             reason = with_last_lines(f"{cause.text}; {rule_text}", cause.last_lines)
-            return end(look, state, Outcome.FAILED, reason, "FailureRule")
-    return Step(state)
+            return end(observation, state, Outcome.FAILED, reason, "FailureRule")
+    return RuleResult(state)
 
 
-def _pause(look: Look, state: ControlState, case: _Case) -> Step:
+def _pause(observation: Observation, state: ControlState, case: _Case) -> RuleResult:
     """Wait before the next epoch. An epoch that failed before it ran often fails again, on one
     member after the other: waiting lets these failures be handled together, and a trainer that
     cannot start does not use up its restarts at once."""
     ran = state.resumed_epoch == case.membership.epoch
     if ran or any(cause.node_lost for cause in case.causes):
-        return Step(state)
-    left_s = state.began_at + min(FORMING_S * 2.0**state.fruitless, FORMING_S_MAX) - look.now
+        return RuleResult(state)
+    left_s = state.began_at + min(FORMING_S * 2.0**state.fruitless, FORMING_S_MAX) - observation.now
     if left_s <= 0:
-        return Step(state)
-    return Step(state, waiting=f"{case.text}; waiting {left_s:.1f} s before the next epoch")
+        return RuleResult(state)
+    return RuleResult(state, waiting=f"{case.text}; waiting {left_s:.1f} s before the next epoch")
 
 
-def _await_nodes(look: Look, state: ControlState, case: _Case) -> Step:
+def _await_nodes(observation: Observation, state: ControlState, case: _Case) -> RuleResult:
     """Wait for nodes that members can move to."""
+    missing = observation.pods.missing_pods(observation, state)
+    if missing:
+        return await_pods(observation, state, case.text, missing, counting=case.counting)
     moves = case.moves
-    if look.job.spec.trainer.external:
-        missing = missing_homes(look, homes(look, state))
-        if missing:
-            return await_pods(look, state, case.text, missing, counting=case.counting)
-        if not moves.silent:
-            return Step(state)
-    wait = partial(await_node, look, state, case.membership, case.text, counting=case.counting)
+    wait = partial(
+        await_node, observation, state, case.membership, case.text, counting=case.counting
+    )
     if moves.unplaced:
         return wait(moves.unplaced)
     if moves.silent:
@@ -160,22 +161,22 @@ def _await_nodes(look: Look, state: ControlState, case: _Case) -> Step:
         and all(cause.member in moves.held for cause in case.causes)
     ):
         return wait(moves.held, why="their parity groups are incomplete")
-    return Step(state)
+    return RuleResult(state)
 
 
-def _fail_alike(look: Look, state: ControlState, case: _Case) -> Step:
-    return fail_alike(look, state, case.membership, case.causes, case.rules)
+def _fail_alike(observation: Observation, state: ControlState, case: _Case) -> RuleResult:
+    return fail_alike(observation, state, case.membership, case.causes, case.rules)
 
 
-def _count(look: Look, state: ControlState, case: _Case) -> Step:
+def _count(observation: Observation, state: ControlState, case: _Case) -> RuleResult:
     """Count the recovery; end the job when there were too many. A recovery is counted already if
     its epoch was decided by a control loop that died before it could publish it."""
-    policy = look.job.spec.failure_policy
+    policy = observation.job.spec.failure_policy
     window_s = policy.restart_window_seconds
-    recent = tuple(at for at in state.restarts if look.now - at < window_s)
+    recent = tuple(at for at in state.restarts if observation.now - at < window_s)
     kept = replace(state, restarts=recent)
     if state.counted_epoch > case.membership.epoch:
-        return Step(replace(kept, counted_epoch=state.epoch + 1))
+        return RuleResult(replace(kept, counted_epoch=state.epoch + 1))
     # What a wait for a node began with decides: when the node is back, its cause is gone.
     waited = state.no_replacement_since is not None
     counts = state.wait_counts if waited else bool(case.counting)
@@ -187,11 +188,11 @@ def _count(look: Look, state: ControlState, case: _Case) -> Step:
         failure = state.failure
         if failure is not None and failure.epoch == case.membership.epoch:
             reason = with_last_lines(reason, failure.last_lines)
-        return end(look, kept, Outcome.FAILED, reason, "MaxRestartsExceeded")
-    return Step(
+        return end(observation, kept, Outcome.FAILED, reason, "MaxRestartsExceeded")
+    return RuleResult(
         replace(
             kept,
-            restarts=(*recent, look.now) if counts else recent,
+            restarts=(*recent, observation.now) if counts else recent,
             recoveries=state.recoveries + 1,
             counted=state.counted + counts,
             counted_epoch=state.epoch + 1,
@@ -199,25 +200,26 @@ def _count(look: Look, state: ControlState, case: _Case) -> Step:
     )
 
 
-def _begin(look: Look, state: ControlState, case: _Case) -> Step:
+def _begin(observation: Observation, state: ControlState, case: _Case) -> RuleResult:
     """Begin the next epoch, and emit an event with the reason."""
     begun = replace(state, recovering=True)
-    step = begin_epoch(look, begun, case.membership, case.moves, case.causes, anew=case.anew)
-    text = f"{case.text}; {_response(look, step.state, case)} in epoch {step.state.epoch}"
-    return step.post(EventReason.RECOVERING, text, warning=True).wait()
+    result = begin_epoch(
+        observation, begun, case.membership, case.moves, case.causes, anew=case.anew
+    )
+    response = _response(observation, result.state, case)
+    text = f"{case.text}; {response} in epoch {result.state.epoch}"
+    return result.post(EventReason.RECOVERING, text, warning=True).wait()
 
 
-def _response(look: Look, begun: ControlState, case: _Case) -> str:
+def _response(observation: Observation, begun: ControlState, case: _Case) -> str:
     """Text on what happens to the members in the epoch that has begun."""
     takes = case.moves.in_words(case.membership)
     restarting = begun.membership.restarting if begun.membership is not None else frozenset()
-    if others_stay(look.observed, case.membership, restarting | case.moves.leaving):
+    if others_stay(observation.cluster, case.membership, restarting | case.moves.leaving):
         here = restarting.intersection(case.membership.world.members)
         in_place = here.difference(case.moves.away(case.membership))
         return partial_restart(in_place, takes, all_stay=not restarting)
-    if look.job.spec.trainer.external:
-        return takes or "who started the processes starts them again"
-    return takes or "restart in place"
+    return takes or observation.pods.restart_in_words
 
 
 _RULES = (
@@ -245,38 +247,26 @@ def in_words(causes: Sequence[Cause]) -> str:
     return f"{'; '.join(cause.text for cause in causes[:3])}; and {len(causes) - 3} more failures"
 
 
-def _worthwhile(
-    causes: tuple[Cause, ...], rules: list[FailureRule], moves: Moves
-) -> tuple[tuple[Cause, ...], list[FailureRule]]:
-    """Drop the causes that call only for a move, and whose members found no node."""
-    kept = [
-        (cause, rule)
-        for cause, rule in zip(causes, rules, strict=True)
-        if not cause.voluntary or cause.member in moves.to or cause.member in moves.leaving
-    ]
-    return tuple(cause for cause, _ in kept), [rule for _, rule in kept]
-
-
 def begin_epoch(
-    look: Look,
+    observation: Observation,
     state: ControlState,
     membership: Membership,
     moves: Moves,
     causes: tuple[Cause, ...],
     *,
     anew: bool = False,
-) -> Step:
+) -> RuleResult:
     """Publish the next epoch, and move agents.
 
     Args:
         anew: whether the workers of no member are kept.
     """
     away = moves.away(membership)
-    agents = look.observed.agents
+    agents = observation.cluster.agents
     leaving = [agent for agent in agents if away.get(agent.member) == agent.node]
     ran = state.resumed_epoch == membership.epoch
     no_room = {agent.node for agent in leaving if is_unschedulable(agent)}
-    step = Step(
+    result = RuleResult(
         replace(
             state,
             no_replacement_since=None,
@@ -286,29 +276,31 @@ def begin_epoch(
         )
     )
     joined = [node.name for member, node in moves.to.items() if not membership.has(member)]
-    step = replace(step, state=with_setback(look, step.state, joined))
+    result = replace(result, state=with_setback(observation, result.state, joined))
     for cause in causes:
         if not cause.node_lost or cause.member not in away:
             continue
         again = moves.later.get(cause.member)
         if again is None or again.name != away[cause.member]:  # else only its memory is new
-            step = step.act(FenceNode(node=away[cause.member]))
+            result = result.act(FenceNode(node=away[cause.member]))
     # Agents that have ended are stopped before the epoch is published, since their exits count
     # against any epoch; their daemons report what their ranks left. All others are stopped after
     # it: a control loop that dies in between leaves an epoch to be finished, or the evidence to
     # begin it.
     stays = [a for a in agents if membership.has(a.member) and away.get(a.member) != a.node]
     ended = [agent for agent in stays if _ends(agent)]
-    step = step.then(stop(look, step.state, ended))
+    result = result.then(stop(observation, result.state, ended))
     failed = {cause.member for cause in causes if cause.member is not None}
     if anew:
         failed |= {member.index for member in membership.members}
-    step = step.then(
-        publish_next(look, step.state, membership, moves.to, failed, moves.leaving, moves.order)
+    result = result.then(
+        publish_next(
+            observation, result.state, membership, moves.to, failed, moves.leaving, moves.order
+        )
     )
-    step = step.then(stop(look, step.state, leaving))
-    assert step.state.membership is not None
-    return step.then(start_missing(look, step.state, step.state.membership))
+    result = result.then(stop(observation, result.state, leaving))
+    assert result.state.membership is not None
+    return result.then(start_missing(observation, result.state, result.state.membership))
 
 
 def _joining_after(state: ControlState, membership: Membership, moves: Moves) -> dict[str, Any]:
@@ -325,14 +317,16 @@ def _joining_after(state: ControlState, membership: Membership, moves: Moves) ->
     }
 
 
-def start_missing(look: Look, state: ControlState, membership: Membership) -> Step:
+def start_missing(
+    observation: Observation, state: ControlState, membership: Membership
+) -> RuleResult:
     """Start the agents that members lack."""
-    return Step(
+    return RuleResult(
         state,
         tuple(
             StartAgent(member=member.index, node=member.node)
             for member in membership.members
-            if agent_at(look.observed, member) is None
+            if agent_at(observation.cluster, member) is None
         ),
     )
 

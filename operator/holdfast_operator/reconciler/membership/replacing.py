@@ -1,14 +1,14 @@
-"""Which members of the next epoch live on another node, and which must but cannot. Pure.
+"""Chooses which members move to another node in the next epoch, and finds those that must but
+cannot. Pure.
 
-A member whose memory is lost takes whatever spare there is. One whose memory is still there leaves
-it behind, and must be rebuilt from its parity group: so members of a group move only while the
-group could bear the loss of all that are away (`protection`).
+A member whose memory is lost takes any spare. A member whose memory is still there leaves it
+behind, and its parity group must rebuild it: so members of a group move only while the group could
+bear the loss of all that are away (`protection`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from holdfast_core.job.parsing import FailureAction as RuleAction
 from holdfast_core.job.parsing import FailureRule
@@ -16,94 +16,30 @@ from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_operator.reconciler.membership.joining import places
 from holdfast_operator.reconciler.observe.evidence import Cause
 from holdfast_operator.reconciler.observe.protection import ParityGroups
-from holdfast_operator.reconciler.observe.text import listed
-from holdfast_operator.reconciler.observe.views import ControlState, NodeView
-from holdfast_operator.reconciler.placement import choose_spare, member_at
-from holdfast_operator.reconciler.steps import Look
+from holdfast_operator.reconciler.observe.views import ControlState
+from holdfast_operator.reconciler.placement import Moves, choose_spare, member_at
+from holdfast_operator.reconciler.rules import Observation
 
 _REPLACING = (RuleAction.REPLACE_NODE, RuleAction.SHRINK)
 """Actions for which a member leaves its node. One without a spare that can go on where it is does
 so."""
 
 
-@dataclass(slots=True)
-class Moves:
-    """Moves of members to other nodes."""
-
-    to: dict[int, NodeView] = field(default_factory=dict)
-    """Member → its node in the next epoch; its present node when only the memory is new."""
-    unplaced: list[int] = field(default_factory=list)
-    """Members that cannot go on where they are, and for which there is no node."""
-    held: list[int] = field(default_factory=list)
-    """Members that cannot go on where they are, but whose memory must not be left behind yet."""
-    silent: list[int] = field(default_factory=list)
-    """Members whose daemons are silent, and whose memory, which may be there, nothing could
-    replace: neither their parity groups nor durable storage."""
-    stuck: list[int] = field(default_factory=list)
-    """Members whose agents find no room where they are, and for which there is no other node."""
-    warned: list[int] = field(default_factory=list)
-    """Members whose nodes will be taken away, and for which there is no other node."""
-    on_notice: list[int] = field(default_factory=list)
-    """Members in `to` that work where they are, on nodes that will be taken away."""
-    lost: frozenset[int] = frozenset()
-    """Members whose memory is lost."""
-    leaving: frozenset[int] = frozenset()
-    """Members that the next epoch goes on without."""
-    order: tuple[int, ...] = ()
-    """Order of the members, where it is not that of their indices."""
-    later: dict[int, NodeView] = field(default_factory=dict)
-    """Members among these whose agents get ready meanwhile → the node on which they will join."""
-
-    def away(self, membership: Membership) -> dict[int, str]:
-        """Member → the node that it leaves."""
-        return {
-            member.index: member.node
-            for member in membership.members
-            if member.index in self.leaving
-            or (member.index in self.to and self.to[member.index].name != member.node)
-        }
-
-    def in_words(self, membership: Membership) -> str:
-        """Text on which node takes over which member, and how many go on; empty when no member
-        leaves its node."""
-        away = self.away(membership).keys() - self.leaving
-        if len(away) == 1:
-            takes = f"spare {self.to[next(iter(away))].name} takes over"
-        else:
-            takes = listed(
-                f"{self.to[member].name} takes over member {member}" for member in sorted(away)
-            )
-        parts = [takes, self.joins_in_words(membership)]
-        if self.leaving:
-            count = len(membership.members)
-            parts.append(f"{count - len(self.leaving)} of {count} members go on")
-        parts += [
-            f"member {member} gets ready on {node.name}"
-            for member, node in sorted(self.later.items())
-        ]
-        return ", ".join(part for part in parts if part)
-
-    def joins_in_words(self, membership: Membership) -> str:
-        """Text on which node joins as which member; empty when none does."""
-        joining = sorted(m for m in self.to if not membership.has(m))
-        return listed(f"{self.to[member].name} joins as member {member}" for member in joining)
-
-
 class _Mover:
     def __init__(
         self,
-        look: Look,
+        observation: Observation,
         state: ControlState,
         membership: Membership,
         leaving: Iterable[Cause],
         groups: ParityGroups,
     ) -> None:
         homes = {member.node for member in membership.members}
-        candidates = look.candidates(state)
+        candidates = observation.candidates(state)
         self.groups = groups
         self.state = state
         self.membership = membership
-        homes.update(places(look, state, membership).values())
+        homes.update(places(observation, state, membership).values())
         self.alive = {node.name: node for node in candidates}
         self.spares = {
             node.name: node
@@ -162,7 +98,7 @@ def is_irreplaceable(
 
 
 def replacements(
-    look: Look,
+    observation: Observation,
     state: ControlState,
     membership: Membership,
     causes: tuple[Cause, ...],
@@ -170,7 +106,7 @@ def replacements(
     groups: ParityGroups,
 ) -> Moves:
     """Find nodes for members when a cause or its rule asks for another one."""
-    mover = _Mover(look, state, membership, causes, groups)
+    mover = _Mover(observation, state, membership, causes, groups)
     ordered = sorted(zip(causes, rules, strict=True), key=lambda pair: _urgency(pair[0]))
     done: set[int] = set()
     for cause, rule in ordered:

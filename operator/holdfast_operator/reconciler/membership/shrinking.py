@@ -1,14 +1,14 @@
-"""Which members the next epoch goes on without, and how few of them are enough. Pure.
+"""Chooses the members that the next epoch leaves out, and how few members are enough. Pure.
 
 A job with `minNodes` below `nodes` waits neither for a node nor for an agent: a member that could
 not start its ranks at once leaves, and joins again when its agent waits for a world (`joining`,
-`growing`). It could if an agent is where it will be: its own, when only ranks are lost, or one that
-waits on a spare. Without a spare it leaves too, and joins when a node comes. Below `minNodes` the
-job waits, as one without `minNodes` does (`waiting`). Whoever is ready to join comes along with any
-epoch.
+`growing`). It can start them if an agent is where the member will be: its own, when only ranks are
+lost, or one that waits on a spare. Without a spare the member leaves too, and joins when a node
+comes. Below `minNodes` the job waits, like one without `minNodes` (`waiting`). Members that are
+ready to join do so in any new epoch.
 
 Members whose memory may still be there leave only while their parity groups can rebuild it
-(`replacing`), however long that takes. Those that still train leave right after a generation was
+(`replacing`), however long that takes. Members that still train leave right after a generation was
 protected, so that nothing is trained twice.
 """
 
@@ -21,12 +21,11 @@ from holdfast_core.job.parsing import FailureAction as RuleAction
 from holdfast_core.job.parsing import FailureRule, MoETrainingJob, On
 from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_operator.reconciler.membership.joining import arriving_members, ready_members
-from holdfast_operator.reconciler.membership.replacing import Moves
 from holdfast_operator.reconciler.observe.lookups import node_of, suspension_of
 from holdfast_operator.reconciler.observe.protection import ParityGroups
 from holdfast_operator.reconciler.observe.views import AgentState, ControlState, NodeView
-from holdfast_operator.reconciler.placement import would_forget
-from holdfast_operator.reconciler.steps import Look
+from holdfast_operator.reconciler.placement import Moves, would_forget
+from holdfast_operator.reconciler.rules import Observation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,41 +50,44 @@ def strength(job: MoETrainingJob, membership: Membership | None, joining: int = 
 
 
 def shrinks_after_s(job: MoETrainingJob) -> float:
-    """Seconds that the job waits for a node before it goes on without."""
+    """Seconds that the job waits for a node before it continues without it."""
     rule = no_replacement_rule(job, RuleAction.SHRINK)
     return 0.0 if rule is None else rule.after_seconds or 0.0
 
 
 def no_replacement_rule(job: MoETrainingJob, action: RuleAction) -> FailureRule | None:
-    """First rule on NoReplacement with this action; None without. A job may have one for each: to
-    go on without a node after some time, and to fail where it cannot, after another."""
+    """First rule on NoReplacement with this action; None without one. A job may have a rule for
+    each: to continue without a node after some time, and to fail after another time where it
+    cannot."""
     rules = job.spec.failure_policy.rules
     return next((r for r in rules if r.on is On.NO_REPLACEMENT and r.action is action), None)
 
 
-def just_saved(look: Look, state: ControlState, membership: Membership) -> bool:
-    """Whether a generation of this epoch was found to be safe at this look: the best moment for a
-    recovery that nothing has made necessary."""
+def just_saved(observation: Observation, state: ControlState, membership: Membership) -> bool:
+    """Whether a generation of this epoch became safe in this turn: the best moment for a recovery
+    that is not urgent."""
     saved = state.saved
-    return saved is not None and saved.epoch == membership.epoch and state.saved_at == look.now
+    return (
+        saved is not None and saved.epoch == membership.epoch and state.saved_at == observation.now
+    )
 
 
 def leave_out(
-    look: Look,
+    observation: Observation,
     state: ControlState,
     membership: Membership,
     moves: Moves,
     rules: Iterable[FailureRule],
     groups: ParityGroups,
 ) -> Moves:
-    """`moves`, with the members that the next epoch goes on without beside those in `leaving`, and
-    those that join it."""
-    job, since = look.job, state.no_replacement_since
+    """`moves`, with further members that the next epoch leaves out beside `leaving`, and with
+    members that join it."""
+    job, since = observation.job, state.no_replacement_since
     at_once = any(rule.action is RuleAction.SHRINK for rule in rules)
     may_leave = len(membership.members) - len(moves.leaving) - job.spec.least_nodes
-    waited_s = 0.0 if since is None else look.now - since
+    waited_s = 0.0 if since is None else observation.now - since
     lost = moves.unplaced
-    joining = _joining(look, state, membership, missing=len(lost) - may_leave)
+    joining = _joining(observation, state, membership, missing=len(lost) - may_leave)
     moves = replace(moves, to=moves.to | joining)
     may_leave += len(joining)
     if may_leave <= 0:
@@ -95,7 +97,7 @@ def leave_out(
     leaving = set(lost)
     if state.ran and len(moves.stuck) <= may_leave - len(leaving):
         leaving.update(moves.stuck)
-    if just_saved(look, state, membership):
+    if just_saved(observation, state, membership):
         leaving.update(moves.warned[: may_leave - len(leaving)])
     left = replace(
         moves,
@@ -104,38 +106,40 @@ def leave_out(
     )
     if not state.ran or not job.spec.may_shrink or (shrinks_after_s(job) and not at_once):
         return left
-    return _without_unready(look, state, membership, left, groups, may_leave - len(leaving))
+    return _without_unready(observation, state, membership, left, groups, may_leave - len(leaving))
 
 
 def _joining(
-    look: Look, state: ControlState, membership: Membership, *, missing: int
+    observation: Observation, state: ControlState, membership: Membership, *, missing: int
 ) -> dict[int, NodeView]:
-    """Missing members that join an epoch which begins anyway: those that are ready, and those on
-    their way too if the job cannot go on without them, because it lacks `missing` members."""
-    if suspension_of(look.job, look.observed) is not None or would_forget(membership, state.saved):
+    """Missing members that join an epoch which begins anyway: the ready ones, and also those on
+    their way if the job cannot continue without them, because it lacks `missing` members."""
+    if suspension_of(observation.job, observation.cluster) is not None or would_forget(
+        membership, state.saved
+    ):
         return {}
-    ready = ready_members(look, state, membership)
-    return ready if missing <= len(ready) else arriving_members(look, state, membership)
+    ready = ready_members(observation, state, membership)
+    return ready if missing <= len(ready) else arriving_members(observation, state, membership)
 
 
 def _without_unready(
-    look: Look,
+    observation: Observation,
     state: ControlState,
     membership: Membership,
     moves: Moves,
     groups: ParityGroups,
     may_leave: int,
 ) -> Moves:
-    """`moves`, without members that the others would wait for: those that have no agent on the node
-    that they would be on. They leave, and get ready there. Members with a notice leave right after
-    a generation was protected, and stay until then."""
+    """`moves`, without members that the others would wait for: those without an agent on their
+    future node. They leave, and get ready there. Members with a notice stay until a generation is
+    protected, and leave right after."""
     later, leaving, to = dict[int, NodeView](), set(moves.leaving), dict(moves.to)
-    saved = just_saved(look, state, membership)
+    saved = just_saved(observation, state, membership)
     for member in sorted(membership.members, key=lambda each: each.index not in moves.lost):
         index, node = member.index, moves.to.get(member.index)
-        node = node or node_of(look.observed, member)
+        node = node or node_of(observation.cluster, member)
         waits = index in moves.held or index in moves.silent
-        if index in leaving or waits or _is_ready_on(look, member, node.name):
+        if index in leaving or waits or _is_ready_on(observation, member, node.name):
             continue
         if len(later) >= may_leave:
             break
@@ -149,10 +153,10 @@ def _without_unready(
     return replace(moves, leaving=frozenset(leaving), later=later, to=to)
 
 
-def _is_ready_on(look: Look, member: Member, node: str) -> bool:
+def _is_ready_on(observation: Observation, member: Member, node: str) -> bool:
     """Whether ranks of the member can start on the node at once."""
-    agent = look.observed.agent(member.index, node)
+    agent = observation.cluster.agent(member.index, node)
     if agent is not None:
         return agent.state is AgentState.RUNNING and not agent.disruption
-    standbys = (each for each in look.observed.standbys if each.node == node)
+    standbys = (each for each in observation.cluster.standbys if each.node == node)
     return any(each.ready and each.state is AgentState.RUNNING for each in standbys)

@@ -1,12 +1,12 @@
 """Agents that wait on spares, so that a member that moves there has one at once. Pure.
 
-Starting an agent means starting an interpreter and importing torch, twice: seconds in which all
-ranks stand still. A standby agent has done both. It waits for the world as any agent does, and
-belongs to no member, so nothing here is evidence of a failure: one that ends is started again,
-after a pause. When a member moves to its node, `StartAgent` makes it that member's.
+Starting an agent means starting an interpreter and importing torch, twice: seconds in which no rank
+trains. A standby agent has done both. It waits for the world like any agent, and belongs to no
+member, so it is never evidence of a failure: one that ends is started again after a pause. When a
+member moves to its node, `StartAgent` gives the agent to that member.
 
 Standby agents wait on the spares that would be taken first. They start while training runs: before
-that, the processor belongs to agents that are needed at once.
+that, agents that are needed at once have the processor.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from holdfast_operator.reconciler.observe.views import (
     StopStandby,
 )
 from holdfast_operator.reconciler.placement import choose_spare
-from holdfast_operator.reconciler.steps import Look, Step
+from holdfast_operator.reconciler.rules import Observation, RuleResult
 
 PAUSE_S, PAUSE_S_MAX = 1.0, 60.0
 """Pause before a standby agent that has ended is started again, and the maximum of that pause: it
@@ -38,43 +38,45 @@ FORGET_S = 2 * PAUSE_S_MAX
 """Time after which the end of a standby agent no longer makes the next pause longer."""
 
 
-def keep_standbys(look: Look, state: ControlState) -> Step:
+def keep_standbys(observation: Observation, state: ControlState) -> RuleResult:
     """Start standby agents that are missing, and stop those that are not wanted.
 
     This comes after all other rules, whose moves it has to know.
     """
-    wanted = _wanted(look, state)
-    step = _note_exits(look, state, wanted)
-    there = {standby.node for standby in look.observed.standbys}
-    for standby in look.observed.standbys:
+    wanted = _wanted(observation, state)
+    result = _note_exits(observation, state, wanted)
+    there = {standby.node for standby in observation.cluster.standbys}
+    for standby in observation.cluster.standbys:
         ended = standby.state is AgentState.EXITED
-        kept = standby.node in wanted or _is_taken_over(look, state, standby)
+        kept = standby.node in wanted or _is_taken_over(observation, state, standby)
         if standby.state is not AgentState.STOPPING and (ended or not kept):
-            step = step.act(StopStandby(node=standby.node))
+            result = result.act(StopStandby(node=standby.node))
     if state.membership is None or state.resumed_epoch != state.membership.epoch:
-        return step
-    exits = step.state.standby_exits
-    missing = [n for n in wanted if n not in there and look.now >= _not_before(exits.get(n))]
-    return step.act(*(StartStandby(node=node) for node in missing))
+        return result
+    exits = result.state.standby_exits
+    missing = [n for n in wanted if n not in there and observation.now >= _not_before(exits.get(n))]
+    return result.act(*(StartStandby(node=node) for node in missing))
 
 
-def _note_exits(look: Look, state: ControlState, wanted: Collection[str]) -> Step:
+def _note_exits(
+    observation: Observation, state: ControlState, wanted: Collection[str]
+) -> RuleResult:
     """Count the standby agents that have ended, and emit an event for each that is wanted."""
     recent = {
         node: (times, at)
         for node, (times, at) in state.standby_exits.items()
-        if look.now - at < FORGET_S
+        if observation.now - at < FORGET_S
     }
-    step = Step(state)
-    for standby in look.observed.standbys:
+    result = RuleResult(state)
+    for standby in observation.cluster.standbys:
         if standby.state is AgentState.EXITED and standby.node in wanted:
             times = recent.get(standby.node, (0, 0.0))[0] + 1
-            recent[standby.node] = times, look.now
+            recent[standby.node] = times, observation.now
             how = "ended" if standby.exit_code is None else exit_in_words(standby.exit_code)
-            pause_s = _not_before(recent[standby.node]) - look.now
+            pause_s = _not_before(recent[standby.node]) - observation.now
             text = f"the standby agent on {standby.node} {how}; starting it again in {pause_s:g} s"
-            step = step.post(EventReason.STANDBY_EXITED, text, warning=True)
-    return replace(step, state=replace(state, standby_exits=recent))
+            result = result.post(EventReason.STANDBY_EXITED, text, warning=True)
+    return replace(result, state=replace(state, standby_exits=recent))
 
 
 def _not_before(exits: tuple[int, float] | None) -> float:
@@ -85,43 +87,45 @@ def _not_before(exits: tuple[int, float] | None) -> float:
     return at + min(PAUSE_S * 2.0 ** (times - 1), PAUSE_S_MAX)
 
 
-def _is_taken_over(look: Look, state: ControlState, standby: StandbyView) -> bool:
+def _is_taken_over(observation: Observation, state: ControlState, standby: StandbyView) -> bool:
     """Whether a member has moved to the node, or will join there, and this is to be its agent."""
     if state.membership is None or state.outcome is not None:
         return False
-    if suspension_of(look.job, look.observed) is not None:
+    if suspension_of(observation.job, observation.cluster) is not None:
         return False
     joining = {node: member for member, node in state.joining}
     member = state.membership.member_on(standby.node)
     member = joining.get(standby.node) if member is None else member
-    return member is not None and look.observed.agent(member, standby.node) is None
+    return member is not None and observation.cluster.agent(member, standby.node) is None
 
 
-def _wanted(look: Look, state: ControlState) -> list[str]:
+def _wanted(observation: Observation, state: ControlState) -> list[str]:
     """Nodes on which a standby agent shall wait."""
     membership = state.membership
-    if not look.standbys or membership is None or state.outcome is not None:
+    if not observation.standbys or membership is None or state.outcome is not None:
         return []
-    if suspension_of(look.job, look.observed) is not None:
+    if suspension_of(observation.job, observation.cluster) is not None:
         return []
-    return _taken_first(membership, _spares(look, state, membership), look.standbys)
+    return _taken_first(membership, _spares(observation, state, membership), observation.standbys)
 
 
-def _spares(look: Look, state: ControlState, membership: Membership) -> list[NodeView]:
+def _spares(
+    observation: Observation, state: ControlState, membership: Membership
+) -> list[NodeView]:
     """Nodes that a member could move to, without those where missing members will join. One with a
     standby agent remains a spare while its daemon is away, for as long as a member would wait for
     it."""
     homes = {member.node for member in membership.members}
-    homes.update(places(look, state, membership).values())
-    reachable = {node.name for node in look.candidates(state)}
+    homes.update(places(observation, state, membership).values())
+    reachable = {node.name for node in observation.candidates(state)}
     silent = {
         standby.node
-        for standby in look.observed.standbys
-        if look.may_return(look.observed.nodes[standby.node], state)
+        for standby in observation.cluster.standbys
+        if observation.may_return(observation.cluster.nodes[standby.node], state)
     }
     return [
         node
-        for name, node in look.observed.nodes.items()
+        for name, node in observation.cluster.nodes.items()
         if name in reachable | silent
         and name not in homes
         and name not in state.unfit
@@ -130,8 +134,8 @@ def _spares(look: Look, state: ControlState, membership: Membership) -> list[Nod
 
 
 def _taken_first(membership: Membership, spares: list[NodeView], count: int) -> list[str]:
-    """The spares that would be taken first when a member is lost, `count` at most: those that most
-    members would take, then by name."""
+    """The spares that would be taken first when a member is lost, `count` at most: first the spares
+    that most members would take, then by name."""
     first: Counter[str] = Counter()
     if len(spares) > count:
         settled = {member.index: member for member in membership.members}

@@ -1,7 +1,7 @@
 """Which workers stay in their processes when the world changes. Pure; decides nothing.
 
 Each node's agent decides for its own workers: it keeps them if all of them follow their worlds and
-their member is not to be restarted. This module tells people beforehand.
+their member is not to be restarted. This module announces that to people beforehand.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from holdfast_core.snapshots.membership import Membership
 from holdfast_core.states import RestoreSource
 from holdfast_operator.reconciler.observe.lookups import ranks_in
 from holdfast_operator.reconciler.observe.text import listed
-from holdfast_operator.reconciler.observe.views import Observed
+from holdfast_operator.reconciler.observe.views import ClusterView
 from holdfast_operator.reconciler.report.conditions import training_runs
 
 
-def recovery_mode(observed: Observed, membership: Membership | None) -> RecoveryMode | None:
-    """What the job's workers would do in a recovery; None while ranks that may still begin to
+def recovery_mode(observed: ClusterView, membership: Membership | None) -> RecoveryMode | None:
+    """The effect of a recovery on the job's workers; None while ranks that may still begin to
     follow are on their way to work."""
     if membership is None:
         return None
@@ -28,8 +28,8 @@ def recovery_mode(observed: Observed, membership: Membership | None) -> Recovery
     return RecoveryMode.RESTART if training_runs(observed, membership) else None
 
 
-def others_stay(observed: Observed, membership: Membership, restarting: Collection[int]) -> bool:
-    """Whether there are members beside those that restart, and all of their ranks follow."""
+def others_stay(observed: ClusterView, membership: Membership, restarting: Collection[int]) -> bool:
+    """Whether there are members that do not restart, and all of their ranks follow."""
     views = zip(membership.members, observed.views(membership), strict=True)
     others = [view for member, view in views if member.index not in restarting]
     return bool(others) and all(
@@ -40,10 +40,10 @@ def others_stay(observed: Observed, membership: Membership, restarting: Collecti
     )
 
 
-def may_go_on_live(observed: Observed, membership: Membership) -> bool:
+def may_go_on_live(observed: ClusterView, membership: Membership) -> bool:
     """Whether workers that have outlived the last world may still find that they have the whole
-    state between them: some stay in this epoch, and no rank has begun from anything yet. Those that
-    find out otherwise end."""
+    state between them: some stay in this epoch, and no rank has begun from anything yet. Workers
+    that find otherwise end."""
     ranks = ranks_in(observed, membership)
     if any(rank.restored_from is not RestoreSource.UNKNOWN for rank in ranks):
         return False

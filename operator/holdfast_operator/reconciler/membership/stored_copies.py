@@ -1,8 +1,8 @@
-"""What durable storage changes for the control loop. Pure.
+"""The effect of durable storage on the control loop. Pure.
 
 Daemons look into storage and decide what to load; the control loop does neither. But it needs two
-of their reports: that an earlier run of the same name left generations of later epochs there, which
-the job has to pass before it may begin, and that storage cannot be read, which people should see.
+of their reports: that an earlier run of the same name left generations of later epochs, which the
+job has to pass before it may begin, and that storage cannot be read, which people should see.
 """
 
 from __future__ import annotations
@@ -13,51 +13,55 @@ from dataclasses import replace
 from holdfast_core.snapshots.membership import Membership, Tier
 from holdfast_operator.reconciler.failures.notices import asked_because
 from holdfast_operator.reconciler.membership.recovering import begin_epoch
-from holdfast_operator.reconciler.membership.replacing import Moves
 from holdfast_operator.reconciler.observe.views import (
+    ClusterView,
     Condition,
     ConditionType,
     ControlState,
     EventReason,
     JobView,
-    Observed,
 )
-from holdfast_operator.reconciler.steps import Look, Step
+from holdfast_operator.reconciler.placement import Moves
+from holdfast_operator.reconciler.rules import Observation, RuleResult
 
 
-def pass_stored_epochs(look: Look, state: ControlState, membership: Membership) -> Step:
+def pass_stored_epochs(
+    observation: Observation, state: ControlState, membership: Membership
+) -> RuleResult:
     """Begin the epoch after those in storage, if this one is not: generations are ordered by epoch,
     and the next must be newer than every copy. Nothing has failed, so nothing is counted."""
-    views = look.observed.views(membership)
+    views = observation.cluster.views(membership)
     stored = max((view.stored_epoch for view in views if view is not None), default=0)
     if stored < membership.epoch:
-        return Step(state)
+        return RuleResult(state)
     passed = replace(state, epoch=max(state.epoch, stored))
-    step = begin_epoch(look, passed, membership, Moves(), ())
-    step = replace(step, state=replace(step.state, fruitless=state.fruitless))
-    return step.post(
+    result = begin_epoch(observation, passed, membership, Moves(), ())
+    result = replace(result, state=replace(result.state, fruitless=state.fruitless))
+    return result.post(
         EventReason.EARLIER_RUN,
         f"storage holds generations of an earlier run up to epoch {stored}; epoch "
-        f"{step.state.epoch} begins",
+        f"{result.state.epoch} begins",
     ).wait()
 
 
-def note_copies(look: Look, state: ControlState, membership: Membership) -> Step:
+def note_copies(
+    observation: Observation, state: ControlState, membership: Membership
+) -> RuleResult:
     """Remember the newest copy and where it is, so that storage without any copy is recognized as
     the wrong one (`holdfast_core.durable.choice`). A copy that is not newer may be in the previous
     storage."""
     if membership.tier is None:
-        return Step(state)
-    views = look.observed.views(membership)
+        return RuleResult(state)
+    views = observation.cluster.views(membership)
     reported = [v.persisted for v in views if v is not None and v.persisted is not None]
     newest, known = max(reported, default=None), state.stored
     if newest is None or (known is not None and newest <= known):
-        return Step(state)
-    return Step(replace(state, stored=newest, stored_in=membership.tier.uri))
+        return RuleResult(state)
+    return RuleResult(replace(state, stored=newest, stored_in=membership.tier.uri))
 
 
 def storage_conditions(
-    observed: Observed, state: ControlState, refusal: str = ""
+    observed: ClusterView, state: ControlState, refusal: str = ""
 ) -> tuple[Condition, ...]:
     """Conditions on whether copies can be read, and whether the newest could be written; none for
     jobs without durable storage. `refusal`: why the job may not persist to the location in its

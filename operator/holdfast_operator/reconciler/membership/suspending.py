@@ -1,11 +1,11 @@
-"""Suspend a job, and resume it. Pure.
+"""Suspends a job, and resumes it. Pure.
 
-A person suspends it, or its queue does. A suspended job has no agents; daemons keep its snapshots,
-so that it goes on where it was. A job with `minNodes` does so with another number of nodes, too, if
-it was given one meanwhile: members that it has no longer leave, as in `shrinking`, and those that
-are new join. After any other change of its shape, no snapshot fits the new training world:
-snapshots are freed, members are placed anew, and training starts from the beginning. The user has
-asked for that; a failure never leads there (rule 5 of `reconcile`).
+A person suspends the job, or its queue does. A suspended job has no agents; daemons keep its
+snapshots, so that it continues where it stopped. A job with `minNodes` can also continue with
+another number of nodes: members beyond that number leave, as in `shrinking`, and new ones join.
+After any other change of its shape, no snapshot fits the new training world: snapshots are freed,
+members are placed again, and training starts from the beginning. The user has asked for that; a
+failure never leads there (rule 5 of `reconcile`).
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from holdfast_operator.reconciler.observe.views import (
     DropJob,
     EventReason,
 )
-from holdfast_operator.reconciler.steps import Look, Step, fold, stop
+from holdfast_operator.reconciler.rules import Observation, RuleResult, run_rules, stop
 
 
-def suspend(look: Look, state: ControlState) -> Step:
+def suspend(observation: Observation, state: ControlState) -> RuleResult:
     """Stop all agents of a job that is to be suspended."""
-    suspension = suspension_of(look.job, look.observed)
+    suspension = suspension_of(observation.job, observation.cluster)
     if suspension is None:
-        return Step(state)
+        return RuleResult(state)
     held = replace(
         state,
         suspended=True,
@@ -55,71 +55,75 @@ def suspend(look: Look, state: ControlState) -> Step:
         replaced=frozenset(),
         setbacks=(),
     )
-    step = stop(look, held, look.observed.agents).wait(suspension.message)
+    result = stop(observation, held, observation.cluster.agents).wait(suspension.message)
     if state.suspended:
-        return step
+        return result
     done = "" if state.membership is None else ": agents are stopped, snapshots are kept"
-    return step.post(EventReason.SUSPENDED, f"{suspension.message}{done}")
+    return result.post(EventReason.SUSPENDED, f"{suspension.message}{done}")
 
 
-def resume(look: Look, state: ControlState, membership: Membership) -> Step:
+def resume(observation: Observation, state: ControlState, membership: Membership) -> RuleResult:
     """Begin the next epoch of a job that was suspended, on the nodes that are there. Nothing has
     failed, so nothing is counted."""
     if not state.suspended:
-        return Step(state)
-    return fold((_fail_when_overdue, _forget_snapshots, _begin_again), look, state, membership)
+        return RuleResult(state)
+    return run_rules(
+        (_fail_when_overdue, _forget_snapshots, _begin_again), observation, state, membership
+    )
 
 
-def _fail_when_overdue(look: Look, state: ControlState, _: Membership) -> Step:
-    return fail_when_overdue(look, state)
+def _fail_when_overdue(observation: Observation, state: ControlState, _: Membership) -> RuleResult:
+    return fail_when_overdue(observation, state)
 
 
-def _begin_again(look: Look, state: ControlState, membership: Membership) -> Step:
-    evidence = gather(look.job, membership, look.observed, state, look.now)
+def _begin_again(
+    observation: Observation, state: ControlState, membership: Membership
+) -> RuleResult:
+    evidence = gather(observation.job, membership, observation.cluster, state, observation.now)
     if evidence.suspects:
-        return Step(state, waiting=waits_for(evidence))
-    surplus = _surplus(look, membership)
+        return RuleResult(state, waiting=waits_for(evidence))
+    surplus = _surplus(observation, membership)
     homeless = tuple(
         cause
         for cause in evidence.causes
         if (cause.node_lost or cause.evicted) and cause.member not in surplus
     )
-    rules = [rule_for(look.job, cause) for cause in homeless]
+    rules = [rule_for(observation.job, cause) for cause in homeless]
     needed = _needed(surplus, evidence.groups)
     if needed:
-        return Step(
+        return RuleResult(
             state,
-            waiting=f"members [{listed(needed)}] are beyond spec.nodes = {look.job.spec.nodes} and "
-            f"hold what the others could not rebuild: resume with {needed[-1] + 1} nodes, and with "
-            f"fewer once a generation is protected there",
+            waiting=f"members [{listed(needed)}] are beyond spec.nodes = "
+            f"{observation.job.spec.nodes} and hold what the others could not rebuild: resume with "
+            f"{needed[-1] + 1} nodes, and with fewer once a generation is protected there",
         )
-    moves = replacements(look, state, membership, homeless, rules, evidence.groups)
+    moves = replacements(observation, state, membership, homeless, rules, evidence.groups)
     moves = leave_out(
-        look, state, membership, replace(moves, leaving=surplus), rules, evidence.groups
+        observation, state, membership, replace(moves, leaving=surplus), rules, evidence.groups
     )
     if moves.unplaced:
-        return await_node(look, state, membership, in_words(homeless), moves.unplaced)
+        return await_node(observation, state, membership, in_words(homeless), moves.unplaced)
     if moves.silent:
         text = in_words(homeless)
-        return await_node(look, state, membership, text, moves.silent, why=SILENT)
+        return await_node(observation, state, membership, text, moves.silent, why=SILENT)
     taken = [node.name for node in moves.to.values()]
-    moves.to.update(joiners(look, state, membership, taken))
-    step = begin_epoch(look, state, membership, moves, homeless)
+    moves.to.update(joiners(observation, state, membership, taken))
+    result = begin_epoch(observation, state, membership, moves, homeless)
     begun = replace(
-        step.state, suspended=False, fruitless=state.fruitless, shape=Shape.of(look.job)
+        result.state, suspended=False, fruitless=state.fruitless, shape=Shape.of(observation.job)
     )
     changes = moves.in_words(membership)
     how = f"; {changes}" if changes else ""
-    step = replace(step, state=begun)
-    return step.post(
+    result = replace(result, state=begun)
+    return result.post(
         EventReason.RESUMED, f"no longer suspended{how}; epoch {begun.epoch} begins"
     ).wait()
 
 
-def _is_reshaped(look: Look, state: ControlState, membership: Membership) -> bool:
-    spec, known = look.job.spec, state.shape
+def _is_reshaped(observation: Observation, state: ControlState, membership: Membership) -> bool:
+    spec, known = observation.job.spec, state.shape
     if known is not None or membership.nproc_per_node != spec.nproc_per_node:
-        return known != Shape.of(look.job) and not _is_resized(look.job, known)
+        return known != Shape.of(observation.job) and not _is_resized(observation.job, known)
     if not membership.since:
         return len(membership.members) != spec.nodes
     few = len(membership.members) < spec.least_nodes
@@ -137,10 +141,10 @@ def _is_resized(job: MoETrainingJob, known: Shape | None) -> bool:
     return known == replace(asked, nodes=known.nodes, dp=known.dp, group_size=group_size)
 
 
-def _surplus(look: Look, membership: Membership) -> frozenset[int]:
+def _surplus(observation: Observation, membership: Membership) -> frozenset[int]:
     """Members beyond the number of nodes that the job has now."""
     indices = {member.index for member in membership.members}
-    return frozenset(index for index in indices if index >= look.job.spec.nodes)
+    return frozenset(index for index in indices if index >= observation.job.spec.nodes)
 
 
 def _needed(surplus: Collection[int], groups: ParityGroups) -> list[int]:
@@ -154,24 +158,30 @@ def _needed(surplus: Collection[int], groups: ParityGroups) -> list[int]:
     return needed
 
 
-def _forget_snapshots(look: Look, state: ControlState, membership: Membership) -> Step:
+def _forget_snapshots(
+    observation: Observation, state: ControlState, membership: Membership
+) -> RuleResult:
     """Free the snapshots of a job whose shape has changed."""
-    if not _is_reshaped(look, state, membership):
-        return Step(state)
+    if not _is_reshaped(observation, state, membership):
+        return RuleResult(state)
     known = state.shape or f"{len(membership.members)} nodes of {membership.nproc_per_node}"
-    return _forget(look, state, str(known))
+    return _forget(observation, state, str(known))
 
 
-def forget_reshaped(look: Look, state: ControlState) -> Step:
+def forget_reshaped(observation: Observation, state: ControlState) -> RuleResult:
     """The same while no daemon has reported the membership: who changed the shape of a suspended
     job has given its snapshots up, wherever they are."""
     known = state.shape
-    if not state.suspended or known is None or known == Shape.of(look.job):
-        return Step(state)
-    return Step(state) if _is_resized(look.job, known) else _forget(look, state, str(known))
+    if not state.suspended or known is None or known == Shape.of(observation.job):
+        return RuleResult(state)
+    return (
+        RuleResult(state)
+        if _is_resized(observation.job, known)
+        else _forget(observation, state, str(known))
+    )
 
 
-def _forget(look: Look, state: ControlState, known: str) -> Step:
+def _forget(observation: Observation, state: ControlState, known: str) -> RuleResult:
     """Give up the snapshots of a job that was of the shape `known`."""
     saved = state.saved
     loses = f"generation {saved} and all other snapshots" if saved else "snapshots"
@@ -190,24 +200,25 @@ def _forget(look: Look, state: ControlState, known: str) -> Step:
         silent=frozenset(),
         started_from=None,
     )
-    freeing = free_earlier_shape(look, forgotten)
-    reshaped = Step(forgotten).post(
+    freeing = free_earlier_shape(observation, forgotten)
+    reshaped = RuleResult(forgotten).post(
         EventReason.RESHAPED,
-        f"the job was {known}, and is {Shape.of(look.job)}: {loses} of the earlier layout cannot "
-        f"be restored and are freed; training starts over",
+        f"the job was {known}, and is {Shape.of(observation.job)}: {loses} of the earlier layout "
+        f"cannot be restored and are freed; training starts over",
         warning=saved is not None,
     )
     return reshaped.then(freeing).wait(freeing.waiting or "")
 
 
-def free_earlier_shape(look: Look, state: ControlState) -> Step:
-    """Have daemons free what they hold of an earlier shape; wait for those that have not yet."""
+def free_earlier_shape(observation: Observation, state: ControlState) -> RuleResult:
+    """Have daemons free what they hold of an earlier shape; wait for daemons that have not freed it
+    yet."""
     names = sorted(
         node.name
-        for node in look.observed.nodes.values()
+        for node in observation.cluster.nodes.values()
         if node.connected and node.job is not None and 0 < node.job.epoch <= state.void_epoch
     )
     if not names:
-        return Step(state)
+        return RuleResult(state)
     text = f"snapshots of an earlier layout are being freed on {listed(names)}"
-    return Step(state, (DropJob(up_to_epoch=state.void_epoch),), waiting=text)
+    return RuleResult(state, (DropJob(up_to_epoch=state.void_epoch),), waiting=text)

@@ -1,1 +1,1 @@
-"""What the reconciler knows: what is observed now, and what it remembers."""
+"""What the reconciler knows: its present observation, and its memory."""

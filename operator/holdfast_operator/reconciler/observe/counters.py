@@ -2,9 +2,9 @@
 
 The document has the form of the API around it: names in camelCase, times in RFC 3339. Inside, times
 are monotonic. An adapter reads both clocks once and passes the same pair each time, so that equal
-states give equal documents. It stores the document before it carries out the actions of the look: a
-recovery that was stored but not published is then not counted twice (`Counters.counted_epoch`), and
-one that was published is never lost from the count. Pure.
+states give equal documents. It stores the document before it carries out the actions of a turn: so
+a recovery that was stored but not published is not counted twice (`Counters.counted_epoch`), and
+one that was published is never missing from the count. Pure.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Setback(NamedTuple):
 
     node: str
     times: int
-    """How often that happened of late."""
+    """How often that has happened recently."""
     at: float
     """When it last did."""
 
@@ -51,9 +51,9 @@ class Counters:
     epoch: int = 0
     """Highest epoch that was ever published or seen."""
     homes: tuple[str, ...] = ()
-    """Nodes of the members of that epoch, or of the newest one before it that the control loop has
-    had to do with, by index. While one of their daemons has not spoken to a new control loop, the
-    job is not placed anew (`remembered`)."""
+    """Nodes of the members of that epoch, by index, or of the newest earlier epoch that the control
+    loop has handled. Until all of their daemons have reported to a new control loop, the job is not
+    placed again (`remembered`)."""
     restarts: tuple[float, ...] = ()
     """Times of the recoveries within the window that count towards the maximum."""
     recoveries: int = 0
@@ -89,8 +89,8 @@ class Counters:
     copy_request: str = ""
     """Newest request of a user for a copy in durable storage, which was passed on."""
     resume_request: str = ""
-    """Newest request of a user that the job go on after it has failed: it was answered, or came
-    before that."""
+    """Newest request of a user to resume the job, if it was answered, or came before the
+    failure."""
     kept: bool = False
     """Whether daemons keep the snapshots of the job although it has failed."""
     saved: Generation | None = None
@@ -138,9 +138,9 @@ _NAMES = {
     "joining": "joining_members",
     "setbacks": "node_setbacks",
 }
-"""Fields that have another name in the document. What has another form than earlier versions wrote
-must have another name, too: one of them would understand nothing of the document, and begin again
-what has ended, when an upgrade is taken back."""
+"""Fields that have another name in the document. A field whose form has changed since an earlier
+version must have a new name: otherwise, after an upgrade is taken back, the earlier version would
+understand nothing of the document, and begin again what has ended."""
 _HUMP = re.compile("[A-Z]")
 _GENERATIONS = ("saved", "stored")
 _TIMES = ("active_since", "resized_at", "no_replacement_since", "ended_at")
@@ -232,7 +232,7 @@ def _with_fields(document: object) -> object:
 
 
 def _in_order(value: Any, names: Sequence[str]) -> list[Any]:
-    """Values of an object in the order of `names`; those that earlier versions wrote are a list."""
+    """Values of an object in the order of `names`; earlier versions wrote them as a list."""
     return [value[name] for name in names] if isinstance(value, dict) else list(value)
 
 

@@ -1,8 +1,8 @@
-"""Derive causes from observations: what has failed, in the words of events and conditions.
+"""Derives causes from observations: what has failed, in the words of events and conditions.
 
 Level-triggered: a cause is read from the present state, never remembered. Publishing a new epoch
-makes evidence from the old one void, so that a cause leads to one recovery. This module must not
-decide what is done about a cause: `recovering` does.
+voids the evidence from the old one, so that a cause leads to one recovery. `recovering`, not this
+module, decides what follows from a cause.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from holdfast_operator.reconciler.observe.views import (
     NEVER,
     AgentState,
     AgentView,
+    ClusterView,
     ControlState,
     JobView,
     NodeView,
-    Observed,
 )
 
 RETURN_S = 30.0
@@ -39,13 +39,14 @@ RETURN_S = 30.0
 node: moving its member would cost more than waiting for the memory that is still there."""
 
 DIAL_S = 10.0
-"""Additional wait for a daemon that has not connected to this control loop yet: the daemon may have
-to notice that the last control loop is gone, and dial again."""
+"""Additional wait for a daemon that has not connected to this control loop yet: it may first have
+to notice that the last control loop is gone, and then connect again."""
 
 PATIENCE_S = 60.0
 """Additional wait for a silent node that may still live, while its parity group could not rebuild
-what it holds: giving it up loses the generation that the job can go back to. After this the job
-starts from a copy in durable storage. Without one it waits, as for a node that nothing replaces."""
+its snapshots: giving the node up loses the generation to which the job can go back. After this the
+job starts from a copy in durable storage. Without one it waits, as for a node that nothing
+replaces."""
 
 UNSCHEDULABLE_S = 30.0
 """How long there may be no room for an agent on its node before another node is tried."""
@@ -70,19 +71,19 @@ class Cause:
     last_lines: str = ""
     """Last lines that the rank or agent wrote, when it ended by itself."""
     node_lost: bool = False
-    """Whether the member's memory on its node is lost, so that it cannot go on there as it is."""
+    """Whether the member's memory on its node is lost, so that the member cannot continue there."""
     presumed: bool = False
     """Whether only its daemon's silence tells that the node is lost: its memory may be there."""
     evicted: bool = False
-    """Whether the member's node takes no agent, so that the member cannot go on there, although its
-    memory is there."""
+    """Whether the member's node takes no agent, so that the member cannot continue there although
+    its memory is there."""
     voluntary: bool = False
     """Whether the member works, or has nothing to lose: a recovery is worth it only if it finds a
     better node."""
     stuck: bool = False
     """Whether training waits for the member's agent, which finds no room on its node."""
     counted: bool = False
-    """Whether it is what an earlier recovery waits for or has led to, which has been counted."""
+    """Whether an earlier recovery has counted this cause: it waits for it, or has led to it."""
     awaits_code: bool = False
     """Whether the agent may still report the rank's exit code."""
 
@@ -105,7 +106,7 @@ class Evidence:
 def gather(
     job: MoETrainingJob,
     membership: Membership,
-    observed: Observed,
+    observed: ClusterView,
     state: ControlState,
     now: float,
 ) -> Evidence:
@@ -184,7 +185,7 @@ def _member_causes(
     membership: Membership,
     member: Member,
     view: JobView | None,
-    observed: Observed,
+    observed: ClusterView,
     state: ControlState,
     now: float,
 ) -> Iterator[Cause]:
@@ -223,11 +224,11 @@ def _awaited(
     job: MoETrainingJob,
     membership: Membership,
     member: Member,
-    observed: Observed,
+    observed: ClusterView,
     state: ControlState,
 ) -> Iterator[Cause]:
-    """Find a member that the epoch waits for, because its agent is not there: a job that may go on
-    without it does."""
+    """Find a member that the epoch waits for, because its agent is missing. A job that may continue
+    without the member does so."""
     forming = state.ran and membership.epoch == state.confirmed_epoch > state.resumed_epoch
     agent = agent_at(observed, member)
     if not job.spec.may_shrink or not forming:
@@ -355,13 +356,14 @@ def _differ(theirs: Membership, ours: Membership) -> bool:
 def _hang(
     job: MoETrainingJob,
     membership: Membership,
-    observed: Observed,
+    observed: ClusterView,
     state: ControlState,
     now: float,
 ) -> Iterator[Cause]:
-    """Find out whether nothing has got on for too long: in a start or at the end, where no rank can
-    report steps (`stalls`), or in training. There ranks wait for each other in collectives, so one
-    that hangs stops all; those that are a step behind, or idle for longest, are named."""
+    """Find out whether there has been no progress for too long: in a start or at the end, where no
+    rank can report steps (`stalls`), or in training. In training, ranks wait for each other in
+    collectives, so one that hangs stops all; the text names ranks that are a step behind, or idle
+    for longest."""
     stall = stall_of(job, membership, observed, state, now)
     if stall is not None:
         if stall.quiet_s >= stall.limit_s:

@@ -14,7 +14,7 @@ class TrainerFailure:
     """Epoch of the failure."""
     member: int
     text: str
-    """What failed and how, such as "rank 3 exited with code 1"."""
+    """The failure in words, such as "rank 3 exited with code 1"."""
     exit_code: int | None = None
     last_lines: str = ""
     """Last lines that it wrote; empty when they were not kept."""

@@ -9,9 +9,9 @@ from holdfast_core.snapshots.membership import Member, Membership, Redundancy
 from holdfast_core.states import RestoreSource
 from holdfast_operator.reconciler.observe.views import (
     AgentView,
+    ClusterView,
     ControlState,
     NodeView,
-    Observed,
     RankView,
     Suspension,
 )
@@ -25,13 +25,13 @@ BY_USER = Suspension(reason="SuspendedByUser", message="spec.suspend is true")
 _rank_number = attrgetter("rank")
 
 
-def suspension_of(job: MoETrainingJob, observed: Observed) -> Suspension | None:
+def suspension_of(job: MoETrainingJob, observed: ClusterView) -> Suspension | None:
     """Why the job shall have no agents now; None when it shall run."""
     return BY_USER if job.spec.suspend else observed.suspension
 
 
-def node_of(observed: Observed, member: Member) -> NodeView:
-    """Node that a member lives on; one that was never seen is not connected."""
+def node_of(observed: ClusterView, member: Member) -> NodeView:
+    """Node that a member lives on. A node that was never seen is not connected."""
     return observed.nodes.get(member.node) or NodeView(name=member.node)
 
 
@@ -52,13 +52,13 @@ def detection_s(job: MoETrainingJob) -> float:
     return detection.heartbeat_seconds * detection.missed_heartbeats
 
 
-def ranks_in(observed: Observed, membership: Membership) -> list[RankView]:
+def ranks_in(observed: ClusterView, membership: Membership) -> list[RankView]:
     """Ranks that the members' daemons report in the membership's epoch, ascending."""
     views = observed.views(membership)
     return sorted((r for view in views if view for r in view.ranks), key=_rank_number)
 
 
-def live_step(observed: Observed, membership: Membership) -> int | None:
+def live_step(observed: ClusterView, membership: Membership) -> int | None:
     """Step after which ranks of this epoch go on live; None when they restore a generation."""
     for rank in ranks_in(observed, membership):
         if rank.restored_from is RestoreSource.LIVE and rank.restored is not None:
@@ -66,16 +66,16 @@ def live_step(observed: Observed, membership: Membership) -> int | None:
     return None
 
 
-def fewest_slots(observed: Observed, membership: Membership | None) -> int:
+def fewest_slots(observed: ClusterView, membership: Membership | None) -> int:
     """Slots of the job's ranks, on the node where they have fewest; 0 while no arena is known."""
     views = observed.views(membership) if membership is not None else ()
     return min((view.slots for view in views if view and view.slots), default=0)
 
 
-def is_anything_saved(job: MoETrainingJob, observed: Observed, state: ControlState) -> bool:
+def is_anything_saved(job: MoETrainingJob, observed: ClusterView, state: ControlState) -> bool:
     """Whether there may be a generation that a recovery could go back to: one that the state
-    remembers, or that a daemon reports. One daemon is enough: the others may not have spoken yet,
-    and nothing was remembered of what became safe while there was no control loop."""
+    remembers, or that a daemon reports. One daemon is enough: the others may not have reported yet,
+    and nothing remembers what became safe while there was no control loop."""
     if state.saved is not None:
         return True
     views = [view for node in observed.nodes.values() if (view := node.job) is not None]
@@ -84,6 +84,6 @@ def is_anything_saved(job: MoETrainingJob, observed: Observed, state: ControlSta
     return any(view.protected is not None for view in views)
 
 
-def agent_at(observed: Observed, member: Member) -> AgentView | None:
+def agent_at(observed: ClusterView, member: Member) -> AgentView | None:
     """Agent of the member on the member's node; None when there is none."""
     return observed.agent(member.index, member.node)

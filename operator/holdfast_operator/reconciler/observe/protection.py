@@ -1,10 +1,10 @@
 """Which members could be rebuilt from their parity groups if they were lost now. Pure.
 
 A parity group bears the loss of as many members as its redundancy allows. While that many are away,
-or their new memory is not filled yet, another loss would cost the generation that the job could go
-back to. During that time no member may be given up whose memory may still be there. What was
-protected before members left or joined is protected by the parity groups of that time, which those
-that left have weakened.
+or their new memory is not filled yet, another loss would cost the generation to which the job could
+go back. During that time no member may be given up whose memory may still be there. Generations
+from before members left or joined are protected by the parity groups of that time, without the
+members that have left.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from holdfast_operator.reconciler.observe.lookups import (
     is_reachable,
     node_of,
 )
-from holdfast_operator.reconciler.observe.views import ControlState, JobView, Observed
+from holdfast_operator.reconciler.observe.views import ClusterView, ControlState, JobView
 
 
 class ParityGroups:
-    """Parity groups of a membership, as they stand at one look."""
+    """Parity groups of a membership, as they are in one turn."""
 
     def __init__(
         self,
         job: MoETrainingJob,
         membership: Membership,
-        observed: Observed,
+        observed: ClusterView,
         state: ControlState,
         now: float,
     ) -> None:
@@ -70,7 +70,7 @@ class ParityGroups:
 
     @cached_property
     def _weak(self) -> set[int]:
-        """Members whose memory is away or not filled. Computed on demand: most looks do not need
+        """Members whose memory is away or not filled. Computed on demand: most turns do not need
         it."""
         views = self._observed.views(self._membership)
         left = set(self._world.members).difference(self._membership.world.members)
@@ -83,6 +83,6 @@ class ParityGroups:
         }
 
 
-def _refills(observed: Observed, member: Member, view: JobView | None) -> bool:
+def _refills(observed: ClusterView, member: Member, view: JobView | None) -> bool:
     memory_id = node_of(observed, member).memory_id
     return memory_id != member.memory_id or (view is not None and view.rebuilding)

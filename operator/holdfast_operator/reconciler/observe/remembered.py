@@ -1,15 +1,14 @@
-"""What a control loop that has just begun may conclude about a job that an earlier one has placed.
-Pure.
+"""What a new control loop may conclude about a job that an earlier control loop has placed. Pure.
 
 Epoch and membership come back from the daemons, but not at once: a daemon first has to notice that
-its control loop is gone, and to dial the next one; or it is being renewed, or held up. One that has
-not spoken is no evidence of anything. If it were taken for one that holds nothing, the job would be
-placed anew, in an epoch of its own, and the daemons that dial a moment later would be told that
-they are no longer in it, and free what they hold.
+its control loop is gone, and to connect to the next one; or it is being replaced, or held up. A
+daemon that has not reported proves nothing. If it counted as a daemon that holds nothing, the job
+would be placed again, in an epoch of its own, and daemons that connect a moment later would learn
+that they are no longer part of it, and free their snapshots.
 
-So the status remembers the members' nodes (`Counters.homes`), which were stored before their epoch
-was published, and what was protected is given up only by a daemon's own word that it does not hold
-it, by the end of its node, or by a person.
+So the status remembers the members' nodes (`Counters.homes`), which are stored before their epoch
+is published. Protected state is given up only when a daemon reports that it does not hold it, when
+its node has ended, or when a person decides so.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from __future__ import annotations
 from enum import StrEnum
 
 from holdfast_operator.reconciler.observe.text import listed
-from holdfast_operator.reconciler.observe.views import NEVER, ControlState, NodeView, Observed
+from holdfast_operator.reconciler.observe.views import NEVER, ClusterView, ControlState, NodeView
 
 
 class Word(StrEnum):
-    """What is known of the job's memory on one node."""
+    """Knowledge about the job's memory on one node."""
 
     NOT_HEARD = "NotHeard"
     """Its daemon has not spoken to this control loop yet."""
@@ -32,8 +31,8 @@ class Word(StrEnum):
 
 
 def word_of(node: NodeView | None, void_epoch: int) -> Word:
-    """What is known of the job's memory on `node`; None stands for one that was never seen. What is
-    of an epoch up to `void_epoch` was given up by a person, and counts as nothing."""
+    """Knowledge about the job's memory on `node`; None stands for a node that was never seen.
+    Anything of an epoch up to `void_epoch` was given up by a person, and counts as nothing."""
     if node is None:
         return Word.NOT_HEARD
     if node.gone and not node.connected:
@@ -48,10 +47,10 @@ def was_placed(state: ControlState) -> bool:
     return bool(state.homes) or state.epoch > state.void_epoch
 
 
-def unheard_homes(observed: Observed, state: ControlState) -> list[str]:
-    """Nodes whose daemons have to speak before the job is placed anew, or an epoch is adopted that
-    is older than the newest one of the status. Any node is one if the status does not name the
-    members', as those of early versions do not.
+def unheard_homes(observed: ClusterView, state: ControlState) -> list[str]:
+    """Nodes whose daemons have to report before the job is placed again, or before an epoch is
+    adopted that is older than the newest one in the status. If the status does not name the
+    members' nodes, as in early versions, any node counts.
 
     Nobody is waited for once a member of the newest epoch turns out to be in an earlier one: then
     not all of its members have entered the newest epoch, and no generation is of it.

@@ -2,14 +2,14 @@
 
 While training runs, ranks report steps, and their silence is a hang. Before they have sessions, and
 after they have closed them, they report nothing: a rank that blocks while it loads its model, or a
-process that never ends, would hold its nodes for ever. So the control loop looks for signs that
-either gets on: launchers that run or have ended, ranks that follow their worlds or have sessions.
-Each one begins the wait anew. So does work that launchers see: a process that uses the processor,
-reads or writes may load for long, or train without a session, and nothing tells these apart from
-here. What has limits of its own is not waited for here: a launcher that does not run yet, snapshots
+process that never ends, would hold its nodes for ever. So the control loop looks for signs of
+progress: launchers that run or have ended, ranks that follow their worlds or have sessions. Each
+sign restarts the wait. So does work that launchers see: a process that uses the processor, reads or
+writes may load for long, or train without a session, and nothing here can tell these apart. This
+wait does not cover anything that has limits of its own: a launcher that does not run yet, snapshots
 that are rebuilt or loaded.
 
-This module must not decide what is done about a stall: `evidence` makes a cause of it.
+`evidence`, not this module, makes a cause of a stall.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from holdfast_operator.reconciler.observe.text import listed, ranks_in_words, ro
 from holdfast_operator.reconciler.observe.views import (
     AgentState,
     AgentView,
+    ClusterView,
     ControlState,
-    Observed,
     RankView,
 )
 
 NOTICE_SHARE = 0.1
 """Part of a limit after which an event names what is waited for."""
 WORK_S = 10.0
-"""Age up to which a worker's last work shows that it works: launchers look every two seconds."""
+"""Age up to which a worker's last work shows that it works: launchers check every two seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +41,7 @@ class Stall:
 
     ending: bool
     text: str
-    """What is waited for."""
+    """What the start or the end waits for."""
     member: int
     """A member that is waited for."""
     waited_s: float
@@ -55,7 +55,7 @@ class Stall:
 
     @property
     def quiet_text(self) -> str:
-        """What is waited for, as it is said with the time of silence."""
+        """The same, in the wording that the time of silence is added to."""
         return self.text if self.ending else f"{self.text}, and nothing has changed"
 
     @property
@@ -79,7 +79,7 @@ class Stall:
 def stall_of(
     job: MoETrainingJob,
     membership: Membership,
-    observed: Observed,
+    observed: ClusterView,
     state: ControlState,
     now: float,
 ) -> Stall | None:
@@ -126,7 +126,7 @@ def _working(ranks: Collection[RankView]) -> tuple[int, ...]:
 
 def _ending(
     membership: Membership,
-    observed: Observed,
+    observed: ClusterView,
     ranks: Collection[RankView],
     waited_s: float,
     limit_s: float,
@@ -145,9 +145,9 @@ def _ending(
     )
 
 
-def signs_of(observed: Observed, state: ControlState, membership: Membership) -> tuple[int, ...]:
-    """What has come of a start, or of an end, so far; empty while it waits for something that has
-    limits of its own."""
+def signs_of(observed: ClusterView, state: ControlState, membership: Membership) -> tuple[int, ...]:
+    """Progress of a start, or of an end, so far; empty while it waits for something that has limits
+    of its own."""
     agents = [agent_at(observed, member) for member in membership.members]
     begun = (AgentState.RUNNING, AgentState.EXITED)
     if state.confirmed_epoch != membership.epoch:

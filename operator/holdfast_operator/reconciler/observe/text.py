@@ -1,4 +1,4 @@
-"""Lists and exit codes in words that stay short, for events and conditions. Pure."""
+"""Short texts on lists and exit codes, for events and conditions. Pure."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def listed(items: Iterable[object]) -> str:
 
 
 def roughly(seconds: float) -> str:
-    """`20 s`, `3 min`: coarse, so that a status that shows how long something takes is seldom
-    written anew."""
+    """`20 s`, `3 min`: coarse, so that a status that shows how long something takes is rarely
+    rewritten."""
     return f"{seconds // 10 * 10:.0f} s" if seconds < 120 else f"{seconds // 60:.0f} min"
 
 
@@ -43,7 +43,7 @@ def exit_in_words(code: int, reason: str = "", message: str = "") -> str:
         message: the same in a sentence.
     """
     if code == BEGINS_ANEW:
-        return f"ended so that training begins anew (code {code})"
+        return f"ended so that training starts from the beginning (code {code})"
     if code == PROCESS_ENDS:
         return f"ended with its training world (code {code})"
     if reason == INIT_FAILED:

@@ -1,4 +1,4 @@
-"""Which of two memberships of a job is newer, and which one a daemon's report leaves out."""
+"""Which of two memberships of a job is newer, and which one a daemon's report lacks."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def is_newer(ours: Membership, theirs: JobView | None) -> bool:
 
 
 def completed(view: JobView, before: JobView | None, known: Membership | None) -> JobView:
-    """Add the membership that `view` leaves out: a daemon does not repeat one that has passed on
-    this stream."""
+    """Add the membership that `view` leaves out: a daemon does not repeat a membership that it has
+    already sent on this stream."""
     if view.membership is not None:
         return view
     if known is not None and (known.epoch, known.revision) == (view.epoch, view.revision):

@@ -1,10 +1,10 @@
-"""Frozen values that the reconciler sees, remembers and decides.
+"""Frozen values that the reconciler observes, remembers and decides.
 
 One vocabulary for every adapter: in a local run an agent is a process and a node is a directory, in
 Kubernetes they are a pod and a node. Nothing here depends on which. All times are seconds of one
-monotonic clock, the same that `reconcile` is given as `now`.
+monotonic clock, the same whose time `reconcile` receives as `now`.
 
-Values that every heartbeat and every look make anew for each of thousands of nodes are
+Values that every heartbeat and every turn create for each of thousands of nodes are
 msgspec.Structs. These are made and copied many times faster than dataclasses, and the garbage
 collector ignores them: they are never part of a cycle.
 """
@@ -51,7 +51,7 @@ class RankView(Struct, frozen=True, kw_only=True, gc=False):
     follows: bool = False
     """Whether its worker stays in its process when its world changes."""
     repeated_after: int | None = None
-    """Step after which it has repeated steps alone, to that of `restored`."""
+    """Step after which it has repeated steps alone, up to the step of `restored`."""
     no_replay: str = ""
     """Why no pipeline stage repeated steps alone; empty where none was to."""
     since_work_s: float | None = None
@@ -137,8 +137,8 @@ class NodeView(Struct, frozen=True, kw_only=True, gc=False):
     memory_used_bytes: int = 0
     domain: str = ""
     schedulable: bool = True
-    """Whether it takes new agents; false for a node that is cordoned, and for one whose daemon has
-    said that it has no memory left. What runs there stays."""
+    """Whether it takes new agents: false for a node that is cordoned, or whose daemon has reported
+    that it has no memory left. What runs there stays."""
     agent_waits: bool = False
     """Whether an agent of the job waits here for a world, while the node has no part in any."""
     disruption: str = ""
@@ -153,7 +153,7 @@ INIT_FAILED = "InitContainerFailed"
 
 
 class AgentState(StrEnum):
-    """State of an agent. One that is nowhere in the observation is absent."""
+    """State of an agent. An agent that is not in the observation is absent."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -216,9 +216,9 @@ class Refusal:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Observed:
+class ClusterView:
     """Everything that is known now. A missing node was not seen yet. All agents are there: an
-    adapter that has not listed them yet must not look."""
+    adapter that has not listed them yet must not call the reconciler."""
 
     nodes: Mapping[str, NodeView]
     agents: tuple[AgentView, ...] = ()
@@ -247,7 +247,7 @@ class Observed:
 
     def views(self, membership: Membership) -> tuple[JobView | None, ...]:
         """Report of each member's daemon on the job; None while the daemon is in another epoch.
-        Computed once: there may be thousands, and a look asks for them again and again."""
+        Computed once: there may be thousands, and the rules of a turn ask for them many times."""
         key = id(membership)
         if key not in self._views:
             epoch, jobs = membership.epoch, (self._job_on(p.node) for p in membership.members)
@@ -324,14 +324,14 @@ class PersistNow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Succeed:
-    """Mark the job as one that has ended well."""
+    """Mark the job as complete."""
 
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fail:
-    """Mark the job as one that has ended for a reason that it cannot recover from."""
+    """Mark the job as failed, for a reason that it cannot recover from."""
 
     reason: str
 
@@ -443,7 +443,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ControlState(Counters):
-    """State of the control loop between two looks.
+    """State of the control loop between two turns.
 
     Membership and epoch come back from the daemons' heartbeats. What else matters to a restarted
     control loop are the counters; without them too the job goes on, but counts and deadlines begin
@@ -451,7 +451,7 @@ class ControlState(Counters):
     """
 
     attentive_since: float = NEVER
-    """When the loop began to look without long pauses: silence from before it proves nothing."""
+    """When the loop began to take turns without long pauses: earlier silence proves nothing."""
     looked_at: float = NEVER
     membership: Membership | None = None
     confirmed_epoch: int = 0
@@ -466,7 +466,7 @@ class ControlState(Counters):
     saved_at: float = NEVER
     """When a newer generation was last seen to be safe, in this epoch."""
     joinable_since: float | None = None
-    """When a node was first seen on which a missing member could join; None while there is none."""
+    """When a node on which a missing member could join was first seen; None while there is none."""
     ready_since: float | None = None
     """When the agent of a missing member was first seen to wait; None while none does."""
     unscheduled_since: tuple[tuple[int, float], ...] = ()
@@ -485,23 +485,22 @@ class ControlState(Counters):
     started_from: int | None = None
     """Step that the current epoch started from, once known."""
     signs: tuple[int, ...] = ()
-    """What was last seen of a start, or of the end of training; empty while nothing is waited for
-    that would give a sign."""
+    """Last observed signs of a start, or of the end of training; empty while nothing that would
+    give a sign is awaited."""
     quiet_since: float = NEVER
     """When `signs` last changed."""
     slow: str = ""
     """Start or end of an epoch that an event has reported as slow."""
     works: str = ""
-    """Start or end of an epoch of which an event has reported that ranks work unprotected."""
+    """Start or end of an epoch for which an event has reported that ranks work unprotected."""
     unprotected: frozenset[str] = frozenset()
     """Reasons for which `unprotected` has emitted events."""
     late_ends: frozenset[tuple[int, str]] = frozenset()
-    """(epoch, who) of agents and ranks of which an event has told why they ended, an epoch
-    later."""
+    """(epoch, who) of agents and ranks whose reason to end an event has reported an epoch later."""
     reached: tuple[tuple[int, int], ...] = ()
-    """(epoch, newest step) of this epoch and of the one before it."""
+    """(epoch, newest step) of this epoch and of the previous one."""
     standby_exits: Mapping[str, tuple[int, float]] = field(default_factory=dict)
-    """Node → how often its standby agent has ended of late, and when it last did."""
+    """Node → how often its standby agent has ended recently, and when it last did."""
 
     @classmethod
     def remembering(cls, counters: Counters) -> ControlState:

@@ -1,1 +1,1 @@
-"""What people are told: conditions, causes, recoveries, losses."""
+"""Reports to people: conditions, reasons of ends, recoveries, losses."""

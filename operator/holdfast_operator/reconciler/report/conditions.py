@@ -1,4 +1,4 @@
-"""Derive the job's conditions from what is observed and remembered. Pure; decides nothing."""
+"""Derives the job's conditions from the observation and the state. Pure; decides nothing."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from holdfast_operator.reconciler.observe.stalls import stall_of
 from holdfast_operator.reconciler.observe.text import listed
 from holdfast_operator.reconciler.observe.views import (
     AgentState,
+    ClusterView,
     Condition,
     ConditionType,
     ControlState,
-    Observed,
 )
 from holdfast_operator.reconciler.report.losses import loss_condition
 from holdfast_operator.reconciler.report.seats import plan_condition
@@ -43,10 +43,10 @@ INSECURE = Condition(
 """Condition of every job in a cluster that runs without identity; other jobs do not have it."""
 
 UNSCHEDULABLE_SHOWN_S = 5.0
-"""How long an agent may look for room before the job counts as not scheduled."""
+"""How long an agent may wait for room before the job counts as not scheduled."""
 
 
-def newest_protected(observed: Observed) -> Generation | None:
+def newest_protected(observed: ClusterView) -> Generation | None:
     """The newest generation that any daemon reports as protected."""
     views = (node.job for node in observed.nodes.values())
     return max((v.protected for v in views if v and v.protected), default=None)
@@ -60,7 +60,7 @@ def has_all_who_captured(membership: Membership, generation: Generation) -> bool
     return world is not None and set(world.members) <= set(membership.world.members)
 
 
-def newest_complete(observed: Observed, membership: Membership) -> Generation | None:
+def newest_complete(observed: ClusterView, membership: Membership) -> Generation | None:
     """The newest generation such that every member's daemon holds it or a newer one; None while one
     of them has reported none."""
     views = observed.views(membership)
@@ -68,18 +68,18 @@ def newest_complete(observed: Observed, membership: Membership) -> Generation | 
     return min(held) if len(held) == len(membership.members) else None
 
 
-def newest_step(observed: Observed, membership: Membership) -> int:
+def newest_step(observed: ClusterView, membership: Membership) -> int:
     """The newest step that any rank has completed in this epoch."""
     return max((r.step for r in ranks_in(observed, membership)), default=0)
 
 
-def training_runs(observed: Observed, membership: Membership) -> bool:
+def training_runs(observed: ClusterView, membership: Membership) -> bool:
     """Whether every rank of the world trains in this epoch, and none is lost."""
     ranks = ranks_in(observed, membership)
     return len(ranks) == membership.world_size and all(r.at_work and not r.lost for r in ranks)
 
 
-def all_agents_succeeded(observed: Observed, membership: Membership) -> bool:
+def all_agents_succeeded(observed: ClusterView, membership: Membership) -> bool:
     """Whether every member's agent has exited with code 0."""
     agents = (agent_at(observed, member) for member in membership.members)
     return all(a is not None and a.state is AgentState.EXITED and a.exit_code == 0 for a in agents)
@@ -87,14 +87,14 @@ def all_agents_succeeded(observed: Observed, membership: Membership) -> bool:
 
 def conditions(
     job: MoETrainingJob,
-    observed: Observed,
+    observed: ClusterView,
     state: ControlState,
     now: float,
     waiting: str,
     locations: Locations = None,
 ) -> tuple[Condition, ...]:
     """Compute all conditions, in the order of `ConditionType`, without those that belong only to
-    other kinds of jobs. `waiting`: what the loop waits for."""
+    other kinds of jobs. `waiting`: text on what the loop waits for."""
     refusal = unsupported(job, observed, locations) if state.membership is None else None
     found = (
         _suspended(job, observed, state),
@@ -111,7 +111,7 @@ def conditions(
     return tuple(condition for condition in found if condition is not None)
 
 
-def _suspended(job: MoETrainingJob, observed: Observed, state: ControlState) -> Condition:
+def _suspended(job: MoETrainingJob, observed: ClusterView, state: ControlState) -> Condition:
     kind = ConditionType.SUSPENDED
     suspension = suspension_of(job, observed)
     if suspension is None:
@@ -126,7 +126,7 @@ def _suspended(job: MoETrainingJob, observed: Observed, state: ControlState) -> 
 
 
 def _scheduled(
-    job: MoETrainingJob, observed: Observed, state: ControlState, now: float, waiting: str
+    job: MoETrainingJob, observed: ClusterView, state: ControlState, now: float, waiting: str
 ) -> Condition:
     kind = ConditionType.SCHEDULED
     if state.membership is None:
@@ -143,7 +143,7 @@ def _scheduled(
     return Condition(type=kind, status=True, reason="NodesAssigned", message=message)
 
 
-def _without_room(observed: Observed, membership: Membership) -> str:
+def _without_room(observed: ClusterView, membership: Membership) -> str:
     """Text about members whose agents cannot be scheduled, with the scheduler's message on the
     first; empty when there are none."""
     agents = [agent_at(observed, member) for member in membership.members]
@@ -157,7 +157,7 @@ def _without_room(observed: Observed, membership: Membership) -> str:
 
 
 def unsupported(
-    job: MoETrainingJob, observed: Observed, locations: Locations = None
+    job: MoETrainingJob, observed: ClusterView, locations: Locations = None
 ) -> Condition | None:
     """Condition of a job that asks for what is not allowed, or whose agents the cluster would
     refuse; None for all others. It is not placed while that is so."""
@@ -172,8 +172,8 @@ def unsupported(
 
 
 def refused(reason: str, message: str) -> tuple[Condition, ...]:
-    """Conditions of a job that cannot even be examined, such as one whose document is not valid:
-    not scheduled, for this reason, and nothing else known."""
+    """Conditions of a job that cannot even be examined, for example because its document is not
+    valid: it is not scheduled, for this reason, and nothing else is known."""
     return (Condition(type=ConditionType.SCHEDULED, status=False, reason=reason, message=message),)
 
 
@@ -211,13 +211,13 @@ def _ran_before(state: ControlState, membership: Membership) -> bool:
 
 def _trains_still(
     job: MoETrainingJob,
-    observed: Observed,
+    observed: ClusterView,
     state: ControlState,
     membership: Membership | None,
     now: float,
 ) -> bool:
-    """Whether training goes on until a pod that is being removed has ended. What a daemon reported
-    before it fell silent proves nothing."""
+    """Whether training continues until a pod that is being removed has ended. The last report of a
+    silent daemon proves nothing."""
     return (
         membership is not None
         and training_runs(observed, membership)
@@ -226,7 +226,7 @@ def _trains_still(
 
 
 def _running(
-    job: MoETrainingJob, observed: Observed, state: ControlState, now: float, waiting: str
+    job: MoETrainingJob, observed: ClusterView, state: ControlState, now: float, waiting: str
 ) -> Condition:
     kind, membership = ConditionType.RUNNING, state.membership
     if state.outcome is not None:
@@ -259,7 +259,7 @@ def _running(
 
 
 def _recovering(
-    job: MoETrainingJob, observed: Observed, state: ControlState, waiting: str
+    job: MoETrainingJob, observed: ClusterView, state: ControlState, waiting: str
 ) -> Condition:
     """Whether the job is on its way back to work after a failure: an epoch that begins for another
     reason is a start, and a job that waits for a node does nothing else."""
@@ -277,7 +277,7 @@ def _recovering(
     return Condition(type=kind, status=True, reason=reason, message=message)
 
 
-def _repair(observed: Observed, membership: Membership) -> tuple[str, str]:
+def _repair(observed: ClusterView, membership: Membership) -> tuple[str, str]:
     """What members get back that their memory lacks: in one word, and in a sentence, which is empty
     when they lack nothing."""
     views = observed.views(membership)
@@ -294,7 +294,7 @@ def _repair(observed: Observed, membership: Membership) -> tuple[str, str]:
     return "Rebuilding", f"members [{listed(rebuilding)}] rebuild their snapshots from parity"
 
 
-def _protected(job: MoETrainingJob, observed: Observed, state: ControlState) -> Condition:
+def _protected(job: MoETrainingJob, observed: ClusterView, state: ControlState) -> Condition:
     kind, membership = ConditionType.PROTECTED, state.membership
     without = "" if membership is None else unprotected_in_words(observed, membership)
     if without and newest_protected(observed) is None:
@@ -324,7 +324,7 @@ def _protected(job: MoETrainingJob, observed: Observed, state: ControlState) -> 
 
 
 def _degraded(
-    job: MoETrainingJob, observed: Observed, state: ControlState, now: float
+    job: MoETrainingJob, observed: ClusterView, state: ControlState, now: float
 ) -> Condition:
     kind, membership = ConditionType.DEGRADED, state.membership
     if membership is None or state.outcome is not None:
@@ -344,7 +344,7 @@ def _degraded(
     return Condition(type=kind, status=False, reason="AllDaemonsHeard")
 
 
-def _problems(observed: Observed, membership: Membership) -> list[str]:
+def _problems(observed: ClusterView, membership: Membership) -> list[str]:
     views = observed.views(membership)
     return [view.problem for view in views if view is not None and view.problem]
 

@@ -1,12 +1,13 @@
-"""Why agents and ranks ended, where that is known late, or says more than one end alone.
+"""Why agents and ranks ended, where the reason comes late, or several ends together mean more than
+one.
 
-A container that the kernel or the cluster ends takes its launcher along, so its daemon sees no more
+When the kernel or the cluster ends a container, its launcher ends too, so the daemon sees no more
 than a broken connection, and a recovery begins. The reason comes with the pod's status, a second or
-two later, when the next epoch has begun. It is told then, in an event and in the history.
+two later, when the next epoch has begun. It is reported then, in an event and in the history.
 
-Memory that is short at one step is short there again: nothing that a restart changes. Three ends at
-the same step are an error of the job, with advice. Memory that a process loses over hours is
-another matter: training gets on between the ends, and restarts go on as after any failure. Pure.
+Memory that runs out at a certain step runs out there again: a restart changes nothing. Three ends
+at the same step are an error of the job, with advice. Memory that a process loses over hours is
+different: training progresses between the ends, and restarts continue as after any failure. Pure.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from holdfast_operator.reconciler.observe.views import (
     EventReason,
 )
 from holdfast_operator.reconciler.report.conditions import newest_complete, newest_step
-from holdfast_operator.reconciler.steps import Look, Step, end
+from holdfast_operator.reconciler.rules import Observation, RuleResult, end
 
 SHORTAGES_MAX = 3
 """Ends for lack of memory at one step after which the job has failed."""
@@ -42,41 +43,45 @@ ADVICE = (
 )
 
 
-def note_late_ends(look: Look, state: ControlState, membership: Membership) -> Step:
+def note_late_ends(
+    observation: Observation, state: ControlState, membership: Membership
+) -> RuleResult:
     """Emit an event for each agent and rank of the last epoch whose end has a reason that was not
     known when that epoch ended."""
-    step = Step(state)
-    for who, how in _late_ends(look, state, membership):
-        kept = {each for each in step.state.late_ends if each[0] == membership.epoch}
+    result = RuleResult(state)
+    for who, how in _late_ends(observation, state, membership):
+        kept = {each for each in result.state.late_ends if each[0] == membership.epoch}
         if (membership.epoch, who) in kept:
             continue
         kept.add((membership.epoch, who))
-        step = step.post(EventReason.AGENT_ENDED, f"{who} {how}", warning=True)
-        step = replace(step, state=replace(step.state, late_ends=frozenset(kept)))
-    return step
+        result = result.post(EventReason.AGENT_ENDED, f"{who} {how}", warning=True)
+        result = replace(result, state=replace(result.state, late_ends=frozenset(kept)))
+    return result
 
 
 def _late_ends(
-    look: Look, state: ControlState, membership: Membership
+    observation: Observation, state: ControlState, membership: Membership
 ) -> Iterator[tuple[str, str]]:
     """Yield (who, how) for each end of the last epoch with a reason."""
-    for agent in _agents(look, membership):
+    for agent in _agents(observation, membership):
         if agent.reason not in ("", "Error") and is_left_over(agent, state, membership):
             how = exit_in_words(agent.exit_code or 0, agent.reason, agent.message)
             yield f"the agent of member {agent.member} on {agent.node}", how
     known = state.shortage.epoch if state.shortage is not None else 0
-    for rank in ranks_in(look.observed, membership):
+    for rank in ranks_in(observation.cluster, membership):
         if known < rank.oom_killed_in == membership.epoch - 1:
             yield f"rank {rank.rank}", exit_in_words(KILLED, EndReason.OOM_KILLED)
 
 
-def note_shortages(look: Look, state: ControlState, membership: Membership) -> Step:
+def note_shortages(
+    observation: Observation, state: ControlState, membership: Membership
+) -> RuleResult:
     """Count ends for lack of memory, and end a job that has had too many at one step."""
-    state = replace(state, reached=_reached(look, state, membership))
-    step, before = Step(state), state.shortage
-    found = max(_shortages(look, state, membership), default=None)
+    state = replace(state, reached=_reached(observation, state, membership))
+    result, before = RuleResult(state), state.shortage
+    found = max(_shortages(observation, state, membership), default=None)
     if found is None or (before is not None and before.epoch >= found[0]):
-        return step
+        return result
     epoch, how = found
     at = dict(state.reached).get(epoch, 0)
     shortage = MemoryShortage(epoch=epoch, step=at)
@@ -86,19 +91,19 @@ def note_shortages(look: Look, state: ControlState, membership: Membership) -> S
     if shortage.times > 1:
         text += f", {shortage.times} times at the same step"
     state = replace(state, shortage=shortage)
-    if shortage.times >= SHORTAGES_MAX and not _rule_names_kills(look.job):
-        return end(look, state, Outcome.FAILED, f"{text}; {ADVICE}", "OutOfMemory")
-    return Step(state).post(EventReason.OUT_OF_MEMORY, text, warning=True)
+    if shortage.times >= SHORTAGES_MAX and not _rule_names_kills(observation.job):
+        return end(observation, state, Outcome.FAILED, f"{text}; {ADVICE}", "OutOfMemory")
+    return RuleResult(state).post(EventReason.OUT_OF_MEMORY, text, warning=True)
 
 
 def _reached(
-    look: Look, state: ControlState, membership: Membership
+    observation: Observation, state: ControlState, membership: Membership
 ) -> tuple[tuple[int, int], ...]:
-    """Newest step of this epoch, as far as anyone has reported it, and of the one before."""
-    complete = newest_complete(look.observed, membership)
+    """Newest step of this epoch, as far as anyone has reported it, and of the previous epoch."""
+    complete = newest_complete(observation.cluster, membership)
     known = dict(state.reached)
     step = max(
-        newest_step(look.observed, membership),
+        newest_step(observation.cluster, membership),
         complete.step if complete is not None else 0,
         state.started_from or 0,
         known.get(membership.epoch, 0),
@@ -107,25 +112,25 @@ def _reached(
 
 
 def _shortages(
-    look: Look, state: ControlState, membership: Membership
+    observation: Observation, state: ControlState, membership: Membership
 ) -> Iterator[tuple[int, str]]:
     """Yield (epoch, who ended and how) for each end for lack of memory, in this epoch or at the end
     of the last."""
-    for rank in ranks_in(look.observed, membership):
+    for rank in ranks_in(observation.cluster, membership):
         if rank.oom_killed_in and rank.oom_killed_in >= membership.epoch - 1:
             how = exit_in_words(rank.exit_code or KILLED, EndReason.OOM_KILLED)
             yield rank.oom_killed_in, f"rank {rank.rank} {how}"
-    for agent in _agents(look, membership):
+    for agent in _agents(observation, membership):
         if (agent.exit_code, agent.reason) == (KILLED, EndReason.OOM_KILLED):
             late = is_left_over(agent, state, membership)
             how = exit_in_words(KILLED, agent.reason)
             yield membership.epoch - late, f"the agent of member {agent.member} {how}"
 
 
-def _agents(look: Look, membership: Membership) -> Iterator[AgentView]:
+def _agents(observation: Observation, membership: Membership) -> Iterator[AgentView]:
     """Yield the members' agents that have ended."""
     for member in membership.members:
-        agent = agent_at(look.observed, member)
+        agent = agent_at(observation.cluster, member)
         if agent is not None and agent.state is AgentState.EXITED:
             yield agent
 

@@ -1,11 +1,11 @@
-"""What recoveries cost a job whose snapshots leave experts out. Pure.
+"""The tokens that recoveries cost a job whose snapshots leave experts out. Pure.
 
 Daemons report sums by layer of their ranks' tokens (`holdfast_core.experts.loss_reports`). Only
 here do the reports of all ranks become the job's figures, and only when every rank has reported in
-this epoch: until then, such as during a recovery, the earlier figures stand, so that neither the
+this epoch: until then, such as during a recovery, the earlier figures stay, so that neither the
 condition nor its event depends on which rank reports first.
 
-This module must not decide how many experts a snapshot holds: trainers do.
+Trainers, not this module, decide how many experts a snapshot holds.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from holdfast_core.experts.loss_reports import JobLoss, merged
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.snapshots.membership import Membership
 from holdfast_operator.reconciler.observe.views import (
+    ClusterView,
     Condition,
     ConditionType,
     ControlState,
     EventReason,
-    Observed,
 )
-from holdfast_operator.reconciler.steps import Look, Step
+from holdfast_operator.reconciler.rules import Observation, RuleResult
 
 
 def leaves_experts_out(job: MoETrainingJob) -> bool:
@@ -30,20 +30,22 @@ def leaves_experts_out(job: MoETrainingJob) -> bool:
     return job.spec.snapshot.policy.leaves_experts_out
 
 
-def note_losses(look: Look, state: ControlState, membership: Membership) -> Step:
+def note_losses(
+    observation: Observation, state: ControlState, membership: Membership
+) -> RuleResult:
     """Remember the job's figures, and emit one event when they pass the limit."""
-    if not leaves_experts_out(look.job):
-        return Step(state)
-    found, known = job_loss(look.observed, membership), state.losses
+    if not leaves_experts_out(observation.job):
+        return RuleResult(state)
+    found, known = job_loss(observation.cluster, membership), state.losses
     if found is None:
-        return Step(state)
-    step = Step(replace(state, losses=found))
+        return RuleResult(state)
+    result = RuleResult(replace(state, losses=found))
     if found.passed and not (known is not None and known.passed):
-        return step.post(EventReason.TOKEN_LOSS_LIMIT_PASSED, _beyond(found), warning=True)
-    return step
+        return result.post(EventReason.TOKEN_LOSS_LIMIT_PASSED, _beyond(found), warning=True)
+    return result
 
 
-def job_loss(observed: Observed, membership: Membership) -> JobLoss | None:
+def job_loss(observed: ClusterView, membership: Membership) -> JobLoss | None:
     """Figures of all ranks together; None while one of them has not reported."""
     views = observed.views(membership)
     report = merged(view.loss for view in views if view is not None and view.loss is not None)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from holdfast_core.quantities import format_rate
 from holdfast_core.snapshots.membership import Membership, Redundancy
-from holdfast_operator.reconciler.observe.views import Observed
+from holdfast_operator.reconciler.observe.views import ClusterView
 
 DIGITS = 2
 """Significant digits of a rate: with more of them, the status would change all the time."""
@@ -27,8 +27,8 @@ class ProtectionTraffic:
     """Bytes a second that the job lets each node fetch; 0: no limit."""
 
 
-def traffic_of(observed: Observed, membership: Membership | None) -> ProtectionTraffic | None:
-    """Traffic of a job; None for one that has no redundancy or is not placed."""
+def traffic_of(observed: ClusterView, membership: Membership | None) -> ProtectionTraffic | None:
+    """Traffic of a job; None for a job that has no redundancy or is not placed."""
     if membership is None or membership.redundancy is Redundancy.NONE:
         return None
     rates = [view.protection_bytes_s for view in observed.views(membership) if view is not None]

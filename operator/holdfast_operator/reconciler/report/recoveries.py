@@ -1,6 +1,7 @@
-"""History of recoveries: what was lost, what was restored from where, how long it took.
+"""History of recoveries: what was lost, what was restored from where, and how long it took.
 
-Pure: it follows what the control loop saw and decided. For people only; nothing depends on it.
+Pure. It follows the control loop's observations and decisions. It is for people only; nothing
+depends on it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass, replace
 from holdfast_core.states import RestoreSource
 from holdfast_operator.reconciler.failures.replays import replay_in_words
 from holdfast_operator.reconciler.observe.lookups import ranks_in
-from holdfast_operator.reconciler.observe.views import Decision, EventReason, Observed
+from holdfast_operator.reconciler.observe.views import ClusterView, Decision, EventReason
 from holdfast_operator.reconciler.report.conditions import newest_step, training_runs
 
 _FARTHEST_FIRST = (
@@ -56,15 +57,16 @@ RECOVERIES_MAX = 1000
 
 
 class Recoveries:
-    """Newest recoveries of a run, as far as this control loop saw them. Times are the caller's."""
+    """Newest recoveries of a run, as far as this control loop saw them. The caller provides the
+    times."""
 
     def __init__(self) -> None:
         self.all: list[Recovery] = []
         self._step = 0
         self._count: int | None = None
 
-    def follow(self, observed: Observed, decision: Decision, time: float) -> None:
-        """Add one look of the reconciler."""
+    def follow(self, observed: ClusterView, decision: Decision, time: float) -> None:
+        """Add one turn of the reconciler."""
         state = decision.state
         membership = state.membership
         began = self._count is not None and state.recoveries > self._count

@@ -1,7 +1,7 @@
-"""Uneven copies of experts: what trainers report of their plan, as a condition and events. Pure.
+"""Uneven copies of experts: the plan that trainers report, as a condition and events. Pure.
 
-All ranks of a world have the same plan, so the newest report counts, whichever daemon it comes
-from. This module must not decide where experts lie: trainers do.
+All ranks of a world have the same plan, so the newest report counts, whichever daemon sends it.
+Trainers, not this module, decide where experts lie.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from holdfast_operator.reconciler.observe.views import (
     ControlState,
     EventReason,
 )
-from holdfast_operator.reconciler.steps import Look, Step
+from holdfast_operator.reconciler.rules import Observation, RuleResult
 
 
-def note_plan(look: Look, state: ControlState, membership: Membership) -> Step:
+def note_plan(observation: Observation, state: ControlState, membership: Membership) -> RuleResult:
     """Remember the newest plan, and emit an event when it is another one."""
     reports = [
         view.plan
-        for view in look.observed.views(membership)
+        for view in observation.cluster.views(membership)
         if view is not None and view.plan is not None
     ]
     found = max(reports, key=_age, default=None)
     known = state.plan
     if found is None or (known is not None and _age(found) <= _age(known)):
-        return Step(state)
-    step = Step(replace(state, plan=found))
+        return RuleResult(state)
+    result = RuleResult(replace(state, plan=found))
     warning = found.least_nodes < 2 and (known is None or known.least_nodes > 1)
-    return step.post(EventReason.EXPERTS_SEATED, plan_text(found), warning=warning)
+    return result.post(EventReason.EXPERTS_SEATED, plan_text(found), warning=warning)
 
 
 def plan_condition(job: MoETrainingJob, state: ControlState) -> Condition | None:

@@ -1,37 +1,41 @@
-"""How many nodes a job lacks: for each of them a pod waits, so that autoscalers add one. Pure."""
+"""How many nodes a job lacks. A placeholder waits for each, so that autoscalers add one. Pure."""
 
 from __future__ import annotations
 
-from holdfast_core.job.schema import Gang
 from holdfast_operator.reconciler.observe.lookups import suspension_of
 from holdfast_operator.reconciler.observe.views import ControlState, Shortage
 from holdfast_operator.reconciler.report import conditions as judge
-from holdfast_operator.reconciler.steps import Look
+from holdfast_operator.reconciler.rules import Observation
 
 
-def shortage_of(look: Look, state: ControlState) -> Shortage:
-    """The members for which the cluster has no node now.
+def shortage_of(observation: Observation, state: ControlState) -> Shortage:
+    """Compute the members for which the cluster has no node now.
 
     None is missing for a node whose daemon has not spoken yet. Jobs whose pods another controller
     makes, or a gang's scheduler places all together, show their needs by those pods.
     """
-    spec, membership = look.job.spec, state.membership
-    if spec.trainer.external or spec.scheduling.gang not in (Gang.NONE, Gang.KUEUE):
+    spec, membership = observation.job.spec, state.membership
+    if not observation.pods.needs_placeholders(observation.job):
         return Shortage()
-    if state.outcome is not None or suspension_of(look.job, look.observed) is not None:
+    if state.outcome is not None or suspension_of(observation.job, observation.cluster) is not None:
         return Shortage()
-    there = {node.name for node in look.candidates(state)}
+    there = {node.name for node in observation.candidates(state)}
     if membership is None:
-        if judge.unsupported(look.job, look.observed, look.locations) is not None:
+        if (
+            judge.unsupported(observation.job, observation.cluster, observation.locations)
+            is not None
+        ):
             return Shortage()
-        nodes = look.observed.nodes.values()
+        nodes = observation.cluster.nodes.values()
         there |= {node.name for node in nodes if node.schedulable and not node.gone}
     else:
         homes = {member.node for member in membership.members}
         if len(homes) == spec.nodes and state.no_replacement_since is None:
             return Shortage()
-        kept = (look.observed.nodes.get(name) for name in homes)
-        there |= {node.name for node in kept if node is not None and look.may_return(node, state)}
+        kept = (observation.cluster.nodes.get(name) for name in homes)
+        there |= {
+            node.name for node in kept if node is not None and observation.may_return(node, state)
+        }
         there |= {node for _, node in state.joining}
     count = max(0, spec.nodes - len(there))
     return Shortage(count=count, beside=tuple(sorted(there)) if count else ())

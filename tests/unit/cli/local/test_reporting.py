@@ -12,10 +12,10 @@ from holdfast_cli.local.directory import RunDirectory, RunRecord
 from holdfast_cli.local.reporting import status_of
 from holdfast_cli.local.status import Status
 from holdfast_operator.kube.client.times import ClockPair
-from holdfast_operator.reconciler.observe.views import Decision, Observed
+from holdfast_operator.reconciler.observe.views import ClusterView, Decision
 
 
-def shown(observed: Observed, decision: Decision) -> Status:
+def shown(observed: ClusterView, decision: Decision) -> Status:
     return status_of(
         observed,
         decision,
@@ -40,7 +40,7 @@ def test_a_local_run_needs_no_package_of_clusters() -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def states(world: World, observed: Observed) -> set[str]:
+def states(world: World, observed: ClusterView) -> set[str]:
     status = shown(observed, world.decision)
     return {rank.state for rank in status.local.ranks}
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from holdfast_operator.kube.client.api import CONFLICT, NOT_FOUND, ApiError, Object
+from holdfast_operator.kube.client.api import CONFLICT, NOT_FOUND, ApiError, KubeApi, Object
 from holdfast_operator.kube.client.resources import Resource
 
 
-class FakeApi:
-    """The part of `Api` that the adapters need. The next request raises `refuse`, once."""
+class FakeApi(KubeApi):
+    """`KubeApi` in memory. The next request raises `refuse`, once."""
 
     def __init__(self) -> None:
         self.objects: dict[tuple[str, str, str], Object] = {}

@@ -21,7 +21,7 @@ from holdfast_operator.kube.client.api import Api, ApiError, Object
 from holdfast_operator.kube.client.events import Recorder
 from holdfast_operator.kube.client.resources import JOBS, PODS, WORKLOADS, Resource
 from holdfast_operator.kube.client.times import ClockPair
-from holdfast_operator.kube.client.watches import Cache, Fed, Watch
+from holdfast_operator.kube.client.watches import Cache, Watch
 from holdfast_operator.kube.cluster.attention import Attention
 from holdfast_operator.kube.cluster.candidates import CandidateNodes
 from holdfast_operator.kube.cluster.nodes import KubeNode, read_node
@@ -234,7 +234,7 @@ class SmallCluster:
         self.knows_workloads = True
         """Whether the operator has read the Workloads."""
         queues = Queues(
-            api=cast(Api, self.api),
+            api=self.api,
             workloads=self.workloads,
             are_known=lambda: self.knows_workloads,
         )
@@ -249,7 +249,7 @@ class SmallCluster:
             TrainerVolume.CSI,
             on_shared_change=lambda key: self.fleet.wake((key,)),
         )
-        self._shared: dict[Resource, Fed] = {}
+        self._shared: dict[Resource, Cache[Any]] = {}
         """Copies of the objects that the pods of jobs share."""
         self._changed = asyncio.Condition()
         self._tasks: list[asyncio.Task[None]] = []
@@ -265,7 +265,7 @@ class SmallCluster:
     ) -> LoopContext:
         """What the control loops of all jobs share."""
         return LoopContext(
-            api=cast(Api, self.api),
+            api=self.api,
             server=self.server,
             attention=Attention(self.server, clock=clock, wake=self.fleet.wake),
             candidate_nodes=CandidateNodes(
@@ -442,7 +442,7 @@ class SmallCluster:
         assert workload is not None
         self.fleet.wake((f"{workload.namespace}.{workload.job}",))
 
-    def _watch_shared(self, resource: Resource, cache: Fed) -> list[Watch]:
+    def _watch_shared(self, resource: Resource, cache: Cache[Any]) -> list[Watch]:
         self._shared[resource] = cache
         return [cast(Watch, StandingWatch())]
 

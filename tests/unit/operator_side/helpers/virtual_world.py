@@ -23,6 +23,7 @@ from holdfast_operator.reconciler.observe.views import (
     Action,
     AgentState,
     AgentView,
+    ClusterView,
     ControlState,
     Decision,
     DropJob,
@@ -30,7 +31,6 @@ from holdfast_operator.reconciler.observe.views import (
     FenceNode,
     JobView,
     NodeView,
-    Observed,
     PublishMembership,
     RankView,
     StandbyView,
@@ -215,8 +215,8 @@ class World:
 
     # --- observations of the control loop -----------------------------------------------------
 
-    def observed(self) -> Observed:
-        return Observed(
+    def observed(self) -> ClusterView:
+        return ClusterView(
             nodes={name: self.node_view(name) for name in self.daemons},
             agents=tuple(agent for _, agent in sorted(self.agents.items())),
             standbys=tuple(standby for _, standby in sorted(self.standbys.items())),

@@ -14,16 +14,16 @@ from samples import make_job
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_operator.kube.client.api import ApiError
-from holdfast_operator.kube.job.acting import Acting
+from holdfast_operator.kube.job.acting import ActionExecutor
 from holdfast_operator.kube.job.world import LoopContext
 from holdfast_operator.kube.metrics import OperatorMetrics
 from holdfast_operator.reconciler.observe.views import (
+    ClusterView,
     ControlState,
     Decision,
     Event,
     FenceNode,
     NodeView,
-    Observed,
     PersistNow,
     StartAgent,
 )
@@ -62,10 +62,10 @@ def carry_out_twice(
     )
     actions = tuple(StartAgent(member=m, node=f"n{m}") for m in range(2000))
     decision = Decision(actions=actions, state=ControlState(), conditions=(), events=())
-    seen = Observed(nodes={}, agents=())
+    seen = ClusterView(nodes={}, agents=())
 
     async def scenario() -> tuple[list[Event], list[Event], ApiError | None]:
-        hands = Acting(cast(LoopContext, world), {})
+        hands = ActionExecutor(cast(LoopContext, world), {})
         turns = []
         for _ in range(2):
             work = hands.carry_out(make_job(), ControlState(), decision, [], seen, True)
@@ -101,10 +101,10 @@ def test_a_copy_is_asked_for_of_the_jobs_daemons() -> None:
         clock=lambda: 0.0, metrics=OperatorMetrics(), server=SimpleNamespace(persist=asked.append)
     )
     decision = Decision(actions=(PersistNow(),), state=ControlState())
-    job, seen = make_job(), Observed(nodes={}, agents=())
+    job, seen = make_job(), ClusterView(nodes={}, agents=())
 
     async def scenario() -> list[Event]:
-        hands = Acting(cast(LoopContext, world), {})
+        hands = ActionExecutor(cast(LoopContext, world), {})
         return await hands.carry_out(job, ControlState(), decision, [], seen, True)
 
     assert asyncio.run(scenario()) == []
@@ -145,13 +145,13 @@ def test_a_pod_replaces_a_lost_one_only_where_its_member_did_not_leave(
         pods=SimpleNamespace(of=lambda key: []),
         metrics=metrics,
     )
-    seen = Observed(nodes={"n2": NodeView(name="n2", heartbeat_at=4.0)})
+    seen = ClusterView(nodes={"n2": NodeView(name="n2", heartbeat_at=4.0)})
     before = ControlState(membership=members(0, 1, 2))
     lost = Decision(actions=(FenceNode(node="n2"),), state=ControlState(membership=members(*after)))
     later = Decision(actions=(StartAgent(member=2, node="new"),), state=lost.state)
 
     async def scenario() -> None:
-        hands = Acting(cast(LoopContext, world), {})
+        hands = ActionExecutor(cast(LoopContext, world), {})
         await hands.carry_out(make_job(), before, lost, [], seen, True)
         await hands.carry_out(make_job(), lost.state, later, [], seen, True)
         while hands.pending:

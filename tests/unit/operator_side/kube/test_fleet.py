@@ -207,7 +207,7 @@ def test_every_job_with_members_counts_when_daemons_are_replaced() -> None:
         cluster.apply(first)
         await cluster.runs(first)
         await cluster.fleet.list_jobs()
-        stands = cluster.fleet.stands()
+        stands = cluster.fleet.upgrade_requirements()
         assert stands is not None
         (stand,) = stands
         assert stand.key == "team.a"
@@ -226,8 +226,8 @@ def test_the_daemons_of_a_job_are_left_alone_until_its_members_are_known_again()
         }
         cluster.api.put(JOBS, unconnected)
         await cluster.fleet.list_jobs()
-        await cluster.until_reported(cluster.fleet.stands)
-        stands = cluster.fleet.stands()
+        await cluster.until_reported(cluster.fleet.upgrade_requirements)
+        stands = cluster.fleet.upgrade_requirements()
         assert stands is not None
         (stand,) = stands
         assert stand.groups == (("far",),)
@@ -239,20 +239,20 @@ def test_the_daemons_of_a_job_are_left_alone_until_its_members_are_known_again()
 def test_nothing_is_known_of_daemons_before_every_listed_job_was_looked_at() -> None:
     async def test(cluster: SmallCluster) -> None:
         fleet = cluster.fleet
-        assert fleet.stands() is None  # no list yet
+        assert fleet.upgrade_requirements() is None  # no list yet
         cluster.apply(job("a"))
         cluster.api.refuse_next("list", JOBS, ApiError("busy", status=503))
         await fleet.list_jobs()
-        assert fleet.stands() is None  # the list failed
+        assert fleet.upgrade_requirements() is None  # the list failed
         await cluster.runs(job("a"))
         cluster.api.objects[(JOBS.plural, "team", "late")] = {  # kopf has not come to it yet
             "metadata": {"namespace": "team", "name": "late", "uid": "late", "resourceVersion": "1"}
         }
         await fleet.list_jobs()
-        assert fleet.stands() is None  # one of them was not looked at
+        assert fleet.upgrade_requirements() is None  # one of them was not looked at
         del cluster.api.objects[(JOBS.plural, "team", "late")]
         await fleet.list_jobs()
-        assert [stand.key for stand in fleet.stands() or ()] == ["team.a"]
+        assert [stand.key for stand in fleet.upgrade_requirements() or ()] == ["team.a"]
 
     on_a_cluster(test)
 
@@ -268,7 +268,7 @@ def test_a_job_being_deleted_and_one_of_another_manager_are_not_waited_for() -> 
                 "spec": spec,
             }
         await cluster.fleet.list_jobs()
-        assert cluster.fleet.stands() == []
+        assert cluster.fleet.upgrade_requirements() == []
 
     on_a_cluster(test)
 

@@ -85,11 +85,11 @@ def test_an_operator_that_ends_leaves_jobs_and_their_finalizers_alone() -> None:
         cluster.apply(JOB)
         await cluster.runs(JOB)
         await cluster.fleet.list_jobs()
-        assert cluster.fleet.stands()
+        assert cluster.fleet.upgrade_requirements()
         await cluster.stop_operator()
         assert cluster.job(JOB)["metadata"]["finalizers"] == [FINALIZER]
         assert cluster.server.holders(KEY)
-        assert cluster.fleet.stands() == []
+        assert cluster.fleet.upgrade_requirements() == []
         await cluster.start_operator()
         await cluster.look_again(KEY)
         assert patches(cluster) == 1
@@ -116,7 +116,7 @@ def test_the_loop_of_a_job_that_goes_without_its_finalizer_ends() -> None:
         cluster.apply(JOB)
         await cluster.runs(JOB)
         cluster.http.send("DELETED", cluster.job(JOB))
-        await cluster.until_reported(lambda: not cluster.fleet.stands())
+        await cluster.until_reported(lambda: not cluster.fleet.upgrade_requirements())
 
     on_a_cluster(test)
 

@@ -10,16 +10,16 @@ from samples import make_job
 
 from holdfast_operator.kube.client.api import ApiError
 from holdfast_operator.kube.client.watches import Cache
-from holdfast_operator.kube.job.acting import Acting
+from holdfast_operator.kube.job.acting import ActionExecutor
 from holdfast_operator.kube.metrics import OperatorMetrics
 from holdfast_operator.kube.pods.manifests import TrainerVolume
 from holdfast_operator.kube.pods.pods import TrainerPod, read_pod
 from holdfast_operator.kube.pods.trainers import PodIndex, Trainers
 from holdfast_operator.reconciler.observe.views import (
+    ClusterView,
     ControlState,
     Decision,
     Event,
-    Observed,
     StartAgent,
 )
 
@@ -41,11 +41,11 @@ class World:
         self.now += 100.0
         return self.now
 
-    def acting(self) -> Acting:
-        return Acting(self, {})  # type: ignore[arg-type]
+    def acting(self) -> ActionExecutor:
+        return ActionExecutor(self, {})  # type: ignore[arg-type]
 
 
-def carry_out(acting: Acting, *turns: list[StartAgent]) -> list[list[Event]]:
+def carry_out(acting: ActionExecutor, *turns: list[StartAgent]) -> list[list[Event]]:
     """What each of the turns could not do; what each began has ended before the next."""
 
     async def scenario() -> list[list[Event]]:
@@ -54,7 +54,7 @@ def carry_out(acting: Acting, *turns: list[StartAgent]) -> list[list[Event]]:
             state = ControlState()
             decision = Decision(state=state, actions=tuple(actions))
             events.append(
-                await acting.carry_out(make_job(), state, decision, [], Observed(nodes={}), True)
+                await acting.carry_out(make_job(), state, decision, [], ClusterView(nodes={}), True)
             )
             while len(tasks := asyncio.all_tasks()) > 1:
                 await asyncio.gather(*(tasks - {asyncio.current_task()}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from fake_api import FakeApi
@@ -20,7 +20,7 @@ from holdfast_operator.kube.client.resources import (
     VOLCANO_POD_GROUPS,
     Resource,
 )
-from holdfast_operator.kube.client.watches import Fed, Watch
+from holdfast_operator.kube.client.watches import Cache, Watch
 from holdfast_operator.kube.pods.manifests import job_objects
 from holdfast_operator.kube.pods.shared_objects import BEING_COLLECTED, NAME_TAKEN, SharedObjects
 
@@ -44,9 +44,9 @@ class Copies:
     def __init__(self) -> None:
         self.api, self.woken = FakeApi(), list[str]()
         self.shared = SharedObjects(self.api, self.woken.append)
-        self.watched: dict[Resource, tuple[ListedWatch, Fed]] = {}
+        self.watched: dict[Resource, tuple[ListedWatch, Cache[Any]]] = {}
 
-    def watch(self, resource: Resource, cache: Fed) -> list[Watch]:
+    def watch(self, resource: Resource, cache: Cache[Any]) -> list[Watch]:
         self.watched[resource] = ListedWatch(), cache
         return [cast(Watch, self.watched[resource][0])]
 

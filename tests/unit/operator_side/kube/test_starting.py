@@ -13,7 +13,7 @@ from samples import make_job
 
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_operator.kube.client.api import ApiError
-from holdfast_operator.kube.job.starting import AT_ONCE, RETRY_S, Starting
+from holdfast_operator.kube.job.starting import AT_ONCE, RETRY_S, PodStarter
 from holdfast_operator.kube.job.world import LoopContext
 from holdfast_operator.kube.metrics import OperatorMetrics
 from holdfast_operator.kube.pods.pods import TrainerPod, agents
@@ -82,7 +82,7 @@ class Clock:
 
 
 def run(
-    test: Callable[[Starting, GatedTrainers], Awaitable[None]],
+    test: Callable[[PodStarter, GatedTrainers], Awaitable[None]],
     pods: list[TrainerPod] | None = None,
     attempts: dict[int, int] | None = None,
     clock: Clock | None = None,
@@ -96,7 +96,7 @@ def run(
     )
 
     async def scenario() -> None:
-        starting = Starting(cast(LoopContext, world), attempts or {})
+        starting = PodStarter(cast(LoopContext, world), attempts or {})
         await test(starting, trainers)
         starting.close()
         await settle()
@@ -106,7 +106,7 @@ def run(
 
 
 def test_no_more_than_a_few_are_created_together_and_the_rest_follows() -> None:
-    async def test(starting: Starting, trainers: GatedTrainers) -> None:
+    async def test(starting: PodStarter, trainers: GatedTrainers) -> None:
         starting.want(JOB, starts(*range(100)))
         await settle()
         assert len(trainers.begun) == AT_ONCE
@@ -122,7 +122,7 @@ def test_no_more_than_a_few_are_created_together_and_the_rest_follows() -> None:
 
 
 def test_what_is_on_its_way_is_not_created_twice_when_the_next_look_wants_it_too() -> None:
-    async def test(starting: Starting, trainers: GatedTrainers) -> None:
+    async def test(starting: PodStarter, trainers: GatedTrainers) -> None:
         for _ in range(3):
             starting.want(JOB, starts(0, 1))
             await settle()
@@ -132,7 +132,7 @@ def test_what_is_on_its_way_is_not_created_twice_when_the_next_look_wants_it_too
 
 
 def test_what_is_taken_back_or_wanted_elsewhere_is_not_begun() -> None:
-    async def test(starting: Starting, trainers: GatedTrainers) -> None:
+    async def test(starting: PodStarter, trainers: GatedTrainers) -> None:
         starting.want(JOB, starts(*range(50)))
         await settle()
         starting.want(JOB, starts(40, node="other"))
@@ -146,7 +146,7 @@ def test_what_is_taken_back_or_wanted_elsewhere_is_not_begun() -> None:
 
 
 def test_what_is_wanted_is_pending_until_its_pod_is_there() -> None:
-    async def test(starting: Starting, trainers: GatedTrainers) -> None:
+    async def test(starting: PodStarter, trainers: GatedTrainers) -> None:
         starting.want(JOB, starts(*range(AT_ONCE + 2)))
         assert set(starting.pending) == set(starts(*range(AT_ONCE + 2)))
         await settle()
@@ -168,7 +168,7 @@ def test_an_agent_whose_pod_is_still_to_be_created_is_starting() -> None:
 
 
 def test_more_wanted_later_are_created_beside_a_slow_one() -> None:
-    async def test(starting: Starting, trainers: GatedTrainers) -> None:
+    async def test(starting: PodStarter, trainers: GatedTrainers) -> None:
         starting.want(JOB, starts(0))
         await settle()
         starting.want(JOB, starts(*range(10)))
@@ -179,7 +179,7 @@ def test_more_wanted_later_are_created_beside_a_slow_one() -> None:
 
 
 def test_the_end_of_the_loop_ends_what_is_on_its_way() -> None:
-    async def test(starting: Starting, trainers: GatedTrainers) -> None:
+    async def test(starting: PodStarter, trainers: GatedTrainers) -> None:
         starting.want(JOB, starts(*range(50)))
         await settle()
         starting.close()
@@ -193,7 +193,7 @@ def test_the_end_of_the_loop_ends_what_is_on_its_way() -> None:
 def test_a_refusal_is_reported_once_and_holds_back_the_others_for_a_pause() -> None:
     clock = Clock()
 
-    async def test(starting: Starting, trainers: GatedTrainers) -> None:
+    async def test(starting: PodStarter, trainers: GatedTrainers) -> None:
         trainers.refusal = ApiError("quota", status=403)
         starting.want(JOB, starts(*range(100)))
         await settle()
@@ -233,7 +233,7 @@ def test_what_is_refused_for_good_is_tried_again_after_pauses_that_grow(
     clock = Clock()
     begun, tries = clock.now, list[float]()
 
-    async def test(starting: Starting, trainers: GatedTrainers) -> None:
+    async def test(starting: PodStarter, trainers: GatedTrainers) -> None:
         trainers.refusal = error
         while clock.now - begun <= sum(pauses_s):
             before = len(trainers.begun)
@@ -249,7 +249,7 @@ def test_what_is_refused_for_good_is_tried_again_after_pauses_that_grow(
 def test_a_name_is_used_up_by_a_pod_and_not_by_a_refusal() -> None:
     clock = Clock()
 
-    async def test(starting: Starting, trainers: GatedTrainers) -> None:
+    async def test(starting: PodStarter, trainers: GatedTrainers) -> None:
         for status in (403, 403, 0, 500, 403):
             trainers.refusal = ApiError("no", status=status)
             starting.want(JOB, starts(0))
@@ -262,7 +262,7 @@ def test_a_name_is_used_up_by_a_pod_and_not_by_a_refusal() -> None:
 
 
 def test_a_name_that_another_owners_pod_has_is_passed_over() -> None:
-    async def test(starting: Starting, trainers: GatedTrainers) -> None:
+    async def test(starting: PodStarter, trainers: GatedTrainers) -> None:
         trainers.strange = {(0, 1), (0, 2)}
         starting.want(JOB, starts(0))
         await settle()
@@ -274,7 +274,7 @@ def test_a_name_that_another_owners_pod_has_is_passed_over() -> None:
 
 
 def test_names_are_not_tried_for_ever() -> None:
-    async def test(starting: Starting, trainers: GatedTrainers) -> None:
+    async def test(starting: PodStarter, trainers: GatedTrainers) -> None:
         trainers.strange = {(0, attempt) for attempt in range(1000)}
         starting.want(JOB, starts(0))
         await settle()
@@ -286,7 +286,7 @@ def test_names_are_not_tried_for_ever() -> None:
 def test_a_refusal_lasts_until_pods_are_made_or_not_wanted_any_more() -> None:
     clock = Clock()
 
-    async def test(starting: Starting, trainers: GatedTrainers) -> None:
+    async def test(starting: PodStarter, trainers: GatedTrainers) -> None:
         trainers.refusal = ApiError("quota", status=403)
         starting.want(JOB, starts(3, 1, 2))
         await settle()
@@ -313,7 +313,7 @@ def test_a_refusal_lasts_until_pods_are_made_or_not_wanted_any_more() -> None:
 def test_what_pods_share_is_made_again_and_costs_no_request_while_it_is_there() -> None:
     clock = Clock()
 
-    async def test(starting: Starting, trainers: GatedTrainers) -> None:
+    async def test(starting: PodStarter, trainers: GatedTrainers) -> None:
         for _ in range(3):
             starting.mend(JOB)
             await settle()
@@ -343,7 +343,7 @@ def test_what_pods_share_is_made_again_and_costs_no_request_while_it_is_there() 
 def test_what_pods_share_is_looked_at_again_after_a_refusal_and_when_it_is_missing() -> None:
     clock = Clock()
 
-    async def test(starting: Starting, trainers: GatedTrainers) -> None:
+    async def test(starting: PodStarter, trainers: GatedTrainers) -> None:
         starting.want(JOB, starts(0))
         await settle()
         await trainers.let(1)
@@ -365,7 +365,7 @@ def test_what_pods_share_is_looked_at_again_after_a_refusal_and_when_it_is_missi
 
 
 def test_what_pods_share_is_tried_once_for_all_of_them() -> None:
-    async def test(starting: Starting, trainers: GatedTrainers) -> None:
+    async def test(starting: PodStarter, trainers: GatedTrainers) -> None:
         trainers.unprepared = ApiError("no answer", status=0)
         starting.want(JOB, starts(*range(100)))
         await settle()
@@ -389,7 +389,7 @@ def test_an_attempt_is_newer_than_any_that_was_seen_or_remembered() -> None:
         state=AgentState.STOPPING,
     )
 
-    async def test(starting: Starting, trainers: GatedTrainers) -> None:
+    async def test(starting: PodStarter, trainers: GatedTrainers) -> None:
         starting.want(JOB, starts(0, 1, 2))
         await settle()
         assert [attempt for _, _, attempt in trainers.begun] == [6, 4, 1]
@@ -398,7 +398,7 @@ def test_an_attempt_is_newer_than_any_that_was_seen_or_remembered() -> None:
 
 
 def test_how_long_a_lost_member_was_without_a_pod_is_observed_once() -> None:
-    async def test(starting: Starting, trainers: GatedTrainers) -> None:
+    async def test(starting: PodStarter, trainers: GatedTrainers) -> None:
         starting.note_loss(0, heartbeat_at=5.0)
         for _ in range(2):
             starting.want(JOB, starts(0))

@@ -14,8 +14,8 @@ from holdfast_operator.kube.client.api import Object
 from holdfast_operator.kube.kueue.workloads import (
     Create,
     Delete,
+    JobState,
     KueueWorkload,
-    Stand,
     Write,
     WriteStatus,
     admitted_job,
@@ -30,8 +30,8 @@ from holdfast_operator.kube.pods.manifests import template_of
 from holdfast_operator.reconciler.observe.counters import Outcome
 
 NOW, EARLIER = "2026-01-01T00:10:00Z", "2026-01-01T00:00:00Z"
-RUNS = Stand(stopped=False, ready=True, outcome=None, reason="", now=NOW)
-STOPPED = Stand(stopped=True, ready=False, outcome=None, reason="", now=NOW)
+RUNS = JobState(stopped=False, ready=True, outcome=None, reason="", now=NOW)
+STOPPED = JobState(stopped=True, ready=False, outcome=None, reason="", now=NOW)
 PREEMPTED = ("Evicted", "True", "Preempted", "to make room")
 ADMITTED = (
     ("QuotaReserved", "True", "QuotaReserved", "in all-teams"),
@@ -195,12 +195,12 @@ def test_a_clock_behind_that_of_kueue_takes_no_time_of_the_job_away() -> None:
 
 
 def test_kueue_is_told_whether_the_pods_are_ready_by_its_own_reasons() -> None:
-    waits = Stand(stopped=False, ready=False, outcome=None, reason="", now=NOW)
+    waits = JobState(stopped=False, ready=False, outcome=None, reason="", now=NOW)
     ready = ("PodsReady", "True", "Started", "")
     lost = ("PodsReady", "False", "WaitForRecovery", "")
 
-    def told(stand: Stand, *known: tuple[str, str, str, str]) -> tuple[str, str] | None:
-        write = next_write(JOB, workload(JOB, *ADMITTED, *known), stand)
+    def told(state: JobState, *known: tuple[str, str, str, str]) -> tuple[str, str] | None:
+        write = next_write(JOB, workload(JOB, *ADMITTED, *known), state)
         return None if write is None else written(write)["PodsReady"]
 
     assert told(waits) == ("False", "WaitForStart")
@@ -212,7 +212,7 @@ def test_kueue_is_told_whether_the_pods_are_ready_by_its_own_reasons() -> None:
 
 @pytest.mark.parametrize(("outcome", "word"), [("Complete", "Succeeded"), ("Failed", "Failed")])
 def test_the_end_of_the_job_finishes_its_workload_once(outcome: str, word: str) -> None:
-    ended = Stand(stopped=True, ready=False, outcome=Outcome(outcome), reason="done", now=NOW)
+    ended = JobState(stopped=True, ready=False, outcome=Outcome(outcome), reason="done", now=NOW)
     write = next_write(JOB, workload(JOB, *ADMITTED), ended)
     assert written(write)["Finished"] == ("True", word)
     finished = workload(JOB, *ADMITTED, ("Finished", "True", word, "done"))

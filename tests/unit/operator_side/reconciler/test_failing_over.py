@@ -14,12 +14,12 @@ from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_operator.reconciler.observe.counters import Outcome
 from holdfast_operator.reconciler.observe.remembered import Word, unheard_homes, word_of
 from holdfast_operator.reconciler.observe.views import (
+    ClusterView,
     ControlState,
     DropJob,
     Fail,
     JobView,
     NodeView,
-    Observed,
     PublishMembership,
 )
 from holdfast_operator.reconciler.reconcile import reconcile
@@ -317,7 +317,7 @@ def test_nothing_is_begun_while_an_unheard_node_may_hold_what_was_protected(
     state = ControlState(epoch=EPOCH, homes=HOMES if named else (), void_epoch=VOID)
     nodes = {name: heard(name, word) for name, word in zip(HOMES, words, strict=True)}
     nodes |= {"n2": heard("n2", stranger), "n3": heard("n3", Heard.EMPTY)}
-    step = reconcile(small_job(2, "RAIM5"), Observed(nodes=nodes), state, 1000.0)
+    step = reconcile(small_job(2, "RAIM5"), ClusterView(nodes=nodes), state, 1000.0)
     begun = [a for a in step.actions if isinstance(a, PublishMembership | Fail | DropJob)]
     harmful = [action for action in begun if action != DropJob(up_to_epoch=VOID)]
     if may_hold_the_newest(words, named=named):
@@ -330,7 +330,7 @@ def test_nothing_is_begun_while_an_unheard_node_may_hold_what_was_protected(
 def test_the_newest_epoch_is_adopted_from_the_first_daemon_that_reports_it(other: Heard) -> None:
     state = ControlState(epoch=EPOCH, homes=HOMES, void_epoch=VOID)
     nodes = {"n0": heard("n0", Heard.NEWEST), "n1": heard("n1", other)}
-    step = reconcile(small_job(2, "RAIM5"), Observed(nodes=nodes), state, 1000.0)
+    step = reconcile(small_job(2, "RAIM5"), ClusterView(nodes=nodes), state, 1000.0)
     assert step.state.membership is not None
     assert step.state.membership.epoch >= EPOCH and step.state.homes[0] == "n0"
 
@@ -338,7 +338,7 @@ def test_the_newest_epoch_is_adopted_from_the_first_daemon_that_reports_it(other
 def test_a_job_that_ends_with_all_its_homes_is_not_waited_for() -> None:
     state = ControlState(epoch=EPOCH, homes=HOMES, outcome=Outcome.FAILED, ended_at=0.0)
     nodes = {name: heard(name, Heard.NOTHING) for name in HOMES}
-    step = reconcile(small_job(2, "RAIM5"), Observed(nodes=nodes), state, 1000.0)
+    step = reconcile(small_job(2, "RAIM5"), ClusterView(nodes=nodes), state, 1000.0)
     assert step.actions == ()
 
 
@@ -367,6 +367,6 @@ def test_a_node_that_was_never_seen_is_not_heard_and_a_connected_one_is_not_gone
 
 def test_a_job_that_was_never_placed_waits_for_nobody() -> None:
     nodes = {name: heard(name, Heard.NOTHING) for name in HOMES}
-    assert unheard_homes(Observed(nodes=nodes), ControlState()) == []
+    assert unheard_homes(ClusterView(nodes=nodes), ControlState()) == []
     given_up = ControlState(epoch=EPOCH, void_epoch=EPOCH)
-    assert unheard_homes(Observed(nodes=nodes), given_up) == []
+    assert unheard_homes(ClusterView(nodes=nodes), given_up) == []

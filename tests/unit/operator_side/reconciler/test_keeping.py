@@ -15,7 +15,7 @@ from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_operator.reconciler.failures.keeping import kept_until
 from holdfast_operator.reconciler.observe.counters import Outcome
 from holdfast_operator.reconciler.observe.views import DeleteJob, PersistNow, Suspension
-from holdfast_operator.reconciler.renewal import stand_of
+from holdfast_operator.reconciler.upgrade_plan import requirements_of
 
 HOUR_S = 3600.0
 
@@ -121,7 +121,7 @@ def test_a_person_has_a_failed_job_go_on_from_its_line(restarts: bool) -> None:
     assert not any(world.condition(kind)[0] for kind in ("Failed", "Complete"))
     assert "from generation 1.10" in world.messages("Running")[-1]
     assert world.messages("Resumed")[0].startswith(
-        "a person has the job go on, which had failed: rank 0 lost; 0 restarts within 3600 s"
+        "a person resumes the job, which had failed: rank 0 lost; 0 restarts within 3600 s"
     )
     assert world.state.restarts == () and not world.state.suspended
 
@@ -297,7 +297,7 @@ def test_a_failed_job_is_persisted_on_request_while_it_keeps_its_memory(restarts
 
 def test_daemons_are_renewed_with_care_for_what_a_failed_job_keeps() -> None:
     world = failed(make_job(maxRestarts=0, keepFailedSeconds=100))
-    stand = stand_of(world.job, world.state, world.observed(), world.now)
-    assert stand is not None and stand.hold == "" and len(stand.groups[0]) == 4
+    requirements = requirements_of(world.job, world.state, world.observed(), world.now)
+    assert requirements is not None and requirements.hold == "" and len(requirements.groups[0]) == 4
     world.settle(120.0)
-    assert stand_of(world.job, world.state, world.observed(), world.now) is None
+    assert requirements_of(world.job, world.state, world.observed(), world.now) is None

@@ -8,6 +8,7 @@ import pytest
 from virtual_world import World, make_job
 
 from holdfast_core.snapshots.membership import Member, Membership, Redundancy
+from holdfast_operator.reconciler.membership.own_pods import OwnPods
 from holdfast_operator.reconciler.membership.standby import (
     FORGET_S,
     PAUSE_S,
@@ -16,14 +17,14 @@ from holdfast_operator.reconciler.membership.standby import (
 )
 from holdfast_operator.reconciler.observe.views import (
     AgentState,
+    ClusterView,
     ControlState,
     NodeView,
-    Observed,
     StartAgent,
     StartStandby,
     StopStandby,
 )
-from holdfast_operator.reconciler.steps import Look
+from holdfast_operator.reconciler.rules import Observation
 
 
 def with_standbys(count: int = 1, *, spares: int = 2, nodes: int = 4) -> World:
@@ -173,11 +174,12 @@ def test_a_restarted_control_loop_keeps_them() -> None:
 def test_it_waits_on_the_spare_that_most_members_would_take() -> None:
     members = tuple(member(index, f"m{index}", f"zone-{index}") for index in range(3))
     spares = [view("s0", "zone-0"), view("s1", "zone-9")]
-    look = Look(
+    observation = Observation(
         job=make_job(3),
-        observed=Observed(nodes={node.name: node for node in spares}),
+        cluster=ClusterView(nodes={node.name: node for node in spares}),
         now=0.0,
         standbys=1,
+        pods=OwnPods(),
     )
     membership = Membership(
         job="default.job",
@@ -189,7 +191,7 @@ def test_it_waits_on_the_spare_that_most_members_would_take() -> None:
     )
     state = replace(ControlState(), membership=membership, resumed_epoch=1)
     # Only the member in zone-0 itself could take s0 without sharing a zone of its parity group.
-    assert keep_standbys(look, state).actions == (StartStandby(node="s1"),)
+    assert keep_standbys(observation, state).actions == (StartStandby(node="s1"),)
 
 
 def member(index: int, node: str, domain: str) -> Member:

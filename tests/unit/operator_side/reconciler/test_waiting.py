@@ -82,7 +82,7 @@ def test_the_status_says_what_is_waited_for_since_when_and_what_would_end_it() -
     assert world.condition("Scheduled") == (False, "NoReplacement", text)
     assert text == (
         "members [1] have no node and no spare is left: no pods on n1 (kubectl uncordon); waiting "
-        "for 42 min. The job goes on from its newest snapshots, which daemons keep in memory "
+        "for 42 min. The job continues from its newest snapshots, which daemons keep in memory "
         "(generation 1.10 was safe), once n1 or another node takes pods; until then it waits"
     )
     assert world.messages("NoReplacement") == [
@@ -322,7 +322,8 @@ def test_a_job_that_was_never_protected_waits_as_well() -> None:
     drain(world)
     pass_days(world)
     assert world.phase() == "Waiting"
-    assert "Nothing was protected yet, so it begins anew once" in world.decision.reason
+    text = "Nothing was protected yet, so it starts from the beginning once"
+    assert text in world.decision.reason
 
 
 def test_a_wait_without_any_change_does_not_write_the_status_anew_all_the_time() -> None:

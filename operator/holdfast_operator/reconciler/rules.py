@@ -1,23 +1,23 @@
-"""The look that all rules of the reconciler are given, and the step that they return.
+"""The input and the result of every rule of the reconciler. Pure, like the rules.
 
-Pure, like the rules themselves. A rule is given the look and the state that the rule before
-returned, and returns a `Step`; `fold` applies rules one after the other until one of them ends the
-look.
+Each rule receives the `Observation` of this turn and the state that the previous rule returned, and
+returns a `RuleResult`. `run_rules` runs rules in order until one of them ends the turn.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import TypeVarTuple, Unpack
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.locations import Locations
-from holdfast_core.job.parsing import MoETrainingJob, check_storage
+from holdfast_core.job.parsing import FailureRule, MoETrainingJob, check_storage
 from holdfast_core.job.persistence import tier_of
 from holdfast_core.snapshots.membership import Membership, Tier
 from holdfast_operator.reconciler.observe.counters import Outcome
-from holdfast_operator.reconciler.observe.evidence import RETURN_S
+from holdfast_operator.reconciler.observe.evidence import RETURN_S, Cause
 from holdfast_operator.reconciler.observe.lookups import (
     agent_at,
     detection_s,
@@ -25,10 +25,12 @@ from holdfast_operator.reconciler.observe.lookups import (
     node_of,
     silent_s,
 )
+from holdfast_operator.reconciler.observe.protection import ParityGroups
 from holdfast_operator.reconciler.observe.views import (
     Action,
     AgentState,
     AgentView,
+    ClusterView,
     ControlState,
     DropJob,
     Event,
@@ -36,36 +38,87 @@ from holdfast_operator.reconciler.observe.views import (
     Fail,
     FenceNode,
     NodeView,
-    Observed,
     PublishMembership,
     StopAgent,
     Succeed,
 )
-from holdfast_operator.reconciler.placement import following, member_at
+from holdfast_operator.reconciler.placement import Moves, following, member_at
 
 INATTENTIVE_HEARTBEATS = 2.0
-"""Pause between two looks, in heartbeats, beyond which silence from before proves nothing."""
+"""Pause between two turns, in heartbeats. After a longer one, earlier silence proves nothing."""
 
 _Given = TypeVarTuple("_Given")
 
 
+class PodStrategy(ABC):
+    """How the pods of a job come into being, with all that follows for the rules.
+
+    `reconcile` chooses one for each turn. Rules call it through `Observation.pods`, and never ask
+    which one it is.
+    """
+
+    @abstractmethod
+    def choose_nodes(
+        self, observation: Observation, state: ControlState
+    ) -> tuple[list[NodeView], str]:
+        """Choose the nodes of the first membership, in the order of its members. The text says what
+        the placement waits for; it is empty when there is a node for every member."""
+
+    @abstractmethod
+    def choose_moves(
+        self,
+        observation: Observation,
+        state: ControlState,
+        membership: Membership,
+        causes: tuple[Cause, ...],
+        groups: ParityGroups,
+    ) -> tuple[tuple[Cause, ...], list[FailureRule], Moves]:
+        """Choose which of `causes` call for a new epoch, and the moves of members in that epoch.
+        Returns those causes, the failure rule of each, and the moves."""
+
+    @abstractmethod
+    def missing_pods(self, observation: Observation, state: ControlState) -> str:
+        """Say which pods are missing for the next epoch to begin; empty when none is."""
+
+    @abstractmethod
+    def select_actions(self, actions: tuple[Action, ...]) -> tuple[Action, ...]:
+        """Select the actions that Holdfast may carry out."""
+
+    @abstractmethod
+    def needs_placeholders(self, job: MoETrainingJob) -> bool:
+        """Whether autoscalers learn only from placeholders which nodes the job lacks."""
+
+    @property
+    @abstractmethod
+    def stops_with_job(self) -> bool:
+        """Whether the pods of a job are stopped when it fails, so that resuming it starts new
+        ones."""
+
+    @property
+    @abstractmethod
+    def restart_in_words(self) -> str:
+        """Text on how the processes of members restart that stay on their nodes."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Look:
-    """Input of every rule at one look; no rule changes it."""
+class Observation:
+    """Input of every rule in one turn; no rule changes it."""
 
     job: MoETrainingJob
-    observed: Observed
+    cluster: ClusterView
     now: float
     locations: Locations = None
     """Where the job may persist to."""
     standbys: int = 0
     """Number of spares on which an agent shall wait."""
+    pods: PodStrategy
+    """How the job's pods come into being."""
 
     def begin(self, state: ControlState) -> ControlState:
-        """State that the first rule is given."""
+        """Return the state for the first rule."""
         heartbeat_s = self.job.spec.failure_policy.detection.heartbeat_seconds
         attentive = self.now - state.looked_at <= INATTENTIVE_HEARTBEATS * heartbeat_s
-        views = (node.job for node in self.observed.nodes.values())
+        views = (node.job for node in self.cluster.nodes.values())
         seen = [view.epoch for view in views if view is not None]
         return replace(
             state,
@@ -78,7 +131,7 @@ class Look:
         """Nodes that could take a member now."""
         return [
             node
-            for node in self.observed.nodes.values()
+            for node in self.cluster.nodes.values()
             if node.schedulable
             and not node.gone
             and node.memory_id
@@ -93,7 +146,7 @@ class Look:
 
     def is_lost(self, name: str, state: ControlState) -> bool:
         """Whether nothing on the node can be reached any more."""
-        node = self.observed.nodes.get(name)
+        node = self.cluster.nodes.get(name)
         if node is None or node.gone:
             return True
         return silent_s(node, state, self.now) >= detection_s(self.job)
@@ -108,70 +161,72 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RuleResult:
     """Result of a rule."""
 
     state: ControlState
     actions: tuple[Action, ...] = ()
     events: tuple[Event, ...] = ()
     waiting: str | None = None
-    """None leads on to the next rule. A text ends the look: what is waited for, or empty when that
-    is nothing."""
+    """Why the turn ends here: what the job waits for, or an empty text if it waits for nothing.
+    None lets the next rule run."""
 
-    def then(self, following: Step) -> Step:
-        """This step followed by `following`, which began from this one's state."""
-        return Step(
+    def then(self, following: RuleResult) -> RuleResult:
+        """Append `following`, the result of a rule that began with this result's state."""
+        return RuleResult(
             state=following.state,
             actions=self.act(*following.actions).actions,
             events=(*self.events, *following.events),
             waiting=following.waiting,
         )
 
-    def act(self, *actions: Action) -> Step:
-        """This step with more actions; a node is fenced once."""
-        if not actions:  # as most of the steps of a look
+    def act(self, *actions: Action) -> RuleResult:
+        """Add actions; a node is fenced only once."""
+        if not actions:  # as in most results
             return self
         new = (a for a in actions if not (isinstance(a, FenceNode) and a in self.actions))
         return replace(self, actions=(*self.actions, *new))
 
-    def post(self, reason: EventReason, message: str, *, warning: bool = False) -> Step:
-        """This step with one more event."""
+    def post(self, reason: EventReason, message: str, *, warning: bool = False) -> RuleResult:
+        """Add an event."""
         event = Event(reason=reason, message=message, warning=warning)
         return replace(self, events=(*self.events, event))
 
-    def wait(self, text: str = "") -> Step:
-        """This step as one that ends the look."""
+    def wait(self, text: str = "") -> RuleResult:
+        """End the turn with this result."""
         return replace(self, waiting=text)
 
 
-def fold(
-    rules: Iterable[Callable[[Look, ControlState, Unpack[_Given]], Step]],
-    look: Look,
+def run_rules(
+    rules: Iterable[Callable[[Observation, ControlState, Unpack[_Given]], RuleResult]],
+    observation: Observation,
     state: ControlState,
     *given: *_Given,
-) -> Step:
-    """Combine the steps of `rules`: each begins with the state that the one before returned, until
-    one ends the look."""
-    step = Step(state)
+) -> RuleResult:
+    """Run `rules` in order, each with the state that the previous one returned, until one of them
+    ends the turn; return their combined result. `given` is passed to every rule."""
+    result = RuleResult(state)
     for rule in rules:
-        step = step.then(rule(look, step.state, *given))
-        if step.waiting is not None:
+        result = result.then(rule(observation, result.state, *given))
+        if result.waiting is not None:
             break
-    return step
+    return result
 
 
-def end(look: Look, state: ControlState, outcome: Outcome, reason: str, word: str = "") -> Step:
+def end(
+    observation: Observation, state: ControlState, outcome: Outcome, reason: str, word: str = ""
+) -> RuleResult:
     """End the job because of `reason`; `word` is the same in one word. What daemons hold of a job
     that has failed stays there for a while (`keeping`)."""
     well = outcome is Outcome.COMPLETE
-    keeps = not well and look.job.spec.failure_policy.keep_failed_seconds > 0
+    keeps = not well and observation.job.spec.failure_policy.keep_failed_seconds > 0
     kept = keeps and state.membership is not None
     ended = replace(
         state,
         outcome=outcome,
         outcome_reason=reason,
         outcome_word=word or f"Job{outcome.value}",
-        ended_at=look.now,
+        ended_at=observation.now,
         kept=kept,
         recovering=False,
         no_replacement_since=None,
@@ -179,7 +234,7 @@ def end(look: Look, state: ControlState, outcome: Outcome, reason: str, word: st
         replaced=frozenset(),
     )
     return (
-        stop(look, ended, look.observed.agents)
+        stop(observation, ended, observation.cluster.agents)
         .act(
             Succeed(reason=reason) if well else Fail(reason=reason), *(() if kept else (DropJob(),))
         )
@@ -188,14 +243,14 @@ def end(look: Look, state: ControlState, outcome: Outcome, reason: str, word: st
     )
 
 
-def stop(look: Look, state: ControlState, agents: Iterable[AgentView]) -> Step:
+def stop(observation: Observation, state: ControlState, agents: Iterable[AgentView]) -> RuleResult:
     """Stop agents. Nothing can end those on a lost node, so it is fenced until they are gone."""
     stopped = list(agents)
     names = sorted({agent.node for agent in stopped})
-    return Step(
+    return RuleResult(
         state,
         (
-            *(FenceNode(node=name) for name in names if look.is_lost(name, state)),
+            *(FenceNode(node=name) for name in names if observation.is_lost(name, state)),
             *(
                 StopAgent(member=agent.member, node=agent.node)
                 for agent in stopped
@@ -205,11 +260,11 @@ def stop(look: Look, state: ControlState, agents: Iterable[AgentView]) -> Step:
     )
 
 
-def publish(look: Look, state: ControlState, membership: Membership) -> Step:
+def publish(observation: Observation, state: ControlState, membership: Membership) -> RuleResult:
     """Make `membership` known to its daemons; a newer epoch than the state's begins now."""
     if membership.epoch == state.epoch:
         current = replace(state, membership=membership)
-        return Step(current, (PublishMembership(membership=membership),))
+        return RuleResult(current, (PublishMembership(membership=membership),))
     if membership.tier is not None:
         tier = replace(membership.tier, persisted=_put_into(state, membership.tier.uri))
         membership = replace(membership, tier=tier)
@@ -219,16 +274,16 @@ def publish(look: Look, state: ControlState, membership: Membership) -> Step:
         epoch=membership.epoch,
         started_from=None,
         confirmed_epoch=membership.epoch,
-        began_at=look.now,
+        began_at=observation.now,
         codes_awaited_since=None,
         carried=frozenset(
             member.index
             for member in membership.members
-            if (agent := agent_at(look.observed, member)) is not None
+            if (agent := agent_at(observation.cluster, member)) is not None
             and agent.state is AgentState.RUNNING
         ),
     )
-    return Step(begun, (PublishMembership(membership=membership),))
+    return RuleResult(begun, (PublishMembership(membership=membership),))
 
 
 def _put_into(state: ControlState, uri: str) -> str:
@@ -236,46 +291,53 @@ def _put_into(state: ControlState, uri: str) -> str:
 
 
 def publish_next(
-    look: Look,
+    observation: Observation,
     state: ControlState,
     membership: Membership,
     moved: dict[int, NodeView],
     failed: Collection[int],
     leaving: Collection[int] = (),
     order: tuple[int, ...] = (),
-) -> Step:
+) -> RuleResult:
     """Publish the next epoch: without the members that are `leaving`, with `moved` members on new
     nodes, those that join among them, and all others where their daemons report that they are now.
     Workers of `moved` and `failed` members are not kept."""
+    # The members of the epoch, and those among them whose memory is new.
     nodes = moved | {
-        member.index: moved.get(member.index) or node_of(look.observed, member)
+        member.index: moved.get(member.index) or node_of(observation.cluster, member)
         for member in membership.members
         if member.index not in leaving
     }
     memory = {member.index: member.memory_id for member in membership.members}
     renewed = {index for index, node in nodes.items() if node.memory_id != memory.get(index)}
     members = tuple(member_at(index, node) for index, node in sorted(nodes.items()))
+    # Its membership: another world, with parity groups of its own, if members changed.
     epoch = state.epoch + 1
-    after = following(look.job, membership, members, epoch=epoch, saved=state.saved, order=order)
+    after = following(
+        observation.job, membership, members, epoch=epoch, saved=state.saved, order=order
+    )
     after = replace(
         after,
-        tier=_tier(look, state, membership),
+        tier=_tier(observation, state, membership),
         restarting=frozenset(moved).union(failed).difference(leaving),
     )
     resized = after.since != membership.since
     begun = replace(
         state,
         renewed=(state.renewed | renewed) & nodes.keys(),
-        resized_at=look.now if resized else state.resized_at,
+        resized_at=observation.now if resized else state.resized_at,
     )
-    return publish(look, begun, after)
+    return publish(observation, begun, after)
 
 
-def _tier(look: Look, state: ControlState, membership: Membership) -> Tier | None:
+def _tier(observation: Observation, state: ControlState, membership: Membership) -> Tier | None:
     """Durable tier that the job asks for now, if that is allowed, or else the present one. The copy
     to restore from is kept until the job has begun from it."""
-    tier, known = tier_of(look.job.spec.persistence, look.job.spec.restore), membership.tier
-    if look.storage_refusal():
+    tier, known = (
+        tier_of(observation.job.spec.persistence, observation.job.spec.restore),
+        membership.tier,
+    )
+    if observation.storage_refusal():
         return known
     if tier is None or (state.started_from is None and known and known.restore_from):
         return tier

@@ -9,23 +9,23 @@ from itertools import product
 import pytest
 from virtual_world import World, make_job, running
 
-from holdfast_operator.reconciler.observe.views import NodeView, Observed
-from holdfast_operator.reconciler.renewal import (
+from holdfast_operator.reconciler.observe.views import ClusterView, NodeView
+from holdfast_operator.reconciler.upgrade_plan import (
     AT_ONCE_MAX,
-    DaemonStand,
-    JobStand,
-    Renewal,
-    choose,
+    DaemonState,
+    JobRequirements,
+    UpgradePlan,
     outdated_condition,
-    stand_of,
+    plan_upgrade,
+    requirements_of,
 )
 
-OLD = DaemonStand(outdated=True, serves=True)
-NEW = DaemonStand(outdated=False, serves=True)
-OLD_ENDING = DaemonStand(outdated=True, serves=False, ending=True)
-OLD_NEVER_BEGUN = DaemonStand(outdated=True, serves=False, begun=False)
-OLD_NOT_READY = DaemonStand(outdated=True, serves=False)
-NEW_STARTS = DaemonStand(outdated=False, serves=False, begun=False)
+OLD = DaemonState(outdated=True, serves=True)
+NEW = DaemonState(outdated=False, serves=True)
+OLD_ENDING = DaemonState(outdated=True, serves=False, ending=True)
+OLD_NEVER_BEGUN = DaemonState(outdated=True, serves=False, begun=False)
+OLD_NOT_READY = DaemonState(outdated=True, serves=False)
+NEW_STARTS = DaemonState(outdated=False, serves=False, begun=False)
 STANDS = (OLD, NEW, OLD_ENDING, OLD_NEVER_BEGUN, OLD_NOT_READY, NEW_STARTS)
 NODES = ("a", "b", "c", "d")
 GROUPINGS: tuple[tuple[tuple[tuple[str, ...], ...], ...], ...] = (
@@ -38,25 +38,25 @@ GROUPINGS: tuple[tuple[tuple[tuple[str, ...], ...], ...], ...] = (
 """For each topology, the parity groups of each of its jobs."""
 
 
-def topologies() -> Iterator[tuple[dict[str, DaemonStand], list[JobStand]]]:
+def topologies() -> Iterator[tuple[dict[str, DaemonState], list[JobRequirements]]]:
     """Every state of four daemons, every grouping, memory whole or away, held or not."""
     for stands, groupings in product(product(STANDS, repeat=4), GROUPINGS):
         for weak, hold in product((frozenset[str](), frozenset({"b"})), ("", "held")):
             jobs = [
-                JobStand(key=f"j{number}", groups=groups, weak=weak, hold=hold)
+                JobRequirements(key=f"j{number}", groups=groups, weak=weak, hold=hold)
                 for number, groups in enumerate(groupings)
             ]
             yield dict(zip(NODES, stands, strict=True)), jobs
 
 
-def disturbed(daemons: dict[str, DaemonStand], found: Renewal) -> set[str]:
+def disturbed(daemons: dict[str, DaemonState], found: UpgradePlan) -> set[str]:
     """Nodes whose daemons are taken away although they had started up."""
     return {node for node in found.renew if daemons[node].begun}
 
 
 def test_at_most_one_of_every_group_is_away_in_every_small_topology() -> None:
     for daemons, jobs in topologies():
-        found = choose(daemons, jobs)
+        found = plan_upgrade(daemons, jobs)
         assert all(daemons[node].outdated for node in found.renew)
         assert {*found.renew, *found.waiting} == found.outdated
         for job in jobs:
@@ -72,24 +72,24 @@ def test_at_most_one_of_every_group_is_away_in_every_small_topology() -> None:
 def test_a_daemon_that_never_started_is_replaced_at_once_in_every_small_topology() -> None:
     for daemons, jobs in topologies():
         never = {n for n, d in daemons.items() if d.outdated and not d.begun and not d.ending}
-        assert never <= set(choose(daemons, jobs).renew)
+        assert never <= set(plan_upgrade(daemons, jobs).renew)
 
 
 def test_the_first_of_a_new_version_is_alone_in_every_small_topology() -> None:
     for daemons, jobs in topologies():
         if not any(stand == NEW for stand in daemons.values()):
-            found = choose(daemons, jobs)
+            found = plan_upgrade(daemons, jobs)
             begun_before = {OLD_ENDING, NEW_STARTS} & set(daemons.values())
             assert len(disturbed(daemons, found)) <= (0 if begun_before else 1)
 
 
 @pytest.mark.parametrize("groupings", GROUPINGS)
 def test_all_are_renewed_in_the_end(groupings: tuple[tuple[tuple[str, ...], ...], ...]) -> None:
-    jobs = [JobStand(key=f"j{n}", groups=groups) for n, groups in enumerate(groupings)]
+    jobs = [JobRequirements(key=f"j{n}", groups=groups) for n, groups in enumerate(groupings)]
     for stands in product((OLD, NEW, OLD_NOT_READY, OLD_NEVER_BEGUN), repeat=4):
         daemons = dict(zip(NODES, stands, strict=True))
         for _ in range(len(NODES) + 1):
-            found = choose(daemons, jobs)
+            found = plan_upgrade(daemons, jobs)
             if daemons["a"].serves and all(d.serves or not d.begun for d in daemons.values()):
                 assert found.renew or not found.outdated, "one is always possible"
             daemons |= dict.fromkeys(found.renew, NEW)
@@ -101,17 +101,17 @@ def test_groups_are_renewed_side_by_side_but_not_without_end() -> None:
     nodes = [f"n{number:03}" for number in range(4 * AT_ONCE_MAX)]
     pairs = tuple(zip(nodes[::2], nodes[1::2], strict=True))
     daemons = {**dict.fromkeys(nodes, OLD), "idle": NEW}
-    found = choose(daemons, [JobStand(key="j", groups=pairs)])
+    found = plan_upgrade(daemons, [JobRequirements(key="j", groups=pairs)])
     assert len(found.renew) == AT_ONCE_MAX
     assert all(len(set(pair) & set(found.renew)) <= 1 for pair in pairs)
     assert found.progress == f"1 of {4 * AT_ONCE_MAX + 1} daemons run the new version"
 
 
 def test_a_daemon_that_waits_has_a_reason() -> None:
-    def reason(daemons: dict[str, DaemonStand], job: JobStand) -> str:
-        return choose(daemons, [job]).waiting["a"]
+    def reason(daemons: dict[str, DaemonState], job: JobRequirements) -> str:
+        return plan_upgrade(daemons, [job]).waiting["a"]
 
-    job = JobStand(key="team.moe", groups=(("a", "b"),))
+    job = JobRequirements(key="team.moe", groups=(("a", "b"),))
     first = {"a": OLD, "b": NEW}
     assert reason({**first, "b": NEW_STARTS}, job) == (
         "the daemon on b, the first of the new version, is not ready yet"
@@ -128,8 +128,8 @@ def test_a_daemon_that_waits_has_a_reason() -> None:
 
 
 def test_the_condition_of_a_job_names_its_own_nodes() -> None:
-    job = JobStand(key="team.moe", groups=(("a", "b"),), hold="it is not protected")
-    found = choose({"a": OLD, "b": OLD, "c": NEW}, [job])
+    job = JobRequirements(key="team.moe", groups=(("a", "b"),), hold="it is not protected")
+    found = plan_upgrade({"a": OLD, "b": OLD, "c": NEW}, [job])
     condition = outdated_condition(found, ("a", "b", "c"))
     assert condition is not None
     assert condition.message == (
@@ -142,9 +142,9 @@ def test_the_condition_of_a_job_names_its_own_nodes() -> None:
 # --- what a job says ------------------------------------------------------------------------------
 
 
-def stand(world: World) -> JobStand | None:
+def stand(world: World) -> JobRequirements | None:
     nodes = {member.node: world.node_view(member.node) for member in world.membership.members}
-    return stand_of(world.job, world.state, Observed(nodes=nodes), world.now)
+    return requirements_of(world.job, world.state, ClusterView(nodes=nodes), world.now)
 
 
 def protected_world() -> World:
@@ -188,7 +188,7 @@ def test_a_job_in_recovery_or_without_protection_holds_all_its_daemons() -> None
     assert found.hold == "training does not run"
     world = protected_world()
     nodes = {name: NodeView(name=name) for name in world.daemons}
-    found = stand_of(world.job, world.state, Observed(nodes=nodes), world.now)
+    found = requirements_of(world.job, world.state, ClusterView(nodes=nodes), world.now)
     assert found is not None
     assert found.hold == "it is not protected"
 
@@ -208,7 +208,7 @@ def test_a_job_whose_daemons_have_not_all_reported_may_have_something_to_lose() 
     world.settle()
     nodes = {member.node: world.node_view(member.node) for member in world.membership.members}
     nodes["n1"] = NodeView(name="n1")
-    found = stand_of(world.job, world.state, Observed(nodes=nodes), world.now)
+    found = requirements_of(world.job, world.state, ClusterView(nodes=nodes), world.now)
     assert found is not None
     assert found.hold == "the daemon on n1 has not reported yet"
 

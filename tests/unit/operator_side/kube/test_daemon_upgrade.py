@@ -17,9 +17,14 @@ from holdfast_operator.kube.cluster.daemons import (
     read_revision,
 )
 from holdfast_operator.kube.metrics import OperatorMetrics
-from holdfast_operator.kube.upgrade.renewing import ABSENT_S, CATCH_UP_S, REPORTED_AFTER_S, Renewing
+from holdfast_operator.kube.upgrade.daemon_upgrade import (
+    ABSENT_S,
+    CATCH_UP_S,
+    REPORTED_AFTER_S,
+    DaemonUpgrade,
+)
 from holdfast_operator.reconciler.observe.views import Event
-from holdfast_operator.reconciler.renewal import JobStand
+from holdfast_operator.reconciler.upgrade_plan import JobRequirements
 
 OWNER = [{"kind": "DaemonSet", "name": "holdfast-daemon", "uid": "ds"}]
 
@@ -41,17 +46,17 @@ class Desk:
         for node in ("a", "b"):
             self.pod(node, "old")
         self.revisions = {"1": revision(1, "old"), "2": revision(2, "new")}
-        self.jobs: list[JobStand] | None = []
+        self.jobs: list[JobRequirements] | None = []
         self.changed: list[set[str]] = []
         self.posted: list[tuple[str, Event]] = []
-        self.renewing = Renewing(
+        self.upgrade = DaemonUpgrade(
             self.api,
             "hf",
             pods=lambda: self.pods,
             revisions=lambda: self.revisions,
             jobs=lambda: self.jobs,
             changed=lambda nodes: self.changed.append(set(nodes)),
-            recorder=self,
+            post=self.post,
             metrics=self.metrics,
             clock=lambda: self.now,
         )
@@ -79,15 +84,15 @@ class Desk:
     def turn(self) -> list[str]:
         """The pods that one turn deletes."""
         before = len(self.api.requests)
-        asyncio.run(self.renewing.turn())
+        asyncio.run(self.upgrade.turn())
         return [name for verb, _, name in self.api.requests[before:] if verb == "delete"]
 
     def outdated(self) -> float | None:
         return self.metrics.registry.get_sample_value("holdfast_operator_daemons_outdated")
 
 
-PAIR = JobStand(key="t.j", groups=(("a", "b"),), protected=Generation(epoch=1, step=5))
-LATER = JobStand(key="t.j", groups=(("a", "b"),), protected=Generation(epoch=1, step=6))
+PAIR = JobRequirements(key="t.j", groups=(("a", "b"),), protected=Generation(epoch=1, step=5))
+LATER = JobRequirements(key="t.j", groups=(("a", "b"),), protected=Generation(epoch=1, step=6))
 
 
 def test_daemons_are_replaced_one_after_the_other_and_events_show_it() -> None:
@@ -109,7 +114,7 @@ def test_daemons_are_replaced_one_after_the_other_and_events_show_it() -> None:
     desk.pod("b", "new")
     assert desk.turn() == []
     assert desk.outdated() == 0.0
-    assert desk.renewing.condition(("a", "b")) is None
+    assert desk.upgrade.condition(("a", "b")) is None
     assert [event.reason for _, event in desk.posted] == [
         *("RenewingDaemon", "RenewingDaemon", "DaemonsRenewed")
     ]
@@ -133,7 +138,7 @@ def test_a_job_that_saves_rarely_is_not_waited_for_without_end() -> None:
 
 def test_a_wait_is_reported_once_it_lasts() -> None:
     desk = Desk()
-    desk.jobs = [JobStand(key="t.j", groups=(("a", "b"),), hold="it is not protected")]
+    desk.jobs = [JobRequirements(key="t.j", groups=(("a", "b"),), hold="it is not protected")]
     assert desk.turn() == []
     assert desk.posted == []
     desk.now += REPORTED_AFTER_S
@@ -154,7 +159,7 @@ def test_nothing_is_replaced_before_all_jobs_are_known() -> None:
 def test_a_daemon_that_never_started_is_replaced_at_once() -> None:
     desk = Desk()
     desk.pod("b", "old", ready=False, begun=False)
-    desk.jobs = [JobStand(key="t.j", groups=(("a", "b"),), hold="it is not protected")]
+    desk.jobs = [JobRequirements(key="t.j", groups=(("a", "b"),), hold="it is not protected")]
     assert desk.turn() == ["daemon-b-old"]
     assert "at once, because it never started" in desk.posted[0][1].message
 

@@ -2,8 +2,8 @@
 
 A daemon that is replaced is away for some seconds. Its memory stays, but meanwhile its parity
 groups protect no new snapshot, and bear one loss less. So only one daemon of each group is away at
-a time, and none of a group that could not bear the loss of a member, if its job has something to
-lose.
+a time. If the job has something to lose, no daemon is replaced in a group that could not bear the
+loss of a member.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from holdfast_operator.reconciler.observe.lookups import is_anything_saved, susp
 from holdfast_operator.reconciler.observe.protection import ParityGroups
 from holdfast_operator.reconciler.observe.text import listed
 from holdfast_operator.reconciler.observe.views import (
+    ClusterView,
     Condition,
     ConditionType,
     ControlState,
-    Observed,
 )
 from holdfast_operator.reconciler.report.conditions import has_all_who_captured, newest_protected
 
@@ -32,13 +32,13 @@ images."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DaemonStand:
+class DaemonState:
     """State of the pod of one node's daemon."""
 
     outdated: bool
-    """Whether it runs another version than it would get now."""
+    """Whether its version differs from the version that a new pod would get."""
     serves: bool
-    """Whether it is ready, and not being ended."""
+    """Whether it is ready, and not being deleted."""
     begun: bool = True
     """Whether its process has started up. A daemon that never did, because it crashes or its image
     cannot be pulled, serves no member that could miss it."""
@@ -46,7 +46,7 @@ class DaemonStand:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class JobStand:
+class JobRequirements:
     """What one job requires of the replacement of its daemons."""
 
     key: str
@@ -61,7 +61,7 @@ class JobStand:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Renewal:
+class UpgradePlan:
     """Decision on all daemons."""
 
     renew: tuple[str, ...] = ()
@@ -76,29 +76,33 @@ class Renewal:
         return f"{self.total - len(self.outdated)} of {self.total} daemons run the new version"
 
 
-def choose(daemons: Mapping[str, DaemonStand], jobs: Iterable[JobStand]) -> Renewal:
+def plan_upgrade(
+    daemons: Mapping[str, DaemonState], jobs: Iterable[JobRequirements]
+) -> UpgradePlan:
     """Choose the daemons to replace, from all daemons by node.
 
     The first daemon of a new version is replaced alone, and the others wait until it serves: a
     version that does not start takes down one.
     """
-    outdated = [node for node, stand in sorted(daemons.items()) if stand.outdated]
-    concerns: dict[str, list[tuple[JobStand, tuple[str, ...]]]] = defaultdict(list)
+    # Find whom each daemon concerns, and which daemons are away already.
+    outdated = [node for node, daemon in sorted(daemons.items()) if daemon.outdated]
+    concerns: dict[str, list[tuple[JobRequirements, tuple[str, ...]]]] = defaultdict(list)
     for job in jobs:
         for group in job.groups:
             for node in group:
                 concerns[node].append((job, group))
-    away = {node for node, stand in daemons.items() if not stand.serves}
+    away = {node for node, daemon in daemons.items() if not daemon.serves}
     under_way = {n for n in away if daemons[n].ending or not daemons[n].outdated}
-    proved = any(stand.serves and not stand.outdated for stand in daemons.values())
+    proved = any(daemon.serves and not daemon.outdated for daemon in daemons.values())
+    # Judge the outdated daemons in turn, as if each chosen one were already away.
     chosen: list[str] = []
     waiting: dict[str, str] = {}
     for node in outdated:
-        stand = daemons[node]
-        if stand.ending:
+        daemon = daemons[node]
+        if daemon.ending:
             waiting[node] = "its pod is being deleted"
             continue
-        if stand.begun:
+        if daemon.begun:
             reason = _pace(under_way.union(chosen), proved) or _objection(
                 node, concerns[node], away.union(chosen), daemons.keys()
             )
@@ -106,7 +110,7 @@ def choose(daemons: Mapping[str, DaemonStand], jobs: Iterable[JobStand]) -> Rene
                 waiting[node] = reason
                 continue
         chosen.append(node)
-    return Renewal(
+    return UpgradePlan(
         renew=tuple(chosen),
         waiting=waiting,
         outdated=frozenset(outdated),
@@ -124,7 +128,7 @@ def _pace(under_way: Collection[str], proved: bool) -> str:
 
 def _objection(
     node: str,
-    concerns: Iterable[tuple[JobStand, tuple[str, ...]]],
+    concerns: Iterable[tuple[JobRequirements, tuple[str, ...]]],
     absent: Collection[str],
     known: Collection[str],
 ) -> str:
@@ -143,9 +147,9 @@ def _objection(
     return ""
 
 
-def stand_of(
-    job: MoETrainingJob, state: ControlState, observed: Observed, now: float
-) -> JobStand | None:
+def requirements_of(
+    job: MoETrainingJob, state: ControlState, observed: ClusterView, now: float
+) -> JobRequirements | None:
     """Requirements of the job; None when it has no members, or has ended and keeps nothing.
 
     Args:
@@ -165,7 +169,7 @@ def stand_of(
     if not is_anything_saved(job, observed, state):
         # Nothing to lose, if that is what all of them say.
         hold = f"the daemon on {listed(unheard)} has not reported yet" if unheard else ""
-        return JobStand(key=job.key, groups=groups, hold=hold)
+        return JobRequirements(key=job.key, groups=groups, hold=hold)
     weak = ParityGroups(job, membership, observed, state, now).weak
     unsure = {
         member.index
@@ -180,7 +184,7 @@ def stand_of(
         protected is None or not has_all_who_captured(membership, protected)
     ):
         hold = "it is not protected"
-    return JobStand(
+    return JobRequirements(
         key=job.key,
         groups=groups,
         hold=hold,
@@ -189,12 +193,12 @@ def stand_of(
     )
 
 
-def outdated_condition(renewal: Renewal, nodes: Iterable[str]) -> Condition | None:
+def outdated_condition(plan: UpgradePlan, nodes: Iterable[str]) -> Condition | None:
     """Condition of a job with members on `nodes`; None when all their daemons are up to date."""
-    old = sorted(renewal.outdated.intersection(nodes)) if renewal.outdated else []
+    old = sorted(plan.outdated.intersection(nodes)) if plan.outdated else []
     if not old:
         return None
-    waiting = [(node, renewal.waiting[node]) for node in old if node in renewal.waiting]
+    waiting = [(node, plan.waiting[node]) for node in old if node in plan.waiting]
     waits = f"; the one on {waiting[0][0]} waits: {waiting[0][1]}" if waiting else ""
     return Condition(
         type=ConditionType.DAEMONS_OUTDATED,
