@@ -113,7 +113,7 @@ class LossReport:
     ranks: int
     """Number of ranks whose tokens these are."""
     k: int
-    """Experts of each layer in a snapshot; with the policy Selective, of all layers together."""
+    """Experts in a snapshot, as the policy counts them: of each layer, or of all layers."""
     experts_max: int
     """Experts of the layer that has most, or of all layers together: this K captures all."""
     limit: float

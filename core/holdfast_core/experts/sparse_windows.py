@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property
 
 from holdfast_core.errors import InvalidJobError
-from holdfast_core.job.snapshots import Repeats
 from holdfast_core.snapshots.units import UnitKey, UnitKind
 
 _LAST = (
@@ -34,6 +34,13 @@ _LAST = (
 )
 """Kinds in the order of their slots. What every token uses comes last: it stays frozen longest in a
 replay."""
+
+
+class Repeats(StrEnum):
+    """What a recovery repeats of the steps of a sparse window."""
+
+    TRAINING = "Training"
+    OPTIMIZER = "Optimizer"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,6 +34,7 @@ from holdfast_core.job.failures import (
 )
 from holdfast_core.job.local_differences import local_differences
 from holdfast_core.job.locations import Locations, location_of
+from holdfast_core.job.policies.registered import PolicyType
 from holdfast_core.job.references import resolve_words
 from holdfast_core.job.rules import RULES, queue_problems, rule_problems
 from holdfast_core.job.schema import (
@@ -46,7 +47,6 @@ from holdfast_core.job.schema import (
     Scheduling,
     Spec,
 )
-from holdfast_core.job.snapshots import PolicyType
 from holdfast_core.job.templates import TEMPLATE, template_problems
 
 __all__ = [

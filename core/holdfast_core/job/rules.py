@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 
-from holdfast_core.job.cel import compile_cel
 from holdfast_core.job.documents import MISSING, Problem, at, convert, refuse, without_nulls
 from holdfast_core.job.intervals import AUTO
 from holdfast_core.job.locations import HOW_TO_WRITE_A_STORAGE_URI, NOT_A_STORAGE_URI, URI_PATTERN
 from holdfast_core.job.persistence import LATEST
+from holdfast_core.job.policies.policy import Policy
+from holdfast_core.job.policies.registered import PolicyType
+from holdfast_core.job.rule import Rule
 from holdfast_core.job.schema import (
     MANAGER,
     PREBUILT_LABEL,
@@ -28,7 +29,7 @@ from holdfast_core.job.schema import (
     MoETrainingJob,
 )
 from holdfast_core.job.settings import JobSetting
-from holdfast_core.job.snapshots import BANDWIDTH_BYTES_S_MIN, POLICY_FIELDS, LossyPolicy, Policy
+from holdfast_core.job.snapshots import BANDWIDTH_BYTES_S_MIN
 from holdfast_core.protection.groups import MIN_GROUP_SIZE
 from holdfast_core.protection.intervals import STEPS_MAX
 from holdfast_core.snapshots.layouts import SLOTS_MAX, SLOTS_MIN
@@ -42,44 +43,6 @@ _NOT_FOR_EXTERNAL = "needs pods that Holdfast makes, and spec.trainer.external i
 _IN_THE_SCRIPT = "pass holdfast.Settings in the script"
 _DNS_PATTERN = "[a-z0-9]([-.a-z0-9]*[a-z0-9])?"
 _GENERATION_PATTERN = "[0-9]{1,18}[.][0-9]{1,18}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rule:
-    """One rule of the part of a document that is at one path."""
-
-    rule: str
-    """CEL over `self` (and `oldSelf`), true when all is well."""
-    says: str
-    """Message: what is wrong; what to do. `%d` and `%s` stand for the values."""
-    values: tuple[str, ...] = ()
-    """CEL of each value. `format` inserts them: the API server assumes that the text of a number
-    (`string(n)`) has no maximum length, and refuses to join such texts."""
-    field: str = ""
-    """Path below the schema that holds the rule, such as `.parallelism`; shown to people."""
-    forbidden: bool = False
-    """Whether the value is well-formed but must not be set now."""
-
-    @property
-    def changes(self) -> bool:
-        """Whether it is about a change, and says nothing about one document."""
-        return "oldSelf" in self.rule
-
-    def problem(self, value: Any, path: str) -> Problem | None:
-        """The problem of `value`, found at `path`, if it breaks the rule."""
-        scope = {"self": value}
-        if compile_cel(self.rule)(scope):
-            return None
-        says = self.says % tuple(compile_cel(part)(scope) for part in self.values)
-        wrong, _, fix = says.partition("; ")
-        shown = at(value, *self.field.split(".")[1:])
-        plain = isinstance(shown, list) and not any(isinstance(one, dict) for one in shown)
-        return Problem(
-            path=(path + self.field).removeprefix("."),
-            value=shown if plain or isinstance(shown, str | int | float) else MISSING,
-            wrong=wrong,
-            fix=fix,
-        )
 
 
 def rule_problems(document: Any, paths: Iterable[str]) -> Iterator[Problem]:
@@ -96,14 +59,10 @@ def check_policy(policy: Policy) -> None:
     Raises:
         InvalidJobError: it has a value out of its limits, or breaks a rule between its settings.
     """
-    field = POLICY_FIELDS.get(policy.policy_type)
-    if field is None:
-        return
     problems: list[Problem] = []
     plain = without_nulls(msgspec.to_builtins(policy))
     if convert(type(policy), plain, "policy", problems) is not None:
-        rules = RULES.get(f"spec.snapshot.policy.{field}", ())
-        problems.extend(_problems(rules, plain, "policy"))
+        problems.extend(_problems(policy.field_rules(), plain, "policy"))
     refuse(f"policy={policy} is not valid", problems)
 
 
@@ -174,39 +133,6 @@ _DNS_NAME = Rule(
     says="not a DNS-1123 subdomain; use lower-case letters, digits, '-' and '.', beginning and "
     "ending with a letter or a digit",
 )
-
-
-_LOSSY_FIELDS = [POLICY_FIELDS[kind.policy_type] for kind in get_args(LossyPolicy)]
-_SPARSE = (
-    Rule(
-        rule="self.snapshot.policy.type != 'Sparse' || self.snapshot.interval.steps == 1",
-        says="a window of snapshot.policy.type Sparse needs every step; use 1, or another policy",
-        field=".snapshot.interval.steps",
-    ),
-)
-
-
-def _recompute(field: str) -> tuple[Rule, ...]:
-    """Rules for the settings of one policy."""
-    policy = "self.snapshot.policy"
-    asked = f"has({policy}.{field}) && {policy}.{field}.recompute"
-    return (
-        Rule(
-            rule=f"!({asked}) || self.redundancy.type == 'Replication'",
-            says="needs replicas, and spec.redundancy.type %s keeps none; remove it, or set the "
-            "type to Replication",
-            values=("self.redundancy.type",),
-            field=f".snapshot.policy.{field}.recompute",
-        ),
-        Rule(
-            rule=f"!({asked}) || self.redundancy.type != 'Replication' || "
-            "self.snapshot.interval.steps == 1",
-            says="a gradient covers one step, not spec.snapshot.interval.steps = %s; remove it, "
-            "or set the steps to 1",
-            values=("self.snapshot.interval.steps",),
-            field=f".snapshot.policy.{field}.recompute",
-        ),
-    )
 
 
 def _only_with(path: str, kind: str, field: str) -> Rule:
@@ -366,13 +292,6 @@ _FEWER_NODES = (
         field=".minNodes",
     ),
     Rule(
-        rule=f"{_FEWER} || self.snapshot.policy.type != 'Sparse'",
-        says="steps of a sparse window are repeated only by the world that captured it; use "
-        "another policy, or minNodes = %d",
-        values=("self.nodes",),
-        field=".snapshot.policy.type",
-    ),
-    Rule(
         rule=f"{_FEWER} || !(self.scheduling.gang in ['Volcano', 'Coscheduling'])",
         says="schedules no pod while the job has fewer than %d; use None, Kueue or KueuePodGroup, "
         "or minNodes = %d",
@@ -399,12 +318,6 @@ _ELASTIC = (
             field=f".parallelism.{name}",
         )
         for name in ("tp", "pp", "ep")
-    ),
-    Rule(
-        rule="!has(self.elastic) || self.snapshot.policy.type != 'Sparse'",
-        says="spec.elastic moves experts between ranks, and only the ranks of a sparse window can "
-        "repeat its steps; use Full, PartialExperts or Selective, or remove spec.elastic",
-        field=".snapshot.policy.type",
     ),
     Rule(
         rule=f"!has(self.elastic) || !has(self.model) || self.model.numExperts <= {_SEATS}",
@@ -499,28 +412,6 @@ _MANAGED_BY = (
     ),
 )
 
-_CAPTURED = (
-    "(has(self.snapshot.policy.partialExperts) ? "
-    "self.snapshot.policy.partialExperts.expertsPerLayer : 1)"
-)
-_NO_EXPERTS = "!has(self.persistence) || !has(self.persistence.experts)"
-_PERSISTED_EXPERTS = (
-    Rule(
-        rule=f"{_NO_EXPERTS} || self.snapshot.policy.type == 'PartialExperts'",
-        says="the policy is %s; use snapshot.policy.type PartialExperts, or remove it",
-        values=("self.snapshot.policy.type",),
-        field=".persistence.experts",
-    ),
-    Rule(
-        rule=f"{_NO_EXPERTS} || self.snapshot.policy.type != 'PartialExperts' || "
-        f"self.persistence.experts <= {_CAPTURED}",
-        says="%d is more than the %d experts of each layer that a snapshot captures; persist no "
-        "more than that, or raise snapshot.policy.partialExperts.expertsPerLayer",
-        values=("self.persistence.experts", _CAPTURED),
-        field=".persistence.experts",
-    ),
-)
-
 _RESTORED = Rule(
     rule=f"self.restore.from == '{LATEST}' || has(self.persistence)",
     says="there is no spec.persistence to restore from; give spec.persistence.uri, or remove "
@@ -570,7 +461,9 @@ _TRAINER = (
     _not_for_external(".scheduling.gang", "self.scheduling.gang != 'None'", "remove it"),
     _not_for_external(".failurePolicy.spares", "self.failurePolicy.spares != 0", "remove it"),
     _not_for_external(
-        ".snapshot.policy.type", "self.snapshot.policy.type != 'Full'", _IN_THE_SCRIPT
+        ".snapshot.policy.type",
+        f"self.snapshot.policy.type != '{PolicyType.FULL}'",
+        _IN_THE_SCRIPT,
     ),
     _not_for_external(
         ".snapshot.interval.steps", f"self.snapshot.interval.steps == '{AUTO}'", _IN_THE_SCRIPT
@@ -587,9 +480,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         *_WORLD,
         *_FEWER_NODES,
         *_ELASTIC,
-        *(rule for field in _LOSSY_FIELDS for rule in _recompute(field)),
-        *_SPARSE,
-        *_PERSISTED_EXPERTS,
+        *(rule for kind in PolicyType for rule in kind.policy.job_rules()),
         _RESTORED,
         *_TRAINER,
         *(_fixed(f) for f in ("nodes", "nprocPerNode", "parallelism", "redundancy", "trainer")),
@@ -614,36 +505,19 @@ RULES: dict[str, tuple[Rule, ...]] = {
         ),
     ),
     "spec.snapshot.policy": tuple(
-        _only_with("spec.snapshot.policy", kind.value, field)
-        for kind, field in POLICY_FIELDS.items()
+        _only_with("spec.snapshot.policy", kind.value, kind.policy.field_name())
+        for kind in PolicyType
+        if kind.policy.has_fields()
     ),
+    **{
+        f"spec.snapshot.policy.{kind.policy.field_name()}": kind.policy.field_rules()
+        for kind in PolicyType
+        if kind.policy.field_rules()
+    },
     "spec.snapshot.interval.steps": (
         Rule(
             rule=f"type(self) == int ? self >= 1 && self <= {STEPS_MAX} : self == '{AUTO}'",
             says=f"not a number of steps; write {AUTO}, or a number from 1 to {STEPS_MAX}",
-        ),
-    ),
-    "spec.snapshot.policy.selective": (
-        Rule(
-            rule="!has(self.experts) || !has(self.budget)",
-            says="is given, but spec.snapshot.policy.selective.experts already sets the number; "
-            "remove one of the two",
-            field=".budget",
-        ),
-    ),
-    "spec.snapshot.policy.sparse": (
-        Rule(
-            rule="!has(self.decay) || self.order == 'TimeDecayed'",
-            says="is given, but spec.snapshot.policy.sparse.order is %s; remove it, or set the "
-            "order to TimeDecayed",
-            values=("self.order",),
-            field=".decay",
-        ),
-        Rule(
-            rule="self.order == 'Fixed' || self.repeats == 'Training'",
-            says="makes no difference with spec.snapshot.policy.sparse.repeats Optimizer, which "
-            "freezes no expert; remove one of the two",
-            field=".order",
         ),
     ),
     "spec.redundancy": tuple(

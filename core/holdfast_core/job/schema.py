@@ -18,9 +18,10 @@ from holdfast_core.job.documents import YEAR_S, Document
 from holdfast_core.job.elastic import ElasticExperts, ElasticVariable
 from holdfast_core.job.failures import REFORM_S, FailurePolicy
 from holdfast_core.job.persistence import Persistence, RestoreSpec
+from holdfast_core.job.policies.registered import PolicyType
 from holdfast_core.job.references import resolve_env
 from holdfast_core.job.settings import settings_of, variables_of
-from holdfast_core.job.snapshots import PolicyType, RedundancySpec, Snapshot
+from holdfast_core.job.snapshots import RedundancySpec, Snapshot
 from holdfast_core.protection.intervals import recoveries_per_s
 from holdfast_core.quantities import parse_bytes
 from holdfast_core.snapshots.membership import Redundancy

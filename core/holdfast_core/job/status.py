@@ -152,8 +152,8 @@ class TokenLossStatus(_Part, frozen=True, kw_only=True):
         Annotated[
             int,
             Meta(
-                description="the number of experts of each layer in a snapshot; with Selective, "
-                "of all layers"
+                description="the number of experts in a snapshot, as the policy counts them: of "
+                "each layer, or of all layers"
             ),
         ]
         | None
