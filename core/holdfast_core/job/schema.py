@@ -82,7 +82,10 @@ class Parallelism(Document, frozen=True, kw_only=True):
         Meta(
             description="the degree of data parallelism",
             examples=[4],
-            extra={"more": "That of all nodes: with fewer, it is smaller in proportion."},
+            extra={
+                "more": "Counted over all nodes. When the job runs on fewer, it shrinks in "
+                "proportion."
+            },
         ),
     ]
     tp: Annotated[_Degree, Meta(description="the degree of tensor parallelism", examples=[1])] = 1
@@ -165,9 +168,9 @@ class Trainer(Document, frozen=True, kw_only=True):
             description="true where another controller makes the pods, or false",
             extra={
                 "title": "Whether another controller makes the pods.",
-                "more": "Then there is no template. The pods of the namespace with the label "
-                "`holdfast.dev/job` are the job's; who made them starts them again, and Holdfast "
-                "holds, rebuilds and restores their state.",
+                "more": "Then there is no template. Pods of the namespace with the label "
+                "`holdfast.dev/job` belong to the job. The controller that made them "
+                "restarts them; Holdfast holds, rebuilds and restores their state.",
             },
         ),
     ] = False
@@ -201,10 +204,10 @@ class Spec(Document, frozen=True, kw_only=True):
                 description="the smallest number of nodes to train on",
                 examples=[3],
                 extra={
-                    "more": "When a member is lost and its ranks cannot start again at once, the "
-                    "job goes on with the others, down to this number, and grows again when a "
-                    "trainer is ready on the old node or on another. Without it, `nodes`: the job "
-                    "waits for both."
+                    "more": "When a member is lost and its ranks cannot restart at once, the job "
+                    "continues with the other members, down to this number. It grows again "
+                    "when a trainer is ready on the old node or on another. Without it, "
+                    "the job always waits for all `nodes`."
                 },
             ),
         ]

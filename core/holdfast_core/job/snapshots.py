@@ -84,13 +84,14 @@ class Snapshot(Document, frozen=True, kw_only=True):
             str,
             Meta(
                 max_length=32,
-                description="snapshots of each rank that its node has room for",
+                description="the number of snapshots of each rank that its node has room for",
                 examples=[2],
                 extra={
                     "more": "3: one protected, one being protected, one being written. 2: a third "
-                    "less memory, and a save is skipped while the one before it is being "
-                    "protected. auto: 3 where they fit into memoryPerNode and the daemon's budget, "
-                    "else 2. `holdfast plan` shows what each costs. An arena keeps its number."
+                    "less memory, but a save is skipped while the previous snapshot is "
+                    "being protected. auto: 3 if they fit into memoryPerNode and the "
+                    "daemon's budget, else 2. `holdfast plan` shows what each costs. An "
+                    "arena that exists keeps its number."
                 },
             ),
         ]
@@ -102,8 +103,8 @@ class Snapshot(Document, frozen=True, kw_only=True):
             description="whether snapshots hold 16-bit weights that follow from float32 masters",
             extra={
                 "more": "false: a snapshot with Adam's state needs 12 bytes for each parameter "
-                "instead of 14. A weight is left out only while it is its master, rounded, "
-                "which every save verifies to the bit.",
+                "instead of 14. A weight is left out only while it equals its rounded "
+                "master, which every save verifies bit for bit.",
                 "setting": True,
             },
         ),
@@ -113,7 +114,7 @@ class Snapshot(Document, frozen=True, kw_only=True):
             str,
             Meta(
                 max_length=32,
-                description="memory for the job's snapshots on each node",
+                description="the memory for the job's snapshots on each node",
                 examples=["200Gi"],
                 extra={
                     "more": "In bytes, or with Ki, Mi, Gi, Ti, Pi, k, M, G, T or P. A session "

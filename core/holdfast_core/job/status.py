@@ -165,7 +165,9 @@ class ExpertsStatus(_Part, frozen=True, kw_only=True):
     """Expert plan of the job; only where experts have uneven copies."""
 
     least_nodes: (
-        Annotated[int, Meta(description="the number of nodes on which every expert is at least")]
+        Annotated[
+            int, Meta(description="the smallest number of nodes on which any expert has copies")
+        ]
         | None
     ) = None
     ranks: Annotated[int, Meta(description="the ranks that the plan is for")] | None = None
@@ -174,7 +176,10 @@ class ExpertsStatus(_Part, frozen=True, kw_only=True):
     ) = None
     busiest_node_ratio: (
         Annotated[
-            float, Meta(description="planned tokens of the busiest node over those of the mean")
+            float,
+            Meta(
+                description="planned tokens of the busiest node, divided by the mean of all nodes"
+            ),
         ]
         | None
     ) = None
@@ -197,11 +202,11 @@ class ProtectionTrafficStatus(_Part, frozen=True, kw_only=True):
     """Network traffic between nodes for protection."""
 
     node_bytes_per_second: (
-        Annotated[int, Meta(description="bytes per second that the busiest node fetched lately")]
+        Annotated[int, Meta(description="bytes per second that the busiest node fetched recently")]
         | None
     ) = None
     bytes_per_second: (
-        Annotated[int, Meta(description="bytes per second that all nodes fetched lately")] | None
+        Annotated[int, Meta(description="bytes per second that all nodes fetched recently")] | None
     ) = None
     limit: (
         Annotated[int, Meta(description="bytes per second that the job lets each node fetch")]
@@ -360,7 +365,7 @@ class JobStatus(_Part, frozen=True, kw_only=True):
             int,
             Meta(
                 description="the snapshots of each rank that its node has room for, on the node "
-                "with the least room: what auto has come to"
+                "with the least room; with auto, the number that was chosen"
             ),
         ]
         | None

@@ -95,8 +95,9 @@ _Recompute = Annotated[
         description="whether replicas of experts that stay chosen are computed from gradients",
         extra={
             "more": "Only with redundancy.type Replication and interval.steps 1. While an expert "
-            "is captured in consecutive snapshots, its gradient is sent instead of its state; "
-            "what cannot be computed bit for bit is sent as it is. Takes memory for gradients."
+            "is captured in consecutive snapshots, its gradient is sent instead of its "
+            "state. State that cannot be computed bit for bit is sent as it is. Needs "
+            "memory for gradients."
         },
     ),
 ]

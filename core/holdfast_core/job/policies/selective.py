@@ -46,8 +46,8 @@ class ExpertBudget(Document, frozen=True, kw_only=True):
                 description="bytes per second of a rank that are protected",
                 examples=[1_000_000_000],
                 extra={
-                    "more": "Without it, the fastest rate measured on the slowest rank, if any "
-                    "was measured."
+                    "more": "Without it, the fastest rate measured on the slowest rank, if there "
+                    "is one."
                 },
             ),
         ]

@@ -38,8 +38,9 @@ class SparseWindows(Policy, frozen=True, kw_only=True):
             examples=[6],
             extra={
                 "more": "A longer window means fewer bytes at each step, and more steps to repeat "
-                "after a recovery: one and a half windows on average. `holdfast plan` shows which "
-                "hides behind a step. A model of fewer units has a shorter one."
+                "after a recovery: one and a half windows on average. `holdfast plan` "
+                "shows how long a window must be for its saves to hide behind a step. A "
+                "model with fewer units than this has a shorter window."
             },
         ),
     ] = 4
@@ -48,12 +49,12 @@ class SparseWindows(Policy, frozen=True, kw_only=True):
         Meta(
             description="which experts of a rank a window captures first",
             extra={
-                "more": "Fixed: by number. The others put those last that most tokens use, so that "
-                "they are frozen longest while steps are repeated. HardCount: by tokens. "
-                "SoftCount: by sums of the gate's probabilities, which the trainer counts in "
-                "place of tokens. TimeDecayed: by tokens, of which those of older windows count "
-                "less. CapacityAware: by tokens for each that the expert's layer has room for. "
-                "All but Fixed need a trainer that counts tokens."
+                "more": "Fixed: by number. The other orders put the most used experts last, so "
+                "that they stay frozen longest while steps are repeated. HardCount: by "
+                "tokens. SoftCount: by sums of the gate's probabilities, which the trainer "
+                "counts in place of tokens. TimeDecayed: by tokens, where those of older "
+                "windows count less. CapacityAware: by tokens, relative to the capacity of "
+                "the expert's layer. All but Fixed need a trainer that counts tokens."
             },
         ),
     ] = ExpertOrder.FIXED
@@ -63,7 +64,7 @@ class SparseWindows(Policy, frozen=True, kw_only=True):
             Meta(
                 gt=0,
                 lt=1,
-                description="the part of an expert's popularity that is left after a window",
+                description="the fraction of an expert's popularity that remains after a window",
                 examples=[0.9],
                 extra={"more": "Only with order TimeDecayed. Without it, 0.9."},
             ),
@@ -75,9 +76,9 @@ class SparseWindows(Policy, frozen=True, kw_only=True):
         Meta(
             description="what a recovery repeats of a window",
             extra={
-                "more": "Training: its steps, with the weights that its saves hold of units in "
-                "later slots. Optimizer: the optimizer's steps alone, with the gradients that its "
-                "saves hold of units in earlier slots."
+                "more": "Training: whole training steps; saves also hold the weights of units in "
+                "later slots. Optimizer: only the optimizer's steps; saves also hold the "
+                "gradients of units in earlier slots."
             },
         ),
     ] = Repeats.TRAINING
