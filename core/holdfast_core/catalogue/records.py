@@ -1,8 +1,8 @@
-"""What is in the catalogue about a job, and how its records are read.
+"""Records of a job in the catalogue, and how to read them.
 
 Daemons publish it, into Redis or into their own memory; readers need no daemon. Other programs can
-write to Redis, and records of an older version may remain there. Nothing is decided from them
-(invariant 6), so malformed records are left out and the rest is shown. Pure.
+write to Redis, and records of an older version may remain there. No decision depends on them
+(invariant 6), so malformed records are skipped and the rest is shown. Pure.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 The header describes the data twice: as tensors, for readers that only understand safetensors, and
 as the layout and manifest that the arena carried, so that the same piece digests verify the bytes
 from the trainer to the storage and back. Nothing in it is code (no pickle).
-docs/persisted-format.md shows an example. This module handles bytes only; files and places are for
-`holdfast_storage`.
+docs/persisted-format.md shows an example. This module handles bytes only; `holdfast_storage`
+handles files and places.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Where the copies of one layer's experts lie.
+"""Placement of the copies of one layer's experts on nodes.
 
 Maximum-rank-overlap (MRO, Lazarus §4.1) puts experts with equally few copies on the same nodes, so
-that few sets of lost nodes are fatal. The paper's theorem 1 calls every such placement optimal. It
-is when the groups' nodes are disjoint or one node holds all experts; otherwise the last group is
-cut off, and the placement may be beaten and may even put two copies of an expert on one node only.
-Then an exchange of copies improves it (`climb`), and `repair` gives every expert the nodes that its
-copies were meant for. `spread` deals copies evenly, which balances the load of nodes.
+that few sets of lost nodes are fatal. The paper's theorem 1 calls every such placement optimal.
+That is true if the groups' nodes are disjoint or one node holds all experts. Otherwise the last
+group is cut off: better placements may exist, and two copies of an expert may even lie on the same
+node. Then an exchange of copies improves it (`climb`), and `repair` gives every expert the nodes
+that its copies were meant for. `spread` deals copies evenly, which balances the load of nodes.
 
 A placement is an array [experts, nodes] of numbers of copies.
 """

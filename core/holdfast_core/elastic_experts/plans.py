@@ -1,13 +1,13 @@
 """Expert plans: the copies of all layers, chosen for survival or for balance.
 
-A plan does not change when its nodes are numbered otherwise, so all layers are placed in one order
-of the nodes: what is fatal to one layer is then mostly fatal to others too, and fewer sets of lost
-nodes are fatal to the model. Layers placed one by one, each in an order of its own, would each add
-their own.
+The numbering of nodes makes no difference to a plan, so all layers are placed in one order of the
+nodes. A set of lost nodes that is fatal to one layer is then mostly fatal to others too, so that
+fewer sets are fatal to the model. If each layer had an order of its own, each would add its own
+fatal sets.
 
-Placements for survival put rarely used experts on the same nodes, which load them less than others:
-they make every step longer. `Placement.AUTO` weighs that against what a loss costs that no live
-copy covers.
+Placements for survival put rarely used experts on the same nodes. Those nodes have less work than
+others, so every step takes longer. `Placement.AUTO` weighs this against the cost of a loss that no
+live copy covers.
 """
 
 from __future__ import annotations

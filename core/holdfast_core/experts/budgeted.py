@@ -1,4 +1,4 @@
-"""Selective experts: as many as the bandwidth hides in a step, where most tokens are at risk.
+"""Selection within a budget: as many experts as the bandwidth hides in a step, most tokens first.
 
 MoEtion §4.2 and §4.3, algorithm 1. The budget of a step gives a number of experts for the whole
 model. Layers share it in proportion to their token risk. Within a layer, the experts that processed

@@ -5,8 +5,8 @@ passed its limit, K doubles, until all experts are captured. K never shrinks by 
 
 The paper keeps the job's PLT below 5 % and gives each K "its limit" without saying which. Here the
 job's limit is divided equally over the values of K that can lose tokens (1, 2 and 4 of 8 experts),
-because it is the sum that harms the model. So the job's PLT stays below the limit, except for what
-a recovery that passes its share loses beyond it.
+because it is the sum that harms the model. So the job's PLT stays below the limit, except where a
+single recovery loses more than its share.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Each rank counts the tokens that it routed itself. The tokens that recoveries ha
 for the whole job on every rank, because a restore adds them up. So figures of several ranks are
 sums over sums: tokens at risk and routed tokens are added by layer, and only then divided; lost
 tokens are taken once and divided by what all ranks together have routed. A mean of the ranks'
-ratios would weigh a rank that routed little like one that routed much.
+ratios would give a rank that routed few tokens the weight of one that routed many.
 
 Each rank of a tensor-parallel group counts the same tokens: portions stay right, but absolute
 numbers count such a token once for each rank.

@@ -1,8 +1,8 @@
 """Popularity of experts: which of them a sparse window captures first.
 
-A unit is frozen in the repeated steps of a window until its slot. So the experts that few tokens
-use go first, and those that many use last (MoEvement §3.5, appendix B). Ranks add up what they have
-counted, once for each window, and all derive the same order from the same sums.
+A unit is frozen in the repeated steps of a window until its slot. So rarely used experts go first,
+and popular experts last (MoEvement §3.5, appendix B). Ranks add up what they have counted, once for
+each window, and all derive the same order from the same sums.
 """
 
 from __future__ import annotations

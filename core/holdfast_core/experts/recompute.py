@@ -1,7 +1,7 @@
 """Which experts cross the network as gradients, and what a peer needs to compute the rest.
 
-MoEtion §5.2: while an expert stays selected, a peer that holds its state of the step before can
-compute the new state from the gradient, which is a fraction of it: 2 bytes for each parameter
+MoEtion §5.2: while an expert stays selected, a peer that holds its state of the previous step can
+compute the new state from the gradient, which is a fraction of its size: 2 bytes for each parameter
 instead of 14 with bfloat16 weights, float32 masters and Adam's moments.
 
 For each parameter of an expert, a snapshot carries its gradient and a recipe, as two more tensors

@@ -2,7 +2,7 @@
 
 A window of W steps captures each unit's whole state once, in its slot. This module divides units
 into slots by bytes (MoEvement §3.5, algorithm 1) and says what a save holds. It deals with neither
-places nor tensors. What a recovery repeats decides what a save holds besides:
+places nor tensors. What else a save holds depends on what a recovery repeats:
 
 - Training: before its slot, the unit's compute weights, so that training can be repeated from the
   first save while the unit is frozen (§3.2).
@@ -127,9 +127,9 @@ def reordered(
     groups: Sequence[Sequence[UnitKey]],
     popularity: Mapping[UnitKey, float],
 ) -> Schedule:
-    """`schedule`, which repeats training, with the slots of each group given out anew: the later
-    ones to the experts that are used more (MoEvement §3.5); of equally popular ones, to those of
-    higher numbers."""
+    """`schedule`, which repeats training, with the slots of each group reassigned: the later ones
+    to the experts that are used more (MoEvement §3.5); of equally popular ones, to those of higher
+    numbers."""
     slot_of = dict(schedule.slot_of)
     for units in groups:
         slots = sorted(schedule.slot(unit) for unit in units)

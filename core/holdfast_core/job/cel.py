@@ -1,10 +1,11 @@
 """The part of CEL in which a job's rules are written, for runs without an API server.
 
-Common Expression Language is what an API server evaluates; a rule that Python had in other words
-could differ from it. Only what the rules use is here: arithmetic, comparisons, `? :`, lists,
-`has`, `size`, `type`, `matches`, `contains`, `split`, `exists`, `filter`, and quantities of bytes.
-Anything else is refused when a rule is compiled. As in CEL, division truncates and texts are not
-numbers; unlike in CEL, an error on the left of `||` or `&&` is an error even if the right decides.
+An API server evaluates rules in the Common Expression Language. A second version of a rule in
+Python could differ from it, so the same text is evaluated here. Only what the rules use is here:
+arithmetic, comparisons, `? :`, lists, `has`, `size`, `type`, `matches`, `contains`, `split`,
+`exists`, `filter`, and quantities of bytes. Anything else is refused when a rule is compiled. As in
+CEL, division truncates and texts are not numbers; unlike in CEL, an error on the left of `||` or
+`&&` is an error even if the right decides.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Part of a job that says how many copies its experts have, and where they lie (docs/elastic.md).
+"""The part of a `MoETrainingJob` about copies of experts: how many, and where (docs/elastic.md).
 
 The rules between these fields and others are in `holdfast_core.job.rules`; plans are made from them
 in `holdfast_core.elastic_experts`.
@@ -15,11 +15,11 @@ from holdfast_core.job.documents import Document
 
 MIN_COPIES = 2
 REPLACE_S = 60.0
-"""Time until a lost node has been replaced, where nothing else is said."""
+"""Default time until a lost node has been replaced."""
 FALLBACK_S = 30.0
 """Time that is lost when an expert has no copy left; an assumption, and no measurement."""
 REBALANCE_STEPS = 200
-"""Lazarus plans anew after as many steps (§6.1)."""
+"""Lazarus makes a new plan after as many steps (§6.1)."""
 
 
 class Allocation(StrEnum):

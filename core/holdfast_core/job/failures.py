@@ -1,4 +1,4 @@
-"""The part of a `MoETrainingJob` about failures: what counts as lost, and what is done then."""
+"""The part of a `MoETrainingJob` about failures: what counts as lost, and what to do about it."""
 
 from __future__ import annotations
 

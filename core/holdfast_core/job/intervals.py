@@ -1,5 +1,5 @@
-"""The part of a `MoETrainingJob` about how often snapshots are taken, and how often one is expected
-to be needed."""
+"""The part of a `MoETrainingJob` about how often snapshots are taken, and how often failures are
+expected."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Places for copies: the form of a URI, and the list of locations that a platform team allows.
 
 Daemons reach storage with rights that no job has by itself. So a job's URI is checked against a
-list, by the control loop before the job is placed and by each daemon before it opens anything. What
-is compared is what will be opened: a URI that could be read in two ways (percent-encoding, `..`,
-empty parts, chains of file systems, a scheme in capitals) is refused, never corrected. Pure: links
-of a file system are checked where it is opened.
+list, by the control loop before the job is placed and by each daemon before it opens anything. The
+comparison must hold for what will be opened: a URI that could be read in two ways
+(percent-encoding, `..`, empty parts, chains of file systems, a scheme in capitals) is refused,
+never corrected. Pure: links of a file system are checked where it is opened.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A `MoETrainingJob` document, parsed to a consistent job or refused with every problem at once.
 
-`parse_job` checks what follows from the document alone; nodes, labels and memory are checked by the
-components that see them. `check_local` refuses what must not run without Kubernetes, and
+`parse_job` checks what follows from the document alone; the components that see nodes, labels and
+memory check those. `check_local` refuses what must not run without Kubernetes, and
 `ignored_locally` lists what has no effect there. Reading YAML is left to the caller.
 """
 

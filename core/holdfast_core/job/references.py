@@ -2,8 +2,8 @@
 
 `$(NAME)` in `command`, `args` and values of `env` stands for a variable, `$$` for a dollar sign. A
 reference to a variable that does not exist, or that comes later in `env`, stays as it is written.
-References to references can make much of little text, so what results is bounded by what Linux
-gives to a program.
+References to references can expand a short text enormously, so the result is limited to the size
+that Linux passes to a program.
 """
 
 from __future__ import annotations

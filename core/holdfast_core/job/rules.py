@@ -1,8 +1,9 @@
-"""Rules of a job beyond the types of its fields: between fields, and for what a type cannot say.
+"""Rules of a job that the types of its fields cannot express, such as those between fields.
 
-`RULES` is the only place of each. The API server evaluates them by the resource that is generated
-from it (`holdfast_operator.crd`), a run without one by `rule_problems`, and both give the message.
-Labels, which no rule of an API server sees, are checked by `queue_problems`.
+`RULES` has each rule once; those about a policy come from the policy's module
+(`holdfast_core.job.policies`). The API server evaluates them from the generated resource
+(`holdfast_operator.crd`); where there is no API server, `rule_problems` does. Both show the rule's
+message. Labels, which no rule of an API server sees, are checked by `queue_problems`.
 """
 
 from __future__ import annotations
@@ -280,7 +281,7 @@ _FEWER_NODES = (
     Rule(
         rule=f"{_FEWER} || self.redundancy.type != 'None'",
         says="redundancy.type None loses the state of a lost node, without which the others cannot "
-        "go on; use RAIM5, RAIM6 or Replication, or minNodes = %d",
+        "continue; use RAIM5, RAIM6 or Replication, or minNodes = %d",
         values=("self.nodes",),
         field=".minNodes",
     ),

@@ -56,7 +56,7 @@ class Gang(StrEnum):
 COPY_ANNOTATION = "holdfast.dev/persist"
 """Annotation of a job that asks for a copy of the newest generation in durable storage."""
 RESUME_ANNOTATION = "holdfast.dev/resume"
-"""Annotation of a failed job that asks for it to go on."""
+"""Annotation of a failed job that asks for it to be resumed."""
 
 
 class Metadata(Document, frozen=True, kw_only=True):
@@ -289,7 +289,7 @@ class Spec(Document, frozen=True, kw_only=True):
 
     @property
     def may_shrink(self) -> bool:
-        """Whether the job may go on with fewer nodes than it begins with."""
+        """Whether the job may continue with fewer nodes than it begins with."""
         return self.least_nodes < self.nodes
 
 
@@ -329,8 +329,8 @@ class MoETrainingJob(Document, frozen=True, kw_only=True):
 
     @property
     def resume_request(self) -> str:
-        """Text of the annotation that asks for the job to go on after it has failed: each new text
-        asks once; empty when there is none."""
+        """Text of the annotation that asks for the job to be resumed after it has failed: each new
+        text asks once; empty when there is none."""
         return self.metadata.annotations.get(RESUME_ANNOTATION, "")
 
     def topology(self) -> Topology:

@@ -1,10 +1,10 @@
 """Fields of a job that its trainers get as settings.
 
 A field becomes one by `extra={"setting": True}` in its `Meta`: pods get its value in an environment
-variable, and `holdfast.Settings` has an attribute of its name, by which a script may decide
-otherwise. All else follows: pods of other controllers, which get no variables, may not ask for
-another value, and no value changes while pods run (`holdfast_core.job.rules`). No I/O: the SDK
-reads the environment.
+variable, and `holdfast.Settings` has an attribute of the same name, with which a script can
+override it. Everything else follows: a job whose pods another controller makes, which get no
+variables, cannot set it, and its value cannot change while pods run (`holdfast_core.job.rules`). No
+I/O: the SDK reads the environment.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The part of a `MoETrainingJob` about snapshots: what they hold, how often, how they are kept."""
+"""The part of a `MoETrainingJob` about snapshots: contents, memory and redundancy."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The status of a `MoETrainingJob`, which the operator writes for people and for itself.
 
-Every field may be missing: a new job has none. The schema that an API server gets and the reference
-are generated from these types.
+Every field may be missing: a new job has none. The schema for the API server and the reference are
+generated from these types.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Phase(StrEnum):
 
 
 ENDED = (Phase.COMPLETE, Phase.FAILED)
-"""Phases that a job does not leave by itself; a person may have one that failed go on."""
+"""Phases that a job does not leave by itself; a person may resume a failed job."""
 
 
 class RecoveryMode(StrEnum):
@@ -41,7 +41,7 @@ class RecoveryMode(StrEnum):
     IN_PLACE = "InPlace"
     """They stay in their processes, and restore there."""
     RESTART = "Restart"
-    """They are started anew."""
+    """They are started again."""
 
 
 class ConditionStatus(StrEnum):
@@ -84,7 +84,9 @@ class StrengthStatus(_Part, frozen=True, kw_only=True):
     active: Annotated[int, Meta(description="the members of the present epoch")] | None = None
     desired: Annotated[int, Meta(description="all members: spec.nodes")] | None = None
     minimum: (
-        Annotated[int, Meta(description="the fewest that the job goes on with: spec.minNodes")]
+        Annotated[
+            int, Meta(description="the fewest members that the job continues with: spec.minNodes")
+        ]
         | None
     ) = None
     joining: (
@@ -271,9 +273,9 @@ class JobStatus(_Part, frozen=True, kw_only=True):
             Meta(
                 description="what a recovery does to workers that have not failed",
                 extra={
-                    "more": "InPlace: they stay in their processes, since all ranks use "
-                    "`holdfast.elastic`. Restart: they are started anew. Missing while the ranks "
-                    "are not at work yet."
+                    "more": "InPlace: their processes stay, because all ranks use "
+                    "`holdfast.elastic`. Restart: they are started again. Missing until "
+                    "all ranks are at work."
                 },
             ),
         ]

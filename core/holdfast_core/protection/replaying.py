@@ -1,10 +1,10 @@
-"""Which pipeline stages repeat which steps, when every rank of them is lost and the others still
-have their state.
+"""Plan of the steps that lost pipeline stages repeat alone, while the other stages still have their
+state.
 
 A lost stage restores the recovery line and repeats the steps after it alone, with what its
 neighbours have logged at its boundaries (MoEvement §3.4). The plan follows from statements of all
-ranks, and is the same on each of them. It promises nothing that a statement does not show: where
-one is missing or contradicts another, there is no plan, and all ranks restore the line.
+ranks, and is the same on each of them. It relies only on what the statements show: if one is
+missing or contradicts another, there is no plan, and all ranks restore the line.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Where training goes on when processes have outlived their world: from what they have, or from the
-recovery line.
+"""Verdict on where training continues when processes have outlived their world: from their own
+state, or from the recovery line.
 
-Every rank of a new world states what it has of the training state, and derives the same verdict
-from all statements. A vote before the optimizer stands behind it: nobody completes a step unless
-every rank of the old world had all its gradients. So processes that outlive a world are at most one
-step apart, and those that are behind can finish the step alone. This rule checks that it is so: a
-statement that cannot be explained by the vote leads back to the recovery line.
+Every rank of a new world states which part of the training state it has, and derives the same
+verdict from all statements. The verdict relies on the vote before the optimizer: no rank completes
+a step unless every rank of the old world had all its gradients. So processes that outlive a world
+are at most one step apart, and those that are behind can finish the step alone. This module checks
+that: if the vote cannot explain a statement, all ranks return to the recovery line.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class RankStanding(msgspec.Struct, frozen=True, kw_only=True):
     """Statement of one rank of a new world."""
 
     step: int = NEW
-    """Step whose state it has, whole: the number of completed steps. `NEW` for none."""
+    """Step whose complete state it has: the number of completed steps. `NEW` for none."""
     ready: bool = False
     """Whether it holds all gradients of the step after that, and can finish it without others."""
     torn: str = ""
-    """Why its state is that of no step; empty when it is."""
+    """Reason why its state does not belong to one step; empty if it does."""
     topology: str = ""
     """Topology of its script, in a world of any size; empty for a new process."""
     rank: int = 0
@@ -43,9 +43,9 @@ class RankStanding(msgspec.Struct, frozen=True, kw_only=True):
     experts: bool = False
     """Whether it has experts, which only ranks of its expert coordinate hold."""
     logs: bool = False
-    """Whether it has logged what crosses the boundaries of its pipeline stage."""
+    """Whether it has logged the tensors that cross the boundaries of its pipeline stage."""
     held: tuple[tuple[int, ...], ...] = ()
-    """For each layer whose experts have uneven copies those in its seats."""
+    """Experts in its seats, for each layer whose experts have uneven copies."""
     layer_experts: int = 0
     """Experts of each such layer."""
 
@@ -65,35 +65,35 @@ def read_standings(texts: Sequence[str]) -> list[RankStanding]:
             found.append(_STANDING.decode(text))
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise ProtocolError(
-                f"what rank {rank} states to have of the training state cannot be read: {error}; "
+                f"cannot decode the statement of rank {rank} about its training state: {error}; "
                 f"run the same version of holdfast on all ranks"
             ) from error
     return found
 
 
 class StandingAction(StrEnum):
-    """What all ranks of a new world do."""
+    """Action that all ranks of a new world take."""
 
     LIVE = "live"
-    """Go on after `step` from what processes have."""
+    """Continue after `step` from the state of the processes."""
     FORWARD = "forward"
-    """First finish `step`, where that is not done; then state again."""
+    """First finish `step` on the ranks that have not; then all state again."""
     REPLAY = "replay"
-    """Let the ranks of lost stages repeat steps alone, where the evidence of all ranks allows it;
-    else as `LINE`."""
+    """Let the ranks of lost stages repeat steps alone if the evidence of all ranks allows it;
+    otherwise do as for `LINE`."""
     LINE = "line"
     """Restore the recovery line."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StandingVerdict:
-    """What follows from the statements of all ranks; equal on all."""
+    """Conclusion from the statements of all ranks; equal on all of them."""
 
     action: StandingAction
     reason: str
     step: int = 0
     sources: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    """New rank → the ranks that give it what is not an expert, and experts."""
+    """New rank → pair of ranks: one gives it the non-expert state, the other experts."""
 
 
 def standing(ranks: Sequence[RankStanding]) -> StandingVerdict:
@@ -165,11 +165,11 @@ def standing(ranks: Sequence[RankStanding]) -> StandingVerdict:
 
 
 def can_lose_member(own: RankStanding, ranks: int, nproc: int) -> bool:
-    """Whether other members hold all that the member of this rank holds, so that training may go on
+    """Whether other members hold all state of this rank's member, so that training could continue
     live without it.
 
     Args:
-        own: what this rank has, between two steps.
+        own: statement of this rank, between two steps.
         ranks: number of ranks of the world.
         nproc: ranks of each member.
     """
@@ -188,7 +188,8 @@ def _back(reason: str) -> StandingVerdict:
 
 
 def _contradiction(live: Mapping[int, RankStanding]) -> str:
-    """Why the statements about experts in seats are not of one model; empty when they are."""
+    """Reason why the statements about experts in seats contradict each other; empty if they do
+    not."""
     first = min(live)
     layers, experts = len(live[first].held), live[first].layer_experts
     for rank, one in live.items():
@@ -208,7 +209,7 @@ def _contradiction(live: Mapping[int, RankStanding]) -> str:
 
 
 def _without_copy(live: Sequence[RankStanding]) -> str:
-    """Which expert has lost all of its copies; empty when none has."""
+    """Message about an expert that has lost all of its copies; empty if none has."""
     for layer, of_ranks in enumerate(zip(*(one.held for one in live), strict=True)):
         held = {expert for of_rank in of_ranks for expert in of_rank}
         if len(held) < live[0].layer_experts:
@@ -220,7 +221,7 @@ def _without_copy(live: Sequence[RankStanding]) -> str:
 def _sources_of(
     rank: int, topology: Topology, live: Mapping[int, RankStanding]
 ) -> tuple[int, int] | str:
-    """The lowest ranks that hold what `rank` is to hold, or why there are none."""
+    """The lowest ranks that hold the state that `rank` needs, or the reason why there are none."""
     dense = next((one for one in topology.dense_replicas(rank) if one in live), None)
     if dense is None:
         return f"nobody is left who holds what rank {rank} is to hold"

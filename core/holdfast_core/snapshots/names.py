@@ -1,4 +1,4 @@
-"""Names of tensors: what a tensor is, as one text that is never taken for another tensor's.
+"""Names of tensors: one text for each tensor, which cannot be mistaken for another's.
 
 A tensor of the training state is a parameter or a buffer of the model, the float32 master of a
 parameter, a parameter that only an optimizer has, one expert's slice of any of these, or a state
@@ -12,8 +12,9 @@ and persisted files, and is a key wherever tensors are looked up:
     optimizer/0/parameter3                  parameter that only optimizer 0 has
     blocks.3.attn.mask(buffer)              buffer
 
-Users name modules as they like, with colons, brackets and slashes, so what could be taken for one
-of the marks above is written as `%` and its code in a path. No other module takes a text apart.
+Users name modules as they like, with colons, brackets and slashes. Characters that could be
+mistaken for one of the marks above are written as `%` and their code. No other module takes such a
+text apart.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which rank captures which bytes of the state that replicas share.
+"""Division of shared state among its replicas: which rank captures which bytes.
 
 Replicas hold equal bytes, so one copy per replica group is captured (REFT §4.1), and the group
 divides the work: equally in order (EDPS), or adaptively, the largest item to the least loaded rank

@@ -24,7 +24,7 @@ PLURAL, SINGULAR, SHORT = "moetrainingjobs", "moetrainingjob", "moejob"
 
 _LIMITS = {"ge": "minimum", "gt": "minimum", "le": "maximum"}
 _COLUMNS = (
-    ("State", "string", ".status.phase", "What the job does"),
+    ("State", "string", ".status.phase", "What the job is doing"),
     ("Ready", "string", ".status.readyText", "Ranks at work, of all ranks"),
     ("Active", "integer", ".status.strength.active", "Members that train together"),
     ("Desired", "integer", ".spec.nodes", "All members: nodes"),
@@ -38,9 +38,14 @@ _WIDE_COLUMNS = (
         "Minimum",
         "integer",
         ".status.strength.minimum",
-        "The fewest members that the job goes on with",
+        "The fewest members that the job continues with",
     ),
-    ("Joining", "integer", ".status.strength.joining", "Missing members that get ready to join"),
+    (
+        "Joining",
+        "integer",
+        ".status.strength.joining",
+        "Missing members that are getting ready to join",
+    ),
     ("Slots", "integer", ".status.slots", "Snapshots of each rank that its node has room for"),
     (
         "Recovery",
