@@ -50,7 +50,7 @@ class RankPlan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Base:
+class BaseSet:
     """The complete set on which a new one may build, and the versions in this rank's file of it."""
 
     stored: StoredSet
@@ -147,7 +147,7 @@ def select_persisted(
     )
 
 
-def plan_rank(layout: Layout, manifest: Manifest, base: Base | None, k: int) -> RankPlan:
+def plan_rank(layout: Layout, manifest: Manifest, base: BaseSet | None, k: int) -> RankPlan:
     """The plan of this snapshot's file, when K experts of each layer are persisted in a copy.
 
     All ranks make the same choice from the same base if their snapshots hold the same versions.
@@ -195,7 +195,7 @@ def plan_rank(layout: Layout, manifest: Manifest, base: Base | None, k: int) -> 
     )
 
 
-def _of_rank(base: Base, manifest: Manifest) -> dict[str, StoredUnit]:
+def _of_rank(base: BaseSet, manifest: Manifest) -> dict[str, StoredUnit]:
     stored = base.stored
     if stored.world_size != manifest.world_size:
         return {}
@@ -233,7 +233,7 @@ def _in_storage(stored: StoredSet) -> tuple[ExpertTable, dict[UnitKey, Generatio
     return table, versions
 
 
-def _older(base: Base, versions: Mapping[str, ExpertVersion]) -> tuple[ExpertVersion, ...]:
+def _older(base: BaseSet, versions: Mapping[str, ExpertVersion]) -> tuple[ExpertVersion, ...]:
     """This rank's records of the versions in storage of experts that the snapshot has newer. Where
     this rank has no record of a capture, its newest record before that."""
     recorded: dict[str, list[ExpertVersion]] = {}
