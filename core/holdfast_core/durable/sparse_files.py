@@ -239,13 +239,13 @@ def _older(base: BaseSet, versions: Mapping[str, ExpertVersion]) -> tuple[Expert
     recorded: dict[str, list[ExpertVersion]] = {}
     for record in base.experts:
         recorded.setdefault(record.unit, []).append(record)
-    found: dict[str, ExpertVersion] = {}
+    older: dict[str, ExpertVersion] = {}
     for each in (unit for file in base.stored.files for unit in file.units):
         known = [r for r in recorded.get(each.unit, ()) if r.generation <= each.version]
         newer = versions.get(each.unit)
         if known and newer is not None and newer.generation > each.version:
-            found[each.unit] = max(known, key=lambda record: record.generation)
-    return tuple(found[unit] for unit in sorted(found))
+            older[each.unit] = max(known, key=lambda record: record.generation)
+    return tuple(older[unit] for unit in sorted(older))
 
 
 # --- reading --------------------------------------------------------------------------------------

@@ -130,8 +130,8 @@ def cheapest(cost: NDArray[np.int64]) -> list[int]:
 
 def _holdings(held: Held, plan: ExpertPlan) -> NDArray[np.bool_]:
     """[ranks, layers, experts]: who holds what."""
-    found = np.zeros((len(held), len(plan.layers), len(plan.layers[0].copies)), dtype=bool)
+    holds = np.zeros((len(held), len(plan.layers), len(plan.layers[0].copies)), dtype=bool)
     for rank, layers in enumerate(held):
         for at, experts in enumerate(layers):
-            found[rank, at, list(experts)] = True
-    return found
+            holds[rank, at, list(experts)] = True
+    return holds

@@ -170,11 +170,11 @@ class _LostSets:
 
     def fatal_to(self, counts: Sequence[int]) -> int:
         """The sets that contain every node on which `counts` has a copy."""
-        found = self.all
+        sets = self.all
         for with_node, count in zip(self.with_node, counts, strict=True):
             if count:
-                found &= with_node
-        return found
+                sets &= with_node
+        return sets
 
     def numbers(self, fatal: int) -> tuple[int, ...]:
         """How many of the `fatal` sets there are of each size."""

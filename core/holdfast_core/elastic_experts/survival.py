@@ -131,8 +131,8 @@ def _all_sets(nodes: int) -> list[NDArray[np.bool_]]:
 def _sets_of(nodes: int, size: int) -> NDArray[np.bool_]:
     """A column for each set of `size` nodes."""
     if 2 * size > nodes:
-        found: NDArray[np.bool_] = ~_sets_of(nodes, nodes - size)
-        return found
+        complement: NDArray[np.bool_] = ~_sets_of(nodes, nodes - size)
+        return complement
     count = comb(nodes, size)
     members = np.fromiter(chain.from_iterable(combinations(range(nodes), size)), dtype=np.int64)
     lost = np.zeros((nodes, count), dtype=np.bool_)

@@ -292,9 +292,9 @@ def check_format(what: str, document: Mapping[str, Any], expected: int) -> None:
     Raises:
         CorruptError: when it is of another format, which the message names.
     """
-    found = document.get("format") if isinstance(document, Mapping) else None
-    if found != expected:
+    given = document.get("format") if isinstance(document, Mapping) else None
+    if given != expected:
         raise CorruptError(
-            f"{what} of format {found!r}: this version of Holdfast reads format {expected}; use "
+            f"{what} of format {given!r}: this version of Holdfast reads format {expected}; use "
             f"the version that wrote it, or remove it and lose its counts"
         )

@@ -206,9 +206,9 @@ def state_entries(layout: Layout) -> tuple[Entry, ...]:
 def gradient_pieces(layout: Layout) -> dict[UnitKey, frozenset[int]]:
     """For each expert, the pieces that hold its gradients and recipes, and nothing else."""
     size = layout.piece_bytes
-    found: dict[str, set[int]] = {}
+    pieces_of: dict[str, set[int]] = {}
     for entry in layout.entries:
         if entry.role in BESIDE_STATE and entry.nbytes:
             first, end = entry.offset // size, piece_count(entry.offset + entry.nbytes, size)
-            found.setdefault(entry.unit, set()).update(range(first, end))
-    return {UnitKey.parse(unit): frozenset(pieces) for unit, pieces in found.items()}
+            pieces_of.setdefault(entry.unit, set()).update(range(first, end))
+    return {UnitKey.parse(unit): frozenset(pieces) for unit, pieces in pieces_of.items()}

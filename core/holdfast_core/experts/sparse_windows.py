@@ -103,22 +103,22 @@ def ordered(operators: Sequence[Operator]) -> tuple[Operator, ...]:
     slot."""
     turns: dict[tuple[int, int], int] = {}
     keys: dict[UnitKey, tuple[int, int, tuple[int, int]]] = {}
-    for one in sorted(operators, key=lambda one: one.unit):
+    for operator in sorted(operators, key=lambda operator: operator.unit):
         turn = 0
-        if one.unit.kind is UnitKind.EXPERT:
-            turn = turns[one.home] = turns.get(one.home, -1) + 1
-        keys[one.unit] = (_LAST.index(one.unit.kind), turn, one.home)
-    return tuple(sorted(operators, key=lambda one: (keys[one.unit], one.unit)))
+        if operator.unit.kind is UnitKind.EXPERT:
+            turn = turns[operator.home] = turns.get(operator.home, -1) + 1
+        keys[operator.unit] = (_LAST.index(operator.unit.kind), turn, operator.home)
+    return tuple(sorted(operators, key=lambda operator: (keys[operator.unit], operator.unit)))
 
 
 def alike(operators: Sequence[Operator]) -> tuple[tuple[UnitKey, ...], ...]:
     """Groups of experts of one home and equal bytes: any of them can take the slot of another, and
     every save of every rank in that home keeps its size."""
     groups: dict[tuple[tuple[int, int], int, int], list[UnitKey]] = {}
-    for one in operators:
-        if one.unit.kind is UnitKind.EXPERT:
-            key = one.home, one.state_bytes, one.compute_bytes
-            groups.setdefault(key, []).append(one.unit)
+    for operator in operators:
+        if operator.unit.kind is UnitKind.EXPERT:
+            key = operator.home, operator.state_bytes, operator.compute_bytes
+            groups.setdefault(key, []).append(operator.unit)
     return tuple(tuple(sorted(units)) for _, units in sorted(groups.items()) if len(units) > 1)
 
 
@@ -178,7 +178,7 @@ def cut(
         raise InvalidJobError(
             f"{len(operators)} units in a window of {window} steps; give at least one of each"
         )
-    low, high = 0, sum(one.state_bytes for one in operators)
+    low, high = 0, sum(operator.state_bytes for operator in operators)
     while low < high:
         limit = (low + high) // 2
         runs = _within(operators, limit)
@@ -186,7 +186,9 @@ def cut(
             high = limit
         else:
             low = limit + 1
-    return Schedule(tuple(tuple(one.unit for one in run) for run in _within(operators, high)))
+    return Schedule(
+        tuple(tuple(operator.unit for operator in run) for run in _within(operators, high))
+    )
 
 
 def find_window(operators: Sequence[Operator], budget_bytes: int) -> Schedule:
@@ -203,8 +205,8 @@ def find_window(operators: Sequence[Operator], budget_bytes: int) -> Schedule:
 def save_bytes(schedule: Schedule, operators: Sequence[Operator]) -> tuple[int, ...]:
     """Bytes of the save of each slot: the state of its units, and the compute weights of those in
     later slots (MoEvement fig. 6), or the gradients of those in earlier ones."""
-    found = {one.unit: one for one in operators}
-    runs = [[found[unit] for unit in units] for units in schedule.slots]
+    by_unit = {operator.unit: operator for operator in operators}
+    runs = [[by_unit[unit] for unit in units] for units in schedule.slots]
     if schedule.repeats is Repeats.OPTIMIZER:
         return slot_bytes(runs[::-1])[::-1]
     return slot_bytes(runs)
@@ -212,24 +214,24 @@ def save_bytes(schedule: Schedule, operators: Sequence[Operator]) -> tuple[int, 
 
 def slot_bytes(runs: Sequence[Sequence[Operator]]) -> tuple[int, ...]:
     """Bytes of the saves whose slots are `runs`; see `save_bytes`."""
-    later = sum(one.compute_bytes for run in runs for one in run)
-    found = []
+    later = sum(operator.compute_bytes for run in runs for operator in run)
+    sizes = []
     for run in runs:
-        later -= sum(one.compute_bytes for one in run)
-        found.append(sum(one.state_bytes for one in run) + later)
-    return tuple(found)
+        later -= sum(operator.compute_bytes for operator in run)
+        sizes.append(sum(operator.state_bytes for operator in run) + later)
+    return tuple(sizes)
 
 
 def _within(operators: Sequence[Operator], limit: int) -> list[list[Operator]]:
     """Cut as late as `limit` bytes of each save allow; at least one operator in each slot."""
-    later = sum(one.compute_bytes for one in operators)
+    later = sum(operator.compute_bytes for operator in operators)
     runs: list[list[Operator]] = []
     state = 0
-    for one in operators:
-        later -= one.compute_bytes
-        if not runs or state + one.state_bytes + later > limit:
+    for operator in operators:
+        later -= operator.compute_bytes
+        if not runs or state + operator.state_bytes + later > limit:
             runs.append([])
             state = 0
-        runs[-1].append(one)
-        state += one.state_bytes
+        runs[-1].append(operator)
+        state += operator.state_bytes
     return runs

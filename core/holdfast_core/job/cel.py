@@ -95,10 +95,10 @@ def compile_cel(text: str) -> Expression:
         ValueError: it is not CEL, or uses more of it than is here.
     """
     parser = _Parser(text)
-    found = parser.expression()
+    expression = parser.expression()
     if parser.kind is not None:
         raise parser.error()
-    return found
+    return expression
 
 
 class _Parser:
@@ -183,12 +183,12 @@ class _Parser:
         raise self.error()
 
     def _arguments(self, end: str = ")") -> tuple[Expression, ...]:
-        found: list[Expression] = []
+        arguments: list[Expression] = []
         while not self._take(end):
-            if found:
+            if arguments:
                 self._expect(",")
-            found.append(self.expression())
-        return tuple(found)
+            arguments.append(self.expression())
+        return tuple(arguments)
 
     def _name(self) -> str:
         if self.kind != "name":
@@ -196,10 +196,10 @@ class _Parser:
         return self._advance()
 
     def _take(self, sign: str) -> bool:
-        found = self.kind == "sign" and self.token == sign
-        if found:
+        matches = self.kind == "sign" and self.token == sign
+        if matches:
             self._advance()
-        return found
+        return matches
 
     def _expect(self, sign: str) -> None:
         if not self._take(sign):

@@ -178,14 +178,14 @@ def location_of(uri: str, job: str, locations: Sequence[StorageLocation]) -> Sto
 
 
 def _problems(location: StorageLocation) -> list[Problem]:
-    found = []
+    problems = []
     if not is_storage_uri(location.prefix.replace(NAMESPACE, "x")):
         fix = f"{HOW_TO_WRITE_A_STORAGE_URI}; {NAMESPACE} stands for the job's namespace"
-        found.append(
+        problems.append(
             Problem(path="location.prefix", value=location.prefix, wrong=NOT_A_STORAGE_URI, fix=fix)
         )
     elif location.credentials and location.uri("x").scheme != "s3":
-        found.append(
+        problems.append(
             Problem(
                 path="location.credentials",
                 value=location.credentials,
@@ -195,7 +195,7 @@ def _problems(location: StorageLocation) -> list[Problem]:
         )
     for namespace in location.namespaces:
         if not _LABEL.fullmatch(namespace):
-            found.append(
+            problems.append(
                 Problem(
                     path="location.namespaces",
                     value=namespace,
@@ -203,4 +203,4 @@ def _problems(location: StorageLocation) -> list[Problem]:
                     fix="write lower-case letters, digits and '-'",
                 )
             )
-    return found
+    return problems

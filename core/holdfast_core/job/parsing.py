@@ -202,12 +202,12 @@ def _identity_problems(document: Mapping[str, Any]) -> Iterator[Problem]:
     """Problems of `apiVersion` and `kind`: in a document of another kind, unknown fields are not
     worth listing."""
     for key, expected in (("apiVersion", API_VERSION), ("kind", KIND)):
-        found = document.get(key, MISSING)
-        if found != expected:
+        given = document.get(key, MISSING)
+        if given != expected:
             wrong = (
-                "is required" if found is MISSING else ("not a document that this version reads")
+                "is required" if given is MISSING else ("not a document that this version reads")
             )
-            yield Problem(path=key, value=found, wrong=wrong, fix=f"write {key}: {expected}")
+            yield Problem(path=key, value=given, wrong=wrong, fix=f"write {key}: {expected}")
 
 
 def _template_problems(document: Mapping[str, Any]) -> Iterator[Problem]:

@@ -53,13 +53,13 @@ def resolve_words(words: Iterable[str], variables: Mapping[str, str]) -> Sequenc
 def resolve_env(entries: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     """The variables of a container's `env`, as far as the document has their values (no
     `valueFrom`), with references to earlier ones resolved. Raises as `resolve`."""
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     room = CHARACTERS_MAX
     for entry in entries:
         if "valueFrom" not in entry:
-            found[entry["name"]] = resolve(entry.get("value", ""), found)
-            room = _take(room, found[entry["name"]])
-    return found
+            variables[entry["name"]] = resolve(entry.get("value", ""), variables)
+            room = _take(room, variables[entry["name"]])
+    return variables
 
 
 def _take(room: int, text: str) -> int:

@@ -68,8 +68,8 @@ def check_policy(policy: Policy) -> None:
 
 
 def _problems(rules: Iterable[Rule], value: Any, path: str) -> Iterator[Problem]:
-    found = (rule.problem(value, path) for rule in rules if not rule.changes)
-    return (problem for problem in found if problem is not None)
+    problems = (rule.problem(value, path) for rule in rules if not rule.changes)
+    return (problem for problem in problems if problem is not None)
 
 
 def _values_at(value: Any, path: str, before: str = "") -> Iterator[tuple[str, Any]]:
@@ -78,14 +78,14 @@ def _values_at(value: Any, path: str, before: str = "") -> Iterator[tuple[str, A
     if not name:
         yield before, value
         return
-    found: Any = at(value, name.removesuffix("[]"))
+    child: Any = at(value, name.removesuffix("[]"))
     here = f"{before}.{name.removesuffix('[]')}".removeprefix(".")
-    if found is None or found is MISSING:
+    if child is None or child is MISSING:
         return
     if not name.endswith("[]"):
-        yield from _values_at(found, rest, here)
+        yield from _values_at(child, rest, here)
         return
-    for i, entry in enumerate(found):
+    for i, entry in enumerate(child):
         yield from _values_at(entry, rest, f"{here}[{i}]")
 
 

@@ -383,17 +383,17 @@ class MoETrainingJob(Document, frozen=True, kw_only=True):
     def variables(self) -> dict[str, str]:
         """Environment variables of the trainer, except those that locate its daemon."""
         snapshot = self.spec.snapshot
-        found = {"HOLDFAST_JOB": self.key}
+        environment = {"HOLDFAST_JOB": self.key}
         if snapshot.policy.type is not PolicyType.FULL:
             # Without fields that are not given: the job's image may be too old to know them.
             given = {k: v for k, v in msgspec.to_builtins(snapshot.policy).items() if v is not None}
             text = msgspec.json.encode(given, order="deterministic").decode()
-            found["HOLDFAST_POLICY"] = text
+            environment["HOLDFAST_POLICY"] = text
         if snapshot.interval.auto:
-            found["HOLDFAST_RECOVERIES_PER_DAY"] = repr(self.recoveries_per_day)
+            environment["HOLDFAST_RECOVERIES_PER_DAY"] = repr(self.recoveries_per_day)
         if self.elastic is not None:
-            found["HOLDFAST_ELASTIC"] = msgspec.json.encode(self.elastic).decode()
-        return found | variables_of(SETTINGS, self.spec)
+            environment["HOLDFAST_ELASTIC"] = msgspec.json.encode(self.elastic).decode()
+        return environment | variables_of(SETTINGS, self.spec)
 
     @property
     def elastic(self) -> ElasticVariable | None:

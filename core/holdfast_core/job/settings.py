@@ -89,9 +89,10 @@ class JobSetting:
 
 def settings_of(kind: type[msgspec.Struct]) -> tuple[JobSetting, ...]:
     """Settings in a part of a job, such as its `Spec`, in their order there."""
-    found = tuple(_settings(kind, (), ""))
-    assert len({setting.name for setting in found}) == len(found), "two settings have one name"
-    return found
+    settings = tuple(_settings(kind, (), ""))
+    names = [setting.name for setting in settings]
+    assert len(set(names)) == len(names), "two settings have one name"
+    return settings
 
 
 def variables_of(settings: tuple[JobSetting, ...], spec: object) -> dict[str, str]:

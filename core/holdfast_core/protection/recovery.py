@@ -158,7 +158,7 @@ def rebuild_sources(
         for position, other in enumerate(group)
         if position != lost and (membership.rank_at(other, lane), generation) in holdings.snapshots
     )
-    found = {
+    blocks = {
         block: entry
         for owner in range(code.n)
         if owner != lost
@@ -170,16 +170,16 @@ def rebuild_sources(
         if entry is not None
     }
     # Some stripes of some codes happen to survive more losses than all do: do not rely on it.
-    if code.n - len(held) > code.rows or not code.solvable(lost, held, found.keys()):
+    if code.n - len(held) > code.rows or not code.solvable(lost, held, blocks.keys()):
         return None
     # All blocks must have the same digest of what is gone, or they do not belong together.
     gone: dict[int, int] = {}
-    for entry in found.values():
+    for entry in blocks.values():
         for source, digest in entry.sources:
             known = (source, generation) in holdings.snapshots and source != rank
             if not known and gone.setdefault(source, digest) != digest:
                 return None
-    return RebuildSources(gone[rank], held, frozenset(found))
+    return RebuildSources(gone[rank], held, frozenset(blocks))
 
 
 def rebuildable(
@@ -269,18 +269,18 @@ def _bearable(membership: Membership, holdings: Holdings, generation: Generation
     world = membership.world_of(generation)
     if world is None:
         return set()
-    found = {member.index for member in membership.members}
+    bearable = {member.index for member in membership.members}
     for group in world.groups:
         # The ranks of a group depend on what is held for it, so nothing else has to be looked at.
         of_group = holdings.of_group(membership, group, generation)
         if not _is_restorable(membership, of_group, group, generation):
             return set()
-        found -= {
+        bearable -= {
             member
             for member in of_group.members
             if not _is_restorable(membership, of_group.without(member), group, generation)
         }
-    return found
+    return bearable
 
 
 def _is_restorable(

@@ -59,16 +59,16 @@ def read_standings(texts: Sequence[str]) -> list[RankStanding]:
     Raises:
         ProtocolError: a rank's statement cannot be read.
     """
-    found = []
+    statements = []
     for rank, text in enumerate(texts):
         try:
-            found.append(_STANDING.decode(text))
+            statements.append(_STANDING.decode(text))
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise ProtocolError(
                 f"cannot decode the statement of rank {rank} about its training state: {error}; "
                 f"run the same version of holdfast on all ranks"
             ) from error
-    return found
+    return statements
 
 
 class StandingAction(StrEnum):
@@ -98,31 +98,35 @@ class StandingVerdict:
 
 def standing(ranks: Sequence[RankStanding]) -> StandingVerdict:
     """Conclude from the statements of all ranks of a new world, in their order."""
-    live = {rank: one for rank, one in enumerate(ranks) if one.step != NEW or one.torn}
+    live = {
+        rank: statement
+        for rank, statement in enumerate(ranks)
+        if statement.step != NEW or statement.torn
+    }
     if not live:
         return _back("no process has outlived its world")
-    for rank, one in live.items():
-        if one.torn:
-            return _back(f"rank {rank}: {one.torn}")
-        if one.step < NEW:
-            return _back(f"rank {rank} states to have completed {one.step} steps")
-    topologies = sorted({one.topology for one in live.values()})
+    for rank, statement in live.items():
+        if statement.torn:
+            return _back(f"rank {rank}: {statement.torn}")
+        if statement.step < NEW:
+            return _back(f"rank {rank} states to have completed {statement.step} steps")
+    topologies = sorted({statement.topology for statement in live.values()})
     if len(topologies) > 1:
         return _back(f"ranks state different topologies: {', '.join(topologies)}")
     try:
         before = Topology.parse(topologies[0])
         topology = before.resized(len(ranks))
-        for rank, one in live.items():
-            here, there = topology.coordinates(rank), before.coordinates(one.rank)
+        for rank, statement in live.items():
+            here, there = topology.coordinates(rank), before.coordinates(statement.rank)
             if (here.tp, here.pp, here.ep) != (there.tp, there.pp, there.ep):
                 return _back(f"rank {rank} holds the part of another rank")
     except HoldfastError as error:
         return _back(str(error))
-    newest = max(one.step for one in live.values())
-    behind = [rank for rank, one in live.items() if one.step < newest]
+    newest = max(statement.step for statement in live.values())
+    behind = [rank for rank, statement in live.items() if statement.step < newest]
     for rank in behind:
         if live[rank].step != newest - 1 or not live[rank].ready:
-            first = next(other for other, one in live.items() if one.step == newest)
+            first = next(other for other, statement in live.items() if statement.step == newest)
             return _back(
                 f"rank {first} has completed step {newest}, and rank {rank} step "
                 f"{live[rank].step} without the vote on the next one"
@@ -133,7 +137,7 @@ def standing(ranks: Sequence[RankStanding]) -> StandingVerdict:
     lacking = [rank for rank in range(len(ranks)) if rank not in live]
     replays = (
         before == topology
-        and all(one.logs and one.rank == rank for rank, one in live.items())
+        and all(statement.logs and statement.rank == rank for rank, statement in live.items())
         and stages_lost(lacking, topology)
     )
     sources = {}
@@ -192,13 +196,13 @@ def _contradiction(live: Mapping[int, RankStanding]) -> str:
     not."""
     first = min(live)
     layers, experts = len(live[first].held), live[first].layer_experts
-    for rank, one in live.items():
-        if (len(one.held), one.layer_experts) != (layers, experts):
+    for rank, statement in live.items():
+        if (len(statement.held), statement.layer_experts) != (layers, experts):
             return (
-                f"rank {rank} states {len(one.held)} layers of {one.layer_experts} experts, and "
-                f"rank {first} {layers} of {experts}"
+                f"rank {rank} states {len(statement.held)} layers of {statement.layer_experts} "
+                f"experts, and rank {first} {layers} of {experts}"
             )
-        for layer, held in enumerate(one.held):
+        for layer, held in enumerate(statement.held):
             for expert in held:
                 if not 0 <= expert < experts:
                     return (
@@ -210,7 +214,7 @@ def _contradiction(live: Mapping[int, RankStanding]) -> str:
 
 def _without_copy(live: Sequence[RankStanding]) -> str:
     """Message about an expert that has lost all of its copies; empty if none has."""
-    for layer, of_ranks in enumerate(zip(*(one.held for one in live), strict=True)):
+    for layer, of_ranks in enumerate(zip(*(statement.held for statement in live), strict=True)):
         held = {expert for of_rank in of_ranks for expert in of_rank}
         if len(held) < live[0].layer_experts:
             expert = next(expert for expert in count() if expert not in held)
@@ -222,14 +226,14 @@ def _sources_of(
     rank: int, topology: Topology, live: Mapping[int, RankStanding]
 ) -> tuple[int, int] | str:
     """The lowest ranks that hold the state that `rank` needs, or the reason why there are none."""
-    dense = next((one for one in topology.dense_replicas(rank) if one in live), None)
+    dense = next((replica for replica in topology.dense_replicas(rank) if replica in live), None)
     if dense is None:
         return f"nobody is left who holds what rank {rank} is to hold"
-    if any(live[one].unshared for one in topology.dense_replicas(rank) if one in live):
+    if any(live[replica].unshared for replica in topology.dense_replicas(rank) if replica in live):
         return f"rank {rank} is to hold tensors that no other rank has"
     if not live[dense].experts:
         return dense, dense
-    expert = next((one for one in topology.expert_replicas(rank) if one in live), None)
+    expert = next((replica for replica in topology.expert_replicas(rank) if replica in live), None)
     if expert is None:
         return f"nobody is left who holds the experts of rank {rank}"
     return dense, expert

@@ -96,9 +96,9 @@ class TensorName:
 
     @classmethod
     def _of(cls, base: str, key: str | None) -> TensorName:
-        found = _TEXT.fullmatch(base)
-        assert found is not None, "the pattern matches any text"
-        path, buffer, master, expert = found.groups()
+        match = _TEXT.fullmatch(base)
+        assert match is not None, "the pattern matches any text"
+        path, buffer, master, expert = match.groups()
         kind = NameKind.BUFFER if buffer else NameKind.MASTER if master else NameKind.PARAMETER
         if path.startswith(_ORPHAN):
             kind = NameKind.ORPHAN

@@ -85,12 +85,12 @@ class ShardPlan:
     @property
     def holders(self) -> dict[UnitKey, tuple[int, ...]]:
         """The ranks that capture any byte of each unit, ascending."""
-        found: dict[UnitKey, set[int]] = {}
+        ranks_of: dict[UnitKey, set[int]] = {}
         for rank, shards in self.shards.items():
             for shard in shards:
                 if shard.nbytes:
-                    found.setdefault(shard.unit, set()).add(rank)
-        return {unit: tuple(sorted(ranks)) for unit, ranks in found.items()}
+                    ranks_of.setdefault(shard.unit, set()).add(rank)
+        return {unit: tuple(sorted(ranks)) for unit, ranks in ranks_of.items()}
 
 
 def plan_shards(

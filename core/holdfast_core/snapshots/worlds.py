@@ -113,5 +113,5 @@ class MemberWorld:
 
     def _place(self, member: int) -> int | None:
         place = bisect_left(self.members, member)
-        found = place < len(self.members) and self.members[place] == member
-        return place if found else None
+        is_member = place < len(self.members) and self.members[place] == member
+        return place if is_member else None
