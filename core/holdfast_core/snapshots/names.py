@@ -41,7 +41,7 @@ _WITHOUT_KEY = frozenset({TensorRole.COMPUTE, TensorRole.BUFFER})
 
 
 class NameKind(StrEnum):
-    """What has the tensor, or is it."""
+    """Kind of the tensor, or of what it belongs to."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -108,7 +108,8 @@ class TensorName:
 
     @property
     def base(self) -> TensorName:
-        """What an optimizer keeps the state for; the name itself where it is no state."""
+        """Name of the tensor whose state this is; the name itself if it is not an optimizer's
+        state."""
         return self if self.key is None else replace(self, key=None)
 
     @property

@@ -73,7 +73,7 @@ class ShardItem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardPlan:
-    """What each rank captures: shards in order of unit, tensor and start."""
+    """Shards that each rank captures, in order of unit, tensor and start."""
 
     shards: Mapping[int, tuple[Shard, ...]]
     reason: str
