@@ -13,7 +13,8 @@ import msgspec
 from msgspec import inspect
 
 from holdfast_core.job.documents import without_nulls
-from holdfast_core.job.rules import RULES, Rule
+from holdfast_core.job.rule import Rule
+from holdfast_core.job.rules import RULES
 from holdfast_core.job.schema import API_VERSION, KIND, Spec
 from holdfast_core.job.status import JobStatus
 from holdfast_core.job.templates import TEMPLATE
