@@ -146,16 +146,16 @@ def ranks_of_state(state: Mapping[str, object]) -> dict[int, RankHealth]:
 def stages_of_state(state: Mapping[str, object]) -> dict[int, dict[SnapshotStage, Generation]]:
     """The stages in a whole job state; malformed entries are left out."""
     entries = state.get("stages")
-    found: dict[int, dict[SnapshotStage, Generation]] = {}
+    by_rank: dict[int, dict[SnapshotStage, Generation]] = {}
     for rank, stages in entries.items() if isinstance(entries, Mapping) else ():
         if isinstance(stages, Mapping) and re.fullmatch("[0-9]{1,20}", str(rank)):
-            found[int(rank)] = {
+            by_rank[int(rank)] = {
                 SnapshotStage(stage): Generation.parse(str(generation))
                 for stage, generation in stages.items()
                 if stage in SnapshotStage.__members__.values()
                 and GENERATION.fullmatch(str(generation))
             }
-    return found
+    return by_rank
 
 
 def losses_of_state(state: Mapping[str, object]) -> dict[int, RecoveryLoss]:

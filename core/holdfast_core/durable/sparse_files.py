@@ -299,11 +299,11 @@ def compose(
         if unit.unit not in runs or unit.unit not in captured:
             raise CorruptError(f"the set lists {unit.unit}, but this rank's file does not")
         wanted = (captured[unit.unit].generation, unit.version)
-        found = _in_memory(unit.unit, wanted, slots)
-        from_memory += found is not None
-        if found is None and unit.held_in == own.generation:
+        in_memory = _in_memory(unit.unit, wanted, slots)
+        from_memory += in_memory is not None
+        if in_memory is None and unit.held_in == own.generation:
             continue
-        index, manifest, version = found or _in_file(unit, own, holders)
+        index, manifest, version = in_memory or _in_file(unit, own, holders)
         experts[unit.unit] = version
         older += version.generation != captured[unit.unit].generation
         for first, end in runs[unit.unit]:

@@ -33,5 +33,5 @@ class LoadHistory:
     @property
     def tokens(self) -> tuple[int, ...]:
         """For each expert the tokens to plan for."""
-        found = tuple(map(sum, zip(self._before, self._now, strict=True)))
-        return found if any(found) else self._expected
+        counted = tuple(map(sum, zip(self._before, self._now, strict=True)))
+        return counted if any(counted) else self._expected

@@ -241,13 +241,15 @@ def _best_exchange(
                     row_x[b] += 1
                     row_y[b] -= 1
                     row_y[a] += 1
-                    found = cases.numbers(others | cases.fatal_to(row_x) | cases.fatal_to(row_y))
+                    fatal_numbers = cases.numbers(
+                        others | cases.fatal_to(row_x) | cases.fatal_to(row_y)
+                    )
                     row_x[a] += 1
                     row_x[b] -= 1
                     row_y[b] += 1
                     row_y[a] -= 1
-                    if found < best:
-                        move, best = (x, a, y, b), found
+                    if fatal_numbers < best:
+                        move, best = (x, a, y, b), fatal_numbers
             if left <= 0:
                 return move, best, 0
         before |= fatal[x]

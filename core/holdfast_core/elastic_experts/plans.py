@@ -379,14 +379,16 @@ def _for_recovery(layers: Sequence[_Layer], room: ExpertRoom, least: int) -> lis
             return aligned(copies)
         return repair(_climbed(aligned(copies), spread(copies, nodes, seats), budget), least)
 
-    found = [_placed(f"{name}, all in one order of nodes", _each(layers, aligned), layers)]
+    candidates = [_placed(f"{name}, all in one order of nodes", _each(layers, aligned), layers)]
     if len(groups) > 1:
-        found.append(_placed(f"{name}, around common nodes", _each(layers, around_core), layers))
+        candidates.append(
+            _placed(f"{name}, around common nodes", _each(layers, around_core), layers)
+        )
     if proven < len(layers) and nodes <= CLIMB_NODES_MAX:
         budget = _EXCHANGES_MAX // (2 * sum(not group.optimal for group in groups.values()))
         more = f"{name}, exchanged copies in the others"
-        found.append(_placed(more, _each(layers, exchanged), layers))
-    return found
+        candidates.append(_placed(more, _each(layers, exchanged), layers))
+    return candidates
 
 
 def _climbed(grouped: Counts, spread_out: Counts, budget: int) -> Counts:

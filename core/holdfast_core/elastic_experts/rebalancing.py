@@ -75,9 +75,9 @@ def busiest_ranks(plan: ExpertPlan, tokens: Sequence[Sequence[int]]) -> float:
 
 def rank_loads(plan: ExpertPlan, layer: int, tokens: Sequence[int]) -> list[float]:
     """Tokens of each rank in a layer, as the dispatcher divides them but for rounding."""
-    found = [0.0] * plan.room.ranks
+    loads = [0.0] * plan.room.ranks
     for expert, held in enumerate(plan.layers[layer].copies):
         share = tokens[expert] / sum(count for _, count in held)
         for rank, count in held:
-            found[rank] += share * count
-    return found
+            loads[rank] += share * count
+    return loads

@@ -95,12 +95,12 @@ def experts_within(
         return ExpertCount(experts=0, reason="the model has no experts")
     left = max(0, budget_bytes - reserved_bytes)
     within = min(total, left // cost if cost else total)
-    found = f"{format_bytes(left)} in a step hold {within} of {total} experts of up to " + (
+    reason = f"{format_bytes(left)} in a step hold {within} of {total} experts of up to " + (
         format_bytes(cost)
     )
     if within:
-        return ExpertCount(experts=within, reason=found)
-    return ExpertCount(experts=1, reason=f"{found}; 1 is captured, which may delay the step")
+        return ExpertCount(experts=within, reason=reason)
+    return ExpertCount(experts=1, reason=f"{reason}; 1 is captured, which may delay the step")
 
 
 def allocate(risks: Mapping[int, int], sizes: Mapping[int, int], total: int) -> dict[int, int]:

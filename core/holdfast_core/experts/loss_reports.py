@@ -190,12 +190,12 @@ class LossReport:
 def merged(reports: Iterable[LossReport]) -> LossReport | None:
     """One report for all these ranks together; None without any. Values that should be equal on
     all ranks are taken from the report with the newest recovery."""
-    found = list(reports)
-    if not found:
+    given = list(reports)
+    if not given:
         return None
-    leading = max(found, key=lambda report: report.newest.epoch if report.newest else 0)
+    leading = max(given, key=lambda report: report.newest.epoch if report.newest else 0)
     alike: dict[tuple[int, ...], list[LossReport]] = {}
-    for report in found:
+    for report in given:
         alike.setdefault(report.layers, []).append(report)
     risk: dict[int, int] = dict.fromkeys(leading.layers, 0)
     routed = dict(risk)
@@ -205,7 +205,7 @@ def merged(reports: Iterable[LossReport]) -> LossReport | None:
     lost = dict(zip(leading.layers, leading.lost, strict=True))
     every = tuple(sorted(routed))
     return LossReport(
-        ranks=sum(report.ranks for report in found),
+        ranks=sum(report.ranks for report in given),
         k=leading.k,
         experts_max=leading.experts_max,
         limit=leading.limit,

@@ -43,11 +43,11 @@ def resolve(text: str, variables: Mapping[str, str]) -> str:
 
 def resolve_words(words: Iterable[str], variables: Mapping[str, str]) -> Sequence[str]:
     """A command line with its references to `variables` resolved. Raises as `resolve`."""
-    found, room = [], CHARACTERS_MAX
+    resolved, room = [], CHARACTERS_MAX
     for word in words:
-        found.append(resolve(word, variables))
-        room = _take(room, found[-1])
-    return found
+        resolved.append(resolve(word, variables))
+        room = _take(room, resolved[-1])
+    return resolved
 
 
 def resolve_env(entries: Iterable[Mapping[str, Any]]) -> dict[str, str]:

@@ -44,8 +44,8 @@ class JobSetting:
     @property
     def type(self) -> type[Any]:
         """Type of the value."""
-        found: type[Any] = bare_type(self.kind)
-        return found
+        bare: type[Any] = bare_type(self.kind)
+        return bare
 
     @property
     def variable(self) -> str:

@@ -258,9 +258,9 @@ def most_survivable(
     for generation in holdings.generations():
         if generation > not_after:
             continue
-        found = len(line | _bearable(membership, holdings, generation))
-        if found > most:
-            best, most = generation, found
+        covered = len(line | _bearable(membership, holdings, generation))
+        if covered > most:
+            best, most = generation, covered
     return best
 
 

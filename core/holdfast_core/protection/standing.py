@@ -142,10 +142,10 @@ def standing(ranks: Sequence[RankStanding]) -> StandingVerdict:
     )
     sources = {}
     for rank in () if replays else lacking:
-        found = _sources_of(rank, topology, live)
-        if isinstance(found, str):
-            return _back(found)
-        sources[rank] = found
+        givers = _sources_of(rank, topology, live)
+        if isinstance(givers, str):
+            return _back(givers)
+        sources[rank] = givers
     if behind:
         return StandingVerdict(
             action=StandingAction.FORWARD,

@@ -260,7 +260,7 @@ def first_bad_piece(
     `payload` starts at piece `first_piece` of the manifest that `digests` comes from.
     """
     for index, at in enumerate(range(0, len(payload), piece_bytes), start=first_piece):
-        found = xxhash.xxh3_64_intdigest(payload[at : at + piece_bytes])
-        if found.to_bytes(8, "little") != digests[8 * index : 8 * index + 8]:
+        digest = xxhash.xxh3_64_intdigest(payload[at : at + piece_bytes])
+        if digest.to_bytes(8, "little") != digests[8 * index : 8 * index + 8]:
             return index
     return None

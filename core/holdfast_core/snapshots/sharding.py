@@ -290,12 +290,12 @@ def _shared(
         if other == first:
             continue
         name = min(n for n in first.keys() | other.keys() if first.get(n) != other.get(n))
-        found = [_describe(table.get(name)) for table in (first, other)]
+        described = [_describe(table.get(name)) for table in (first, other)]
         unit = (first.get(name) or other[name]).unit
         raise ReplicaMismatchError(
             f"unit {unit}: {topology} declares ranks {group[0]} and {rank} to be replicas, but for "
-            f"tensor {name!r} rank {group[0]} has {found[0]} and rank {rank} has {found[1]}; "
-            f"correct the topology, or mark the tensor as private to its rank"
+            f"tensor {name!r} rank {group[0]} has {described[0]} and rank {rank} has "
+            f"{described[1]}; correct the topology, or mark the tensor as private to its rank"
         )
     return list(first.values())
 
