@@ -246,7 +246,7 @@ def leave(given: Iterable[Any] = ()) -> None:
         return
     held: list[Any] = [*c10d._world.pg_map]
     for group in held:
-        _disconnect(group)
+        disconnect(group)
     for group in (dist.group.WORLD, *given):
         _retire(group)
     wake()
@@ -259,8 +259,8 @@ def leave(given: Iterable[Any] = ()) -> None:
         atexit.register(dropping.join, DROP_S)  # a group that is half destroyed aborts the process
 
 
-def _disconnect(group: Any) -> None:
-    """Close all connections of `group`, which ends what it has begun.
+def disconnect(group: Any) -> None:
+    """Close all connections of `group`, which ends what it has begun. Any thread.
 
     A collective that waits for a rank whose node is cut off, or stands still, would otherwise write
     when that rank comes back: into gradients of a later world, or into parameters that an
