@@ -19,7 +19,7 @@ from benchmarks.measure import timed
 from holdfast._copying.arena import MappedArena
 from holdfast._copying.devices import Device, device_of
 from holdfast._copying.placed import Placed
-from holdfast._daemon.client import GrpcClient
+from holdfast._daemon.client import GrpcClient, RestoreRequest
 from holdfast._daemon.link import Link
 from holdfast._settings import Settings
 from holdfast_core.errors import HoldfastError
@@ -107,7 +107,7 @@ def _wait_for(client: GrpcClient) -> None:
     while True:
         try:
             if client.hello().epoch == 1:
-                client.restore(1, WITHIN_S, lambda progress: None)
+                client.restore(RestoreRequest(epoch=1), WITHIN_S, lambda progress: None)
                 return
         except HoldfastError:
             if time.monotonic() > deadline:

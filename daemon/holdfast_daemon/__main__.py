@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         "--redis",
         default="",
         metavar="URL",
-        help="shared catalogue (default: $HOLDFAST_REDIS_URL; without either, one in memory)",
+        help="shared catalogue (default: $HOLDFAST_REDIS_URL; if unset, a catalogue in memory)",
     )
     _add_work(parser)
     add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_authentication(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say how trainers prove who they are."""
+    """Add the options about the authentication of trainers."""
     add = parser.add_argument
     add(
         "--auth",
@@ -99,7 +99,7 @@ def _add_authentication(parser: argparse.ArgumentParser) -> None:
     add(
         "--api-server",
         metavar="HOST:PORT",
-        help="API server for --auth token-review (default: that of the pod's cluster)",
+        help="API server for --auth token-review (default: the one of the pod's cluster)",
     )
     add(
         "--service-account",
@@ -187,7 +187,7 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
     add(
         "--storage-anywhere",
         action="store_true",
-        help="let jobs persist wherever this daemon's user may write: for a machine of your own",
+        help="let jobs persist wherever this daemon's user may write; for your own machine only",
     )
     add(
         "--persist-grace",
@@ -250,12 +250,14 @@ def main(
     parser = _parser()
     add_version(parser)
     options = parser.parse_args(arguments)
+    # Prepare the process: logs, stack traces on a signal, limits, permissions of new files.
     configure(options.log_level, options.log_file, format=options.log_format)
     _print_stacks_on_signal()
     logging.getLogger("grpc").setLevel(logging.WARNING)
     _open_more_files()
     # Only the daemon's user may open its files: other users get descriptors, never paths.
     os.umask(0o077)
+    # Run the daemon until SIGTERM. An error of ours ends in one line, without a traceback.
     try:
         settings = DaemonSettings(
             identity=identity.choose(options.tls, options.tls_domain, insecure=options.insecure),

@@ -1,5 +1,5 @@
-"""The command `holdfast-daemon`. Imports what runs the daemon only when it is called, so that a
-missing package ends in a sentence."""
+"""The command `holdfast-daemon`. It imports the daemon only when it is called, so that a missing
+package ends in a sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes what the settings select: how trainers are authenticated, and where the catalogue is."""
+"""Makes the parts that the settings select: the authenticator of trainers, and the catalogue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gives each job threads of its own, so that hanging work of one job does not block the others.
+"""Gives each job its own threads, so that hanging work of one job does not block the others.
 
 A thread that waits for storage cannot be stopped from outside, and storage may never answer; so the
 thread that waits belongs to the job whose work it does. Threads are started when there is work, and
@@ -36,7 +36,7 @@ class JobThreads:
             executor.shutdown(wait=False, cancel_futures=True)
 
     def close(self, *, wait: bool) -> None:
-        """Begin nothing more; with `wait`, return when what runs has ended."""
+        """Start nothing more; with `wait`, return when running work has ended."""
         executors, self._executors = self._executors, {}
         for executor in executors.values():
             executor.shutdown(wait=False, cancel_futures=True)

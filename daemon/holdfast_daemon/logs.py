@@ -108,7 +108,8 @@ def configure(
 
 
 CAUSES_MAX = 1000
-"""Causes that are counted; beyond that, the oldest is forgotten, and is logged as new next time."""
+"""Causes that are counted; beyond that, the oldest is forgotten, and is logged as new if it
+returns."""
 
 
 class OncePerCause:

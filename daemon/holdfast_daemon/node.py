@@ -106,7 +106,7 @@ class Node:
         self._started_at = time.monotonic()
 
     async def start(self) -> None:
-        """Adopt what an earlier daemon left, then serve.
+        """Adopt the jobs of an earlier daemon, then serve.
 
         Raises:
             StorageError, UnreachableError: a socket, port or directory cannot be used.
@@ -114,9 +114,11 @@ class Node:
         settings = self._settings
         if not self.storage.is_tmpfs:
             _log.warning("root_is_not_tmpfs", root=str(settings.root))
+        # Adopt first: no caller may see a daemon that does not know its own jobs.
         await self._catalogue.start()
         for job in self.storage.jobs():
             self._adopt(job)
+        # Serve peers and trainers, then health and metrics.
         self._bulk.start()
         clear_socket(settings.arena_socket)
         await self._descriptors.start()
@@ -130,6 +132,7 @@ class Node:
                 port=settings.metrics_port,
             )
             self._http.start()
+        # Dial the control loop last: the first heartbeat has the addresses of all services.
         if settings.control:
             self._control = ControlClient(
                 settings.control,
@@ -154,7 +157,7 @@ class Node:
         )
 
     async def stop(self) -> None:
-        """End cleanly. What is sealed stays on the tmpfs for the next daemon."""
+        """End cleanly. Sealed snapshots and blocks stay on the tmpfs for the next daemon."""
         late = await self._durable.drain(list(self.hosts.values()), self._settings.persist_grace_s)
         if late:
             _log.warning("persist_unfinished", jobs=late, grace_s=self._settings.persist_grace_s)

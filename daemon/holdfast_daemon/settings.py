@@ -87,7 +87,7 @@ class DaemonSettings:
     storage_locations: tuple[StorageLocation, ...] | None = ()
     """Locations that jobs may persist to, by their namespaces. Empty: none; None: anywhere."""
     persist_grace_s: float = 20.0
-    """How long a stopping daemon waits for what is due soon to be persisted."""
+    """Time for which a stopping daemon waits until generations that are due soon are persisted."""
 
     def __post_init__(self) -> None:
         longest = len(str(self.socket).encode())

@@ -1,6 +1,6 @@
-"""A membership as its difference from one that has already passed on the stream.
+"""A membership as its difference from an earlier membership on the same stream.
 
-The membership of a job with thousands of members is long, every one of its daemons gets every new
+The membership of a job with thousands of members is long, each of its daemons gets every new
 version, and often only the epoch has changed. Pure.
 """
 
@@ -44,16 +44,16 @@ def changed(
     """`base` with `change` applied; None when `change` belongs to another membership."""
     if _digest(base) != change.base_digest:
         return None
-    found = values_pb2.Membership()
-    found.CopyFrom(base)
-    found.epoch, found.revision = change.epoch, change.revision
-    found.restarting[:] = change.restarting
-    members = {member.index: member for member in found.members}
+    membership = values_pb2.Membership()
+    membership.CopyFrom(base)
+    membership.epoch, membership.revision = change.epoch, change.revision
+    membership.restarting[:] = change.restarting
+    members = {member.index: member for member in membership.members}
     for member in change.members:
         if member.index not in members:
             return None
         members[member.index].CopyFrom(member)
-    return found
+    return membership
 
 
 def _digest(message: values_pb2.Membership) -> bytes:

@@ -162,7 +162,7 @@ def member_to_proto(value: Member) -> values_pb2.Member:
 
 
 def member_from_proto(message: values_pb2.Member) -> Member:
-    """The place in `message`."""
+    """The member in `message`."""
     return Member(
         index=message.index,
         node=message.node,
@@ -247,7 +247,7 @@ def _past_world(message: values_pb2.PastWorld, nproc_per_node: int) -> MemberWor
 
 
 def _tier(message: values_pb2.Tier) -> Tier:
-    return Tier(**{known.name: getattr(message, known.name) for known in fields(Tier)})
+    return Tier(**{field.name: getattr(message, field.name) for field in fields(Tier)})
 
 
 # --- inventories ----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The option that all commands of Holdfast have."""
+"""The option that all commands of Holdfast share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 def add_version(parser: argparse.ArgumentParser) -> None:
     """Add `--version`, which prints the version and ends the command."""
     try:
-        found = version("holdfast")
+        installed = version("holdfast")
     except PackageNotFoundError:  # sources on the path, as in the bundle for a CUDA machine
-        found = "(not installed)"
-    parser.add_argument("--version", action="version", version=f"holdfast {found}")
+        installed = "(not installed)"
+    parser.add_argument("--version", action="version", version=f"holdfast {installed}")

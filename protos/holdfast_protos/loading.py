@@ -1,4 +1,4 @@
-"""What daemons report of restores, and of loading from storage, as messages."""
+"""Conversion between messages and values of reports about restores and loads from storage."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def failed_loads_from_proto(messages: Iterable[peer_pb2.FailedLoad]) -> tuple[Fa
     Raises:
         ProtocolError: when one names no generation.
     """
-    found = []
+    failures = []
     for message in messages:
         if not message.HasField("generation"):
             raise ProtocolError(f"a failed load of rank {message.rank} names no generation")
         generation = Generation(message.generation.epoch, message.generation.step)
-        found.append(FailedLoad(rank=message.rank, generation=generation, reason=message.reason))
-    return tuple(found)
+        failures.append(FailedLoad(rank=message.rank, generation=generation, reason=message.reason))
+    return tuple(failures)
 
 
 def progress_from_proto(message: trainer_pb2.RestoreProgress) -> RestoreProgress:
-    """How far a restore is, by a daemon of any version."""
+    """The progress of a restore in `message`, which a daemon of any version has sent."""
     return RestoreProgress(
         phase=RestorePhase.of(message.phase),
         done=message.done,

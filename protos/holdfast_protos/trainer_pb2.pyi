@@ -44,13 +44,13 @@ class HelloRequest(_message.Message):
     store_address: _builtins.str
     """MASTER_ADDR:MASTER_PORT, empty outside torchrun"""
     world: _builtins.str
-    """Name that the ranks of a world have agreed upon, where no agent of Holdfast has formed it; only
-    read of a job whose pods another controller makes. The first world that comes to an epoch has
-    it; another one waits, and the control loop begins a new epoch for it.
+    """Name on which the ranks of a world have agreed, where no agent of Holdfast has formed the world;
+    read only for a job whose pods another controller makes. An epoch belongs to the first world
+    that arrives; any other world waits until the control loop begins a new epoch for it.
     """
     began_alone: _builtins.bool
-    """Training has begun from the beginning, and what the ranks of this member hold is nowhere else:
-    while nothing is protected there is nothing for which a process could stay.
+    """Training started from the beginning, and nobody else holds the state of this member's ranks:
+    until something is protected, there is nothing for a process to stay for.
     """
     def __init__(
         self,
@@ -113,11 +113,11 @@ class RestoreRequest(_message.Message):
     rank: _builtins.int
     epoch: _builtins.int
     live: _builtins.int
-    """The rank has the state after this step already, and goes on from it: it restores nothing, and
-    is answered at once, without a line.
+    """The rank keeps its state after this step and restores nothing. It is answered at once, without
+    a line.
     """
     repeated_after: _builtins.int
-    """With `live`: the step that it has restored, before it repeated those after it alone."""
+    """With `live`: the step that the rank restored before it repeated the steps after it alone."""
     no_replay: _builtins.str
     """why no pipeline stage repeats steps alone, where one might have"""
     def __init__(
@@ -241,9 +241,9 @@ class RestoreDecision(_message.Message):
     places: _builtins.bytes
     """the slot that holds each piece, a byte each; empty: all in `slot`"""
     captured_by: _builtins.int
-    """Number of ranks of the world that captured the line, if that is another one: all its snapshots
-    together are the state of each rank now, and none of them belongs to a rank. 0: the present
-    world captured it.
+    """Number of ranks of the world that captured the line, if it is not the present world: then all
+    its snapshots together are the state of each rank, and none of them belongs to a rank. 0: the
+    present world captured the line.
     """
     @_builtins.property
     def line(self) -> _values_pb2.Line: ...
@@ -582,7 +582,7 @@ class WatchEvent(_message.Message):
 
     @_builtins.property
     def whole_after(self) -> _values_pb2.Generation:
-        """all units in one step after it, please: a set waits for that"""
+        """capture all units in one step after it: a set waits for that"""
 
     def __init__(
         self,
@@ -898,7 +898,7 @@ class WorkerExitedRequest(_message.Message):
     last_lines: _builtins.str
     """last lines that it wrote to stderr, for people; without secrets"""
     reason: _builtins.str
-    """why, where that is known; in the words of a container's end: OOMKilled"""
+    """why, if known, as Kubernetes names a container's end: OOMKilled"""
     def __init__(
         self,
         *,

@@ -173,8 +173,8 @@ class TrainerServicer(object):
         """Rendezvous, called by torchrun's agent through the `holdfast` backend.
         Answers at once with the current epoch's world; `ready` is false while the agent must wait
         (no epoch newer than `after_epoch`, or the store is not published). The daemon holds the call
-        for up to `wait_s` until there is news. While it holds one of a job that has no member on this
-        node, it tells the control loop so: a member may join here.
+        for up to `wait_s` until there is news. While it holds a call for a job that has no member on
+        this node, it reports that to the control loop: a member may join here.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -206,15 +206,14 @@ class TrainerServicer(object):
 
     def Worked(self, request, context):
         """Reports which workers have worked since the last report: they used the processor, or read or
-        wrote. It shows that they get on while they have no sessions.
+        wrote. So the progress of workers without sessions is known.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Trained(self, request, context):
-        """Reports the progress of a rank that has no session because its saves are refused, and trains all
-        the same.
+        """Reports the progress of a rank that trains without a session because its saves are refused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

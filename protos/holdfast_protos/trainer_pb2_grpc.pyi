@@ -66,8 +66,8 @@ class TrainerStub:
     """Rendezvous, called by torchrun's agent through the `holdfast` backend.
     Answers at once with the current epoch's world; `ready` is false while the agent must wait
     (no epoch newer than `after_epoch`, or the store is not published). The daemon holds the call
-    for up to `wait_s` until there is news. While it holds one of a job that has no member on this
-    node, it tells the control loop so: a member may join here.
+    for up to `wait_s` until there is news. While it holds a call for a job that has no member on
+    this node, it reports that to the control loop: a member may join here.
     """
     PublishStore: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.PublishStoreRequest, _trainer_pb2.PublishStoreReply]
     Follow: _grpc.UnaryStreamMultiCallable[_trainer_pb2.FollowRequest, _trainer_pb2.World]
@@ -81,12 +81,10 @@ class TrainerStub:
     """Reports a failed worker before the agent stops the others; failure rules use its exit code."""
     Worked: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.WorkedRequest, _trainer_pb2.WorkedReply]
     """Reports which workers have worked since the last report: they used the processor, or read or
-    wrote. It shows that they get on while they have no sessions.
+    wrote. So the progress of workers without sessions is known.
     """
     Trained: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.TrainedRequest, _trainer_pb2.TrainedReply]
-    """Reports the progress of a rank that has no session because its saves are refused, and trains all
-    the same.
-    """
+    """Reports the progress of a rank that trains without a session because its saves are refused."""
     Persist: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.PersistRequest, _trainer_pb2.PersistReply]
     """Requests that the newest generation be written to the durable tier now. Returns at once."""
     Status: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.StatusRequest, _trainer_pb2.StatusReply]
@@ -121,8 +119,8 @@ class TrainerAsyncStub(TrainerStub):
     """Rendezvous, called by torchrun's agent through the `holdfast` backend.
     Answers at once with the current epoch's world; `ready` is false while the agent must wait
     (no epoch newer than `after_epoch`, or the store is not published). The daemon holds the call
-    for up to `wait_s` until there is news. While it holds one of a job that has no member on this
-    node, it tells the control loop so: a member may join here.
+    for up to `wait_s` until there is news. While it holds a call for a job that has no member on
+    this node, it reports that to the control loop: a member may join here.
     """
     PublishStore: _aio.UnaryUnaryMultiCallable[_trainer_pb2.PublishStoreRequest, _trainer_pb2.PublishStoreReply]  # type: ignore[assignment]
     Follow: _aio.UnaryStreamMultiCallable[_trainer_pb2.FollowRequest, _trainer_pb2.World]  # type: ignore[assignment]
@@ -136,12 +134,10 @@ class TrainerAsyncStub(TrainerStub):
     """Reports a failed worker before the agent stops the others; failure rules use its exit code."""
     Worked: _aio.UnaryUnaryMultiCallable[_trainer_pb2.WorkedRequest, _trainer_pb2.WorkedReply]  # type: ignore[assignment]
     """Reports which workers have worked since the last report: they used the processor, or read or
-    wrote. It shows that they get on while they have no sessions.
+    wrote. So the progress of workers without sessions is known.
     """
     Trained: _aio.UnaryUnaryMultiCallable[_trainer_pb2.TrainedRequest, _trainer_pb2.TrainedReply]  # type: ignore[assignment]
-    """Reports the progress of a rank that has no session because its saves are refused, and trains all
-    the same.
-    """
+    """Reports the progress of a rank that trains without a session because its saves are refused."""
     Persist: _aio.UnaryUnaryMultiCallable[_trainer_pb2.PersistRequest, _trainer_pb2.PersistReply]  # type: ignore[assignment]
     """Requests that the newest generation be written to the durable tier now. Returns at once."""
     Status: _aio.UnaryUnaryMultiCallable[_trainer_pb2.StatusRequest, _trainer_pb2.StatusReply]  # type: ignore[assignment]
@@ -233,8 +229,8 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         """Rendezvous, called by torchrun's agent through the `holdfast` backend.
         Answers at once with the current epoch's world; `ready` is false while the agent must wait
         (no epoch newer than `after_epoch`, or the store is not published). The daemon holds the call
-        for up to `wait_s` until there is news. While it holds one of a job that has no member on this
-        node, it tells the control loop so: a member may join here.
+        for up to `wait_s` until there is news. While it holds a call for a job that has no member on
+        this node, it reports that to the control loop: a member may join here.
         """
 
     @_abc_1.abstractmethod
@@ -272,7 +268,7 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.WorkedReply, _abc.Awaitable[_trainer_pb2.WorkedReply]]:
         """Reports which workers have worked since the last report: they used the processor, or read or
-        wrote. It shows that they get on while they have no sessions.
+        wrote. So the progress of workers without sessions is known.
         """
 
     @_abc_1.abstractmethod
@@ -281,9 +277,7 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.TrainedRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.TrainedReply, _abc.Awaitable[_trainer_pb2.TrainedReply]]:
-        """Reports the progress of a rank that has no session because its saves are refused, and trains all
-        the same.
-        """
+        """Reports the progress of a rank that trains without a session because its saves are refused."""
 
     @_abc_1.abstractmethod
     def Persist(

@@ -178,7 +178,7 @@ class Membership(_message.Message):
 
     @_builtins.property
     def restarting(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Members whose workers are started anew in this epoch, even if they could be kept."""
+        """Members whose workers are started again in this epoch, even if they could be kept."""
 
     @_builtins.property
     def past(self) -> _containers.RepeatedCompositeFieldContainer[Global___PastWorld]:

@@ -1,4 +1,4 @@
-"""Reads the catalogue in Redis, for daemons and for people who look at jobs without one.
+"""Reads the catalogue in Redis, for daemons and for people who look at jobs without a daemon.
 
 Must not: write to Redis, or put its URL, which holds the password, or its own messages into errors.
 """
@@ -29,7 +29,7 @@ from holdfast_core.catalogue.records import (
 from holdfast_core.errors import InvalidJobError, UnauthenticatedError, UnreachableError
 
 UNREACHABLE = (RedisError, OSError, TimeoutError)
-"""What a client of Redis raises when it gets no answer, or a refusal."""
+"""Errors of a Redis client that gets no answer, or a refusal."""
 
 _T = TypeVar("_T")
 
@@ -38,7 +38,7 @@ def connect_redis(url: str, timeout_s: float) -> Redis:
     """A client whose every step, connecting included, may take `timeout_s`.
 
     Raises:
-        InvalidJobError: `url` is not one of Redis.
+        InvalidJobError: `url` is not a URL of Redis.
     """
     try:
         return Redis.from_url(
@@ -107,8 +107,8 @@ class CatalogueReader:
         async def read() -> Sequence[EventView]:
             first = f"({after}" if after else "-"
             entries = await self._client.xrange(self._key(job, "events"), min=first)
-            found = (event_from(str(entry_id), fields) for entry_id, fields in entries or ())
-            return [event for event in found if event is not None]
+            events = (event_from(str(entry_id), fields) for entry_id, fields in entries or ())
+            return [event for event in events if event is not None]
 
         return await self._answered(read)
 

@@ -37,8 +37,8 @@ def clean(
     idle_since_s: float,
     writing: Collection[Generation],
 ) -> Cleaned:
-    """Remove from `place` the sets that `choose_removals` chooses, files of complete sets that
-    their manifests do not name, and files begun before `idle_since_s` and never finished."""
+    """Remove from `root` the sets that `choose_removals` chooses, files of complete sets that their
+    manifests do not name, and files begun before `idle_since_s` and never finished."""
     removals = choose_removals(
         [each.found for each in findings.sets],
         keep=keep,
@@ -65,7 +65,7 @@ def clean(
 
 
 def _ours(looked: Looked) -> set[str]:
-    """Names of the files that Holdfast wrote; files that others put there stay."""
+    """Names of the files that Holdfast wrote; files of others stay."""
     return {name for name in looked.items if name == MANIFEST_FILE or _RANK_FILE.fullmatch(name)}
 
 
@@ -81,8 +81,8 @@ def _discard(root: TierRoot, job: str, idle_since_s: float, writing: Collection[
     for each in root.unfinished(job):
         names = each.path.split("/")[1:]
         generation = parse_set_name(names[0]) if len(names) == 2 else None
-        known = names[-1] == MANIFEST_FILE or _RANK_FILE.fullmatch(names[-1])
-        ours = (generation is not None and known) or names in ([LATEST_FILE], [MARK_FILE])
+        is_set_file = names[-1] == MANIFEST_FILE or _RANK_FILE.fullmatch(names[-1])
+        ours = (generation is not None and is_set_file) or names in ([LATEST_FILE], [MARK_FILE])
         if ours and generation not in writing and each.modified_s < idle_since_s:
             root.discard(each)
             count += 1

@@ -85,10 +85,11 @@ class ComposedRank:
 
     @property
     def mixture(self) -> str:
-        found = self.composition
+        composition = self.composition
         return (
-            f"{found.from_memory} experts from memory, {found.from_storage} from storage, "
-            f"{found.older} of them older than the snapshot"
+            f"{composition.from_memory} experts from memory, "
+            f"{composition.from_storage} from storage, "
+            f"{composition.older} of them older than the snapshot"
         )
 
     def read_into(self, first_piece: int, end: int, buffer: memoryview) -> None:

@@ -1,4 +1,4 @@
-"""The sets in a job's directory: which are complete, and what is wrong with the others."""
+"""The sets in a job's directory: the complete ones, and the faults of the others."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class StoredSets(list[StoredSet]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Looked:
-    """One set as found in storage."""
+    """One set in storage."""
 
     found: FoundSet
     items: Mapping[str, StoredFile]
@@ -124,9 +124,9 @@ def _as_holder(looked: Looked, needed: Collection[Generation]) -> Looked:
 def lacks(stored: StoredSet, generation: Generation, rank: int, units: Sequence[StoredUnit]) -> str:
     """Reason naming the first of `units` that the rank's file of this set should hold but does not;
     empty when it holds all."""
-    held = stored.files[rank].units if rank < stored.world_size else ()
+    units_here = stored.files[rank].units if rank < stored.world_size else ()
     for unit in units:
-        if unit.held_in == generation and unit not in held:
+        if unit.held_in == generation and unit not in units_here:
             return f"generation {generation} does not hold version {unit.version} of {unit.unit}"
     return ""
 

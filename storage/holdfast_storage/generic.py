@@ -22,7 +22,7 @@ _TEMPORARY = re.compile(r"(?P<name>.+)\.(?P<token>[0-9a-f]{16})\.part")
 
 
 class GenericRoot:
-    """`Place` over an fsspec file system `fs`, below `root` in it."""
+    """`TierRoot` over an fsspec file system `fs`, below `root` in it."""
 
     def __init__(self, fs: Any, root: str) -> None:
         self._fs = fs
@@ -98,16 +98,16 @@ class GenericRoot:
         with foreign_errors(f"listing {self._full(path)}"):
             try:
                 self._fs.invalidate_cache(self._full(path))
-                found = self._fs.find(self._full(path), maxdepth=2, detail=True)
+                entries = self._fs.find(self._full(path), maxdepth=2, detail=True)
             except FileNotFoundError:
                 return []
         begin = len(self.root) + 1
-        return sorted((name[begin:], info) for name, info in found.items())
+        return sorted((name[begin:], info) for name, info in entries.items())
 
 
 def _modified_s(info: dict[str, Any]) -> float:
-    """Time of last modification, under any of the keys that file systems use; 0, long ago, when
-    none is there."""
+    """Time of last modification, under any of the keys that file systems use; 0, long ago, if there
+    is none."""
     for key in ("mtime", "LastModified", "last_modified", "updated", "created"):
         value = info.get(key)
         if isinstance(value, datetime):

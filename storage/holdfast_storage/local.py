@@ -73,11 +73,11 @@ class FileSteps:
         return path.lstat()
 
     def list(self, path: Path) -> list[str]:
-        return [found.name for found in path.iterdir()]
+        return [entry.name for entry in path.iterdir()]
 
 
 class LocalRoot:
-    """`Place` in a directory, which is created when something is written."""
+    """`TierRoot` in a directory, which is created with the first write."""
 
     def __init__(self, root: Path, files: FileSteps | None = None) -> None:
         self.root = root
@@ -108,8 +108,8 @@ class LocalRoot:
     def size(self, path: str) -> int | None:
         target = self.root / path
         with storage_errors(f"looking at {target}"):
-            found = self._stat(target)
-        return found.st_size if found is not None and stat.S_ISREG(found.st_mode) else None
+            status = self._stat(target)
+        return status.st_size if status is not None and stat.S_ISREG(status.st_mode) else None
 
     def read(self, path: str, start: int, buffer: memoryview) -> None:
         target = self.root / path
@@ -130,15 +130,15 @@ class LocalRoot:
 
     def files(self, path: str) -> list[StoredFile]:
         return [
-            StoredFile(path=found, bytes=status.st_size, modified_s=status.st_mtime)
-            for found, status in self._walk(path)
-            if not _TEMPORARY.fullmatch(found.rpartition("/")[2])
+            StoredFile(path=file, bytes=status.st_size, modified_s=status.st_mtime)
+            for file, status in self._walk(path)
+            if not _TEMPORARY.fullmatch(file.rpartition("/")[2])
         ]
 
     def unfinished(self, path: str) -> list[Unfinished]:
         result = []
-        for found, status in self._walk(path):
-            directory, _, name = found.rpartition("/")
+        for file, status in self._walk(path):
+            directory, _, name = file.rpartition("/")
             if match := _TEMPORARY.fullmatch(name):
                 whole = f"{directory}/{match['name']}"
                 at = status.st_mtime
@@ -240,8 +240,8 @@ class LocalRoot:
             names = sorted(self._files.list(directory))
         except FileNotFoundError:
             return []
-        found = ((f"{path}/{name}", self._stat(directory / name)) for name in names)
-        return [(name, status) for name, status in found if status is not None]
+        statuses = ((f"{path}/{name}", self._stat(directory / name)) for name in names)
+        return [(name, status) for name, status in statuses if status is not None]
 
 
 def _temporary(target: Path, token: str) -> Path:

@@ -1,4 +1,4 @@
-"""A job's mark in its tier: evidence that this is the storage the job's copies were written to.
+"""A job's mark in its tier: evidence that the job's copies were written to this storage.
 
 A directory whose file system is not mounted can be read, and is empty; so is a bucket of the same
 name at another endpoint. Where copies are known to exist, the mark distinguishes the right storage
@@ -16,7 +16,7 @@ MARK_FORMAT = "holdfast-tier/1"
 
 
 def is_marked(root: TierRoot, job: str) -> bool:
-    """Whether the mark is there, whatever it contains: a person may have put it there.
+    """Whether the mark exists, whatever it contains: a person may have written it.
 
     Raises:
         StorageError: the storage cannot be read.

@@ -34,12 +34,12 @@ def open_root(
     session: S3Session | None = None,
 ) -> TierRoot:
     """The root that `uri` names: an absolute path, `file:///…`, `s3://bucket/prefix`, or one of
-    the other kinds of `storage_locations.SCHEMES`, with `options` for its file system. Nothing is
-    read or created yet.
+    the other kinds of `holdfast_core.job.locations.SCHEMES`, with `options` for its file system.
+    Nothing is read or created yet.
 
     Args:
-        top: for a path, the directory at or above it below which links are not followed; None:
-            links in the path are followed.
+        top: for a path, the directory, equal to it or above it, below which links are not followed;
+            None: links in the path are followed.
         session: for S3, a session with other options, such as a location's own credentials.
 
     Raises:

@@ -17,7 +17,7 @@ from holdfast_storage.verified import check_pieces
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredRank:
-    """A rank's file, opened and found to be the one that its set's manifest names."""
+    """A rank's file, opened and checked to be the file that its set's manifest names."""
 
     file: RankFile
     layout: bytes
@@ -46,24 +46,28 @@ class StoredRank:
         root.read(path, 0, memoryview(header))
         if xxhash.xxh3_64_intdigest(header) != file.header_xxh3:
             raise CorruptError(f"the header of {path} does not match the manifest of its set")
-        found = decode_header(bytes(header))
-        if (found.decoded.rank, found.decoded.payload_bytes) != (file.rank, file.payload_bytes):
+        content = decode_header(bytes(header))
+        if (content.decoded.rank, content.decoded.payload_bytes) != (
+            file.rank,
+            file.payload_bytes,
+        ):
             raise CorruptError(
-                f"{path} holds {found.decoded.payload_bytes} bytes of rank {found.decoded.rank}, "
-                f"and the manifest of its set names {file.payload_bytes} of rank {file.rank}"
+                f"{path} holds {content.decoded.payload_bytes} bytes of rank "
+                f"{content.decoded.rank}, and the manifest of its set names {file.payload_bytes} "
+                f"of rank {file.rank}"
             )
-        if file.bytes != file.header_bytes + bytes_of_runs(found.pieces, found.decoded):
+        if file.bytes != file.header_bytes + bytes_of_runs(content.pieces, content.decoded):
             raise CorruptError(f"{path} has {file.bytes} bytes, which does not match its header")
         return cls(
             file=file,
-            layout=found.layout,
-            manifest=found.manifest,
-            content=found.decoded,
-            topology=found.topology,
+            layout=content.layout,
+            manifest=content.manifest,
+            content=content.decoded,
+            topology=content.topology,
             path=path,
             root=root,
-            runs=found.pieces,
-            older=found.older,
+            runs=content.pieces,
+            older=content.older,
         )
 
     @property

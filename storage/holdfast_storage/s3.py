@@ -45,15 +45,15 @@ def open_s3(
     part_bytes: int = PART_BYTES,
     session: S3Session | None = None,
 ) -> S3Root:
-    """The place at `s3://bucket/prefix`, with `options` for s3fs, or in a `session` that has its
-    own options."""
+    """The root at `s3://bucket/prefix`, with `options` for s3fs, or in a `session` that has its own
+    options."""
     bucket, _, prefix = uri.partition("://")[2].partition("/")
     fs = session or file_system(options)
     return S3Root(fs, bucket, prefix, retry=retry, part_bytes=part_bytes)
 
 
 class S3Root:
-    """`Place` below a prefix of a bucket."""
+    """`TierRoot` below a prefix of a bucket."""
 
     def __init__(self, fs: Any, bucket: str, prefix: str, *, retry: Retry, part_bytes: int) -> None:
         """`fs` is an s3fs file system made with the configuration in `s3_calls`."""
@@ -99,20 +99,20 @@ class S3Root:
             raise CorruptError(f"{path} ends too early: {len(buffer) - got} bytes are missing")
 
     def files(self, path: str) -> list[StoredFile]:
-        found = []
+        files = []
         arguments: dict[str, Any] = {"Prefix": f"{self._key(path)}/"}
         while True:
             answer = self._calls.run(self._calls.send("list_objects_v2", **arguments))
             for each in answer.get("Contents", ()):
                 name = each["Key"][len(self._prefix) :]
                 at = each["LastModified"].timestamp()
-                found.append(StoredFile(path=name, bytes=int(each["Size"]), modified_s=at))
+                files.append(StoredFile(path=name, bytes=int(each["Size"]), modified_s=at))
             if not answer.get("IsTruncated"):
-                return found
+                return files
             arguments["ContinuationToken"] = answer["NextContinuationToken"]
 
     def unfinished(self, path: str) -> list[Unfinished]:
-        found = []
+        uploads = []
         arguments: dict[str, Any] = {"Prefix": f"{self._key(path)}/"}
         while True:
             sending = self._calls.send("list_multipart_uploads", _is_not_there, **arguments)
@@ -123,9 +123,9 @@ class S3Root:
             for each in answer.get("Uploads", ()):
                 name = each["Key"][len(self._prefix) :]
                 at = each["Initiated"].timestamp()
-                found.append(Unfinished(path=name, token=each["UploadId"], modified_s=at))
+                uploads.append(Unfinished(path=name, token=each["UploadId"], modified_s=at))
             if not answer.get("IsTruncated"):
-                return found
+                return uploads
             arguments["KeyMarker"] = answer["NextKeyMarker"]
             arguments["UploadIdMarker"] = answer["NextUploadIdMarker"]
 
@@ -240,9 +240,9 @@ class _Upload:
             head = await self._calls.send("head_object", _is_missing, Key=self._key)
         except ClientError:
             return False
-        found = bytearray(len(self._beginning))
-        await self._calls.read(self._key, 0, memoryview(found))
-        return int(head["ContentLength"]) == self._nbytes and found == self._beginning
+        beginning = bytearray(len(self._beginning))
+        await self._calls.read(self._key, 0, memoryview(beginning))
+        return int(head["ContentLength"]) == self._nbytes and beginning == self._beginning
 
 
 async def _abort(calls: Calls, key: str, upload: str) -> None:

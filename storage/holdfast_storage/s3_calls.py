@@ -83,12 +83,12 @@ class PartBody:
     def read(self, size: int = -1) -> bytes:
         """Up to `size` bytes from the current position; a copy, as files return."""
         end = self._length if size < 0 else min(self._at + size, self._length)
-        found, begin = [], 0
+        parts, begin = [], 0
         for view in self._views:
-            found.append(view[max(self._at - begin, 0) : max(end - begin, 0)])
+            parts.append(view[max(self._at - begin, 0) : max(end - begin, 0)])
             begin += len(view)
         self._at = end
-        return b"".join(found)
+        return b"".join(parts)
 
     async def __aiter__(self) -> AsyncIterator[memoryview]:
         for view in self._views:

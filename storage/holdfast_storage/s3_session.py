@@ -1,4 +1,4 @@
-"""s3fs file systems for tiers: set up once, and again when the options have changed."""
+"""s3fs file systems for tiers: set up once, and again when their options have changed."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class S3Session:
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
         """Event loop on which requests run."""
-        found: asyncio.AbstractEventLoop = get_loop()
-        return found
+        loop: asyncio.AbstractEventLoop = get_loop()
+        return loop
 
     async def set_session(self) -> None:
         """Do nothing: `get_s3` does this, so that session and client have the same options."""

@@ -69,7 +69,7 @@ class SetStore:
         wall: Callable[[], float] = time.time,
         grace_s: float = GRACE_S,
     ) -> None:
-        """`options` are for fsspec's file system, `retry` for requests to object storage; `place`
+        """`options` are for fsspec's file system, `retry` for requests to object storage; `root`
         replaces the storage that `uri` names.
 
         Raises:
@@ -121,6 +121,7 @@ class SetStore:
                 f"manifest is of rank {content.rank} of {content.generation} of {content.job}"
             )
         path = f"{self._directory(generation)}/{file.file}"
+        # Nothing to write if the same file is there; a complete set is never changed.
         with self._busy(generation):
             if self._is_there(path, file, header):
                 return file
@@ -131,12 +132,13 @@ class SetStore:
                 )
             ended = stop or threading.Event()
 
+            # Header and payload, each piece verified before a byte of it is sent.
             def parts() -> Iterator[memoryview]:
                 yield memoryview(header)
                 for run in runs:
                     first = run[0] * content.piece_bytes
-                    found = read(first, first + bytes_of_runs([run], content))
-                    for part in verified(found, content, path, run):
+                    parts_read = read(first, first + bytes_of_runs([run], content))
+                    for part in verified(parts_read, content, path, run):
                         if ended.is_set():
                             raise WriteStoppedError(
                                 f"writing {path} was stopped; nothing of it is visible"
@@ -159,14 +161,14 @@ class SetStore:
         """
         if not experts or not manifest.experts:
             return None
-        known = None
+        base_set = None
         with suppress(CorruptError):
             if base is not None:
                 stored = read_manifest(self._root, self.job, base)
                 if manifest.rank < stored.world_size and stored.files[manifest.rank].units:
                     file = self._open_file(stored, manifest.rank)
-                    known = BaseSet(stored=stored, experts=(*file.content.experts, *file.older))
-        return plan_rank(decode_layout(layout), manifest, known, experts)
+                    base_set = BaseSet(stored=stored, experts=(*file.content.experts, *file.older))
+        return plan_rank(decode_layout(layout), manifest, base_set, experts)
 
     def commit(self, generation: Generation, files: Sequence[RankFile]) -> None:
         """Complete the set of `files`, one of each rank; a second call changes nothing. The job's
@@ -216,7 +218,7 @@ class SetStore:
                 version that this set holds or names are read from there.
 
         Raises:
-            CorruptError: a file is not the one that its set's manifest names.
+            CorruptError: a file is not the file that its set's manifest names.
             StorageError: the storage failed, or the set has no such rank.
         """
         own = self._open_file(stored, rank)
@@ -272,12 +274,12 @@ class SetStore:
         """
         with self._lock:
             writing = tuple(self._writing)
-        found = find_sets(self._root, self.job)
-        if whole := found.stored_sets():
+        findings = find_sets(self._root, self.job)
+        if whole := findings.stored_sets():
             self._point_to(whole[0].generation)
         return clean(
             self._root,
-            found,
+            findings,
             keep=keep,
             keep_every=keep_every,
             idle_since_s=self._wall() - self._grace_s,
@@ -303,33 +305,33 @@ class SetStore:
     def _is_there(self, path: str, file: RankFile, header: bytes) -> bool:
         if self._root.size(path) != file.bytes:
             return False
-        found = bytearray(len(header))
-        self._root.read(path, 0, memoryview(found))
-        return found == header
+        stored = bytearray(len(header))
+        self._root.read(path, 0, memoryview(stored))
+        return stored == header
 
     def _check_sizes(self, directory: str, files: Sequence[RankFile]) -> None:
         for file in files:
             size = self._root.size(f"{directory}/{file.file}")
             if size != file.bytes:
-                found = "missing" if size is None else f"{size} bytes"
+                there = "missing" if size is None else f"{size} bytes"
                 raise CorruptError(
-                    f"{directory}/{file.file} in {self.uri} is {found}, and {file.bytes} were "
+                    f"{directory}/{file.file} in {self.uri} is {there}, and {file.bytes} were "
                     f"reported: the set stays incomplete; the next one is written from scratch"
                 )
 
     def _check_named(self, generation: Generation, files: Sequence[RankFile]) -> None:
-        """Check that the sets that these files name are there; otherwise this one would never be
+        """Check that the sets that these files name exist; otherwise this set would never be
         complete."""
         if not any(unit.held_in != generation for file in files for unit in file.units):
             return
-        found = {each.found.generation: each for each in find_sets(self._root, self.job).sets}
-        problem = unresolved(files, generation, found)
+        looked = {each.found.generation: each for each in find_sets(self._root, self.job).sets}
+        problem = unresolved(files, generation, looked)
         if problem:
             raise CorruptError(f"generation {generation} of {self.job} stays incomplete: {problem}")
 
     def _check_same(self, generation: Generation, stored: StoredSet) -> None:
-        found = read_manifest(self._root, self.job, generation)
-        if found.files != stored.files:
+        committed = read_manifest(self._root, self.job, generation)
+        if committed.files != stored.files:
             raise StorageError(
                 f"generation {generation} of {self.job} is complete in {self.uri} with other "
                 f"files: take another epoch or another job name"
@@ -343,9 +345,9 @@ class SetStore:
         if size is not None and size <= len(wanted) + 64:
             data = bytearray(size)
             self._root.read(path, 0, memoryview(data))
-            found = decode_latest(bytes(data))
-            if found == generation:
+            pointed = decode_latest(bytes(data))
+            if pointed == generation:
                 return
-            if found and found > generation and self._root.size(self._manifest_path(found)):
+            if pointed and pointed > generation and self._root.size(self._manifest_path(pointed)):
                 return
         self._root.write(path, len(wanted), [memoryview(wanted)], threading.Event())

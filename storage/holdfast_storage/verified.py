@@ -23,7 +23,7 @@ def verified(
     Raises:
         CorruptError: a piece does not match, or there are fewer or more bytes than in the manifest.
     """
-    held: list[memoryview] = []
+    views: list[memoryview] = []
     index, held_bytes = run[0] if run else 0, 0
     missing = bytes_of_runs([run], manifest) if run else manifest.payload_bytes
     for part in parts:
@@ -33,13 +33,13 @@ def verified(
         missing -= len(left)
         while len(left):
             room = manifest.piece_bytes - held_bytes
-            held.append(left[:room])
-            held_bytes += len(held[-1])
+            views.append(left[:room])
+            held_bytes += len(views[-1])
             left = left[room:]
             if held_bytes == manifest.piece_bytes or not (missing or len(left)):
-                _check(held, index, manifest, file)
-                yield from held
-                index, held, held_bytes = index + 1, [], 0
+                _check(views, index, manifest, file)
+                yield from views
+                index, views, held_bytes = index + 1, [], 0
     if missing:
         raise _length(manifest, file, "fewer")
 
@@ -53,13 +53,13 @@ def check_pieces(buffer: memoryview, first_piece: int, manifest: Manifest, file:
 
 def _check(held: list[memoryview], index: int, manifest: Manifest, file: str) -> None:
     if len(held) == 1:
-        found = xxhash.xxh3_64_intdigest(held[0])
+        digest = xxhash.xxh3_64_intdigest(held[0])
     else:
         state = xxhash.xxh3_64()
         for view in held:
             state.update(view)
-        found = state.intdigest()
-    if found.to_bytes(8, "little") != manifest.digests[8 * index : 8 * index + 8]:
+        digest = state.intdigest()
+    if digest.to_bytes(8, "little") != manifest.digests[8 * index : 8 * index + 8]:
         raise _wrong(index, manifest, file)
 
 

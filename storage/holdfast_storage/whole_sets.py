@@ -211,8 +211,8 @@ class WholeSet:
 
 
 def _batches(wants: Sequence[Want]) -> Iterator[list[Want]]:
-    """Cut `wants` into those that are read at once: all that need no temporary memory, and groups
-    of others that need little."""
+    """Cut `wants` into batches that are read at once: one of all wants that need no temporary
+    memory, and groups of the others that need little."""
     direct = [want for want in wants if all(part.widened == 1 for part in want.box.parts)]
     if direct:
         yield direct
@@ -250,8 +250,8 @@ def rounded(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.uint1
 
 
 def _widened(want: Want) -> Want | None:
-    """A box of whole rows around `want` that is faster to read, where `want` is many short runs
-    with small gaps in the same pieces. None where `want` itself is best."""
+    """A box of whole rows around `want` that is faster to read, if `want` is many short runs with
+    small gaps in the same pieces. None if `want` itself is fastest."""
     shape, lengths = want.box.shape, want.lengths
     cut = [dim for dim, (n, m) in enumerate(zip(lengths, shape, strict=True)) if n != m]
     inner = cut[-1] if cut else 0
@@ -323,7 +323,7 @@ def open_set(
     for stored in complete:
         if generation in ("", str(stored.generation)):
             return WholeSet(partial(store.open_rank, stored), stored.world_size, reading)
-    known = ", ".join(str(stored.generation) for stored in complete[:8]) or "none"
+    existing = ", ".join(str(stored.generation) for stored in complete[:8]) or "none"
     raise StorageError(
-        f"{uri} has no complete set {generation or 'at all'} of job {job!r}; it has: {known}"
+        f"{uri} has no complete set {generation or 'at all'} of job {job!r}; it has: {existing}"
     )

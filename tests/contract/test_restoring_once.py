@@ -15,7 +15,7 @@ from torch import nn
 from waiting import WAIT_S, wait_for
 
 import holdfast
-from holdfast._daemon.client import DaemonClient, GrpcClient
+from holdfast._daemon.client import DaemonClient, GrpcClient, RestoreRequest
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import NoRecoveryLineError
 from holdfast_core.snapshots.generations import Generation
@@ -68,7 +68,8 @@ def session_of(client: DaemonClient) -> holdfast.Session:
 
 def generation_of(client: DaemonClient) -> Generation | None:
     """Generation that a process which knows nothing of any save is given to restore."""
-    return client.restore(client.hello().epoch, WAIT_S, lambda _: None).line.generation
+    request = RestoreRequest(epoch=client.hello().epoch)
+    return client.restore(request, WAIT_S, lambda _: None).line.generation
 
 
 def wait_refused(client: DaemonClient) -> str:

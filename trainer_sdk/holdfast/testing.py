@@ -20,15 +20,21 @@ from pathlib import Path
 
 from holdfast._copying.arena import MappedArena
 from holdfast._daemon.client import (
-    Commit,
+    AbortRequest,
+    CommitRequest,
     DaemonEvent,
     Grant,
+    GrantRequest,
     HeldSnapshot,
     Hello,
+    LiveRequest,
     OnProgress,
     Opened,
+    OpenRequest,
     RestoreDecision,
+    RestoreRequest,
     Stage,
+    TrainedRequest,
     TrainerReport,
 )
 from holdfast_core.errors import (
@@ -130,7 +136,7 @@ class FakeDaemon:
         self.calls: list[str] = []
         """Names of the methods that were called, in order."""
         self.reports: list[TrainerReport] = []
-        self.unprotected: list[TrainerReport | None] = []
+        self.unprotected: list[TrainedRequest | None] = []
         """Reports that came without a session; None for the last, when the rank trains no more."""
         self.manifests: list[Manifest] = []
         """Manifests of all snapshots committed here."""
@@ -196,21 +202,24 @@ class FakeDaemon:
         return self._sealed(self.rank)
 
     def _sealed(self, rank: int) -> dict[Generation, FakeSnapshot]:
-        found = {}
+        snapshots = {}
         for path in sorted(self.directory.glob(f"{rank}-*/slot-*.manifest")):
             encoded, places = split_places(path.read_bytes())
             manifest = decode_manifest(encoded)
             slot = int(path.stem.removeprefix("slot-"))
-            found[manifest.generation] = FakeSnapshot(path.parent, PieceMap(slot, places), manifest)
-        return found
+            snapshots[manifest.generation] = FakeSnapshot(
+                path.parent, PieceMap(slot, places), manifest
+            )
+        return snapshots
 
     def corrupt(self, generation: Generation, byte: int) -> None:
         """Flip a byte of a sealed payload."""
-        held = self.sealed()[generation]
-        layout = decode_layout((held.home / "layout.json").read_bytes())
+        snapshot = self.sealed()[generation]
+        layout = decode_layout((snapshot.home / "layout.json").read_bytes())
         piece = byte // layout.piece_bytes
-        slot = held.piece_map.places[piece] if held.piece_map.places else held.piece_map.slot
-        with (held.home / "arena").open("r+b") as arena:
+        piece_map = snapshot.piece_map
+        slot = piece_map.places[piece] if piece_map.places else piece_map.slot
+        with (snapshot.home / "arena").open("r+b") as arena:
             arena.seek(slot * layout.slot_bytes + byte)
             value = arena.read(1)
             arena.seek(-1, os.SEEK_CUR)
@@ -223,9 +232,10 @@ class FakeDaemon:
         return Hello(epoch=self.epoch, world_size=self.world_size)
 
     def restore(
-        self, epoch: int, timeout_s: float, on_progress: OnProgress, no_replay: str = ""
+        self, request: RestoreRequest, timeout_s: float, on_progress: OnProgress
     ) -> RestoreDecision:
-        del timeout_s, no_replay
+        del timeout_s
+        epoch = request.epoch
         self._enter("restore")
         self._check_epoch(epoch)
         on_progress(RestoreProgress(phase=RestorePhase.READY, done=1, total=1))
@@ -248,18 +258,17 @@ class FakeDaemon:
                 )
             self._protected = generation
             ranks = self.reads if self.captured_by else (self.rank,)
-            held = [self._sealed(rank)[generation] for rank in ranks]
+            snapshots = [self._sealed(rank)[generation] for rank in ranks]
         return RestoreDecision(
             line=Line(generation=generation, reason=f"generation {generation} in local memory"),
             source=RestoreSource.LOCAL,
             captured_by=self.captured_by,
-            snapshots=tuple(map(_readable, held)),
+            snapshots=tuple(map(_readable, snapshots)),
         )
 
-    def go_on(self, epoch: int, step: int, repeated_after: int | None = None) -> None:
-        del step, repeated_after
-        self._enter("go_on")
-        self._check_epoch(epoch)
+    def go_live(self, request: LiveRequest) -> None:
+        self._enter("go_live")
+        self._check_epoch(request.epoch)
 
     def _line(self) -> Generation | None:
         """Generation from which the epoch starts; decided once, as real daemons do."""
@@ -268,10 +277,11 @@ class FakeDaemon:
         decided = self._lines.setdefault(self.epoch, max(complete, default=None))
         return self.line if self.line is not None else decided
 
-    def open(self, epoch: int, layout: bytes, largest_slot_bytes: int, timeout_s: float) -> Opened:
-        del largest_slot_bytes, timeout_s
+    def open(self, request: OpenRequest, timeout_s: float) -> Opened:
+        del timeout_s
         self._enter("open")
-        self._check_epoch(epoch)
+        self._check_epoch(request.epoch)
+        layout = request.layout
         decoded = decode_layout(layout)
         with self._lock:
             self._line()
@@ -287,7 +297,7 @@ class FakeDaemon:
             self._sessions += 1
             self._session = f"session-{self._sessions}"
             self._granted = None
-            self._events.put(None)  # ends a watch of the session before
+            self._events.put(None)  # ends a watch of the previous session
             self._events = queue.SimpleQueue()
             return Opened(
                 session=self._session,
@@ -319,18 +329,11 @@ class FakeDaemon:
             raise ProtocolError(f"token {token!r} does not entitle to {wanted}")
         return os.open(Path(home) / "arena", flags | os.O_CLOEXEC)
 
-    def grant(
-        self,
-        session: str,
-        epoch: int,
-        step: int,
-        base: Generation | None = None,
-        unchanged: bytes = b"",
-        first_step: int = 0,
-    ) -> Grant:
-        self._enter("grant", first_step or step)
+    def grant(self, request: GrantRequest) -> Grant:
+        self._enter("grant", request.first_step or request.step)
+        base, unchanged = request.base, request.unchanged
         with self._lock:
-            self._check(session, epoch)
+            self._check(request.session, request.epoch)
             assert self._layout is not None
             sealed = {g: held for g, held in self.sealed().items() if held.home == self._home}
             taken = {held.piece_map.slot: g for g, held in sealed.items()}
@@ -352,40 +355,41 @@ class FakeDaemon:
                 base=held.piece_map if held else None,
                 unchanged=unchanged,
             )
+            unchanged = unchanged if held else b""
             self._granted = _Granted(
-                step, slot, places, unchanged if held else b"", held, first_step
+                request.step, slot, places, unchanged, held, request.first_step
             )
             return Grant(slot=slot, places=places, carried=held is not None)
 
-    def commit(self, commit: Commit) -> None:
-        self._enter("commit", commit.step)
+    def commit(self, request: CommitRequest) -> None:
+        self._enter("commit", request.step)
         with self._lock:
-            self._check(commit.session, commit.epoch)
+            self._check(request.session, request.epoch)
             granted, self._granted = self._granted, None
-            wanted = (commit.step, commit.slot)
+            wanted = (request.step, request.slot)
             if granted is None or (granted.step, granted.slot) != wanted or self._layout is None:
-                raise ProtocolError(f"slot {commit.slot} was not granted for step {commit.step}")
-            digests = commit.digests
+                raise ProtocolError(f"slot {request.slot} was not granted for step {request.step}")
+            digests = request.digests
             if granted.base is not None:
                 base = granted.base.manifest.digests
                 digests = merge_digests(digests, base, granted.unchanged)
-            pieces = piece_count(commit.payload_bytes, self._layout.piece_bytes)
+            pieces = piece_count(request.payload_bytes, self._layout.piece_bytes)
             manifest = Manifest(
                 job="fake",
                 rank=self.rank,
                 world_size=self._layout.world_size,
-                generation=Generation(self.epoch, commit.step),
+                generation=Generation(self.epoch, request.step),
                 layout_id=self._home.name.partition("-")[2],
-                payload_bytes=commit.payload_bytes,
+                payload_bytes=request.payload_bytes,
                 extras_offset=self._layout.extras_offset,
-                extras_bytes=commit.extras_bytes,
+                extras_bytes=request.extras_bytes,
                 piece_bytes=self._layout.piece_bytes,
                 digests=digests,
-                nan_units=commit.nan_units,
-                experts=commit.experts,
+                nan_units=request.nan_units,
+                experts=request.experts,
                 first_step=granted.first_step,
             )
-            path = self._home / f"slot-{commit.slot}.manifest"
+            path = self._home / f"slot-{request.slot}.manifest"
             places = encode_places(granted.places[:pieces])
             path.with_suffix(".new").write_bytes(encode_manifest(manifest) + places)
             path.with_suffix(".new").rename(path)
@@ -393,12 +397,11 @@ class FakeDaemon:
             if self.protects:
                 self.announce("protected", manifest.generation)
 
-    def abort(self, session: str, epoch: int, step: int, reason: str) -> None:
-        del reason
-        self._enter("abort", step)
+    def abort(self, request: AbortRequest) -> None:
+        self._enter("abort", request.step)
         with self._lock:
-            self._check(session, epoch)
-            if step == self.granted_step:
+            self._check(request.session, request.epoch)
+            if request.step == self.granted_step:
                 self._granted = None
 
     def watch(self, session: str) -> Iterator[DaemonEvent]:
@@ -415,11 +418,10 @@ class FakeDaemon:
         self._enter("progress")
         self.reports.append(report)
 
-    def trained(self, epoch: int, report: TrainerReport, *, closed: bool = False) -> None:
+    def trained(self, request: TrainedRequest) -> None:
         self._enter("trained")
-        if epoch != self.epoch:
-            raise StaleEpochError(f"epoch {epoch} has ended; the current epoch is {self.epoch}")
-        self.unprotected.append(None if closed else report)
+        self._check_epoch(request.epoch)
+        self.unprotected.append(None if request.closed else request)
 
     def close_session(self, session: str) -> None:
         self._enter("close_session")

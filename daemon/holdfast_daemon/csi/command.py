@@ -1,7 +1,7 @@
 """`holdfast-daemon csi`: serves the kubelet until SIGTERM.
 
-A process of its own, and the only one that stays privileged: mounts need it. The daemon, which
-talks to trainers, has no privileges.
+It is a separate process, the only one that stays privileged, because mounts need privileges. The
+daemon, which talks to trainers, has none.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ def main(arguments: list[str]) -> int:
     endpoint = kubelet / "plugins" / DRIVER_NAME / "csi.sock"
     registry = kubelet / "plugins_registry" / f"{DRIVER_NAME}-reg.sock"
     server = grpc.server(ThreadPoolExecutor(CALLS_AT_ONCE))
+    # Serve the kubelet on two sockets: one for calls, and one by which it finds the first.
     try:
         volumes = Volumes(options.volumes, options.sockets, kubelet / "pods", options.owner)
         node = NodeService(volumes, options.node, lambda text: _log.info("volume", what=text))
@@ -68,6 +69,7 @@ def main(arguments: list[str]) -> int:
     except (HoldfastError, OSError) as error:
         print(f"holdfast-daemon csi: {error}", file=sys.stderr)
         return 2
+    # Run until SIGTERM, or until the kubelet refuses the driver.
     stop.wait()
     registry.unlink(missing_ok=True)  # the kubelet forgets a driver whose socket is gone
     server.stop(STOP_S).wait()
@@ -91,7 +93,7 @@ def _listen(server: grpc.Server, socket: Path) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="holdfast-daemon csi",
-        description="Give pods the daemon's sockets, and each a token of its own, by an inline "
+        description="Give each pod the daemon's sockets and its own token, by an inline "
         f"volume of the CSI driver {DRIVER_NAME}. Needs a privileged container as root, in which "
         "--kubelet and the parent of --sockets and --volumes are mounted at their own paths, the "
         "first with Bidirectional mount propagation.",

@@ -1,4 +1,4 @@
-"""What the driver answers the kubelet: who it is, and whose volume to mount where.
+"""The driver's answers to the kubelet: its identity, and the mounts of pods' volumes.
 
 Specifications: Container Storage Interface 1.x, Identity and Node; the kubelet's registration of
 plugins. Only inline volumes of pods (`volumeLifecycleModes: [Ephemeral]`) are known.
@@ -138,7 +138,7 @@ def _pod_in(given: dict[str, str]) -> VolumePod:
 
 @contextmanager
 def _refusing(context: grpc.ServicerContext) -> Iterator[None]:
-    """End the call with the status of an error, in its words, which the pod's events then show."""
+    """End the call with the status and message of an error; the pod's events show the message."""
     try:
         yield
     except InvalidJobError as error:

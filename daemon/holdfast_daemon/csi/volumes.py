@@ -1,4 +1,4 @@
-"""The volumes of a node's pods: what they hold, where they are mounted, and whose they are.
+"""The volumes of a node's pods: their content, their mounts, and the pods that they belong to.
 
 A volume is a small tmpfs at the path that the kubelet names, read-only for its pod:
 
@@ -55,7 +55,7 @@ class VolumePod(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Record(msgspec.Struct, frozen=True, kw_only=True):
-    """What the daemon knows about a volume."""
+    """The daemon's record of a volume."""
 
     pod: VolumePod
     token_sha256: str
@@ -97,7 +97,7 @@ class Volumes:
         os.chown(records, owner, owner)
 
     def publish(self, volume_id: str, target: Path, pod: VolumePod) -> None:
-        """Make the volume at `target`; one that is there and complete stays.
+        """Make the volume at `target`; a complete volume that is already there stays.
 
         Raises:
             InvalidJobError: the id or the target is not one of the kubelet's.
@@ -151,7 +151,7 @@ class Volumes:
         `uid`, or of any pod when that is empty."""
         if _ID.fullmatch(volume_id) is None:
             raise InvalidJobError(
-                f"volume id {volume_id!r} is not that of an inline volume of a pod; mount the "
+                f"volume id {volume_id!r} does not belong to an inline volume of a pod; mount the "
                 f"driver's volumes by `csi:` in the pod itself"
             )
         within = self._pods / uid if uid else self._pods

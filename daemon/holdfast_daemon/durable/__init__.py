@@ -1,1 +1,1 @@
-"""The daemon's side of the durable tier: write ranks, find sets, load them."""
+"""The daemon's side of the durable tier: writing ranks, finding sets and loading them."""

@@ -1,12 +1,12 @@
 """Decides which storage this daemon's jobs may reach, and with which credentials.
 
 Every access to storage goes through here. A URI comes from the control loop, from the daemon that
-leads the job, or from what an earlier daemon left in memory, and none of these is trusted. It is
+leads the job, or from the memory of an earlier daemon, and none of these is trusted. The URI is
 checked against the list of locations that the daemon was started with, by the namespace in the
-job's key. Paths are opened so that no link leads out of their location. A location may have
-credentials of its own, in a directory of files like a mounted Secret. They are read again before
-requests, so that they can be replaced, and kept nowhere else: not in the environment, logs, status
-or messages.
+job's key. Paths are opened so that no link leads out of their location. A location may have its own
+credentials, in a directory of files like a mounted Secret. They are read again before requests, so
+that they can be replaced, and are kept nowhere else: not in the environment, logs, status or
+messages.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class TierAccess:
     def __init__(self, locations: Locations, memory: Path | None = None) -> None:
         """
         Args:
-            locations: where jobs may persist to; None: anywhere.
-            memory: the daemon's own directory, which no job may persist to.
+            locations: locations that jobs may persist to; None: any location.
+            memory: the daemon's own directory, to which no job may persist.
 
         Raises:
             InvalidJobError: a location holds the daemon's memory, or lies in it.
@@ -54,7 +54,7 @@ class TierAccess:
                 self._check_outside_memory(str(location.fixed), "--storage-location")
 
     def root(self, uri: str, job: str) -> TierRoot:
-        """The root that `uri` names, for the files of `job`; nothing is read or made yet.
+        """The root that `uri` names, for the files of `job`. Reads and creates nothing yet.
 
         Raises:
             InvalidJobError: the job may not persist there.
@@ -83,10 +83,10 @@ class TierAccess:
     def _check_outside_memory(self, path: str, name: str) -> None:
         if self._memory is None:
             return
-        memory, found = self._memory.resolve(), Path(path).resolve()
+        memory, target = self._memory.resolve(), Path(path).resolve()
         # A location above the memory would let jobs name files in it.
-        if found.is_relative_to(memory) or (
-            self._locations is not None and memory.is_relative_to(found)
+        if target.is_relative_to(memory) or (
+            self._locations is not None and memory.is_relative_to(target)
         ):
             raise InvalidJobError(
                 f"{name} {path} is in the daemon's own memory, {self._memory}, or contains it: "
@@ -98,11 +98,11 @@ def read_credentials(directory: Path) -> Mapping[str, Any]:
     """Options of s3fs from the files of a directory, each named as in `NAMES`.
 
     Raises:
-        StorageError: files are missing or malformed; the message contains no value of theirs.
+        StorageError: files are missing or malformed; the message does not quote their content.
     """
     try:
         there = {path.name for path in directory.iterdir() if not path.name.startswith(".")}
-        found = {name: _read(directory / name) for name in NAMES if name in there}
+        values = {name: _read(directory / name) for name in NAMES if name in there}
     except (OSError, UnicodeDecodeError) as error:
         wrong = error.strerror if isinstance(error, OSError) else "not text"
         raise StorageError(
@@ -110,14 +110,14 @@ def read_credentials(directory: Path) -> Mapping[str, Any]:
             f"chart's persistence.locations names"
         ) from None
     unknown = ", ".join(sorted(there - NAMES.keys()))
-    missing = ", ".join(name for name in list(NAMES)[:2] if not found.get(name))
+    missing = ", ".join(name for name in list(NAMES)[:2] if not values.get(name))
     if unknown or missing:
         has = f"has the unknown keys {unknown}" if unknown else f"lacks {missing}"
         raise StorageError(
             f"the Secret in {directory} {has}: give {', '.join(list(NAMES)[:2])} and, where they "
             f"are needed, {', '.join(list(NAMES)[2:])}"
         )
-    options: dict[str, Any] = {NAMES[name]: value for name, value in found.items()}
+    options: dict[str, Any] = {NAMES[name]: value for name, value in values.items()}
     options["client_kwargs"] = {
         key: options.pop(key) for key in ("endpoint_url", "region_name") if key in options
     }

@@ -1,8 +1,8 @@
 """Carries out the engine's requests to storage when memory has no line: find, open, load.
 
-Blocking, on the daemon's worker threads. It decides nothing. What it reads goes straight into the
-slot that the effect names, and is verified piece by piece on the way; a snapshot is sealed only
-when every piece was right.
+Its calls block, and run on the daemon's worker threads. It decides nothing. The bytes go straight
+into the slot that the effect names, and are verified piece by piece on the way; a snapshot is
+sealed only when every piece was right.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class SlotPieces:
     """`memory.arenas.Arena.read_into`, bound to the snapshot's pieces."""
 
     def read_into(self, first_piece: int, end: int, buffer: memoryview) -> None:
-        """Read and verify pieces [first_piece, end). Raises StorageError, not CorruptError: that
+        """Read and verify pieces [first_piece, end). Raises StorageError, never CorruptError, which
         would mean that the copy in storage is damaged."""
         size = self.content.piece_bytes
         start = first_piece * size
@@ -107,7 +107,7 @@ class Loader:
         *,
         stride_bytes: int = STRIDE_BYTES,
     ) -> None:
-        """`stride_bytes`: bytes read between two checks whether the epoch still lasts."""
+        """`stride_bytes`: number of bytes between two checks that the epoch has not ended."""
         self._storage, self._job, self._open_sets = storage, job, open_sets
         self._stride_bytes = stride_bytes
         self._lock = threading.Lock()
@@ -116,14 +116,14 @@ class Loader:
         """URI → its sets. They are kept, because opening object storage costs more than a read."""
 
     def read_bytes(self, rank: int) -> int:
-        """Bytes of the rank's snapshot that its current load has read, or else its last one."""
+        """Bytes of the rank's snapshot that its current load, or else its last load, has read."""
         with self._lock:
             return self._read_bytes.get(rank, 0)
 
     def find(self, effect: FindStored) -> StoredFound:
         """Find the job's sets; HoldfastError when storage cannot be read."""
-        found = self._sets(effect.tier.uri).find()
-        return StoredFound(epoch=effect.epoch, found=found)
+        sets = self._sets(effect.tier.uri).find()
+        return StoredFound(epoch=effect.epoch, found=sets)
 
     def open(self, effect: OpenStored, scope: EpochScope) -> ManifestFetched:
         """Fetch a rank's manifest and layout. Raises HoldfastError."""
@@ -143,9 +143,11 @@ class Loader:
         free."""
         manifest = effect.manifest
         generation = manifest.generation
+        # Free the slot: the bytes that it gets belong to no snapshot until it is sealed.
         self._storage.free_slot(effect.rank, manifest.layout_id, effect.slot)
         arena = self._storage.arena(effect.rank, manifest.layout_id)
         piece_map = PieceMap(slot=effect.slot, places=effect.places)
+        # Open the same copy whose manifest the engine chose.
         sets = self._sets(effect.tier.uri)
         stored = sets.open_rank(generation, manifest.rank, self._memory(effect))
         if stored.manifest != effect.encoded:
@@ -153,6 +155,7 @@ class Loader:
                 f"the copy of rank {effect.rank}, generation {generation}, changed while it was "
                 f"being loaded"
             )
+        # Read in strides of whole pieces, which `read_into` verifies, and give up with the epoch.
         size = manifest.piece_bytes
         stride_bytes = max(self._stride_bytes // size, 1) * size
         buffer = memoryview(bytearray(min(stride_bytes, manifest.payload_bytes)))
@@ -171,12 +174,12 @@ class Loader:
         )
 
     def _memory(self, effect: OpenStored | LoadStored) -> list[SlotPieces]:
-        found = []
-        for held in effect.held:
-            arena = self._storage.arena(effect.rank, held.manifest.layout_id)
-            read = partial(arena.read_into, PieceMap(slot=held.slot, places=held.places))
-            found.append(SlotPieces(content=held.manifest, read=read))
-        return found
+        sources = []
+        for slot in effect.held:
+            arena = self._storage.arena(effect.rank, slot.manifest.layout_id)
+            read = partial(arena.read_into, PieceMap(slot=slot.slot, places=slot.places))
+            sources.append(SlotPieces(content=slot.manifest, read=read))
+        return sources
 
     def _sets(self, uri: str) -> SetReader:
         with self._lock:

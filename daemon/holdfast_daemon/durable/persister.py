@@ -1,7 +1,7 @@
 """Writes ranks to the durable tier and makes sets complete: the adapter around the storage library.
 
 It decides nothing: the effect decides what is written. Its calls block for as long as storage
-takes, so they run on threads of their own: storage that hangs blocks neither parity nor checks.
+takes, so they run on separate threads: storage that hangs blocks neither parity nor checks.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Persister:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """(bytes read so far, bytes in all) of the ranks that are being written."""
+        """(bytes read so far, total bytes) of the ranks that are being written."""
         with self._lock:
             done = sum(done for done, _ in self._progress.values())
             return done, sum(total for _, total in self._progress.values())
@@ -102,7 +102,7 @@ class Persister:
             return self._written_bytes
 
     def stop(self) -> None:
-        """Let running work give up at its next part. For the daemon's loop."""
+        """Let running work give up at its next part. Called by the daemon's loop only."""
         self._stop.set()
         self._stop = threading.Event()
 
@@ -122,6 +122,7 @@ class Persister:
         piece_map = PieceMap(slot=effect.slot, places=effect.places)
         limit = effect.tier.bytes_per_s
 
+        # The payload, part by part: within the limit of bandwidth, and only while the epoch lasts.
         def read(first: int, end: int) -> Iterator[memoryview]:
             for at in range(first, end, PART_BYTES):
                 nbytes = min(PART_BYTES, end - at)
@@ -133,6 +134,7 @@ class Persister:
                 yield part
                 self._count(rank, at + nbytes, manifest.payload_bytes)
 
+        # Plan the file where copies leave experts out, then write it, verified on the way.
         self._count(rank, 0, manifest.payload_bytes)
         try:
             scope.check()

@@ -22,34 +22,36 @@ class TierSets:
     """The sets of one job below a URI."""
 
     def __init__(self, uri: str, job: str, *, root: TierRoot | None = None) -> None:
-        """`place`: the place that `uri` names, if it is open already. Raises InvalidJobError,
+        """`root`: the root that `uri` names, if it is open already. Raises InvalidJobError,
         StorageError."""
         self._uri, self._job = uri, job
         self._root = open_root(uri, {}, Retry()) if root is None else root
         self._store = SetStore(uri, job, root=self._root)
 
     def find(self) -> Found:
-        """Find the job's sets. The mark is looked for only where there is no set: a set is proof
+        """Find the job's sets. The mark is read only if there is no set, since a set is proof
         enough.
 
         Raises:
             StorageError: storage, or the manifest of a set, cannot be read. Such a set might be
-                whole, so an older one must not be loaded instead.
+                whole, so an older set must not be loaded instead.
         """
         looked = find_sets(self._root, self._job).sets
-        for one in looked:
-            if one.found.state is SetState.UNKNOWN:
-                raise StorageError(f"generation {one.found.generation}: {one.reason}")
+        for candidate in looked:
+            if candidate.found.state is SetState.UNKNOWN:
+                raise StorageError(f"generation {candidate.found.generation}: {candidate.reason}")
         found = Found(
             copies=tuple(
-                StoredCopy(generation=one.found.generation, world_size=one.stored.world_size)
-                for one in looked
-                if one.found.state is SetState.COMPLETE and one.stored is not None
+                StoredCopy(
+                    generation=candidate.found.generation, world_size=candidate.stored.world_size
+                )
+                for candidate in looked
+                if candidate.found.state is SetState.COMPLETE and candidate.stored is not None
             ),
             unreadable=tuple(
-                UnreadableCopy(generation=one.found.generation, reason=one.reason)
-                for one in looked
-                if one.found.state is SetState.DAMAGED
+                UnreadableCopy(generation=candidate.found.generation, reason=candidate.reason)
+                for candidate in looked
+                if candidate.found.state is SetState.DAMAGED
             ),
         )
         if found.copies or found.unreadable:
@@ -62,7 +64,7 @@ class TierSets:
         """One rank's snapshot of a whole set; see `SetStore.open_rank`.
 
         Raises:
-            CorruptError: the set is no longer whole, or a file is not the one that the set names.
+            CorruptError: the set is no longer whole, or a file is not the file that it names.
             StorageError: the storage failed.
         """
         stored = read_manifest(self._root, self._job, generation)

@@ -57,7 +57,7 @@ class RestoreState:
     """Number of ranks of the world that captured the line, if that is an earlier one; else 0. Then
     there is no slot of this rank's own."""
     read_for_all: tuple[tuple[ArenaView, Slot], ...] = ()
-    """Snapshots of that world which this rank reads for all ranks, its own first."""
+    """Snapshots of that earlier world which this rank reads for all ranks, its own first."""
 
     @property
     def ready(self) -> bool:
@@ -106,7 +106,7 @@ def restore_state(memory: JobMemory, epoch: Epoch, rank: int) -> RestoreState:
     """Where `rank` starts in this epoch, or how far the decision has come.
 
     Raises:
-        NoRecoveryLineError: training has gone on without this rank's restore, or the rank's
+        NoRecoveryLineError: training has continued without this rank's restore, or the rank's
             snapshot was lost after the line was decided.
     """
     line, retained = epoch.line, epoch.retained
@@ -123,18 +123,18 @@ def restore_state(memory: JobMemory, epoch: Epoch, rank: int) -> RestoreState:
     world = epoch.membership.world_of(line.generation)
     if world is not None and not epoch.membership.is_present(line.generation):
         return _of_earlier_world(memory, epoch, rank, line, world)
-    held = memory.sealed(rank, line.generation)
-    if held is None and _is_lost(memory, epoch, rank, line.generation):
+    snapshot = memory.sealed(rank, line.generation)
+    if snapshot is None and _is_lost(memory, epoch, rank, line.generation):
         raise _lost(epoch, rank, line.generation)
-    if (held is None or not held[1].verified) and loading.may_load(epoch, line.generation):
+    if (snapshot is None or not snapshot[1].verified) and loading.may_load(epoch, line.generation):
         return _loading(memory, epoch, rank, line.generation, line)
-    if held is None or not held[1].verified:
+    if snapshot is None or not snapshot[1].verified:
         return RestoreState(
             phase=RestorePhase.REBUILD,
             detail=f"generation {line.generation} from parity",
             line=line,
         )
-    arena, slot = held
+    arena, slot = snapshot
     return RestoreState(
         phase=RestorePhase.READY,
         detail=line.reason,
@@ -148,8 +148,8 @@ def restore_state(memory: JobMemory, epoch: Epoch, rank: int) -> RestoreState:
 def _of_earlier_world(
     memory: JobMemory, epoch: Epoch, rank: int, line: Line, world: MemberWorld
 ) -> RestoreState:
-    """Progress of a restore of what another world captured: this rank reads the snapshots of its
-    lane that lie on this node, once those that are missing have been rebuilt."""
+    """Progress of a restore of a line that another world captured: this rank reads the snapshots of
+    its lane that lie on this node, once the missing ones have been rebuilt."""
     generation, lane_of = line.generation, epoch.membership.lane_of
     assert generation is not None
     lane = lane_of(rank)
@@ -188,7 +188,7 @@ def _of_earlier_world(
 
 
 def _source(epoch: Epoch, slot: Slot) -> RestoreSource:
-    """Where this daemon has a snapshot from, in this epoch."""
+    """Source from which this daemon got a snapshot in this epoch."""
     if slot.loaded_in == epoch.number:
         return RestoreSource.STORAGE
     return RestoreSource.PARITY if slot.rebuilt_in == epoch.number else RestoreSource.LOCAL

@@ -1,8 +1,13 @@
-"""Applies the results of effects to the engine's memory."""
+"""Applies the events that end effects to the engine's memory.
+
+`JobEngine.on_completion` calls `apply`, and settles the memory afterwards. An event about a slot,
+block or rebuild that has meanwhile been given up is ignored: each function first checks that the
+memory still waits for it.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 from holdfast_core.catalogue.events import JobEvent
 from holdfast_core.errors import HoldfastError
@@ -68,6 +73,8 @@ def apply(memory: JobMemory, event: Completion, at: Times) -> None:
             persisting.rank_persisted(memory, event)
         case SetCommitted():
             persist_leader.set_committed(memory, event)
+        case _:
+            assert_never(event)
 
 
 def _find(
@@ -86,10 +93,10 @@ def _find(
 
 
 def _sealed(memory: JobMemory, event: SlotSealed) -> None:
-    found = _find(memory, event)
-    if found is None:
+    match = _find(memory, event)
+    if match is None:
         return
-    _, slot = found
+    _, slot = match
     if event.error is None:
         slot.state, slot.verified = SlotState.SEALED, True
         memory.note(JobEvent.COMMITTED, rank=event.rank, generation=event.generation)
@@ -162,7 +169,7 @@ def _give_up(
     *,
     corrupt: bool = False,
 ) -> None:
-    """Abandon a rebuild that cannot go on; it is started again later."""
+    """Abandon a rebuild that cannot continue; it is started again later."""
     del memory.rebuilds[rank]
     if job.stored:
         loading.failed(memory, rank, job.generation, why, corrupt=corrupt, now=at.now)
@@ -181,9 +188,12 @@ def _take_manifest(memory: JobMemory, event: ManifestFetched, job: RebuildJob) -
         job.digest = manifest_digest(event.manifest)
         of = (manifest.job, manifest.rank, manifest.generation)
         if of != (memory.job, _world_rank(memory, event.rank, event.generation), event.generation):
-            raise HoldfastError(f"its manifest is of world rank {of[1]} of job {of[0]}, {of[2]}")
+            raise HoldfastError(
+                f"the stored manifest belongs to world rank {of[1]} of job {of[0]}, generation "
+                f"{of[2]}"
+            )
     if manifest_digest(event.manifest) != job.digest or manifest.layout_id != arena_id:
-        raise HoldfastError(f"the manifest is not that of rank {event.rank}")
+        raise HoldfastError(f"the manifest received for rank {event.rank} is another snapshot's")
     job.manifest, job.encoded, job.layout_id = manifest, event.manifest, arena_id
     if (event.rank, arena_id) not in memory.arenas:
         assert memory.current is not None
@@ -245,7 +255,8 @@ def _blame_parity(memory: JobMemory, rank: int, generation: Generation, position
 
 
 def _complain(memory: JobMemory, member: int, rank: int, generation: Generation) -> None:
-    """Notify `member` that what it holds for the rank's snapshot is wrong, if it is still there."""
+    """Notify `member`, if it is still in the world, that its bytes for the rank's snapshot are
+    wrong."""
     membership = memory.membership
     if membership is not None and membership.has(member):
         suspect = SendSuspect(to=membership.member(member), rank=rank, generation=generation)

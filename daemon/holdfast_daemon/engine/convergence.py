@@ -8,17 +8,20 @@ only what it has sent and concluded; everything else is in the job's memory.
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 from holdfast_core.catalogue.events import JobEvent
+from holdfast_core.snapshots.generations import Generation, Line
+from holdfast_core.snapshots.manifests import Inventory
 from holdfast_core.snapshots.membership import Membership
 from holdfast_core.snapshots.reports import Directive, MemberReport
+from holdfast_core.snapshots.stored import FailedLoad
 from holdfast_daemon.engine import (
     leader,
     loading,
     persist_leader,
     persisting,
     rebuilding,
-    reporting,
     upkeep,
 )
 from holdfast_daemon.engine.effects import Effect, SaveEpoch, SendDirective, SendReport
@@ -27,7 +30,25 @@ from holdfast_daemon.engine.slots import ParityState, SlotState
 from holdfast_daemon.engine.state import JobMemory
 
 _ROUNDS_MAX = 4
-"""Maximum number of rounds for one input: each acts on the decisions of the one before."""
+"""Maximum number of rounds for one input: each acts on the decisions of the previous round."""
+
+
+class _ReportContent(NamedTuple):
+    """Content of a report without its sender and number, so that two reports can be compared."""
+
+    epoch: int
+    verified: bool
+    inventory: Inventory
+    line: Line | None
+    retained: Generation | None
+    persisted: persisting.Reported
+    unloadable: tuple[FailedLoad, ...]
+
+    def for_group(self) -> tuple[object, ...]:
+        """Part that the parity group acts on. Only the leader needs the rest, such as which saves
+        have begun."""
+        inventory = self.inventory
+        return self.epoch, self.verified, inventory.snapshots, inventory.parities
 
 
 class Convergence:
@@ -41,7 +62,7 @@ class Convergence:
         self._memory = memory
         self._sent_directive: Directive | None = None
         self._repeated_at = self._latest = float("-inf")
-        self._reported: reporting.ReportContent | None = None
+        self._reported: _ReportContent | None = None
         """Content of the newest report; None when it must be sent again."""
         self._led: tuple[Membership, Directive, list[MemberReport]] | None = None
         """Inputs from which the leader last concluded nothing new."""
@@ -86,11 +107,11 @@ class Convergence:
         Returns:
             The current epoch, with that directive.
         """
-        memory, known = self._memory, epoch.directive
-        if directive == known:
+        memory, previous = self._memory, epoch.directive
+        if directive == previous:
             return epoch
         epoch = memory.direct(directive)
-        if (known.line, known.retained) != (directive.line, directive.retained):
+        if (previous.line, previous.retained) != (directive.line, directive.retained):
             memory.out.append(
                 SaveEpoch(
                     membership=epoch.membership,
@@ -98,19 +119,19 @@ class Convergence:
                     retained=directive.retained,
                 )
             )
-        if directive.line is not None and known.line is None:
+        if directive.line is not None and previous.line is None:
             memory.note(
                 JobEvent.LINE, generation=directive.line.generation, detail=directive.line.reason
             )
-        if directive.protected is not None and known.protected != directive.protected:
+        if directive.protected is not None and previous.protected != directive.protected:
             memory.note(JobEvent.PROTECTED, generation=directive.protected)
-        for generation in set(directive.dead) - set(known.dead):
+        for generation in set(directive.dead) - set(previous.dead):
             memory.note(JobEvent.DEAD, generation=generation)
-        persisting.note_changes(memory, known, directive)
+        persisting.note_changes(memory, previous, directive)
         return epoch
 
     def resend(self) -> None:
-        """Have report and directive sent again, whether they have changed or not."""
+        """Send the report and the directive again with the next `settle`, even if unchanged."""
         self._reported = self._sent_directive = None
 
     def repeat_after(self, pause_s: float, now: float) -> None:
@@ -125,18 +146,18 @@ class Convergence:
     def _lead(self, epoch: Epoch, now: float) -> Epoch:
         """Decide what follows from the reports; unchanged reports are not considered again."""
         memory = self._memory
-        known = (epoch.membership, epoch.directive, list(memory.reports.values()))
-        if epoch.line is not None and known == self._led:
+        inputs = (epoch.membership, epoch.directive, list(memory.reports.values()))
+        if epoch.line is not None and inputs == self._led:
             return epoch
         look = partial(loading.consult, memory, epoch, now=now)
         after = self.direct(
             epoch, leader.lead(epoch.membership, memory.reports, epoch.directive, look)
         )
-        self._led = known if after is epoch else None
+        self._led = inputs if after is epoch else None
         return after
 
     def _leave(self) -> None:
-        """Free everything: this node is no longer a member, so what it holds is of no use."""
+        """Free everything: this node is no longer a member, so nobody needs what it holds."""
         memory = self._memory
         for arena, slot in memory.slots():
             if slot.state is SlotState.SEALED:
@@ -149,14 +170,14 @@ class Convergence:
         """Send a changed report to the leader, and to the parity group if it acts on what
         changed."""
         memory, membership, me = self._memory, epoch.membership, epoch.me
-        content, known = reporting.report_content(memory, epoch), self._reported
-        if content == known:
+        content, previous = _report_content(memory, epoch), self._reported
+        if content == previous:
             return
-        report = reporting.report(memory, me, content)
+        report = _next_report(memory, me, content)
         self._reported = content
         memory.reports[me] = report
         members = {membership.leader}
-        if known is None or content.for_group() != known.for_group():
+        if previous is None or content.for_group() != previous.for_group():
             members |= _audience(epoch)
         for member in sorted(members - {me}):
             memory.out.append(SendReport(to=membership.member(member), report=report))
@@ -174,12 +195,43 @@ class Convergence:
 
 
 def _audience(epoch: Epoch) -> set[int]:
-    """The members that act on what this one holds: its parity group, and until a generation of the
-    present world is safe, those who are left of its groups in earlier worlds."""
+    """The members that act on this member's report: its parity group and, until a generation of the
+    present world is safe, the remaining members of its groups in earlier worlds."""
     membership, retained = epoch.membership, epoch.retained
-    found = set(epoch.group)
+    audience = set(epoch.group)
     if retained is None or not membership.is_present(retained):
         for world in membership.past:
             if epoch.me in world.members:
-                found.update(filter(membership.has, world.group_of(epoch.me)))
-    return found
+                audience.update(filter(membership.has, world.group_of(epoch.me)))
+    return audience
+
+
+def _report_content(memory: JobMemory, epoch: Epoch) -> _ReportContent:
+    """Content of a report at this moment."""
+    return _ReportContent(
+        epoch=epoch.number,
+        verified=memory.verified,
+        inventory=memory.inventory(),
+        line=epoch.line,
+        retained=epoch.retained,
+        persisted=persisting.reported(memory, epoch),
+        unloadable=loading.unloadable(memory),
+    )
+
+
+def _next_report(memory: JobMemory, member: int, content: _ReportContent) -> MemberReport:
+    """The next report of `member`, which is this daemon."""
+    memory.sequence += 1
+    return MemberReport(
+        job=memory.job,
+        epoch=content.epoch,
+        member=member,
+        incarnation=memory.incarnation,
+        sequence=memory.sequence,
+        verified=content.verified,
+        inventory=content.inventory,
+        line=content.line,
+        retained=content.retained,
+        **content.persisted,
+        unloadable=content.unloadable,
+    )

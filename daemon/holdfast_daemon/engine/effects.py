@@ -1,8 +1,13 @@
-"""Effects that the engine asks for, and the events that end them.
+"""Effects that the engine requests, and the events that end them.
 
 The engine consumes events and returns effects; adapters (or the simulator) carry the effects out.
-Effects of one call are carried out in order. Those marked *at once* are finished before the next
-effect begins; the others run in the background and end in the event they name, whatever happens.
+Effects of one call are carried out in order. An effect *at once* is finished before the next effect
+begins. A *background* effect runs on its own and always ends in the event that its docstring names.
+
+A background effect that fails ends in the event that its `failed` builds, so its definition here
+says all that the engine learns. To add one: define it here with its event and add both to the
+unions, carry it out in `job.worker`, and, where no effect ended in this kind of event before, apply
+the event in `completions`.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ from dataclasses import dataclass
 
 from holdfast_core.catalogue.events import JobEvent
 from holdfast_core.durable.choice import Found
-from holdfast_core.errors import HoldfastError
+from holdfast_core.errors import CorruptError, HoldfastError
 from holdfast_core.protection.codes import BlockId, Code
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.manifests import ExpertVersion, Manifest, ParityEntry
@@ -44,6 +49,24 @@ class HeldSlot:
     places: bytes
 
 
+class SourceCorruptError(CorruptError):
+    """A source's bytes do not match its manifest, even when they are fetched again."""
+
+    def __init__(self, message: str, *, position: int) -> None:
+        super().__init__(message)
+        self.position = position
+        """Group position of the member whose snapshot is damaged."""
+
+
+class ParityCorruptError(CorruptError):
+    """The result of a rebuild from parity is wrong although every source is right."""
+
+    def __init__(self, message: str, *, owners: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.owners = owners
+        """Group positions of the blocks' owners: one of the blocks is damaged."""
+
+
 # --- effects carried out at once -----------------------------------------------------------------
 
 
@@ -70,6 +93,11 @@ class Seal:
     encoded: bytes
     places: bytes = b""
     """Where its pieces lie; see `holdfast_core.snapshots.pieces`."""
+
+    def sealed(self, error: HoldfastError | None) -> SlotSealed:
+        """The event that ends it; `error` is None when the manifest was written."""
+        generation = self.manifest.generation
+        return SlotSealed(rank=self.rank, slot=self.slot, generation=generation, error=error)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +135,7 @@ class ForgetPeers:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StopPersisting:
-    """Ask the running writers of ranks to give up soon: their set is over."""
+    """Ask the running writers of ranks to give up soon: their set was completed or given up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,6 +170,9 @@ class AllocateArena:
     ranks: int
     """Number of ranks of this node."""
 
+    def failed(self, error: HoldfastError) -> ArenaReady:
+        return ArenaReady(rank=self.rank, layout_id=self.layout_id, error=error)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuildParity:
@@ -159,6 +190,19 @@ class BuildParity:
     sources: tuple[PeerSnapshot, ...]
     """Snapshots whose chunks go into it, one per member."""
 
+    def failed(self, error: HoldfastError) -> ParityBuilt:
+        suspect = None
+        if isinstance(error, SourceCorruptError):
+            suspect = next(s.rank for s in self.sources if s.position == error.position)
+        return ParityBuilt(
+            lane=self.lane,
+            slot=self.slot,
+            generation=self.generation,
+            entry=None,
+            error=str(error),
+            suspect=suspect,
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FetchManifest:
@@ -168,6 +212,9 @@ class FetchManifest:
     generation: Generation
     manifest_digest: int
     peers: tuple[Member, ...]
+
+    def failed(self, error: HoldfastError) -> ManifestFetched:
+        return ManifestFetched.failed(self.rank, self.generation, error)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,7 +236,10 @@ class Rebuild:
     blocks: frozenset[BlockId]
     """Parity blocks of the group that still exist."""
     owners: Mapping[int, Member]
-    """Members of the group that are there, by position: owners of its parity blocks."""
+    """Present members of the group, by position: owners of its parity blocks."""
+
+    def failed(self, error: HoldfastError) -> Rebuilt:
+        return Rebuilt.failed(self.rank, self.slot, self.manifest.generation, error)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,6 +248,9 @@ class FindStored:
 
     epoch: int
     tier: Tier
+
+    def failed(self, error: HoldfastError) -> StoredFound:
+        return StoredFound(epoch=self.epoch, found=None, error=str(error))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,8 +263,11 @@ class OpenStored:
     """Number of its file in the set."""
     generation: Generation
     held: tuple[HeldSlot, ...] = ()
-    """Snapshots in memory: experts that they hold in the right version are not read from
-    storage."""
+    """Snapshots in memory. Experts are taken from them where they hold the right version, and read
+    from storage otherwise."""
+
+    def failed(self, error: HoldfastError) -> ManifestFetched:
+        return ManifestFetched.failed(self.rank, self.generation, error)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -229,6 +285,9 @@ class LoadStored:
     held: tuple[HeldSlot, ...] = ()
     """Same snapshots as in `OpenStored`; they do not change until the load ends."""
 
+    def failed(self, error: HoldfastError) -> Rebuilt:
+        return Rebuilt.failed(self.rank, self.slot, self.manifest.generation, error)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifySnapshot:
@@ -239,6 +298,15 @@ class VerifySnapshot:
     manifest: Manifest
     places: bytes = b""
 
+    def failed(self, error: HoldfastError) -> SnapshotVerified:
+        return SnapshotVerified(
+            rank=self.rank,
+            slot=self.slot,
+            generation=self.manifest.generation,
+            ok=False,
+            detail=str(error),
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyParity:
@@ -247,6 +315,15 @@ class VerifyParity:
     lane: int
     slot: int
     generation: Generation
+
+    def failed(self, error: HoldfastError) -> ParityVerified:
+        return ParityVerified(
+            lane=self.lane,
+            slot=self.slot,
+            generation=self.generation,
+            ok=False,
+            detail=str(error),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -269,6 +346,19 @@ class PersistRank:
     """The complete set that this one may build on, where copies leave experts out; see
     `sparse_files.may_build_on`."""
 
+    def failed(self, error: HoldfastError) -> RankPersisted:
+        return RankPersisted(
+            epoch=self.epoch,
+            number=self.number,
+            rank=self.rank,
+            layout_id=self.manifest.layout_id,
+            slot=self.slot,
+            generation=self.manifest.generation,
+            file=None,
+            error=str(error),
+            corrupt=isinstance(error, CorruptError),
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommitSet:
@@ -281,6 +371,11 @@ class CommitSet:
     files: tuple[RankFile, ...]
     """Files of all ranks, by world rank."""
     tier: Tier
+
+    def failed(self, error: HoldfastError) -> SetCommitted:
+        return SetCommitted(
+            epoch=self.epoch, number=self.number, generation=self.generation, error=str(error)
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -310,6 +405,7 @@ class SendSuspect:
 
 
 AtOnce = SaveEpoch | Seal | FreeSlot | RemoveArena | FreeParity | ForgetPeers | StopPersisting
+Send = SendReport | SendDirective | SendSuspect
 Loading = FindStored | OpenStored | LoadStored
 Background = (
     AllocateArena
@@ -322,7 +418,7 @@ Background = (
     | PersistRank
     | CommitSet
 )
-Effect = AtOnce | Background | Note | SendReport | SendDirective | SendSuspect
+Effect = AtOnce | Background | Note | Send
 
 
 # --- events that end effects ---------------------------------------------------------------------
@@ -365,7 +461,19 @@ class ManifestFetched:
     layout: bytes
     error: str = ""
     corrupt: bool = False
-    """Whether what was found is damaged, so that asking again would not help."""
+    """Whether the manifest or layout was damaged, so that asking again would not help."""
+
+    @classmethod
+    def failed(cls, rank: int, generation: Generation, error: HoldfastError) -> ManifestFetched:
+        """The event of an effect that got no manifest because of `error`."""
+        return cls(
+            rank=rank,
+            generation=generation,
+            manifest=b"",
+            layout=b"",
+            error=str(error),
+            corrupt=isinstance(error, CorruptError),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -382,6 +490,20 @@ class Rebuilt:
     every other source was right."""
     mixture: str = ""
     """Sources of the experts, in words, when there was more than one file."""
+
+    @classmethod
+    def failed(cls, rank: int, slot: int, generation: Generation, error: HoldfastError) -> Rebuilt:
+        """The event of an effect that did not seal the slot because of `error`."""
+        # Where several blocks went into the result, nobody knows which of them is damaged.
+        owners = error.owners if isinstance(error, ParityCorruptError) else ()
+        return cls(
+            rank=rank,
+            slot=slot,
+            generation=generation,
+            error=str(error),
+            corrupt=isinstance(error, CorruptError),
+            damaged=owners[0] if len(owners) == 1 else None,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -71,7 +71,7 @@ from holdfast_daemon.engine.state import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSettings:
-    """Pauses, in seconds, before a daemon repeats reports and directives, or retries."""
+    """Pauses, in seconds, before a daemon sends reports and directives again, or retries."""
 
     resend_s: float = 1.0
     """Pause before reports and directives are repeated, since any may be lost, while something is
@@ -105,7 +105,8 @@ class JobEngine:
         parities: Sequence[tuple[int, int, ParityEntry]],
         now: float,
     ) -> list[Effect]:
-        """Take over what an earlier daemon left. Nothing counts as held before it is verified.
+        """Take over the arenas and parity of an earlier daemon. Nothing counts as held before it is
+        verified.
 
         Args:
             arenas: for each, (rank, encoded layout, number of slots, {slot: (encoded manifest,
@@ -113,6 +114,7 @@ class JobEngine:
             parities: for each, (lane, slot, entry).
         """
         memory = self.memory
+        # Arenas and their sealed snapshots, unverified. Steps must increase across the restart too.
         for rank, encoded, slots, sealed, claimed in arenas:
             arena = _arena(rank, encoded)
             arena.allocated(slots)
@@ -129,10 +131,12 @@ class JobEngine:
                 slot.digest = manifest_digest(data)
                 record = memory.rank(rank)
                 record.passed = max(record.passed or manifest.generation, manifest.generation)
+        # Parity blocks, unverified.
         for lane, index, entry in parities:
             parity = memory.lane_slots(lane)[index]
             parity.state, parity.generation = ParityState.READY, entry.generation
             parity.entry = entry
+        # The saved epoch, with the leader's announcements that must survive a restart.
         if membership is not None:
             self._enter(membership)
             for rank in memory.my_ranks():
@@ -151,21 +155,21 @@ class JobEngine:
         return self._convergence.settle(now)
 
     def set_membership(self, membership: Membership, now: float) -> list[Effect]:
-        """Take a membership from the control loop. One that is older, or that names another memory
-        for this node, is ignored."""
+        """Take a membership from the control loop. An older membership is ignored, and so is a
+        membership that names another memory for this node."""
         memory = self.memory
-        known = memory.membership
+        current = memory.membership
         mine = membership.member_on(memory.node)
         if mine is not None and membership.member(mine).memory_id != memory.memory_id:
             memory.note(
                 JobEvent.MEMBERSHIP_FOR_OTHER_MEMORY, detail=membership.member(mine).memory_id
             )
-        elif known is None or membership.epoch > known.epoch:
+        elif current is None or membership.epoch > current.epoch:
             self._enter(membership)
             memory.out.insert(0, SaveEpoch(membership=membership, line=None, retained=None))
             for rank in memory.my_ranks():
                 memory.rank(rank).last_sign = now
-        elif membership.epoch == known.epoch and membership.revision > known.revision:
+        elif membership.epoch == current.epoch and membership.revision > current.revision:
             epoch = memory.revise(membership)
             self._convergence.resend()
             memory.out.append(
@@ -184,8 +188,8 @@ class JobEngine:
         if not self._see_epoch(report.epoch):
             if not self.is_member(report.member):
                 return []
-            known = memory.reports.get(report.member)
-            if report.epoch < memory.epoch or (known and known.order >= report.order):
+            previous = memory.reports.get(report.member)
+            if report.epoch < memory.epoch or (previous and previous.order >= report.order):
                 return []
             memory.reports[report.member] = report
         return self._convergence.settle(now)
@@ -211,9 +215,9 @@ class JobEngine:
         snapshot held here, verify it again. Otherwise the rank was rebuilt wrong from parity held
         here, although the block matches its digests: give the block up, so that the next epoch
         starts from something else."""
-        held = self.memory.sealed(rank, generation)
-        if epoch == self.memory.epoch and held is not None:
-            upkeep.verify_slot(self.memory, *held)
+        snapshot = self.memory.sealed(rank, generation)
+        if epoch == self.memory.epoch and snapshot is not None:
+            upkeep.verify_slot(self.memory, *snapshot)
         elif epoch == self.memory.epoch:
             upkeep.give_up_parity_of(self.memory, rank, generation)
         return self._convergence.settle(now)
@@ -222,9 +226,9 @@ class JobEngine:
         """Verify once more the snapshot of rank `index`, or the parity block of lane `index`, in
         slot `slot`; it stays in use meanwhile."""
         memory = self.memory
-        for arena, held in memory.slots() if snapshot else ():
-            if (arena.rank, held.index) == (index, slot) and held.state is SlotState.SEALED:
-                upkeep.verify_slot(memory, arena, held)
+        for arena, sealed in memory.slots() if snapshot else ():
+            if (arena.rank, sealed.index) == (index, slot) and sealed.state is SlotState.SEALED:
+                upkeep.verify_slot(memory, arena, sealed)
         parity = memory.parities.get((index, slot))
         if not snapshot and parity is not None and parity.state is ParityState.READY:
             upkeep.verify_parity(memory, parity)
@@ -258,8 +262,8 @@ class JobEngine:
     def hello(
         self, rank: int, store_address: str, world: str = "", now: float = 0.0
     ) -> tuple[Membership, list[Effect]]:
-        """The membership that a worker of the world behind `store_address` belongs to; it has
-        arrived there, unless that store may still be an earlier epoch's.
+        """The membership that a worker of the world behind `store_address` belongs to. The worker
+        counts as arrived in that world, unless the store may still belong to an earlier epoch.
 
         Args:
             world: name of the worker's world, where no agent has formed it.
@@ -267,7 +271,7 @@ class JobEngine:
         Raises:
             StaleEpochError: that world has ended.
             UnreachableError, InvalidJobError: the rank does not live here, or not yet; or the epoch
-                of its world has yet to begin.
+                of its world has not begun.
         """
         epoch = self._epoch_with(rank)
         if world and epoch.membership.external:
@@ -283,12 +287,12 @@ class JobEngine:
         return epoch.membership, []
 
     def _enter_world(self, epoch: Epoch, rank: int, world: str, now: float) -> list[Effect]:
-        """Let a worker enter the epoch with its world, which has it if it came first: the world's
-        first rank gives it the name.
+        """Let a worker enter the epoch with its world. An epoch belongs to the first world that
+        arrives; the world's first rank names it.
 
         Raises:
-            UnreachableError: that rank has not come yet, or the epoch is another world's; then the
-                control loop is asked for the next one.
+            UnreachableError: the first rank has not arrived yet, or the epoch belongs to another
+                world. In the second case the control loop is asked for the next epoch.
         """
         memory, name = self.memory, epoch.directive.rendezvous
         first = rank == epoch.membership.ranks_of(epoch.membership.leader).start
@@ -387,8 +391,8 @@ class JobEngine:
         unchanged: bytes = b"",
         first_step: int = 0,
     ) -> tuple[Granted, list[Effect]]:
-        """Grant a slot for the snapshot of `step`, and places in the arena for its pieces. One that
-        was granted before is taken back: its trainer failed to do that, or never learned of it.
+        """Grant a slot for the snapshot of `step`, with places for its pieces. An earlier grant of
+        the rank is taken back: its trainer failed to give it back, or never learned of it.
 
         Args:
             base: the snapshot from which the trainer wants to carry pieces over; unless it is held
@@ -398,11 +402,12 @@ class JobEngine:
                 completed no more; 0 for a snapshot of one step.
 
         Raises:
-            SnapshotSkippedError: no slot now; training goes on without this snapshot.
+            SnapshotSkippedError: no slot is free now; training continues without this snapshot.
             StepOrderError, StaleEpochError, UnknownSessionError.
         """
         memory, session = self.memory, self._session(session_id)
         self._check_epoch(epoch, f"rank {session.rank}")
+        # The request is valid: an open session of this epoch, and a step after all earlier ones.
         if first_step > step:
             raise StepOrderError(
                 f"rank {session.rank} asks for a window from step {first_step} to step {step}; a "
@@ -410,8 +415,7 @@ class JobEngine:
             )
         if session.epoch != epoch or not session.claimed:
             raise UnknownSessionError(f"session {session_id} has no claim in epoch {epoch}")
-        generation = Generation(epoch, step)
-        record = memory.rank(session.rank)
+        generation, record = Generation(epoch, step), memory.rank(session.rank)
         if record.passed is not None and generation <= record.passed:
             raise StepOrderError(
                 f"rank {session.rank} asks to save step {step} after step {record.passed.step} of "
@@ -424,6 +428,7 @@ class JobEngine:
         current = memory.current
         if current is None or current.line is None:
             raise SnapshotSkippedError("the recovery line of this epoch is not decided yet")
+        # From here on the step counts as requested, even if no slot is free.
         record.passed = generation
         record.last_step, record.last_sign = first_step or step, now
         arena = memory.arenas[(session.rank, session.layout_id)]
@@ -437,13 +442,13 @@ class JobEngine:
                 if arena.free_slot() is None
                 else f"the last free slot of rank {arena.rank} is for a rebuild of it"
             )
-        held = arena.whole(base)
-        slot.places = arena.places_for(slot, held, unchanged)
-        slot.state, slot.generation = SlotState.GRANTED, generation
-        slot.first_step = first_step
-        if held is not None and held.manifest is not None:
-            slot.unchanged, slot.base_digests = unchanged, held.manifest.digests
-        granted = Granted(slot=slot.index, places=slot.places, carried=held is not None)
+        # Choose the places of the pieces, and remember what is carried over until the commit.
+        carried_from = arena.whole(base)
+        slot.places = arena.places_for(slot, carried_from, unchanged)
+        slot.state, slot.generation, slot.first_step = SlotState.GRANTED, generation, first_step
+        if carried_from is not None and carried_from.manifest is not None:
+            slot.unchanged, slot.base_digests = unchanged, carried_from.manifest.digests
+        granted = Granted(slot=slot.index, places=slot.places, carried=carried_from is not None)
         return granted, self._convergence.settle(now)
 
     def commit(
@@ -460,12 +465,12 @@ class JobEngine:
         experts: tuple[ExpertVersion, ...] = (),
         now: float,
     ) -> list[Effect]:
-        """Seal the filled slot. `committed` returns the digest once that is done; repeating the
-        call is harmless."""
+        """Seal the filled slot; `committed` then returns the digest. Repeating it is harmless."""
         memory, session = self.memory, self._session(session_id)
         self._check_epoch(epoch, f"rank {session.rank}")
         generation = Generation(epoch, step)
         arena = memory.arenas[(session.rank, session.layout_id)]
+        # The slot was granted for this step; a repeated commit changes nothing.
         if not 0 <= slot < len(arena.slots):
             raise CorruptError(f"rank {session.rank} commits slot {slot}, which does not exist")
         target = arena.slots[slot]
@@ -486,6 +491,7 @@ class JobEngine:
                 f"extras; its layout has {layout.extras_offset} bytes of tensors in slots of "
                 f"{layout.slot_bytes} bytes"
             )
+        # Seal it: the manifest describes the pieces written and those carried over.
         target.places = target.places[: piece_count(payload_bytes, layout.piece_bytes)]
         manifest = Manifest(
             job=memory.job,
@@ -649,8 +655,8 @@ class JobEngine:
             record.oom_killed_in = max(record.oom_killed_in, epoch)
 
     def worked(self, epoch: int, world_ranks: Collection[int], now: float) -> None:
-        """Record that workers of `epoch` have worked of late, as their agent saw; nothing, when
-        that epoch has ended. Raises as `rank_in_world` does."""
+        """Record that an agent recently saw workers of `epoch` at work. Does nothing when that
+        epoch has ended. Raises as `rank_in_world` does."""
         if epoch == self.memory.epoch:
             for rank in [self.rank_in_world(each) for each in set(world_ranks)]:
                 self.memory.rank(rank).worked = (epoch, now)
@@ -704,18 +710,18 @@ class JobEngine:
         return self._convergence.settle(now)
 
     def restore_given(self, rank: int, state: RestoreState) -> None:
-        """Record that the trainer of `rank` was given what `state` names, to restore it."""
+        """Record that the trainer of `rank` was given the line of `state` to restore from."""
         assert state.line is not None
         self.memory.rank(rank).restored = (state.line.generation, state.source)
 
     def no_replay(self, rank: int, why: str) -> None:
-        """Record why no pipeline stage repeats steps alone, of which `rank` could have one."""
+        """Record why no pipeline stage repeats steps alone, as the trainer of `rank` stated."""
         self.memory.rank(rank).no_replay = why
 
-    def goes_on(
+    def went_live(
         self, rank: int, epoch: int, step: int, repeated_after: int | None, now: float
     ) -> list[Effect]:
-        """Record that the trainer of `rank` has the state after `step`, and restores nothing.
+        """Record that the trainer of `rank` keeps its state after `step`, and restores nothing.
 
         Args:
             repeated_after: step after which it has repeated steps alone; None for none.
@@ -725,7 +731,7 @@ class JobEngine:
         """
         self._check_epoch(epoch, f"rank {rank}")
         record = self.memory.rank(rank)
-        if not any(one.is_live for one in self.memory.ranks.values()):
+        if not any(each.is_live for each in self.memory.ranks.values()):
             self.memory.note(JobEvent.WENT_LIVE, rank=rank, generation=Generation(epoch, step))
         record.restored = (Generation(epoch, step), RestoreSource.LIVE)
         record.repeated_after = repeated_after
@@ -774,7 +780,7 @@ class JobEngine:
         return self.memory.persist.wanted is not None
 
     def is_due_soon(self, now: float) -> bool:
-        """Whether what is protected is due to be persisted before long, as far as this daemon
+        """Whether the protected generation should be persisted soon, as far as this daemon
         knows."""
         return persist_leader.is_due_soon(self.memory, now)
 
@@ -809,8 +815,8 @@ class JobEngine:
 
     @property
     def adopted_claims(self) -> list[ArenaView]:
-        """Arenas that a trainer of an earlier daemon held when this one started, and that no
-        session of ours has claimed since."""
+        """Arenas that a trainer of an earlier daemon held when this daemon started, and that no
+        session of this daemon has claimed since."""
         return [arena for arena in self.memory.arenas.values() if arena.has_unknown_writer]
 
     # --- questions: trainers and agents -----------------------------------------------------------
@@ -864,7 +870,7 @@ class JobEngine:
         no other number.
 
         Args:
-            epoch: epoch in which the worker acts; None where it does not say.
+            epoch: epoch in which the worker acts; None if it does not state one.
 
         Raises:
             StaleEpochError: `epoch` has ended, or the rank had this number in an earlier world.
@@ -912,7 +918,7 @@ class JobEngine:
 
         Raises:
             StaleEpochError: the epoch has ended.
-            NoRecoveryLineError: training has gone on without this rank's restore.
+            NoRecoveryLineError: training has continued without this rank's restore.
         """
         self._check_epoch(epoch, f"rank {rank}")
         return answers.restore_state(self.memory, self._epoch_with(rank), rank)
@@ -991,7 +997,7 @@ class JobEngine:
             record.session = None
 
     def _enter(self, membership: Membership) -> None:
-        """Begin an epoch: everything must be verified, reported and decided anew."""
+        """Begin an epoch: everything must be verified, reported and decided again."""
         memory = self.memory
         memory.persist.begin_epoch(persisting.moved(memory.membership, membership))
         memory.begin_epoch(membership)

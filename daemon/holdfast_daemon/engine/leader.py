@@ -1,7 +1,7 @@
-"""Decisions of a job's leader: the line, what is protected, what may be freed.
+"""Decisions of a job's leader: the line, the protected generation, and what may be freed.
 
-The directive is a pure function of the reports and of the directive before it. Within an epoch its
-fields only advance: it never takes back what was announced.
+The directive is a pure function of the reports and of the previous directive. Within an epoch its
+fields only advance: the leader never takes back an announcement.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def lead(
     previous = _remember(membership, reports, previous)
     inventories = {member: report.inventory for member, report in reports.items()}
     holdings = recovery.Holdings.of(membership, inventories)
+    # The line is decided once in an epoch; storage is consulted where memory has none.
     line = previous.line
     if line is None:
         line = _line(membership, reports)
@@ -38,6 +39,7 @@ def lead(
         previous = replace(previous, load=load)
     if line is None:
         return previous
+    # A new line: announce with it what was protected or survivable up to it.
     if previous.line is None:
         until = line.generation or Generation(0, 0)
         previous = replace(
@@ -48,6 +50,7 @@ def lead(
             retained=recovery.newest_survivable(membership, holdings, not_after=until)
             or recovery.most_survivable(membership, holdings, not_after=until),
         )
+    # Advance: newer generations of this epoch may have become protected.
     current = {
         generation
         for generation in holdings.generations()
@@ -98,7 +101,7 @@ def merge(known: Directive, received: Directive) -> Directive:
 def with_announced(
     membership: Membership, directive: Directive, line: Line, retained: Generation | None
 ) -> Directive:
-    """`directive` with what was announced earlier in this epoch."""
+    """`directive` with the line and the retained generation announced earlier in this epoch."""
     # A generation kept from an older epoch need not be protected; inventories show which is.
     current = retained is not None and retained.epoch == membership.epoch
     protected = retained if current and membership.redundancy is not Redundancy.NONE else None
@@ -115,7 +118,7 @@ def with_announced(
 def _remember(
     membership: Membership, reports: Mapping[int, MemberReport], previous: Directive
 ) -> Directive:
-    """Recover, from the reports, what this leader announced before it restarted."""
+    """Recover from the reports the announcements that this leader made before it restarted."""
     for report in reports.values():
         if report.line is not None:
             previous = with_announced(membership, previous, report.line, report.retained)

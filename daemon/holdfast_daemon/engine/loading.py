@@ -100,7 +100,7 @@ def _look(memory: JobMemory, tier: Tier, now: float) -> None:
 
 
 def found(memory: JobMemory, event: StoredFound, now: float) -> None:
-    """Take the result of a look at storage; one from an earlier epoch is ignored."""
+    """Take the result of a search of storage. A result from an earlier epoch is ignored."""
     state = memory.loading
     if event.epoch != memory.epoch:
         return
@@ -169,7 +169,7 @@ def start(memory: JobMemory, epoch: Epoch, rank: int, generation: Generation) ->
         return
     tier, world = epoch.membership.tier, epoch.membership.world_of(generation)
     assert tier is not None and world is not None
-    held = tuple(
+    sources_here = tuple(
         HeldSlot(slot=slot.index, manifest=slot.manifest, digest=slot.digest, places=slot.places)
         for arena, slot in memory.slots()
         if tier.experts
@@ -177,7 +177,9 @@ def start(memory: JobMemory, epoch: Epoch, rank: int, generation: Generation) ->
         and slot.manifest is not None
         and _is_source(slot, generation)
     )
-    memory.rebuilds[rank] = RebuildJob(generation=generation, digest=0, stored=True, held=held)
+    memory.rebuilds[rank] = RebuildJob(
+        generation=generation, digest=0, stored=True, held=sources_here
+    )
     memory.note(JobEvent.LOAD_STARTED, rank=rank, generation=generation)
     memory.out.append(
         OpenStored(
@@ -185,20 +187,19 @@ def start(memory: JobMemory, epoch: Epoch, rank: int, generation: Generation) ->
             rank=rank,
             world_rank=world.world_rank(rank),
             generation=generation,
-            held=held,
+            held=sources_here,
         )
     )
 
 
 def sources(memory: JobMemory, epoch: Epoch, generation: Generation) -> list[Slot]:
-    """The slots that experts are taken from when `generation` is loaded: for each rank the oldest
-    snapshot after it, which has most in common with `generation`. None where copies hold all
-    experts, or where no other slot is left for `generation`: everything is then read from
-    storage."""
+    """The slots from which experts are taken when `generation` is loaded: for each rank its oldest
+    younger snapshot, which has most in common with `generation`. None if copies hold all experts,
+    or if no other slot is left for `generation`: then everything is read from storage."""
     tier = epoch.membership.tier
     if tier is None or not tier.experts:
         return []
-    found: dict[int, Slot] = {}
+    by_rank: dict[int, Slot] = {}
     for arena, slot in memory.slots():
         job = memory.rebuilds.get(arena.rank)
         other = job is not None and job.manifest is not None and job.layout_id != arena.layout_id
@@ -206,10 +207,10 @@ def sources(memory: JobMemory, epoch: Epoch, generation: Generation) -> list[Slo
             continue
         if not any(s is not slot and _is_for_load(s, generation) for s in arena.slots):
             continue
-        known = found.get(arena.rank)
-        if known is None or _age(slot) < _age(known):
-            found[arena.rank] = slot
-    return list(found.values())
+        oldest = by_rank.get(arena.rank)
+        if oldest is None or _age(slot) < _age(oldest):
+            by_rank[arena.rank] = slot
+    return list(by_rank.values())
 
 
 def _is_source(slot: Slot, generation: Generation) -> bool:
@@ -218,7 +219,7 @@ def _is_source(slot: Slot, generation: Generation) -> bool:
 
 
 def _is_for_load(slot: Slot, generation: Generation) -> bool:
-    """Whether the slot can be used for `generation`, or is already, once it has been freed."""
+    """Whether the slot, once freed, can be used for `generation`, or already is."""
     unused = slot.state is SlotState.FREE or slot.generation == generation
     return unused or (slot.state is SlotState.SEALED and slot.persisting is None)
 
@@ -290,8 +291,8 @@ def loaded(memory: JobMemory, rank: int, generation: Generation) -> None:
     to storage again: the bytes would differ, because experts came back in other versions."""
     tier = memory.membership.tier if memory.membership is not None else None
     if tier is not None and tier.experts:
-        known = memory.persist.stored
-        memory.persist.stored = generation if known is None else max(known, generation)
+        stored = memory.persist.stored
+        memory.persist.stored = generation if stored is None else max(stored, generation)
     memory.loading.tries.pop(f"rebuild{rank}", None)
     memory.loading.problem = ""
 

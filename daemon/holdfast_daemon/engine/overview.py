@@ -189,7 +189,7 @@ def overview(memory: JobMemory) -> JobOverview:
         verified=memory.verified,
         directive=memory.directive,
         complete=max(set.intersection(*committed.values()), default=None) if committed else None,
-        ranks=tuple(_rank(memory, rank, found) for rank, found in committed.items()),
+        ranks=tuple(_rank(memory, rank, generations) for rank, generations in committed.items()),
         sessions=len(memory.sessions),
         agent_waiting=memory.agent_waiting,
         rebuilding=tuple(sorted(memory.rebuilds)),
@@ -334,8 +334,8 @@ def current_loss(memory: JobMemory) -> LossReport | None:
     """Lost tokens of the ranks here that are at work in this epoch, with only the newest recovery:
     the control loop adds up the reports of all daemons, and older recoveries would not match newer
     ones."""
-    found = merged(record.loss for record in _at_work(memory) if record.loss)
-    return replace(found, recoveries=found.recoveries[-1:]) if found else None
+    total = merged(record.loss for record in _at_work(memory) if record.loss)
+    return replace(total, recoveries=total.recoveries[-1:]) if total else None
 
 
 def current_plan(memory: JobMemory) -> PlanReport | None:
@@ -388,11 +388,11 @@ def _fewest_slots(memory: JobMemory) -> int:
 
 def _committed(memory: JobMemory) -> dict[int, set[Generation]]:
     """The generations of each rank of this node that are sealed here."""
-    found: dict[int, set[Generation]] = {rank: set() for rank in memory.my_ranks()}
+    generations: dict[int, set[Generation]] = {rank: set() for rank in memory.my_ranks()}
     for arena, slot in memory.slots():
-        if slot.state is SlotState.SEALED and slot.generation and arena.rank in found:
-            found[arena.rank].add(slot.generation)
-    return found
+        if slot.state is SlotState.SEALED and slot.generation and arena.rank in generations:
+            generations[arena.rank].add(slot.generation)
+    return generations
 
 
 def _persist(memory: JobMemory) -> PersistOverview | None:

@@ -57,9 +57,9 @@ def _begin(
     candidate, lost = found
     facts = facts_of(memory, epoch, candidate, now)
     wants = [r.wanted for r in memory.reports.values() if r.wanted is not None]
-    known = directive.persisted
+    persisted = directive.persisted
     facts = replace(
-        facts, redundancy_lost=lost, wanted=any(known is None or w > known for w in wants)
+        facts, redundancy_lost=lost, wanted=any(persisted is None or w > persisted for w in wants)
     )
     why = schedule.why_due(tier, facts)
     if not why:
@@ -96,7 +96,7 @@ def facts_of(memory: JobMemory, epoch: Epoch, candidate: Generation, now: float)
 
 
 def is_due_soon(memory: JobMemory, now: float) -> bool:
-    """Whether what is protected is due to be persisted before long, as far as this daemon knows."""
+    """Whether the protected generation should be persisted soon, as far as this daemon knows."""
     epoch = memory.current
     if epoch is None or epoch.membership.tier is None or memory.fenced:
         return False
@@ -116,11 +116,11 @@ def _candidate(
     memory: JobMemory, membership: Membership, directive: Directive
 ) -> tuple[Generation, bool] | None:
     """The newest generation to persist, and whether its redundancy is lost; None when storage has
-    it, or when there is none. Generations that a member may have freed are left out, and those of
-    another world: files of a set are numbered by world rank."""
+    it, or when there is none. Left out are generations that a member may have freed, and
+    generations of another world, since the files of a set are numbered by world rank."""
     assert directive.line is not None
     holdings = memory.holdings(membership)
-    kept = [
+    candidates = [
         g
         for g in holdings.generations()  # newest first
         if membership.is_present(g)
@@ -130,10 +130,12 @@ def _candidate(
     ]
     redundant = membership.redundancy is not Redundancy.NONE
     is_whole = recovery.is_protected if redundant else recovery.is_complete
-    newest = next((g for g in kept if is_whole(membership, holdings, g)), None)
+    newest = next((g for g in candidates if is_whole(membership, holdings, g)), None)
     lost = newest is None and redundant and _was_protected(memory, membership, directive)
     if lost:
-        newest = next((g for g in kept if recovery.is_complete(membership, holdings, g)), None)
+        newest = next(
+            (g for g in candidates if recovery.is_complete(membership, holdings, g)), None
+        )
     if newest is None or (directive.persisted is not None and newest <= directive.persisted):
         return None
     return newest, lost

@@ -60,7 +60,7 @@ class PersistMemory:
     """Why the newest set was given up; empty once another one is complete."""
 
     def begin_epoch(self, moved: int) -> None:
-        """Forget the orders of the epoch before; the state of storage stays."""
+        """Forget the orders of the previous epoch; the state of storage stays."""
         self.lost_nodes += moved
         self.number = self.leading = self.stopped = 0
         self.files, self.gathered = {}, {}

@@ -3,8 +3,8 @@
 The leader orders it (`persist_leader`), each daemon writes its own ranks straight from their slots
 and reports the files, and the leader makes the set complete once all files are reported. An order
 that cannot be carried out is *ended* and counted. A later one, with the next number, tries again
-with the newest generation of that time, and writes every file anew. Nothing waits for storage:
-while a slot is being written, snapshots merely have one slot less.
+with the newest generation of that time, and writes every file from scratch. Nothing waits for
+storage: while a slot is being written, snapshots merely have one slot less.
 
 Why no two leaders can spoil a set. A set is named by its generation, and so are its files. Each
 rank has only one snapshot of a generation: its trainer asks for each step once, and a snapshot
@@ -103,13 +103,13 @@ def _write_rank(
 ) -> None:
     if any(slot.persisting for arena, slot in memory.slots() if arena.rank == rank):
         return  # an earlier writer has not ended yet
-    held = memory.sealed(rank, order.generation)
-    if held is None:
+    snapshot = memory.sealed(rank, order.generation)
+    if snapshot is None:
         if rank not in memory.rebuilds and upkeep.anchor(epoch) != order.generation:
             memory.persist.failure = f"rank {rank} no longer holds {order.generation}"
             memory.note(JobEvent.PERSIST_FAILED, rank=rank, detail=memory.persist.failure)
         return
-    arena, slot = held
+    arena, slot = snapshot
     if not slot.verified or slot.manifest is None:
         return
     if slot.manifest.first_step:
@@ -133,8 +133,8 @@ def _write_rank(
 
 
 def _base_of(memory: JobMemory, epoch: Epoch, generation: Generation) -> Generation | None:
-    """The set whose experts a set of `generation` may name: one of the same world, because a rank
-    of another one has other experts, and counts other ranks' tokens."""
+    """The set whose experts a set of `generation` may name. It must be of the same world, because a
+    rank of another world has other experts, and counts other ranks' tokens."""
     base, world_of = memory.persist.stored, epoch.membership.world_of
     if base is None or not may_build_on(base, generation, epoch.line):
         return None
@@ -142,8 +142,7 @@ def _base_of(memory: JobMemory, epoch: Epoch, generation: Generation) -> Generat
 
 
 def _stop(memory: JobMemory) -> None:
-    """Ask the writers to stop, once for each order: where storage is slow they may go on for
-    long."""
+    """Ask the writers to stop, once for each order: on slow storage they may take long to end."""
     persist = memory.persist
     if persist.stopped != persist.number:
         persist.stopped = persist.number
@@ -188,7 +187,7 @@ def rank_persisted(memory: JobMemory, event: RankPersisted) -> None:
 
 
 def note_changes(memory: JobMemory, known: Directive, directive: Directive) -> None:
-    """Note what is new about persisting in `directive` since `known`, the one before."""
+    """Note what changed about persisting from `known`, the previous directive, to `directive`."""
     if directive.persisted is not None and directive.persisted != known.persisted:
         memory.note(JobEvent.PERSISTED, generation=directive.persisted)
     order = directive.persist

@@ -1,4 +1,4 @@
-"""Recovers what this member must hold and lacks, step by step: from parity, or from storage.
+"""Recovers the snapshots that this member must hold and lacks: from parity, or from storage.
 
 Level-triggered, as `upkeep` is: each call looks at the whole state and starts what is missing.
 """
@@ -17,7 +17,7 @@ from holdfast_daemon.engine.state import JobMemory
 
 
 def rebuild(memory: JobMemory, epoch: Epoch, now: float) -> None:
-    """Recover what this member must hold and lacks, step by step."""
+    """Take the next step in the recovery of each snapshot that this member must hold and lacks."""
     target = upkeep.anchor(epoch) or loading.wanted(epoch)
     if memory.fenced or target is None:
         return
@@ -39,8 +39,8 @@ def rebuild(memory: JobMemory, epoch: Epoch, now: float) -> None:
 
 
 def ranks_to_hold(memory: JobMemory, epoch: Epoch, generation: Generation) -> list[int]:
-    """The ranks whose snapshots of `generation` this member must hold: its own, and where another
-    world captured it, those of members that have left and that nobody else holds."""
+    """The ranks whose snapshots of `generation` this member must hold: its own ranks and, where
+    another world captured it, ranks of members that have left, if nobody else holds them."""
     membership = epoch.membership
     world = membership.world_of(generation)
     if membership.is_present(generation) or world is None:
@@ -85,9 +85,11 @@ def _continue_rebuild(memory: JobMemory, epoch: Epoch, rank: int, job: RebuildJo
     if _is_rebuilding(memory, rank):
         return
     arena = memory.arenas[(rank, job.layout_id)]
+    # From storage the bytes come by another way.
     if job.stored and arena.ready:
         loading.load_into_slot(memory, epoch, rank, job, arena)
         return
+    # From parity: a slot, and then every source and block that the code needs; each may come later.
     slot = upkeep.slot_to_fill(memory, epoch, arena) if arena.ready else None
     if slot is None:
         return

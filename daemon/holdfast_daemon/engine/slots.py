@@ -88,7 +88,7 @@ class Slot:
         return PieceMap(slot=self.index, places=self.places)
 
     def filled(self, manifest: Manifest) -> None:
-        """Note that a trainer has filled it with what `manifest` says, to be sealed."""
+        """Note that a trainer has filled it with the snapshot of `manifest`, to be sealed."""
         self.state, self.manifest = SlotState.SEALING, manifest
         self.encoded = encode_manifest(manifest)
         self.digest = manifest_digest(self.encoded)

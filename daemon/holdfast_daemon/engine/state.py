@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from holdfast_core.catalogue.events import JobEvent
+from holdfast_core.durable.choice import Found
 from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.errors import HoldfastError
 from holdfast_core.experts.loss_reports import LossReport
@@ -21,7 +22,6 @@ from holdfast_core.snapshots.reports import Directive, MemberReport
 from holdfast_core.states import EndReason, RestoreSource
 from holdfast_daemon.engine.effects import Effect, Note
 from holdfast_daemon.engine.epoch import Epoch
-from holdfast_daemon.engine.loading_state import Loading
 from holdfast_daemon.engine.persist_memory import PersistMemory
 from holdfast_daemon.engine.slots import (
     ArenaView,
@@ -86,8 +86,8 @@ class RankRecord:
     follower: Follower | None = None
     """Living process, so it outlasts epochs."""
     began_alone: bool = False
-    """Whether its process has begun from the beginning, what its member holds is nowhere else, and
-    nothing was protected in an earlier epoch."""
+    """Whether its process started training from the beginning, nobody else holds its member's
+    state, and nothing was protected in an earlier epoch."""
     arrived_in: int = 0
     """Epoch whose world its worker has joined most recently."""
     passed: Generation | None = None
@@ -131,14 +131,14 @@ class RankRecord:
 
     @property
     def is_live(self) -> bool:
-        """Whether the rank went on in this epoch from what processes had."""
+        """Whether the rank went live in this epoch: it restored nothing."""
         return self.restored is not None and self.restored[1] is RestoreSource.LIVE
 
     def can_stay(self, size: int, *, protected: bool) -> bool:
         """Whether its process can stay for a world of `size` ranks.
 
         Args:
-            protected: whether anything is known to be protected, to which the job could go back.
+            protected: whether the job could go back to a generation known to be protected.
         """
         follows = self.follower is not None and self.follower.fits(size)
         return follows and (protected or not self.began_alone)
@@ -149,6 +149,27 @@ class RankRecord:
         return (
             follower is not None and follower.pid == session.pid and follower.since < session.epoch
         )
+
+
+@dataclass(slots=True)
+class Loading:
+    """State of storage in one epoch: the leader's search, and the loads of this daemon."""
+
+    looking: bool = False
+    found: Found | None = None
+    """Result of the leader's latest search of storage; None before the first."""
+    why: str = ""
+    """Why memory has no line, quoted from the leader's decision."""
+    logged_reason: str = ""
+    """Reason of the leader's newest logged choice, in words."""
+    problem: str = ""
+    """Why there is no line yet, in words for operators; empty when all is well."""
+    beyond: int = 0
+    """Epoch of an earlier run in storage, which this epoch must pass first; 0: none."""
+    tries: dict[str, int] = field(default_factory=dict)
+    """Consecutive failures of each task."""
+    failed: dict[tuple[int, Generation], str] = field(default_factory=dict)
+    """Snapshots found damaged in storage, by (rank, generation), and what is wrong."""
 
 
 @dataclass(slots=True)

@@ -75,8 +75,8 @@ def free_parity(memory: JobMemory, parity: ParitySlot) -> None:
 
 
 def give_up_parity_of(memory: JobMemory, rank: int, generation: Generation) -> None:
-    """Free the blocks that were made from the rank's snapshot: a rebuild from them comes out
-    wrong."""
+    """Free the blocks that were made from the rank's snapshot: a rebuild from them gave wrong
+    bytes."""
     for parity in memory.parities.values():
         made = parity.entry is not None and rank in dict(parity.entry.sources)
         if parity.state is ParityState.READY and parity.generation == generation and made:
@@ -106,10 +106,12 @@ def release(memory: JobMemory, epoch: Epoch) -> None:
         if ready and not _is_kept(epoch, parity.generation):
             free_parity(memory, parity)
     _remove_idle_arenas(memory, mine)
-    kept = frozenset(p.generation for p in memory.parities.values() if p.generation is not None)
-    if kept != memory.peers_kept:
-        memory.peers_kept = kept
-        memory.out.append(ForgetPeers(keep=kept))
+    generations = frozenset(
+        p.generation for p in memory.parities.values() if p.generation is not None
+    )
+    if generations != memory.peers_kept:
+        memory.peers_kept = generations
+        memory.out.append(ForgetPeers(keep=generations))
 
 
 def _make_room_to_load(memory: JobMemory, epoch: Epoch) -> None:
@@ -159,8 +161,8 @@ def _is_spare(memory: JobMemory, epoch: Epoch, slot: Slot) -> bool:
 
 
 def slot_to_write(memory: JobMemory, epoch: Epoch, arena: ArenaView) -> Slot | None:
-    """A slot for a trainer; None when there is none, or when the last one is for a snapshot of the
-    rank that is about to be rebuilt: what must be held goes before what is new."""
+    """A slot for a trainer; None when there is none, or when the last one is needed to rebuild a
+    snapshot of the rank: a snapshot that must be held comes before a new one."""
     slot = slot_to_fill(memory, epoch, arena)
     begun = any(s.state is SlotState.REBUILDING for s in arena.slots)
     if arena.rank in memory.rebuilds and not begun:
@@ -170,8 +172,8 @@ def slot_to_write(memory: JobMemory, epoch: Epoch, arena: ArenaView) -> Slot | N
 
 
 def slot_to_fill(memory: JobMemory, epoch: Epoch, arena: ArenaView) -> Slot | None:
-    """A slot for a snapshot that is written or rebuilt: a free one, or else a spare one, which is
-    freed; None when there is none."""
+    """A slot for a snapshot that is written or rebuilt: a free slot, or else a spare slot, which is
+    freed first; None when there is neither."""
     if arena.free_slot() is None and not arena.has_unknown_writer and epoch.line is not None:
         for slot in arena.slots:
             sealed = slot.state is SlotState.SEALED and slot.persisting is None
@@ -214,6 +216,7 @@ def protect(memory: JobMemory, epoch: Epoch, now: float) -> None:
         lane, row = membership.lane_and_row(parity_lane)
         block = BlockId(group.index(epoch.me), row)
         slots = memory.lane_slots(parity_lane)
+        # One build at a time in each lane, and a pause after a failure.
         if any(p.state is ParityState.BUILDING for p in slots):
             continue
         if now < memory.retry_at.get(f"parity{parity_lane}", now):
@@ -222,6 +225,7 @@ def protect(memory: JobMemory, epoch: Epoch, now: float) -> None:
         generation = _oldest_unprotected(memory, epoch, lane, have)
         if generation is None:
             continue
+        # A free block, made free if necessary, and all sources of it; otherwise a later call tries.
         free = next((p for p in slots if p.state is ParityState.FREE), None)
         free = free or _make_room(memory, epoch, slots, generation)
         if free is None:
@@ -246,25 +250,27 @@ def protect(memory: JobMemory, epoch: Epoch, now: float) -> None:
 def _make_room(
     memory: JobMemory, epoch: Epoch, slots: list[ParitySlot], wanted: Generation
 ) -> ParitySlot | None:
-    """Free a block that was not promised: of a generation younger than `wanted`, of one that can no
-    longer be restored, or of one that an earlier world captured and nobody has to rebuild: its
-    parity will not be completed. None when there is none."""
+    """Free a block that was not promised, and return it; None when there is none. Its generation is
+    younger than `wanted`, can no longer be restored, or was captured by an earlier world and need
+    not be rebuilt, so that its parity will not be completed."""
     for parity in slots:
-        held = parity.generation
-        if held is None or held == epoch.retained:
+        generation = parity.generation
+        if generation is None or generation == epoch.retained:
             continue
         lane, _ = epoch.membership.lane_and_row(parity.lane)
-        unfinished = not epoch.membership.is_present(held) and _is_whole(memory, epoch, lane, held)
-        if held > wanted or not _is_of_use(memory, epoch, lane, held) or unfinished:
+        unfinished = not epoch.membership.is_present(generation) and _is_whole(
+            memory, epoch, lane, generation
+        )
+        if generation > wanted or not _is_of_use(memory, epoch, lane, generation) or unfinished:
             free_parity(memory, parity)
             return parity
     return None
 
 
 def _is_of_use(memory: JobMemory, epoch: Epoch, lane: int, generation: Generation) -> bool:
-    """Whether the group has the generation in this lane, or can rebuild what was lost of it.
-    Otherwise it stays lost: new blocks are made from all snapshots, and lost snapshots from
-    blocks."""
+    """Whether the group holds the generation in this lane, or can rebuild the lost snapshots of it.
+    Otherwise the generation stays lost: new blocks are made from all snapshots, and lost snapshots
+    from blocks."""
     membership, holdings = epoch.membership, memory.holdings(epoch.membership)
     group = recovery.group_of(membership, epoch.me, generation)
     return all(
@@ -336,8 +342,8 @@ def anchor(epoch: Epoch) -> Generation | None:
     directive = epoch.directive
     if directive.line is None:
         return None
-    known = [g for g in (directive.line.generation, directive.protected) if g is not None]
-    return max(known, default=None)
+    generations = [g for g in (directive.line.generation, directive.protected) if g is not None]
+    return max(generations, default=None)
 
 
 def allocate(memory: JobMemory, epoch: Epoch, arena: ArenaView) -> None:
@@ -363,8 +369,8 @@ def allocate(memory: JobMemory, epoch: Epoch, arena: ArenaView) -> None:
 
 
 def allocate_for_line(memory: JobMemory, epoch: Epoch, arena: ArenaView) -> None:
-    """Ask for an arena that has to hold nothing but the line, which an earlier world captured, of a
-    rank that does not live here."""
+    """Ask for an arena for a rank that does not live here. It has to hold only the rank's snapshot
+    of the line, which an earlier world captured."""
     memory.arenas[(arena.rank, arena.layout_id)] = arena
     memory.out.append(
         AllocateArena(

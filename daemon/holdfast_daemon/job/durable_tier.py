@@ -56,7 +56,7 @@ class DurableTier:
         self._threads.release(job)
 
     async def drain(self, hosts: Iterable[JobHost], grace_s: float) -> list[str]:
-        """Persist what would be due soon, and wait for that, before the daemon ends.
+        """Persist the generations that are due soon, and wait for that, before the daemon ends.
 
         Returns:
             The jobs that were not finished within `grace_s`.
@@ -72,5 +72,5 @@ class DurableTier:
         return [host.job for host in waiting]
 
     def close(self) -> None:
-        """Begin nothing more, and do not wait: hanging storage must not keep the daemon running."""
+        """Start nothing more, and do not wait: hanging storage must not keep the daemon running."""
         self._threads.close(wait=False)

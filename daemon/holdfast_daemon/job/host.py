@@ -23,20 +23,13 @@ from holdfast_core.snapshots.membership import Membership
 from holdfast_core.states import EndReason
 from holdfast_daemon.engine import JobEngine
 from holdfast_daemon.engine.effects import (
+    AtOnce,
     Completion,
     Effect,
-    ForgetPeers,
-    FreeParity,
-    FreeSlot,
     Note,
-    RemoveArena,
-    SaveEpoch,
     Seal,
-    SendDirective,
-    SendReport,
+    Send,
     SendSuspect,
-    SlotSealed,
-    StopPersisting,
 )
 from holdfast_daemon.job.worker import EffectWorker
 from holdfast_daemon.memory.arena_claims import claim_is_free
@@ -52,11 +45,11 @@ REFUSED_S = 5.0
 class Sender(Protocol):
     """Sends to other daemons, best effort; the newest message of a kind wins."""
 
-    def send(self, effect: SendReport | SendDirective | SendSuspect, host: JobHost) -> None: ...
+    def send(self, effect: Send, host: JobHost) -> None: ...
 
 
 class Observer(Protocol):
-    """Receives what happened, for logs, metrics and the catalogue."""
+    """Receives notes, failures and durations, for logs, metrics and the catalogue."""
 
     def note(self, host: JobHost, note: Note) -> None: ...
 
@@ -95,7 +88,7 @@ class JobHost:
         once."""
 
     def start(self, adopted: AdoptedJob) -> None:
-        """Adopt what an earlier daemon left, and begin to tick."""
+        """Adopt the arenas and parity of an earlier daemon, and begin to tick."""
         self.carry_out(
             self.engine.adopt(
                 membership=adopted.membership,
@@ -164,8 +157,8 @@ class JobHost:
                 await self._changed.wait()
 
     def hello(self, rank: int, store_address: str, world: str) -> Membership:
-        """The membership that a worker belongs to; what its coming changes is reported at once.
-        Raises as `JobEngine.hello` does."""
+        """The membership that a worker belongs to. Changes that follow from its arrival are
+        reported at once. Raises as `JobEngine.hello` does."""
         effects: list[Effect] = []
         try:
             membership, effects = self.engine.hello(rank, store_address, world, self.now)
@@ -204,14 +197,14 @@ class JobHost:
         self.carry_out([])
 
     def drop(self) -> None:
-        """Free everything that the job holds: it has ended."""
+        """Free everything that the job holds, because the job has ended."""
         self.stop()
         self.dropped = True
         self.storage.drop()
         self._changed.set()
 
     def stop(self) -> None:
-        """Stop ticking and let running transfers give up; what is sealed stays."""
+        """Stop ticking and let running transfers give up; sealed snapshots and blocks stay."""
         if self._timer is not None:
             self._timer.cancel()
         self.worker.abandon()
@@ -220,18 +213,18 @@ class JobHost:
 
     def _check_arenas(self) -> None:
         try:
-            found = self.storage.overgrown()
+            overgrown = self.storage.overgrown()
         except StorageError as error:
             self._observer.note(self, Note(event=JobEvent.CUT_BACK_FAILED, detail=str(error)))
             return
-        if found and self.now >= self._refused_until:
+        if overgrown and self.now >= self._refused_until:
             cut = ", ".join(
                 f"{nbytes} bytes of {path.parent.name}/{path.name}"
-                for path, nbytes in found.items()
+                for path, nbytes in overgrown.items()
             )
             detail = f"cut off what was beyond the grant: {cut}"
             self._observer.note(self, Note(event=JobEvent.ARENA_OVERGROWN, detail=detail))
-        if found:
+        if overgrown:
             self._refused_until = self.now + REFUSED_S
 
     def _tick(self) -> None:
@@ -249,35 +242,25 @@ class JobHost:
         return claim_is_free(self.storage.arena(rank, layout_id).path)
 
     def _one(self, effect: Effect) -> None:
-        match effect:
-            case SendReport() | SendDirective():
-                self._outbox.send(effect, self)
-            case SendSuspect():
-                self._observer.note(
-                    self,
-                    Note(event=JobEvent.SUSPECT, rank=effect.rank, generation=effect.generation),
-                )
-                self._outbox.send(effect, self)
-            case Note():
-                self._observer.note(self, effect)
-            case Seal():
-                self._seal(effect)
-            case (
-                SaveEpoch()
-                | FreeSlot()
-                | RemoveArena()
-                | FreeParity()
-                | ForgetPeers()
-                | StopPersisting()
-            ):
-                try:
-                    self.worker.apply(effect)
-                except HoldfastError as error:
-                    self._observer.storage_failed(self, effect, error)
-            case _:
-                began = self.now
-                future = self.worker.submit(effect)
-                future.add_done_callback(lambda ended: self._background_ended(effect, began, ended))
+        if isinstance(effect, Note):
+            self._observer.note(self, effect)
+        elif isinstance(effect, Send):
+            if isinstance(effect, SendSuspect):
+                event = JobEvent.SUSPECT
+                note = Note(event=event, rank=effect.rank, generation=effect.generation)
+                self._observer.note(self, note)
+            self._outbox.send(effect, self)
+        elif isinstance(effect, Seal):
+            self._seal(effect)
+        elif isinstance(effect, AtOnce):
+            try:
+                self.worker.apply(effect)
+            except HoldfastError as error:
+                self._observer.storage_failed(self, effect, error)
+        else:
+            began = self.now
+            future = self.worker.submit(effect)
+            future.add_done_callback(lambda ended: self._background_ended(effect, began, ended))
 
     def _seal(self, effect: Seal) -> None:
         error = None
@@ -287,14 +270,7 @@ class JobHost:
         except HoldfastError as failure:
             error = failure
         self._observer.took(self, effect, self.now - began)
-        self._complete(
-            SlotSealed(
-                rank=effect.rank,
-                slot=effect.slot,
-                generation=effect.manifest.generation,
-                error=error,
-            )
-        )
+        self._complete(effect.sealed(error))
 
     def _background_ended(self, effect: Effect, began: float, future: Future[Completion]) -> None:
         """Called on a worker's thread."""

@@ -1,7 +1,7 @@
 """Plans the background check of everything that is held: what to verify next, and when.
 
-Memory can decay unnoticed, and a damaged block that is found during a recovery is found too late.
-Pure: the time and what is held are arguments; it reads no clock and no file.
+Memory can decay unnoticed, and damage that is found only during a recovery is found too late. Pure:
+the time and the targets are arguments; this module reads no clock and no file.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ScrubSettings:
 
 
 class ScrubPlan:
-    """Hands out one target after another, the longest unverified first.
+    """Returns one target after another, the one that was verified longest ago first.
 
     A new target counts as verified when it is first seen: it was checked when it was sealed,
     rebuilt or adopted.
@@ -64,15 +64,15 @@ class ScrubPlan:
         self._settings = settings
         self._verified_at: dict[Target, float] = {}
         self._idle_from = float("-inf")
-        """The rate allows nothing more before this time."""
+        """Time before which the rate allows nothing more."""
 
     def next(self, now: float, held: Iterable[Target]) -> Target | None:
         """The target to verify now; None when nothing is due or the rate allows nothing yet.
 
         `now` is a monotonic time in seconds. A target that is handed out counts as verified.
         """
-        known = self._verified_at
-        self._verified_at = {target: known.get(target, now) for target in sorted(held)}
+        verified_at = self._verified_at
+        self._verified_at = {target: verified_at.get(target, now) for target in sorted(held)}
         if now < self._idle_from or not self._verified_at:
             return None
         target = min(self._verified_at, key=lambda t: (self._verified_at[t], t))
@@ -83,7 +83,7 @@ class ScrubPlan:
         return target
 
     def wait_s(self, now: float) -> float:
-        """Seconds until `next` can return a target, if what is held does not change."""
+        """Seconds until `next` can return a target, if no target is added or removed."""
         if not self._verified_at:
             return self._settings.interval_s
         due = min(self._due_at(target) for target in self._verified_at)
@@ -94,7 +94,7 @@ class ScrubPlan:
 
 
 def targets_of(held: HeldOverview, parity_bytes: Callable[[int, int], int]) -> list[Target]:
-    """Everything sealed that a job holds on this node.
+    """The sealed snapshots and parity blocks of a job on this node.
 
     Args:
         parity_bytes: (parity lane, slot) → bytes of the block that is sealed there.

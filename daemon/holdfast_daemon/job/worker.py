@@ -2,7 +2,7 @@
 
 One `EffectWorker` per job. It decides nothing: the effect determines what is done, this module how.
 A background effect runs on a thread of the job's executor and ends in exactly one completion event,
-whatever happens to it; the caller passes that event back to the engine.
+even if it fails (`failed` of the effect); the caller passes that event back to the engine.
 
 Work of an epoch that has ended gives up at its next stride: its peers would refuse it anyway.
 Checks and allocations do not belong to an epoch and run to their end, because a check that gave up
@@ -55,7 +55,6 @@ from holdfast_daemon.engine.effects import (
     VerifySnapshot,
 )
 from holdfast_daemon.epoch_scope import EpochScope
-from holdfast_daemon.job.effect_failures import failed
 from holdfast_daemon.memory.arenas import SealedSlot
 from holdfast_daemon.memory.job_bytes import JobBytes
 from holdfast_daemon.memory.parity_blocks import ParityRecord
@@ -165,14 +164,14 @@ class EffectWorker:
         try:
             return self._carry_out(effect, scope)
         except HoldfastError as error:
-            return failed(effect, error)
+            return effect.failed(error)
         except OSError as error:
-            return failed(effect, StorageError(f"{type(effect).__name__} failed: {error}"))
+            return effect.failed(StorageError(f"{type(effect).__name__} failed: {error}"))
         except Exception as error:
             # A defect of ours. The engine waits for this effect: without its event, the job would
             # never be protected again, which is worse than one failure that is counted.
             _log.exception("%s failed unexpectedly", type(effect).__name__)
-            return failed(effect, HoldfastError(f"{type(effect).__name__} failed: {error!r}"))
+            return effect.failed(HoldfastError(f"{type(effect).__name__} failed: {error!r}"))
 
     def _carry_out(self, effect: Background, scope: EpochScope) -> Completion:
         match effect:
@@ -212,11 +211,13 @@ class EffectWorker:
             return self._build_in(block, effect, scope)
 
     def _build_in(self, block: memoryview, effect: BuildParity, scope: EpochScope) -> ParityBuilt:
+        # The sources' manifests and layouts, kept here or fetched.
         described = self._group.describe(effect.sources, effect.generation, scope)
         manifests = {position: decode_manifest(m) for position, (m, _) in described.items()}
         group = self._group.fetch_from(effect.sources, scope, effect.generation)
         fetch = self.parity_traffic.paced(group, effect.generation, scope)
         layouts = {position: layout for position, (_, layout) in described.items()}
+        # Fill the block: from the changes since the lane's other block, or from whole chunks.
         made = self._from_changes(effect, block, manifests, layouts, fetch, scope)
         nbytes, digests = made or build_from_chunks(
             block,
@@ -260,7 +261,7 @@ class EffectWorker:
         fetch: PacedFetch,
         scope: EpochScope,
     ) -> tuple[int, bytes] | None:
-        """Make the block from the lane's other one and what has changed since.
+        """Make the block from the lane's other block and the changes since then.
 
         Returns:
             The bytes in use and their digests; None when the block must be built from whole chunks:

@@ -1,1 +1,1 @@
-"""How much a caller may ask for."""
+"""Limits on the requests of callers."""

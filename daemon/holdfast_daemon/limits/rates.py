@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from holdfast_core.errors import RateLimitedError
 
 WAIT_S_MAX = 1.0
-"""Longest delay of a call: less than callers wait for an answer."""
+"""Longest delay of a call: shorter than the time for which callers wait for an answer."""
 
 CALLERS_MAX = 4096
 """Accounts that are kept; beyond that, the one that was opened first is closed."""

@@ -25,8 +25,8 @@ from holdfast_protos import codec
 Context = grpc.aio.ServicerContext[Any, Any]
 
 DETAIL_CHARACTERS_MAX = 4000
-"""Characters kept of a refusal's message, parts of which the caller chose: a longer one does not
-fit the headers."""
+"""Characters kept of a refusal's message, parts of which the caller chose: a longer message does
+not fit the headers."""
 
 _STATUS = {
     AccessDeniedError.code: grpc.StatusCode.PERMISSION_DENIED,

@@ -1,5 +1,4 @@
-"""Claims on arenas: a file lock that only one trainer process holds, the one that writes into the
-arena."""
+"""Claims on arenas: a file lock that only the trainer process that writes into the arena holds."""
 
 from __future__ import annotations
 
@@ -51,8 +50,8 @@ def open_claim(claim: ClaimRequest) -> int:
 def claim_is_free(path: Path) -> bool:
     """Whether no living process holds a claim on the arena file `path`.
 
-    For a daemon that restarted: the trainers it served before may still run. StorageError when the
-    arena cannot be opened.
+    A restarted daemon asks this, because the trainers of the earlier daemon may still run. Raises
+    StorageError when the arena cannot be opened.
     """
     try:
         os.close(open_claim(ClaimRequest(path=path, exclusive=True)))

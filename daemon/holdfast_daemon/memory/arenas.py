@@ -35,8 +35,8 @@ SLOTS_FILE = "slots"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SealedSlot:
-    """A sealed slot: its manifest, the bytes that the manifest's digest is of, and where its pieces
-    lie (see `holdfast_core.snapshots.pieces`)."""
+    """A sealed slot: its manifest, the encoded bytes that the manifest's digest covers, and the
+    places of its pieces (see `holdfast_core.snapshots.pieces`)."""
 
     manifest: Manifest
     encoded: bytes
@@ -87,7 +87,7 @@ class Arena:
         return slot * self.layout.slot_bytes
 
     def parts(self, piece_map: PieceMap, start: int, nbytes: int) -> Iterator[ArenaPart]:
-        """Where bytes [start, start + nbytes) of a payload lie, in order."""
+        """The parts of the arena that hold bytes [start, start + nbytes) of a payload, in order."""
         piece_bytes, stop = self.layout.piece_bytes, start + nbytes
         for run in runs(piece_map, start // piece_bytes, piece_count(stop, piece_bytes)):
             first = max(run.first * piece_bytes, start)
@@ -108,7 +108,7 @@ class Arena:
                 file.read_into(part.at, view[at : at + part.nbytes])
 
     def write(self, piece_map: PieceMap, start: int, data: memoryview) -> None:
-        """Put `data` where the bytes of a payload from `start` on lie. Raises StorageError."""
+        """Put `data` at the places of the payload's bytes from `start` on. Raises StorageError."""
         with storage_errors(f"writing {self.path}"):
             file = self._opened()
             for part in self.parts(piece_map, start, len(data)):
@@ -151,8 +151,8 @@ class ArenaFiles:
         self._grants = grants
 
     def allocate(self, rank: int, encoded_layout: bytes, slots: int) -> Arena:
-        """Make a fresh arena of so many slots; OSError when there is no memory: then nothing is
-        left behind."""
+        """Make a new arena of `slots` slots. Raises OSError when there is no memory, and then
+        leaves nothing behind."""
         layout = decode_layout(encoded_layout)
         name = f"{rank}-{layout_id(encoded_layout)}"
         arena = Arena(self._directory / name, rank, encoded_layout, layout, slots)
@@ -188,10 +188,10 @@ class ArenaFiles:
         arena.sealed.pop(slot, None)
 
     def adopt(self) -> tuple[list[Arena], list[str]]:
-        """Take over every whole arena with its whole slots; return them, and in words what was
-        damaged.
+        """Take over every whole arena with its whole slots; return them, and a sentence about each
+        damage.
 
-        Whatever is not whole is removed: it was never promised to any other process.
+        Incomplete arenas and slots are removed: they were never promised to any other process.
         """
         arenas: list[Arena] = []
         problems: list[str] = []
@@ -247,18 +247,18 @@ def _read_arena(directory: Path) -> Arena:
     layout = decode_layout(encoded)
     rank, _, named = directory.name.partition("-")
     if not rank.isdecimal() or named != layout_id(encoded):
-        raise CorruptError("its layout is not the one that it is named after")
+        raise CorruptError("its layout does not match its directory's name")
     arena = Arena(directory, int(rank), encoded, layout, _slots_of(directory))
-    found = arena.path.stat().st_size
-    if found != arena.nbytes:
+    file_bytes = arena.path.stat().st_size
+    if file_bytes != arena.nbytes:
         raise CorruptError(
-            f"its file has {found} bytes and {arena.slots} slots of its layout {arena.nbytes}"
+            f"its file has {file_bytes} bytes and {arena.slots} slots of its layout {arena.nbytes}"
         )
     return arena
 
 
 def _slots_of(directory: Path) -> int:
-    """Number of slots of the arena in `directory`: three where an earlier version left it unsaid.
+    """Number of slots of the arena in `directory`; three where an earlier version did not write it.
 
     Raises:
         CorruptError: when its file holds something else.

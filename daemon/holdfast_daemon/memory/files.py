@@ -63,7 +63,7 @@ class Files(Protocol):
         """Cut `path` to `nbytes`, and free memory beyond its end."""
 
     def overwrite(self, path: Path, data: bytes) -> None:
-        """Put `data` at the start of `path`, which exists, in the memory that it has."""
+        """Put `data` at the start of the existing file `path`, in the memory that the file has."""
 
 
 class RealFiles:
@@ -114,9 +114,9 @@ def is_open(path: Path) -> bool:
     """Whether any process, including this one, has the file open or mapped; False when it is
     missing.
 
-    Such a process can do what it likes with the file, even after the file has lost its name. A
-    lease reveals it: the kernel grants a write lease only to the file's owner, and only while no
-    other descriptor of the file is open. Where the file system has no leases, the answer is False.
+    Such a process can change the file at will, even after the file has lost its name. A lease
+    reveals it: the kernel grants a write lease only to the file's owner, and only while no other
+    descriptor of the file is open. If the file system has no leases, the answer is False.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)

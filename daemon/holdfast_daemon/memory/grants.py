@@ -3,7 +3,7 @@
 A trainer can extend its arena's file, even without changing its size, and so take the memory of all
 jobs of the node. A descriptor cannot be taken away from a process, so files are checked and cut. An
 arena that is removed while a process has it open is kept under another name, cut to nothing, until
-no process has: the memory of a file without a name could not be taken back. Thread-safe.
+no process has it open: the memory of a file without a name could not be taken back. Thread-safe.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Grants:
         self.tidy()
 
     def grant(self, path: Path, nbytes: int, job: str) -> None:
-        """Allow the file `nbytes` from here on."""
+        """Allow the file to have `nbytes` from now on."""
         with self._lock:
             self._granted[path] = _Grant(nbytes, job)
 
@@ -75,8 +75,8 @@ class Grants:
             )
 
     def cut_back(self, job: str | None = None) -> int:
-        """Cut files that are larger than granted, of one job or of all; return how many bytes were
-        cut. Raises OSError."""
+        """Cut files that are larger than granted, of `job` or of all jobs; return the number of
+        bytes cut. Raises OSError."""
         with self._lock:
             granted = [(p, g) for p, g in self._granted.items() if job in (None, g.job)]
         freed = 0
@@ -110,10 +110,10 @@ class Grants:
 def _excess_bytes(path: Path, granted: int) -> int:
     """Bytes that a file takes beyond `granted`; 0 when it is missing."""
     with suppress(FileNotFoundError):
-        found = path.stat()
-        if found.st_size > granted:
-            return found.st_size - granted
+        status = path.stat()
+        if status.st_size > granted:
+            return status.st_size - granted
         # Memory can be reserved beyond a file's end, which does not move then.
-        held = found.st_blocks * 512 - granted
-        return held if held > (HUGE_PAGE_BYTES if granted else 0) else 0
+        excess_bytes = status.st_blocks * 512 - granted
+        return excess_bytes if excess_bytes > (HUGE_PAGE_BYTES if granted else 0) else 0
     return 0

@@ -1,4 +1,4 @@
-"""Interface to the bytes of a job, as far as carrying out its effects needs it.
+"""Interface to the bytes of a job that is needed to carry out its effects.
 
 `JobStorage` keeps them in real files, the simulation on virtual disks; `worker`, `parity.group` and
 `parity.changes` use only this interface. Every method raises StorageError when the file system
@@ -127,8 +127,8 @@ def find_older(
         if of_lane != lane or other == slot:
             continue
         wanted = dict(record.entry.sources)
-        found = {rank: kept(rank, record.entry.generation) for rank in wanted}
-        encoded = {rank: pair[0] for rank, pair in found.items() if pair is not None}
+        descriptions = {rank: kept(rank, record.entry.generation) for rank in wanted}
+        encoded = {rank: pair[0] for rank, pair in descriptions.items() if pair is not None}
         if {rank: manifest_digest(m) for rank, m in encoded.items()} == wanted:
             return other, {rank: decode_manifest(m) for rank, m in encoded.items()}
     return None

@@ -106,7 +106,7 @@ class JobStorage:
     # --- the start of a daemon -------------------------------------------------------------------
 
     def adopt(self) -> AdoptedJob:
-        """Take over what an earlier daemon left whole; everything else is removed."""
+        """Take over the whole files of an earlier daemon, and remove all others."""
         with self._lock, storage_errors(f"adopting job {self.job}"):
             arenas, problems = self._arena_files.adopt()
             self._arenas = {(arena.rank, arena.layout_id): arena for arena in arenas}
@@ -165,25 +165,25 @@ class JobStorage:
             ranks: Number of ranks of this node, which are all to fit.
 
         Raises:
-            MemoryBudgetError: beyond what the job may take, or the budget, or the file system is
-                full; nothing is kept then.
+            MemoryBudgetError: it exceeds the job's quota or the node's budget, or the file system
+                is full; nothing is kept then.
             CorruptError, LayoutMismatchError: `layout` is not a layout of `rank`.
             StorageError: the file system failed.
         """
         with self._allocating:
             decoded = decode_layout(layout)
             with self._lock:
-                known = self._arenas.get((rank, layout_id(layout)))
+                existing = self._arenas.get((rank, layout_id(layout)))
                 needed = self._blocks.missing_bytes(parity_lanes, parity_bytes)
             chosen = self._choose_slots(
                 slots, ranks, decoded, PARITY_SLOTS * len(parity_lanes) * parity_bytes
             )
-            needed += 0 if known else decoded.arena_bytes(chosen)
+            needed += 0 if existing else decoded.arena_bytes(chosen)
             self._check_left(rank)
             self._check_quota(needed, rank)
             self._node.budget.reserve(needed, f"rank {rank} of job {self.job}")
             try:
-                return self._allocate(known, rank, layout, chosen, parity_lanes, parity_bytes)
+                return self._allocate(existing, rank, layout, chosen, parity_lanes, parity_bytes)
             except BaseException:
                 self._node.budget.release(needed)
                 raise
@@ -297,8 +297,8 @@ class JobStorage:
     def locate_snapshot(
         self, rank: int, generation: Generation, start: int, nbytes: int
     ) -> Located:
-        """Where bytes [start, start + nbytes) of the payload of a sealed snapshot lie, as far as
-        there are any; StorageError when it is not held."""
+        """Location of the bytes [start, start + nbytes) of a sealed snapshot's payload, as far as
+        they exist. Raises StorageError when the snapshot is not held."""
         arena, slot, sealed = self._sealed(rank, generation)
         nbytes = min(nbytes, max(sealed.manifest.payload_bytes - start, 0))
         piece_map = PieceMap(slot=slot, places=sealed.places)
@@ -315,17 +315,17 @@ class JobStorage:
         """The other block of the lane, if it is sealed and the manifests that it was made from are
         kept here."""
         with self._lock:
-            found = find_older(self._blocks.records, self._kept.get, lane, slot)
-            if found is None:
+            older = find_older(self._blocks.records, self._kept.get, lane, slot)
+            if older is None:
                 return None
-            other, manifests = found
+            other, manifests = older
             record = self._blocks.records[lane, other]
             view = self._blocks.view(lane, other)[: record.nbytes]
             return OlderParity(record=record, view=view, manifests=manifests)
 
     def locate_parity(self, lane: int, generation: Generation, start: int, nbytes: int) -> Located:
-        """Where bytes [start, start + nbytes) of a sealed parity block lie, as far as there are
-        any; StorageError when it is not held."""
+        """Location of the bytes [start, start + nbytes) of a sealed parity block, as far as they
+        exist. Raises StorageError when the block is not held."""
         with self._lock:
             for (at_lane, slot), record in self._blocks.records.items():
                 if at_lane == lane and record.entry.generation == generation:
@@ -376,7 +376,7 @@ class JobStorage:
                 raise CorruptError(f"the entry file of parity {slot} of lane {lane} was changed")
 
     def drop(self) -> None:
-        """Free all that the job holds; sealed slots and blocks go first, the epoch last."""
+        """Free everything that the job holds: sealed slots and blocks first, the epoch last."""
         with self._allocating, self._lock, storage_errors(f"dropping job {self.job}"):
             for rank, layout in sorted(self._arenas):
                 self.remove_arena(rank, layout)
@@ -421,9 +421,9 @@ class JobStorage:
     def _check_quota(self, needed: int, rank: int) -> None:
         """Refuse memory beyond the quota; memory already held stays, even beyond a quota that was
         lowered."""
-        held = self.reserved_bytes
-        if needed and 0 < self._quota_bytes < held + needed:
-            left = max(self._quota_bytes - held, 0)
+        reserved = self.reserved_bytes
+        if needed and 0 < self._quota_bytes < reserved + needed:
+            left = max(self._quota_bytes - reserved, 0)
             raise MemoryBudgetError(
                 f"rank {rank} of job {self.job} needs {needed} bytes for its arena and parity, but "
                 f"of the job's {self._quota_bytes} bytes on each node only {left} are left: raise "

@@ -37,7 +37,7 @@ class MountFlag(IntFlag):
 
 
 NOTHING_RUNS = MountFlag.NOSUID | MountFlag.NODEV | MountFlag.NOEXEC
-"""What is mounted holds data only."""
+"""Flags of a mount that holds data only."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,8 +2,8 @@
 
 This is the step before the daemon on a Kubernetes node, and the only one with privileges. The tmpfs
 is mounted on the node itself, so it outlives the daemon's container, pod and upgrades; only a
-reboot loses it. Running the command again changes only what differs: the files there, which a
-daemon uses or will adopt, stay.
+reboot loses it. Running the command again changes only what differs. The files in the tmpfs, which
+a daemon uses or will adopt, stay.
 
 `decide` is pure; the rest asks the kernel and carries out the decision.
 """
@@ -51,7 +51,7 @@ class MountAction(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MountDecision:
-    """What to do about the tmpfs, and why."""
+    """The action to take about the tmpfs, and its reason."""
 
     action: MountAction
     reason: str
@@ -64,7 +64,7 @@ def decide(
 ) -> MountDecision:
     """Decide what must be done so that a tmpfs of `wanted_bytes` is at `path`.
 
-    `held` is the capacity and use of what is mounted there; None when nothing is.
+    `held` is the capacity and use of the file system mounted there; None when there is none.
 
     Raises:
         StorageError: it cannot be done; the message gives the reason.
@@ -105,7 +105,7 @@ def decide(
 
 
 def mount_memory(path: Path, size_bytes: int, huge: str, owner: int) -> MountDecision:
-    """Ensure a tmpfs of `size_bytes` at `path` that belongs to `owner` alone; return what was done.
+    """Ensure a tmpfs of `size_bytes` at `path` that belongs to `owner` alone; return the decision.
 
     Raises:
         StorageError: it cannot be mounted.
@@ -114,8 +114,8 @@ def mount_memory(path: Path, size_bytes: int, huge: str, owner: int) -> MountDec
         path.mkdir(parents=True, exist_ok=True)
         path = path.resolve()
         mounts = current_mounts()
-        held = _held(path) if mount_at(path, mounts) else None
-        decision = decide(path, mounts, held, size_bytes)
+        mounted = _held(path) if mount_at(path, mounts) else None
+        decision = decide(path, mounts, mounted, size_bytes)
         if decision.action is not MountAction.KEEP:
             _mount_with(path, size_bytes, huge, again=decision.action is MountAction.REMOUNT)
         _own(path, owner, 0o700)

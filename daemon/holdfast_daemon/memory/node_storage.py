@@ -111,11 +111,11 @@ class NodeStorage:
 
     @property
     def essential(self) -> Files:
-        """`Files` for what must be written even when there is no memory left."""
+        """`Files` for files that must be written even when there is no memory left."""
         return dataclasses.replace(self.files, always=True)
 
     def tidy(self) -> None:
-        """Cut back what trainers took, and refill the reserve, as far as possible."""
+        """Take back memory beyond trainers' arenas, and refill the reserve, as far as possible."""
         with suppress(OSError):
             self.grants.tidy()
         self.files.reserve.fill(self.files.files)
@@ -213,9 +213,9 @@ def _lock_directory(root: Path) -> int:
 
 
 def _held_bytes(root: Path) -> int:
-    held = 0
+    nbytes = 0
     for directory, _, names in os.walk(root):
         for name in names:
             with suppress(FileNotFoundError):
-                held += Path(directory, name).lstat().st_blocks * 512
-    return held
+                nbytes += Path(directory, name).lstat().st_blocks * 512
+    return nbytes

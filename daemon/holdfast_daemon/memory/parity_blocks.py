@@ -3,8 +3,8 @@
 A block's `.entry` describes the content and is written last, so a parity block exists exactly when
 it is whole. While one block holds the newest protected generation, the next is built in the other.
 A block that holds nothing gives its memory back: its file keeps the size, for which room stays
-reserved, and is a hole until the next build fills it. One that was larger than what the job's
-arenas need now, as after a smaller world, gets their size with its next build. The file is replaced
+reserved, and is a hole until the next build fills it. A block that is larger than the job's arenas
+need now, for example in a smaller world, gets their size with its next build. The file is replaced
 and never cut, because another thread may still read a mapping of it. This module reserves no budget
 and takes no lock: `memory.job_storage` does."""
 
@@ -145,7 +145,7 @@ class ParityBlocks:
         """Take the memory from blocks that have held nothing since the last call. Raises OSError.
 
         Returns:
-            Views of what they had: the memory is free once nothing refers to them any more.
+            Views of the old memory, which is free once nothing refers to them any more.
         """
         idle = self._held - self.records.keys() - self._building
         given = []
@@ -201,8 +201,8 @@ class ParityBlocks:
         self.records.pop((lane, slot), None)
 
     def adopt(self) -> list[str]:
-        """Take over every block and every whole entry; remove what is not whole, and return it in
-        words."""
+        """Take over every block and every whole entry. Remove incomplete entries, and return a
+        sentence about each."""
         problems: list[str] = []
         if not self._directory.is_dir():
             return problems

@@ -1,8 +1,8 @@
 """Manifests and layouts of a parity group's snapshots, kept for the other members.
 
-A member that lost its memory gets back from here the manifests of what it must rebuild. Everything
-is checked when it is read: a damaged file counts as missing, because any other member of the group
-keeps a copy. This module takes no lock: `memory.job_storage` does.
+A member that lost its memory gets the manifests of the snapshots that it must rebuild from here.
+Every file is checked when it is read: a damaged file counts as missing, because every other member
+of the group keeps a copy. This module takes no lock: `memory.job_storage` does.
 """
 
 from __future__ import annotations
@@ -68,21 +68,21 @@ class PeerManifests:
             match = _MANIFEST_NAME.fullmatch(path.name)
             if match is None:
                 continue
-            kept = (
+            pairs = (
                 self.get(int(match[1]), Generation.parse(match[2]))
                 if Generation.parse(match[2]) in keep
                 else None
             )
-            if kept is None:
+            if pairs is None:
                 self._files.unlink(path)
             else:
-                wanted.add(layout_id(kept[1]))
+                wanted.add(layout_id(pairs[1]))
         for path in sorted(self._directory.glob("*.layout")):
             if path.stem not in wanted:
                 self._files.unlink(path)
 
     def adopt(self) -> None:
-        """Remove what an interrupted `keep` left behind."""
+        """Remove the files that an interrupted `keep` left behind."""
         for path in sorted(self._directory.glob(f"*{TEMPORARY}")):
             self._files.unlink(path)
 

@@ -1,8 +1,8 @@
-"""A reserve of memory on the tmpfs for the daemon alone: small files, made beforehand, that become
-what must be written when there is no memory left.
+"""A reserve of memory on the tmpfs for the daemon alone: small spare files, made beforehand, each
+of which can become a file that must be written when no memory is left.
 
-A file that exists has its memory, whatever other processes take meanwhile; space that is merely
-left free could be taken by any of them. `ReservedFiles` decides what may use the reserve.
+An existing file keeps its memory, whatever other processes take meanwhile; any of them could take
+space that is merely free. `ReservedFiles` decides which writes may use the reserve.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class ReservedFiles:
-    """`Files` that, when memory is full, cut back what trainers took and try again. A write that
-    still fails goes into the reserve if something was cut back, or in any case with `always`."""
+    """`Files` that, when memory is full, take back memory beyond trainers' arenas and try again. A
+    write that still fails goes into the reserve if anything was taken back, or, with `always`, in
+    any case."""
 
     files: Files
     grants: Grants

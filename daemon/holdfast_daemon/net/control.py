@@ -1,7 +1,7 @@
 """The Control stream: heartbeats up, memberships down.
 
-The daemon dials the control loop, again and again. While the control loop is away, training,
-snapshots and protection go on with the last memberships.
+The daemon dials the control loop until it answers, and again whenever the stream ends. While the
+control loop is away, training, snapshots and protection continue with the last memberships.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ControlClient:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     def wake(self) -> None:
-        """Send a heartbeat soon: something happened that the control loop needs at once."""
+        """Send a heartbeat soon, because the engine's evidence has changed."""
         self._urgent.set()
 
     async def close(self) -> None:
@@ -84,13 +84,13 @@ class ControlClient:
         options = channels.channel_options(ping_ms=PING_MS)
         async with aio_channel(self._address, self._identity, Role.OPERATOR, options) as channel:
             stub: control_pb2_grpc.ControlAsyncStub = control_pb2_grpc.ControlStub(channel)
-            known: dict[str, values_pb2.Membership] = {}
-            async for message in stub.Connect(self._heartbeats(known)):
+            memberships: dict[str, values_pb2.Membership] = {}
+            async for message in stub.Connect(self._heartbeats(memberships)):
                 self.connected = True
                 if message.HasField("welcome") and message.welcome.heartbeat_s > 0:
                     self._pause_s = message.welcome.heartbeat_s
                 try:
-                    self._receive(completed(message, known))
+                    self._receive(completed(message, memberships))
                 except HoldfastError as error:
                     _log.error("control_message_refused", cause=str(error))
 
@@ -130,7 +130,7 @@ def completed(
     message: control_pb2.ControlMessage, known: dict[str, values_pb2.Membership]
 ) -> control_pb2.ControlMessage:
     """The message, with a change of a membership replaced by the whole new membership if its base
-    is in `known`. `known` is brought up to date."""
+    is in `known`, which is updated."""
     if message.HasField("change"):
         base = known.get(message.change.job)
         whole = None if base is None else changed(base, message.change)

@@ -23,7 +23,7 @@ from holdfast_core.errors import (
 )
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import Member
-from holdfast_daemon.engine.effects import Effect, SendDirective, SendReport, SendSuspect
+from holdfast_daemon.engine.effects import Effect, Send, SendDirective, SendReport, SendSuspect
 from holdfast_daemon.job.host import JobHost
 from holdfast_daemon.limits.rates import (
     FETCH_RATE,
@@ -60,7 +60,7 @@ class PeerOutbox:
         self._sending: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def send(self, effect: SendReport | SendDirective | SendSuspect, host: JobHost) -> None:
+    def send(self, effect: Send, host: JobHost) -> None:
         message: Message
         match effect:
             case SendReport():
@@ -93,13 +93,13 @@ class PeerOutbox:
         """The channel to `address`, with the current certificate. One task per address calls
         this."""
         version = 0 if self._identity is None else self._identity.current().version
-        known = self._channels.get(address)
-        if known is not None and known[0] == version:
-            return known[1]
+        cached = self._channels.get(address)
+        if cached is not None and cached[0] == version:
+            return cached[1]
         opened = aio_channel(address, self._identity, Role.DAEMON, channels.channel_options())
         self._channels[address] = (version, opened)
-        if known is not None:
-            await known[1].close(grace=None)
+        if cached is not None:
+            await cached[1].close(grace=None)
         return opened
 
     async def _drain(self, address: str) -> None:
@@ -146,8 +146,8 @@ class PeerService(peer_pb2_grpc.PeerServicer):
     async def Report(self, request: peer_pb2.ReportMessage, context: Context) -> peer_pb2.PeerReply:
         host = self._host_of(request.job)
         # All unknown members share one account, because their numbers could be made up.
-        known = host is not None and host.engine.is_member(request.member)
-        who = f"member {request.member}" if known else "no member"
+        is_member = host is not None and host.engine.is_member(request.member)
+        who = f"member {request.member}" if is_member else "no member"
         await self._admit(context, request.job, PEER_RATE, who)
         try:
             report = codec.report_from_proto(request)
@@ -176,9 +176,9 @@ class PeerService(peer_pb2_grpc.PeerServicer):
 
     async def _admit(self, context: Context, job: str, rate: Rate, what: str) -> None:
         """Return when it is the call's turn; refuse the call if that would take too long."""
-        known = self._host_of(job) is not None
+        is_here = self._host_of(job) is not None
         try:
-            await self._accounts.admit(*(((job, what), rate) if known else STRANGERS))
+            await self._accounts.admit(*(((job, what), rate) if is_here else STRANGERS))
         except RateLimitedError as error:
             await refuse(context, error)
 
@@ -204,8 +204,10 @@ class PeerService(peer_pb2_grpc.PeerServicer):
                 f"{host.engine.epoch}"
             )
             await refuse(context, error)
-        found = host.storage.describe(request.rank, codec.generation_from_proto(request.generation))
-        manifest, layout = found or (b"", b"")
+        description = host.storage.describe(
+            request.rank, codec.generation_from_proto(request.generation)
+        )
+        manifest, layout = description or (b"", b"")
         return peer_pb2.FetchManifestReply(manifest=manifest, layout=layout)
 
 
@@ -225,12 +227,12 @@ class ManifestFetcher:
         Raises:
             UnreachableError, StaleEpochError.
         """
-        found = self._channel(member.peer_address)
+        peer = self._channel(member.peer_address)
         request = peer_pb2.FetchManifestRequest(
             job=job, epoch=epoch, rank=rank, generation=codec.generation_to_proto(generation)
         )
         try:
-            reply = peer_pb2_grpc.PeerStub(found).FetchManifest(request, timeout=FETCH_TIMEOUT_S)
+            reply = peer_pb2_grpc.PeerStub(peer).FetchManifest(request, timeout=FETCH_TIMEOUT_S)
         except grpc.RpcError as error:
             raise _translated(error, member) from error
         return reply.manifest, reply.layout

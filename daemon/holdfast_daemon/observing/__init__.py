@@ -1,1 +1,1 @@
-"""What operators and dashboards see of the daemon: status, catalogue, counters, HTTP endpoints."""
+"""The daemon as operators and dashboards see it: status, catalogue, counters, HTTP endpoints."""

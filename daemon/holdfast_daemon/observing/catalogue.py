@@ -1,9 +1,9 @@
 """The job catalogue: the state of jobs for many readers (status, dashboards).
 
-It exists so that readers do not load the daemons, and so that a job can be looked at while some of
-its daemons are gone. It is never a source of truth (invariant 6): its content can be deleted at any
-time and is published again from the daemons' memory. Nothing may be decided from it, and tensors
-never pass through it (REFT §4.2).
+It exists so that readers put no load on the daemons, and so that people can look at a job while
+some of its daemons are gone. It is never a source of truth (invariant 6): its content can be
+deleted at any time and is published again from the daemons' memory. No decision may be based on it,
+and tensors never pass through it (REFT §4.2).
 
 Publishing returns at once and raises nothing; reading may fail with `UnreachableError`.
 """
@@ -87,7 +87,7 @@ class Catalogue(Protocol):
         ...
 
     async def start(self) -> None:
-        """Begin to write what is published."""
+        """Begin to write publications."""
         ...
 
     async def settled(self) -> None:
@@ -95,7 +95,7 @@ class Catalogue(Protocol):
         ...
 
     async def close(self) -> None:
-        """End; what could not be written in time is dropped."""
+        """End; publications that could not be written in time are dropped."""
         ...
 
 
@@ -127,13 +127,13 @@ class MemoryCatalogue:
         self._job(job).ranks[rank] = (state, self._now() + RANK_STATE_TTL_S)
 
     def publish_snapshot(self, job: str, state: Mapping[str, object]) -> None:
-        known = self._job(job)
-        known.state = dict(state)
+        entry = self._job(job)
+        entry.state = dict(state)
         for rank, stages in stages_of_state(state).items():
-            known.stages.setdefault(rank, {}).update(stages)
+            entry.stages.setdefault(rank, {}).update(stages)
         for rank, health in ranks_of_state(state).items():
             self.publish_rank_state(job, rank, health)
-        known.losses.update(losses_of_state(state))
+        entry.losses.update(losses_of_state(state))
 
     def publish_event(self, job: str, event: Mapping[str, object]) -> None:
         self._event_count += 1
@@ -143,24 +143,24 @@ class MemoryCatalogue:
         self._jobs.pop(job, None)
 
     async def read_job(self, job: str) -> CatalogueJob | None:
-        known = self._jobs.get(job)
-        if known is None:
+        entry = self._jobs.get(job)
+        if entry is None:
             return None
         now = self._now()
         return CatalogueJob(
-            states={} if known.state is None else {self._node: known.state},
-            stages={rank: dict(stages) for rank, stages in known.stages.items()},
+            states={} if entry.state is None else {self._node: entry.state},
+            stages={rank: dict(stages) for rank, stages in entry.stages.items()},
             ranks={
                 rank: health if until > now else RankHealth.OFFLINE
-                for rank, (health, until) in known.ranks.items()
+                for rank, (health, until) in entry.ranks.items()
             },
-            losses=[loss for _, loss in sorted(known.losses.items())],
+            losses=[loss for _, loss in sorted(entry.losses.items())],
         )
 
     async def read_events(self, job: str, after: str = "") -> Sequence[EventView]:
-        known = self._jobs.get(job)
+        entry = self._jobs.get(job)
         newest_seen = int(after or 0)
-        return [e for e in known.events if int(e.id) > newest_seen] if known else []
+        return [e for e in entry.events if int(e.id) > newest_seen] if entry else []
 
     async def start(self) -> None:
         """Do nothing: publishing is immediate."""

@@ -1,7 +1,7 @@
 """The catalogue in Redis, for many daemons and many readers.
 
-Redis may be dead, slow, full, wiped or replaced at any time without any effect on a daemon: what is
-published goes into a bounded queue, and one task writes it with a time limit. When anything was
+Redis may be dead, slow, full, wiped or replaced at any time without any effect on a daemon: each
+publication goes into a bounded queue, and one task writes it with a time limit. When anything was
 lost (an outage, a full queue, a wipe), the task publishes the whole state again from `source`, the
 daemon's memory. It also does so periodically, which corrects any drift.
 
@@ -52,7 +52,7 @@ from holdfast_daemon.observing.catalogue import RANK_STATE_TTL_S, Source
 from holdfast_storage.catalogue import UNREACHABLE, CatalogueReader, connect_redis
 
 QUEUE_OPERATIONS = 1024
-"""Publications that wait for Redis. A thousand are minutes of a busy node, and below 1 MB."""
+"""Publications that may wait for Redis. A thousand cover minutes of a busy node, in under 1 MB."""
 
 BATCH_OPERATIONS = 256
 """Publications written in one round trip, so that a long queue does not exceed the time limit."""

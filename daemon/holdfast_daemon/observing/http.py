@@ -1,8 +1,8 @@
-"""`/metrics`, `/healthz` and `/readyz` of a daemon, on a thread of their own.
+"""`/metrics`, `/healthz` and `/readyz` of a daemon, on a separate thread.
 
-A thread, because `/healthz` exists to find a stuck event loop and must answer when it is stuck. So
-nothing here may call into the loop; what it needs comes from callables that read a value and return
-at once.
+They need a thread because `/healthz` exists to find a stuck event loop and must answer when it is
+stuck. So nothing here may call into the loop; all values come from callables that read one and
+return at once.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ thread."""
 
 CONNECTIONS_MAX = 32
 """Requests answered at once, a thread each; beyond that, the oldest is given up. A scrape takes
-milliseconds, so it is never the oldest for long; a client that sends its request byte by byte
-is."""
+milliseconds, so it is never the oldest for long, unlike a client that sends its request byte by
+byte."""
 
 Readiness = Callable[[], str]
 """Returns why the daemon is not ready, in words for people; empty when it is ready."""

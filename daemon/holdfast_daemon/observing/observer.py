@@ -154,8 +154,8 @@ class NodeObserver:
         return True
 
     def _publish(self, event: JobEvent, *, job: str, **fields: Any) -> None:
-        known = {"event": event.value, "time": time.time(), "node": self._node}
-        self._catalogue.publish_event(job, {**known, **fields, "job": job})
+        common = {"event": event.value, "time": time.time(), "node": self._node}
+        self._catalogue.publish_event(job, {**common, **fields, "job": job})
 
     def storage_failed(self, host: JobHost, effect: Effect, error: HoldfastError) -> None:
         _log.error("storage_failed", job=host.job, effect=type(effect).__name__, cause=str(error))
@@ -171,26 +171,26 @@ class NodeObserver:
         metrics.set("memory_used_bytes", used_bytes)
         metrics.set("memory_budget_bytes", budget_bytes)
         for job, host in hosts.items():
-            found = host.engine.overview()
+            overview = host.engine.overview()
             metrics.begin_job(job)
-            metrics.set("epoch", found.epoch, job=job)
-            metrics.set("sessions_open", found.sessions, job=job)
+            metrics.set("epoch", overview.epoch, job=job)
+            metrics.set("sessions_open", overview.sessions, job=job)
             metrics.set("arena_bytes", host.storage.arena_bytes, job=job)
             metrics.set("parity_bytes", host.storage.parity_bytes, job=job)
-            if found.complete is not None:
-                metrics.set("generation_step", found.complete.step, job=job, stage="committed")
-            if found.protected is not None:
-                metrics.set("generation_step", found.protected.step, job=job, stage="protected")
-            self._age(found, host.now)
-            self._persisting(host, found)
-            for rank in found.ranks:
+            if overview.complete is not None:
+                metrics.set("generation_step", overview.complete.step, job=job, stage="committed")
+            if overview.protected is not None:
+                metrics.set("generation_step", overview.protected.step, job=job, stage="protected")
+            self._age(overview, host.now)
+            self._persisting(host, overview)
+            for rank in overview.ranks:
                 self._add_up("saves_skipped_reported", job, rank.skipped, rank.rank)
                 self._add_up("saves_failed_reported", job, rank.failed, rank.rank)
-            self._pace(found)
-            self._tokens(found)
-            self._plan(found)
-            self._catalogue.publish_snapshot(job, status.as_json(host, found))
-            for rank in found.ranks:
+            self._pace(overview)
+            self._tokens(overview)
+            self._plan(overview)
+            self._catalogue.publish_snapshot(job, status.as_json(host, overview))
+            for rank in overview.ranks:
                 self._catalogue.publish_rank_state(job, rank.rank, rank.health)
 
     def _age(self, found: JobOverview, now: float) -> None:
@@ -214,15 +214,15 @@ class NodeObserver:
         self._add_up("persisted_bytes", job, host.worker.persister.written_bytes)
 
     def _add_up(self, name: str, job: str, total: int, rank: int = -1) -> None:
-        """Bring a counter to the `total` that its source has, or a rank's part of it. A total that
-        fell has begun anew, as that of a new process."""
+        """Bring a counter, or a rank's part of it, to the `total` of its source. A total that fell
+        has started again from 0, because its process is new."""
         counted = self._counted.setdefault(job, {})
         before = counted.get((name, rank), 0)
         self._metrics.add(name, total - before if total >= before else total, job=job)
         counted[name, rank] = total
 
     def _pace(self, found: JobOverview) -> None:
-        """Set the times of saves: those of the slowest rank here, which training waits for."""
+        """Set the times of saves to the times of the slowest rank here: training waits for it."""
         paces, metrics = [rank.pace for rank in found.ranks if rank.pid], self._metrics
         if not paces:
             metrics.forget_job(found.job, _PACE_GAUGES)
@@ -232,7 +232,7 @@ class NodeObserver:
         metrics.set("save_interval_steps", max(p.interval_steps for p in paces), job=found.job)
 
     def _plan(self, found: JobOverview) -> None:
-        """Set what the plan of uneven copies is like."""
+        """Set the gauges of the plan of uneven copies, if there is one."""
         job, plan, metrics = found.job, found.plan, self._metrics
         if plan is None:
             metrics.forget_job(job, _PLAN_GAUGES)
@@ -242,8 +242,8 @@ class NodeObserver:
             metrics.set(name, value, job=job)
 
     def _tokens(self, found: JobOverview) -> None:
-        """Set what leaving experts out of snapshots costs. There are sums beside the ratios,
-        because the figures of several nodes can only be combined from sums."""
+        """Set the gauges of tokens that are lost because snapshots leave experts out. There are
+        sums beside the ratios, because figures of several nodes can only be combined from sums."""
         job, loss, metrics = found.job, found.loss, self._metrics
         if loss is None or found.membership is None:
             metrics.forget_job(job, _LOSS_GAUGES)  # its ranks live elsewhere now
@@ -270,8 +270,8 @@ class NodeObserver:
 
     def forget(self, job: str) -> None:
         self._protected_at.pop(job, None)
-        for known in (self._counted, self._protected_in, self._lossy):
-            known.pop(job, None)
+        for by_job in (self._counted, self._protected_in, self._lossy):
+            by_job.pop(job, None)
         self._publish(JobEvent.JOB_ENDED, job=job, epoch=0)
         self._metrics.forget_job(job)
         self._catalogue.forget_job(job)

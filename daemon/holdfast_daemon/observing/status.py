@@ -1,6 +1,7 @@
 """The state of a job: in protobuf for the control loop, in JSON for the catalogue and for people.
 
-The job's condition comes from the engine (`engine.overview`), figures from storage and worker.
+The job's condition comes from the engine (`engine.overview`), figures come from the storage and the
+worker.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def _rank(rank: RankOverview, now: float) -> control_pb2.RankState:
 def as_json(host: JobHost, job: JobOverview) -> dict[str, object]:
     """All that this daemon has to report of one job, for `status` and the catalogue, as JSON
     values. `job` is the overview of the host's engine now."""
-    held = host.engine.held()
+    contents = host.engine.held()
     line, load = job.line, job.directive.load if job.directive is not None else None
     return {
         "job": job.job,
@@ -144,7 +145,7 @@ def as_json(host: JobHost, job: JobOverview) -> dict[str, object]:
                 "generation": _text(slot.generation),
                 "verified": slot.verified,
             }
-            for slot in held.slots
+            for slot in contents.slots
         ],
         "parity": [
             {
@@ -153,7 +154,7 @@ def as_json(host: JobHost, job: JobOverview) -> dict[str, object]:
                 "state": parity.state.value,
                 "generation": _text(parity.generation),
             }
-            for parity in held.parities
+            for parity in contents.parities
         ],
     }
 
@@ -170,8 +171,8 @@ def _loss(found: LossReport | None) -> dict[str, object] | None:
 
 
 def _recoveries(job: JobOverview) -> list[dict[str, object]]:
-    """The recoveries for the catalogue, which keeps them all: only those of epochs that existed, so
-    that their number is bounded whatever a trainer sends."""
+    """The recoveries for the catalogue, which keeps all of them. Only recoveries of epochs that
+    existed are included, so that their number is bounded whatever a trainer sends."""
     recoveries = job.loss.recoveries if job.loss else ()
     return [each.to_dict() for each in recoveries if each.epoch <= job.epoch]
 

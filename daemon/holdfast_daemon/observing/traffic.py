@@ -1,5 +1,5 @@
-"""Copies to /metrics the counts that the daemon's servers and its parity work keep in threads of
-their own."""
+"""Copies the counts of the daemon's servers and of its parity work, which they keep in their
+threads, to /metrics."""
 
 from __future__ import annotations
 

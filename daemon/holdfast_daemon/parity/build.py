@@ -113,8 +113,8 @@ def verify(
                 return bad
         return None
 
-    found = over_segments(nbytes, stride_bytes, threads, first_bad)
-    return next((bad for bad in found if bad is not None), None)
+    bad_pieces = over_segments(nbytes, stride_bytes, threads, first_bad)
+    return next((bad for bad in bad_pieces if bad is not None), None)
 
 
 def verify_in_place(
@@ -126,8 +126,10 @@ def verify_in_place(
         first = start // piece_bytes
         return first_bad_piece(payload[start:end], digests, piece_bytes, first_piece=first)
 
-    found = over_segments(len(payload), round_up(STRIDE_BYTES, piece_bytes), threads, first_bad)
-    return next((bad for bad in found if bad is not None), None)
+    bad_pieces = over_segments(
+        len(payload), round_up(STRIDE_BYTES, piece_bytes), threads, first_bad
+    )
+    return next((bad for bad in bad_pieces if bad is not None), None)
 
 
 def build_from_chunks(
@@ -183,8 +185,8 @@ def build_from_chunks(
 
     def note(at: int, done: memoryview) -> bool:
         first = 8 * (at // piece_bytes)
-        found = piece_digests(done, piece_bytes)
-        digests[first : first + len(found)] = found
+        computed = piece_digests(done, piece_bytes)
+        digests[first : first + len(computed)] = computed
         return True
 
     combine(

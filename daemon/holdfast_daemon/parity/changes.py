@@ -1,9 +1,10 @@
-"""Changes: how a snapshot differs from an older one of its rank, normally all that parity needs.
+"""Changes: the difference between a snapshot and an older snapshot of its rank. Parity normally
+needs nothing else.
 
 A parity block is the XOR of the chunks that went into it. So the block for a newer generation is
-the old one XOR, for each piece that changed, its old bytes XOR its new ones. Unchanged pieces need
-not travel: a snapshot of some experts costs the network only what is new in it. The digests in both
-manifests show which pieces changed.
+the old block XOR, for each piece that changed, its old bytes XOR its new bytes. Unchanged pieces
+need not travel: a snapshot of some experts costs the network only its new pieces. The digests in
+both manifests show which pieces changed.
 
 The sender verifies both versions of a piece before it combines them, because the receiver has
 nothing to verify the result against; the result carries a digest of its own (see
@@ -84,7 +85,7 @@ def _read_piece(held: Held, at: int, buffer: memoryview) -> int:
 
 
 def changed_pieces(before: Manifest, after: Manifest, start: int, nbytes: int) -> Iterator[int]:
-    """The pieces of [start, start + nbytes) that differ between the two."""
+    """The pieces of [start, start + nbytes) that differ between the two snapshots."""
     size = after.piece_bytes
     for piece in range(start // size, -(-(start + nbytes) // size)):
         at = piece * size

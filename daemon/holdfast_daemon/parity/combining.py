@@ -29,9 +29,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from holdfast_core.errors import CorruptError
 from holdfast_core.snapshots.layouts import first_bad_piece, round_up
 from holdfast_core.snapshots.manifests import Manifest
+from holdfast_daemon.engine.effects import ParityCorruptError, SourceCorruptError
 from holdfast_daemon.parity.multiplying import fill_zeros, multiply_into, xor_into
 from holdfast_daemon.transport.protocol import Kind
 
@@ -42,24 +42,6 @@ STRIDE_BYTES = 3 * 1024 * 1024
 THREADS = 2
 
 _Result = TypeVar("_Result")
-
-
-class SourceCorruptError(CorruptError):
-    """A source's bytes do not match its manifest, even when they are fetched again."""
-
-    def __init__(self, message: str, *, position: int) -> None:
-        super().__init__(message)
-        self.position = position
-        """Group position of the member whose snapshot is damaged."""
-
-
-class ParityCorruptError(CorruptError):
-    """The result of a rebuild from parity is wrong although every source is right."""
-
-    def __init__(self, message: str, *, owners: tuple[int, ...]) -> None:
-        super().__init__(message)
-        self.owners = owners
-        """Group positions of the blocks' owners: one of the blocks is damaged."""
 
 
 class Stream(Protocol):
@@ -110,7 +92,7 @@ class Input:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """One destination and all that goes into it."""
+    """One destination and all its inputs."""
 
     nbytes: int
     """Bytes of the destination."""

@@ -1,7 +1,7 @@
 """The members of a parity group as a source of manifests and bytes, within one epoch.
 
 Builds and rebuilds fetch through it, with the epoch that the work belongs to: a peer in a newer
-epoch refuses, and the work itself stops once its own daemon has entered one.
+epoch refuses, and the work stops once its own daemon has entered a newer epoch.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class GroupFetch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """Asks the members of a parity group for what they hold of one job."""
+    """Asks the members of a parity group for manifests and bytes of one job."""
 
     storage: JobBytes
     """This node's storage: manifests and layouts kept in it need not be fetched."""
@@ -100,7 +100,7 @@ class Group:
     def describe(
         self, sources: Iterable[PeerSnapshot], generation: Generation, scope: EpochScope
     ) -> dict[int, tuple[bytes, bytes]]:
-        """(manifest, layout) of each source, by position: as kept here, or else fetched from it."""
+        """(manifest, layout) of each source, by position: kept here, or else fetched from it."""
         return {
             source.position: self.find(
                 (source.member,), source.rank, generation, source.manifest_digest, scope
@@ -116,16 +116,16 @@ class Group:
         digest: int,
         scope: EpochScope,
     ) -> tuple[bytes, bytes]:
-        """(manifest, layout) as kept here, or else from the first of `members` that has exactly the
-        ones asked for. An heir that is the only one left of its group has them here.
+        """(manifest, layout) kept here, or else from the first of `members` that has exactly the
+        requested ones. An heir that is the last member of its group has them here.
 
         Raises:
-            UnreachableError: none has; the message gives the reason of each.
+            UnreachableError: no member has them; the message gives the reason of each.
             StaleEpochError: a newer epoch has begun.
         """
-        kept = self.storage.describe(rank, generation)
-        if kept is not None and not _flaw(*kept, digest):
-            return kept
+        description = self.storage.describe(rank, generation)
+        if description is not None and not _flaw(*description, digest):
+            return description
         membership = scope.current()
         why = []
         for member in members:

@@ -3,7 +3,7 @@
 Addition is XOR. For multiplication, bit b of an element of the field lies in the b-th eighth of a
 piece (see `holdfast_core.protection.codes`), so that each eighth of a product is the XOR of a few
 eighths of the other factor. numpy does that at the speed of memory, for any factor and on any
-machine; tables, which is what a byte for each element would need, are ten times slower in numpy.
+machine. With one byte for each element it would need tables, which are ten times slower in numpy.
 
 All operations release the GIL.
 """
@@ -53,8 +53,8 @@ def multiply_into(
         )
     into, other = _eighths(destination, piece_bytes), _eighths(source, piece_bytes)
     for bit, others in enumerate(bit_matrix(factor)):
-        for one in others:
-            np.bitwise_xor(into[:, bit], other[:, one], out=into[:, bit])
+        for part in others:
+            np.bitwise_xor(into[:, bit], other[:, part], out=into[:, bit])
 
 
 def _eighths(view: memoryview, piece_bytes: int) -> NDArray[Any]:

@@ -1,4 +1,4 @@
-"""Brings a whole copy of a payload forward by computing what its owner's optimizer computed.
+"""Brings a whole copy of a payload forward by repeating its owner's optimizer step.
 
 The holder of a replica has the state of an older generation. Where the newer one carries the
 gradient of an expert and a recipe that starts at exactly that generation, the state follows from
@@ -81,20 +81,20 @@ class Forward:
         self._parameters: dict[str, list[Recomputable]] = {}
         whole = layout.extras_offset <= min(before.payload_bytes, after.payload_bytes)
         if whole and before.layout_id == after.layout_id:
-            for one in recomputables(layout):
-                self._parameters.setdefault(one.unit, []).append(one)
+            for parameter in recomputables(layout):
+                self._parameters.setdefault(parameter.unit, []).append(parameter)
         self._state = self._state_pieces()
 
     def withheld(self, changed: Sequence[int]) -> frozenset[int]:
-        """Those of the changed pieces that need not be fetched yet: `compute` may make them once
-        all others are there."""
+        """The changed pieces that need not be fetched yet: `compute` may make them once all others
+        are there."""
         changed_pieces = set(changed)
         return frozenset(
             piece
             for unit, pieces in self._state.items()
             if any(
-                not changed_pieces.isdisjoint(_pieces(one.recipe, self._size))
-                for one in self._parameters[unit]
+                not changed_pieces.isdisjoint(_pieces(parameter.recipe, self._size))
+                for parameter in self._parameters[unit]
             )
             for piece in pieces & changed_pieces
         )
@@ -120,10 +120,13 @@ class Forward:
             if not pieces & withheld:
                 continue
             check()
-            recipes = [(one, self._recipe(payload, one)) for one in self._parameters[unit]]
-            usable = [(one, recipe) for one, recipe in recipes if recipe is not None]
-            for one, recipe in usable:
-                _compute(payload, one, recipe)
+            recipes = [
+                (parameter, self._recipe(payload, parameter))
+                for parameter in self._parameters[unit]
+            ]
+            usable = [(parameter, recipe) for parameter, recipe in recipes if recipe is not None]
+            for parameter, recipe in usable:
+                _compute(payload, parameter, recipe)
             if usable:
                 units += 1
                 computed |= pieces
@@ -165,15 +168,15 @@ class Forward:
     def _state_pieces(self) -> dict[str, frozenset[int]]:
         """Pieces of the state of each unit with recipes. Units that share a piece with a gradient
         are left out: gradients must be there before anything is computed."""
-        found: dict[str, set[int]] = {unit: set() for unit in self._parameters}
+        by_unit: dict[str, set[int]] = {unit: set() for unit in self._parameters}
         beside: set[int] = set()
         for entry in self._layout.entries:
             if entry.role in BESIDE_STATE:
                 beside.update(_pieces(entry, self._size))
-            elif entry.unit in found and entry.nbytes:
-                found[entry.unit].update(_pieces(entry, self._size))
+            elif entry.unit in by_unit and entry.nbytes:
+                by_unit[entry.unit].update(_pieces(entry, self._size))
         return {
-            unit: frozenset(pieces) for unit, pieces in found.items() if pieces.isdisjoint(beside)
+            unit: frozenset(pieces) for unit, pieces in by_unit.items() if pieces.isdisjoint(beside)
         }
 
 

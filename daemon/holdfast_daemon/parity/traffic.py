@@ -46,7 +46,7 @@ class NodeTraffic:
         self._lock = threading.Lock()
 
     def of_job(self) -> JobTraffic:
-        """Begin to count the traffic of one more job."""
+        """A counter of the traffic of one more job."""
         return JobTraffic(self)
 
     def count(self, nbytes: int) -> None:

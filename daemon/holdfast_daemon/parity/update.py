@@ -1,7 +1,7 @@
-"""Builds a parity block the normal way: from the older one and the changes since (see `changes`).
+"""Builds a parity block the normal way: from the older block and the changes since (`changes`).
 
 Cost: the changed bytes on the network, and one copy of the block in memory. It needs an older block
-of the same group, and peers that still hold the snapshots that it was made from. Where any of that
+of the same group, and peers that still hold the snapshots that it was made from. If any of that
 fails, `parity.build.build_from_chunks` builds the block from whole chunks: no result depends on
 this module alone.
 """
@@ -111,14 +111,14 @@ class _Made:
         self._digests = bytearray(digests[: DIGEST_BYTES * (whole // size)])
         for at in range(0, len(block), stride):
             part = self._aside[: min(stride, len(block) - at)]
-            known = older[at : at + len(part)]
-            part[: len(known)] = known
-            bad = first_bad_piece(part[: len(known)], digests, size, first_piece=at // size)
+            older_part = older[at : at + len(part)]
+            part[: len(older_part)] = older_part
+            bad = first_bad_piece(part[: len(older_part)], digests, size, first_piece=at // size)
             if bad is not None:
                 raise CorruptError(
                     f"piece {bad} of the older parity block does not match its entry"
                 )
-            fill_zeros(part[len(known) :])
+            fill_zeros(part[len(older_part) :])
             self._digests += piece_digests(part[max(whole - at, 0) :], size)
             block[at : at + len(part)] = part
 

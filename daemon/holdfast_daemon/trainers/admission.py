@@ -1,8 +1,8 @@
 """Decides which calls of trainers are admitted, and whose account each is charged to.
 
-A call is charged to the caller that was proved to make it: first its right is checked, then the
-account of its job or session is charged. All callers without a right share one account of their
-own, so that strangers who name a job cannot use up what its trainers need.
+A call is charged to the caller that has proved to make it: first its right is checked, then the
+account of its job or session is charged. All callers without a right share one separate account, so
+that strangers who name a job cannot use up the calls that its trainers need.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ class Admission:
         """The result of `find` for a session's sealed id, when it is the call's turn. Raises as
         `find` does, and RateLimitedError."""
         async with self._refusals_held_up():
-            found = find(sealed)
+            session = find(sealed)
         await self._accounts.admit(("session", sealed.rpartition("/")[0]), SESSION_RATE)
-        return found
+        return session
 
     async def visible(self, token: str, jobs: Iterable[str]) -> list[str]:
-        """Those of `jobs` that the caller may see, when it is the call's turn. Raises as
+        """The jobs among `jobs` that the caller may see, when it is the call's turn. Raises as
         `Authenticator.visible` does, and RateLimitedError."""
         async with self._refusals_held_up():
             seen = await self._authenticator.visible(token, jobs)

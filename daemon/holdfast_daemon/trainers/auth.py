@@ -91,7 +91,7 @@ class Authenticator(Protocol):
         """
 
     async def visible(self, token: str, jobs: Iterable[str]) -> list[str]:
-        """Those of `jobs` that the caller may act for. Raises as `authorize` does, except
+        """The jobs among `jobs` that the caller may act for. Raises as `authorize` does, except
         AccessDeniedError."""
 
     async def job_of(self, token: str) -> str:
@@ -124,11 +124,11 @@ class Pods(StrEnum):
     """Pods of a namespace that hold the ranks of a job of that namespace."""
 
     NAMED = "named"
-    """Those that the operator has made, which are named `<job>-<member>-<attempt>`."""
+    """Pods that the operator has made, which are named `<job>-<member>-<attempt>`."""
     ANY = "any"
-    """Another controller makes them, and gives them any name."""
+    """Pods that another controller has made, with any name."""
     UNKNOWN = "unknown"
-    """The job is not on this node."""
+    """Unknown pods: the job is not on this node."""
 
 
 def may_act_for(identity: PodIdentity, job: str, pods: Pods = Pods.NAMED) -> bool:
@@ -230,15 +230,15 @@ class TokenAuthenticator:
                 f"{AUDIENCE}, and name its file in HOLDFAST_TOKEN_FILE"
             )
         digest = hashlib.sha256(token.encode()).digest()
-        known = self._known.get(digest) or self._refused.get(digest)
-        if known is None or self._clock() >= known.fresh_until or self._has_expired(known):
-            known = await self._ask(digest, token)
-        if known.identity is None:
+        answer = self._known.get(digest) or self._refused.get(digest)
+        if answer is None or self._clock() >= answer.fresh_until or self._has_expired(answer):
+            answer = await self._ask(digest, token)
+        if answer.identity is None:
             raise UnauthenticatedError(
-                f"the token is refused: {known.refusal}; it must be a service-account token of "
+                f"the token is refused: {answer.refusal}; it must be a service-account token of "
                 f"this cluster for audience {AUDIENCE}, bound to a running pod"
             )
-        return known.identity
+        return answer.identity
 
     async def _ask(self, digest: bytes, token: str) -> _Known:
         """Review a token: once for all calls that wait for it, whichever of them is cancelled."""
@@ -281,24 +281,24 @@ class TokenAuthenticator:
             identity = await loop.run_in_executor(threads, self._reviewer.review, token)
         except UnauthenticatedError as error:
             self._reviewed("denied")
-            known = _Known(
+            answer = _Known(
                 identity=None,
                 refusal=str(error).replace(token, "<token>"),
                 fresh_until=self._clock() + DENIED_FRESH_S,
             )
         except HoldfastError as error:
             self._reviewed("failed")
-            known = self._known_before(digest, error)
+            answer = self._known_before(digest, error)
         else:
             self._reviewed("allowed")
-            known = _Known(
+            answer = _Known(
                 identity=identity,
                 refusal="",
                 fresh_until=self._clock() + FRESH_S,
                 expires_at=token_expiry(token),
             )
-        self._remember(digest, known)
-        return known
+        self._remember(digest, answer)
+        return answer
 
     def _known_before(self, digest: bytes, error: HoldfastError) -> _Known:
         """The API server's earlier answer, which holds while it cannot be reached, until the token
@@ -325,15 +325,15 @@ class TokenAuthenticator:
         self._known.pop(digest, None)
         self._refused.pop(digest, None)
         if known.identity is None:
-            kept, most = self._refused, REFUSED_REMEMBERED_MAX
+            answers, most = self._refused, REFUSED_REMEMBERED_MAX
         else:
-            kept, most = self._known, REMEMBERED_MAX
-        if len(kept) >= most:
-            for over in [d for d, k in kept.items() if self._is_over(k)]:
-                del kept[over]
-        if len(kept) >= most:
-            del kept[next(iter(kept))]
-        kept[digest] = known
+            answers, most = self._known, REMEMBERED_MAX
+        if len(answers) >= most:
+            for over in [d for d, k in answers.items() if self._is_over(k)]:
+                del answers[over]
+        if len(answers) >= most:
+            del answers[next(iter(answers))]
+        answers[digest] = known
 
 
 def token_expiry(token: str) -> float | None:

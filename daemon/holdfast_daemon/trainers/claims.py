@@ -1,7 +1,7 @@
 """Tokens and session ids: a trainer's proofs of the rights that it was granted.
 
 Both are unguessable, so a caller that presents one received it from a call that was checked
-(`auth`). A trainer of another job reaches the same sockets, but has none of them.
+(`auth`). A trainer of another job reaches the same sockets, but has neither.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Reads a trainer's request only after the call's headers have proved who makes it.
+"""Reads a trainer's request only after the call's headers have identified the caller.
 
 gRPC takes a request off the wire before a handler sees it: tens of megabytes for a layout or the
 digests of a large slot. Here a server takes each request as a stream, and reads its one message
 only when the headers alone have settled two things: the caller has a right to call (a valid token,
 or a session that this daemon opened), and there is room in the share of the caller's job. So
 strangers make a daemon hold no more than headers, and a job's trainers wait for each other, not for
-those of other jobs. Nothing differs on the wire.
+trainers of other jobs. Nothing differs on the wire.
 
 Must not: decide what a call may do. Its handler does that, by the request (`admission`).
 """
@@ -28,7 +28,7 @@ from holdfast_daemon.limits.refusals import Context
 from holdfast_protos.connections import channels
 
 RECEIVE_S = 10.0
-"""Patience for a request whose headers have come: it takes up part of its job's share meanwhile."""
+"""Time limit for a request whose headers have come: meanwhile it takes up its job's share."""
 SHARE_BYTES_MAX = 4 * channels.MESSAGE_BYTES_MAX
 """Bytes of one job's requests that are being read or handled. While less than the limit of one
 message is left, further requests wait unread."""
@@ -137,16 +137,16 @@ class Receiving(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # only i
         except HoldfastError as error:
             await self._gatekeeper.refuse(None, context, error)
             raise AssertionError("refuse() raises") from error
-        held = 0
+        reserved = 0
         try:
             await share.reserve()
-            held = channels.MESSAGE_BYTES_MAX
+            reserved = channels.MESSAGE_BYTES_MAX
             request, nbytes = await self._read(messages, context, handler.request_deserializer)
-            share.give_back(held - nbytes)
-            held = nbytes
+            share.give_back(reserved - nbytes)
+            reserved = nbytes
             yield request
         finally:
-            share.give_back(held)
+            share.give_back(reserved)
             share.calls -= 1
             if share.calls == 0:
                 del self._shares[job]

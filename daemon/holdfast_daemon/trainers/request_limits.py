@@ -1,7 +1,7 @@
 """Bounds the texts and numbers that a trainer can make the daemon keep or repeat.
 
-They go into every heartbeat and report, beside those of other jobs: a text that is too long, or a
-sum that does not fit its field, would keep the others from arriving.
+They go into every heartbeat and report, beside the texts and numbers of other jobs: a text that is
+too long, or a sum that does not fit its field, would keep the others from arriving.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def counted(count: int) -> int:
 
 
 def duration_s(seconds: float) -> float:
-    """A trainer's duration; 0 for one that is no duration, since gauges show the longest."""
+    """A trainer's duration; 0 for a number that is no duration, since gauges show the longest."""
     return seconds if 0 <= seconds < inf else 0.0
 
 
 def check_address(address: str) -> None:
-    """Refuse what cannot be the address of a training world's store.
+    """Refuse a text that cannot be the address of a training world's store.
 
     Raises:
         ProtocolError: the address is too long, or not printable.
@@ -64,15 +64,15 @@ def check_address(address: str) -> None:
 
 
 def check_store_key(key: str) -> None:
-    """Refuse what cannot be the key of a training world's store.
+    """Refuse a text that cannot be the key of a training world's store.
 
     Raises:
         ProtocolError: it is too long, or not of letters and digits.
     """
     if len(key) > KEY_CHARACTERS_MAX or not (key.isascii() and (key.isalnum() or not key)):
         raise ProtocolError(
-            f"a key of {len(key)} characters is none of a training world's store: use up to "
-            f"{KEY_CHARACTERS_MAX} letters and digits"
+            f"a text of {len(key)} characters is not the key of a training world's store: use up "
+            f"to {KEY_CHARACTERS_MAX} letters and digits"
         )
 
 
@@ -101,11 +101,11 @@ def check_experts(versions: Collection[values_pb2.ExpertVersion]) -> tuple[Exper
     """
     if len(versions) > EXPERTS_MAX:
         raise ProtocolError(f"a commit names {len(versions)} experts; name at most {EXPERTS_MAX}")
-    found = tuple(map(persisting.expert_from_proto, versions))
+    experts = tuple(map(persisting.expert_from_proto, versions))
     try:
-        kinds = {UnitKey.parse(version.unit).kind for version in found}
+        kinds = {UnitKey.parse(version.unit).kind for version in experts}
     except InvalidJobError as error:
         raise ProtocolError(str(error)) from error
-    if kinds - {UnitKind.EXPERT} or len({version.unit for version in found}) != len(found):
+    if kinds - {UnitKind.EXPERT} or len({version.unit for version in experts}) != len(experts):
         raise ProtocolError("a commit names a unit that is not an expert, or one expert twice")
-    return found
+    return experts

@@ -49,8 +49,8 @@ from holdfast_protos.losses import rank_loss_from_proto
 ASK_AGAIN_S = 1.0
 WORLD_WAIT_S_MAX = 30.0
 DETAIL_CHARACTERS_MAX = 500
-"""Characters that are logged of why a call was denied: the text has the job's name in it, which a
-stranger chose."""
+"""Characters that are logged of the reason why a call was denied: the text contains the job's name,
+which a stranger chose."""
 
 _log = bind(logging.getLogger(__name__))
 
@@ -125,7 +125,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             await self.admit(request, context)
             host = self._placed(request.job)
             if request.HasField("live"):
-                yield self._goes_on(host, request)
+                yield self._record_live(host, request)
                 return
             sent = ""
             if request.no_replay:
@@ -150,12 +150,12 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         except HoldfastError as error:
             await self.refuse(request, context, error)
 
-    def _goes_on(
+    def _record_live(
         self, host: JobHost, request: trainer_pb2.RestoreRequest
     ) -> trainer_pb2.RestoreProgress:
         rank = host.engine.rank_in_world(request.rank, request.epoch)
         after = request.repeated_after if request.HasField("repeated_after") else None
-        host.carry_out(host.engine.goes_on(rank, request.epoch, request.live, after, host.now))
+        host.carry_out(host.engine.went_live(rank, request.epoch, request.live, after, host.now))
         if after is not None:
             steps = request_limits.counted(max(0, request.live - after))
             self._metrics.add("steps_repeated", steps, job=host.job)
@@ -176,10 +176,10 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             snapshots=[self._held(host, arena, slot) for arena, slot in state.read_for_all],
         )
         if state.arena is not None and state.slot is not None:
-            held = self._held(host, state.arena, state.slot)
-            decision.manifest, decision.layout = held.manifest, held.layout
-            decision.slot, decision.places = held.slot, held.places
-            decision.token, decision.arena_bytes = held.token, held.arena_bytes
+            snapshot = self._held(host, state.arena, state.slot)
+            decision.manifest, decision.layout = snapshot.manifest, snapshot.layout
+            decision.slot, decision.places = snapshot.slot, snapshot.places
+            decision.token, decision.arena_bytes = snapshot.token, snapshot.arena_bytes
         if state.line.generation is not None:
             host.engine.restore_given(rank, state)
         self._metrics.add("restores", job=host.job, source=state.source)

@@ -1,7 +1,8 @@
 """Judges tokens by files, for a local run, where there is no API server to ask.
 
-A directory has one file for each job, named as the daemon names the job's own directory, that holds
-the job's token. The launcher of the job writes it, and gives its trainers the same file to read.
+A directory has one file for each job, which holds the job's token and has the name of the job's
+directory in the daemon's memory. The launcher of the job writes the file, and gives it to its
+trainers to read.
 
 Must not: keep, log or repeat a token.
 """
@@ -27,8 +28,8 @@ class FileAuthenticator:
         _insist_on(token)
         if not self._opens(token, job):
             raise AccessDeniedError(
-                f"the token of this call is not that of job {job}; run the trainer as part of the "
-                f"job, which gives it HOLDFAST_TOKEN_FILE"
+                f"the token of this call is not the token of job {job}; run the trainer as part of "
+                f"the job, which gives it HOLDFAST_TOKEN_FILE"
             )
 
     async def visible(self, token: str, jobs: Iterable[str]) -> list[str]:

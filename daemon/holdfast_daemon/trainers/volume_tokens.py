@@ -1,5 +1,5 @@
-"""Tells which pod a token belongs to by the volumes of this node (`csi.volumes`), without asking
-anybody; other tokens are left to a second reviewer.
+"""Finds the pod of a token among the volumes of this node (`csi.volumes`), without any request.
+Other tokens are left to a second reviewer.
 
 Must not: keep, log or repeat a token.
 """
@@ -14,7 +14,7 @@ from holdfast_daemon.trainers.auth import PodIdentity, Reviewer
 
 
 class VolumeTokenReviewer:
-    """`trainers.auth.Reviewer` by the records of volumes.
+    """`trainers.auth.Reviewer` that looks tokens up in the records of volumes.
 
     Args:
         records: directory of the records of the node's volumes.

@@ -1,8 +1,8 @@
 """Agents that wait on this node for the world of a job.
 
-The control loop is told of those whose job has no member here: a member that is to join is let in
-once its agent waits. Must not decide whether an agent is wanted: the control loop stops those that
-are not.
+Heartbeats report the agents whose job has no member here: the control loop lets a joining member in
+once its agent waits. Must not decide whether an agent is wanted: the control loop stops unwanted
+agents.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 JOBS_MAX = 64
-"""Jobs that are counted at once: what an agent asks for need not be a job of this cluster."""
+"""Jobs that are counted at once: an agent may ask for a job that is not of this cluster."""
 LINGER_S = 1.0
 """Time for which an agent counts as waiting after its last call: it asks again at once."""
 

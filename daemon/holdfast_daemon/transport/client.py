@@ -32,7 +32,7 @@ IDLE_PER_PEER_MAX = 8
 """Idle connections kept to one peer, at most."""
 IDLE_S = 600.0
 """Time for which an idle connection is kept. Peers come back at other addresses, and nobody would
-ever use again, or close, what was kept to an earlier one."""
+ever use, or close, a connection to an earlier address."""
 
 
 class BulkStream:
@@ -80,7 +80,7 @@ class BulkStream:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Idle:
-    """A connection that nobody uses."""
+    """A connection that no stream uses."""
 
     wire: Connection
     since: float
@@ -113,12 +113,12 @@ class BulkClient:
             StorageError: it does not have what was asked for.
             ProtocolError: its answer cannot be understood.
         """
-        kept = self._take(address)
-        if kept is not None:
+        idle = self._take(address)
+        if idle is not None:
             # The peer may have closed it in the meantime, because it restarted or because the
             # connection was idle: the peer itself may be well.
             try:
-                return self._ask(address, kept, request)
+                return self._ask(address, idle, request)
             except UnreachableError as error:
                 if isinstance(error.__cause__, TimeoutError):
                     raise
@@ -134,9 +134,9 @@ class BulkClient:
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, {}
-        for kept in idle.values():
-            for one in kept:
-                one.wire.close()
+        for connections in idle.values():
+            for connection in connections:
+                connection.wire.close()
 
     def count(self, nbytes: int) -> None:
         with self._lock:
@@ -160,14 +160,14 @@ class BulkClient:
         """Close the connections that have been idle for too long."""
         with self._lock:
             before = self._clock() - IDLE_S
-            kept, old = dict[str, list[_Idle]](), list[_Idle]()
+            remaining, old = dict[str, list[_Idle]](), list[_Idle]()
             for address, idle in self._idle.items():
-                old += [one for one in idle if one.since < before]
-                if left := [one for one in idle if one.since >= before]:
-                    kept[address] = left
-            self._idle = kept
-        for one in old:
-            one.wire.close()
+                old += [connection for connection in idle if connection.since < before]
+                if left := [connection for connection in idle if connection.since >= before]:
+                    remaining[address] = left
+            self._idle = remaining
+        for connection in old:
+            connection.wire.close()
 
     def _connect(self, address: str) -> Connection:
         self._close_old()  # here, because only new connections can make them too many

@@ -194,8 +194,8 @@ class ReplyHead:
 def decode_reply(head: bytes) -> ReplyHead:
     """The header of a reply; ProtocolError when `head` is not one."""
     magic, version, status, message_bytes, epoch, nbytes = _REPLY.unpack(head)
-    known = magic == _MAGIC and version == VERSION and status in (STATUS_OK, STATUS_ERROR)
-    if not known or message_bytes > MESSAGE_BYTES_MAX:
+    is_reply = magic == _MAGIC and version == VERSION and status in (STATUS_OK, STATUS_ERROR)
+    if not is_reply or message_bytes > MESSAGE_BYTES_MAX:
         raise ProtocolError(f"not a bulk reply of version {VERSION}: {head[:6].hex()}")
     return ReplyHead(
         ok=status == STATUS_OK, message_bytes=message_bytes, epoch=epoch, nbytes=nbytes

@@ -208,8 +208,8 @@ class ConnectionFactory:
 
 
 def _check_names(tls: ssl.SSLSocket, wanted: str) -> None:
-    found = tls.getpeercert() or {}
-    shown: Any = found.get("subjectAltName", ())
+    certificate = tls.getpeercert() or {}
+    shown: Any = certificate.get("subjectAltName", ())
     names = [value for kind, value in shown if kind == "DNS"]
     if wanted not in names:
         raise UnauthenticatedError(

@@ -50,7 +50,7 @@ class Role(StrEnum):
 
     DAEMON = "daemon"
     OPERATOR = "operator"
-    """The control loop: the operator's, or that of a local run."""
+    """The control loop of the operator, or of a local run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,11 +183,11 @@ def add_port(server: grpc.aio.Server, address: str, identity: Identity | None) -
     def renewed() -> Any:
         """New configuration for a handshake; None if nothing has changed."""
         nonlocal given
-        found = identity.current()
-        if found.version == given.version:
+        loaded = identity.current()
+        if loaded.version == given.version:
             return None
-        given = found
-        return found.configuration
+        given = loaded
+        return loaded.configuration
 
     credentials = grpc.dynamic_ssl_server_credentials(
         given.configuration, renewed, require_client_authentication=True
@@ -266,15 +266,15 @@ class OnlyFor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # only its
 
 def _seen(directory: Path) -> tuple[object, ...]:
     """Value that changes when the files do."""
-    found: list[object] = []
+    versions: list[object] = []
     for name in (CERTIFICATE, KEY, AUTHORITY):
         try:
             status = (directory / name).stat()
         except OSError as error:
-            found.append(error.errno)
+            versions.append(error.errno)
         else:
-            found.append((status.st_ino, status.st_mtime_ns, status.st_size))
-    return tuple(found)
+            versions.append((status.st_ino, status.st_mtime_ns, status.st_size))
+    return tuple(versions)
 
 
 def _load(directory: Path, version: int) -> Loaded:

@@ -26,9 +26,9 @@ def ends_at(pem: bytes) -> list[float]:
     Raises:
         ValueError: one of them is not a certificate.
     """
-    found = _CERTIFICATE.findall(pem)
+    certificates = _CERTIFICATE.findall(pem)
     try:
-        return [_end_of(ssl.PEM_cert_to_DER_cert(each.decode("ascii"))) for each in found]
+        return [_end_of(ssl.PEM_cert_to_DER_cert(each.decode("ascii"))) for each in certificates]
     except (IndexError, StopIteration) as error:
         raise ValueError("a certificate ends too early") from error
 

@@ -83,7 +83,7 @@ MUTANTS = (
                 "return min((g for g in wanted",
                 "return max((g for g in wanted",
             ),
-            (f"{ENGINE}/upkeep.py", "if held > wanted or not", "if not"),
+            (f"{ENGINE}/upkeep.py", "if generation > wanted or not", "if not"),
         ),
     ),
     Mutant(
@@ -112,8 +112,8 @@ MUTANTS = (
             ),
             (
                 f"{ENGINE}/answers.py",
-                "if held is None or not held[1].verified:",
-                "if held is None:",
+                "if snapshot is None or not snapshot[1].verified:",
+                "if snapshot is None:",
             ),
         ),
     ),
@@ -191,10 +191,14 @@ MUTANTS = (
         edits=(
             (
                 f"{ENGINE}/upkeep.py",
-                "if held is None or held == epoch.retained:",
-                "if held is None:",
+                "if generation is None or generation == epoch.retained:",
+                "if generation is None:",
             ),
-            (f"{ENGINE}/upkeep.py", "if held > wanted or not", "if held < wanted or not"),
+            (
+                f"{ENGINE}/upkeep.py",
+                "if generation > wanted or not",
+                "if generation < wanted or not",
+            ),
         ),
     ),
     Mutant(
@@ -227,7 +231,8 @@ MUTANTS = (
         edits=(
             (
                 f"{DAEMON}/parity/update.py",
-                "bad = first_bad_piece(part[: len(known)], digests, size, first_piece=at // size)",
+                "bad = first_bad_piece("
+                "part[: len(older_part)], digests, size, first_piece=at // size)",
                 "bad = None",
             ),
         ),

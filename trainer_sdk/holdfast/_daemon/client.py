@@ -1,4 +1,4 @@
-"""Client of the daemon for a session: a Protocol, and its implementation over gRPC.
+"""Client of the daemon for a session: requests, replies, a Protocol, and its implementation.
 
 Every failure leaves here as a HoldfastError: an error that the daemon raised comes back as the same
 class (`holdfast-code`), and an unreachable daemon is an UnreachableError. No module above this one
@@ -11,12 +11,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from holdfast._copying.arena import MappedArena, claim_arena, read_arena
 from holdfast._daemon.token import Metadata, Token
@@ -35,8 +36,11 @@ from holdfast_protos.losses import loss_to_proto
 
 _RECONNECT_MS_MAX = 1000
 _T = TypeVar("_T")
-_Request = TypeVar("_Request")
+_Message = TypeVar("_Message", bound=Message)
 OnProgress = Callable[[RestoreProgress], None]
+
+
+# --- replies and events ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,11 +72,11 @@ class RestoreDecision:
     line: Line
     source: RestoreSource = RestoreSource.NONE
     captured_by: int = 0
-    """Number of ranks of the world that captured the line, where that is another world; 0 for the
-    present one."""
+    """Number of ranks of the world that captured the line, if that is not the present world; else
+    0."""
     snapshots: tuple[HeldSnapshot, ...] = ()
-    """This rank's own one; empty for a fresh start. Of another world those that this rank reads for
-    all ranks: any number."""
+    """This rank's own snapshot; none for a fresh start. If another world captured the line: the
+    snapshots, perhaps none, that this rank reads for all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,8 +126,60 @@ class DaemonEvent:
     """Whether this process is to end with the epoch, because no agent of Holdfast would end it."""
 
 
+# --- requests -------------------------------------------------------------------------------------
+#
+# One value for each call that takes more than a session. Its fields have the names of the message's
+# fields in trainer.proto. A new parameter is a field here and in that file; `GrpcClient` sends it.
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Commit:
+class RestoreRequest:
+    """Request for this rank's snapshot of the epoch's line."""
+
+    epoch: int
+    no_replay: str = ""
+    """Why no pipeline stage repeats steps alone, for people."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LiveRequest:
+    """Notice that this rank keeps the state that it has, and restores nothing."""
+
+    epoch: int
+    live: int
+    """Step after which the rank has that state."""
+    repeated_after: int | None = None
+    """Step after which it has repeated steps alone; None for none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenRequest:
+    """Request for a session with an arena."""
+
+    epoch: int
+    layout: bytes
+    """The encoded layout."""
+    largest_slot_bytes: int
+    """Largest slot of all ranks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GrantRequest:
+    """Request for a slot to write into."""
+
+    session: str
+    epoch: int
+    step: int
+    base: Generation | None = None
+    """Snapshot from which to carry pieces over; None: everything will be written."""
+    unchanged: bytes = b""
+    """Bit map of the pieces to carry over."""
+    first_step: int = 0
+    """First step of the window that ends with `step`; 0 for a snapshot of one step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommitRequest:
     """A staged snapshot to seal."""
 
     session: str
@@ -140,20 +196,63 @@ class Commit:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainerReport:
-    """Progress of training and of saves, as measured by the SDK."""
+class AbortRequest:
+    """A granted slot to give back."""
 
     session: str
+    epoch: int
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveTotals:
+    """Progress of training, and the outcome of its saves so far."""
+
     step: int
     skipped: int
     failed: int
     failure: str
     failure_code: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerReport(SaveTotals):
+    """Progress of training and of saves, as measured by the SDK."""
+
+    session: str
     save_period_s: float
     staged_s: float
     interval_steps: int = 0
     loss: LossReport | None = None
     plan: PlanReport | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedRequest(SaveTotals):
+    """Progress of a rank that has no session, because its saves are refused."""
+
+    epoch: int
+    closed: bool = False
+    """Whether the rank trains no more."""
+
+    @classmethod
+    def of(cls, report: SaveTotals, *, epoch: int, closed: bool) -> TrainedRequest:
+        """The request with the totals of `report`."""
+        totals = {field.name: getattr(report, field.name) for field in fields(SaveTotals)}
+        return cls(epoch=epoch, closed=closed, **totals)
+
+
+_Request = (
+    RestoreRequest
+    | LiveRequest
+    | OpenRequest
+    | GrantRequest
+    | CommitRequest
+    | AbortRequest
+    | TrainerReport
+    | TrainedRequest
+)
 
 
 class DaemonClient(Protocol):
@@ -163,22 +262,14 @@ class DaemonClient(Protocol):
         """Get the epoch. Raises StaleEpochError for a worker of a training world that has ended."""
 
     def restore(
-        self, epoch: int, timeout_s: float, on_progress: OnProgress, no_replay: str = ""
+        self, request: RestoreRequest, timeout_s: float, on_progress: OnProgress
     ) -> RestoreDecision:
-        """Block until the epoch's line is decided and this rank's snapshot is ready.
+        """Block until the epoch's line is decided and this rank's snapshot is ready."""
 
-        Args:
-            no_replay: why no pipeline stage repeats steps alone, for people.
-        """
+    def go_live(self, request: LiveRequest) -> None:
+        """Report that this rank keeps the state that it has. Raises StaleEpochError."""
 
-    def go_on(self, epoch: int, step: int, repeated_after: int | None = None) -> None:
-        """Report that this rank goes on live after `step`, and restores nothing.
-
-        Args:
-            repeated_after: step after which it has repeated steps alone; None for none.
-        """
-
-    def open(self, epoch: int, layout: bytes, largest_slot_bytes: int, timeout_s: float) -> Opened:
+    def open(self, request: OpenRequest, timeout_s: float) -> Opened:
         """Allocate the arena. Raises MemoryBudgetError, RankInUseError, StaleEpochError."""
 
     def claim(self, token: str, nbytes: int, timeout_s: float) -> MappedArena:
@@ -187,26 +278,13 @@ class DaemonClient(Protocol):
     def reader(self, token: str, nbytes: int, timeout_s: float) -> MappedArena:
         """Map the arena that the token of `restore` entitles to read."""
 
-    def grant(
-        self,
-        session: str,
-        epoch: int,
-        step: int,
-        base: Generation | None = None,
-        unchanged: bytes = b"",
-        first_step: int = 0,
-    ) -> Grant:
-        """Request a slot, and carry over from `base` the pieces in the bit map `unchanged`.
+    def grant(self, request: GrantRequest) -> Grant:
+        """Request a slot. The slot of an earlier grant that was not committed is taken back."""
 
-        Args:
-            first_step: first step of the window that ends with `step`; 0 for a snapshot of one
-                step.
-        """
-
-    def commit(self, commit: Commit) -> None:
+    def commit(self, request: CommitRequest) -> None:
         """Seal the manifest; return when it is sealed."""
 
-    def abort(self, session: str, epoch: int, step: int, reason: str) -> None:
+    def abort(self, request: AbortRequest) -> None:
         """Give a granted slot back."""
 
     def watch(self, session: str) -> Iterator[DaemonEvent]:
@@ -215,12 +293,8 @@ class DaemonClient(Protocol):
     def progress(self, report: TrainerReport) -> None:
         """Report progress, for heartbeats and metrics."""
 
-    def trained(self, epoch: int, report: TrainerReport, *, closed: bool = False) -> None:
-        """Report the progress of this rank while it has no session, because its saves are refused.
-
-        Args:
-            closed: the rank trains no more.
-        """
+    def trained(self, request: TrainedRequest) -> None:
+        """Report the progress of this rank while it has no session."""
 
     def close_session(self, session: str) -> None:
         """End the session; snapshots stay."""
@@ -247,8 +321,7 @@ class GrpcClient:
         token_file: Path | None = None,
         world: str = "",
     ) -> None:
-        self._job = job
-        self._rank = rank
+        self._caller: dict[str, Any] = {"job": job, "rank": rank}
         self._store_address = store_address
         self._world = world
         self._timeout_s = timeout_s
@@ -264,8 +337,7 @@ class GrpcClient:
     def hello(self) -> Hello:
         request = trainer_pb2.HelloRequest(
             protocol_version=codec.PROTOCOL_VERSION,
-            job=self._job,
-            rank=self._rank,
+            **self._caller,
             store_address=self._store_address,
             world=self._world,
         )
@@ -276,53 +348,36 @@ class GrpcClient:
         return Hello(epoch=reply.epoch, world_size=reply.world_size)
 
     def restore(
-        self, epoch: int, timeout_s: float, on_progress: OnProgress, no_replay: str = ""
+        self, request: RestoreRequest, timeout_s: float, on_progress: OnProgress
     ) -> RestoreDecision:
-        request = trainer_pb2.RestoreRequest(
-            job=self._job, rank=self._rank, epoch=epoch, no_replay=no_replay
-        )
+        message = _message(trainer_pb2.RestoreRequest, request, **self._caller)
 
         def run() -> RestoreDecision:
-            for message in self._stub.Restore(
-                request, timeout=timeout_s, metadata=self._token.metadata()
+            for reply in self._stub.Restore(
+                message, timeout=timeout_s, metadata=self._token.metadata()
             ):
-                if message.HasField("decision"):
-                    return _decision(message.decision)
-                on_progress(progress_from_proto(message))
+                if reply.HasField("decision"):
+                    return _decision(reply.decision)
+                on_progress(progress_from_proto(reply))
             raise ProtocolError("the daemon ended a restore without a decision")
 
         return self._call(run)
 
-    def go_on(self, epoch: int, step: int, repeated_after: int | None = None) -> None:
-        request = trainer_pb2.RestoreRequest(
-            job=self._job, rank=self._rank, epoch=epoch, live=step, repeated_after=repeated_after
-        )
+    def go_live(self, request: LiveRequest) -> None:
+        message = _message(trainer_pb2.RestoreRequest, request, **self._caller)
 
         def run() -> None:
             for _ in self._stub.Restore(
-                request, timeout=self._timeout_s, metadata=self._token.metadata()
+                message, timeout=self._timeout_s, metadata=self._token.metadata()
             ):
                 pass
 
         self._call(run)
 
-    def open(self, epoch: int, layout: bytes, largest_slot_bytes: int, timeout_s: float) -> Opened:
-        request = trainer_pb2.OpenRequest(
-            job=self._job,
-            rank=self._rank,
-            epoch=epoch,
-            layout=layout,
-            largest_slot_bytes=largest_slot_bytes,
-            pid=os.getpid(),
-        )
-        reply = self._ask(self._stub.Open, request, timeout_s)
-        return Opened(
-            session=reply.session,
-            token=reply.token,
-            arena_bytes=reply.arena_bytes,
-            slot_bytes=reply.slot_bytes,
-            slots=reply.slots,
-        )
+    def open(self, request: OpenRequest, timeout_s: float) -> Opened:
+        message = _message(trainer_pb2.OpenRequest, request, pid=os.getpid(), **self._caller)
+        reply = self._ask(self._stub.Open, message, timeout_s)
+        return Opened(**{field.name: getattr(reply, field.name) for field in fields(Opened)})
 
     def claim(self, token: str, nbytes: int, timeout_s: float) -> MappedArena:
         return claim_arena(self._arena_socket, token, nbytes, timeout_s=timeout_s)
@@ -330,45 +385,17 @@ class GrpcClient:
     def reader(self, token: str, nbytes: int, timeout_s: float) -> MappedArena:
         return read_arena(self._arena_socket, token, nbytes, timeout_s=timeout_s)
 
-    def grant(
-        self,
-        session: str,
-        epoch: int,
-        step: int,
-        base: Generation | None = None,
-        unchanged: bytes = b"",
-        first_step: int = 0,
-    ) -> Grant:
-        request = trainer_pb2.GrantRequest(
-            session=session,
-            epoch=epoch,
-            step=step,
-            base=codec.optional_generation_to_proto(base),
-            unchanged=unchanged,
-            first_step=first_step,
-        )
-        reply = self._ask(self._stub.Grant, request)
+    def grant(self, request: GrantRequest) -> Grant:
+        reply = self._ask(self._stub.Grant, _message(trainer_pb2.GrantRequest, request))
         if reply.WhichOneof("outcome") == "slot":
             return Grant(slot=reply.slot, places=reply.places, carried=reply.carried)
         return Grant(skipped=reply.skipped or "the daemon has no slot")
 
-    def commit(self, commit: Commit) -> None:
-        request = trainer_pb2.CommitRequest(
-            session=commit.session,
-            epoch=commit.epoch,
-            step=commit.step,
-            slot=commit.slot,
-            payload_bytes=commit.payload_bytes,
-            extras_bytes=commit.extras_bytes,
-            digests=commit.digests,
-            nan_units=commit.nan_units,
-            experts=map(persisting.expert_to_proto, commit.experts),
-        )
-        self._ask(self._stub.Commit, request)
+    def commit(self, request: CommitRequest) -> None:
+        self._ask(self._stub.Commit, _message(trainer_pb2.CommitRequest, request))
 
-    def abort(self, session: str, epoch: int, step: int, reason: str) -> None:
-        request = trainer_pb2.AbortRequest(session=session, epoch=epoch, step=step, reason=reason)
-        self._ask(self._stub.Abort, request)
+    def abort(self, request: AbortRequest) -> None:
+        self._ask(self._stub.Abort, _message(trainer_pb2.AbortRequest, request))
 
     def watch(self, session: str) -> Iterator[DaemonEvent]:
         try:
@@ -383,34 +410,11 @@ class GrpcClient:
             raise UnreachableError(f"the connection to {self._socket} is closed") from error
 
     def progress(self, report: TrainerReport) -> None:
-        request = trainer_pb2.ProgressReport(
-            session=report.session,
-            step=report.step,
-            skipped=report.skipped,
-            failed=report.failed,
-            failure=report.failure,
-            failure_code=report.failure_code,
-            save_period_s=report.save_period_s,
-            staged_s=report.staged_s,
-            interval_steps=report.interval_steps,
-            loss=loss_to_proto(report.loss) if report.loss else None,
-            plan=plan_to_proto(report.plan) if report.plan else None,
-        )
-        self._ask(self._stub.Progress, request)
+        self._ask(self._stub.Progress, _message(trainer_pb2.ProgressReport, report))
 
-    def trained(self, epoch: int, report: TrainerReport, *, closed: bool = False) -> None:
-        request = trainer_pb2.TrainedRequest(
-            job=self._job,
-            epoch=epoch,
-            rank=self._rank,
-            step=report.step,
-            skipped=report.skipped,
-            failed=report.failed,
-            failure=report.failure,
-            failure_code=report.failure_code,
-            closed=closed,
-        )
-        self._ask(self._stub.Trained, request)
+    def trained(self, request: TrainedRequest) -> None:
+        message = _message(trainer_pb2.TrainedRequest, request, **self._caller)
+        self._ask(self._stub.Trained, message)
 
     def close_session(self, session: str) -> None:
         request = trainer_pb2.CloseRequest(session=session)
@@ -421,8 +425,8 @@ class GrpcClient:
 
     def _ask(
         self,
-        method: grpc.UnaryUnaryMultiCallable[_Request, _T],
-        request: _Request,
+        method: grpc.UnaryUnaryMultiCallable[_Message, _T],
+        request: _Message,
         timeout_s: float | None = None,
     ) -> _T:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
@@ -468,6 +472,29 @@ _UNREACHABLE = frozenset(
         grpc.StatusCode.CANCELLED,
     }
 )
+
+
+def _message(kind: type[_Message], request: _Request, **more: Any) -> _Message:
+    """The message with the fields of `request`, and those in `more`."""
+    given = {field.name: _plain(getattr(request, field.name)) for field in fields(request)}
+    return kind(**given, **more)
+
+
+def _plain(value: object) -> Any:
+    """`value` for a message's constructor, where None leaves a field absent."""
+    match value:
+        case Generation():
+            return codec.generation_to_proto(value)
+        case ExpertVersion():
+            return persisting.expert_to_proto(value)
+        case LossReport():
+            return loss_to_proto(value)
+        case PlanReport():
+            return plan_to_proto(value)
+        case tuple():
+            return [_plain(item) for item in value]
+        case _:
+            return value
 
 
 def _decision(message: trainer_pb2.RestoreDecision) -> RestoreDecision:

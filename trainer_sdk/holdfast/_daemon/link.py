@@ -17,7 +17,16 @@ from dataclasses import replace
 from holdfast._copying.arena import MappedArena
 from holdfast._copying.devices import Device
 from holdfast._copying.placed import Placed
-from holdfast._daemon.client import Commit, DaemonClient, DaemonEvent, TrainerReport
+from holdfast._daemon.client import (
+    AbortRequest,
+    CommitRequest,
+    DaemonClient,
+    DaemonEvent,
+    GrantRequest,
+    OpenRequest,
+    TrainedRequest,
+    TrainerReport,
+)
 from holdfast._settings import Settings
 from holdfast_core.errors import (
     HoldfastError,
@@ -64,8 +73,8 @@ class Link:
         return self._arena is not None and not self._lost
 
     def open(self, layout: Layout, largest_slot_bytes: int) -> None:
-        """Open a session with `layout`, unless there is one; close one that was lost or has another
-        layout.
+        """Open a session with `layout`, unless one is open. A session that was lost, or has another
+        layout, is closed first.
 
         Raises:
             SnapshotSkippedError: during the pause after a failure.
@@ -90,9 +99,10 @@ class Link:
         settings, client = self._settings, self._client
         if self.epoch is None:
             self.epoch = client.hello().epoch
-        opened = client.open(
-            self.epoch, encode_layout(layout), largest_slot_bytes, settings.open_timeout_s
+        request = OpenRequest(
+            epoch=self.epoch, layout=encode_layout(layout), largest_slot_bytes=largest_slot_bytes
         )
+        opened = client.open(request, settings.open_timeout_s)
         arena = client.claim(opened.token, opened.arena_bytes, settings.rpc_timeout_s)
         self.layout, self.session, self._arena, self._lost = layout, opened.session, arena, False
         self.slots = opened.slots
@@ -125,7 +135,15 @@ class Link:
             SnapshotSkippedError: when there is no slot now.
         """
         self._granted = step  # before the call, whose answer may be lost
-        grant = self._client.grant(self.session, self.epoch or 0, step, base, unchanged, first_step)
+        request = GrantRequest(
+            session=self.session,
+            epoch=self.epoch or 0,
+            step=step,
+            base=base,
+            unchanged=unchanged,
+            first_step=first_step,
+        )
+        grant = self._client.grant(request)
         if grant.slot < 0:
             self._granted = None
             raise SnapshotSkippedError(f"no slot: {grant.skipped}")
@@ -140,19 +158,21 @@ class Link:
         )
         return placed, grant.carried
 
-    def commit(self, commit: Commit, nan_units: tuple[str, ...]) -> None:
+    def commit(self, request: CommitRequest, nan_units: tuple[str, ...]) -> None:
         """Seal the snapshot. Raises the error that the daemon answers."""
-        self._client.commit(replace(commit, nan_units=nan_units))
+        self._client.commit(replace(request, nan_units=nan_units))
         self._granted = None
 
     def give_back(self, reason: str) -> None:
-        """Give back the slot that is granted, if one is. Raises nothing: where it fails, the daemon
-        takes the slot back with the next grant, or with the end of the session."""
+        """Give back the granted slot, if there is one. Raises nothing: if the call fails, the
+        daemon takes the slot back with the next grant, or with the end of the session."""
         step, self._granted = self._granted, None
         if step is None or self._lost:
             return
         try:
-            self._client.abort(self.session, self.epoch or 0, step, reason)
+            epoch = self.epoch or 0
+            request = AbortRequest(session=self.session, epoch=epoch, step=step, reason=reason)
+            self._client.abort(request)
         except HoldfastError as error:
             self.note_lost_session(error)
         except Exception:
@@ -177,13 +197,13 @@ class Link:
             if time.monotonic() < self._retry_s:
                 raise SnapshotSkippedError("the daemon is lost; it will be called again soon")
             self.epoch = self._client.hello().epoch
-        self._client.trained(self.epoch, report, closed=closed)
+        self._client.trained(TrainedRequest.of(report, epoch=self.epoch, closed=closed))
 
     def end(self) -> None:
         """Close the session and release the claim.
 
-        Also a session that is lost to this process, because an answer was: where the daemon still
-        has it, it would take the end of the claim for the end of this rank.
+        A session that counts as lost is closed, too: if only an answer was lost, the daemon still
+        has the session, and would take the end of the claim for the end of this rank.
         """
         if self._arena is not None:
             try:

@@ -27,7 +27,7 @@ from holdfast._capture.window_records import live_name
 from holdfast._copying.collector import without_collector
 from holdfast._copying.engine import CopyEngine, plan_copy
 from holdfast._copying.strided import fill_strided
-from holdfast._daemon.client import DaemonClient, Hello, RestoreDecision
+from holdfast._daemon.client import DaemonClient, Hello, RestoreDecision, RestoreRequest
 from holdfast._restoring.fit import (
     Offer,
     Wanted,
@@ -437,7 +437,8 @@ class Restore:
         while True:
             try:
                 left_s = max(deadline - time.monotonic(), 0.1)
-                return self.client.restore(epoch, left_s, follow, no_replay)
+                request = RestoreRequest(epoch=epoch, no_replay=no_replay)
+                return self.client.restore(request, left_s, follow)
             except UnreachableError as error:  # the daemon restarts
                 if phase.waits_for_storage:
                     deadline = time.monotonic() + self.settings.restore_timeout_s

@@ -28,7 +28,7 @@ from holdfast._copying.devices import Device, Fence
 from holdfast._copying.engine import CopyEngine, Digests
 from holdfast._copying.placed import Flags, Placed
 from holdfast._daemon.awaiting import Awaiting
-from holdfast._daemon.client import Commit
+from holdfast._daemon.client import CommitRequest
 from holdfast._daemon.handles import SaveHandle
 from holdfast._daemon.link import Link
 from holdfast._digests import state_of_units
@@ -181,7 +181,7 @@ class SavePipeline:
             granted = self._grant(task)
             # Copy, and let training change the tensors.
             record = self._copy(task, tensors, granted)
-            # Commit, unless the snapshot takes further saves.
+            # CommitRequest, unless the snapshot takes further saves.
             self._commit(granted, record)
         except BaseException as error:
             self.drop(f"{type(error).__name__}: {error}")
@@ -392,7 +392,7 @@ class SavePipeline:
 
     def _seal(
         self, snapshot: OpenSnapshot, generation: Generation, record: SnapshotRecord
-    ) -> Commit:
+    ) -> CommitRequest:
         """Write the extras and complete the digests; training may already change the live
         tensors."""
         placed, extras = snapshot.placed, record.extras
@@ -403,7 +403,7 @@ class SavePipeline:
             )
         if snapshot.first_step:  # no save of a window fills what lies between its units
             self._engine.hash_rest(placed, snapshot.digests, snapshot.written)
-        return Commit(
+        return CommitRequest(
             session=snapshot.session,
             epoch=generation.epoch,
             step=generation.step,

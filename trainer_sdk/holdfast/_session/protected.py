@@ -25,7 +25,7 @@ from holdfast._capture.strategy import CaptureStrategy, SaveCall
 from holdfast._capture.tokens import Tokens
 from holdfast._copying.devices import Device
 from holdfast._copying.engine import CopyEngine
-from holdfast._daemon.client import DaemonClient
+from holdfast._daemon.client import DaemonClient, LiveRequest
 from holdfast._daemon.handles import SaveHandle, completed_steps
 from holdfast._restoring.replay import Replay
 from holdfast._restoring.restore import Restore, Restored
@@ -211,7 +211,9 @@ class ProtectedSession(WorldSession):
             _log.warning("training does not go on live: %s", problem)
             return False
         assert outcome.step is not None
-        self._restore.client.go_on(outcome.epoch, outcome.step, repeated_after)
+        self._restore.client.go_live(
+            LiveRequest(epoch=outcome.epoch, live=outcome.step, repeated_after=repeated_after)
+        )
         self._resume(outcome, "going on live")
         return True
 

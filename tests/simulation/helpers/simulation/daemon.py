@@ -16,15 +16,13 @@ from holdfast_core.errors import HoldfastError
 from holdfast_core.snapshots.pieces import PieceMap
 from holdfast_daemon.engine import EngineSettings, JobEngine
 from holdfast_daemon.engine.effects import (
+    AtOnce,
     Background,
     BuildParity,
     CommitSet,
     Completion,
     Effect,
     FetchManifest,
-    ForgetPeers,
-    FreeParity,
-    FreeSlot,
     Loading,
     LoadStored,
     ManifestFetched,
@@ -33,14 +31,11 @@ from holdfast_daemon.engine.effects import (
     PersistRank,
     RankPersisted,
     Rebuild,
-    RemoveArena,
-    SaveEpoch,
     Seal,
+    Send,
     SendDirective,
     SendReport,
     SendSuspect,
-    SlotSealed,
-    StopPersisting,
 )
 
 TICK_S = 0.25
@@ -161,25 +156,17 @@ class VirtualDaemon:
         self._busy = False
 
     def _one(self, effect: Effect) -> None:
-        match effect:
-            case SendReport() | SendDirective() | SendSuspect():
-                self._send(effect)
-            case Note():
-                self.world.noted(self.node, effect)
-            case Seal():
-                self._seal(effect)
-            case (
-                SaveEpoch()
-                | FreeSlot()
-                | RemoveArena()
-                | FreeParity()
-                | ForgetPeers()
-                | StopPersisting()
-            ):
-                self._worker.apply(effect)
-            case _:
-                self._check_room(effect)
-                self._worker.submit(effect)
+        if isinstance(effect, Note):
+            self.world.noted(self.node, effect)
+        elif isinstance(effect, Send):
+            self._send(effect)
+        elif isinstance(effect, Seal):
+            self._seal(effect)
+        elif isinstance(effect, AtOnce):
+            self._worker.apply(effect)
+        else:
+            self._check_room(effect)
+            self._worker.submit(effect)
 
     def _seal(self, effect: Seal) -> None:
         assert effect.manifest.generation.epoch == self.engine.memory.epoch, "old epoch sealed"
@@ -188,13 +175,7 @@ class VirtualDaemon:
             self._worker.apply(effect)
         except HoldfastError as failure:
             error = failure
-        event = SlotSealed(
-            rank=effect.rank,
-            slot=effect.slot,
-            generation=effect.manifest.generation,
-            error=error,
-        )
-        self.carry_out(self.engine.on_completion(event, self.now))
+        self.carry_out(self.engine.on_completion(effect.sealed(error), self.now))
 
     def _check_room(self, effect: Background) -> None:
         """Check that background work does not write where something is sealed."""
@@ -269,7 +250,7 @@ class VirtualDaemon:
                 arena.reading.pop(event.slot, None)
         self.carry_out(self.engine.on_completion(event, self.now))
 
-    def _send(self, effect: SendReport | SendDirective | SendSuspect) -> None:
+    def _send(self, effect: Send) -> None:
         world, to = self.world, effect.to.node
         epoch = self.engine.memory.epoch
 
@@ -286,7 +267,7 @@ def _receive(
     world: World,
     sender: Daemon,
     receiver: Daemon,
-    effect: SendReport | SendDirective | SendSuspect,
+    effect: Send,
     epoch: int,
 ) -> None:
     now, engine = receiver.now, receiver.engine

@@ -75,7 +75,7 @@ def test_the_lines_of_a_job_are_those_of_its_template() -> None:
 
 
 def test_the_documents_have_every_field() -> None:
-    table = PAGE.partition("## What a local run does otherwise")[2].partition("\n## ")[0]
+    table = PAGE.partition("## Differences from a cluster")[2].partition("\n## ")[0]
     missing = [field for field in (*OF_CONTAINER, *OF_POD) if f"`{field}`" not in table]
     assert missing == []
     assert not APPLIED_TO_CONTAINER & {*OF_CONTAINER}

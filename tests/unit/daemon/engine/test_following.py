@@ -203,9 +203,9 @@ def test_the_first_rank_that_goes_on_live_in_an_epoch_is_noted() -> None:
     engine = member()
     for epoch in (1, 2):
         begin(engine, epoch)
-        (note,) = noted(engine.goes_on(2, epoch, 7, None, 0.0), JobEvent.WENT_LIVE)
+        (note,) = noted(engine.went_live(2, epoch, 7, None, 0.0), JobEvent.WENT_LIVE)
         assert (note.rank, note.generation) == (2, Generation(epoch, 7))
-        assert noted(engine.goes_on(3, epoch, 7, None, 0.0), JobEvent.WENT_LIVE) == []
+        assert noted(engine.went_live(3, epoch, 7, None, 0.0), JobEvent.WENT_LIVE) == []
 
 
 def test_a_greeting_from_a_world_that_has_ended_is_no_arrival() -> None:

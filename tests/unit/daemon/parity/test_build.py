@@ -10,6 +10,7 @@ from holdfast_core.protection.codes import BlockId, Code
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import piece_digests
 from holdfast_core.snapshots.manifests import Manifest
+from holdfast_daemon.engine.effects import ParityCorruptError, SourceCorruptError
 from holdfast_daemon.parity.build import (
     build_from_chunks,
     put_into,
@@ -17,7 +18,7 @@ from holdfast_daemon.parity.build import (
     verify,
     verify_in_place,
 )
-from holdfast_daemon.parity.combining import Effort, ParityCorruptError, SourceCorruptError
+from holdfast_daemon.parity.combining import Effort
 from holdfast_daemon.parity.multiplying import xor_into
 from holdfast_daemon.transport.protocol import Kind
 

@@ -25,5 +25,5 @@ def test_the_key_of_a_store_is_short_and_of_letters_and_digits() -> None:
     for good in ("", "0af9", "k" * KEY_CHARACTERS_MAX):
         check_store_key(good)
     for bad in ("k" * (KEY_CHARACTERS_MAX + 1), "a b", "\n", "é", "a/b"):
-        with pytest.raises(ProtocolError, match="is none of a training world's store"):
+        with pytest.raises(ProtocolError, match="is not the key of a training world's store"):
             check_store_key(bad)

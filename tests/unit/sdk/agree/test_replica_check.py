@@ -20,7 +20,7 @@ from holdfast._agree.replicas import UnitDigests, digests_of
 from holdfast._capture.whole import WholeCapture
 from holdfast._copying.devices import CpuDevice
 from holdfast._copying.engine import CopyEngine
-from holdfast._daemon.client import Grant
+from holdfast._daemon.client import Grant, GrantRequest
 from holdfast._session.protected import ProtectedSession
 from holdfast._settings import Settings
 from holdfast._state.capture import LiveState
@@ -30,7 +30,6 @@ from holdfast_core.errors import (
     ReplicasDivergedError,
     SnapshotSkippedError,
 )
-from holdfast_core.snapshots.generations import Generation
 from holdfast_core.topology import Topology
 
 TOPOLOGY = Topology(dp=4, ep=2)
@@ -310,18 +309,10 @@ class Overtaking(FakeDaemon):
 
     parameter: torch.nn.Parameter
 
-    def grant(
-        self,
-        session: str,
-        epoch: int,
-        step: int,
-        base: Generation | None = None,
-        unchanged: bytes = b"",
-        first_step: int = 0,
-    ) -> Grant:
+    def grant(self, request: GrantRequest) -> Grant:
         with torch.no_grad():
             self.parameter.add_(1.0)
-        return super().grant(session, epoch, step, base, unchanged, first_step)
+        return super().grant(request)
 
 
 def test_a_save_that_training_overtook_is_no_divergence(tmp_path: Path) -> None:

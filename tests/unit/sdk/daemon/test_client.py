@@ -3,7 +3,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,20 @@ import grpc
 import pytest
 
 from holdfast._daemon.client import (
-    Commit,
+    AbortRequest,
+    CommitRequest,
     DaemonEvent,
+    GrantRequest,
     GrpcClient,
     HeldSnapshot,
+    LiveRequest,
+    OpenRequest,
+    RestoreRequest,
     Stage,
+    TrainedRequest,
     TrainerReport,
 )
+from holdfast_core.elastic_experts.reports import PlanCause, PlanReport
 from holdfast_core.errors import (
     HoldfastError,
     MemoryBudgetError,
@@ -29,10 +36,11 @@ from holdfast_core.errors import (
 from holdfast_core.experts.loss_reports import LossReport
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import Layout, encode_layout, encode_manifest
-from holdfast_core.snapshots.manifests import Manifest
+from holdfast_core.snapshots.manifests import ExpertVersion, Manifest
 from holdfast_core.states import RestorePhase, RestoreProgress
-from holdfast_protos import codec, trainer_pb2, trainer_pb2_grpc
+from holdfast_protos import codec, persisting, trainer_pb2, trainer_pb2_grpc, values_pb2
 from holdfast_protos.connections import channels
+from holdfast_protos.expert_plans import plan_from_proto
 from holdfast_protos.losses import loss_from_proto
 
 WAIT_S = 10.0
@@ -66,6 +74,33 @@ MANIFEST = Manifest(
     piece_bytes=LAYOUT.piece_bytes,
     digests=bytes(8),
 )
+
+
+EXPERT = ExpertVersion(unit="layer0/expert0", generation=Generation(1, 3), number=3, tokens=5)
+PLAN = PlanReport(
+    epoch=2,
+    step=5,
+    cause=PlanCause.LOADS,
+    ranks=4,
+    rank_seats=4,
+    layers=1,
+    experts=2,
+    least_nodes=2,
+    busiest_node=1.5,
+)
+REPORT = TrainerReport(
+    session="s",
+    step=7,
+    skipped=2,
+    failed=3,
+    failure="no room",
+    failure_code="memory_budget",
+    save_period_s=0.1,
+    staged_s=0.2,
+    interval_steps=3,
+)
+OPEN = OpenRequest(epoch=2, layout=b"layout", largest_slot_bytes=99)
+RESTORE = RestoreRequest(epoch=2, no_replay="no pipeline")
 
 
 class Trainer(trainer_pb2_grpc.TrainerServicer):
@@ -194,14 +229,14 @@ def test_calls_carry_what_they_should(client: GrpcClient, service: Trainer) -> N
     hello = client.hello()
     assert (hello.epoch, hello.world_size) == (2, 4)
     assert service.seen[-1].store_address == "node0:1"
-    opened = client.open(2, b"layout", 99, WAIT_S)
+    opened = client.open(OPEN, WAIT_S)
     assert (opened.session, opened.arena_bytes, opened.slots) == ("s", 12288, 2)
     assert service.seen[-1].largest_slot_bytes == 99
-    assert client.grant("s", 2, 1).slot == 0
-    skipped = client.grant("s", 2, 2)
+    assert client.grant(GrantRequest(session="s", epoch=2, step=1)).slot == 0
+    skipped = client.grant(GrantRequest(session="s", epoch=2, step=2))
     assert (skipped.slot, skipped.skipped) == (-1, "protection is behind")
     client.commit(
-        Commit(
+        CommitRequest(
             session="s",
             epoch=2,
             step=1,
@@ -213,45 +248,93 @@ def test_calls_carry_what_they_should(client: GrpcClient, service: Trainer) -> N
         )
     )
     assert list(service.seen[-1].nan_units) == ["layer0/gate"]
-    client.progress(
-        TrainerReport(
-            session="s",
-            step=1,
-            skipped=2,
-            failed=3,
-            failure="f",
-            failure_code="corrupt",
-            save_period_s=0.1,
-            staged_s=0.2,
-            interval_steps=3,
-            loss=LOSS,
-        )
-    )
-    sent = service.seen[-1]
-    assert (sent.failed, sent.failure, sent.failure_code) == (3, "f", "corrupt")
-    assert (sent.save_period_s, sent.staged_s, sent.interval_steps) == (0.1, 0.2, 3)
-    assert loss_from_proto(sent.loss) == LOSS
+
+
+@pytest.mark.parametrize(
+    ("call", "request_sent"),
+    [
+        ("restore", RESTORE),
+        ("go_live", LiveRequest(epoch=2, live=0, repeated_after=7)),
+        ("open", OPEN),
+        (
+            "grant",
+            GrantRequest(
+                session="s",
+                epoch=2,
+                step=9,
+                base=Generation(1, 4),
+                unchanged=b"\5",
+                first_step=8,
+            ),
+        ),
+        (
+            "commit",
+            CommitRequest(
+                session="s",
+                epoch=2,
+                step=9,
+                slot=1,
+                payload_bytes=5,
+                extras_bytes=1,
+                digests=b"12345678",
+                nan_units=("layer0/gate", "layer1/gate"),
+                experts=(EXPERT, replace(EXPERT, number=4)),
+            ),
+        ),
+        ("abort", AbortRequest(session="s", epoch=2, step=9, reason="why")),
+        ("progress", replace(REPORT, loss=LOSS, plan=PLAN)),
+        ("trained", TrainedRequest.of(REPORT, epoch=2, closed=True)),
+    ],
+)
+def test_every_field_of_a_request_arrives(
+    client: GrpcClient, service: Trainer, call: str, request_sent: Any
+) -> None:
+    further = {"restore": (WAIT_S, lambda progress: None), "open": (WAIT_S,)}
+    getattr(client, call)(request_sent, *further.get(call, ()))
+    message = service.seen[-1]
+    for field in fields(request_sent):
+        value = getattr(request_sent, field.name)
+        assert value not in (None, "", b"", ()), f"{field.name} has to be given, to be seen"
+        assert arrived(getattr(message, field.name)) == value
+
+
+def arrived(value: Any) -> Any:
+    """What the daemon reads from a message's field."""
+    match value:
+        case values_pb2.Generation():
+            return codec.generation_from_proto(value)
+        case values_pb2.LossReport():
+            return loss_from_proto(value)
+        case values_pb2.ExpertPlanReport():
+            return plan_from_proto(value)
+        case values_pb2.ExpertVersion():
+            return persisting.expert_from_proto(value)
+        case bool() | int() | float() | str() | bytes():
+            return value
+        case _:
+            return tuple(map(arrived, value))
+
+
+def test_what_a_request_leaves_out_is_absent(client: GrpcClient, service: Trainer) -> None:
+    client.go_live(LiveRequest(epoch=2, live=0))
+    assert service.seen[-1].HasField("live") and not service.seen[-1].HasField("repeated_after")
+    client.restore(RESTORE, WAIT_S, lambda progress: None)
+    assert not service.seen[-1].HasField("live")
+    client.grant(GrantRequest(session="s", epoch=2, step=1))
+    assert not service.seen[-1].HasField("base")
+    client.progress(REPORT)
+    assert not service.seen[-1].HasField("loss") and not service.seen[-1].HasField("plan")
 
 
 def test_a_rank_without_a_session_reports_its_step_and_why_nothing_is_saved(
     client: GrpcClient, service: Trainer
 ) -> None:
-    report = TrainerReport(
-        session="",
-        step=7,
-        skipped=2,
-        failed=3,
-        failure="no room",
-        failure_code="memory_budget",
-        save_period_s=0.0,
-        staged_s=0.0,
-    )
-    client.trained(2, report)
+    client.trained(TrainedRequest.of(REPORT, epoch=2, closed=False))
     sent = service.seen[-1]
     assert (sent.job, sent.rank, sent.epoch, sent.step) == ("moe", 3, 2, 7)
     assert (sent.skipped, sent.failed, sent.failure) == (2, 3, "no room")
     assert (sent.failure_code, sent.closed) == ("memory_budget", False)
-    client.trained(2, report, closed=True)
+    client.trained(TrainedRequest.of(REPORT, epoch=2, closed=True))
     assert service.seen[-1].closed
 
 
@@ -259,9 +342,9 @@ def test_the_headers_of_a_sessions_calls_name_it_before_the_request_is_read(
     client: GrpcClient, service: Trainer
 ) -> None:
     client.hello()
-    client.open(2, b"layout", 99, WAIT_S)
-    client.grant("s1", 2, 1)
-    client.abort("s2", 2, 1, "why")
+    client.open(OPEN, WAIT_S)
+    client.grant(GrantRequest(session="s1", epoch=2, step=1))
+    client.abort(AbortRequest(session="s2", epoch=2, step=1, reason="why"))
     list(client.watch("s3"))
     client.close_session("s4")
     assert service.sessions == ["", "", "s1", "s2", "s3", "s4"]
@@ -271,7 +354,7 @@ def test_a_restore_tells_its_progress_and_ends_in_a_decision(
     client: GrpcClient, service: Trainer
 ) -> None:
     progress: list[RestoreProgress] = []
-    decision = client.restore(2, WAIT_S, progress.append)
+    decision = client.restore(RESTORE, WAIT_S, progress.append)
     assert [(each.phase, str(each)) for each in progress] == [
         (RestorePhase.REBUILD, "rebuild 1/2 rank 3")
     ]
@@ -280,11 +363,11 @@ def test_a_restore_tells_its_progress_and_ends_in_a_decision(
     )
     assert (decision.captured_by, decision.snapshots, decision.source) == (0, (held,), "parity")
     service.captured_by = 5
-    decision = client.restore(2, WAIT_S, progress.append)
+    decision = client.restore(RESTORE, WAIT_S, progress.append)
     assert (decision.captured_by, decision.source) == (5, "parity")
     assert decision.snapshots == (held, replace(held, slot=3))
     service.fresh = True
-    assert client.restore(2, WAIT_S, progress.append).snapshots == ()
+    assert client.restore(RESTORE, WAIT_S, progress.append).snapshots == ()
 
 
 def test_events_arrive_until_the_session_ends(client: GrpcClient) -> None:
@@ -316,10 +399,10 @@ def test_an_error_of_the_daemon_comes_back_as_its_kind(
     with pytest.raises(StaleEpochError):
         list(client.watch("s"))
     with pytest.raises(StaleEpochError):
-        client.restore(1, WAIT_S, lambda message: None)
+        client.restore(RESTORE, WAIT_S, lambda message: None)
     service.error = MemoryBudgetError("too big", needed_bytes=9, available_bytes=4)
     with pytest.raises(MemoryBudgetError) as caught:
-        client.open(1, b"", 1, WAIT_S)
+        client.open(OPEN, WAIT_S)
     assert (caught.value.needed_bytes, caught.value.available_bytes) == (9, 4)
 
 
@@ -338,7 +421,7 @@ def test_a_failure_that_is_not_of_ours_is_a_protocol_error(
 
 
 def test_a_session_is_aborted_and_closed_by_name(client: GrpcClient, service: Trainer) -> None:
-    client.abort("s", 2, 1, "why")
+    client.abort(AbortRequest(session="s", epoch=2, step=1, reason="why"))
     client.close_session("s")
     assert [request.session for request in service.seen] == ["s", "s"]
 

@@ -12,7 +12,7 @@ import torch
 from stored import JOB, persist
 from worlds import EXPERTS, OPTIMIZERS, Net, Rank, Ranks, State, assert_restored, whole_state
 
-from holdfast._daemon.client import OnProgress, RestoreDecision
+from holdfast._daemon.client import OnProgress, RestoreDecision, RestoreRequest
 from holdfast._state.capture import LiveState
 from holdfast.dcp import load_into
 from holdfast.testing import FakeDaemon
@@ -253,9 +253,9 @@ class Torn(FakeDaemon):
     """Names another version of an expert than the rank that has its other part."""
 
     def restore(
-        self, epoch: int, timeout_s: float, on_progress: OnProgress, no_replay: str = ""
+        self, request: RestoreRequest, timeout_s: float, on_progress: OnProgress
     ) -> RestoreDecision:
-        decision = super().restore(epoch, timeout_s, on_progress, no_replay)
+        decision = super().restore(request, timeout_s, on_progress)
         held = []
         for one in decision.snapshots:
             manifest = one.manifest

@@ -12,7 +12,7 @@ import torch
 from stored import JOB, persist
 from worlds import OPTIMIZERS, WAIT_S, Net, Ranks, State, assert_restored, whole_state
 
-from holdfast._daemon.client import OnProgress, RestoreDecision
+from holdfast._daemon.client import OnProgress, RestoreDecision, RestoreRequest
 from holdfast._state.capture import LiveState
 from holdfast.dcp import load_into
 from holdfast.testing import FakeDaemon
@@ -219,9 +219,9 @@ class Changing(FakeDaemon):
     """A daemon whose decisions a test changes."""
 
     def restore(
-        self, epoch: int, timeout_s: float, on_progress: OnProgress, no_replay: str = ""
+        self, request: RestoreRequest, timeout_s: float, on_progress: OnProgress
     ) -> RestoreDecision:
-        return self.changed(super().restore(epoch, timeout_s, on_progress, no_replay))
+        return self.changed(super().restore(request, timeout_s, on_progress))
 
     def changed(self, decision: RestoreDecision) -> RestoreDecision:
         held = tuple(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from holdfast._daemon.client import RestoreDecision
+from holdfast._daemon.client import RestoreDecision, RestoreRequest
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import UnreachableError
 from holdfast_core.states import RestorePhase, RestoreProgress
@@ -22,16 +22,15 @@ class Busy(FakeDaemon):
 
     def restore(
         self,
-        epoch: int,
+        request: RestoreRequest,
         timeout_s: float,
         on_progress: Callable[[RestoreProgress], None],
-        no_replay: str = "",
     ) -> RestoreDecision:
         self.asked += 1
         if self.asked < 3:
             on_progress(RestoreProgress(phase=self.phase, detail="in words"))
             raise UnreachableError("the call took too long")
-        return super().restore(epoch, timeout_s, on_progress, no_replay)
+        return super().restore(request, timeout_s, on_progress)
 
 
 @pytest.mark.parametrize("phase", [RestorePhase.STORAGE, RestorePhase.LOAD])

@@ -12,7 +12,7 @@ import torch
 
 import holdfast
 from holdfast._copying.placed import Placed
-from holdfast._daemon.client import Commit, Grant
+from holdfast._daemon.client import AbortRequest, CommitRequest, Grant, GrantRequest
 from holdfast._save.nans import units_with_nan
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import HoldfastError, ProtocolError, StorageError, UnreachableError
@@ -43,18 +43,18 @@ class FailingDaemon(FakeDaemon):
         self.failing: Call | None = None
         self.failed = False
 
-    def grant(self, *args: Any, **kwargs: Any) -> Grant:
-        granted = super().grant(*args, **kwargs)
+    def grant(self, request: GrantRequest) -> Grant:
+        granted = super().grant(request)
         sys.setprofile(self._on_call)  # of this thread only
         return granted
 
-    def commit(self, commit: Commit) -> None:
+    def commit(self, request: CommitRequest) -> None:
         sys.setprofile(None)
-        super().commit(commit)
+        super().commit(request)
 
-    def abort(self, session: str, epoch: int, step: int, reason: str) -> None:
+    def abort(self, request: AbortRequest) -> None:
         sys.setprofile(None)
-        super().abort(session, epoch, step, reason)
+        super().abort(request)
 
     def _on_call(self, frame: FrameType, event: str, argument: Any) -> None:
         if event not in ("call", "c_call") or not frame.f_code.co_filename.startswith(SOURCES):
