@@ -32,7 +32,7 @@ class MissingPackageError(HoldfastError, ImportError):
 
 
 class ProtocolError(HoldfastError):
-    """A message that the protocol does not allow: wrong version, unknown session, bad bytes."""
+    """A message violates the protocol: wrong version, unknown session, bad bytes."""
 
     code = "protocol"
 
@@ -50,7 +50,7 @@ class UnknownSessionError(ProtocolError):
 
 
 class StaleEpochError(HoldfastError):
-    """The sender acts in an epoch that has ended; it is fenced and must stop."""
+    """The sender acts in an epoch that has ended. It is fenced and must stop."""
 
     code = "stale_epoch"
 
@@ -62,7 +62,7 @@ class RankInUseError(HoldfastError):
 
 
 class StepOrderError(HoldfastError):
-    """A save for a step that is not newer than the last one of this session."""
+    """A save was called for a step that is not newer than the last saved step of this session."""
 
     code = "step_order"
 
@@ -70,7 +70,7 @@ class StepOrderError(HoldfastError):
 class MemoryBudgetError(HoldfastError):
     """A session would not fit into the memory that the daemon may use.
 
-    Carries `needed_bytes` and `available_bytes`, the two numbers that an operator needs.
+    `needed_bytes` and `available_bytes` are the two numbers that an operator needs.
     """
 
     code = "memory_budget"
@@ -100,19 +100,19 @@ class UnreachableError(HoldfastError):
 
 
 class RateLimitedError(HoldfastError):
-    """The caller asks more often than it may."""
+    """The caller sends more requests than it may."""
 
     code = "rate_limited"
 
 
 class AccessDeniedError(HoldfastError):
-    """The caller is known, and may not act for this job."""
+    """The caller is known, but may not act for this job."""
 
     code = "access_denied"
 
 
 class UnauthenticatedError(AccessDeniedError):
-    """The caller did not prove who it is: no token, or one that is not accepted."""
+    """The caller did not prove its identity: its token is missing or not accepted."""
 
     code = "unauthenticated"
 
@@ -124,8 +124,8 @@ class NoRecoveryLineError(HoldfastError):
 
 
 class BeginsAnewError(NoRecoveryLineError):
-    """Training begins from the beginning, because there is nothing to go on from or to go back to:
-    a process that has trained ends, so that a new one can begin."""
+    """Training starts from the beginning, because there is no state to continue from or to return
+    to: a process that has trained must end, so that a new one can start."""
 
     code = "begins_anew"
 
@@ -149,13 +149,13 @@ class LayoutMismatchError(HoldfastError):
 
 
 class SnapshotSkippedError(HoldfastError):
-    """A snapshot was not taken or did not survive; training goes on without it."""
+    """A snapshot was not taken or did not survive; training continues without it."""
 
     code = "snapshot_skipped"
 
 
 def by_code(code: str, message: str) -> HoldfastError:
-    """The error of kind `code` with `message`, as the far side of a connection raised it."""
+    """The error with `code` and `message`, as the other side of a connection raised it."""
     for kind in _kinds(HoldfastError):
         if kind.code == code:
             if kind is MemoryBudgetError:
@@ -165,8 +165,8 @@ def by_code(code: str, message: str) -> HoldfastError:
 
 
 def known_code(code: str) -> str:
-    """`code` if it names a kind of error here; empty if it does not, since whoever sent it may be
-    newer than this, or send anything."""
+    """`code` if it is the code of an error here; otherwise empty. Its sender may be a newer
+    version, or send anything."""
     return code if code in _CODES else ""
 
 

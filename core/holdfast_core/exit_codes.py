@@ -1,8 +1,8 @@
 """Exit codes with a meaning of their own: of trainers, and of the launchers that start them.
 
-Two of them are Holdfast's alone. A trainer ends with them where Holdfast, and nothing in the
-script, has decided that it ends; so they never count as failures of the script. They are outside
-of what others use: 1 and 2 (Python, shells), 64 to 78 (sysexits), 126 and 127 (shells), 128 + n
+Two of them belong to Holdfast alone. A trainer exits with them when Holdfast, and not the script,
+has decided that it ends; so they never count as failures of the script. They lie outside the ranges
+that others use: 1 and 2 (Python, shells), 64 to 78 (sysexits), 126 and 127 (shells), 128 + n
 (signal n).
 """
 
@@ -17,11 +17,11 @@ JOB_ENDED = 75
 DENIED = 77
 """A launcher's daemon denied it the job (EX_NOPERM)."""
 PROCESS_ENDS = 79
-"""This process cannot go on, and another may: its epoch has ended, it was fenced, or its daemon, or
-ranks that it needs, cannot be reached."""
+"""This process cannot continue, but a new one may: its epoch has ended, it was fenced, or its
+daemon, or ranks that it needs, cannot be reached."""
 BEGINS_ANEW = 80
-"""Training begins from the beginning, which only new processes can do: no process ends of it alone,
-so the others are not kept either."""
+"""Training starts from the beginning, which only new processes can do. All processes exit together,
+so none of them is kept."""
 
 HOLDFAST_DECIDED = frozenset({PROCESS_ENDS, BEGINS_ANEW})
 """Codes with which Holdfast ends a trainer."""

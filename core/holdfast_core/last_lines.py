@@ -1,4 +1,4 @@
-"""The last lines of what a process wrote before it failed, fit to be shown to people.
+"""The last lines that a process wrote before it failed, made fit to show to people.
 
 A job's status shows why its script ended: most often, the end of a traceback. The text comes from a
 trainer and may hold anything, so it is cut to a bounded size, stripped of terminal control

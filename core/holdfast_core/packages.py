@@ -1,7 +1,7 @@
-"""Turns a package that is missing into a sentence that names what to install.
+"""If a package is missing, the error names the extra to install.
 
 Holdfast is one distribution; its optional dependencies come in groups, `pip install
-"holdfast[daemon]"`. Whoever starts a part of it without its group gets this error instead of a
+"holdfast[daemon]"`. Starting a part of it without its group gives this error instead of a
 traceback. This module imports nothing itself and looks for nothing.
 """
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from holdfast_core.durable.rank_files import (
-    Sparse,
+    PartialFile,
     bytes_of_runs,
     describe_file,
     encode_header,
@@ -31,7 +31,7 @@ from holdfast_core.durable.sets import (
     encode_set,
     set_name,
 )
-from holdfast_core.durable.sparse_files import Base, RankPlan, compose, plan_rank
+from holdfast_core.durable.sparse_files import BaseSet, RankPlan, compose, plan_rank
 from holdfast_core.errors import CorruptError, StorageError
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import decode_layout, decode_manifest, piece_count
@@ -112,7 +112,7 @@ class SetStore:
         size = piece_count(content.payload_bytes, content.piece_bytes)
         runs = plan.pieces if plan else ((0, size),)
         whole = plan is None or (runs == ((0, size),) and not plan.older)
-        sparse = None if plan is None or whole else Sparse(pieces=runs, older=plan.older)
+        sparse = None if plan is None or whole else PartialFile(pieces=runs, older=plan.older)
         header = encode_header(layout, manifest, sparse)
         file = describe_file(header, manifest, plan.units if plan else (), sparse)
         if (content.job, content.rank, content.generation) != (self.job, rank, generation):
@@ -167,7 +167,7 @@ class SetStore:
                 stored = read_manifest(self._root, self.job, base)
                 if manifest.rank < stored.world_size and stored.files[manifest.rank].units:
                     file = self._open_file(stored, manifest.rank)
-                    base_set = Base(stored=stored, experts=(*file.content.experts, *file.older))
+                    base_set = BaseSet(stored=stored, experts=(*file.content.experts, *file.older))
         return plan_rank(decode_layout(layout), manifest, base_set, experts)
 
     def commit(self, generation: Generation, files: Sequence[RankFile]) -> None:

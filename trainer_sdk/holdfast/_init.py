@@ -14,15 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from holdfast._agree.exchange import Alone, Exchange, make_exchange
-from holdfast._agree.expert_counts import ExpertCounts
 from holdfast._agree.interval import DueSaves, SaveInterval
 from holdfast._agree.replica_check import ReplicaCheck
-from holdfast._agree.window_order import WindowDecisions
-from holdfast._capture.gradients import NO_GRADIENTS, Gradients
-from holdfast._capture.partial import PartialCapture
-from holdfast._capture.strategy import CaptureStrategy
-from holdfast._capture.whole import WholeCapture
-from holdfast._capture.windows import WindowCapture
+from holdfast._capture.registered import RankOfWorld, make_strategy
 from holdfast._copying.devices import device_of
 from holdfast._daemon.client import DaemonClient, GrpcClient
 from holdfast._elastic.pipeline import Pipeline
@@ -45,8 +39,7 @@ from holdfast._state.groups import check_optimizers
 from holdfast._state.nested import check_nested, notices_steps, with_nested
 from holdfast._state.program_start import ProgramStart
 from holdfast_core.errors import InvalidJobError
-from holdfast_core.experts.policies import policy_of
-from holdfast_core.job.snapshots import Full, PartialExperts, Repeats, Selective, SparseWindows
+from holdfast_core.job.snapshots import Full, Repeats
 from holdfast_core.topology import Topology
 
 
@@ -235,7 +228,18 @@ class _Maker:
             rank=rank,
             client=self.daemon or self._connect(rank, ranks),
             exchange=ranks,
-            strategy=_strategy(live, rank, world_size, self.settings, exchange),
+            strategy=make_strategy(
+                self.settings.policy or Full(),
+                RankOfWorld(
+                    live=live,
+                    rank=rank,
+                    world_size=world_size,
+                    exchange=exchange,
+                    # Half of it, because the training thread gives up a save that does not begin
+                    # within all.
+                    wait_s=self.settings.start_wait_s / 2,
+                ),
+            ),
             replica_check=_replica_check(topology, self.settings, exchange),
             interval=_interval(self.settings, exchange),
             device=device_of(raw(parameter) for parameter in self.model.parameters()),
@@ -316,7 +320,7 @@ def _check_seats(topology: Topology | None, settings: Settings) -> None:
     if settings.window:
         raise InvalidJobError(
             "only the ranks that captured a sparse window can repeat its steps, and experts of "
-            "holdfast.moe change ranks: use snapshot.policy.type Full, PartialExperts or Selective"
+            "holdfast.moe change ranks: use another snapshot.policy.type"
         )
 
 
@@ -364,27 +368,6 @@ def _check_repeatable(model: nn.Module, optimizers: Sequence[Any], repeats: Repe
                 f"their gradients are made in its step: keep masters in the optimizer's state, or "
                 f"use snapshot.policy.sparse.repeats Training"
             )
-
-
-def _strategy(
-    live: LiveState,
-    rank: int,
-    world_size: int,
-    settings: Settings,
-    exchange: Callable[[], Exchange],
-) -> CaptureStrategy:
-    """Make this rank's part of the policy. Collective."""
-    # Half of it, because the training thread gives up a save that does not begin within all.
-    wait_s = settings.start_wait_s / 2
-    match settings.policy:
-        case None | Full():
-            return WholeCapture()
-        case SparseWindows() as policy:
-            return WindowCapture(policy, WindowDecisions(exchange(), policy), wait_s)
-        case PartialExperts() | Selective() as policy:
-            counts = ExpertCounts(exchange(), rank, world_size)
-            gradients = Gradients(live) if policy.recompute else NO_GRADIENTS
-            return PartialCapture(policy_of(policy), counts, wait_s, gradients)
 
 
 def _interval(settings: Settings, exchange: Callable[[], Exchange]) -> DueSaves:

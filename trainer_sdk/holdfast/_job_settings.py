@@ -21,5 +21,5 @@ class JobSettings:
     store_compute_weights: bool | None = None
     """Whether snapshots hold 16-bit weights that follow from float32 masters. false: a snapshot
     with Adam's state needs 12 bytes for each parameter instead of 14. A weight is left out only
-    while it is its master, rounded, which every save verifies to the bit. None takes the job's
+    while it equals its rounded master, which every save verifies bit for bit. None takes the job's
     `snapshot.storeComputeWeights`, through `HOLDFAST_STORE_COMPUTE_WEIGHTS`, or True."""

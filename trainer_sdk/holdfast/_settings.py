@@ -12,7 +12,7 @@ from holdfast._job_settings import JobSettings
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.rules import check_policy
 from holdfast_core.job.schema import SETTINGS
-from holdfast_core.job.snapshots import LossyPolicy, Policy, Repeats, SparseWindows
+from holdfast_core.job.snapshots import Full, Policy, PolicyType, Repeats
 from holdfast_core.snapshots.sharding import ShardStrategy
 
 
@@ -55,11 +55,9 @@ class Settings(JobSettings):
     strategy: ShardStrategy = ShardStrategy.ADAPTIVE
     """Strategy by which replicas divide the capture of shared state (PEC §3.2)."""
     policy: Policy | None = None
-    """What a snapshot captures: `Full()` everything, `PartialExperts(...)` some experts of each
-    layer (PEC §3.1), `Selective(...)` as many experts as can be copied within a step, those with
-    most tokens at risk (MoEtion §4), `SparseWindows(...)` everything once in a window of steps
-    (MoEvement §3). Equal on all ranks. None takes the job's `snapshot.policy`,
-    through `HOLDFAST_POLICY`, or `Full()`."""
+    """What a snapshot captures: a policy of `holdfast_core.job.snapshots`, such as `Full()` for
+    everything. Equal on all ranks. None takes the job's `snapshot.policy`, through
+    `HOLDFAST_POLICY`, or `Full()`."""
 
     go_on_live: bool = True
     """Whether processes that stay (`holdfast.elastic`) vote before each step of the optimizer, so
@@ -69,25 +67,25 @@ class Settings(JobSettings):
     @property
     def window(self) -> int:
         """Most steps of a sparse window; 0 where snapshots are of one step."""
-        return self.policy.window if isinstance(self.policy, SparseWindows) else 0
+        return (self.policy or Full()).window_steps
 
     @property
     def leaves_experts_out(self) -> bool:
         """Whether recoveries can lose tokens."""
-        return isinstance(self.policy, LossyPolicy)
+        return (self.policy or Full()).leaves_experts_out
 
     @property
     def repeats(self) -> Repeats:
         """What a recovery repeats of a sparse window."""
-        policy = self.policy
-        return Repeats(policy.repeats if isinstance(policy, SparseWindows) else Repeats.TRAINING)
+        return (self.policy or Full()).repeated
 
     def __post_init__(self) -> None:
         if not isinstance(self.policy, Policy | None):
-            raise InvalidJobError(
-                f"policy={self.policy!r}: give Full(), PartialExperts(...), Selective(...) or "
-                f"SparseWindows(...)"
+            *others, last = (
+                f"{kind.policy.__name__}({'...' if kind.policy.has_fields() else ''})"
+                for kind in PolicyType
             )
+            raise InvalidJobError(f"policy={self.policy!r}: give {', '.join(others)} or {last}")
         if self.policy is not None:
             check_policy(self.policy)
         if self.recoveries_per_day is not None:
@@ -97,8 +95,8 @@ class Settings(JobSettings):
                 )
             if self.window:
                 raise InvalidJobError(
-                    "SparseWindows and recoveries_per_day are given; a window needs every step, so "
-                    "that every save has to be taken"
+                    f"{type(self.policy).__name__} and recoveries_per_day are given; a window "
+                    f"needs every step, so that every save has to be taken"
                 )
             if self.policy is not None and self.policy.recompute:
                 raise InvalidJobError(

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from holdfast_cli.arguments import add_command, check_processes
+from holdfast_core.job.snapshots import PolicyType
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -31,16 +32,17 @@ def add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         commands, "demo", text, "  holdfast demo --report build/demo/report.json\n"
     )
     add = parser.add_argument
+    lossy = [kind.value for kind in PolicyType if kind.policy.leaves_experts_out]
     add("--report", type=Path, metavar="FILE", help="write a JSON report, and a plot beside it")
     add("--steps", type=int, metavar="N", help="number of steps to train")
     add("--quick", action="store_true", help="fewer steps")
     add(
         "--policy",
-        choices=["Full", "PartialExperts", "Selective", "Sparse"],
-        default="Full",
-        help="snapshot policy. With PartialExperts and Selective some experts go back to older "
-        "states, so losses are compared instead of bytes. Unless it is Full, every lost node has "
-        "a spare (default %(default)s)",
+        choices=[kind.value for kind in PolicyType],
+        default=PolicyType.FULL.value,
+        help=f"snapshot policy. With {' and '.join(lossy)} some experts go back to older "
+        f"states, so losses are compared instead of bytes. Unless it is Full, every lost node has "
+        f"a spare (default %(default)s)",
     )
     add(
         "--repeats",

@@ -128,7 +128,7 @@ class DemoReport:
     @property
     def exact(self) -> bool:
         """Whether the policy promises the bytes of the undisturbed run."""
-        return self.policy in (PolicyType.FULL, PolicyType.SPARSE)
+        return not PolicyType(self.policy).policy.leaves_experts_out
 
     @property
     def success(self) -> bool:

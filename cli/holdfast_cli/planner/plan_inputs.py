@@ -18,7 +18,6 @@ from holdfast_cli.planner.models.model_sizes import ModelSizes
 from holdfast_cli.planner.models.policy_comparison import Assumptions
 from holdfast_cli.planner.planning import COPY_BYTES_S, DAY_S, NETWORK_BYTES_S, SentAtBoundaries
 from holdfast_core.errors import InvalidJobError
-from holdfast_core.experts.policies import policy_of
 from holdfast_core.experts.recompute import state_entries
 from holdfast_core.job.names import job_file_name
 from holdfast_core.job.parsing import MoETrainingJob
@@ -144,7 +143,7 @@ def assumptions_of(
             f"--partial-experts {asked}: a layer has {most} experts; give 1 to {most}"
         )
     chosen = job.spec.snapshot.policy.chosen
-    policy = policy_of(chosen if isinstance(chosen, LossyPolicy) else PartialExperts())
+    policy = chosen if isinstance(chosen, LossyPolicy) else PartialExperts()
     if options.measure_copy:
         if options.copy_bandwidth is not None:
             raise InvalidJobError("--copy-bandwidth and --measure-copy: give one of them")
@@ -159,7 +158,7 @@ def assumptions_of(
         node_losses_per_s=1 / (node_mtbf_days * DAY_S),
         process_failures_per_s=1 / (process_mtbf_days * DAY_S),
         first_k=asked or policy.first_k,
-        loss_limit=policy.settings.loss_limit,
+        loss_limit=policy.loss_limit,
         routing_skew=options.routing_skew,
     )
 

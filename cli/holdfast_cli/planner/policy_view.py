@@ -18,7 +18,6 @@ from holdfast_cli.planner.models.recommending import (
     Recommendation,
 )
 from holdfast_core.job.intervals import AUTO
-from holdfast_core.job.parsing import PolicyType
 from holdfast_core.job.snapshots import Repeats
 from holdfast_core.quantities import format_bytes, format_portion
 
@@ -40,8 +39,8 @@ _COLUMNS = (
 def name_of(cost: PolicyCost) -> str:
     """Name of the policy, with the number of experts that it captures, or the number of steps of
     its window and whether the window holds gradients."""
-    if cost.policy is PolicyType.FULL:
-        return "Full"
+    if not cost.policy.policy.has_fields():
+        return cost.policy.value
     how = " grads" if cost.repeats is Repeats.OPTIMIZER else ""
     return f"{cost.policy.value} {cost.experts}{how}"
 
@@ -156,16 +155,17 @@ def _too_large(comparison: Comparison, limit_bytes: int | None) -> list[str]:
 
 
 def _network(comparison: Comparison) -> list[str]:
-    """A note about the bytes that Selective sends, with and without gradients in place of state."""
-    cost = next((c for c in comparison.costs if c.policy is PolicyType.SELECTIVE), None)
+    """A note about the bytes that a policy sends whose choice stays, with and without gradients in
+    place of state."""
+    cost = next((c for c in comparison.costs if c.policy.policy.choice_stays), None)
     if cost is None or cost.recomputed_bytes == cost.network_bytes:
         return []
     unit, scale = unit_of([cost.network_bytes])
     sent, gradients = (_number(n / scale) for n in (cost.network_bytes, cost.recomputed_bytes))
     of_memory, memory_scale = unit_of([cost.gradient_bytes])
     return [
-        f"network:   {name_of(cost)} sends {sent} {unit} a snapshot; with selective.recompute "
-        f"{gradients} {unit},",
+        f"network:   {name_of(cost)} sends {sent} {unit} a snapshot; with "
+        f"{cost.policy.policy.field_name()}.recompute {gradients} {unit},",
         f"           while the same experts stay chosen (MoEtion §5.2), for "
         f"{_number(cost.gradient_bytes / memory_scale)} {of_memory} more memory on each node",
     ]
@@ -174,13 +174,9 @@ def _network(comparison: Comparison) -> list[str]:
 def _as_document(cost: PolicyCost, *, auto: bool) -> str:
     """The part of the job document that asks for the policy."""
     policy = f"type: {cost.policy.value}"
-    if cost.policy is PolicyType.PARTIAL_EXPERTS:
-        policy += f", partialExperts: {{expertsPerLayer: {cost.experts}}}"
-    elif cost.policy is PolicyType.SPARSE:
-        repeats = "" if cost.repeats is Repeats.TRAINING else f", repeats: {cost.repeats.value}"
-        policy += f", sparse: {{window: {cost.experts}{repeats}}}"
-    elif cost.policy is PolicyType.SELECTIVE:
-        policy += f", selective: {{experts: {cost.experts}}}"
+    if cost.settings:
+        settings = ", ".join(f"{name}: {value}" for name, value in cost.settings.items())
+        policy += f", {cost.policy.policy.field_name()}: {{{settings}}}"
     lines = (
         "snapshot:",
         f"  policy: {{{policy}}}",

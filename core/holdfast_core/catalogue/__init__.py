@@ -1,1 +1,1 @@
-"""What daemons publish about jobs for readers, and what readers make of it."""
+"""Records that daemons publish about jobs, and how readers interpret them."""

@@ -1,4 +1,4 @@
-"""What happens to jobs on nodes, by the names that logs and the catalogue use."""
+"""Events of jobs on nodes, by the names that logs and the catalogue use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class JobEvent(StrEnum):
     SESSION_OPENED = "session_opened"
     """A trainer's session; the event has the key `stayed` if its process is of an earlier epoch."""
     WENT_LIVE = "went_live"
-    """The first rank of the node goes on from what processes have, and restores nothing."""
+    """The first rank of the node continues from the state that its processes have; nothing is
+    restored."""
     RANK_LOST = "rank_lost"
     """A session broke off in its epoch."""
     SKIPPED = "skipped"

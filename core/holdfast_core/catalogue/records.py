@@ -1,8 +1,8 @@
-"""What is in the catalogue about a job, and how its records are read.
+"""Records of a job in the catalogue, and how to read them.
 
 Daemons publish it, into Redis or into their own memory; readers need no daemon. Other programs can
-write to Redis, and records of an older version may remain there. Nothing is decided from them
-(invariant 6), so malformed records are left out and the rest is shown. Pure.
+write to Redis, and records of an older version may remain there. No decision depends on them
+(invariant 6), so malformed records are skipped and the rest is shown. Pure.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def key_of(prefix: str, job: str, kind: str) -> str:
 
 def states_from(texts: Mapping[str, str]) -> dict[str, Mapping[str, object]]:
     """Node → the state of the job that its daemon published."""
-    found = {node: _document(text) for node, text in texts.items()}
-    return {node: state for node, state in found.items() if state is not None}
+    documents = {node: _document(text) for node, text in texts.items()}
+    return {node: state for node, state in documents.items() if state is not None}
 
 
 def stages_from(fields: Mapping[str, str]) -> dict[int, dict[SnapshotStage, Generation]]:
@@ -113,10 +113,10 @@ def event_from(entry_id: str, fields: Mapping[Any, Any] | None) -> EventView | N
 
 def _document(text: str) -> Mapping[str, object] | None:
     try:
-        found = json.loads(text, parse_int=_bounded_int)
+        document = json.loads(text, parse_int=_bounded_int)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return document if isinstance(document, dict) else None
 
 
 def _bounded_int(digits: str) -> int:
@@ -134,28 +134,28 @@ def _is_number(text: str) -> bool:
 def ranks_of_state(state: Mapping[str, object]) -> dict[int, RankHealth]:
     """The rank states in a whole job state; malformed entries are left out."""
     entries = state.get("ranks")
-    found: dict[int, RankHealth] = {}
+    ranks: dict[int, RankHealth] = {}
     for entry in entries if isinstance(entries, list) else []:
         if isinstance(entry, Mapping):
             rank, health = entry.get("rank"), entry.get("state")
             if isinstance(rank, int) and health in RankHealth.__members__.values():
-                found[rank] = RankHealth(str(health))
-    return found
+                ranks[rank] = RankHealth(str(health))
+    return ranks
 
 
 def stages_of_state(state: Mapping[str, object]) -> dict[int, dict[SnapshotStage, Generation]]:
     """The stages in a whole job state; malformed entries are left out."""
     entries = state.get("stages")
-    found: dict[int, dict[SnapshotStage, Generation]] = {}
+    by_rank: dict[int, dict[SnapshotStage, Generation]] = {}
     for rank, stages in entries.items() if isinstance(entries, Mapping) else ():
         if isinstance(stages, Mapping) and re.fullmatch("[0-9]{1,20}", str(rank)):
-            found[int(rank)] = {
+            by_rank[int(rank)] = {
                 SnapshotStage(stage): Generation.parse(str(generation))
                 for stage, generation in stages.items()
                 if stage in SnapshotStage.__members__.values()
                 and GENERATION.fullmatch(str(generation))
             }
-    return found
+    return by_rank
 
 
 def losses_of_state(state: Mapping[str, object]) -> dict[int, RecoveryLoss]:
@@ -166,10 +166,10 @@ def losses_of_state(state: Mapping[str, object]) -> dict[int, RecoveryLoss]:
 
 def losses_in(documents: Iterable[object]) -> dict[int, RecoveryLoss]:
     """Epoch → its `RecoveryLoss`, in order of epochs; malformed documents are left out."""
-    found: dict[int, RecoveryLoss] = {}
+    losses: dict[int, RecoveryLoss] = {}
     for document in documents:
         if isinstance(document, Mapping):
             with suppress(CorruptError):
                 loss = RecoveryLoss.from_dict(document)
-                found[loss.epoch] = loss
-    return dict(sorted(found.items()))
+                losses[loss.epoch] = loss
+    return dict(sorted(losses.items()))

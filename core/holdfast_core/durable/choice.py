@@ -1,8 +1,9 @@
-"""Which generation in storage a job continues from when its daemons' memory has no line.
+"""Choice of the stored generation to continue from when the daemons' memory has no recovery line.
 
-Pure: what was found in storage goes in, a choice and its reason come out. A fresh start is chosen
-only when storage was read, is the right one, and holds no copy at all: the operator of a job that
-waits can still help it, but training that silently began anew would lose what the copies protect.
+Pure: it takes the contents of storage and returns a choice with its reason. It chooses a fresh
+start only if storage was read, is the right one, and holds no copy at all. A job that waits can
+still be helped by a person; training that silently started from the beginning would lose what the
+copies protect.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 The header describes the data twice: as tensors, for readers that only understand safetensors, and
 as the layout and manifest that the arena carried, so that the same piece digests verify the bytes
 from the trainer to the storage and back. Nothing in it is code (no pickle).
-docs/persisted-format.md shows an example. This module handles bytes only; files and places are for
-`holdfast_storage`.
+docs/persisted-format.md shows an example. This module handles bytes only; `holdfast_storage`
+handles files and places.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sparse:
+class PartialFile:
     """Contents of a file that holds only a part of its snapshot."""
 
     pieces: tuple[PieceRange, ...]
@@ -78,7 +78,7 @@ class Sparse:
     """Older versions of experts; see `durable.sparse_files.RankPlan`."""
 
 
-_SPARSE = msgspec.json.Decoder(Sparse)
+_PARTIAL_FILE = msgspec.json.Decoder(PartialFile)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +104,7 @@ def file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def encode_header(layout: bytes, manifest: bytes, sparse: Sparse | None = None) -> bytes:
+def encode_header(layout: bytes, manifest: bytes, sparse: PartialFile | None = None) -> bytes:
     """The first bytes of a rank's file, up to the payload. They fill whole pages, so that in a
     mapping of the file every tensor is aligned as it was in the arena.
 
@@ -166,7 +166,7 @@ def decode_header(data: bytes) -> RankHeader:
         metadata = _HEADER.decode(memoryview(data)[_LENGTH_BYTES:]).metadata
         layout, manifest = metadata.layout.encode(), metadata.manifest.encode()
         is_sparse = metadata.format == SPARSE_FORMAT
-        sparse = _SPARSE.decode(metadata.sparse) if is_sparse else None
+        sparse = _PARTIAL_FILE.decode(metadata.sparse) if is_sparse else None
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise CorruptError(f"header cannot be read: {error}") from error
     if metadata.format not in (FORMAT, SPARSE_FORMAT):
@@ -203,7 +203,7 @@ def describe_file(
     header: bytes,
     manifest: bytes,
     units: tuple[StoredUnit, ...] = (),
-    sparse: Sparse | None = None,
+    sparse: PartialFile | None = None,
 ) -> RankFile:
     """The entry in a set's manifest for the file that begins with `header`.
 

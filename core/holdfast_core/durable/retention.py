@@ -1,8 +1,8 @@
-"""Which sets of the durable tier stay, and which files belong to no set.
+"""Choice of the stored sets to remove, and of the files that belong to no set.
 
-Pure: the sets found go in, those that may be removed come out, with the reason. A set's manifest is
-removed first, so that a crash in the middle leaves files that belong to no set, which the next
-cleaning removes, and never a set that looks complete.
+Pure: it takes the sets in storage, and returns those that may be removed, with the reason. A set's
+manifest is removed first, so that a crash in the middle leaves files that belong to no set, which
+the next cleaning removes, and never a set that looks complete.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def choose_removals(
 
     A set stays when a set that may be restored needs it. A set that stays only because others need
     it does not make the sets that it needs itself stay: when they go, it becomes a holder.
-    Otherwise sets would keep each other for ever. So after a crash between any two removals, the
+    Otherwise sets would keep each other forever. So after a crash between any two removals, the
     sets that stay have all that they need. Where sets need others, no set older than an unknown one
     goes: the unknown set may need any of them.
 

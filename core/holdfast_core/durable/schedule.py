@@ -8,14 +8,14 @@ place of its constants:
 - O_save is the time that the newest set took. Persisting runs beside training, so this is more than
   it delays training; a smaller cost would only mean more copies.
 - The rate is that of losses which memory does not survive: two nodes of a parity group within
-  `EXPOSURE_S`, at the rate at which this job has lost nodes. A job that has lost none is assumed to
-  lose one per node in `NODE_LIFE_S`.
+  `EXPOSURE_S`, at the rate at which this job has lost nodes. Until the job has lost a node, it is
+  assumed to lose each node once in `NODE_LIFE_S`.
 
 Groups do not always fail independently (power, eviction, a defect of ours), so the interval never
 exceeds `INTERVAL_S_MAX`, unless a set takes longer than half of that.
 
-Times are seconds on any steady clock. The callers decide nothing themselves: they are the leader's
-engine in every daemon, and a daemon that has been asked to end.
+Times are seconds on any steady clock. Its callers are the leader's engine in every daemon, and a
+daemon that has been asked to end; they decide nothing themselves.
 """
 
 from __future__ import annotations

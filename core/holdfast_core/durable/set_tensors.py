@@ -135,7 +135,7 @@ class _Placed:
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """What is the same of all parts of one tensor, and of no two tensors."""
+        """Key that all parts of one tensor share, and no two tensors do."""
         buffer = self.entry.role is TensorRole.BUFFER
         return self.parameter, self.index, self.key, self.own, buffer
 

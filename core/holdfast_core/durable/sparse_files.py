@@ -1,16 +1,21 @@
-"""Ranks' files that hold some experts and everything else, and the snapshots composed of them.
+"""Rank files that hold some experts and everything else, and the snapshots composed of them.
 
-Two-level PEC (PEC §3.2): a copy in durable storage takes the non-expert part and K experts of each
-layer; for each other expert it names the older set whose file holds it. An expert is left out by
-whole pieces, the units of the arena's digests, so that every byte, from whichever file or slot it
-is read, is verified by the digests of the trainer's copy; nothing is hashed anew. Experts lie on
-pieces of their own wherever a policy leaves them out of snapshots; one that does not is in every
-file. An expert whose parts lie on several ranks is never given in an older version than the
+Two-level PEC (PEC §3.2, figure 4): each snapshot in memory captures K_snapshot experts of each
+layer, and each copy in durable storage takes everything else and K_persist experts. After a fault
+the surviving nodes restore fresh experts from memory; only what was lost with a node comes from the
+persisted set, which is older, so tokens are lost. For each expert that a copy leaves out, its file
+names the older set whose file holds it: always that set itself, never one that only names another.
+
+An expert is left out by whole pieces, the units of the arena's digests. So every byte, from
+whichever file or slot it is read, is verified by the digests of the trainer's copy, and nothing is
+hashed a second time. Experts lie on pieces of their own wherever a policy leaves them out of
+snapshots; an expert that shares a piece is in every file.
+
+An expert whose parts lie on several ranks is never restored in an older version than the
 snapshot's, because a rank that still has the snapshot in memory would continue with a newer part.
-Each rank names its part where storage has exactly this version, and writes it otherwise.
+Each such rank names its part where storage has exactly this version, and writes it otherwise.
 
-A file names the set that holds an expert, never one that only names another in turn. Pure:
-`holdfast_storage` reads and writes.
+Pure: `holdfast_storage` reads and writes.
 """
 
 from __future__ import annotations
@@ -21,9 +26,9 @@ from dataclasses import dataclass, replace
 
 from holdfast_core.durable.rank_files import PieceRange
 from holdfast_core.durable.sets import StoredSet
-from holdfast_core.durable.two_level import select_persisted
-from holdfast_core.errors import CorruptError
-from holdfast_core.experts.tables import Expert, ExpertTable, MoeLayer, layer_of
+from holdfast_core.errors import CorruptError, InvalidJobError
+from holdfast_core.experts.choice import choose
+from holdfast_core.experts.tables import Expert, ExpertTable, MoeLayer, Selection, layer_of
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.layouts import Layout, piece_count
 from holdfast_core.snapshots.manifests import ExpertVersion, Manifest
@@ -45,7 +50,7 @@ class RankPlan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Base:
+class BaseSet:
     """The complete set on which a new one may build, and the versions in this rank's file of it."""
 
     stored: StoredSet
@@ -96,7 +101,53 @@ def may_build_on(base: Generation, generation: Generation, line: Line | None) ->
     return before is not None and base.epoch == before.epoch and base <= before
 
 
-def plan_rank(layout: Layout, manifest: Manifest, base: Base | None, k: int) -> RankPlan:
+def select_persisted(
+    table: ExpertTable,
+    k: int,
+    memory: Mapping[UnitKey, Generation],
+    persisted: Mapping[UnitKey, Generation],
+) -> Selection:
+    """The experts whose newest version in memory is persisted next (PEC §3.2, persist-PEC).
+
+    A copy need not take the experts that its snapshot captured, because memory holds the newest
+    version of every expert. The function chooses K of each layer, equally many of each rank: first
+    those never persisted, then those whose persisted version is oldest, ties by unit. So none is
+    left out forever. An expert whose newest version is already persisted is not chosen again; one
+    that memory does not hold cannot be chosen.
+
+    Args:
+        memory: for each expert its newest version in memory.
+        persisted: for each expert its newest version in storage.
+
+    Raises:
+        InvalidJobError: when `k` is below 1.
+    """
+    if k < 1:
+        raise InvalidJobError(f"K of persistence is {k}; persist at least 1 expert of each layer")
+    fresh = {
+        unit for unit, held in memory.items() if unit not in persisted or persisted[unit] < held
+    }
+    layers = [
+        replace(m, experts=tuple(expert for expert in m.experts if expert.unit in fresh))
+        for m in table.layers
+    ]
+
+    def order(expert: Expert) -> tuple[bool, Generation]:
+        held = persisted.get(expert.unit)
+        return (held is not None, held or Generation(0, 0))
+
+    candidates = sorted((e for layer in layers for e in layer.experts), key=order)
+    # The oldest never give way, so that balance cannot keep an expert out of storage for ever.
+    chosen = choose(layers, {m.layer: k for m in layers}, candidates, urgent=fresh)
+    never = sum(unit not in persisted for unit in chosen)
+    return Selection(
+        units=tuple(chosen),
+        reason=f"{k} experts of each layer, oldest in storage first: {len(chosen)} of the "
+        f"{len(fresh)} that are newer in memory, {never} of them never persisted before",
+    )
+
+
+def plan_rank(layout: Layout, manifest: Manifest, base: BaseSet | None, k: int) -> RankPlan:
     """The plan of this snapshot's file, when K experts of each layer are persisted in a copy.
 
     All ranks make the same choice from the same base if their snapshots hold the same versions.
@@ -144,7 +195,7 @@ def plan_rank(layout: Layout, manifest: Manifest, base: Base | None, k: int) -> 
     )
 
 
-def _of_rank(base: Base, manifest: Manifest) -> dict[str, StoredUnit]:
+def _of_rank(base: BaseSet, manifest: Manifest) -> dict[str, StoredUnit]:
     stored = base.stored
     if stored.world_size != manifest.world_size:
         return {}
@@ -182,19 +233,19 @@ def _in_storage(stored: StoredSet) -> tuple[ExpertTable, dict[UnitKey, Generatio
     return table, versions
 
 
-def _older(base: Base, versions: Mapping[str, ExpertVersion]) -> tuple[ExpertVersion, ...]:
+def _older(base: BaseSet, versions: Mapping[str, ExpertVersion]) -> tuple[ExpertVersion, ...]:
     """This rank's records of the versions in storage of experts that the snapshot has newer. Where
     this rank has no record of a capture, its newest record before that."""
     recorded: dict[str, list[ExpertVersion]] = {}
     for record in base.experts:
         recorded.setdefault(record.unit, []).append(record)
-    found: dict[str, ExpertVersion] = {}
+    older: dict[str, ExpertVersion] = {}
     for each in (unit for file in base.stored.files for unit in file.units):
         known = [r for r in recorded.get(each.unit, ()) if r.generation <= each.version]
         newer = versions.get(each.unit)
         if known and newer is not None and newer.generation > each.version:
-            found[each.unit] = max(known, key=lambda record: record.generation)
-    return tuple(found[unit] for unit in sorted(found))
+            older[each.unit] = max(known, key=lambda record: record.generation)
+    return tuple(older[unit] for unit in sorted(older))
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -248,11 +299,11 @@ def compose(
         if unit.unit not in runs or unit.unit not in captured:
             raise CorruptError(f"the set lists {unit.unit}, but this rank's file does not")
         wanted = (captured[unit.unit].generation, unit.version)
-        found = _in_memory(unit.unit, wanted, slots)
-        from_memory += found is not None
-        if found is None and unit.held_in == own.generation:
+        in_memory = _in_memory(unit.unit, wanted, slots)
+        from_memory += in_memory is not None
+        if in_memory is None and unit.held_in == own.generation:
             continue
-        index, manifest, version = found or _in_file(unit, own, holders)
+        index, manifest, version = in_memory or _in_file(unit, own, holders)
         experts[unit.unit] = version
         older += version.generation != captured[unit.unit].generation
         for first, end in runs[unit.unit]:

@@ -1,1 +1,1 @@
-"""Experts with uneven numbers of copies: how many, where they lie, and which tokens go to which."""
+"""Experts with uneven numbers of copies: their number, their places, and the tokens of each."""

@@ -1,8 +1,8 @@
-"""Which rank's tokens go to which copies of their expert (Lazarus §4.2, algorithm 1).
+"""Assignment of each rank's tokens to the copies of their experts (Lazarus §4.2, algorithm 1).
 
-Every rank computes the same from the same counts, so nothing but the counts is exchanged. Each copy
-of an expert takes an equal part of its tokens, up to rounding; a rank keeps its own tokens as far
-as its copies have room, and sends the rest to ranks of its node first.
+Every rank computes the same assignment from the same counts, so only the counts are exchanged. Each
+copy of an expert takes an equal part of its tokens, up to rounding; a rank keeps its own tokens as
+far as its copies have room, and sends the rest to ranks of its node first.
 
 The paper's listing loses tokens: it divides by the wrong numbers in two places and shares are real
 numbers. Here capacities are rounded along the ranks and surplus meets room as intervals do: sums

@@ -1,6 +1,6 @@
-"""Tokens that experts got lately: what a new plan is made for.
+"""Recent tokens of each expert, by which a new plan is made.
 
-Sums over whole windows rather than a moving average, which a few odd batches would turn.
+It sums whole windows, because a few odd batches would distort a moving average.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 WINDOW_BATCHES = 200
-"""Batches of a window: Lazarus plans anew after as many."""
+"""Batches of a window: Lazarus makes a new plan after as many."""
 
 
 class LoadHistory:
-    """Tokens of one layer's experts in the present window and the one before it.
+    """Tokens of one layer's experts in the present window and the previous one.
 
     Args:
-        tokens: what the present plan was made for; counts as long as there was no batch.
+        tokens: tokens by which the present plan was made; used until the first batch.
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
@@ -33,5 +33,5 @@ class LoadHistory:
     @property
     def tokens(self) -> tuple[int, ...]:
         """For each expert the tokens to plan for."""
-        found = tuple(map(sum, zip(self._before, self._now, strict=True)))
-        return found if any(found) else self._expected
+        counted = tuple(map(sum, zip(self._before, self._now, strict=True)))
+        return counted if any(counted) else self._expected

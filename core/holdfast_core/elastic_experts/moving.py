@@ -1,11 +1,11 @@
-"""What moves when experts get another plan (Lazarus §4.3).
+"""Moves of experts that lead from one plan to another (Lazarus §4.3).
 
-A plan does not care which node is which, so its nodes are given to those that are there such that
-as few experts as possible have to be sent: one mapping for all layers, because layers in orders of
-their own would survive fewer losses. What a rank lacks then comes from ranks that hold it, evenly
-divided among them.
+A plan does not depend on which node is which. So its nodes are mapped to the present nodes such
+that as few experts as possible have to be sent. All layers share one mapping, because layers with
+different orders would survive fewer losses. Experts that a rank then lacks come from the ranks that
+hold them, evenly divided among those.
 
-Pure: every rank computes the same from what all ranks hold.
+Pure: every rank computes the same moves from the experts that all ranks hold.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def cheapest(cost: NDArray[np.int64]) -> list[int]:
 
 def _holdings(held: Held, plan: ExpertPlan) -> NDArray[np.bool_]:
     """[ranks, layers, experts]: who holds what."""
-    found = np.zeros((len(held), len(plan.layers), len(plan.layers[0].copies)), dtype=bool)
+    holds = np.zeros((len(held), len(plan.layers), len(plan.layers[0].copies)), dtype=bool)
     for rank, layers in enumerate(held):
         for at, experts in enumerate(layers):
-            found[rank, at, list(experts)] = True
-    return found
+            holds[rank, at, list(experts)] = True
+    return holds

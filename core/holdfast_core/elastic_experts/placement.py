@@ -1,11 +1,11 @@
-"""Where the copies of one layer's experts lie.
+"""Placement of the copies of one layer's experts on nodes.
 
 Maximum-rank-overlap (MRO, Lazarus §4.1) puts experts with equally few copies on the same nodes, so
-that few sets of lost nodes are fatal. The paper's theorem 1 calls every such placement optimal. It
-is when the groups' nodes are disjoint or one node holds all experts; otherwise the last group is
-cut off, and the placement may be beaten and may even put two copies of an expert on one node only.
-Then an exchange of copies improves it (`climb`), and `repair` gives every expert the nodes that its
-copies were meant for. `spread` deals copies evenly, which balances the load of nodes.
+that few sets of lost nodes are fatal. The paper's theorem 1 calls every such placement optimal.
+That is true if the groups' nodes are disjoint or one node holds all experts. Otherwise the last
+group is cut off: better placements may exist, and two copies of an expert may even lie on the same
+node. Then an exchange of copies improves it (`climb`), and `repair` gives every expert the nodes
+that its copies were meant for. `spread` deals copies evenly, which balances the load of nodes.
 
 A placement is an array [experts, nodes] of numbers of copies.
 """
@@ -170,11 +170,11 @@ class _LostSets:
 
     def fatal_to(self, counts: Sequence[int]) -> int:
         """The sets that contain every node on which `counts` has a copy."""
-        found = self.all
+        sets = self.all
         for with_node, count in zip(self.with_node, counts, strict=True):
             if count:
-                found &= with_node
-        return found
+                sets &= with_node
+        return sets
 
     def numbers(self, fatal: int) -> tuple[int, ...]:
         """How many of the `fatal` sets there are of each size."""
@@ -241,13 +241,15 @@ def _best_exchange(
                     row_x[b] += 1
                     row_y[b] -= 1
                     row_y[a] += 1
-                    found = cases.numbers(others | cases.fatal_to(row_x) | cases.fatal_to(row_y))
+                    fatal_numbers = cases.numbers(
+                        others | cases.fatal_to(row_x) | cases.fatal_to(row_y)
+                    )
                     row_x[a] += 1
                     row_x[b] -= 1
                     row_y[b] += 1
                     row_y[a] -= 1
-                    if found < best:
-                        move, best = (x, a, y, b), found
+                    if fatal_numbers < best:
+                        move, best = (x, a, y, b), fatal_numbers
             if left <= 0:
                 return move, best, 0
         before |= fatal[x]

@@ -1,13 +1,13 @@
 """Expert plans: the copies of all layers, chosen for survival or for balance.
 
-A plan does not change when its nodes are numbered otherwise, so all layers are placed in one order
-of the nodes: what is fatal to one layer is then mostly fatal to others too, and fewer sets of lost
-nodes are fatal to the model. Layers placed one by one, each in an order of its own, would each add
-their own.
+The numbering of nodes makes no difference to a plan, so all layers are placed in one order of the
+nodes. A set of lost nodes that is fatal to one layer is then mostly fatal to others too, so that
+fewer sets are fatal to the model. If each layer had an order of its own, each would add its own
+fatal sets.
 
-Placements for survival put rarely used experts on the same nodes, which load them less than others:
-they make every step longer. `Placement.AUTO` weighs that against what a loss costs that no live
-copy covers.
+Placements for survival put rarely used experts on the same nodes. Those nodes have less work than
+others, so every step takes longer. `Placement.AUTO` weighs this against the cost of a loss that no
+live copy covers.
 """
 
 from __future__ import annotations
@@ -275,7 +275,7 @@ def _plan(loads: Sequence[Sequence[int]], room: ExpertRoom, rules: PlanRules) ->
         for tokens in loads
     ]
     even = _placed("spread", _spread(layers, room, least), layers)
-    safe = min((even, *_for_recovery(layers, room, least)), key=lambda one: one.survival.fatal)
+    safe = min((even, *_for_recovery(layers, room, least)), key=lambda model: model.survival.fatal)
     chosen, reason = _choose(rules.placement, safe, even, rules.cost)
     if least < min_copies:
         reason += f"; nodes and seats allow {least} instead of {min_copies} copies of every expert"
@@ -319,20 +319,22 @@ class _Layer:
 
 def _each(layers: Sequence[_Layer], place: Callable[[tuple[int, ...]], Counts]) -> list[Counts]:
     """Place each layer by its ascending numbers of copies, which many layers have in common."""
-    placed = {copies: place(copies) for copies in dict.fromkeys(one.ascending for one in layers)}
-    found = []
+    placed = {
+        copies: place(copies) for copies in dict.fromkeys(layer.ascending for layer in layers)
+    }
+    placed_counts = []
     for layer in layers:
         counts = np.empty_like(placed[layer.ascending])
         counts[layer.order] = placed[layer.ascending]
-        found.append(counts)
-    return found
+        placed_counts.append(counts)
+    return placed_counts
 
 
 def _node_loads(counts: Counts, layer: _Layer) -> list[float]:
     """Tokens of each node: L_j = Σ_e t_e / r_e · R_{e,j}."""
     share = np.array(layer.tokens, dtype=np.float64) / np.array(layer.copies)
-    found: list[float] = (share[:, None] * counts).sum(axis=0).tolist()
-    return found
+    loads: list[float] = (share[:, None] * counts).sum(axis=0).tolist()
+    return loads
 
 
 def _placed(name: str, counts: Sequence[Counts], layers: Sequence[_Layer]) -> PlacedModel:
@@ -340,7 +342,7 @@ def _placed(name: str, counts: Sequence[Counts], layers: Sequence[_Layer]) -> Pl
     cases = loss_cases(nodes)
     holds = np.unique(np.concatenate(counts) > 0, axis=0)
     fatal = cases.fatal(np.flatnonzero(row).tolist() for row in holds)
-    loads = [_node_loads(one, layer) for one, layer in zip(counts, layers, strict=True)]
+    loads = [_node_loads(placed, layer) for placed, layer in zip(counts, layers, strict=True)]
     even = sum(sum(of_layer) for of_layer in loads) / nodes
     return PlacedModel(
         name=name,
@@ -358,9 +360,11 @@ def _spread(layers: Sequence[_Layer], room: ExpertRoom, least: int) -> list[Coun
 def _for_recovery(layers: Sequence[_Layer], room: ExpertRoom, least: int) -> list[PlacedModel]:
     """Placements that may have the fewest fatal sets."""
     nodes, seats = room.nodes, room.node_seats
-    groups = {one.ascending: groups_of(one.ascending, nodes, seats) for one in layers}
-    core = [min(of_group) for of_group in zip(*(one.nodes for one in groups.values()), strict=True)]
-    proven = sum(groups[one.ascending].optimal for one in layers)
+    groups = {layer.ascending: groups_of(layer.ascending, nodes, seats) for layer in layers}
+    core = [
+        min(of_group) for of_group in zip(*(group.nodes for group in groups.values()), strict=True)
+    ]
+    proven = sum(groups[layer.ascending].optimal for layer in layers)
     name = f"MRO, optimal by itself in {proven} of {len(layers)} layers"
 
     def aligned(copies: tuple[int, ...]) -> Counts:
@@ -375,14 +379,16 @@ def _for_recovery(layers: Sequence[_Layer], room: ExpertRoom, least: int) -> lis
             return aligned(copies)
         return repair(_climbed(aligned(copies), spread(copies, nodes, seats), budget), least)
 
-    found = [_placed(f"{name}, all in one order of nodes", _each(layers, aligned), layers)]
+    candidates = [_placed(f"{name}, all in one order of nodes", _each(layers, aligned), layers)]
     if len(groups) > 1:
-        found.append(_placed(f"{name}, around common nodes", _each(layers, around_core), layers))
+        candidates.append(
+            _placed(f"{name}, around common nodes", _each(layers, around_core), layers)
+        )
     if proven < len(layers) and nodes <= CLIMB_NODES_MAX:
-        budget = _EXCHANGES_MAX // (2 * sum(not one.optimal for one in groups.values()))
+        budget = _EXCHANGES_MAX // (2 * sum(not group.optimal for group in groups.values()))
         more = f"{name}, exchanged copies in the others"
-        found.append(_placed(more, _each(layers, exchanged), layers))
-    return found
+        candidates.append(_placed(more, _each(layers, exchanged), layers))
+    return candidates
 
 
 def _climbed(grouped: Counts, spread_out: Counts, budget: int) -> Counts:
@@ -410,9 +416,9 @@ def _choose(
         for k in nodes
     )
     price = safe.imbalance - even.imbalance
-    found = safe if gain > price else even
-    return found, (
-        f"Auto: {found.name}; placing for recovery saves {gain:.1e} of the time in fallbacks of "
+    better = safe if gain > price else even
+    return better, (
+        f"Auto: {better.name}; placing for recovery saves {gain:.1e} of the time in fallbacks of "
         f"{cost.fallback_s:g} s, and its uneven load costs {price:.1e}"
     )
 

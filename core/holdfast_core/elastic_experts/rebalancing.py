@@ -1,8 +1,8 @@
-"""Whether other seats are worth their moves, while the ranks stay the same (Lazarus §4.1, §6.1).
+"""Whether a new plan is worth its moves while the ranks stay the same (Lazarus §4.1, §6.1).
 
-Loads drift, so the plan that was best 200 steps ago may let one rank hold up the others. Another
-one costs the time in which experts move. It is worth that if it saves more until the next look.
-Pure: every rank decides alike.
+Loads drift, so with a plan that was best 200 steps ago one rank may hold up the others. Changing
+the plan costs the time in which experts move. That is worthwhile if the new plan saves more before
+the next check. Pure: every rank decides alike.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def busiest_ranks(plan: ExpertPlan, tokens: Sequence[Sequence[int]]) -> float:
 
 def rank_loads(plan: ExpertPlan, layer: int, tokens: Sequence[int]) -> list[float]:
     """Tokens of each rank in a layer, as the dispatcher divides them but for rounding."""
-    found = [0.0] * plan.room.ranks
+    loads = [0.0] * plan.room.ranks
     for expert, held in enumerate(plan.layers[layer].copies):
         share = tokens[expert] / sum(count for _, count in held)
         for rank, count in held:
-            found[rank] += share * count
-    return found
+            loads[rank] += share * count
+    return loads

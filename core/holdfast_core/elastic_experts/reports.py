@@ -1,4 +1,4 @@
-"""What trainers report of their expert plan, for people. Equal on all ranks of a world."""
+"""Report of the expert plan, which trainers make for people. Equal on all ranks of a world."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Whether a copy of everything is left after some nodes are lost.
+"""Probability that a copy of every expert is left after some nodes are lost.
 
-A set of nodes is fatal to an expert that has copies nowhere else, and an expert of any layer that
-is lost is lost to the model: so the probability is that of all layers together. Every set of lost
-nodes is equally likely (Lazarus §4.1, objective (3)).
+A set of nodes is fatal to an expert whose copies all lie on them. The model cannot do without any
+expert of any layer, so the probability is computed for all layers together. Every set of lost nodes
+is equally likely (Lazarus §4.1, objective (3)).
 
-Sets are enumerated where there are few of each size. Otherwise a fixed sample of orders in which
-nodes are lost stands for all; each order serves every number of lost nodes, and all plans, so that
-plans are compared on equal samples. All machines draw the same sample.
+Where there are few sets of each size, all are enumerated. Otherwise a fixed sample of the orders in
+which nodes are lost stands for all. Each order serves every number of lost nodes and every plan, so
+that plans are compared on equal samples. All machines draw the same sample.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ def _all_sets(nodes: int) -> list[NDArray[np.bool_]]:
 def _sets_of(nodes: int, size: int) -> NDArray[np.bool_]:
     """A column for each set of `size` nodes."""
     if 2 * size > nodes:
-        found: NDArray[np.bool_] = ~_sets_of(nodes, nodes - size)
-        return found
+        complement: NDArray[np.bool_] = ~_sets_of(nodes, nodes - size)
+        return complement
     count = comb(nodes, size)
     members = np.fromiter(chain.from_iterable(combinations(range(nodes), size)), dtype=np.int64)
     lost = np.zeros((nodes, count), dtype=np.bool_)

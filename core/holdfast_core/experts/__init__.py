@@ -1,1 +1,1 @@
-"""Which experts a snapshot captures, and which tokens a recovery loses for those it left out."""
+"""Choice of the experts in a snapshot, and the tokens that recoveries lose for the others."""

@@ -1,4 +1,4 @@
-"""Selective experts: as many as the bandwidth hides in a step, where most tokens are at risk.
+"""Selection within a budget: as many experts as the bandwidth hides in a step, most tokens first.
 
 MoEtion §4.2 and §4.3, algorithm 1. The budget of a step gives a number of experts for the whole
 model. Layers share it in proportion to their token risk. Within a layer, the experts that processed
@@ -95,12 +95,12 @@ def experts_within(
         return ExpertCount(experts=0, reason="the model has no experts")
     left = max(0, budget_bytes - reserved_bytes)
     within = min(total, left // cost if cost else total)
-    found = f"{format_bytes(left)} in a step hold {within} of {total} experts of up to " + (
+    reason = f"{format_bytes(left)} in a step hold {within} of {total} experts of up to " + (
         format_bytes(cost)
     )
     if within:
-        return ExpertCount(experts=within, reason=found)
-    return ExpertCount(experts=1, reason=f"{found}; 1 is captured, which may delay the step")
+        return ExpertCount(experts=within, reason=reason)
+    return ExpertCount(experts=1, reason=f"{reason}; 1 is captured, which may delay the step")
 
 
 def allocate(risks: Mapping[int, int], sizes: Mapping[int, int], total: int) -> dict[int, int]:

@@ -1,8 +1,8 @@
-"""Choose experts in an order of preference: a quota of each layer, equally many of each rank.
+"""Choice of experts in an order of preference: a quota of each layer, equally many of each rank.
 
 Load-aware selection and the persisted half of two-level PEC have this in common (PEC §3.1, "equal
 save capacity of each rank"; its algorithm 1 is not in the published text). Layers of one pipeline
-stage share their ranks, so each stage is decided alone.
+stage share their ranks, so each stage is decided separately.
 
 This module does not look at tokens or ages: callers put the experts in order.
 """

@@ -5,7 +5,7 @@ the tokens that it routed to each expert, the last capture of each expert that i
 and what it measured. The sum of all statements, element by element, has every fact of every rank,
 because experts have one rank that captures them and each rank has its own place for measures. So:
 
-- ranks that have the sum choose alike: nothing else goes into the choice;
+- ranks that have the sum make the same choice: nothing else goes into it;
 - a save that a rank skipped needs no message: the rank's next statement shows how old its experts
   are;
 - a missed sum does no harm: the next one holds all of it again.

@@ -5,8 +5,8 @@ passed its limit, K doubles, until all experts are captured. K never shrinks by 
 
 The paper keeps the job's PLT below 5 % and gives each K "its limit" without saying which. Here the
 job's limit is divided equally over the values of K that can lose tokens (1, 2 and 4 of 8 experts),
-because it is the sum that harms the model. So the job's PLT stays below the limit, except for what
-a recovery that passes its share loses beyond it.
+because it is the sum that harms the model. So the job's PLT stays below the limit, except where a
+single recovery loses more than its share.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ def next_k(
         return KDecision(k=k, reason=f"K stays {k}: every expert is captured")
     share = limit / _levels(first_k, experts_max)
     plt = portion(lost_by_k.get(k, 0), total_tokens)
-    found = f"recoveries at K={k} lost {plt:.2%} of all tokens, and the limit is {share:.2%}"
+    comparison = f"recoveries at K={k} lost {plt:.2%} of all tokens, and the limit is {share:.2%}"
     if plt <= share:
-        return KDecision(k=k, reason=f"K stays {k}: {found}")
+        return KDecision(k=k, reason=f"K stays {k}: {comparison}")
     doubled = min(2 * k, experts_max)
-    return KDecision(k=doubled, reason=f"K grows from {k} to {doubled}: {found}")
+    return KDecision(k=doubled, reason=f"K grows from {k} to {doubled}: {comparison}")
 
 
 def _levels(first_k: int, experts_max: int) -> int:

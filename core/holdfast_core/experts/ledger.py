@@ -1,11 +1,11 @@
 """How many tokens each expert has processed, and how many of them its captured versions hold.
 
-The one history that selection and loss accounting share. For each expert it counts the tokens whose
-updates are in the live weights, and keeps that count for each captured version; so what a return to
-a version would lose is a difference (`L_i` of PEC eq. 4, TokensLost of MoEtion eq. 6).
+Selection and loss accounting share this history. For each expert it counts the tokens whose updates
+are in the live weights, and keeps that count for each captured version; so the loss of a return to
+a version is a difference (`L_i` of PEC eq. 4, TokensLost of MoEtion eq. 6).
 
-The ledger is part of the training state: it is captured with the extras of a snapshot, so that
-after a recovery it is that of the restored step. In the SDK, each rank has one for the tokens that
+The ledger is part of the training state: it is captured with the extras of a snapshot, so that a
+recovery restores the ledger of the restored step. In the SDK, each rank has one for the tokens that
 it routed itself; choices that all ranks must share use `experts.counts`. Values are frozen; each
 change returns a new ledger.
 
@@ -292,9 +292,9 @@ def check_format(what: str, document: Mapping[str, Any], expected: int) -> None:
     Raises:
         CorruptError: when it is of another format, which the message names.
     """
-    found = document.get("format") if isinstance(document, Mapping) else None
-    if found != expected:
+    given = document.get("format") if isinstance(document, Mapping) else None
+    if given != expected:
         raise CorruptError(
-            f"{what} of format {found!r}: this version of Holdfast reads format {expected}; use "
+            f"{what} of format {given!r}: this version of Holdfast reads format {expected}; use "
             f"the version that wrote it, or remove it and lose its counts"
         )

@@ -4,7 +4,7 @@ Each rank counts the tokens that it routed itself. The tokens that recoveries ha
 for the whole job on every rank, because a restore adds them up. So figures of several ranks are
 sums over sums: tokens at risk and routed tokens are added by layer, and only then divided; lost
 tokens are taken once and divided by what all ranks together have routed. A mean of the ranks'
-ratios would weigh a rank that routed little like one that routed much.
+ratios would give a rank that routed few tokens the weight of one that routed many.
 
 Each rank of a tensor-parallel group counts the same tokens: portions stay right, but absolute
 numbers count such a token once for each rank.
@@ -113,7 +113,7 @@ class LossReport:
     ranks: int
     """Number of ranks whose tokens these are."""
     k: int
-    """Experts of each layer in a snapshot; with the policy Selective, of all layers together."""
+    """Experts in a snapshot, as the policy counts them: of each layer, or of all layers."""
     experts_max: int
     """Experts of the layer that has most, or of all layers together: this K captures all."""
     limit: float
@@ -190,12 +190,12 @@ class LossReport:
 def merged(reports: Iterable[LossReport]) -> LossReport | None:
     """One report for all these ranks together; None without any. Values that should be equal on
     all ranks are taken from the report with the newest recovery."""
-    found = list(reports)
-    if not found:
+    given = list(reports)
+    if not given:
         return None
-    leading = max(found, key=lambda report: report.newest.epoch if report.newest else 0)
+    leading = max(given, key=lambda report: report.newest.epoch if report.newest else 0)
     alike: dict[tuple[int, ...], list[LossReport]] = {}
-    for report in found:
+    for report in given:
         alike.setdefault(report.layers, []).append(report)
     risk: dict[int, int] = dict.fromkeys(leading.layers, 0)
     routed = dict(risk)
@@ -205,7 +205,7 @@ def merged(reports: Iterable[LossReport]) -> LossReport | None:
     lost = dict(zip(leading.layers, leading.lost, strict=True))
     every = tuple(sorted(routed))
     return LossReport(
-        ranks=sum(report.ranks for report in found),
+        ranks=sum(report.ranks for report in given),
         k=leading.k,
         experts_max=leading.experts_max,
         limit=leading.limit,

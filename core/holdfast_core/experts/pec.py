@@ -36,11 +36,11 @@ def select_sequential(
     """The experts of snapshot `number`, in turn (PEC §3.1, sequential selection; figure 1).
 
     The experts of a layer with N > K experts are arranged so that neighbours belong to different
-    expert-parallel ranks (`MoeLayer.interleaved`). Snapshot t captures K of them from position
-    t·K + m·K on, where m counts the stage's layers of that kind before this one: each layer starts
-    where the one before it stopped. Hence, in any snapshot, the numbers of experts of any two
-    shares of a stage differ by at most one, if each layer has equally many experts of each share.
-    (Experts in `uncaptured` come on top of that.)
+    expert-parallel ranks (`MoeLayer.interleaved`). Snapshot t captures K of them from position t·K
+    + m·K on, where m counts the stage's layers of that kind before this one: each layer starts
+    where the previous one stopped. Hence, in any snapshot, the numbers of experts of any two shares
+    of a stage differ by at most one, if each layer has equally many experts of each share. (Experts
+    in `uncaptured` come on top of that.)
 
     Args:
         k: K_pec, experts of each layer.

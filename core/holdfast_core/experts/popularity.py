@@ -1,16 +1,16 @@
 """Popularity of experts: which of them a sparse window captures first.
 
-A unit is frozen in the repeated steps of a window until its slot. So the experts that few tokens
-use go first, and those that many use last (MoEvement §3.5, appendix B). Ranks add up what they have
-counted, once for each window, and all derive the same order from the same sums.
+A unit is frozen in the repeated steps of a window until its slot. So rarely used experts go first,
+and popular experts last (MoEvement §3.5, appendix B). Ranks add up what they have counted, once for
+each window, and all derive the same order from the same sums.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping
+from enum import StrEnum
 
-from holdfast_core.job.snapshots import DECAY, ExpertOrder, SparseWindows
 from holdfast_core.snapshots.units import UnitKey
 
 FREQUENCY_STEPS = 100
@@ -23,14 +23,26 @@ sum is the same in any order."""
 SHARE = 0.25
 """Least part of the experts whose frequency must have changed for another order (MoEvement
 §3.5)."""
+DECAY = 0.9
+"""Default part of an expert's popularity that is left after a window."""
+
+
+class ExpertOrder(StrEnum):
+    """Order in which a sparse window captures experts."""
+
+    FIXED = "Fixed"
+    HARD_COUNT = "HardCount"
+    SOFT_COUNT = "SoftCount"
+    TIME_DECAYED = "TimeDecayed"
+    CAPACITY_AWARE = "CapacityAware"
 
 
 class Popularity:
     """Tokens of experts in the newest steps, and when their order is due to change."""
 
-    def __init__(self, policy: SparseWindows) -> None:
-        self._order = policy.order
-        self._decay = DECAY if policy.decay is None else policy.decay
+    def __init__(self, order: ExpertOrder, decay: float | None = None) -> None:
+        self._order = order
+        self._decay = DECAY if decay is None else decay
         self._newest: deque[tuple[int, Mapping[UnitKey, int], Mapping[int | None, int]]] = deque()
         self._decayed: dict[UnitKey, float] = {}
         self._then: Mapping[UnitKey, float] | None = None

@@ -1,7 +1,7 @@
 """Which experts cross the network as gradients, and what a peer needs to compute the rest.
 
-MoEtion §5.2: while an expert stays selected, a peer that holds its state of the step before can
-compute the new state from the gradient, which is a fraction of it: 2 bytes for each parameter
+MoEtion §5.2: while an expert stays selected, a peer that holds its state of the previous step can
+compute the new state from the gradient, which is a fraction of its size: 2 bytes for each parameter
 instead of 14 with bfloat16 weights, float32 masters and Adam's moments.
 
 For each parameter of an expert, a snapshot carries its gradient and a recipe, as two more tensors
@@ -143,11 +143,11 @@ def recomputables(layout: Layout) -> tuple[Recomputable, ...]:
         for entry in layout.entries:
             counts[entry.tensor] = counts.get(entry.tensor, 0) + 1
         by_name = {name: entry for name, entry in by_name.items() if counts[name] == 1}
-    found = []
+    parameters = []
     for entry in layout.entries:
-        if entry.role is TensorRole.RECIPE and (one := _of(entry, by_name)) is not None:
-            found.append(one)
-    return tuple(found)
+        if entry.role is TensorRole.RECIPE and (parameter := _of(entry, by_name)) is not None:
+            parameters.append(parameter)
+    return tuple(parameters)
 
 
 def _of(recipe: Entry, by_name: Mapping[str, Entry]) -> Recomputable | None:
@@ -179,12 +179,16 @@ def _of(recipe: Entry, by_name: Mapping[str, Entry]) -> Recomputable | None:
     return one if _fits(one) else None
 
 
-def _fits(one: Recomputable) -> bool:
+def _fits(parameter: Recomputable) -> bool:
     """Whether the tensors are whole, equally long, and of types that the arithmetic supports."""
-    floats = [entry for entry in (one.weights, one.first, one.second) if entry is not None]
-    narrow = [one.rounded] if one.rounded is not None else []
-    alike = (*floats, *narrow, one.gradient)
-    count = one.weights.nbytes // 4
+    floats = [
+        entry
+        for entry in (parameter.weights, parameter.first, parameter.second)
+        if entry is not None
+    ]
+    narrow = [parameter.rounded] if parameter.rounded is not None else []
+    alike = (*floats, *narrow, parameter.gradient)
+    count = parameter.weights.nbytes // 4
     width = {"float32": 4, "bfloat16": 2}
     return (
         all(entry.dtype == "float32" for entry in floats)
@@ -193,8 +197,8 @@ def _fits(one: Recomputable) -> bool:
             entry.start == 0 and entry.nbytes == count * width.get(entry.dtype, 0)
             for entry in alike
         )
-        and all(entry.unit == one.unit for entry in alike)
-        and one.recipe.nbytes == RECIPE_BYTES
+        and all(entry.unit == parameter.unit for entry in alike)
+        and parameter.recipe.nbytes == RECIPE_BYTES
     )
 
 
@@ -206,9 +210,9 @@ def state_entries(layout: Layout) -> tuple[Entry, ...]:
 def gradient_pieces(layout: Layout) -> dict[UnitKey, frozenset[int]]:
     """For each expert, the pieces that hold its gradients and recipes, and nothing else."""
     size = layout.piece_bytes
-    found: dict[str, set[int]] = {}
+    pieces_of: dict[str, set[int]] = {}
     for entry in layout.entries:
         if entry.role in BESIDE_STATE and entry.nbytes:
             first, end = entry.offset // size, piece_count(entry.offset + entry.nbytes, size)
-            found.setdefault(entry.unit, set()).update(range(first, end))
-    return {UnitKey.parse(unit): frozenset(pieces) for unit, pieces in found.items()}
+            pieces_of.setdefault(entry.unit, set()).update(range(first, end))
+    return {UnitKey.parse(unit): frozenset(pieces) for unit, pieces in pieces_of.items()}

@@ -2,7 +2,7 @@
 
 A window of W steps captures each unit's whole state once, in its slot. This module divides units
 into slots by bytes (MoEvement §3.5, algorithm 1) and says what a save holds. It deals with neither
-places nor tensors. What a recovery repeats decides what a save holds besides:
+places nor tensors. What else a save holds depends on what a recovery repeats:
 
 - Training: before its slot, the unit's compute weights, so that training can be repeated from the
   first save while the unit is frozen (§3.2).
@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property
 
 from holdfast_core.errors import InvalidJobError
-from holdfast_core.job.snapshots import Repeats
 from holdfast_core.snapshots.units import UnitKey, UnitKind
 
 _LAST = (
@@ -34,6 +34,13 @@ _LAST = (
 )
 """Kinds in the order of their slots. What every token uses comes last: it stays frozen longest in a
 replay."""
+
+
+class Repeats(StrEnum):
+    """What a recovery repeats of the steps of a sparse window."""
+
+    TRAINING = "Training"
+    OPTIMIZER = "Optimizer"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,22 +103,22 @@ def ordered(operators: Sequence[Operator]) -> tuple[Operator, ...]:
     slot."""
     turns: dict[tuple[int, int], int] = {}
     keys: dict[UnitKey, tuple[int, int, tuple[int, int]]] = {}
-    for one in sorted(operators, key=lambda one: one.unit):
+    for operator in sorted(operators, key=lambda operator: operator.unit):
         turn = 0
-        if one.unit.kind is UnitKind.EXPERT:
-            turn = turns[one.home] = turns.get(one.home, -1) + 1
-        keys[one.unit] = (_LAST.index(one.unit.kind), turn, one.home)
-    return tuple(sorted(operators, key=lambda one: (keys[one.unit], one.unit)))
+        if operator.unit.kind is UnitKind.EXPERT:
+            turn = turns[operator.home] = turns.get(operator.home, -1) + 1
+        keys[operator.unit] = (_LAST.index(operator.unit.kind), turn, operator.home)
+    return tuple(sorted(operators, key=lambda operator: (keys[operator.unit], operator.unit)))
 
 
 def alike(operators: Sequence[Operator]) -> tuple[tuple[UnitKey, ...], ...]:
     """Groups of experts of one home and equal bytes: any of them can take the slot of another, and
     every save of every rank in that home keeps its size."""
     groups: dict[tuple[tuple[int, int], int, int], list[UnitKey]] = {}
-    for one in operators:
-        if one.unit.kind is UnitKind.EXPERT:
-            key = one.home, one.state_bytes, one.compute_bytes
-            groups.setdefault(key, []).append(one.unit)
+    for operator in operators:
+        if operator.unit.kind is UnitKind.EXPERT:
+            key = operator.home, operator.state_bytes, operator.compute_bytes
+            groups.setdefault(key, []).append(operator.unit)
     return tuple(tuple(sorted(units)) for _, units in sorted(groups.items()) if len(units) > 1)
 
 
@@ -120,9 +127,9 @@ def reordered(
     groups: Sequence[Sequence[UnitKey]],
     popularity: Mapping[UnitKey, float],
 ) -> Schedule:
-    """`schedule`, which repeats training, with the slots of each group given out anew: the later
-    ones to the experts that are used more (MoEvement §3.5); of equally popular ones, to those of
-    higher numbers."""
+    """`schedule`, which repeats training, with the slots of each group reassigned: the later ones
+    to the experts that are used more (MoEvement §3.5); of equally popular ones, to those of higher
+    numbers."""
     slot_of = dict(schedule.slot_of)
     for units in groups:
         slots = sorted(schedule.slot(unit) for unit in units)
@@ -171,7 +178,7 @@ def cut(
         raise InvalidJobError(
             f"{len(operators)} units in a window of {window} steps; give at least one of each"
         )
-    low, high = 0, sum(one.state_bytes for one in operators)
+    low, high = 0, sum(operator.state_bytes for operator in operators)
     while low < high:
         limit = (low + high) // 2
         runs = _within(operators, limit)
@@ -179,7 +186,9 @@ def cut(
             high = limit
         else:
             low = limit + 1
-    return Schedule(tuple(tuple(one.unit for one in run) for run in _within(operators, high)))
+    return Schedule(
+        tuple(tuple(operator.unit for operator in run) for run in _within(operators, high))
+    )
 
 
 def find_window(operators: Sequence[Operator], budget_bytes: int) -> Schedule:
@@ -196,8 +205,8 @@ def find_window(operators: Sequence[Operator], budget_bytes: int) -> Schedule:
 def save_bytes(schedule: Schedule, operators: Sequence[Operator]) -> tuple[int, ...]:
     """Bytes of the save of each slot: the state of its units, and the compute weights of those in
     later slots (MoEvement fig. 6), or the gradients of those in earlier ones."""
-    found = {one.unit: one for one in operators}
-    runs = [[found[unit] for unit in units] for units in schedule.slots]
+    by_unit = {operator.unit: operator for operator in operators}
+    runs = [[by_unit[unit] for unit in units] for units in schedule.slots]
     if schedule.repeats is Repeats.OPTIMIZER:
         return slot_bytes(runs[::-1])[::-1]
     return slot_bytes(runs)
@@ -205,24 +214,24 @@ def save_bytes(schedule: Schedule, operators: Sequence[Operator]) -> tuple[int, 
 
 def slot_bytes(runs: Sequence[Sequence[Operator]]) -> tuple[int, ...]:
     """Bytes of the saves whose slots are `runs`; see `save_bytes`."""
-    later = sum(one.compute_bytes for run in runs for one in run)
-    found = []
+    later = sum(operator.compute_bytes for run in runs for operator in run)
+    sizes = []
     for run in runs:
-        later -= sum(one.compute_bytes for one in run)
-        found.append(sum(one.state_bytes for one in run) + later)
-    return tuple(found)
+        later -= sum(operator.compute_bytes for operator in run)
+        sizes.append(sum(operator.state_bytes for operator in run) + later)
+    return tuple(sizes)
 
 
 def _within(operators: Sequence[Operator], limit: int) -> list[list[Operator]]:
     """Cut as late as `limit` bytes of each save allow; at least one operator in each slot."""
-    later = sum(one.compute_bytes for one in operators)
+    later = sum(operator.compute_bytes for operator in operators)
     runs: list[list[Operator]] = []
     state = 0
-    for one in operators:
-        later -= one.compute_bytes
-        if not runs or state + one.state_bytes + later > limit:
+    for operator in operators:
+        later -= operator.compute_bytes
+        if not runs or state + operator.state_bytes + later > limit:
             runs.append([])
             state = 0
-        runs[-1].append(one)
-        state += one.state_bytes
+        runs[-1].append(operator)
+        state += operator.state_bytes
     return runs

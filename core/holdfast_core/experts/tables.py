@@ -1,8 +1,8 @@
 """Tables of a model's experts: their bytes, their layer, and the ranks that hold them.
 
 Partial snapshots capture some experts and everything else (PEC §3.1, MoEtion §4.1), so every policy
-needs the same facts: which experts there are, how long each is, and which ranks hold it. All is
-derived from the tables of tensors that ranks exchange once, so that every rank has equal tables.
+needs the same facts: which experts there are, how long each is, and which ranks hold it. They are
+derived from the tables of tensors that ranks exchange once, so that all ranks have equal tables.
 
 An expert here is a unit of kind `expert`. Shared experts, which every token passes through, are no
 candidates: the conventions of the SDK count them as a layer's dense part, and where a model names

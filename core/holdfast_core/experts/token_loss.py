@@ -4,8 +4,8 @@ PLT of PEC (eq. 4) and MLT of MoEtion (eq. 6), for one recovery, over the life o
 risk now": what a recovery from the newest captured versions would lose.
 
 Both papers divide by the tokens routed to experts, N_tokens · TopK, dropped ones included. PEC
-takes those of a training epoch, MoEtion leaves the span open. Here the caller gives them: usually
-all of the job until now, which is more cautious early in a job.
+takes those of a training epoch, MoEtion leaves the span open. Here the caller chooses: usually all
+tokens of the job until now, which is more cautious early in a job.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """The part of CEL in which a job's rules are written, for runs without an API server.
 
-Common Expression Language is what an API server evaluates; a rule that Python had in other words
-could differ from it. Only what the rules use is here: arithmetic, comparisons, `? :`, lists,
-`has`, `size`, `type`, `matches`, `contains`, `split`, `exists`, `filter`, and quantities of bytes.
-Anything else is refused when a rule is compiled. As in CEL, division truncates and texts are not
-numbers; unlike in CEL, an error on the left of `||` or `&&` is an error even if the right decides.
+An API server evaluates rules in the Common Expression Language. A second version of a rule in
+Python could differ from it, so the same text is evaluated here. Only what the rules use is here:
+arithmetic, comparisons, `? :`, lists, `has`, `size`, `type`, `matches`, `contains`, `split`,
+`exists`, `filter`, and quantities of bytes. Anything else is refused when a rule is compiled. As in
+CEL, division truncates and texts are not numbers; unlike in CEL, an error on the left of `||` or
+`&&` is an error even if the right decides.
 """
 
 from __future__ import annotations
@@ -94,10 +95,10 @@ def compile_cel(text: str) -> Expression:
         ValueError: it is not CEL, or uses more of it than is here.
     """
     parser = _Parser(text)
-    found = parser.expression()
+    expression = parser.expression()
     if parser.kind is not None:
         raise parser.error()
-    return found
+    return expression
 
 
 class _Parser:
@@ -182,12 +183,12 @@ class _Parser:
         raise self.error()
 
     def _arguments(self, end: str = ")") -> tuple[Expression, ...]:
-        found: list[Expression] = []
+        arguments: list[Expression] = []
         while not self._take(end):
-            if found:
+            if arguments:
                 self._expect(",")
-            found.append(self.expression())
-        return tuple(found)
+            arguments.append(self.expression())
+        return tuple(arguments)
 
     def _name(self) -> str:
         if self.kind != "name":
@@ -195,10 +196,10 @@ class _Parser:
         return self._advance()
 
     def _take(self, sign: str) -> bool:
-        found = self.kind == "sign" and self.token == sign
-        if found:
+        matches = self.kind == "sign" and self.token == sign
+        if matches:
             self._advance()
-        return found
+        return matches
 
     def _expect(self, sign: str) -> None:
         if not self._take(sign):

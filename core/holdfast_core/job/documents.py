@@ -250,18 +250,18 @@ def reword(error: msgspec.ValidationError) -> str:
 
 def metas(kind: Any) -> list[msgspec.Meta]:
     """The `Meta` of a field: on its type, or on the part of a union that has it."""
-    found = getattr(kind, "__metadata__", None)
-    if found is None and typing.get_origin(kind) in (typing.Union, types.UnionType):
-        found = [meta for part in typing.get_args(kind) for meta in metas(part)]
-    return [meta for meta in found or () if isinstance(meta, msgspec.Meta)]
+    metadata = getattr(kind, "__metadata__", None)
+    if metadata is None and typing.get_origin(kind) in (typing.Union, types.UnionType):
+        metadata = [meta for part in typing.get_args(kind) for meta in metas(part)]
+    return [meta for meta in metadata or () if isinstance(meta, msgspec.Meta)]
 
 
 def suggest(kind: Any) -> str:
     """What to give in place of a value that is not of a field's type."""
-    found = metas(kind)
+    described = metas(kind)
     bare = bare_type(kind)
-    what = next((m.description for m in found if m.description), None)
-    examples = next((m.examples for m in found if m.examples), None)
+    what = next((m.description for m in described if m.description), None)
+    examples = next((m.examples for m in described if m.examples), None)
     if isinstance(bare, type) and issubclass(bare, enum.Enum):
         return "use one of " + ", ".join(str(member.value) for member in bare)
     struct, many = struct_in(bare)

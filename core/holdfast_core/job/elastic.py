@@ -1,4 +1,4 @@
-"""Part of a job that says how many copies its experts have, and where they lie (docs/elastic.md).
+"""The part of a `MoETrainingJob` about copies of experts: how many, and where (docs/elastic.md).
 
 The rules between these fields and others are in `holdfast_core.job.rules`; plans are made from them
 in `holdfast_core.elastic_experts`.
@@ -15,11 +15,11 @@ from holdfast_core.job.documents import Document
 
 MIN_COPIES = 2
 REPLACE_S = 60.0
-"""Time until a lost node has been replaced, where nothing else is said."""
+"""Default time until a lost node has been replaced."""
 FALLBACK_S = 30.0
 """Time that is lost when an expert has no copy left; an assumption, and no measurement."""
 REBALANCE_STEPS = 200
-"""Lazarus plans anew after as many steps (§6.1)."""
+"""Lazarus makes a new plan after as many steps (§6.1)."""
 
 
 class Allocation(StrEnum):
@@ -48,8 +48,9 @@ class ElasticExperts(Document, frozen=True, kw_only=True):
             description="the copies of experts of each layer that a rank has room for",
             examples=[4],
             extra={
-                "more": "With seatsPerRank · nprocPerNode · minNodes of at least minCopies times "
-                "the number of experts, every expert has minCopies copies on any number of nodes."
+                "more": "If seatsPerRank · nprocPerNode · minNodes is at least minCopies times the "
+                "number of experts, every expert has minCopies copies on any number of "
+                "nodes."
             },
         ),
     ]
@@ -58,9 +59,9 @@ class ElasticExperts(Document, frozen=True, kw_only=True):
         Meta(
             ge=1,
             le=1_024,
-            description="the copies that every expert has at least, on as many nodes",
+            description="the minimum number of copies of each expert, each on a node of its own",
             examples=[MIN_COPIES],
-            extra={"more": "Fewer where the seats of the nodes that are left do not suffice."},
+            extra={"more": "There are fewer if the remaining nodes have too few seats."},
         ),
     ] = MIN_COPIES
     allocation: Annotated[
@@ -88,11 +89,12 @@ class ElasticExperts(Document, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=1_000_000,
-            description="the steps from one look at the experts' loads to the next",
+            description="the number of steps from one check of the experts' loads to the next",
             examples=[REBALANCE_STEPS],
             extra={
-                "more": "Where another plan saves more time until the next look than its moves "
-                "cost, experts move between two steps. 0: only when the number of nodes changes."
+                "more": "If another plan would save more time before the next check than moving "
+                "experts costs, experts move between two steps. 0: only when the number of "
+                "nodes changes."
             },
         ),
     ] = REBALANCE_STEPS

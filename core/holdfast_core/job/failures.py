@@ -1,4 +1,4 @@
-"""The part of a `MoETrainingJob` about failures: what counts as lost, and what is done then."""
+"""The part of a `MoETrainingJob` about failures: what counts as lost, and what to do about it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Detection(Document, frozen=True, kw_only=True):
                 examples=[1800],
                 extra={
                     "more": "Without it, 600 or hangSeconds, whichever is longer. Processes that "
-                    "use the processor, read or write are progress."
+                    "use the processor, read or write count as progress."
                 },
             ),
         ]
@@ -88,7 +88,10 @@ class Detection(Document, frozen=True, kw_only=True):
             le=YEAR_S,
             description="seconds without progress after all sessions are closed",
             examples=[3600],
-            extra={"more": "Then processes that run on count as hung, unless they work."},
+            extra={
+                "more": "After that, processes that are still running count as hung, unless "
+                "they use the processor, read or write."
+            },
         ),
     ] = 3600.0
     replace_seconds: Annotated[
@@ -134,14 +137,14 @@ class FailureRule(Document, frozen=True, kw_only=True):
         Meta(
             description="what to do about it",
             extra={
-                "more": "RestartInPlace: the same nodes begin a new epoch. ReplaceNode: a spare "
-                "or another node replaces the lost one. Shrink: the same, but where no node is "
-                "ready, the job goes on with fewer at once; with when: NoReplacement, once "
-                "`afterSeconds` have passed; requires minNodes below nodes. Fail: the job fails; "
-                "with when: NoReplacement, once `afterSeconds` have passed in which it could not "
-                "go on. "
-                "With minNodes below nodes, a member whose trainer has to start first joins when "
-                "it has: the others go on without it."
+                "more": "RestartInPlace: the same nodes begin a new epoch. ReplaceNode: a spare or "
+                "another node replaces the lost one. Shrink: like ReplaceNode, but if no "
+                "node is ready, the job continues with fewer: at once, or, with when: "
+                "NoReplacement, after `afterSeconds`; requires minNodes below nodes. Fail: "
+                "the job fails; with when: NoReplacement, after it could not continue for "
+                "`afterSeconds`. If minNodes is below nodes, the job continues without a "
+                "member whose trainer has yet to start, and the member joins when it has "
+                "started."
             },
         ),
     ]
@@ -221,11 +224,11 @@ class FailurePolicy(Document, frozen=True, kw_only=True):
         Meta(
             gt=0,
             le=YEAR_S,
-            description="seconds that a worker which stays has to join the new world",
+            description="the seconds that a surviving worker has to join the new world",
             examples=[30],
             extra={
-                "more": "They begin when the store of the new world is there. A worker that has "
-                "not arrived by then is killed, and counts as a lost rank."
+                "more": "Counted from when the store of the new world is available. A worker that "
+                "has not joined by then is killed, and counts as a lost rank."
             },
         ),
     ] = REFORM_S
@@ -237,11 +240,13 @@ class FailurePolicy(Document, frozen=True, kw_only=True):
             description="seconds to wait for more nodes before the job grows",
             examples=[120],
             extra={
-                "more": "Only with minNodes below nodes, and for nodes that come after a member "
-                "has left: a replacement on a node that was there joins when its trainer is ready. "
-                "Counted from the last change of the members, and from when a free node was first "
-                "seen, so that several nodes join in one epoch; nodes for all missing members end "
-                "the second wait. Then the job grows as soon as a generation is protected."
+                "more": "Applies only if minNodes is below nodes, and only to nodes that appear "
+                "after a member has left: a replacement on a node that was already there "
+                "joins when its trainer is ready. The job waits so long after the last "
+                "change of its members, and so long after a free node was first seen, so "
+                "that several nodes join in one epoch; the second wait ends early when "
+                "there are nodes for all missing members. Then the job grows as soon as a "
+                "generation is protected."
             },
         ),
     ] = 120.0
@@ -253,10 +258,11 @@ class FailurePolicy(Document, frozen=True, kw_only=True):
             description="seconds for which the snapshots of a failed job stay in memory",
             examples=[3600],
             extra={
-                "more": "In that time `holdfast persist` copies them to durable storage, and "
-                "`holdfast resume` has the job go on from them. 0 frees them at once, as a job "
-                "that is complete or deleted does. Until when is in status.keptUntil; a change "
-                "takes effect at once, but brings nothing back."
+                "more": "In that time `holdfast persist` can copy them to durable storage, and "
+                "`holdfast resume` can continue the job from them. 0 frees them at once, "
+                "as for a job that is complete or deleted. status.keptUntil shows when "
+                "they are freed. A change takes effect at once, but brings nothing back "
+                "that was freed."
             },
         ),
     ] = KEEP_FAILED_S

@@ -1,5 +1,5 @@
-"""The part of a `MoETrainingJob` about how often snapshots are taken, and how often one is expected
-to be needed."""
+"""The part of a `MoETrainingJob` about how often snapshots are taken, and how often failures are
+expected."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class StepInterval(Document, frozen=True, kw_only=True):
             str,
             Meta(
                 max_length=32,
-                description="steps from one snapshot to the next",
+                description="the number of steps from one snapshot to the next",
                 examples=[1],
                 extra={
-                    "more": "A number is the interval that the training loop keeps to. auto "
-                    "takes those of the saves that the loop calls that lose the least time "
-                    "overall, given the measured cost of a save and the expected number of "
-                    "recoveries (REFT eq. 9)."
+                    "more": "A number states the interval that the training loop keeps to. auto: "
+                    "of the saves that the loop calls, only as many are taken as lose the "
+                    "least time overall, given the measured cost of a save and the "
+                    "expected number of recoveries (REFT eq. 9)."
                 },
             ),
         ]
@@ -40,7 +40,7 @@ class StepInterval(Document, frozen=True, kw_only=True):
         Meta(
             description="the mean number of days until a node is lost",
             examples=[180],
-            extra={"more": "What auto expects, and `holdfast plan` assumes."},
+            extra={"more": "auto and `holdfast plan` calculate with it."},
         ),
     ] = 180.0
     process_mtbf_days: Annotated[
@@ -48,7 +48,7 @@ class StepInterval(Document, frozen=True, kw_only=True):
         Meta(
             description="the mean number of days until the processes of a node fail",
             examples=[60],
-            extra={"more": "What auto expects, and `holdfast plan` assumes."},
+            extra={"more": "auto and `holdfast plan` calculate with it."},
         ),
     ] = 60.0
 

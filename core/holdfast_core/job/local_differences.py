@@ -1,8 +1,8 @@
-"""What a local run does otherwise than the kubelet with a job's pod template.
+"""Fields of a pod template that a local run treats differently from the kubelet.
 
-A local run starts the trainer's command as a process of this machine. Whatever else a pod has is
-not there, and a job that relies on it must not find that out by itself: each such field is named,
-with what happens instead. docs/local-cluster.md has the same table for people.
+A local run starts the trainer's command as a process of this machine. It has nothing else that a
+pod would have. A job that relies on such a field must not find that out by failing: each field is
+named, with what happens instead. docs/local-cluster.md has the same table for people.
 """
 
 from __future__ import annotations

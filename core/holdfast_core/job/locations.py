@@ -1,10 +1,10 @@
 """Places for copies: the form of a URI, and the list of locations that a platform team allows.
 
 Daemons reach storage with rights that no job has by itself. So a job's URI is checked against a
-list, by the control loop before the job is placed and by each daemon before it opens anything. What
-is compared is what will be opened: a URI that could be read in two ways (percent-encoding, `..`,
-empty parts, chains of file systems, a scheme in capitals) is refused, never corrected. Pure: links
-of a file system are checked where it is opened.
+list, by the control loop before the job is placed and by each daemon before it opens anything. The
+comparison must hold for what will be opened: a URI that could be read in two ways
+(percent-encoding, `..`, empty parts, chains of file systems, a scheme in capitals) is refused,
+never corrected. Pure: links of a file system are checked where it is opened.
 """
 
 from __future__ import annotations
@@ -178,14 +178,14 @@ def location_of(uri: str, job: str, locations: Sequence[StorageLocation]) -> Sto
 
 
 def _problems(location: StorageLocation) -> list[Problem]:
-    found = []
+    problems = []
     if not is_storage_uri(location.prefix.replace(NAMESPACE, "x")):
         fix = f"{HOW_TO_WRITE_A_STORAGE_URI}; {NAMESPACE} stands for the job's namespace"
-        found.append(
+        problems.append(
             Problem(path="location.prefix", value=location.prefix, wrong=NOT_A_STORAGE_URI, fix=fix)
         )
     elif location.credentials and location.uri("x").scheme != "s3":
-        found.append(
+        problems.append(
             Problem(
                 path="location.credentials",
                 value=location.credentials,
@@ -195,7 +195,7 @@ def _problems(location: StorageLocation) -> list[Problem]:
         )
     for namespace in location.namespaces:
         if not _LABEL.fullmatch(namespace):
-            found.append(
+            problems.append(
                 Problem(
                     path="location.namespaces",
                     value=namespace,
@@ -203,4 +203,4 @@ def _problems(location: StorageLocation) -> list[Problem]:
                     fix="write lower-case letters, digits and '-'",
                 )
             )
-    return found
+    return problems

@@ -1,7 +1,7 @@
 """A `MoETrainingJob` document, parsed to a consistent job or refused with every problem at once.
 
-`parse_job` checks what follows from the document alone; nodes, labels and memory are checked by the
-components that see them. `check_local` refuses what must not run without Kubernetes, and
+`parse_job` checks what follows from the document alone; the components that see nodes, labels and
+memory check those. `check_local` refuses what must not run without Kubernetes, and
 `ignored_locally` lists what has no effect there. Reading YAML is left to the caller.
 """
 
@@ -34,6 +34,7 @@ from holdfast_core.job.failures import (
 )
 from holdfast_core.job.local_differences import local_differences
 from holdfast_core.job.locations import Locations, location_of
+from holdfast_core.job.policies.registered import PolicyType
 from holdfast_core.job.references import resolve_words
 from holdfast_core.job.rules import RULES, queue_problems, rule_problems
 from holdfast_core.job.schema import (
@@ -46,7 +47,6 @@ from holdfast_core.job.schema import (
     Scheduling,
     Spec,
 )
-from holdfast_core.job.snapshots import PolicyType
 from holdfast_core.job.templates import TEMPLATE, template_problems
 
 __all__ = [
@@ -202,12 +202,12 @@ def _identity_problems(document: Mapping[str, Any]) -> Iterator[Problem]:
     """Problems of `apiVersion` and `kind`: in a document of another kind, unknown fields are not
     worth listing."""
     for key, expected in (("apiVersion", API_VERSION), ("kind", KIND)):
-        found = document.get(key, MISSING)
-        if found != expected:
+        given = document.get(key, MISSING)
+        if given != expected:
             wrong = (
-                "is required" if found is MISSING else ("not a document that this version reads")
+                "is required" if given is MISSING else ("not a document that this version reads")
             )
-            yield Problem(path=key, value=found, wrong=wrong, fix=f"write {key}: {expected}")
+            yield Problem(path=key, value=given, wrong=wrong, fix=f"write {key}: {expected}")
 
 
 def _template_problems(document: Mapping[str, Any]) -> Iterator[Problem]:

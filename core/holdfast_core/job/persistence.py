@@ -80,10 +80,10 @@ class Persistence(Document, frozen=True, kw_only=True):
                 description="the number of experts of each layer that a copy writes",
                 examples=[1],
                 extra={
-                    "more": "Those that are oldest in storage go first; for the others, the copy "
-                    "refers to older copies. At most the number that snapshots capture, and only "
-                    "with snapshot.policy.type PartialExperts. Without it, every copy holds all "
-                    "experts."
+                    "more": "The experts whose stored versions are oldest go first; for the "
+                    "others, the copy refers to older copies. Allowed only with "
+                    "snapshot.policy.type PartialExperts, and at most the number that "
+                    "snapshots capture. Without it, every copy holds all experts."
                 },
             ),
         ]

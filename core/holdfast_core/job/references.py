@@ -2,8 +2,8 @@
 
 `$(NAME)` in `command`, `args` and values of `env` stands for a variable, `$$` for a dollar sign. A
 reference to a variable that does not exist, or that comes later in `env`, stays as it is written.
-References to references can make much of little text, so what results is bounded by what Linux
-gives to a program.
+References to references can expand a short text enormously, so the result is limited to the size
+that Linux passes to a program.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ def resolve(text: str, variables: Mapping[str, str]) -> str:
 
 def resolve_words(words: Iterable[str], variables: Mapping[str, str]) -> Sequence[str]:
     """A command line with its references to `variables` resolved. Raises as `resolve`."""
-    found, room = [], CHARACTERS_MAX
+    resolved, room = [], CHARACTERS_MAX
     for word in words:
-        found.append(resolve(word, variables))
-        room = _take(room, found[-1])
-    return found
+        resolved.append(resolve(word, variables))
+        room = _take(room, resolved[-1])
+    return resolved
 
 
 def resolve_env(entries: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     """The variables of a container's `env`, as far as the document has their values (no
     `valueFrom`), with references to earlier ones resolved. Raises as `resolve`."""
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     room = CHARACTERS_MAX
     for entry in entries:
         if "valueFrom" not in entry:
-            found[entry["name"]] = resolve(entry.get("value", ""), found)
-            room = _take(room, found[entry["name"]])
-    return found
+            variables[entry["name"]] = resolve(entry.get("value", ""), variables)
+            room = _take(room, variables[entry["name"]])
+    return variables
 
 
 def _take(room: int, text: str) -> int:

@@ -1,24 +1,26 @@
-"""Rules of a job beyond the types of its fields: between fields, and for what a type cannot say.
+"""Rules of a job that the types of its fields cannot express, such as those between fields.
 
-`RULES` is the only place of each. The API server evaluates them by the resource that is generated
-from it (`holdfast_operator.crd`), a run without one by `rule_problems`, and both give the message.
-Labels, which no rule of an API server sees, are checked by `queue_problems`.
+`RULES` has each rule once; those about a policy come from the policy's module
+(`holdfast_core.job.policies`). The API server evaluates them from the generated resource
+(`holdfast_operator.crd`); where there is no API server, `rule_problems` does. Both show the rule's
+message. Labels, which no rule of an API server sees, are checked by `queue_problems`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 
-from holdfast_core.job.cel import compile_cel
 from holdfast_core.job.documents import MISSING, Problem, at, convert, refuse, without_nulls
 from holdfast_core.job.intervals import AUTO
 from holdfast_core.job.locations import HOW_TO_WRITE_A_STORAGE_URI, NOT_A_STORAGE_URI, URI_PATTERN
 from holdfast_core.job.persistence import LATEST
+from holdfast_core.job.policies.policy import Policy
+from holdfast_core.job.policies.registered import PolicyType
+from holdfast_core.job.rule import Rule
 from holdfast_core.job.schema import (
     MANAGER,
     PREBUILT_LABEL,
@@ -28,7 +30,7 @@ from holdfast_core.job.schema import (
     MoETrainingJob,
 )
 from holdfast_core.job.settings import JobSetting
-from holdfast_core.job.snapshots import BANDWIDTH_BYTES_S_MIN, POLICY_FIELDS, LossyPolicy, Policy
+from holdfast_core.job.snapshots import BANDWIDTH_BYTES_S_MIN
 from holdfast_core.protection.groups import MIN_GROUP_SIZE
 from holdfast_core.protection.intervals import STEPS_MAX
 from holdfast_core.snapshots.layouts import SLOTS_MAX, SLOTS_MIN
@@ -42,44 +44,6 @@ _NOT_FOR_EXTERNAL = "needs pods that Holdfast makes, and spec.trainer.external i
 _IN_THE_SCRIPT = "pass holdfast.Settings in the script"
 _DNS_PATTERN = "[a-z0-9]([-.a-z0-9]*[a-z0-9])?"
 _GENERATION_PATTERN = "[0-9]{1,18}[.][0-9]{1,18}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rule:
-    """One rule of the part of a document that is at one path."""
-
-    rule: str
-    """CEL over `self` (and `oldSelf`), true when all is well."""
-    says: str
-    """Message: what is wrong; what to do. `%d` and `%s` stand for the values."""
-    values: tuple[str, ...] = ()
-    """CEL of each value. `format` inserts them: the API server assumes that the text of a number
-    (`string(n)`) has no maximum length, and refuses to join such texts."""
-    field: str = ""
-    """Path below the schema that holds the rule, such as `.parallelism`; shown to people."""
-    forbidden: bool = False
-    """Whether the value is well-formed but must not be set now."""
-
-    @property
-    def changes(self) -> bool:
-        """Whether it is about a change, and says nothing about one document."""
-        return "oldSelf" in self.rule
-
-    def problem(self, value: Any, path: str) -> Problem | None:
-        """The problem of `value`, found at `path`, if it breaks the rule."""
-        scope = {"self": value}
-        if compile_cel(self.rule)(scope):
-            return None
-        says = self.says % tuple(compile_cel(part)(scope) for part in self.values)
-        wrong, _, fix = says.partition("; ")
-        shown = at(value, *self.field.split(".")[1:])
-        plain = isinstance(shown, list) and not any(isinstance(one, dict) for one in shown)
-        return Problem(
-            path=(path + self.field).removeprefix("."),
-            value=shown if plain or isinstance(shown, str | int | float) else MISSING,
-            wrong=wrong,
-            fix=fix,
-        )
 
 
 def rule_problems(document: Any, paths: Iterable[str]) -> Iterator[Problem]:
@@ -96,20 +60,16 @@ def check_policy(policy: Policy) -> None:
     Raises:
         InvalidJobError: it has a value out of its limits, or breaks a rule between its settings.
     """
-    field = POLICY_FIELDS.get(policy.policy_type)
-    if field is None:
-        return
     problems: list[Problem] = []
     plain = without_nulls(msgspec.to_builtins(policy))
     if convert(type(policy), plain, "policy", problems) is not None:
-        rules = RULES.get(f"spec.snapshot.policy.{field}", ())
-        problems.extend(_problems(rules, plain, "policy"))
+        problems.extend(_problems(policy.field_rules(), plain, "policy"))
     refuse(f"policy={policy} is not valid", problems)
 
 
 def _problems(rules: Iterable[Rule], value: Any, path: str) -> Iterator[Problem]:
-    found = (rule.problem(value, path) for rule in rules if not rule.changes)
-    return (problem for problem in found if problem is not None)
+    problems = (rule.problem(value, path) for rule in rules if not rule.changes)
+    return (problem for problem in problems if problem is not None)
 
 
 def _values_at(value: Any, path: str, before: str = "") -> Iterator[tuple[str, Any]]:
@@ -118,14 +78,14 @@ def _values_at(value: Any, path: str, before: str = "") -> Iterator[tuple[str, A
     if not name:
         yield before, value
         return
-    found: Any = at(value, name.removesuffix("[]"))
+    child: Any = at(value, name.removesuffix("[]"))
     here = f"{before}.{name.removesuffix('[]')}".removeprefix(".")
-    if found is None or found is MISSING:
+    if child is None or child is MISSING:
         return
     if not name.endswith("[]"):
-        yield from _values_at(found, rest, here)
+        yield from _values_at(child, rest, here)
         return
-    for i, entry in enumerate(found):
+    for i, entry in enumerate(child):
         yield from _values_at(entry, rest, f"{here}[{i}]")
 
 
@@ -174,39 +134,6 @@ _DNS_NAME = Rule(
     says="not a DNS-1123 subdomain; use lower-case letters, digits, '-' and '.', beginning and "
     "ending with a letter or a digit",
 )
-
-
-_LOSSY_FIELDS = [POLICY_FIELDS[kind.policy_type] for kind in get_args(LossyPolicy)]
-_SPARSE = (
-    Rule(
-        rule="self.snapshot.policy.type != 'Sparse' || self.snapshot.interval.steps == 1",
-        says="a window of snapshot.policy.type Sparse needs every step; use 1, or another policy",
-        field=".snapshot.interval.steps",
-    ),
-)
-
-
-def _recompute(field: str) -> tuple[Rule, ...]:
-    """Rules for the settings of one policy."""
-    policy = "self.snapshot.policy"
-    asked = f"has({policy}.{field}) && {policy}.{field}.recompute"
-    return (
-        Rule(
-            rule=f"!({asked}) || self.redundancy.type == 'Replication'",
-            says="needs replicas, and spec.redundancy.type %s keeps none; remove it, or set the "
-            "type to Replication",
-            values=("self.redundancy.type",),
-            field=f".snapshot.policy.{field}.recompute",
-        ),
-        Rule(
-            rule=f"!({asked}) || self.redundancy.type != 'Replication' || "
-            "self.snapshot.interval.steps == 1",
-            says="a gradient covers one step, not spec.snapshot.interval.steps = %s; remove it, "
-            "or set the steps to 1",
-            values=("self.snapshot.interval.steps",),
-            field=f".snapshot.policy.{field}.recompute",
-        ),
-    )
 
 
 def _only_with(path: str, kind: str, field: str) -> Rule:
@@ -354,7 +281,7 @@ _FEWER_NODES = (
     Rule(
         rule=f"{_FEWER} || self.redundancy.type != 'None'",
         says="redundancy.type None loses the state of a lost node, without which the others cannot "
-        "go on; use RAIM5, RAIM6 or Replication, or minNodes = %d",
+        "continue; use RAIM5, RAIM6 or Replication, or minNodes = %d",
         values=("self.nodes",),
         field=".minNodes",
     ),
@@ -364,13 +291,6 @@ _FEWER_NODES = (
         says="redundancy.type %s needs at least %d nodes; use a number from %d to %d",
         values=("self.redundancy.type", f"{_LOSSES} + 1", f"{_LOSSES} + 1", "self.nodes"),
         field=".minNodes",
-    ),
-    Rule(
-        rule=f"{_FEWER} || self.snapshot.policy.type != 'Sparse'",
-        says="steps of a sparse window are repeated only by the world that captured it; use "
-        "another policy, or minNodes = %d",
-        values=("self.nodes",),
-        field=".snapshot.policy.type",
     ),
     Rule(
         rule=f"{_FEWER} || !(self.scheduling.gang in ['Volcano', 'Coscheduling'])",
@@ -399,12 +319,6 @@ _ELASTIC = (
             field=f".parallelism.{name}",
         )
         for name in ("tp", "pp", "ep")
-    ),
-    Rule(
-        rule="!has(self.elastic) || self.snapshot.policy.type != 'Sparse'",
-        says="spec.elastic moves experts between ranks, and only the ranks of a sparse window can "
-        "repeat its steps; use Full, PartialExperts or Selective, or remove spec.elastic",
-        field=".snapshot.policy.type",
     ),
     Rule(
         rule=f"!has(self.elastic) || !has(self.model) || self.model.numExperts <= {_SEATS}",
@@ -499,28 +413,6 @@ _MANAGED_BY = (
     ),
 )
 
-_CAPTURED = (
-    "(has(self.snapshot.policy.partialExperts) ? "
-    "self.snapshot.policy.partialExperts.expertsPerLayer : 1)"
-)
-_NO_EXPERTS = "!has(self.persistence) || !has(self.persistence.experts)"
-_PERSISTED_EXPERTS = (
-    Rule(
-        rule=f"{_NO_EXPERTS} || self.snapshot.policy.type == 'PartialExperts'",
-        says="the policy is %s; use snapshot.policy.type PartialExperts, or remove it",
-        values=("self.snapshot.policy.type",),
-        field=".persistence.experts",
-    ),
-    Rule(
-        rule=f"{_NO_EXPERTS} || self.snapshot.policy.type != 'PartialExperts' || "
-        f"self.persistence.experts <= {_CAPTURED}",
-        says="%d is more than the %d experts of each layer that a snapshot captures; persist no "
-        "more than that, or raise snapshot.policy.partialExperts.expertsPerLayer",
-        values=("self.persistence.experts", _CAPTURED),
-        field=".persistence.experts",
-    ),
-)
-
 _RESTORED = Rule(
     rule=f"self.restore.from == '{LATEST}' || has(self.persistence)",
     says="there is no spec.persistence to restore from; give spec.persistence.uri, or remove "
@@ -570,7 +462,9 @@ _TRAINER = (
     _not_for_external(".scheduling.gang", "self.scheduling.gang != 'None'", "remove it"),
     _not_for_external(".failurePolicy.spares", "self.failurePolicy.spares != 0", "remove it"),
     _not_for_external(
-        ".snapshot.policy.type", "self.snapshot.policy.type != 'Full'", _IN_THE_SCRIPT
+        ".snapshot.policy.type",
+        f"self.snapshot.policy.type != '{PolicyType.FULL}'",
+        _IN_THE_SCRIPT,
     ),
     _not_for_external(
         ".snapshot.interval.steps", f"self.snapshot.interval.steps == '{AUTO}'", _IN_THE_SCRIPT
@@ -587,9 +481,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         *_WORLD,
         *_FEWER_NODES,
         *_ELASTIC,
-        *(rule for field in _LOSSY_FIELDS for rule in _recompute(field)),
-        *_SPARSE,
-        *_PERSISTED_EXPERTS,
+        *(rule for kind in PolicyType for rule in kind.policy.job_rules()),
         _RESTORED,
         *_TRAINER,
         *(_fixed(f) for f in ("nodes", "nprocPerNode", "parallelism", "redundancy", "trainer")),
@@ -614,36 +506,19 @@ RULES: dict[str, tuple[Rule, ...]] = {
         ),
     ),
     "spec.snapshot.policy": tuple(
-        _only_with("spec.snapshot.policy", kind.value, field)
-        for kind, field in POLICY_FIELDS.items()
+        _only_with("spec.snapshot.policy", kind.value, kind.policy.field_name())
+        for kind in PolicyType
+        if kind.policy.has_fields()
     ),
+    **{
+        f"spec.snapshot.policy.{kind.policy.field_name()}": kind.policy.field_rules()
+        for kind in PolicyType
+        if kind.policy.field_rules()
+    },
     "spec.snapshot.interval.steps": (
         Rule(
             rule=f"type(self) == int ? self >= 1 && self <= {STEPS_MAX} : self == '{AUTO}'",
             says=f"not a number of steps; write {AUTO}, or a number from 1 to {STEPS_MAX}",
-        ),
-    ),
-    "spec.snapshot.policy.selective": (
-        Rule(
-            rule="!has(self.experts) || !has(self.budget)",
-            says="is given, but spec.snapshot.policy.selective.experts already sets the number; "
-            "remove one of the two",
-            field=".budget",
-        ),
-    ),
-    "spec.snapshot.policy.sparse": (
-        Rule(
-            rule="!has(self.decay) || self.order == 'TimeDecayed'",
-            says="is given, but spec.snapshot.policy.sparse.order is %s; remove it, or set the "
-            "order to TimeDecayed",
-            values=("self.order",),
-            field=".decay",
-        ),
-        Rule(
-            rule="self.order == 'Fixed' || self.repeats == 'Training'",
-            says="makes no difference with spec.snapshot.policy.sparse.repeats Optimizer, which "
-            "freezes no expert; remove one of the two",
-            field=".order",
         ),
     ),
     "spec.redundancy": tuple(

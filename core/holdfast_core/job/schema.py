@@ -18,9 +18,10 @@ from holdfast_core.job.documents import YEAR_S, Document
 from holdfast_core.job.elastic import ElasticExperts, ElasticVariable
 from holdfast_core.job.failures import REFORM_S, FailurePolicy
 from holdfast_core.job.persistence import Persistence, RestoreSpec
+from holdfast_core.job.policies.registered import PolicyType
 from holdfast_core.job.references import resolve_env
 from holdfast_core.job.settings import settings_of, variables_of
-from holdfast_core.job.snapshots import PolicyType, RedundancySpec, Snapshot
+from holdfast_core.job.snapshots import RedundancySpec, Snapshot
 from holdfast_core.protection.intervals import recoveries_per_s
 from holdfast_core.quantities import parse_bytes
 from holdfast_core.snapshots.membership import Redundancy
@@ -55,7 +56,7 @@ class Gang(StrEnum):
 COPY_ANNOTATION = "holdfast.dev/persist"
 """Annotation of a job that asks for a copy of the newest generation in durable storage."""
 RESUME_ANNOTATION = "holdfast.dev/resume"
-"""Annotation of a failed job that asks for it to go on."""
+"""Annotation of a failed job that asks for it to be resumed."""
 
 
 class Metadata(Document, frozen=True, kw_only=True):
@@ -81,7 +82,10 @@ class Parallelism(Document, frozen=True, kw_only=True):
         Meta(
             description="the degree of data parallelism",
             examples=[4],
-            extra={"more": "That of all nodes: with fewer, it is smaller in proportion."},
+            extra={
+                "more": "Counted over all nodes. When the job runs on fewer, it shrinks in "
+                "proportion."
+            },
         ),
     ]
     tp: Annotated[_Degree, Meta(description="the degree of tensor parallelism", examples=[1])] = 1
@@ -164,9 +168,9 @@ class Trainer(Document, frozen=True, kw_only=True):
             description="true where another controller makes the pods, or false",
             extra={
                 "title": "Whether another controller makes the pods.",
-                "more": "Then there is no template. The pods of the namespace with the label "
-                "`holdfast.dev/job` are the job's; who made them starts them again, and Holdfast "
-                "holds, rebuilds and restores their state.",
+                "more": "Then there is no template. Pods of the namespace with the label "
+                "`holdfast.dev/job` belong to the job. The controller that made them "
+                "restarts them; Holdfast holds, rebuilds and restores their state.",
             },
         ),
     ] = False
@@ -200,10 +204,10 @@ class Spec(Document, frozen=True, kw_only=True):
                 description="the smallest number of nodes to train on",
                 examples=[3],
                 extra={
-                    "more": "When a member is lost and its ranks cannot start again at once, the "
-                    "job goes on with the others, down to this number, and grows again when a "
-                    "trainer is ready on the old node or on another. Without it, `nodes`: the job "
-                    "waits for both."
+                    "more": "When a member is lost and its ranks cannot restart at once, the job "
+                    "continues with the other members, down to this number. It grows again "
+                    "when a trainer is ready on the old node or on another. Without it, "
+                    "the job always waits for all `nodes`."
                 },
             ),
         ]
@@ -285,7 +289,7 @@ class Spec(Document, frozen=True, kw_only=True):
 
     @property
     def may_shrink(self) -> bool:
-        """Whether the job may go on with fewer nodes than it begins with."""
+        """Whether the job may continue with fewer nodes than it begins with."""
         return self.least_nodes < self.nodes
 
 
@@ -325,8 +329,8 @@ class MoETrainingJob(Document, frozen=True, kw_only=True):
 
     @property
     def resume_request(self) -> str:
-        """Text of the annotation that asks for the job to go on after it has failed: each new text
-        asks once; empty when there is none."""
+        """Text of the annotation that asks for the job to be resumed after it has failed: each new
+        text asks once; empty when there is none."""
         return self.metadata.annotations.get(RESUME_ANNOTATION, "")
 
     def topology(self) -> Topology:
@@ -379,17 +383,17 @@ class MoETrainingJob(Document, frozen=True, kw_only=True):
     def variables(self) -> dict[str, str]:
         """Environment variables of the trainer, except those that locate its daemon."""
         snapshot = self.spec.snapshot
-        found = {"HOLDFAST_JOB": self.key}
+        environment = {"HOLDFAST_JOB": self.key}
         if snapshot.policy.type is not PolicyType.FULL:
             # Without fields that are not given: the job's image may be too old to know them.
             given = {k: v for k, v in msgspec.to_builtins(snapshot.policy).items() if v is not None}
             text = msgspec.json.encode(given, order="deterministic").decode()
-            found["HOLDFAST_POLICY"] = text
+            environment["HOLDFAST_POLICY"] = text
         if snapshot.interval.auto:
-            found["HOLDFAST_RECOVERIES_PER_DAY"] = repr(self.recoveries_per_day)
+            environment["HOLDFAST_RECOVERIES_PER_DAY"] = repr(self.recoveries_per_day)
         if self.elastic is not None:
-            found["HOLDFAST_ELASTIC"] = msgspec.json.encode(self.elastic).decode()
-        return found | variables_of(SETTINGS, self.spec)
+            environment["HOLDFAST_ELASTIC"] = msgspec.json.encode(self.elastic).decode()
+        return environment | variables_of(SETTINGS, self.spec)
 
     @property
     def elastic(self) -> ElasticVariable | None:

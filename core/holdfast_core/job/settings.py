@@ -1,10 +1,10 @@
 """Fields of a job that its trainers get as settings.
 
 A field becomes one by `extra={"setting": True}` in its `Meta`: pods get its value in an environment
-variable, and `holdfast.Settings` has an attribute of its name, by which a script may decide
-otherwise. All else follows: pods of other controllers, which get no variables, may not ask for
-another value, and no value changes while pods run (`holdfast_core.job.rules`). No I/O: the SDK
-reads the environment.
+variable, and `holdfast.Settings` has an attribute of the same name, with which a script can
+override it. Everything else follows: a job whose pods another controller makes, which get no
+variables, cannot set it, and its value cannot change while pods run (`holdfast_core.job.rules`). No
+I/O: the SDK reads the environment.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class JobSetting:
     @property
     def type(self) -> type[Any]:
         """Type of the value."""
-        found: type[Any] = bare_type(self.kind)
-        return found
+        bare: type[Any] = bare_type(self.kind)
+        return bare
 
     @property
     def variable(self) -> str:
@@ -89,9 +89,10 @@ class JobSetting:
 
 def settings_of(kind: type[msgspec.Struct]) -> tuple[JobSetting, ...]:
     """Settings in a part of a job, such as its `Spec`, in their order there."""
-    found = tuple(_settings(kind, (), ""))
-    assert len({setting.name for setting in found}) == len(found), "two settings have one name"
-    return found
+    settings = tuple(_settings(kind, (), ""))
+    names = [setting.name for setting in settings]
+    assert len(set(names)) == len(names), "two settings have one name"
+    return settings
 
 
 def variables_of(settings: tuple[JobSetting, ...], spec: object) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """The status of a `MoETrainingJob`, which the operator writes for people and for itself.
 
-Every field may be missing: a new job has none. The schema that an API server gets and the reference
-are generated from these types.
+Every field may be missing: a new job has none. The schema for the API server and the reference are
+generated from these types.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Phase(StrEnum):
 
 
 ENDED = (Phase.COMPLETE, Phase.FAILED)
-"""Phases that a job does not leave by itself; a person may have one that failed go on."""
+"""Phases that a job does not leave by itself; a person may resume a failed job."""
 
 
 class RecoveryMode(StrEnum):
@@ -41,7 +41,7 @@ class RecoveryMode(StrEnum):
     IN_PLACE = "InPlace"
     """They stay in their processes, and restore there."""
     RESTART = "Restart"
-    """They are started anew."""
+    """They are started again."""
 
 
 class ConditionStatus(StrEnum):
@@ -84,7 +84,9 @@ class StrengthStatus(_Part, frozen=True, kw_only=True):
     active: Annotated[int, Meta(description="the members of the present epoch")] | None = None
     desired: Annotated[int, Meta(description="all members: spec.nodes")] | None = None
     minimum: (
-        Annotated[int, Meta(description="the fewest that the job goes on with: spec.minNodes")]
+        Annotated[
+            int, Meta(description="the fewest members that the job continues with: spec.minNodes")
+        ]
         | None
     ) = None
     joining: (
@@ -152,8 +154,8 @@ class TokenLossStatus(_Part, frozen=True, kw_only=True):
         Annotated[
             int,
             Meta(
-                description="the number of experts of each layer in a snapshot; with Selective, "
-                "of all layers"
+                description="the number of experts in a snapshot, as the policy counts them: of "
+                "each layer, or of all layers"
             ),
         ]
         | None
@@ -165,7 +167,9 @@ class ExpertsStatus(_Part, frozen=True, kw_only=True):
     """Expert plan of the job; only where experts have uneven copies."""
 
     least_nodes: (
-        Annotated[int, Meta(description="the number of nodes on which every expert is at least")]
+        Annotated[
+            int, Meta(description="the smallest number of nodes on which any expert has copies")
+        ]
         | None
     ) = None
     ranks: Annotated[int, Meta(description="the ranks that the plan is for")] | None = None
@@ -174,7 +178,10 @@ class ExpertsStatus(_Part, frozen=True, kw_only=True):
     ) = None
     busiest_node_ratio: (
         Annotated[
-            float, Meta(description="planned tokens of the busiest node over those of the mean")
+            float,
+            Meta(
+                description="planned tokens of the busiest node, divided by the mean of all nodes"
+            ),
         ]
         | None
     ) = None
@@ -197,11 +204,11 @@ class ProtectionTrafficStatus(_Part, frozen=True, kw_only=True):
     """Network traffic between nodes for protection."""
 
     node_bytes_per_second: (
-        Annotated[int, Meta(description="bytes per second that the busiest node fetched lately")]
+        Annotated[int, Meta(description="bytes per second that the busiest node fetched recently")]
         | None
     ) = None
     bytes_per_second: (
-        Annotated[int, Meta(description="bytes per second that all nodes fetched lately")] | None
+        Annotated[int, Meta(description="bytes per second that all nodes fetched recently")] | None
     ) = None
     limit: (
         Annotated[int, Meta(description="bytes per second that the job lets each node fetch")]
@@ -266,9 +273,9 @@ class JobStatus(_Part, frozen=True, kw_only=True):
             Meta(
                 description="what a recovery does to workers that have not failed",
                 extra={
-                    "more": "InPlace: they stay in their processes, since all ranks use "
-                    "`holdfast.elastic`. Restart: they are started anew. Missing while the ranks "
-                    "are not at work yet."
+                    "more": "InPlace: their processes stay, because all ranks use "
+                    "`holdfast.elastic`. Restart: they are started again. Missing until "
+                    "all ranks are at work."
                 },
             ),
         ]
@@ -360,7 +367,7 @@ class JobStatus(_Part, frozen=True, kw_only=True):
             int,
             Meta(
                 description="the snapshots of each rank that its node has room for, on the node "
-                "with the least room: what auto has come to"
+                "with the least room; with auto, the number that was chosen"
             ),
         ]
         | None

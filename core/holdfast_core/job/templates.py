@@ -1,4 +1,4 @@
-"""What Holdfast needs to find in a job's pod template: the trainer's command and environment.
+"""Checks of a job's pod template: Holdfast needs the trainer's command and environment.
 
 The rest of the pod's specification belongs to Kubernetes and is passed on as it is; what is beside
 it would be dropped, and is refused.

@@ -1,1 +1,1 @@
-"""What survives a loss: parity groups, codes, the memory they take, the recovery line."""
+"""Survival of losses: parity groups, codes, their memory, and the recovery line."""

@@ -1,6 +1,6 @@
-"""Which saves are taken when a job's interval is left to measurements (REFT appendix A).
+"""Choice of the saves to take when a job's interval follows from measurements (REFT appendix A).
 
-All ranks must take the same saves, or no generation is whole; but what they measure differs. So
+All ranks must take the same saves, or no generation is complete; but their measurements differ. So
 they agree on the interval, and on the call from which it applies, without waiting for each other:
 
 - All ranks state what they measured at the same call of `save`, which follows from what they
@@ -13,11 +13,11 @@ they agree on the interval, and on the call from which it applies, without waiti
 So no rank ever takes a save that is not due on the others. Snapshots are due where the number of
 steps passes a multiple of the interval, so that nothing depends on when a rank received it.
 
-The optimum is flat: half the best interval costs a quarter more, and one that is a tenth too short
-costs half a percent. So an interval that is nearly right is kept, and each time it is, twice as
-many snapshots pass before ranks state their costs again. Where saves would find no slot the cost is
-no longer flat: with two slots, an interval that is a little too short loses every second save. So
-one that is too short for protection is never kept.
+The optimum is flat: half the best interval costs a quarter more, and an interval that is a tenth
+too short costs half a percent more. So an interval that is nearly right is kept, and each time it
+is, twice as many snapshots pass before ranks state their costs again. Where saves would find no
+slot the cost is no longer flat: with two slots, an interval that is a little too short loses every
+second save. So an interval that is too short for protection is never kept.
 
 This module neither communicates nor measures; the trainer SDK does both.
 """

@@ -1,8 +1,8 @@
-"""The memory that a job's snapshots will take on each node, before anything is allocated.
+"""Prediction of the memory that a job's snapshots take on each node, before anything is allocated.
 
-Invariant 5: memory is bounded and known beforehand. The daemon that allocates and the plan that
-people read take their numbers from here. Small files beside the snapshots (layouts, manifests) are
-not counted; they are far below the 2 % that a prediction may be off.
+Invariant 5: memory is bounded and known beforehand. The daemon allocates by these numbers, and
+`holdfast plan` shows them. Small files beside the snapshots (layouts, manifests) are not counted;
+they are far below the 2 % that a prediction may be off.
 """
 
 from __future__ import annotations

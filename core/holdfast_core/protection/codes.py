@@ -1,4 +1,4 @@
-"""Which bytes protect which: RAIM5, RAIM6 and replication as one family of codes.
+"""Layout of protection: RAIM5, RAIM6 and replication as one family of codes.
 
 A code has `chunks` and `rows`. The payload of the member at position i of a group of n is cut into
 `chunks` chunks. Chunk j of it belongs to stripe (i + j + 1) mod n, together with one chunk of each

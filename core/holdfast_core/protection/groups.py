@@ -1,8 +1,8 @@
 """Parity groups: which members protect each other, spread over failure domains.
 
 RAIM5 survives one lost member per group (REFT §4.3). Members of one failure domain are lost
-together, so they belong in different groups. Groups are formed once in the life of a world, because
-the parity in memory was made for them.
+together, so they belong in different groups. Groups are formed once for each world, because the
+parity in memory belongs to them.
 """
 
 from __future__ import annotations

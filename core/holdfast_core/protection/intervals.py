@@ -1,10 +1,10 @@
 """How often to snapshot and to persist: the intervals that minimise lost and added time.
 
-Young and Daly's first-order optimum as REFT appendix A uses it. Rates are failures per second of
-whatever the argument names; times are in seconds.
+They follow from Young and Daly's first-order optimum as REFT appendix A uses it. Rates are failures
+per second of what the argument names; times are in seconds.
 
-An interval of 0 means "every step": saving costs nothing, so that nothing is gained by waiting.
-A rate of 0 gives infinity: what never fails needs no saving.
+An interval of 0 means "every step": saving costs nothing, so that nothing is gained by waiting. A
+rate of 0 gives infinity: a job that never fails needs no snapshot.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def least_interval_s(*, copy_s: float, protect_s: float, slots: int) -> float:
     """The shortest time from save to save in which every save finds a slot.
 
     Snapshots are copied one after the other, and protected one after the other. With three slots,
-    one is copied while the one before it is protected. With two, the slot that is not the recovery
+    one is copied while the previous one is protected. With two, the slot that is not the recovery
     line's takes part in both, and nothing overlaps.
 
     Args:

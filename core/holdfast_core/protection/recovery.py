@@ -1,6 +1,6 @@
 """Recovery line, protection and retention, as pure functions of the daemons' inventories.
 
-Callers are the leader's engine in every daemon and the simulator's checker. The daemons' memory is
+The leader's engine in every daemon and the simulator's checker call them. The daemons' memory is
 the truth (invariant 6), so nothing here keeps state.
 """
 
@@ -49,7 +49,7 @@ class Holdings:
     def of_group(
         self, membership: Membership, group: tuple[int, ...], generation: Generation
     ) -> Holdings:
-        """What is held for a parity group of the world that captured `generation`."""
+        """The part that belongs to a parity group of the world that captured `generation`."""
         ranks = [rank for member in group for rank in membership.ranks_of(member)]
         keys = [(rank, generation) for rank in ranks if (rank, generation) in self.snapshots]
         code = code_of(membership, group)
@@ -62,7 +62,7 @@ class Holdings:
         )
 
     def without(self, member: int) -> Holdings:
-        """What is left when `member` is lost."""
+        """The holdings that are left when `member` is lost."""
         left = {key: holder for key, holder in self.holders.items() if holder != member}
         return Holdings(
             {key: self.snapshots[key] for key in left},
@@ -86,17 +86,17 @@ class Holdings:
 
 
 def group_of(membership: Membership, member: int, generation: Generation) -> tuple[int, ...]:
-    """The member's parity group in the world that captured `generation`; empty when it was not in
-    it."""
+    """The member's parity group in the world that captured `generation`; empty if it was not a
+    member then."""
     world = membership.world_of(generation)
     return world.group_of(member) if world is not None and member in world.members else ()
 
 
 def heir(membership: Membership, rank: int, generation: Generation) -> int:
-    """The member that recovers the rank's snapshot of `generation`: the rank's own, or where that
-    has left, one of its parity group in the world that captured it. The ranks that a group has lost
-    are dealt to those who are left of it, or to all members when nobody is: then only storage can
-    have the snapshot."""
+    """The member that recovers the rank's snapshot of `generation`: the rank's own member, or if
+    that has left, another of its parity group in the world that captured it. The ranks that a group
+    has lost are divided among its remaining members. If none remains, they are divided among all
+    members: then only storage can have the snapshot."""
     own = membership.member_of(rank)
     if membership.has(own):
         return own
@@ -117,7 +117,7 @@ def is_complete(membership: Membership, holdings: Holdings, generation: Generati
 
 def is_protected(membership: Membership, holdings: Holdings, generation: Generation) -> bool:
     """Whether `generation` survives the loss of as many nodes of each parity group as the job's
-    redundancy is made for."""
+    redundancy allows for."""
     world = membership.world_of(generation)
     return (
         world is not None
@@ -131,7 +131,7 @@ def is_protected(membership: Membership, holdings: Holdings, generation: Generat
 
 @dataclass(frozen=True, slots=True)
 class RebuildSources:
-    """What a lost snapshot can be rebuilt from."""
+    """The snapshots and parity blocks from which a lost snapshot can be rebuilt."""
 
     manifest_digest: int
     """Manifest digest of the lost snapshot."""
@@ -145,7 +145,8 @@ class RebuildSources:
 def rebuild_sources(
     membership: Membership, holdings: Holdings, rank: int, generation: Generation
 ) -> RebuildSources | None:
-    """What the rank's snapshot can be rebuilt from in its parity group; None when it cannot."""
+    """The sources in its parity group from which the rank's snapshot can be rebuilt; None if they
+    do not suffice."""
     member, lane = membership.member_of(rank), membership.lane_of(rank)
     group = group_of(membership, member, generation)
     code = code_of(membership, group)
@@ -157,7 +158,7 @@ def rebuild_sources(
         for position, other in enumerate(group)
         if position != lost and (membership.rank_at(other, lane), generation) in holdings.snapshots
     )
-    found = {
+    blocks = {
         block: entry
         for owner in range(code.n)
         if owner != lost
@@ -169,28 +170,27 @@ def rebuild_sources(
         if entry is not None
     }
     # Some stripes of some codes happen to survive more losses than all do: do not rely on it.
-    if code.n - len(held) > code.rows or not code.solvable(lost, held, found.keys()):
+    if code.n - len(held) > code.rows or not code.solvable(lost, held, blocks.keys()):
         return None
     # All blocks must have the same digest of what is gone, or they do not belong together.
     gone: dict[int, int] = {}
-    for entry in found.values():
+    for entry in blocks.values():
         for source, digest in entry.sources:
             known = (source, generation) in holdings.snapshots and source != rank
             if not known and gone.setdefault(source, digest) != digest:
                 return None
-    return RebuildSources(gone[rank], held, frozenset(found))
+    return RebuildSources(gone[rank], held, frozenset(blocks))
 
 
 def rebuildable(
     membership: Membership, holdings: Holdings, rank: int, generation: Generation
 ) -> bool:
-    """Whether what the other members of the rank's parity group hold is enough to rebuild its
-    snapshot."""
+    """Whether the other members of the rank's parity group hold enough to rebuild its snapshot."""
     return rebuild_sources(membership, holdings, rank, generation) is not None
 
 
 def recovery_line(membership: Membership, inventories: Mapping[int, Inventory]) -> Line:
-    """The newest generation that every rank can be restored from.
+    """The newest generation from which every rank can be restored.
 
     `inventories` has one entry for each member; a member on a fresh node has an empty one.
     """
@@ -230,9 +230,9 @@ def newest_protected(
 def newest_survivable(
     membership: Membership, holdings: Holdings, *, not_after: Generation
 ) -> Generation | None:
-    """The newest generation, at most `not_after`, that every rank can be restored from, and still
+    """The newest generation, at most `not_after`, from which every rank can be restored, and still
     could be after one more lost node in each parity group that has lost fewer than its redundancy
-    is made for."""
+    allows for."""
     return next(
         (
             generation
@@ -250,37 +250,37 @@ def newest_survivable(
 def most_survivable(
     membership: Membership, holdings: Holdings, *, not_after: Generation
 ) -> Generation | None:
-    """The newest generation, at most `not_after`, with which beside `not_after` itself the most
-    members may be lost, any one of them. Where `newest_survivable` knows none, that is the best:
-    what was lost of an earlier world's parity stays lost. None when no loss could be borne."""
+    """The newest generation, at most `not_after`, that beside `not_after` itself covers the loss of
+    the most members, any one at a time. It is the best choice if `newest_survivable` finds none,
+    because lost parity of an earlier world is never rebuilt. None if no loss could be survived."""
     line = _bearable(membership, holdings, not_after)
     best, most = None, 0
     for generation in holdings.generations():
         if generation > not_after:
             continue
-        found = len(line | _bearable(membership, holdings, generation))
-        if found > most:
-            best, most = generation, found
+        covered = len(line | _bearable(membership, holdings, generation))
+        if covered > most:
+            best, most = generation, covered
     return best
 
 
 def _bearable(membership: Membership, holdings: Holdings, generation: Generation) -> set[int]:
-    """Members any one of which may be lost without losing `generation`."""
+    """Members of which any one may be lost without losing `generation`."""
     world = membership.world_of(generation)
     if world is None:
         return set()
-    found = {member.index for member in membership.members}
+    bearable = {member.index for member in membership.members}
     for group in world.groups:
         # The ranks of a group depend on what is held for it, so nothing else has to be looked at.
         of_group = holdings.of_group(membership, group, generation)
         if not _is_restorable(membership, of_group, group, generation):
             return set()
-        found -= {
+        bearable -= {
             member
             for member in of_group.members
             if not _is_restorable(membership, of_group.without(member), group, generation)
         }
-    return found
+    return bearable
 
 
 def _is_restorable(
@@ -338,7 +338,7 @@ def _has_all_blocks(
 def dead_generations(
     membership: Membership, inventories: Mapping[int, Inventory]
 ) -> tuple[Generation, ...]:
-    """Generations of which something is held but that some rank will never complete.
+    """Generations that are held in part, and that some rank will never complete.
 
     A rank never completes a generation of the current epoch that it has passed without holding or
     writing it. Generations of older epochs are settled by the line, not here.
@@ -379,8 +379,8 @@ def _parity_of(
 ) -> ParityEntry | None:
     """A block of a lane if it was made from exactly the snapshots that the members hold now.
 
-    A snapshot that is not held is not compared, and neither is that of position `spare`: the block
-    is there to recover it.
+    A snapshot that is not held is not compared, and neither is the snapshot of position `spare`,
+    which the block is to recover.
     """
     parity_lane = membership.parity_lane(lane, block.row)
     entry = holdings.parities.get((group[block.owner], parity_lane, generation))

@@ -1,10 +1,10 @@
-"""Which pipeline stages repeat which steps, when every rank of them is lost and the others still
-have their state.
+"""Plan of the steps that lost pipeline stages repeat alone, while the other stages still have their
+state.
 
 A lost stage restores the recovery line and repeats the steps after it alone, with what its
 neighbours have logged at its boundaries (MoEvement §3.4). The plan follows from statements of all
-ranks, and is the same on each of them. It promises nothing that a statement does not show: where
-one is missing or contradicts another, there is no plan, and all ranks restore the line.
+ranks, and is the same on each of them. It relies only on what the statements show: if one is
+missing or contradicts another, there is no plan, and all ranks restore the line.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ class ReplayPlan:
 def plan_replay(ranks: Sequence[ReplayEvidence]) -> ReplayPlan | str:
     """Plan from the statements of all ranks of the new world, in their order; or the reason why all
     ranks have to restore the line."""
-    for rank, one in enumerate(ranks):
-        if one.problem:
-            return f"rank {rank}: {one.problem}"
-    topologies = sorted({one.topology for one in ranks})
+    for rank, evidence in enumerate(ranks):
+        if evidence.problem:
+            return f"rank {rank}: {evidence.problem}"
+    topologies = sorted({evidence.topology for evidence in ranks})
     if len(topologies) != 1:
         return f"ranks state different topologies: {', '.join(topologies)}"
     try:
@@ -95,13 +95,13 @@ def plan_replay(ranks: Sequence[ReplayEvidence]) -> ReplayPlan | str:
     except HoldfastError as error:
         return str(error)
     stage_of = [topology.coordinates(rank).pp for rank in range(len(ranks))]
-    lost = {stage_of[rank] for rank, one in enumerate(ranks) if one.step is None}
+    lost = {stage_of[rank] for rank, evidence in enumerate(ranks) if evidence.step is None}
     scope = tuple(rank for rank, stage in enumerate(stage_of) if stage in lost)
     for rank in scope:
         if ranks[rank].step is not None:
             return f"stage {stage_of[rank]} is not lost as a whole: rank {rank} has its state"
-    kept = {one.step for one in ranks if one.step is not None}
-    lines = {(one.line, one.whole) for one in ranks}
+    kept = {evidence.step for evidence in ranks if evidence.step is not None}
+    lines = {(evidence.line, evidence.whole) for evidence in ranks}
     if not lost or len(kept) != 1 or len(lines) != 1:
         return (
             f"lost stages {sorted(lost)}, states of steps {sorted(kept)} and lines "
@@ -111,15 +111,17 @@ def plan_replay(ranks: Sequence[ReplayEvidence]) -> ReplayPlan | str:
     assert target is not None
     if not 0 <= line <= whole <= target:
         return f"from line {line}, whole after {whole}, no stage can repeat steps to {target}"
-    ring = any(one.ring for one in ranks)
+    ring = any(evidence.ring for evidence in ranks)
     sources = {rank: _outside(rank, topology, scope, ring) for rank in scope}
     shared_by = next(rank for rank, stage in enumerate(stage_of) if stage not in lost)
-    for giver in sorted({shared_by, *(one for givers in sources.values() for one in givers)}):
-        one = ranks[giver]
-        if line < target and not (one.logged_from <= line + 1 and target <= one.logged_to):
+    for giver in sorted({shared_by, *(rank for givers in sources.values() for rank in givers)}):
+        evidence = ranks[giver]
+        if line < target and not (
+            evidence.logged_from <= line + 1 and target <= evidence.logged_to
+        ):
             return (
-                f"rank {giver} has logged steps {one.logged_from} to {one.logged_to}, and "
-                f"{line + 1} to {target} are needed"
+                f"rank {giver} has logged steps {evidence.logged_from} to {evidence.logged_to}, "
+                f"and {line + 1} to {target} are needed"
             )
     return ReplayPlan(scope=scope, line=line, target=target, sources=sources, shared_by=shared_by)
 
@@ -133,7 +135,11 @@ def stages_lost(lacking: Sequence[int], topology: Topology) -> bool:
 
 def _outside(rank: int, topology: Topology, scope: Sequence[int], ring: bool) -> tuple[int, ...]:
     """Neighbours of `rank` in its pipeline that are not in the scope."""
-    return tuple(one for one in pipeline_neighbours(rank, topology, ring) if one not in scope)
+    return tuple(
+        neighbour
+        for neighbour in pipeline_neighbours(rank, topology, ring)
+        if neighbour not in scope
+    )
 
 
 def pipeline_neighbours(rank: int, topology: Topology, ring: bool = False) -> tuple[int, ...]:

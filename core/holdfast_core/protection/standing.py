@@ -1,11 +1,11 @@
-"""Where training goes on when processes have outlived their world: from what they have, or from the
-recovery line.
+"""Verdict on where training continues when processes have outlived their world: from their own
+state, or from the recovery line.
 
-Every rank of a new world states what it has of the training state, and derives the same verdict
-from all statements. A vote before the optimizer stands behind it: nobody completes a step unless
-every rank of the old world had all its gradients. So processes that outlive a world are at most one
-step apart, and those that are behind can finish the step alone. This rule checks that it is so: a
-statement that cannot be explained by the vote leads back to the recovery line.
+Every rank of a new world states which part of the training state it has, and derives the same
+verdict from all statements. The verdict relies on the vote before the optimizer: no rank completes
+a step unless every rank of the old world had all its gradients. So processes that outlive a world
+are at most one step apart, and those that are behind can finish the step alone. This module checks
+that: if the vote cannot explain a statement, all ranks return to the recovery line.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class RankStanding(msgspec.Struct, frozen=True, kw_only=True):
     """Statement of one rank of a new world."""
 
     step: int = NEW
-    """Step whose state it has, whole: the number of completed steps. `NEW` for none."""
+    """Step whose complete state it has: the number of completed steps. `NEW` for none."""
     ready: bool = False
     """Whether it holds all gradients of the step after that, and can finish it without others."""
     torn: str = ""
-    """Why its state is that of no step; empty when it is."""
+    """Reason why its state does not belong to one step; empty if it does."""
     topology: str = ""
     """Topology of its script, in a world of any size; empty for a new process."""
     rank: int = 0
@@ -43,9 +43,9 @@ class RankStanding(msgspec.Struct, frozen=True, kw_only=True):
     experts: bool = False
     """Whether it has experts, which only ranks of its expert coordinate hold."""
     logs: bool = False
-    """Whether it has logged what crosses the boundaries of its pipeline stage."""
+    """Whether it has logged the tensors that cross the boundaries of its pipeline stage."""
     held: tuple[tuple[int, ...], ...] = ()
-    """For each layer whose experts have uneven copies those in its seats."""
+    """Experts in its seats, for each layer whose experts have uneven copies."""
     layer_experts: int = 0
     """Experts of each such layer."""
 
@@ -59,70 +59,74 @@ def read_standings(texts: Sequence[str]) -> list[RankStanding]:
     Raises:
         ProtocolError: a rank's statement cannot be read.
     """
-    found = []
+    statements = []
     for rank, text in enumerate(texts):
         try:
-            found.append(_STANDING.decode(text))
+            statements.append(_STANDING.decode(text))
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise ProtocolError(
-                f"what rank {rank} states to have of the training state cannot be read: {error}; "
+                f"cannot decode the statement of rank {rank} about its training state: {error}; "
                 f"run the same version of holdfast on all ranks"
             ) from error
-    return found
+    return statements
 
 
 class StandingAction(StrEnum):
-    """What all ranks of a new world do."""
+    """Action that all ranks of a new world take."""
 
     LIVE = "live"
-    """Go on after `step` from what processes have."""
+    """Continue after `step` from the state of the processes."""
     FORWARD = "forward"
-    """First finish `step`, where that is not done; then state again."""
+    """First finish `step` on the ranks that have not; then all state again."""
     REPLAY = "replay"
-    """Let the ranks of lost stages repeat steps alone, where the evidence of all ranks allows it;
-    else as `LINE`."""
+    """Let the ranks of lost stages repeat steps alone if the evidence of all ranks allows it;
+    otherwise do as for `LINE`."""
     LINE = "line"
     """Restore the recovery line."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StandingVerdict:
-    """What follows from the statements of all ranks; equal on all."""
+    """Conclusion from the statements of all ranks; equal on all of them."""
 
     action: StandingAction
     reason: str
     step: int = 0
     sources: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    """New rank → the ranks that give it what is not an expert, and experts."""
+    """New rank → pair of ranks: one gives it the non-expert state, the other experts."""
 
 
 def standing(ranks: Sequence[RankStanding]) -> StandingVerdict:
     """Conclude from the statements of all ranks of a new world, in their order."""
-    live = {rank: one for rank, one in enumerate(ranks) if one.step != NEW or one.torn}
+    live = {
+        rank: statement
+        for rank, statement in enumerate(ranks)
+        if statement.step != NEW or statement.torn
+    }
     if not live:
         return _back("no process has outlived its world")
-    for rank, one in live.items():
-        if one.torn:
-            return _back(f"rank {rank}: {one.torn}")
-        if one.step < NEW:
-            return _back(f"rank {rank} states to have completed {one.step} steps")
-    topologies = sorted({one.topology for one in live.values()})
+    for rank, statement in live.items():
+        if statement.torn:
+            return _back(f"rank {rank}: {statement.torn}")
+        if statement.step < NEW:
+            return _back(f"rank {rank} states to have completed {statement.step} steps")
+    topologies = sorted({statement.topology for statement in live.values()})
     if len(topologies) > 1:
         return _back(f"ranks state different topologies: {', '.join(topologies)}")
     try:
         before = Topology.parse(topologies[0])
         topology = before.resized(len(ranks))
-        for rank, one in live.items():
-            here, there = topology.coordinates(rank), before.coordinates(one.rank)
+        for rank, statement in live.items():
+            here, there = topology.coordinates(rank), before.coordinates(statement.rank)
             if (here.tp, here.pp, here.ep) != (there.tp, there.pp, there.ep):
                 return _back(f"rank {rank} holds the part of another rank")
     except HoldfastError as error:
         return _back(str(error))
-    newest = max(one.step for one in live.values())
-    behind = [rank for rank, one in live.items() if one.step < newest]
+    newest = max(statement.step for statement in live.values())
+    behind = [rank for rank, statement in live.items() if statement.step < newest]
     for rank in behind:
         if live[rank].step != newest - 1 or not live[rank].ready:
-            first = next(other for other, one in live.items() if one.step == newest)
+            first = next(other for other, statement in live.items() if statement.step == newest)
             return _back(
                 f"rank {first} has completed step {newest}, and rank {rank} step "
                 f"{live[rank].step} without the vote on the next one"
@@ -133,15 +137,15 @@ def standing(ranks: Sequence[RankStanding]) -> StandingVerdict:
     lacking = [rank for rank in range(len(ranks)) if rank not in live]
     replays = (
         before == topology
-        and all(one.logs and one.rank == rank for rank, one in live.items())
+        and all(statement.logs and statement.rank == rank for rank, statement in live.items())
         and stages_lost(lacking, topology)
     )
     sources = {}
     for rank in () if replays else lacking:
-        found = _sources_of(rank, topology, live)
-        if isinstance(found, str):
-            return _back(found)
-        sources[rank] = found
+        givers = _sources_of(rank, topology, live)
+        if isinstance(givers, str):
+            return _back(givers)
+        sources[rank] = givers
     if behind:
         return StandingVerdict(
             action=StandingAction.FORWARD,
@@ -165,11 +169,11 @@ def standing(ranks: Sequence[RankStanding]) -> StandingVerdict:
 
 
 def can_lose_member(own: RankStanding, ranks: int, nproc: int) -> bool:
-    """Whether other members hold all that the member of this rank holds, so that training may go on
+    """Whether other members hold all state of this rank's member, so that training could continue
     live without it.
 
     Args:
-        own: what this rank has, between two steps.
+        own: statement of this rank, between two steps.
         ranks: number of ranks of the world.
         nproc: ranks of each member.
     """
@@ -188,16 +192,17 @@ def _back(reason: str) -> StandingVerdict:
 
 
 def _contradiction(live: Mapping[int, RankStanding]) -> str:
-    """Why the statements about experts in seats are not of one model; empty when they are."""
+    """Reason why the statements about experts in seats contradict each other; empty if they do
+    not."""
     first = min(live)
     layers, experts = len(live[first].held), live[first].layer_experts
-    for rank, one in live.items():
-        if (len(one.held), one.layer_experts) != (layers, experts):
+    for rank, statement in live.items():
+        if (len(statement.held), statement.layer_experts) != (layers, experts):
             return (
-                f"rank {rank} states {len(one.held)} layers of {one.layer_experts} experts, and "
-                f"rank {first} {layers} of {experts}"
+                f"rank {rank} states {len(statement.held)} layers of {statement.layer_experts} "
+                f"experts, and rank {first} {layers} of {experts}"
             )
-        for layer, held in enumerate(one.held):
+        for layer, held in enumerate(statement.held):
             for expert in held:
                 if not 0 <= expert < experts:
                     return (
@@ -208,8 +213,8 @@ def _contradiction(live: Mapping[int, RankStanding]) -> str:
 
 
 def _without_copy(live: Sequence[RankStanding]) -> str:
-    """Which expert has lost all of its copies; empty when none has."""
-    for layer, of_ranks in enumerate(zip(*(one.held for one in live), strict=True)):
+    """Message about an expert that has lost all of its copies; empty if none has."""
+    for layer, of_ranks in enumerate(zip(*(statement.held for statement in live), strict=True)):
         held = {expert for of_rank in of_ranks for expert in of_rank}
         if len(held) < live[0].layer_experts:
             expert = next(expert for expert in count() if expert not in held)
@@ -220,15 +225,15 @@ def _without_copy(live: Sequence[RankStanding]) -> str:
 def _sources_of(
     rank: int, topology: Topology, live: Mapping[int, RankStanding]
 ) -> tuple[int, int] | str:
-    """The lowest ranks that hold what `rank` is to hold, or why there are none."""
-    dense = next((one for one in topology.dense_replicas(rank) if one in live), None)
+    """The lowest ranks that hold the state that `rank` needs, or the reason why there are none."""
+    dense = next((replica for replica in topology.dense_replicas(rank) if replica in live), None)
     if dense is None:
         return f"nobody is left who holds what rank {rank} is to hold"
-    if any(live[one].unshared for one in topology.dense_replicas(rank) if one in live):
+    if any(live[replica].unshared for replica in topology.dense_replicas(rank) if replica in live):
         return f"rank {rank} is to hold tensors that no other rank has"
     if not live[dense].experts:
         return dense, dense
-    expert = next((one for one in topology.expert_replicas(rank) if one in live), None)
+    expert = next((replica for replica in topology.expert_replicas(rank) if replica in live), None)
     if expert is None:
         return f"nobody is left who holds the experts of rank {rank}"
     return dense, expert

@@ -1,1 +1,1 @@
-"""What is captured (units, layouts, shards), and how it is named, stored and reported."""
+"""Snapshots: units, layouts and shards, with their names, storage and reports."""

@@ -141,11 +141,11 @@ def piece_count(payload_bytes: int, piece_bytes: int) -> int:
 
 def encode_layout(layout: Layout) -> bytes:
     """Canonical bytes of `layout`; equal layouts have equal bytes."""
-    found = {f.name: getattr(layout, f.name) for f in fields(layout)}
+    document = {f.name: getattr(layout, f.name) for f in fields(layout)}
     for name in ("casts", "since"):
-        if not found[name]:
-            del found[name]  # as for the defaults of `Entry`
-    return msgspec.json.encode(found)  # in the order of the fields
+        if not document[name]:
+            del document[name]  # as for the defaults of `Entry`
+    return msgspec.json.encode(document)  # in the order of the fields
 
 
 def decode_layout(data: bytes) -> Layout:
@@ -260,7 +260,7 @@ def first_bad_piece(
     `payload` starts at piece `first_piece` of the manifest that `digests` comes from.
     """
     for index, at in enumerate(range(0, len(payload), piece_bytes), start=first_piece):
-        found = xxhash.xxh3_64_intdigest(payload[at : at + piece_bytes])
-        if found.to_bytes(8, "little") != digests[8 * index : 8 * index + 8]:
+        digest = xxhash.xxh3_64_intdigest(payload[at : at + piece_bytes])
+        if digest.to_bytes(8, "little") != digests[8 * index : 8 * index + 8]:
             return index
     return None

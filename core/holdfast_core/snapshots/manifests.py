@@ -1,4 +1,4 @@
-"""What a daemon holds: manifests of snapshots, parity blocks, and the inventory of both."""
+"""Manifests of snapshots and of parity blocks, and a daemon's inventory of both."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ExpertVersion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """What a sealed snapshot contains: enough to find, verify and restore every byte.
+    """Contents of a sealed snapshot: enough to find, verify and restore every byte.
 
     The payload is the slot's bytes [0, payload_bytes): the tensors at the offsets that the layout
     gives, then the extras. It is checksummed in pieces on a fixed grid, so that any range that
@@ -93,7 +93,7 @@ class ParityEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inventory:
-    """What one daemon holds for one job, as that daemon reports it: the truth (invariant 6)."""
+    """Report of what one daemon holds for one job; it is the truth (invariant 6)."""
 
     snapshots: tuple[SnapshotEntry, ...] = ()
     parities: tuple[ParityEntry, ...] = ()

@@ -62,7 +62,7 @@ class Tier:
     bytes_per_s: int = 0
     """Bytes that one daemon may write in a second; 0: no limit."""
     experts: int = 0
-    """Experts of each layer that a copy holds anew; 0: all."""
+    """Number of experts of each layer that a copy writes itself; 0: all."""
     restore_from: str = ""
     """`epoch.step` of the copy that a job without generations in memory begins from; empty: the
     newest complete one."""
@@ -98,7 +98,7 @@ class Membership:
     protection_bytes_s: int = 0
     """Bytes that each node may fetch in a second for parity of new generations; 0: no limit."""
     restarting: frozenset[int] = frozenset()
-    """Members whose workers are started anew in this epoch, even if they could be kept: the causes
+    """Members whose workers are started again in this epoch, even if they could be kept: the causes
     of the recovery, and members that move. Agents of the others keep workers that can stay."""
 
     external: bool = False
@@ -106,7 +106,7 @@ class Membership:
     namespace may hold a rank, and each training world names itself."""
 
     since: int = 0
-    """First epoch of the present world. Epochs that only restart or move members go on with it."""
+    """First epoch of the present world. Epochs that only restart or move members belong to it."""
     order: tuple[int, ...] = ()
     """See `MemberWorld.order`."""
     past: tuple[MemberWorld, ...] = ()

@@ -1,4 +1,4 @@
-"""Names of tensors: what a tensor is, as one text that is never taken for another tensor's.
+"""Names of tensors: one text for each tensor, which cannot be mistaken for another's.
 
 A tensor of the training state is a parameter or a buffer of the model, the float32 master of a
 parameter, a parameter that only an optimizer has, one expert's slice of any of these, or a state
@@ -12,8 +12,9 @@ and persisted files, and is a key wherever tensors are looked up:
     optimizer/0/parameter3                  parameter that only optimizer 0 has
     blocks.3.attn.mask(buffer)              buffer
 
-Users name modules as they like, with colons, brackets and slashes, so what could be taken for one
-of the marks above is written as `%` and its code in a path. No other module takes a text apart.
+Users name modules as they like, with colons, brackets and slashes. Characters that could be
+mistaken for one of the marks above are written as `%` and their code. No other module takes such a
+text apart.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _WITHOUT_KEY = frozenset({TensorRole.COMPUTE, TensorRole.BUFFER})
 
 
 class NameKind(StrEnum):
-    """What has the tensor, or is it."""
+    """Kind of the tensor, or of what it belongs to."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -95,9 +96,9 @@ class TensorName:
 
     @classmethod
     def _of(cls, base: str, key: str | None) -> TensorName:
-        found = _TEXT.fullmatch(base)
-        assert found is not None, "the pattern matches any text"
-        path, buffer, master, expert = found.groups()
+        match = _TEXT.fullmatch(base)
+        assert match is not None, "the pattern matches any text"
+        path, buffer, master, expert = match.groups()
         kind = NameKind.BUFFER if buffer else NameKind.MASTER if master else NameKind.PARAMETER
         if path.startswith(_ORPHAN):
             kind = NameKind.ORPHAN
@@ -107,7 +108,8 @@ class TensorName:
 
     @property
     def base(self) -> TensorName:
-        """What an optimizer keeps the state for; the name itself where it is no state."""
+        """Name of the tensor whose state this is; the name itself if it is not an optimizer's
+        state."""
         return self if self.key is None else replace(self, key=None)
 
     @property

@@ -1,4 +1,4 @@
-"""Which rank captures which bytes of the state that replicas share.
+"""Division of shared state among its replicas: which rank captures which bytes.
 
 Replicas hold equal bytes, so one copy per replica group is captured (REFT §4.1), and the group
 divides the work: equally in order (EDPS), or adaptively, the largest item to the least loaded rank
@@ -73,7 +73,7 @@ class ShardItem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardPlan:
-    """What each rank captures: shards in order of unit, tensor and start."""
+    """Shards that each rank captures, in order of unit, tensor and start."""
 
     shards: Mapping[int, tuple[Shard, ...]]
     reason: str
@@ -85,12 +85,12 @@ class ShardPlan:
     @property
     def holders(self) -> dict[UnitKey, tuple[int, ...]]:
         """The ranks that capture any byte of each unit, ascending."""
-        found: dict[UnitKey, set[int]] = {}
+        ranks_of: dict[UnitKey, set[int]] = {}
         for rank, shards in self.shards.items():
             for shard in shards:
                 if shard.nbytes:
-                    found.setdefault(shard.unit, set()).add(rank)
-        return {unit: tuple(sorted(ranks)) for unit, ranks in found.items()}
+                    ranks_of.setdefault(shard.unit, set()).add(rank)
+        return {unit: tuple(sorted(ranks)) for unit, ranks in ranks_of.items()}
 
 
 def plan_shards(
@@ -290,12 +290,12 @@ def _shared(
         if other == first:
             continue
         name = min(n for n in first.keys() | other.keys() if first.get(n) != other.get(n))
-        found = [_describe(table.get(name)) for table in (first, other)]
+        described = [_describe(table.get(name)) for table in (first, other)]
         unit = (first.get(name) or other[name]).unit
         raise ReplicaMismatchError(
             f"unit {unit}: {topology} declares ranks {group[0]} and {rank} to be replicas, but for "
-            f"tensor {name!r} rank {group[0]} has {found[0]} and rank {rank} has {found[1]}; "
-            f"correct the topology, or mark the tensor as private to its rank"
+            f"tensor {name!r} rank {group[0]} has {described[0]} and rank {rank} has "
+            f"{described[1]}; correct the topology, or mark the tensor as private to its rank"
         )
     return list(first.values())
 

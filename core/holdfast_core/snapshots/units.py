@@ -1,4 +1,4 @@
-"""Units: the smallest pieces of training state that can be captured alone, and their tensors.
+"""Units: the smallest parts of the training state that can be captured separately.
 
 A unit is one expert of one layer, one gate, one layer's non-expert part, the embeddings, the head,
 or whatever else the model holds. Its name appears in messages and in layouts.

@@ -1,7 +1,7 @@
-"""Worlds: the members that train together, and the ranks and parity groups that this gives.
+"""Worlds: the members that train together, with their ranks and parity groups.
 
-A job that goes on with fewer members, or with more again, has one world after the other. A
-generation belongs to the world of the epoch in which it was captured.
+A job that continues with fewer members, or with more again, has a sequence of worlds. A generation
+belongs to the world of the epoch in which it was captured.
 """
 
 from __future__ import annotations
@@ -113,5 +113,5 @@ class MemberWorld:
 
     def _place(self, member: int) -> int | None:
         place = bisect_left(self.members, member)
-        found = place < len(self.members) and self.members[place] == member
-        return place if found else None
+        is_member = place < len(self.members) and self.members[place] == member
+        return place if is_member else None

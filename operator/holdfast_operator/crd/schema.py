@@ -13,7 +13,8 @@ import msgspec
 from msgspec import inspect
 
 from holdfast_core.job.documents import without_nulls
-from holdfast_core.job.rules import RULES, Rule
+from holdfast_core.job.rule import Rule
+from holdfast_core.job.rules import RULES
 from holdfast_core.job.schema import API_VERSION, KIND, Spec
 from holdfast_core.job.status import JobStatus
 from holdfast_core.job.templates import ENV_NAME_PATTERN, METADATA_FIELDS, TEMPLATE
@@ -23,7 +24,7 @@ PLURAL, SINGULAR, SHORT = "moetrainingjobs", "moetrainingjob", "moejob"
 
 _LIMITS = {"ge": "minimum", "gt": "minimum", "le": "maximum"}
 _COLUMNS = (
-    ("State", "string", ".status.phase", "What the job does"),
+    ("State", "string", ".status.phase", "What the job is doing"),
     ("Ready", "string", ".status.readyText", "Ranks at work, of all ranks"),
     ("Active", "integer", ".status.strength.active", "Members that train together"),
     ("Desired", "integer", ".spec.nodes", "All members: nodes"),
@@ -38,9 +39,14 @@ _WIDE_COLUMNS = (
         "Minimum",
         "integer",
         ".status.strength.minimum",
-        "The fewest members that the job goes on with",
+        "The fewest members that the job continues with",
     ),
-    ("Joining", "integer", ".status.strength.joining", "Missing members that get ready to join"),
+    (
+        "Joining",
+        "integer",
+        ".status.strength.joining",
+        "Missing members that are getting ready to join",
+    ),
     ("Slots", "integer", ".status.slots", "Snapshots of each rank that its node has room for"),
     (
         "Recovery",

@@ -46,7 +46,7 @@ class WindowDecisions:
 
     def __init__(self, exchange: Exchange, policy: SparseWindows) -> None:
         self._exchange = exchange
-        self._popularity = Popularity(policy) if policy.counts_tokens else None
+        self._popularity = Popularity(policy.order, policy.decay) if policy.counts_tokens else None
         self.parts = SOFT_UNIT if policy.order is ExpertOrder.SOFT_COUNT else 1
         """Parts of one in which the script's counts are added up."""
         self._rounds = Rounds("holdfast-windows", self._next, self._failed)

@@ -21,7 +21,7 @@ class Loss:
     lost_mlt: float = 0.0
     """Loss in all recoveries as MLT, as of the newest one."""
     k: int = 0
-    """Experts of each layer in a snapshot; with the policy Selective, of all layers together."""
+    """Experts in a snapshot, as the policy counts them: of each layer, or of all layers."""
     report: LossReport | None = None
     """Sums behind these fractions, for the daemon, which adds up those of all ranks."""
 

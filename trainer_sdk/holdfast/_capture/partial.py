@@ -1,6 +1,6 @@
 """Choice of the experts that a snapshot captures, and count of the tokens that the others risk.
 
-This is one rank's part of the policies `PartialExperts` (PEC §3.1) and `Selective` (MoEtion §4).
+This is one rank's part of every policy that leaves experts out (`LossyPolicy`).
 Where experts take turns, every rank makes the same choice from the number of the snapshot, without
 a collective; where tokens decide, from the sum of all ranks' statements after the save before
 (`_agree.expert_counts`). Each rank's ledger counts the tokens that it routed itself; lost tokens
@@ -33,9 +33,9 @@ from holdfast_core.errors import SnapshotSkippedError
 from holdfast_core.experts.counts import NO_COUNTS, NONE_SPREAD, UNKNOWN, CountStatement, Mark
 from holdfast_core.experts.ledger import ExpertLedger
 from holdfast_core.experts.loss_reports import LossReport
-from holdfast_core.experts.policies import ExpertPolicy
 from holdfast_core.experts.replenish import Replenishing
 from holdfast_core.experts.tables import NO_EXPERTS, ExpertTable
+from holdfast_core.job.policies.policy import LossyPolicy
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import Layout
 from holdfast_core.snapshots.units import UnitKey
@@ -62,7 +62,7 @@ class PartialCapture(CaptureStrategy):
 
     def __init__(
         self,
-        policy: ExpertPolicy,
+        policy: LossyPolicy,
         counting: ExpertCounts,
         wait_s: float,
         gradients: ExpertGradients,
@@ -357,7 +357,7 @@ class PartialCapture(CaptureStrategy):
             self._recoveries,
             k=k,
             experts_max=experts_max,
-            limit=self._policy.settings.loss_limit,
+            limit=self._policy.loss_limit,
         )
         return Loss(
             at_risk=report.risk.plt,

@@ -19,9 +19,9 @@ from holdfast_core.experts.counts import UNKNOWN, Mark, Measures
 from holdfast_core.experts.dynamic_k import next_k
 from holdfast_core.experts.ledger import ExpertLedger, Version, merge_counts
 from holdfast_core.experts.loss_reports import RECOVERIES_KEPT, RecoveryLoss
-from holdfast_core.experts.policies import ExpertPolicy
 from holdfast_core.experts.replenish import Replenishing
 from holdfast_core.experts.token_loss import LossAccount, recovery_loss
+from holdfast_core.job.policies.policy import LossyPolicy
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import Layout
 from holdfast_core.snapshots.manifests import ExpertVersion
@@ -175,7 +175,7 @@ class PartialState:
         self,
         lost: Sequence[Mapping[str, int]],
         assigned: Sequence[Mapping[str, int]],
-        policy: ExpertPolicy,
+        policy: LossyPolicy,
         *,
         epoch: int,
         line: Generation,
@@ -194,7 +194,7 @@ class PartialState:
             experts_max=policy.k_for_all(self.ledger.tokens),
             lost_by_k=account.lost_by_k,
             total_tokens=sum(assignments.values()),
-            limit=policy.settings.loss_limit,
+            limit=policy.loss_limit,
         )
         _log.warning(
             "experts returned to older versions: %d tokens, %.2f %% of all, are lost to them; %s",

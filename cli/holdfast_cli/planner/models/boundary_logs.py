@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.parsing import MoETrainingJob
-from holdfast_core.job.snapshots import Full, Repeats, SparseWindows
+from holdfast_core.job.snapshots import PolicyType, Repeats
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,16 +71,17 @@ def plan_logs(
             f"{job.key} has one pipeline stage (spec.parallelism.pp), so nothing crosses a "
             f"boundary: leave out what is to be logged"
         )
-    if not isinstance(policy, Full | SparseWindows):
+    if policy.leaves_experts_out:
+        whole = [kind.value for kind in PolicyType if not kind.policy.leaves_experts_out]
         raise InvalidJobError(
-            f"with snapshot.policy.type {job.spec.snapshot.policy.type.value}, no stage repeats "
-            f"steps alone, and logs are of no use: leave them out, or use Full or Sparse"
+            f"with snapshot.policy.type {policy.type_name}, no stage repeats "
+            f"steps alone, and logs are of no use: leave them out, or use {' or '.join(whole)}"
         )
     one = activation_bytes * micro_batches
     sends = ((stage < topology.pp - 1) + (stage > 0) for stage in range(topology.pp))
     step_bytes = tuple(one * count for count in sends)
-    window = policy.window if isinstance(policy, SparseWindows) else 0
-    if isinstance(policy, SparseWindows) and policy.repeats is Repeats.OPTIMIZER:
+    window = policy.window_steps
+    if window and policy.repeated is Repeats.OPTIMIZER:
         interval_steps, window = window, 0  # a line is the last step of its window
     steps = steps_kept(interval_steps=interval_steps, window=window, lag_steps=lag_steps)
     per_node = job.spec.nproc_per_node

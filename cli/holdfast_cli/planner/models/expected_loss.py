@@ -6,20 +6,22 @@ PEC eq. 4, TokensLost of MoEtion eq. 6). Losses are in steps' worth of tokens at
 each step, which makes them independent of the size of a batch: 1.5 means that all experts together
 lack the tokens of one and a half steps.
 
-It must not choose experts: the selections that trainers use do that.
+It must not choose experts: the selections that trainers use do that, also in `choices_of`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import gcd
 
 import xxhash
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.experts.budgeted import selective_guard
+from holdfast_core.experts.counts import AgreedCounts, Mark, Measures
 from holdfast_core.experts.pec import select_sequential
 from holdfast_core.experts.tables import ExpertTable, MoeLayer
+from holdfast_core.job.snapshots import LossyPolicy
 from holdfast_core.snapshots.units import UnitKey
 
 _BISECTIONS = 100
@@ -106,6 +108,48 @@ def selective_loss(table: ExpertTable, total: int, skew: float) -> float:
         captured = sum(1 / _gap(share, middle, overdue) for share in shares)
         low, high = (middle, high) if captured > total else (low, middle)
     return sum(share * (_gap(share, high, overdue) - 1) / 2 for share in shares) / len(layers)
+
+
+def choices_of(
+    policy: LossyPolicy,
+    table: ExpertTable,
+    routed: Mapping[UnitKey, int],
+    measures: Measures,
+    ranks: int,
+    snapshots: int,
+) -> list[tuple[UnitKey, ...]]:
+    """The experts that a policy captures in `snapshots` consecutive snapshots, long enough after
+    one that captured all of them that few are as it left them.
+
+    Args:
+        routed: tokens of each expert from one snapshot to the next; see `routed_tokens`.
+        ranks: number of ranks of the world.
+    """
+    marks = dict.fromkeys(table.units, Mark(0, 0))
+    chosen = []
+    for number in range(2 * snapshots):
+        tokens = {unit: number * count for unit, count in routed.items()}
+        counts = AgreedCounts(number=number, tokens=tokens, marks=dict(marks), measures=measures)
+        units = policy.select(table, counts, policy.first_k, ranks).units
+        marks.update({unit: Mark(number + 1, tokens[unit]) for unit in units})
+        chosen.append(units)
+    return chosen[snapshots:]
+
+
+def loss_of_choices(table: ExpertTable, chosen: Sequence[Sequence[UnitKey]], skew: float) -> float:
+    """Average loss of a recovery when `chosen` is captured over and over.
+
+    Args:
+        skew: see `popularity`.
+    """
+    shares = {unit: s for layer in table.layers for unit, s in popularity(layer, skew).items()}
+    newest = dict.fromkeys(shares, 0)
+    total, rounds = 0.0, 2
+    for number in range(rounds * len(chosen)):
+        newest.update(dict.fromkeys(chosen[number % len(chosen)], number))
+        if number >= (rounds - 1) * len(chosen):
+            total += sum(shares[unit] * (number - at) for unit, at in newest.items())
+    return total / len(chosen) / len(table.layers)
 
 
 def _gap(share: float, threshold: float, overdue: int) -> float:

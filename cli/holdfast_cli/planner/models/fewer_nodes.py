@@ -15,7 +15,6 @@ from holdfast_cli.planner.models.model_sizes import ModelSizes, plan_capture, ta
 from holdfast_cli.planner.models.slots import slots_chosen
 from holdfast_core.experts.recompute import GRADIENT_SHARE
 from holdfast_core.job.parsing import MoETrainingJob
-from holdfast_core.job.snapshots import Full
 from holdfast_core.protection.budget import (
     NodeMemory,
     inherited_ranks,
@@ -58,7 +57,7 @@ def slot_bytes_of_model(job: MoETrainingJob, sizes: ModelSizes) -> SlotBytesOf:
     def slot_bytes(nodes: int) -> list[int]:
         topology = replace(whole, dp=whole.dp * nodes // job.spec.nodes)
         table = table_of_sizes(sizes, topology)
-        plan = plan_capture(table, topology, partial=not isinstance(policy, Full))
+        plan = plan_capture(table, topology, partial=policy.takes_experts_apart)
         loads = zip(plan.loads(table.units), plan.loads(()), strict=True)
         return [round_up(load + int((load - rest) * share), PAGE_BYTES) for load, rest in loads]
 

@@ -1,10 +1,10 @@
 """The cost of each snapshot policy for a job, and a recommendation.
 
-Full is compared with Sparse (MoEvement), PartialExperts (PEC) and Selective (MoEtion) before the
-job runs: bytes, whether the copy hides behind a step, memory, and the expected cost of failures in
-time and tokens. Sparse needs every step for its windows; every other policy is taken at its own
-best interval (REFT appendix A, eq. 9), because a policy that does not hide is not used at every
-step.
+The policies are compared before the job runs: bytes, whether the copy hides behind a step, memory,
+and the expected cost of failures in time and tokens. Sparse windows need every step; every other
+policy is taken at its own best interval (REFT appendix A, eq. 9), because a policy that does not
+hide is not used at every step. `_ROWS` has a method for each policy whose costs follow from a
+formula. The cost of another policy that leaves experts out follows from what it chooses.
 
 Failure rates are constant, every failure returns all ranks to a snapshot in memory, and costs that
 are equal for all policies (detection, rescheduling, loading) are left out. The formulas are those
@@ -14,11 +14,19 @@ of `protection.intervals`, `planner.models.expected_loss`, `protection.budget` a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from holdfast_cli.planner.models.expected_loss import routed_tokens, selective_loss, sequential_loss
+import msgspec
+
+from holdfast_cli.planner.models.expected_loss import (
+    choices_of,
+    loss_of_choices,
+    routed_tokens,
+    selective_loss,
+    sequential_loss,
+)
 from holdfast_cli.planner.models.model_sizes import (
     CapturePlan,
     ModelSizes,
@@ -29,6 +37,7 @@ from holdfast_cli.planner.models.slots import SlotsCost, compare_slots, slots_ch
 from holdfast_cli.planner.models.sparse_plan import REPEATED_WINDOWS, plan_window
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.experts.budgeted import Budgets, experts_within, select_local
+from holdfast_core.experts.counts import Measures
 from holdfast_core.experts.dynamic_k import PLT_LIMIT, next_k
 from holdfast_core.experts.ledger import ExpertLedger
 from holdfast_core.experts.pec import select_sequential
@@ -36,7 +45,15 @@ from holdfast_core.experts.recompute import GRADIENT_SHARE
 from holdfast_core.experts.tables import ExpertTable
 from holdfast_core.experts.token_loss import check_limit
 from holdfast_core.job.parsing import MoETrainingJob, PolicyType
-from holdfast_core.job.snapshots import Repeats
+from holdfast_core.job.snapshots import (
+    Full,
+    LossyPolicy,
+    PartialExperts,
+    Policy,
+    Repeats,
+    Selective,
+    SparseWindows,
+)
 from holdfast_core.protection.budget import NodeMemory, predict
 from holdfast_core.protection.intervals import (
     recoveries_per_s,
@@ -103,10 +120,16 @@ class PolicyCost:
 
     policy: PolicyType
     experts: int
-    """Experts in a snapshot: of each layer (PartialExperts), of all (Selective, Full). Steps of a
-    window (Sparse)."""
+    """Experts in a snapshot, as the policy counts them: of each layer, or of all. Steps of a
+    window, where a snapshot is spread over one."""
+    settings: Mapping[str, object]
+    """Settings by which a job asks for it, beside those that have their defaults."""
+    grows: bool = False
+    """Whether the next row is the same policy with twice as many experts, to which it grows."""
+    window_steps: int = 0
+    """Steps of a window; 0 where a snapshot is of one step."""
     repeats: Repeats = Repeats.TRAINING
-    """Part of a window that a recovery repeats (Sparse)."""
+    """Part of a window that a recovery repeats."""
     rank_bytes: int
     """Bytes that the most loaded rank captures."""
     job_bytes: int
@@ -124,7 +147,8 @@ class PolicyCost:
     """Bytes that all nodes together send to protect one snapshot; 0 without redundancy."""
     recomputed_bytes: int
     """`network_bytes` if the previous snapshot held the same experts and replicas are computed
-    from their gradients (MoEtion §5.2). Equal with Full, or where there are no replicas."""
+    from their gradients (MoEtion §5.2). Equal if no expert is left out, or there are no
+    replicas."""
     gradient_bytes: int
     """Additional memory for gradients on the node that needs most; 0 where there are none."""
     protect_s: float
@@ -169,11 +193,8 @@ def compare_policies(
 ) -> Comparison:
     """The cost of each policy, and a recommendation.
 
-    PartialExperts appears with each K that Dynamic-K would go through (PEC §3.1): the first one,
-    doubled as long as experts are left out. Selective captures as many experts as its budgets hold
-    (MoEtion §4.2): the network's budget counts only with redundancy, because a snapshot here is
-    protected as a whole. Sparse does not appear for a job that it would refuse: one with saves
-    further apart than a step, or that may go on with fewer nodes.
+    Policies that leave no expert out come first, and before all others the one that captures every
+    unit. A policy may have several rows, or none if it is of no use for the job.
 
     Args:
         groups: the job's parity groups; none without redundancy.
@@ -185,11 +206,8 @@ def compare_policies(
     if not table.experts:
         raise InvalidJobError("the model has no experts to leave out; every snapshot is full")
     world = _World(job, table, groups, assumed)
-    costs: tuple[PolicyCost, ...] = (world.full(),)
-    if job.spec.snapshot.interval.steps == 1:
-        ways = () if job.spec.may_shrink else tuple(Repeats)
-        costs += tuple(cost for repeats in ways for cost in world.sparse(repeats))
-    costs += (*world.partial(), world.selective())
+    kinds = sorted(PolicyType, key=lambda kind: kind.policy.leaves_experts_out)
+    costs = tuple(cost for kind in kinds for cost in _rows(world, kind))
     limit = job.memory_per_node_bytes
     fitting = tuple(cost for cost in costs if limit is None or cost.memory_bytes <= limit)
     best = best_of(fitting or costs, lambda cost: cost.overhead)
@@ -215,13 +233,20 @@ class _World:
         self._whole = plan_capture(table, topology, partial=False)
         self._apart = plan_capture(table, topology, partial=True)
 
-    def full(self) -> PolicyCost:
+    def full(self, kind: PolicyType) -> list[PolicyCost]:
         """The cost of capturing every unit."""
-        return self._cost(
-            PolicyType.FULL, len(self._table.experts), self._whole, [self._table.units], 0.0
-        )
+        units = self._table.units
+        return [self._cost(kind, len(self._table.experts), self._whole, [units], 0.0, {})]
 
-    def sparse(self, repeats: Repeats) -> list[PolicyCost]:
+    def windows(self, kind: PolicyType) -> list[PolicyCost]:
+        """The cost of windows, for each of what a recovery may repeat. None for a job that the
+        policy would refuse: one with saves further apart than a step, or that may go on with fewer
+        nodes."""
+        if self._job.spec.snapshot.interval.steps != 1 or self._job.spec.may_shrink:
+            return []
+        return [cost for repeats in Repeats for cost in self._window(kind, repeats)]
+
+    def _window(self, kind: PolicyType, repeats: Repeats) -> list[PolicyCost]:
         """The cost of windows as long as the budgets of a step require; none if one step is
         enough. Gradients have as many bytes as weights, so saves cost the same whether a recovery
         repeats training or only the optimizer."""
@@ -251,8 +276,11 @@ class _World:
         lost_steps = windows * plan.window + protect_s * plan.window / assumed.step_s
         nodes_of = partial(self._nodes, self._whole, scale=of_window)
         cost = PolicyCost(
-            policy=PolicyType.SPARSE,
+            policy=kind,
             experts=plan.window,
+            settings={"window": plan.window}
+            | ({} if repeats is Repeats.TRAINING else {"repeats": repeats.value}),
+            window_steps=plan.window,
             repeats=repeats,
             rank_bytes=round(max(whole) * share),
             job_bytes=plan.save_bytes,
@@ -281,8 +309,9 @@ class _World:
         )
         return [cost]
 
-    def partial(self) -> list[PolicyCost]:
-        """The cost of capturing K experts of each layer in turn, for each K of Dynamic-K."""
+    def partial(self, kind: PolicyType) -> list[PolicyCost]:
+        """The cost of capturing K experts of each layer in turn, for each K that Dynamic-K would go
+        through (PEC §3.1): the first one, doubled as long as experts are left out."""
         most = self._table.experts_max
         ks = [min(self._assumed.first_k, most)]
         while 2 * ks[-1] < most:
@@ -292,11 +321,36 @@ class _World:
             numbers = range(min(-(-most // k), SNAPSHOTS_LOOKED_AT))
             chosen = [select_sequential(self._table, k, number).units for number in numbers]
             loss = sequential_loss(self._table, k)
-            costs.append(self._cost(PolicyType.PARTIAL_EXPERTS, k, self._apart, chosen, loss))
+            asked = {"expertsPerLayer": k}
+            costs.append(self._cost(kind, k, self._apart, chosen, loss, asked, grows=True))
         return costs
 
-    def selective(self) -> PolicyCost:
-        """The cost of capturing as many experts as the budgets of a step hold."""
+    def lossy(self, kind: PolicyType) -> list[PolicyCost]:
+        """The cost of a policy by what it chooses in consecutive snapshots, with the settings that
+        the job gives it."""
+        assumed, table = self._assumed, self._table
+        asked = self._job.spec.snapshot.policy.chosen
+        policy = asked if isinstance(asked, kind.policy) else kind.policy()
+        assert isinstance(policy, LossyPolicy)
+        ranks = self._job.world_size
+        per_rank = self._job.spec.nproc_per_node
+        measures = Measures(
+            host_bytes_s=int(assumed.copy_bytes_s / per_rank),
+            network_bytes_s=int(assumed.network_bytes_s / per_rank) if self._redundant else 0,
+            step_us=max(1, round(assumed.step_s * 1e6)),
+        )
+        routed = routed_tokens(table, assumed.routing_skew, _TOKENS)
+        chosen = choices_of(policy, table, routed, measures, ranks, SNAPSHOTS_LOOKED_AT)
+        loss = loss_of_choices(table, chosen, assumed.routing_skew)
+        most = max(len(units) for units in chosen)
+        experts, _ = policy.shown_k(policy.first_k, most, table.units)
+        settings = settings_given(policy)
+        return [self._cost(kind, experts, self._apart, chosen, loss, settings)]
+
+    def selective(self, kind: PolicyType) -> list[PolicyCost]:
+        """The cost of capturing as many experts as the budgets of a step hold (MoEtion §4.2). The
+        network's budget counts only with redundancy, because a snapshot here is protected as a
+        whole."""
         assumed = self._assumed
         budgets = Budgets.of(
             host_bytes_s=assumed.copy_bytes_s,
@@ -308,7 +362,8 @@ class _World:
         dense = self._table.dense_bytes
         total = experts_within(self._table, min(within), reserved_bytes=dense).experts
         loss = selective_loss(self._table, total, assumed.routing_skew)
-        return self._cost(PolicyType.SELECTIVE, total, self._apart, self._selections(total), loss)
+        chosen = self._selections(total)
+        return [self._cost(kind, total, self._apart, chosen, loss, {"experts": total})]
 
     def _selections(self, total: int) -> list[tuple[UnitKey, ...]]:
         """Selections of algorithm 1 of MoEtion in consecutive snapshots after a full one."""
@@ -331,6 +386,9 @@ class _World:
         plan: CapturePlan,
         selections: Sequence[Sequence[UnitKey]],
         loss: float,
+        settings: Mapping[str, object],
+        *,
+        grows: bool = False,
     ) -> PolicyCost:
         """The cost of capturing `selections` in turn.
 
@@ -372,6 +430,8 @@ class _World:
         return PolicyCost(
             policy=policy,
             experts=experts,
+            settings=settings,
+            grows=grows,
             rank_bytes=max(max(loads) for loads in by_rank),
             job_bytes=job_bytes,
             memory_bytes=self._memory_bytes(plan) + self._recomputes * gradient_bytes,
@@ -387,13 +447,13 @@ class _World:
             stalled=stall_s / interval_s,  # the first term of REFT eq. 4
             redone=redone,
             lost_tokens=lost_tokens,
-            objection=self._objection(policy, experts, lost_tokens),
+            objection=self._objection(policy, experts, lost_tokens, grows=grows),
         )
 
     def _gradients(self, policy: PolicyType, plan: CapturePlan, job_bytes: int) -> tuple[int, int]:
         """`PolicyCost.recomputed_bytes` and `gradient_bytes` of snapshots of `job_bytes`."""
         losses = self._job.spec.redundancy.losses
-        if policy is PolicyType.FULL or not self._replicates:
+        if not policy.policy.leaves_experts_out or not self._replicates:
             return job_bytes * losses, 0
         dense_bytes = self._table.dense_bytes
         carried = dense_bytes + int((job_bytes - dense_bytes) * GRADIENT_SHARE)
@@ -461,8 +521,8 @@ class _World:
             replicas=max(self._job.spec.redundancy.losses, 1),
         )
 
-    def _objection(self, policy: PolicyType, experts: int, lost: float) -> str:
-        if policy is PolicyType.PARTIAL_EXPERTS:
+    def _objection(self, policy: PolicyType, experts: int, lost: float, *, grows: bool) -> str:
+        if grows:
             grown = next_k(
                 experts,
                 first_k=experts,
@@ -472,10 +532,33 @@ class _World:
                 limit=self._assumed.loss_limit,
             )
             return f"K would grow to {grown.k}" if grown.k > experts else ""
-        if policy is PolicyType.SELECTIVE:
+        if policy.policy.leaves_experts_out:
             limit = check_limit("the expected loss of tokens", lost, self._assumed.loss_limit)
             return "S would grow" if limit.passed else ""
         return ""
+
+
+_ROWS: dict[type[Policy], Callable[[_World, PolicyType], list[PolicyCost]]] = {
+    Full: _World.full,
+    SparseWindows: _World.windows,
+    PartialExperts: _World.partial,
+    Selective: _World.selective,
+    LossyPolicy: _World.lossy,
+}
+"""Class of a policy → its rows, and those of policies that are derived from it."""
+
+
+def _rows(world: _World, kind: PolicyType) -> list[PolicyCost]:
+    """The rows of a policy: those of the nearest class that it is derived from."""
+    rows = next((_ROWS[each] for each in kind.policy.__mro__ if each in _ROWS), None)
+    return [] if rows is None else rows(world, kind)
+
+
+def settings_given(policy: Policy) -> dict[str, object]:
+    """Settings of a policy that differ from their defaults, as a job document has them."""
+    given: dict[str, object] = msgspec.to_builtins(policy)
+    default = msgspec.to_builtins(type(policy)())
+    return {name: value for name, value in given.items() if value != default[name]}
 
 
 def best_of(costs: Sequence[PolicyCost], lost: Callable[[PolicyCost], float]) -> PolicyCost:
@@ -489,14 +572,13 @@ def best_of(costs: Sequence[PolicyCost], lost: Callable[[PolicyCost], float]) ->
     allowed = [cost for cost in costs if not cost.objection] or costs
     least = min(lost(cost) for cost in allowed)
     close = [cost for cost in allowed if lost(cost) <= least + NEGLIGIBLE]
-    # Full comes first, so it wins ties.
-    sparse = PolicyType.SPARSE
+    # The policy that captures every unit comes first, so it wins ties.
     return min(
         close,
         key=lambda c: (
             c.lost_tokens,
-            c.policy is sparse,
-            c.policy is sparse and c.repeats is Repeats.TRAINING,
+            c.window_steps > 0,
+            c.window_steps > 0 and c.repeats is Repeats.TRAINING,
             c.job_bytes,
         ),
     )
@@ -528,7 +610,7 @@ def reason_of(costs: Sequence[PolicyCost], best: PolicyCost, assumed: Assumption
         f"{format_portion(full.overhead)} to {format_portion(best.overhead)}, for "
         f"{format_portion(best.lost_tokens)} of all routed tokens"
     )
-    if best.policy is PolicyType.SPARSE:
+    if best.window_steps:
         reason += (
             "; only for training whose steps have the same bits when they are repeated"
             if best.repeats is Repeats.TRAINING

@@ -25,7 +25,7 @@ from holdfast_cli.planner.models.policy_comparison import (
     best_of,
     reason_of,
 )
-from holdfast_core.job.parsing import MoETrainingJob, PolicyType
+from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.job.snapshots import Repeats
 from holdfast_core.protection.intervals import recoveries_per_s
 from holdfast_core.snapshots.membership import Redundancy
@@ -107,10 +107,10 @@ def _model(
     rate_per_s: float,
     node_losses: float,
 ) -> PolicyModel:
-    """A policy from its costs; the levels of PartialExperts are the rows that K would go
-    through, and after them Full's."""
+    """A policy from its costs; the levels of one that grows are its later rows, and after them that
+    of the policy that captures every unit."""
     levels = [cost]
-    if cost.policy is PolicyType.PARTIAL_EXPERTS:
+    if cost.grows:
         same = [each for each in comparison.costs if each.policy is cost.policy]
         levels = [*same[same.index(cost) :], comparison.costs[0]]
     catches_up = cost.repeats is Repeats.OPTIMIZER
@@ -129,6 +129,6 @@ def _model(
             for each in levels
         ),
         loss_limit=assumed.loss_limit,
-        window_steps=cost.experts if cost.policy is PolicyType.SPARSE else 0,
+        window_steps=cost.window_steps,
         catches_up=catches_up,
     )

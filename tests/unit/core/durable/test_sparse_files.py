@@ -13,11 +13,16 @@ from expert_worlds import world
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast_core.durable.rank_files import Sparse, decode_header, describe_file, encode_header
+from holdfast_core.durable.rank_files import (
+    PartialFile,
+    decode_header,
+    describe_file,
+    encode_header,
+)
 from holdfast_core.durable.retention import FoundSet, SetState, choose_removals
 from holdfast_core.durable.sets import StoredSet, checked_files, decode_set, encode_set
 from holdfast_core.durable.sparse_files import (
-    Base,
+    BaseSet,
     Composition,
     compose,
     expert_runs,
@@ -68,9 +73,9 @@ class Tier:
         known = None
         if base is not None:
             head, older = self.heads[base, rank]
-            known = Base(stored=self.sets[base], experts=(*head.experts, *older))
+            known = BaseSet(stored=self.sets[base], experts=(*head.experts, *older))
         plan = plan_rank(decode_layout(one.layout), one.content, known, k)
-        sparse = Sparse(pieces=plan.pieces, older=plan.older)
+        sparse = PartialFile(pieces=plan.pieces, older=plan.older)
         header = encode_header(one.layout, one.manifest, sparse)
         read = decode_header(header)
         assert (read.pieces, read.older, read.decoded) == (plan.pieces, plan.older, one.content)

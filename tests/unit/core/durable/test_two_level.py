@@ -13,7 +13,7 @@ from expert_worlds import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast_core.durable.two_level import (
+from holdfast_core.durable.sparse_files import (
     select_persisted,
 )
 from holdfast_core.errors import InvalidJobError

@@ -72,7 +72,7 @@ def test_an_expert_that_was_not_used_has_changed_once_it_is() -> None:
 
 
 def test_there_is_no_order_before_a_hundred_steps() -> None:
-    popularity = Popularity(SparseWindows(order=ExpertOrder.HARD_COUNT))
+    popularity = Popularity(ExpertOrder.HARD_COUNT)
     for _ in range(24):
         popularity.add(4, counts(5, 1), {0: 6})
         assert popularity.due() is None
@@ -83,7 +83,7 @@ def test_there_is_no_order_before_a_hundred_steps() -> None:
 
 
 def test_only_the_newest_hundred_steps_count() -> None:
-    popularity = Popularity(SparseWindows(order=ExpertOrder.HARD_COUNT))
+    popularity = Popularity(ExpertOrder.HARD_COUNT)
     popularity.add(50, counts(1000, 0), {})
     popularity.add(60, counts(0, 7), {})
     assert popularity.due() == counts(1000, 7)
@@ -96,7 +96,7 @@ def test_only_the_newest_hundred_steps_count() -> None:
 
 def test_older_windows_count_less() -> None:
     policy = SparseWindows(order=ExpertOrder.TIME_DECAYED, decay=0.5)
-    popularity = Popularity(policy)
+    popularity = Popularity(policy.order, policy.decay)
     popularity.add(50, counts(80, 0), {})
     popularity.add(50, counts(0, 80), {})
     assert popularity.due() == shares(20.0, 40.0)
@@ -112,7 +112,7 @@ def test_capacity_makes_layers_comparable() -> None:
         unit(2, 1): 0,
         unit(3, 1): 0,
     }
-    popularity = Popularity(SparseWindows(order=ExpertOrder.CAPACITY_AWARE))
+    popularity = Popularity(ExpertOrder.CAPACITY_AWARE)
     popularity.add(100, counts(30, 10), {0: 80})
     assert popularity.due() == shares(0.75, 0.25)
 

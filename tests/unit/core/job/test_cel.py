@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from holdfast_core.job.cel import compile_cel
-from holdfast_core.job.rules import RULES, Rule
+from holdfast_core.job.rule import Rule
+from holdfast_core.job.rules import RULES
 
 SELF: dict[str, Any] = {"n": 7, "word": "auto", "gone": None, "list": [{"x": 1}, {"x": 2}]}
 

@@ -322,7 +322,7 @@ CASES = [
     ),
     (
         put("spec.failurePolicy.reformSeconds", 0),
-        "spec.failurePolicy.reformSeconds = 0: expected float > 0.0; give seconds that a worker ",
+        "spec.failurePolicy.reformSeconds = 0: expected float > 0.0; give the seconds that a ",
     ),
     (
         put("spec.failurePolicy.detection.heartbeatSeconds", 0),

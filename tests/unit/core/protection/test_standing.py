@@ -245,7 +245,7 @@ def test_large_numbers_that_a_rank_states_take_no_time() -> None:
 @pytest.mark.parametrize("text", ["", "{", '{"step":"x"}', '{"held":[[1.5]]}', "[" * 5000])
 def test_a_statement_that_cannot_be_read_names_its_rank(text: str) -> None:
     honest = msgspec.json.encode(seats((0, 1, 2))).decode()
-    with pytest.raises(ProtocolError, match="rank 1 states to have of the training state cannot"):
+    with pytest.raises(ProtocolError, match="cannot decode the statement of rank 1 about"):
         read_standings([honest, text])
 
 

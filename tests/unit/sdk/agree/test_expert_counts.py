@@ -20,7 +20,6 @@ from holdfast._capture.partial import PartialCapture
 from holdfast._capture.partial_state import START, PartialState
 from holdfast._capture.strategy import SaveCall
 from holdfast_core.experts.counts import AgreedCounts, CountStatement, Mark
-from holdfast_core.experts.policies import policy_of
 from holdfast_core.experts.tables import Expert, ExpertTable, MoeLayer, Selection
 from holdfast_core.job.snapshots import ExpertChoice, LossyPolicy, PartialExperts, Selective
 from holdfast_core.snapshots.generations import Generation
@@ -77,7 +76,7 @@ class Rank:
 
     def __post_init__(self) -> None:
         counting = ExpertCounts(Seat(self.meeting, self.rank), self.rank, RANKS)
-        self.capture = PartialCapture(policy_of(self.policy), counting, WAIT_S, NO_GRADIENTS)
+        self.capture = PartialCapture(self.policy, counting, WAIT_S, NO_GRADIENTS)
         self.capture.resume(self.state)
         self.capture.begin(TABLE, RANKS, held_by(self.rank))
 

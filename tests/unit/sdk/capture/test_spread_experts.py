@@ -18,7 +18,6 @@ from holdfast._capture.partial_state import START, PartialState
 from holdfast._capture.strategy import SaveCall
 from holdfast._restoring.restore import agreed_versions
 from holdfast_core.errors import CorruptError, SnapshotSkippedError
-from holdfast_core.experts.policies import policy_of
 from holdfast_core.experts.tables import Expert, ExpertTable, MoeLayer
 from holdfast_core.job.snapshots import ExpertChoice, LossyPolicy, PartialExperts, Selective
 from holdfast_core.snapshots.generations import Generation
@@ -83,8 +82,7 @@ class Rank:
 
     def __post_init__(self) -> None:
         self.counting = Deaf(Seat(self.meeting, self.rank), self.rank, RANKS)
-        policy = policy_of(self.policy)
-        self.capture = PartialCapture(policy, self.counting, WAIT_S, NO_GRADIENTS)
+        self.capture = PartialCapture(self.policy, self.counting, WAIT_S, NO_GRADIENTS)
         self.capture.resume(self.state)
         self.own = frozenset(unit for unit in TABLE.units if self.rank in holders(unit))
         self.capture.begin(TABLE, RANKS, self.own, SPREAD)

@@ -33,7 +33,6 @@ from holdfast._session.protected import ProtectedSession
 from holdfast._state.capture import LiveState
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import HoldfastError
-from holdfast_core.experts.policies import policy_of
 from holdfast_core.job.snapshots import LossyPolicy, SparseWindows
 from holdfast_core.topology import Topology
 
@@ -250,7 +249,7 @@ class Ranks:
             if policy is None:
                 return None
             together = ExpertCounts(Seat(counting, rank), rank, size)
-            return PartialCapture(policy_of(policy), together, WAIT_S / 2, NO_GRADIENTS)
+            return PartialCapture(policy, together, WAIT_S / 2, NO_GRADIENTS)
 
         self.ranks = [
             Rank(rank, topology, seat, daemon, policy=capture(rank), **more)

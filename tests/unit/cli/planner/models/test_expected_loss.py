@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast_cli.planner.models.expected_loss import (
+    choices_of,
+    loss_of_choices,
     popularity,
     routed_tokens,
     selective_loss,
@@ -18,10 +20,12 @@ from holdfast_cli.planner.models.expected_loss import (
 )
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.experts.budgeted import select_local
+from holdfast_core.experts.counts import UNKNOWN
 from holdfast_core.experts.ledger import ExpertLedger
 from holdfast_core.experts.pec import select_sequential
 from holdfast_core.experts.tables import ExpertTable, Selection
 from holdfast_core.experts.token_loss import at_risk
+from holdfast_core.job.snapshots import ExpertChoice, LossyPolicy, PartialExperts, Selective
 
 
 def counted(
@@ -56,6 +60,27 @@ def test_experts_in_turn_lose_what_the_ledger_counts(counts: tuple[int, ...], k:
         warmup=rounds,
     )
     assert sequential_loss(table, k) == pytest.approx(found, rel=1e-3)
+
+
+@pytest.mark.parametrize("skew", [0.0, 1.0])
+@pytest.mark.parametrize(("counts", "k"), [((8, 8), 1), ((8, 8), 3), ((6, 4), 2), ((5,), 4)])
+def test_what_a_policy_chooses_loses_what_its_formula_gives(
+    counts: tuple[int, ...], k: int, skew: float
+) -> None:
+    table = world(counts)
+    routed = routed_tokens(table, skew, 1 << 16)
+
+    def loss(policy: LossyPolicy, snapshots: int) -> float:
+        chosen = choices_of(policy, table, routed, UNKNOWN, 1, snapshots)
+        return loss_of_choices(table, chosen, skew)
+
+    in_turn = loss(PartialExperts(experts_per_layer=k), 120)  # a multiple of all periods
+    assert in_turn == pytest.approx(sequential_loss(table, k), rel=1e-3)
+    by_load = PartialExperts(experts_per_layer=k, selection=ExpertChoice.LOAD_AWARE)
+    assert loss(by_load, 240) <= in_turn * 1.01
+    total = sum(counts) // 2
+    at_risk = loss(Selective(experts=total), 240)
+    assert at_risk == pytest.approx(selective_loss(table, total, skew), rel=0.15)
 
 
 def test_one_of_eight_experts_in_turn_loses_three_and_a_half_steps() -> None:

@@ -7,10 +7,7 @@ from expert_worlds import unit, world
 
 from holdfast_core.experts.counts import AgreedCounts, Mark, Measures
 from holdfast_core.experts.pec import select_sequential
-from holdfast_core.experts.policies import (
-    experts_total,
-    policy_of,
-)
+from holdfast_core.job.policies.selective import experts_total
 from holdfast_core.job.snapshots import (
     ExpertBudget,
     ExpertChoice,
@@ -35,15 +32,15 @@ def counts(tokens: dict[UnitKey, int], measures: Measures = MEASURED) -> AgreedC
 
 
 def test_only_sequential_selection_needs_no_counts() -> None:
-    assert not policy_of(PartialExperts()).needs_counts
-    assert policy_of(BY_LOAD).needs_counts
-    assert policy_of(Selective()).needs_counts
+    assert not PartialExperts().needs_counts
+    assert BY_LOAD.needs_counts
+    assert Selective().needs_counts
 
 
 def test_load_aware_selection_takes_the_k_busiest_experts_of_each_layer() -> None:
     found = counts({unit(0, 2): 9, unit(0, 3): 8, unit(1, 1): 1})
-    assert policy_of(BY_LOAD).select(TABLE, found, 1, 1).units == (unit(0, 2), unit(1, 1))
-    two = policy_of(BY_LOAD).select(TABLE, found, 2, 1).units
+    assert BY_LOAD.select(TABLE, found, 1, 1).units == (unit(0, 2), unit(1, 1))
+    two = BY_LOAD.select(TABLE, found, 2, 1).units
     assert set(two) >= {unit(0, 2), unit(0, 3), unit(1, 0), unit(1, 1)}
 
 
@@ -52,20 +49,20 @@ def test_sequential_selection_by_counts_adds_experts_that_are_missing_or_overdue
     found = replace(counts({}), number=4)
     taken = Mark(4, 0)
     marks = dict.fromkeys(TABLE.units, taken)
-    in_turn = policy_of(policy).select(TABLE, replace(found, marks=marks), 1, 1).units
+    in_turn = policy.select(TABLE, replace(found, marks=marks), 1, 1).units
     assert in_turn == select_sequential(TABLE, 1, 5).units
     others = [u for u in TABLE.units if u not in in_turn]
     without = {u: mark for u, mark in marks.items() if u != others[0]}
     late = without | {others[1]: Mark(0, 0)}
-    chosen = policy_of(policy).select(TABLE, replace(found, marks=late), 1, 1).units
+    chosen = policy.select(TABLE, replace(found, marks=late), 1, 1).units
     assert set(chosen) == {*in_turn, *others[:2]}
 
 
 def test_selective_spends_its_budget_on_experts_with_the_most_tokens_at_risk() -> None:
     found = counts({unit(0, 2): 9, unit(0, 3): 8, unit(1, 1): 1})
     # 1000 bytes/s for 0.2 s: two experts of 100 bytes.
-    assert policy_of(Selective()).select(TABLE, found, 1, 1).units == (unit(0, 2), unit(0, 3))
-    assert len(policy_of(Selective(experts=1)).select(TABLE, found, 1, 1).units) == 1
+    assert Selective().select(TABLE, found, 1, 1).units == (unit(0, 2), unit(0, 3))
+    assert len(Selective(experts=1).select(TABLE, found, 1, 1).units) == 1
 
 
 @pytest.mark.parametrize(
@@ -123,7 +120,7 @@ def test_dense_bytes_of_every_snapshot_are_deducted_from_the_budget() -> None:
 def test_k_goes_from_the_jobs_value_to_all_experts(
     policy: LossyPolicy, first: int, all_of_them: int
 ) -> None:
-    assert policy_of(policy).first_k == first
-    assert policy_of(policy).k_for_all(TABLE.units) == all_of_them
+    assert policy.first_k == first
+    assert policy.k_for_all(TABLE.units) == all_of_them
     if isinstance(policy, Selective):
         assert experts_total(policy, TABLE, Measures(), all_of_them, 1).experts == 6

@@ -1,0 +1,1 @@
+"""Snapshot policies: one module each, and the list of them in `registered`."""

@@ -1,0 +1,141 @@
+"""The policy `Sparse` (MoEvement §3): every unit once in a window of steps.
+
+`experts.sparse_windows` divides units into the slots of a window, and `experts.popularity` orders
+experts.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from holdfast_core.experts.popularity import ExpertOrder
+from holdfast_core.experts.sparse_windows import Repeats
+from holdfast_core.job.policies.policy import Policy
+from holdfast_core.job.rule import Rule
+
+WINDOW_MAX = 16
+"""Most steps of a sparse window: a recovery repeats one and a half windows on average (MoEvement
+§3.6)."""
+
+
+class SparseWindows(Policy, frozen=True, kw_only=True):
+    """Every unit once in a window of steps; only with type Sparse."""
+
+    type_name = "Sparse"
+    captures = (
+        "the units of one slot of a window, and the weights of those in later slots; a recovery "
+        "repeats the steps of the window, and loses no token. Needs a snapshot after every step"
+    )
+
+    window: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=WINDOW_MAX,
+            description="the number of steps in which every unit is captured once",
+            examples=[6],
+            extra={
+                "more": "A longer window means fewer bytes at each step, and more steps to repeat "
+                "after a recovery: one and a half windows on average. `holdfast plan` "
+                "shows how long a window must be for its saves to hide behind a step. A "
+                "model with fewer units than this has a shorter window."
+            },
+        ),
+    ] = 4
+    order: Annotated[
+        ExpertOrder,
+        Meta(
+            description="which experts of a rank a window captures first",
+            extra={
+                "more": "Fixed: by number. The other orders put the most used experts last, so "
+                "that they stay frozen longest while steps are repeated. HardCount: by "
+                "tokens. SoftCount: by sums of the gate's probabilities, which the trainer "
+                "counts in place of tokens. TimeDecayed: by tokens, where those of older "
+                "windows count less. CapacityAware: by tokens, relative to the capacity of "
+                "the expert's layer. All but Fixed need a trainer that counts tokens."
+            },
+        ),
+    ] = ExpertOrder.FIXED
+    decay: (
+        Annotated[
+            float,
+            Meta(
+                gt=0,
+                lt=1,
+                description="the fraction of an expert's popularity that remains after a window",
+                examples=[0.9],
+                extra={"more": "Only with order TimeDecayed. Without it, 0.9."},
+            ),
+        ]
+        | None
+    ) = None
+    repeats: Annotated[
+        Repeats,
+        Meta(
+            description="what a recovery repeats of a window",
+            extra={
+                "more": "Training: whole training steps; saves also hold the weights of units in "
+                "later slots. Optimizer: only the optimizer's steps; saves also hold the "
+                "gradients of units in earlier slots."
+            },
+        ),
+    ] = Repeats.TRAINING
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether experts are ordered by what the trainer counts."""
+        return self.order is not ExpertOrder.FIXED
+
+    @property
+    def window_steps(self) -> int:
+        return self.window
+
+    @property
+    def repeated(self) -> Repeats:
+        return Repeats(self.repeats)
+
+    @classmethod
+    def field_rules(cls) -> tuple[Rule, ...]:
+        path = f"spec.snapshot.policy.{cls.field_name()}"
+        return (
+            Rule(
+                rule="!has(self.decay) || self.order == 'TimeDecayed'",
+                says=f"is given, but {path}.order is %s; remove it, or set the order to "
+                "TimeDecayed",
+                values=("self.order",),
+                field=".decay",
+            ),
+            Rule(
+                rule="self.order == 'Fixed' || self.repeats == 'Training'",
+                says=f"makes no difference with {path}.repeats Optimizer, which freezes no "
+                "expert; remove one of the two",
+                field=".order",
+            ),
+        )
+
+    @classmethod
+    def job_rules(cls) -> tuple[Rule, ...]:
+        another = f"self.snapshot.policy.type != '{cls.type_name}'"
+        return (
+            Rule(
+                rule=f"!has(self.minNodes) || self.minNodes >= self.nodes || {another}",
+                says="steps of a sparse window are repeated only by the world that captured it; "
+                "use another policy, or minNodes = %d",
+                values=("self.nodes",),
+                field=".snapshot.policy.type",
+            ),
+            Rule(
+                rule=f"!has(self.elastic) || {another}",
+                says="spec.elastic moves experts between ranks, and only the ranks of a sparse "
+                "window can repeat its steps; use another policy, or remove spec.elastic",
+                field=".snapshot.policy.type",
+            ),
+            Rule(
+                rule=f"{another} || self.snapshot.interval.steps == 1",
+                says=f"a window of snapshot.policy.type {cls.type_name} needs every step; use 1, "
+                "or another policy",
+                field=".snapshot.interval.steps",
+            ),
+        )
