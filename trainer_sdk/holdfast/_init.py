@@ -32,7 +32,7 @@ from holdfast._environment import Environment, read_environment
 from holdfast._exits import set_exit_codes
 from holdfast._moe.checks import check_same_optimizer
 from holdfast._moe.layer import MoELayer
-from holdfast._moe.reseating import Reseating
+from holdfast._moe.reseating import SeatChanges
 from holdfast._session.interface import Session, WorldSession
 from holdfast._session.protected import ProtectedSession
 from holdfast._session.unprotected import UnprotectedSession
@@ -104,7 +104,7 @@ def init(
         topology=topology,
         units=units,
         private=frozenset(private),
-        settings=_tuned(settings, environment),
+        settings=_complete_settings(settings, environment),
         socket=Path(socket) if socket is not None else environment.socket,
         job=job if job is not None else environment.job,
         rank=rank,
@@ -194,7 +194,7 @@ class _Maker:
             max(self.settings.exchange_timeout_s, world.timeout_s),
             votes=self.can_go_on_live,
             pipeline=pipeline,
-            reseats=Reseating(self.model) if uneven else None,
+            reseats=SeatChanges(self.model) if uneven else None,
             rebalance_steps=given.rebalance_steps if given else 0,
         )
 
@@ -394,7 +394,7 @@ def _interval(settings: Settings, exchange: Callable[[], Exchange]) -> DueSaves:
     return SaveInterval(exchange(), settings.recoveries_per_day)
 
 
-def _tuned(settings: Settings | None, environment: Environment) -> Settings:
+def _complete_settings(settings: Settings | None, environment: Environment) -> Settings:
     """Settings of the session: `settings`, completed from the environment."""
     tuned = settings if settings is not None else Settings()
     if settings is None and environment.copy_threads is not None:

@@ -44,7 +44,7 @@ class Runner(Protocol):
         """Return once all ranks have completed all steps; False when some have to be run again."""
 
 
-class Restarting:
+class RestartRunner:
     """Runner of a session whose process ends with its world."""
 
     def __init__(self, session: SavingSession) -> None:

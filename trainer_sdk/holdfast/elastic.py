@@ -14,7 +14,7 @@ the lost ranks start again. A script without `world` goes on as before: all proc
 
 from __future__ import annotations
 
-from holdfast._daemon.following import Following
+from holdfast._daemon.following import WorldFollower
 from holdfast._elastic.pipeline import Pipeline
 from holdfast._elastic.world import World, WorldGroup
 from holdfast._environment import read_environment
@@ -50,7 +50,7 @@ def init(
     set_exit_codes()
     following = None
     if stay and environment.socket is not None:
-        following = Following(
+        following = WorldFollower(
             environment.socket,
             environment.job,
             environment.rank,

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from holdfast._dcp.reader import HoldfastReader
-from holdfast._state.extras import dtype_named
+from holdfast._state.extras import dtype_of_name
 from holdfast_core.durable.set_tensors import Reading
 from holdfast_core.errors import HoldfastError, InvalidJobError
 from holdfast_core.snapshots.generations import Generation
@@ -54,7 +54,7 @@ def export_dcp(reader: HoldfastReader, to: Path, *, model_only: bool = False) ->
         if tensor is None:
             _put(state, path, reader.values[name].value)
         else:
-            meta = torch.empty(tensor.shape, dtype=dtype_named(tensor.dtype), device="meta")
+            meta = torch.empty(tensor.shape, dtype=dtype_of_name(tensor.dtype), device="meta")
             _put(state, path, meta)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -88,7 +88,7 @@ class _ReadingPlanner(DefaultSavePlanner):
         if tensor is None:
             return super().resolve_data(write_item)
         found = self._source.array(tensor, (0,) * len(tensor.shape), tensor.shape)
-        made = torch.empty(tensor.shape, dtype=dtype_named(tensor.dtype), device="cpu")
+        made = torch.empty(tensor.shape, dtype=dtype_of_name(tensor.dtype), device="cpu")
         made.reshape(-1).view(torch.uint8).numpy().data[:] = found.tobytes()
         return made
 

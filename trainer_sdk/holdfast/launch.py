@@ -159,7 +159,7 @@ def _run_agent(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
     # With a log directory, files already keep everything that workers write.
     stderr = None if settings.log_dir else WorkerStderr(settings.nproc, read_secrets())
     paths = () if stderr is None else stderr.paths
-    arguments = _kept_from_torch(script or settings.command[1:])
+    arguments = _escape_macros(script or settings.command[1:])
     spec = WorkerSpec(
         role="trainer",
         local_world_size=settings.nproc,
@@ -212,7 +212,7 @@ def _run_agent(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
         rendezvous.shutdown()
 
 
-def _kept_from_torch(arguments: Sequence[str]) -> tuple[str, ...]:
+def _escape_macros(arguments: Sequence[str]) -> tuple[str, ...]:
     """`arguments` such that workers get them as they are: torch resolves macros in them, like
     `${local_rank}`, and halves `$$`."""
     return tuple(argument.replace("$", "$$") for argument in arguments)

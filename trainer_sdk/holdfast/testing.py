@@ -415,7 +415,9 @@ class FakeDaemon:
         self._enter("progress")
         self.reports.append(report)
 
-    def trained(self, epoch: int, report: TrainerReport, *, closed: bool = False) -> None:
+    def report_without_session(
+        self, epoch: int, report: TrainerReport, *, closed: bool = False
+    ) -> None:
         self._enter("trained")
         if epoch != self.epoch:
             raise StaleEpochError(f"epoch {epoch} has ended; the current epoch is {self.epoch}")

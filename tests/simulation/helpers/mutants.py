@@ -727,8 +727,8 @@ MUTANTS = (
         edits=(
             (
                 f"{ELASTIC}/beginning.py",
-                "self._unchanged.changed() or self._differing()",
-                "self._unchanged.changed()",
+                "self._unchanged.first_changed() or self._differing()",
+                "self._unchanged.first_changed()",
             ),
         ),
         test="sdk/elastic/test_beginning.py",

@@ -134,14 +134,14 @@ class GlooExchange:
         return group
 
     def add(self, numbers: Sequence[int]) -> list[int]:
-        with _translated():
+        with _translate_errors():
             total = torch.tensor(numbers, dtype=torch.int64, device="cpu")
             wait(dist.all_reduce(total, group=self._here(), async_op=True), self._ended)
         found: list[int] = total.tolist()
         return found
 
     def gather(self, data: bytes) -> list[bytes]:
-        with _translated():
+        with _translate_errors():
             size = torch.tensor([len(data)], device="cpu")
             sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
             wait(dist.all_gather(sizes, size, group=self._here(), async_op=True), self._ended)
@@ -161,7 +161,7 @@ class GlooExchange:
         # Training's own backend for its devices; for host memory always gloo.
         backend = "gloo" if device.type == "cpu" else None
         for ranks in groups:
-            with _translated():
+            with _translate_errors():
                 group = self._new_group(list(ranks), backend)
             if self._rank not in ranks:
                 continue
@@ -170,7 +170,7 @@ class GlooExchange:
             def broadcast(
                 buffer: torch.Tensor, source: int, group: dist.ProcessGroup = group
             ) -> None:
-                with _translated():
+                with _translate_errors():
                     if backend is None:
                         dist.broadcast(buffer, src=source, group=group)
                     else:
@@ -187,7 +187,7 @@ class GlooExchange:
         taken: torch.Tensor,
         taken_bytes: Sequence[int],
     ) -> None:
-        with _translated():
+        with _translate_errors():
             work = dist.all_to_all_single(
                 taken,
                 given,
@@ -208,7 +208,7 @@ class GlooExchange:
 
 
 @contextmanager
-def _translated() -> Iterator[None]:
+def _translate_errors() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError) as error:

@@ -46,7 +46,7 @@ class ExpertCounts:
         together = exchange.together
         self._exchange = exchange
         self._rank, self.ranks = (rank, ranks) if together else (0, 1)
-        self._rounds = Rounds("holdfast-counting", self._next, self._failed)
+        self._rounds = Rounds("holdfast-counting", self._next, self._on_failure)
         self._number = -1
         """Number of the save that the next sum is of, or the one that failed."""
         self._add: Round | None = None
@@ -74,7 +74,7 @@ class ExpertCounts:
             choose: selects the experts of the next save; called on the thread.
             spread: see `CountStatement.to_vector`.
         """
-        self.attempted(first - 1)  # the first sum is of the restored state
+        self.on_save_decided(first - 1)  # the first sum is of the restored state
         self._number = first - 1
 
         def add() -> None:
@@ -93,18 +93,18 @@ class ExpertCounts:
         self._add = add
         self._rounds.start()
 
-    def called(self, number: int) -> None:
+    def on_save_called(self, number: int) -> None:
         """Note that save `number` was called, whether or not it was skipped. For the training
         thread."""
         with self._rounds.change():
             self._called = number
 
-    def attempted(self, number: int) -> None:
+    def on_save_decided(self, number: int) -> None:
         """Note that statements from now on include whether save `number` is attempted."""
         with self._rounds.change():
             self._attempted = max(self._attempted, number)
 
-    def chosen(self, number: int, wait_s: float) -> Chosen | None:
+    def wait_choice(self, number: int, wait_s: float) -> Chosen | None:
         """Choice for save `number`; None when the sum is not there within `wait_s`.
 
         After waiting in vain, calls do not wait again until another sum has arrived.
@@ -142,7 +142,7 @@ class ExpertCounts:
         settled = max(self._attempted, self._called - (not self._rounds.closing))
         return self._add if self._number <= settled else None
 
-    def _failed(self, error: Exception) -> None:
+    def _on_failure(self, error: Exception) -> None:
         _log.warning(
             "the ranks' counts cannot be added up; this rank captures all of its experts from now "
             "on: %s",

@@ -42,12 +42,12 @@ class DueSaves:
         """Steps of the interval in force; 0 where none is chosen."""
         return 0
 
-    def called(self, handle: SaveHandle, now_s: float) -> Called:
+    def on_save_called(self, handle: SaveHandle, now_s: float) -> Called:
         """Note a call of `save`; return whether to take its snapshot. For the training thread."""
         del handle, now_s
         return Called(due=True)
 
-    def waited(self, seconds: float) -> None:
+    def add_wait(self, seconds: float) -> None:
         """Add time that training waited for a snapshot, in `save` or for its end."""
 
     def close(self, timeout_s: float) -> None:
@@ -76,27 +76,27 @@ class SaveInterval(DueSaves):
         """Handle of that call, if its snapshot was due."""
         self._waited_s = 0.0
         """Time that training has waited since that call began."""
-        self._rounds = Rounds("holdfast-pacing", self._next, self._failed)
+        self._rounds = Rounds("holdfast-pacing", self._next, self._on_failure)
         self._statement: Costs | None = None
 
     @property
     def steps(self) -> int:
         return self._schedule.steps
 
-    def called(self, handle: SaveHandle, now_s: float) -> Called:
+    def on_save_called(self, handle: SaveHandle, now_s: float) -> Called:
         with self._rounds.change():
             self._measure(handle.step, now_s)
             found = self._schedule.called(handle.step)
             self._handle = handle if found.due else None
             if found.states is not None:
                 self._statement = self._costs(*found.states)
-                if not self._rounds.started:
+                if not self._rounds.has_started:
                     self._rounds.start()
         if found.due:
-            _Protecting(handle, self._protected)
+            _ProtectionTimer(handle, self._on_protected)
         return found
 
-    def waited(self, seconds: float) -> None:
+    def add_wait(self, seconds: float) -> None:
         with self._rounds.changed:
             self._waited_s += seconds
 
@@ -110,7 +110,7 @@ class SaveInterval(DueSaves):
         if self._last is not None and step > self._last[0]:
             taken_s = now_s - self._last[1] - self._waited_s
             self._steps_s.append(max(taken_s, 0.0) / (step - self._last[0]))
-        if self._handle is not None and _reached(self._handle.staged):
+        if self._handle is not None and _has_reached(self._handle.staged):
             self._blocked_s.append(self._waited_s)
         self._last, self._waited_s = (step, now_s), 0.0
 
@@ -127,7 +127,7 @@ class SaveInterval(DueSaves):
             slots=self._slots,
         )
 
-    def _protected(self, copy_s: float, protect_s: float, slots: int) -> None:
+    def _on_protected(self, copy_s: float, protect_s: float, slots: int) -> None:
         with self._rounds.changed:
             self._copy_s.append(copy_s)
             self._protect_s.append(protect_s)
@@ -154,7 +154,7 @@ class SaveInterval(DueSaves):
             decision.reason,
         )
 
-    def _failed(self, error: Exception) -> None:
+    def _on_failure(self, error: Exception) -> None:
         self._schedule.failed()
         if not self._rounds.closing:
             _log.warning(
@@ -162,23 +162,23 @@ class SaveInterval(DueSaves):
             )
 
 
-class _Protecting:
+class _ProtectionTimer:
     """Measurement of a snapshot's copy, and of the time from its end until it is protected."""
 
     def __init__(self, handle: SaveHandle, record: Callable[[float, float, int], None]) -> None:
         self._handle, self._record = handle, record
         self._called_s, self._staged_s = time.monotonic(), 0.0
-        handle.staged.add_done_callback(self._staged)
-        handle.protected.add_done_callback(self._protected)
+        handle.staged.add_done_callback(self._on_staged)
+        handle.protected.add_done_callback(self._on_protected)
 
-    def _staged(self, stage: Future[int]) -> None:
+    def _on_staged(self, stage: Future[int]) -> None:
         self._staged_s = time.monotonic()
 
-    def _protected(self, stage: Future[int]) -> None:
-        if _reached(stage):
+    def _on_protected(self, stage: Future[int]) -> None:
+        if _has_reached(stage):
             copy_s, protect_s = self._staged_s - self._called_s, time.monotonic() - self._staged_s
             self._record(copy_s, protect_s, self._handle._slots)
 
 
-def _reached(stage: Future[int]) -> bool:
+def _has_reached(stage: Future[int]) -> bool:
     return stage.done() and stage.exception() is None

@@ -117,7 +117,7 @@ class BasePlan:
         shards = own_shards(self, table)
         return self.apart.intersection(shard.unit for shard in shards if shard.nbytes)
 
-    def reseated(self, sources: Sequence[TensorSource]) -> BasePlan:
+    def after_reseating(self, sources: Sequence[TensorSource]) -> BasePlan:
         """The plan once experts in seats have changed ranks, and this one captures those of
         `sources`."""
         here = {one.unit: (self.rank,) for one in sources if one.seats is not None}
@@ -276,7 +276,7 @@ def piece_bytes_for(experts: ExpertTable, holders: Mapping[UnitKey, tuple[int, .
     return min(max(wanted, PAGE_BYTES), PIECE_BYTES)
 
 
-def agreed_casts(
+def find_agreed_casts(
     claims: Mapping[int, Mapping[str, str]], tables: Mapping[int, Collection[str]]
 ) -> dict[str, str]:
     """Weights that every rank which holds a tensor of their name takes for a rounded copy of the
@@ -318,7 +318,7 @@ def plan_together(
     """
     casts = casts or {}
     if rules.window and rules.repeats is Repeats.OPTIMIZER:
-        _check_trained(tables)
+        _check_shared_parameters(tables)
     operators = operators_of(tables, topology, casts, rules.repeats)
     schedule = _schedule(operators, rules)
     weights = {
@@ -358,7 +358,7 @@ def plan_together(
     )
 
 
-def _check_trained(tables: Mapping[int, Sequence[TensorSize]]) -> None:
+def _check_shared_parameters(tables: Mapping[int, Sequence[TensorSize]]) -> None:
     """Raise InvalidJobError where each rank's optimizer has parameters of its own."""
     known: dict[str, tuple[int, bool]] = {}
     for rank, table in tables.items():

@@ -98,12 +98,12 @@ class ReplicaCheck:
 
     # --- called by the training thread ------------------------------------------------------------
 
-    def called(self, number: int, step: int) -> None:
+    def on_save_called(self, number: int, step: int) -> None:
         """Note that save `number`, of `step`, was called, whether or not it was skipped."""
         if not self._every:
             return
         with self._rounds.change():
-            if not self._rounds.started:
+            if not self._rounds.has_started:
                 self._due = number + self._every - 1
                 self._rounds.start()
             for old in [n for n in self._steps if n < min(self._due, number)]:
@@ -112,7 +112,7 @@ class ReplicaCheck:
             if not self._rounds.failed:
                 self._steps[number] = step
 
-    def missed(self, step: int) -> None:
+    def on_save_failed(self, step: int) -> None:
         """Note that the save of `step` failed, on any thread: unless this rank has already handed
         over its digests for that step, it never will."""
         with self._rounds.change():
@@ -231,13 +231,13 @@ class ReplicaCheck:
     def _take(self, verdict: _Verdict) -> None:
         step = self._steps[verdict.number]
         if verdict.differing:
-            self.problem = self._diverged(verdict, step)
+            self.problem = self._divergence_error(verdict, step)
         elif not verdict.missing:
             if self.problem is not None:
                 _log.warning("step %d: replicas hold the same bytes again", step)
             self.problem, self._equal_step = None, step
 
-    def _diverged(self, verdict: _Verdict, step: int) -> ReplicasDivergedError:
+    def _divergence_error(self, verdict: _Verdict, step: int) -> ReplicasDivergedError:
         unit, ranks = verdict.differing[0]
         more = len(verdict.differing) - 1
         others = f" ({more} more units differ)" if more else ""

@@ -16,7 +16,7 @@ from holdfast._agree.exchange import Exchange
 from holdfast._agree.plan import (
     BasePlan,
     CaptureRules,
-    agreed_casts,
+    find_agreed_casts,
     plan_alone,
     plan_together,
     table_of,
@@ -94,7 +94,7 @@ def agree(
     statements = [_STATEMENT.decode(text) for text in texts]
     tables = {r: one.table for r, one in enumerate(statements)}
     extras = {r: one.extras_bytes for r, one in enumerate(statements)}
-    casts = agreed_casts(
+    casts = find_agreed_casts(
         {r: one.casts for r, one in enumerate(statements)},
         {r: {size.tensor for size in table} for r, table in tables.items()},
     )

@@ -38,7 +38,7 @@ class Rounds:
         self.start = self._thread.start
 
     @property
-    def started(self) -> bool:
+    def has_started(self) -> bool:
         return self._thread.ident is not None
 
     @contextmanager
@@ -56,7 +56,7 @@ class Rounds:
         """Make the rounds that can begin, within about `timeout_s`."""
         with self.change():
             self.closing = True
-        if self.started:
+        if self.has_started:
             self._thread.join(timeout_s)
 
     def _loop(self) -> None:

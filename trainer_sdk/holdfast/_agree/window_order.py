@@ -49,7 +49,7 @@ class WindowDecisions:
         self._popularity = Popularity(policy) if policy.counts_tokens else None
         self.parts = SOFT_UNIT if policy.order is ExpertOrder.SOFT_COUNT else 1
         """Parts of one in which the script's counts are added up."""
-        self._rounds = Rounds("holdfast-windows", self._next, self._failed)
+        self._rounds = Rounds("holdfast-windows", self._next, self._on_failure)
         self._counts, self._assigned = Counter[UnitKey](), Counter[int | None]()
         self._ended = self._decided = 0
         """Windows whose saves were all called, and windows whose round is made."""
@@ -91,7 +91,7 @@ class WindowDecisions:
         self._decisions = {window: WindowDecision(schedule=schedule) for window in (0, 1)}
         self._rounds.start()
 
-    def ended(self, windows: int) -> None:
+    def on_windows_ended(self, windows: int) -> None:
         """Note that all saves of the first `windows` windows were called. For the training
         thread."""
         with self._rounds.change():
@@ -135,7 +135,7 @@ class WindowDecisions:
             self._assigned.clear()
         wanted, *total = self._exchange.add(own)
         number, schedule = self._decided + 2, self._schedule
-        ordered = self._ordered(schedule, total)
+        ordered = self._reorder(schedule, total)
         if ordered != schedule:
             _log.info("window %d captures experts in another order", number)
         with self._rounds.change():
@@ -145,7 +145,7 @@ class WindowDecisions:
             if wanted:
                 self._newest_whole = self._origin + number * schedule.window + 1
 
-    def _ordered(self, schedule: Schedule, total: Sequence[int]) -> Schedule:
+    def _reorder(self, schedule: Schedule, total: Sequence[int]) -> Schedule:
         """`schedule` in the order that follows from the tokens of one more window."""
         if self._popularity is None:
             return schedule
@@ -157,7 +157,7 @@ class WindowDecisions:
         popularity = self._popularity.due()
         return schedule if popularity is None else reordered(schedule, self._groups, popularity)
 
-    def _failed(self, error: Exception) -> None:
+    def _on_failure(self, error: Exception) -> None:
         lost = (
             "this rank captures no window any more, until its world ends"
             if self._popularity is not None

@@ -22,7 +22,7 @@ from typing import Protocol
 
 import torch
 
-from holdfast._copying.pinning import Buffers, Pinning
+from holdfast._copying.pinning import Buffers, PinnedMapping
 from holdfast_core.errors import InvalidJobError
 
 GROUPS_AHEAD = 2
@@ -172,7 +172,7 @@ class CpuDevice:
     def fetch(self, moves: Sequence[DeviceMove], slot: memoryview, fence: Fence) -> None:
         del slot, fence
         for move in moves:
-            raise _moved(move.flat.device)
+            raise _moved_device_error(move.flat.device)
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
@@ -182,7 +182,7 @@ class CpuDevice:
     ) -> None:
         del buffer, start, fence
         for move in moves:
-            raise _moved(move.flat.device)
+            raise _moved_device_error(move.flat.device)
 
 
 class CudaDevice:
@@ -195,7 +195,7 @@ class CudaDevice:
     def __init__(self, indices: Sequence[int]) -> None:
         self._streams = {index: torch.cuda.Stream(index) for index in indices}
         self._first = indices[0]
-        self._pinning = Pinning(torch.cuda.cudart(), self._consume_error)
+        self._pinning = PinnedMapping(torch.cuda.cudart(), self._consume_error)
         self._own = threading.local()
         """The buffer of each copying thread."""
         self._buffers = Buffers()
@@ -290,7 +290,9 @@ class CudaDevice:
         indices = {move.flat.get_device() for move in moves}
         if indices.issubset(self._streams):
             return [self._streams[index] for index in indices]
-        raise _moved(next(m.flat for m in moves if m.flat.get_device() not in self._streams).device)
+        raise _moved_device_error(
+            next(m.flat for m in moves if m.flat.get_device() not in self._streams).device
+        )
 
 
 class _Arrival:
@@ -314,7 +316,7 @@ def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
     return event
 
 
-def _moved(device: torch.device) -> InvalidJobError:
+def _moved_device_error(device: torch.device) -> InvalidJobError:
     return InvalidJobError(
         f"a tensor is on {device}, where no parameter was when the session began; call "
         f"holdfast.init after the model has moved to its devices"

@@ -48,7 +48,7 @@ class Buffers:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
-class Pinning:
+class PinnedMapping:
     """Pinning of one mapping at a time.
 
     Args:

@@ -15,11 +15,11 @@ from holdfast._daemon.handles import SaveHandle
 from holdfast_core.errors import SnapshotSkippedError
 from holdfast_core.snapshots.generations import Generation
 
-AWAITING_MAX = 64
+PENDING_MAX = 64
 """Most handles that wait. An arena holds three snapshots, so older ones no longer exist."""
 
 
-class Awaiting:
+class PendingSaves:
     """Waiting handles by generation.
 
     Args:
@@ -43,10 +43,10 @@ class Awaiting:
         oldest: SaveHandle | None = None
         with self._lock:
             self._handles[generation] = self._unstored[generation] = handle
-            if len(self._handles) > AWAITING_MAX:
+            if len(self._handles) > PENDING_MAX:
                 oldest = self._handles.pop(next(iter(self._handles)))
         if oldest is not None:
-            why = f"no outcome was reported while {AWAITING_MAX} newer snapshots were committed"
+            why = f"no outcome was reported while {PENDING_MAX} newer snapshots were committed"
             oldest._fail(SnapshotSkippedError(why))
 
     def drop(self, generation: Generation) -> None:

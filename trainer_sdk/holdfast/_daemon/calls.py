@@ -40,7 +40,7 @@ class JobCalls:
         try:
             return method(request, timeout=timeout_s, metadata=self._token.metadata())
         except (grpc.RpcError, ValueError) as error:  # ValueError: the channel was closed
-            raise self._translated(error) from error
+            raise self._holdfast_error_of(error) from error
 
     def stream(
         self, method: grpc.UnaryStreamMultiCallable[_Request, _Reply], request: _Request
@@ -49,13 +49,13 @@ class JobCalls:
         try:
             yield from method(request, metadata=self._token.metadata())
         except (grpc.RpcError, ValueError) as error:  # ValueError: the channel was closed
-            raise self._translated(error) from error
+            raise self._holdfast_error_of(error) from error
 
     def close(self) -> None:
         """End the connection and all calls that wait on it."""
         self._channel.close()
 
-    def _translated(self, error: Exception) -> HoldfastError:
+    def _holdfast_error_of(self, error: Exception) -> HoldfastError:
         """The daemon's error behind a failed call, or that it does not answer."""
         if isinstance(error, grpc.Call):
             ours = codec.error_from_metadata(error.trailing_metadata(), error.details() or "")

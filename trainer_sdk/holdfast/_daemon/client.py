@@ -215,7 +215,9 @@ class DaemonClient(Protocol):
     def progress(self, report: TrainerReport) -> None:
         """Report progress, for heartbeats and metrics."""
 
-    def trained(self, epoch: int, report: TrainerReport, *, closed: bool = False) -> None:
+    def report_without_session(
+        self, epoch: int, report: TrainerReport, *, closed: bool = False
+    ) -> None:
         """Report the progress of this rank while it has no session, because its saves are refused.
 
         Args:
@@ -398,7 +400,9 @@ class GrpcClient:
         )
         self._ask(self._stub.Progress, request)
 
-    def trained(self, epoch: int, report: TrainerReport, *, closed: bool = False) -> None:
+    def report_without_session(
+        self, epoch: int, report: TrainerReport, *, closed: bool = False
+    ) -> None:
         request = trainer_pb2.TrainedRequest(
             job=self._job,
             epoch=epoch,
@@ -479,11 +483,13 @@ def _decision(message: trainer_pb2.RestoreDecision) -> RestoreDecision:
         line=line,
         source=RestoreSource.of(message.source),
         captured_by=message.captured_by,
-        snapshots=tuple(map(_held, held)),
+        snapshots=tuple(map(_held_snapshot_of, held)),
     )
 
 
-def _held(message: trainer_pb2.RestoreDecision | trainer_pb2.HeldSnapshot) -> HeldSnapshot:
+def _held_snapshot_of(
+    message: trainer_pb2.RestoreDecision | trainer_pb2.HeldSnapshot,
+) -> HeldSnapshot:
     return HeldSnapshot(
         manifest=decode_manifest(message.manifest),
         layout=decode_layout(message.layout),

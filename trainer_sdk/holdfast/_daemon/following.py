@@ -42,7 +42,7 @@ class Meeting:
     """Whether this node's workers are kept in it; new ones take their place otherwise."""
 
 
-class Following:
+class WorldFollower:
     """Newest world of this worker, from construction to `close`. Safe from any thread.
 
     Args:

@@ -163,7 +163,7 @@ class Link:
         if isinstance(error, UnknownSessionError | UnreachableError):
             self._lost = True
 
-    def trained(self, report: TrainerReport, *, closed: bool = False) -> None:
+    def report_without_session(self, report: TrainerReport, *, closed: bool = False) -> None:
         """Report progress while there is no session.
 
         Args:
@@ -177,7 +177,7 @@ class Link:
             if time.monotonic() < self._retry_s:
                 raise SnapshotSkippedError("the daemon is lost; it will be called again soon")
             self.epoch = self._client.hello().epoch
-        self._client.trained(self.epoch, report, closed=closed)
+        self._client.report_without_session(self.epoch, report, closed=closed)
 
     def end(self) -> None:
         """Close the session and release the claim.

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from holdfast._dcp.values import PlainValue, extras_of, plain_values
-from holdfast._state.extras import dtype_named
+from holdfast._state.extras import dtype_of_name
 from holdfast_core.durable.set_tensors import OPTIMIZER_PREFIX, Reading, SetTensor
 from holdfast_core.errors import HoldfastError, InvalidJobError
 from holdfast_core.snapshots.generations import Generation
@@ -192,7 +192,7 @@ class HoldfastReader(StorageReader):
         wants, after = [], []
         for want, item in batch:
             target = planner.resolve_tensor(item).detach()
-            dtype = dtype_named(want.tensor.dtype)
+            dtype = dtype_of_name(want.tensor.dtype)
             # Read directly into the tensor where its form is the set's.
             straight = (
                 target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
@@ -210,7 +210,7 @@ class HoldfastReader(StorageReader):
 
 def _metadata_of(tensor: SetTensor) -> TensorStorageMetadata:
     return TensorStorageMetadata(
-        properties=TensorProperties(dtype=dtype_named(tensor.dtype)),
+        properties=TensorProperties(dtype=dtype_of_name(tensor.dtype)),
         size=torch.Size(tensor.shape),
         chunks=[
             ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.shape))

@@ -28,7 +28,7 @@ STATE_BYTES_MAX = 64 * 2**10
 and norms."""
 
 
-class Beginning:
+class StepStart:
     """The state at construction, on the training thread.
 
     Args:
@@ -45,7 +45,7 @@ class Beginning:
         self._buffers = [(buffer, buffer.clone()) for buffer in buffers]
         self._extras = encode_extras(collect(live, stateful, step))
         self._unchanged = InPlaceCheck(live.watched)
-        self._compared = live.compared(STATE_BYTES_MAX)
+        self._compared = live.compared_tensors(STATE_BYTES_MAX)
         self._marks = {name: mark_of(tensor) for name, tensor in self._compared.items()}
 
     def check(self) -> None:
@@ -54,9 +54,9 @@ class Beginning:
         Raises:
             LayoutMismatchError: one has; the message names it.
         """
-        if self._live.changed():
+        if self._live.has_changed():
             raise LayoutMismatchError("tensors were replaced since the step began")
-        name = self._unchanged.changed() or self._differing()
+        name = self._unchanged.first_changed() or self._differing()
         if name is not None:
             raise LayoutMismatchError(f"{name} was changed since the step began")
 

@@ -52,7 +52,7 @@ class Message(msgspec.Struct, frozen=True):
     data: bytes
     digest: int
 
-    def checked(self) -> bytes:
+    def checked_bytes(self) -> bytes:
         """The message's bytes.
 
         Raises:

@@ -315,11 +315,11 @@ def _nowhere() -> dist.ProcessGroupGloo:
     try:
         device = create(hostname="127.0.0.1", lazy_init=True)
     except TypeError:  # torch 2.6 always connects at once
-        return _deserted()
+        return _make_deserted()
     return dist.ProcessGroupGloo(_no_store, 0, 2, _options(device, _NO_TIME))
 
 
-def _deserted() -> dist.ProcessGroupGloo:
+def _make_deserted() -> dist.ProcessGroupGloo:
     """Make the backend of a group whose other rank has just left: its first collective fails."""
     store = HashStore()
     made: dict[int, dist.ProcessGroupGloo] = {}

@@ -48,7 +48,7 @@ class BoundaryReplay:
         for rank, part in parts.items():
             for message in part.sent:
                 of = EVERYONE if message.key.crossing is Crossing.SHARED else rank
-                self._given[of, message.key] = message.checked()
+                self._given[of, message.key] = message.checked_bytes()
             self._expected.update({(rank, key): digest for key, digest in part.received})
 
     def has(self, rank: int) -> bool:

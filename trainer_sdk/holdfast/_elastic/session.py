@@ -24,14 +24,14 @@ from holdfast._agree.exchange import Exchange
 from holdfast._capture.partial_state import START, PartialState
 from holdfast._causes import drop_frames
 from holdfast._daemon.handles import SaveHandle
-from holdfast._elastic.beginning import Beginning
+from holdfast._elastic.beginning import StepStart
 from holdfast._elastic.pipeline import Pipeline
 from holdfast._elastic.stage_replay import agree_on_replay, hand_over_logs
 from holdfast._elastic.world import World
 from holdfast._save.tally import SaveCounters
 from holdfast._session.interface import Session, TrainingState, WorldSession
 from holdfast._state.capture import LiveState
-from holdfast._state.collect import drop_unscaled
+from holdfast._state.collect import reset_scalers
 from holdfast._state.dtensors import is_dtensor
 from holdfast._state.nested import StepHooks
 from holdfast._steps import TrainStep, steps_of
@@ -92,32 +92,32 @@ class StepBody:
         """Whether an optimizer has stepped, or is about to."""
         self.cut = False
         """Whether it was cut off before its vote passed."""
-        self._beginning: Beginning | None = None
+        self._start: StepStart | None = None
         self._problem = ""
 
     def note(self, holds: TrainingState) -> None:
         """Note what the step may change before its vote."""
         try:
-            self._beginning = Beginning(holds.live, holds.stateful, self.step - 1)
+            self._start = StepStart(holds.live, holds.stateful, self.step - 1)
         except Exception as error:  # raised by the user's state_dict, or by torch
             self._problem = f"the state before step {self.step} could not be noted: {error}"
 
-    def changed(self) -> str:
+    def why_not_whole(self) -> str:
         """Why the step has no whole state to go back to any more; empty while it has."""
-        return self._tried(Beginning.check)
+        return self._try(StepStart.check)
 
     def undo(self) -> str:
         """Put back what the step has changed; return why that cannot be done, or nothing."""
         if self.voted or self.stepped:
             return f"step {self.step} was cut off after its vote"
-        return self._tried(Beginning.put_back)
+        return self._try(StepStart.put_back)
 
-    def _tried(self, action: Callable[[Beginning], None]) -> str:
+    def _try(self, action: Callable[[StepStart], None]) -> str:
         """Apply `action` to what was noted; return why that cannot be done, or nothing."""
-        if self._beginning is None:
+        if self._start is None:
             return self._problem
         try:
-            action(self._beginning)
+            action(self._start)
         except HoldfastError as error:
             return f"step {self.step} was cut off: {error}"
         return ""
@@ -130,7 +130,7 @@ class Reseats(Protocol):
     def experts(self) -> int:
         """Experts of each layer."""
 
-    def held(self) -> tuple[tuple[int, ...], ...]:
+    def seated_experts(self) -> tuple[tuple[int, ...], ...]:
         """For each layer the experts in this rank's seats."""
 
     def follow(
@@ -360,7 +360,7 @@ class ElasticSession(Session):
             drop_frames(error)
             total = None
         if total is None:
-            body.cut = not self._passed_elsewhere(body)
+            body.cut = not self._has_vote_passed_elsewhere(body)
             if body.cut:
                 raise UnreachableError(f"step {body.step} was cut off before its vote passed")
         elif total != body.step * self._world.size:
@@ -380,7 +380,7 @@ class ElasticSession(Session):
             return False
         return True
 
-    def _passed_elsewhere(self, body: StepBody) -> bool:
+    def _has_vote_passed_elsewhere(self, body: StepBody) -> bool:
         """State in the next world that this rank has complete gradients of the step; return whether
         the vote passed for a rank that is left. This process has no groups meanwhile."""
         cause, self._cause = self._cause, None
@@ -399,7 +399,7 @@ class ElasticSession(Session):
             return RankStanding()
         if not self._votes or holds is None:
             return RankStanding(step=held.step, torn="its script or policy cannot go on live")
-        torn = held.torn or (voting.changed() if voting is not None else "")
+        torn = held.torn or (voting.why_not_whole() if voting is not None else "")
         if self._session.repeats:
             torn = torn or "units are frozen until the window of steps is repeated"
         if held.adds_up:
@@ -418,7 +418,7 @@ class ElasticSession(Session):
             unshared=any(one.private and not (one.eager or one.of_stack) for one in given),
             experts=any(one.unit.kind is UnitKind.EXPERT for one in given),
             logs=self._pipeline is not None and not self._tried_replay,
-            held=() if self._reseats is None else self._reseats.held(),
+            held=() if self._reseats is None else self._reseats.seated_experts(),
             layer_experts=0 if self._reseats is None else self._reseats.experts,
         )
 
@@ -428,7 +428,7 @@ class ElasticSession(Session):
         for optimizer in self._optimizers:
             optimizer.zero_grad()
         if (holds := self._session.holds) is not None:
-            drop_unscaled(self._optimizers, holds.stateful)
+            reset_scalers(self._optimizers, holds.stateful)
         if body is not None and self._held.step is not None:
             problem = body.undo() if self._votes else ""
             self._held = replace(self._held, torn=self._held.torn or problem)
@@ -480,7 +480,7 @@ class ElasticSession(Session):
         """Take the state after `step`, to which this process was brought, as what it has."""
         self._held = HeldState(step)
         if self._reseats is not None and self._session.holds is not None:
-            self._session.reseated(self._reseats.report(self.epoch, step), moved=False)
+            self._session.on_reseated(self._reseats.report(self.epoch, step), moved=False)
         if self._pipeline is not None and not keeps_log:
             self._pipeline.log.restart(step)
 
@@ -508,7 +508,7 @@ class ElasticSession(Session):
                 raise
             return False
         if moved:
-            session.reseated(self._reseats.report(self.epoch, step), moved=True)
+            session.on_reseated(self._reseats.report(self.epoch, step), moved=True)
         return True
 
     # --- localized recovery -----------------------------------------------------------------------
@@ -539,7 +539,7 @@ class ElasticSession(Session):
     def _complete_repeated(self, plan: ReplayPlan, body: StepBody) -> bool:
         """Go on after a step that this rank has repeated, and that nobody saves again; return False
         when its world has ended, or has gone back to the line."""
-        self._session.repeated(body.step)
+        self._session.on_step_repeated(body.step)
         self._hold(body)
         if self._world.ended:
             return False

@@ -88,7 +88,7 @@ class StageGroup(dist.ProcessGroup):
                     "with such ones, which nobody logs: let stages pass it as int64"
                 )
             return Passage(lambda: None)
-        return Passage(self._carrier.start_send(self._ranks[dst], _checked(tensor)))
+        return Passage(self._carrier.start_send(self._ranks[dst], _check_not_pickled(tensor)))
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Passage:
         del tag
@@ -96,7 +96,7 @@ class StageGroup(dist.ProcessGroup):
         if _opens_connection(tensor):
             tensor.zero_()
             return Passage(lambda: None)
-        return Passage(self._carrier.start_receive(self._ranks[src], _checked(tensor)))
+        return Passage(self._carrier.start_receive(self._ranks[src], _check_not_pickled(tensor)))
 
     def allreduce(  # type: ignore[override]  # one of torch's three forms
         self, tensors: list[torch.Tensor], options: Any
@@ -119,7 +119,7 @@ def _opens_connection(tensor: torch.Tensor) -> bool:
     return tensor.dtype == torch.int32 and tensor.numel() == 1
 
 
-def _checked(tensor: torch.Tensor) -> torch.Tensor:
+def _check_not_pickled(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor`, unless it is part of a pickled object: shapes travel as such."""
     if tensor.dtype == torch.uint8:
         raise InvalidJobError(f"uint8 tensors are refused, because {_STATIC}")

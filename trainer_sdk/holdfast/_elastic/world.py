@@ -25,7 +25,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # re-exported by 
 )
 
 from holdfast._agree.exchange import Exchange, GlooExchange, make_exchange, wait
-from holdfast._daemon.following import Following, Meeting
+from holdfast._daemon.following import Meeting, WorldFollower
 from holdfast._elastic import groups
 from holdfast._elastic.stage_group import Carrier
 from holdfast_core.errors import (
@@ -106,7 +106,7 @@ class World:
     def __init__(
         self,
         backend: str,
-        following: Following | None,
+        following: WorldFollower | None,
         *,
         any_size: bool = False,
         store_address: str,
@@ -442,7 +442,9 @@ class World:
         turn = 0 if own.step == NEW else 1 if self._rank == 0 else 2
         return self._reform_s * (1 + turn / 6)
 
-    def _next(self, following: Following, cause: Exception | None, patience_s: float) -> Meeting:
+    def _next(
+        self, following: WorldFollower, cause: Exception | None, patience_s: float
+    ) -> Meeting:
         """Wait for a world newer than the present one."""
         if cause is not None and not following.wait_newer(self._reached, patience_s):
             raise cause
@@ -465,7 +467,7 @@ class World:
                 )
                 following.wait_newer(meeting.epoch, _WAIT_S)
 
-    def _meet(self, following: Following, meeting: Meeting) -> None:
+    def _meet(self, following: WorldFollower, meeting: Meeting) -> None:
         """Come to the meeting point of a world."""
         self._reached, self._stood = meeting.epoch, False
         # From here on, the launcher waits for others only: this process is free of the old world.
@@ -513,7 +515,7 @@ class World:
             time.monotonic() - began_s,
         )
 
-    def _wake_at_end(self, following: Following, epoch: int) -> None:
+    def _wake_at_end(self, following: WorldFollower, epoch: int) -> None:
         """Wake this process out of collectives on its device once `epoch` has ended."""
         while not following.wait_newer(epoch, _WAIT_S):
             if self._epoch != epoch or self._left:

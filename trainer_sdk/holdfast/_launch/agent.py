@@ -85,7 +85,7 @@ class HoldfastAgent(LocalElasticAgent):
         self._killed_here: set[int] = set()
         """Workers that this agent has killed, which the kernel had not."""
         self._result_was_read: Event | None = None
-        rendezvous.kill, rendezvous.can_keep = self.kill_workers, self.workers_run
+        rendezvous.kill, rendezvous.can_keep = self.kill_workers, self.are_workers_running
         rendezvous.list_workers = self.running_workers
 
     def kill_workers(self) -> None:
@@ -103,7 +103,7 @@ class HoldfastAgent(LocalElasticAgent):
         context = self._pcontext
         return dict(context.pids()) if self._started and context is not None else {}
 
-    def workers_run(self) -> bool:
+    def are_workers_running(self) -> bool:
         """Whether all workers were started and none has finished or died. Safe from any thread."""
         context = self._pcontext
         if not self._started or context is None:
@@ -176,7 +176,7 @@ class HoldfastAgent(LocalElasticAgent):
             ours = not by_themselves or first.exitcode in HOLDFAST_DECIDED
             short = not ours and self._memory_was_short()
             reason = EndReason.OOM_KILLED if short else EndReason.UNKNOWN
-            self._membership.worker_exited(rank, first.exitcode, lines, reason)
+            self._membership.report_worker_exit(rank, first.exitcode, lines, reason)
         return result
 
     def _stop_workers(self, *args: Any, **kwargs: Any) -> None:
@@ -206,19 +206,19 @@ class HoldfastAgent(LocalElasticAgent):
             barrier = ExitBarrier(
                 self._membership.store, self._membership.node_rank, self._membership.nodes
             )
-            while not barrier.all_finished() and not self._over(until):
+            while not barrier.all_finished() and not self._is_over(until):
                 pass
             barrier.leave()
             until = time.monotonic() + LEAVE_S
             while self._membership.serves_store and not barrier.all_left():
-                if self._over(until):
+                if self._is_over(until):
                     return
         except DistError as error:
             log.warning("the store was gone before all nodes had finished: %s", error)
-            while not self._over(until):
+            while not self._is_over(until):
                 pass
 
-    def _over(self, until: float) -> bool:
+    def _is_over(self, until: float) -> bool:
         """Wait for `POLL_S`; return whether there is nothing left to wait for."""
         if self._membership.wait_ended(POLL_S) and not self._membership.is_closed():
             raise EpochEndedError

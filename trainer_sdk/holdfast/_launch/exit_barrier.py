@@ -29,7 +29,7 @@ class ExitBarrier:
     def all_finished(self) -> bool:
         """State that the workers of this node have finished; return whether those of all have."""
         self._store.set(f"{FINISHED}-{self._node}", "")
-        return self._all_state(FINISHED) if self._node == 0 else self._stated([FINISHED])
+        return self._all_state(FINISHED) if self._node == 0 else self._have_stated([FINISHED])
 
     def leave(self) -> None:
         """State that this agent knows that all have finished, and needs the store no more. Called
@@ -44,9 +44,9 @@ class ExitBarrier:
         return self._all_state(LEFT)
 
     def _all_state(self, what: str) -> bool:
-        return self._stated([f"{what}-{node}" for node in range(self._nodes)])
+        return self._have_stated([f"{what}-{node}" for node in range(self._nodes)])
 
-    def _stated(self, names: list[str]) -> bool:
+    def _have_stated(self, names: list[str]) -> bool:
         """Whether agents have written all of `names`. A stranger's value is none of theirs."""
         if not self._store.check(names):
             return False

@@ -112,12 +112,12 @@ class Daemon(Protocol):
         """Publish the address of the store of `epoch` to the other agents, and its key to the
         job's ranks."""
 
-    def worker_exited(
+    def report_worker_exit(
         self, epoch: int, rank: int, exit_code: int, last_lines: str, reason: EndReason
     ) -> None:
         """Report to the control loop that a worker failed; 128 + n stands for signal n."""
 
-    def worked(self, epoch: int, ranks: Collection[int]) -> None:
+    def report_work(self, epoch: int, ranks: Collection[int]) -> None:
         """Report to the control loop that workers have worked of late."""
 
     def close(self) -> None:
@@ -159,7 +159,7 @@ class GrpcDaemon:
         )
         self._calls.ask(self._calls.stub.PublishStore, request)
 
-    def worker_exited(
+    def report_worker_exit(
         self, epoch: int, rank: int, exit_code: int, last_lines: str, reason: EndReason
     ) -> None:
         request = trainer_pb2.WorkerExitedRequest(
@@ -172,7 +172,7 @@ class GrpcDaemon:
         )
         self._calls.ask(self._calls.stub.WorkerExited, request)
 
-    def worked(self, epoch: int, ranks: Collection[int]) -> None:
+    def report_work(self, epoch: int, ranks: Collection[int]) -> None:
         request = trainer_pb2.WorkedRequest(job=self._job, epoch=epoch, ranks=ranks)
         self._calls.ask(self._calls.stub.Worked, request)
 
@@ -257,7 +257,7 @@ class HoldfastRendezvous(RendezvousHandler):
         Raises:
             DistError: it was closed.
         """
-        return _sealed(self._joined)
+        return _sealed_store_of(self._joined)
 
     def wait_ended(self, timeout_s: float) -> bool:
         """Wait for the end of the last world's epoch; return whether it has ended."""
@@ -272,7 +272,7 @@ class HoldfastRendezvous(RendezvousHandler):
         self._settled.wait(timeout_s)
         return self._arrived
 
-    def worker_exited(
+    def report_worker_exit(
         self,
         rank: int,
         exit_code: int,
@@ -286,7 +286,7 @@ class HoldfastRendezvous(RendezvousHandler):
             return  # it was killed because the epoch has ended
         code = 128 - exit_code if exit_code < 0 else exit_code
         try:
-            self._daemon.worker_exited(self.epoch, rank, code, last_lines, reason)
+            self._daemon.report_worker_exit(self.epoch, rank, code, last_lines, reason)
         except HoldfastError as error:
             log.warning(
                 "rank %d exited with code %d, which was not reported: %s", rank, code, error
@@ -296,11 +296,11 @@ class HoldfastRendezvous(RendezvousHandler):
         """Process id of each worker that runs, by its local rank."""
         return self.list_workers()
 
-    def worked(self, ranks: Collection[int]) -> None:
+    def report_work(self, ranks: Collection[int]) -> None:
         """Report to the control loop which ranks have worked of late. A daemon that is away, or of
         a version that does not know the call, misses it."""
         with suppress(HoldfastError):
-            self._daemon.worked(self.epoch, ranks)
+            self._daemon.report_work(self.epoch, ranks)
 
     def get_backend(self) -> str:
         return BACKEND
@@ -366,7 +366,7 @@ class HoldfastRendezvous(RendezvousHandler):
             ).start()
             host, _, port = entered.address.rpartition(":")
             return RendezvousInfo(
-                _sealed(entered),
+                _sealed_store_of(entered),
                 entered.node_rank,
                 entered.nodes,
                 RendezvousStoreInfo(host, int(port)),
@@ -471,7 +471,7 @@ class HoldfastRendezvous(RendezvousHandler):
                 if not self._keep(mine, world):
                     return
                 until = time.monotonic() + self._reform_s
-            elif left and self._arrival_settled(mine, world, until):
+            elif left and self._is_arrival_settled(mine, world, until):
                 left.clear()
 
     def _keep(self, mine: object, world: AnnouncedWorld) -> bool:
@@ -516,7 +516,7 @@ class HoldfastRendezvous(RendezvousHandler):
         )
         return True
 
-    def _arrival_settled(self, mine: object, world: AnnouncedWorld, until: float) -> bool:
+    def _is_arrival_settled(self, mine: object, world: AnnouncedWorld, until: float) -> bool:
         """Return whether all kept workers have arrived, or are killed because it is too late; pause
         if neither."""
         arrived = world.arrived and world.epoch == self.epoch
@@ -570,7 +570,7 @@ def _connect(world: AnnouncedWorld) -> JoinedWorld:
     )
 
 
-def _sealed(joined: JoinedWorld) -> SealedStore:
+def _sealed_store_of(joined: JoinedWorld) -> SealedStore:
     if joined.store is None:
         raise DistError(f"the store of epoch {joined.epoch} is closed")
     return SealedStore(joined.store, f"epoch-{joined.epoch}", joined.key)

@@ -100,7 +100,7 @@ class Launch(Protocol):
     def workers(self) -> Mapping[int, int]:
         """Process id of each worker that runs now, by its local rank."""
 
-    def worked(self, ranks: Collection[int]) -> None:
+    def report_work(self, ranks: Collection[int]) -> None:
         """Take the world ranks that have worked since the last look."""
 
 
@@ -141,7 +141,7 @@ class WorkWatch:
         ]
         self._before = usage
         if worked:
-            self._launch.worked(worked)
+            self._launch.report_work(worked)
 
     def _has_worked(self, now: Usage, before: Usage | None, passed_s: float) -> bool:
         """Whether the use between two looks is work; a worker that is new has started, at least."""

@@ -29,7 +29,7 @@ from holdfast._moe.statements import (
     read_statements,
 )
 from holdfast._state.capture import LiveState
-from holdfast._state.extras import dtype_name, dtype_named
+from holdfast._state.extras import dtype_name, dtype_of_name
 from holdfast_core.elastic_experts.moving import ExpertMove, moves_of, renumbered
 from holdfast_core.elastic_experts.plans import ExpertPlan
 from holdfast_core.elastic_experts.rebalancing import weigh
@@ -40,7 +40,7 @@ from holdfast_core.snapshots.names import TensorName
 _log = logging.getLogger("holdfast")
 
 
-class Reseating:
+class SeatChanges:
     """Changes of the plan of one model, on one rank.
 
     Args:
@@ -65,7 +65,7 @@ class Reseating:
         """Experts of each layer."""
         return len(self._layers[0].plan.layers[0].copies)
 
-    def held(self) -> tuple[tuple[int, ...], ...]:
+    def seated_experts(self) -> tuple[tuple[int, ...], ...]:
         """For each layer the experts in this rank's seats."""
         return tuple(tuple(layer.experts.seat_of) for layer in self._layers)
 
@@ -185,7 +185,7 @@ class Reseating:
         own = Statement(
             loads=tuple(layer.history.tokens for layer in self._layers),
             step_s=step_s,
-            held=self.held() if outlived else (),
+            held=self.seated_experts() if outlived else (),
             stacks=tuple(self._stacks(live)) if outlived else (),
         )
         return read_statements(
@@ -226,7 +226,7 @@ class Reseating:
             here = anchor.parameter.device
             state[name.key] = torch.zeros(
                 (seats, *stack.shape),
-                dtype=dtype_named(stack.dtype),
+                dtype=dtype_of_name(stack.dtype),
                 device=here if here.type == stack.device else stack.device,
             )
         found: torch.Tensor = state[name.key]

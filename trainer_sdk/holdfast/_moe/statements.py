@@ -11,7 +11,7 @@ from math import inf, prod
 
 import msgspec
 
-from holdfast._state.extras import dtype_named
+from holdfast._state.extras import dtype_of_name
 from holdfast_core.errors import CorruptError, ProtocolError
 
 TOKENS_MAX = 2**53
@@ -34,7 +34,7 @@ class Stack(msgspec.Struct, frozen=True):
     @property
     def nbytes(self) -> int:
         """Bytes of one seat."""
-        return prod(self.shape) * dtype_named(self.dtype).itemsize
+        return prod(self.shape) * dtype_of_name(self.dtype).itemsize
 
 
 class Statement(msgspec.Struct, frozen=True, kw_only=True):

@@ -54,7 +54,7 @@ class LocalTensor(NamedTuple):
     shape: tuple[int, ...]
 
 
-def assembled(
+def assemble(
     layouts: Mapping[int, Layout], old: Topology, *, tp: int, pp: int
 ) -> dict[str, SetTensor]:
     """Assemble the tensors that ranks with these indices hold, by name; experts one by one.

@@ -27,7 +27,7 @@ from holdfast._state.capture import Anchor, LiveState, TensorSource
 from holdfast._state.casts import Pair, pair_of
 from holdfast._state.collect import buffers_of, devices_of, expect_states
 from holdfast._state.dtensors import local_of, with_placement_of
-from holdfast._state.extras import dtype_name, dtype_named
+from holdfast._state.extras import dtype_name, dtype_of_name
 from holdfast_core.errors import LayoutMismatchError
 from holdfast_core.experts.recompute import state_entries
 from holdfast_core.snapshots.layouts import Entry, Layout, TensorRole
@@ -146,7 +146,7 @@ def check_cover(wanted: Mapping[str, Wanted]) -> None:
         LayoutMismatchError: when bytes are missing; the message names the tensor.
     """
     for item in wanted.values():
-        total = dtype_named(item.dtype).itemsize
+        total = dtype_of_name(item.dtype).itemsize
         for length in item.shape:
             total *= length
         end = 0
@@ -250,16 +250,16 @@ def _fit_buffers(live: LiveState, wanted: Mapping[str, Wanted], changed: Changed
         if path is None:
             raise LayoutMismatchError(f"the snapshot has {name}, which the model does not")
         first, _, device = changed.get(name, (saved, saved, ""))
-        if first != live.begun.forms.begun(path):
+        if first != live.begun.forms.first_form(path):
             raise LayoutMismatchError(
                 f"{name} is {now}, in the snapshot it is {saved}; this program begins with "
-                f"{live.begun.forms.begun(path)}, and the one that saved it began with {first}"
+                f"{live.begun.forms.first_form(path)}, and the one that saved it began with {first}"
             )
         put_form(live.model, path, item.dtype, item.shape, device)
     for name in here.keys() - wanted.keys():
         path = live.path_of_buffer(name)
         assert path is not None
-        begun = live.begun.forms.begun(path)
+        begun = live.begun.forms.first_form(path)
         first, saved, _ = changed.get(name, (begun, begun, ""))
         if first != begun or saved not in (ABSENT, NONE):
             raise LayoutMismatchError(f"the snapshot lacks {name}, which the model has")
@@ -293,7 +293,7 @@ def _allocate(
     shape = wanted.shape if anchor.index is None else (local.shape[0], *wanted.shape)
     home = devices.get(str(name.whole))
     device = parameter.device if home is None else torch.device(home)
-    dtype = dtype_named(wanted.dtype)
+    dtype = dtype_of_name(wanted.dtype)
     if shape != tuple(local.shape):
         state[key] = torch.empty(shape, dtype=dtype, device=device)
         return

@@ -20,7 +20,7 @@ import xxhash
 
 from holdfast._agree.exchange import Exchange
 from holdfast._capture.partial_state import PartialState
-from holdfast._capture.taking_over import shared_of
+from holdfast._capture.taking_over import keep_shared
 from holdfast._copying.strided import fill_strided
 from holdfast._restoring.fit import Offer, Wanted, check_cover, make_room, wanted_of_offers
 from holdfast._restoring.other_world import with_all_values
@@ -105,7 +105,7 @@ class HandOver:
         if given is None:
             return None
         if not self.verdict.sources:
-            return self._kept(given)
+            return self._kept_experts(given)
         extras: dict[str, Any] = {}
         sources: dict[str, TensorSource] = {}
 
@@ -115,7 +115,7 @@ class HandOver:
                 extras = self._extras(given)
                 sources.update(self._make_room(given, extras))
             else:
-                sources.update(self._filled())
+                sources.update(self._tensors_to_fill())
             return _Given()
 
         if self._agree(self._try(prepare)) is None:
@@ -127,7 +127,7 @@ class HandOver:
                 self._finish(epoch, given, extras, sources)
             return _Given()
 
-        return None if self._agree(self._try(finish)) is None else self._kept(given)
+        return None if self._agree(self._try(finish)) is None else self._kept_experts(given)
 
     # --- inside -----------------------------------------------------------------------------------
 
@@ -181,10 +181,10 @@ class HandOver:
             generators=generators,
             saves=self.experts.ledger.snapshots,
             owes=bool(self.experts.replenishing.owed),
-            policy=shared_of(self.experts).encode() if self.rank == first else b"",
+            policy=keep_shared(self.experts).encode() if self.rank == first else b"",
         )
 
-    def _kept(self, given: Sequence[_Given]) -> KeptExperts:
+    def _kept_experts(self, given: Sequence[_Given]) -> KeptExperts:
         """A new rank knows what all know alike, and has counted nothing. Where some ranks have
         called a save more, before their world ended, all count on from there."""
         state = self.experts
@@ -218,7 +218,7 @@ class HandOver:
                 )
         return make_room(self.live, wanted, extras)
 
-    def _filled(self) -> dict[str, TensorSource]:
+    def _tensors_to_fill(self) -> dict[str, TensorSource]:
         """Tensors of this rank by name, those that are given in parts packed."""
         sources = {source.name: source for source in self.live.sources()}
         for source in sources.values():

@@ -26,19 +26,19 @@ from typing import Any
 import msgspec
 
 from holdfast._capture.partial_state import PartialState
-from holdfast._capture.taking_over import RankTokens, shared_of, tokens_of
+from holdfast._capture.taking_over import RankTokens, keep_shared, tokens_of
 from holdfast._copying.engine import CopyEngine, plan_copy
 from holdfast._copying.placed import Placed
 from holdfast._daemon.client import DaemonClient, RestoreDecision
 from holdfast._restoring.assembling import (
     PayloadRange,
-    assembled,
+    assemble,
     local_tensors,
     payload_ranges,
     wanted_of,
 )
 from holdfast._restoring.fit import make_room
-from holdfast._restoring.passing import Filling, Span, spans_of
+from holdfast._restoring.passing import FillTargets, Span, spans_of
 from holdfast._restoring.reading import ReadSnapshot, read_snapshot
 from holdfast._state.capture import LiveState, TensorSource
 from holdfast._state.collect import buffers_of, put_back_groups
@@ -106,7 +106,7 @@ class OtherWorld:
             for one in self.snapshots
         )
 
-    def placed(self) -> dict[int, Placed]:
+    def placed_by_rank(self) -> dict[int, Placed]:
         """Bytes of this rank's snapshots, by the rank that captured them."""
         return {one.manifest.rank: one.placed for one in self.snapshots}
 
@@ -199,8 +199,8 @@ class WorldPlan:
         """What this rank needs of each payload."""
         return spans_of(self.ranges)
 
-    def filling(self) -> Filling:
-        return Filling(self.ranges, self.sources)
+    def filling(self) -> FillTargets:
+        return FillTargets(self.ranges, self.sources)
 
 
 def plan_world(
@@ -235,7 +235,7 @@ def plan_world(
         chosen = rank
     extras = {old: decode_extras(offers[old].extras) for old in alike}
     put_back_groups(live, extras[chosen])
-    tensors = assembled(layouts, was, tp=at.tp, pp=at.pp)
+    tensors = assemble(layouts, was, tp=at.tp, pp=at.pp)
     found = local_tensors(live, tensors)
     own = with_all_values(extras[chosen], extras.values(), live)
     sources = make_room(live, wanted_of(found), own)
@@ -249,13 +249,13 @@ def plan_world(
         ranges=payload_ranges(found, layouts),
         extras=own,
         readers=readers,
-        takes_over=frozenset(_taken_over(was, topology, rank)),
-        policy=shared_of(states[0]).encode() if 0 in states else b"",
+        takes_over=frozenset(_old_ranks_of_place(was, topology, rank)),
+        policy=keep_shared(states[0]).encode() if 0 in states else b"",
         tokens=tuple(tokens_of(state, old, versions) for old, state in states.items()),
     )
 
 
-def _taken_over(was: Topology, topology: Topology, rank: int) -> Iterator[int]:
+def _old_ranks_of_place(was: Topology, topology: Topology, rank: int) -> Iterator[int]:
     """Old ranks of this rank's place, counted modulo the number of present ones."""
     for old in range(was.world_size):
         at = was.coordinates(old)

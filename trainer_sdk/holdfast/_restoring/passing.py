@@ -17,7 +17,7 @@ import torch
 from holdfast._agree.exchange import Exchange
 from holdfast._copying.placed import Placed
 from holdfast._restoring.assembling import PayloadRange
-from holdfast._restoring.scatter import BUFFER_BYTES, agreed_room
+from holdfast._restoring.scatter import BUFFER_BYTES, allocate_agreed
 from holdfast._state.capture import TensorSource
 from holdfast_core.snapshots.layouts import TENSOR_ALIGNMENT
 
@@ -41,7 +41,7 @@ def spans_of(ranges: Mapping[int, Sequence[PayloadRange]]) -> tuple[Span, ...]:
     return tuple(span for span in spans if span[1] < span[2])
 
 
-class Filling:
+class FillTargets:
     """Live tensors that are filled from payloads.
 
     Args:
@@ -94,7 +94,7 @@ def pass_on(
     wanted: Sequence[Sequence[Span]],
     readers: Mapping[int, int],
     held: Mapping[int, Placed],
-    filling: Filling,
+    filling: FillTargets,
     rank: int,
 ) -> None:
     """Fill this rank's tensors from all payloads. Collective.
@@ -112,7 +112,9 @@ def pass_on(
         UnreachableError: when a rank does not take part.
     """
     host = torch.empty(BUFFER_BYTES, dtype=torch.uint8, device="cpu")
-    for batch in packed([span for span in wanted[rank] if readers[span[0]] == rank], BUFFER_BYTES):
+    for batch in batches_of(
+        [span for span in wanted[rank] if readers[span[0]] == rank], BUFFER_BYTES
+    ):
         filling.fill(batch, _load(batch, held, host))
     routes = _routes(wanted, readers)
     _broadcast(exchange, routes, held, filling, host, rank)
@@ -149,7 +151,7 @@ def _broadcast(
     exchange: Exchange,
     routes: Mapping[_Route, Sequence[Span]],
     held: Mapping[int, Placed],
-    filling: Filling,
+    filling: FillTargets,
     host: torch.Tensor,
     rank: int,
 ) -> None:
@@ -161,10 +163,10 @@ def _broadcast(
     for (reader, others), spans in shared.items():
         groups.setdefault(tuple(sorted((reader, *others))), []).append((reader, spans))
     most = max(_bytes_of(spans) for spans in shared.values())
-    room = agreed_room(exchange, min(BUFFER_BYTES, most), filling.device)
+    room = allocate_agreed(exchange, min(BUFFER_BYTES, most), filling.device)
     for group, broadcast in exchange.subgroups(sorted(groups), room.device):
         for reader, spans in groups[group]:
-            for batch in packed(spans, BUFFER_BYTES):
+            for batch in batches_of(spans, BUFFER_BYTES):
                 buffer = room[: _bytes_of(batch)]
                 if reader == rank:
                     buffer.copy_(_load(batch, held, host))
@@ -177,14 +179,14 @@ def _deal(
     exchange: Exchange,
     routes: Mapping[_Route, Sequence[Span]],
     held: Mapping[int, Placed],
-    filling: Filling,
+    filling: FillTargets,
     rank: int,
     ranks: int,
 ) -> None:
     """Pass on what only one other rank needs, to all such ranks at once."""
     limit = max(BUFFER_BYTES // ranks // TENSOR_ALIGNMENT * TENSOR_ALIGNMENT, _DEALT_BYTES_MIN)
     pairs = {
-        (reader, others[0]): list(packed(spans, limit))
+        (reader, others[0]): list(batches_of(spans, limit))
         for (reader, others), spans in routes.items()
         if len(others) == 1
     }
@@ -216,7 +218,7 @@ def _bytes_of(spans: Sequence[Span]) -> int:
     return sum(end - low for _, low, end in spans)
 
 
-def packed(spans: Sequence[Span], limit: int) -> Iterator[list[Span]]:
+def batches_of(spans: Sequence[Span], limit: int) -> Iterator[list[Span]]:
     """Yield batches of spans to send together, each of at most `limit` bytes. A span is cut only
     where an element of any tensor may begin."""
     pending: list[Span] = []

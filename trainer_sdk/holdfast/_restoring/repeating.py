@@ -76,7 +76,7 @@ class OptimizerReplay:
         """Let an optimizer do its step before the save of `slot`."""
         optimizer = self.live.optimizers[index]
         for group, values in zip(optimizer.param_groups, groups, strict=True):
-            group.update({k: _moved(v, group.get(k)) for k, v in values.items()})
+            group.update({k: _in_memory_of(v, group.get(k)) for k, v in values.items()})
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         before = [p.grad for p in parameters]
         frozen = frozen_in_stacks(self.live, self._schedule, slot)
@@ -134,7 +134,7 @@ class OptimizerReplay:
             )
 
 
-def _moved(value: Any, beside: Any) -> Any:
+def _in_memory_of(value: Any, beside: Any) -> Any:
     """`value`, in the memory of the tensor that it replaces."""
     if isinstance(value, torch.Tensor) and isinstance(beside, torch.Tensor):
         return value.to(beside.device)

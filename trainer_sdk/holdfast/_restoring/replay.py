@@ -24,7 +24,7 @@ from holdfast._restoring.fit import Wanted
 from holdfast._state.capture import LiveState, TensorSource
 from holdfast._state.casts import fill, pair_of
 from holdfast._state.collect import put_back_scalars
-from holdfast._state.extras import decode_extras, dtype_named
+from holdfast._state.extras import decode_extras, dtype_of_name
 from holdfast_core.errors import StepOrderError
 from holdfast_core.experts.sparse_windows import Schedule
 from holdfast_core.snapshots.layouts import TensorRole
@@ -128,7 +128,7 @@ def frozen_in_stacks(live: LiveState, schedule: Schedule, slot: int) -> list[tor
 def frame_source(wanted: Wanted, beside: TensorSource) -> TensorSource:
     """Room in host memory for a tensor of a frame, which a restore fills; `beside` is the live
     tensor."""
-    dtype = dtype_named(wanted.dtype)
+    dtype = dtype_of_name(wanted.dtype)
     return TensorSource(
         unit=beside.unit,
         name=wanted.tensor,

@@ -22,7 +22,7 @@ import msgspec
 from holdfast._agree.exchange import Exchange
 from holdfast._capture.partial_state import START, PartialState
 from holdfast._capture.strategy import CaptureStrategy
-from holdfast._capture.taking_over import RankTokens, taken_over
+from holdfast._capture.taking_over import RankTokens, take_over
 from holdfast._capture.window_records import live_name
 from holdfast._copying.collector import without_collector
 from holdfast._copying.engine import CopyEngine, plan_copy
@@ -77,7 +77,7 @@ _RETRY_S = 0.2
 _T = TypeVar("_T")
 
 
-class Standing(msgspec.Struct, frozen=True, kw_only=True):
+class RestoreStatement(msgspec.Struct, frozen=True, kw_only=True):
     """Statement of one rank in an agreement."""
 
     code: str = ""
@@ -106,7 +106,7 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     """See `WorldPlan.tokens`."""
 
 
-_STANDING = msgspec.json.Decoder(Standing)
+_STATEMENT = msgspec.json.Decoder(RestoreStatement)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -236,7 +236,7 @@ class Restore:
         Raises:
             HoldfastError: a rank could not restore.
         """
-        own = Standing(generation=str(self._decide(self._hello().epoch).line.generation))
+        own = RestoreStatement(generation=str(self._decide(self._hello().epoch).line.generation))
         offers = [one.offers for one in self._agree(None, own)]
         self._agree(None, own)
         sources = {source.name: source for source in self.live.sources()}
@@ -278,32 +278,32 @@ class Restore:
             manifest = found.snapshot.manifest
             state = found.snapshot.experts.with_versions((*manifest.experts, *manifest.older))
             versions = state.own_versions(found.snapshot.layout, manifest.experts)
-        own = Standing(generation=generation, offers=offers, versions=versions)
-        standings = self._agree(error, own)
-        known = agreed_versions(
-            one.versions for one in standings
+        own = RestoreStatement(generation=generation, offers=offers, versions=versions)
+        statements = self._agree(error, own)
+        known = find_agreed_versions(
+            one.versions for one in statements
         )  # raises on every rank or on none
         if found is None:
             _log.info("epoch %d starts fresh", epoch)
             return Restored(epoch=epoch, step=None, source=RestoreSource.NONE)
-        all_offers = [standing.offers for standing in standings]
+        all_offers = [one.offers for one in statements]
         chosen = found
         copied, error = _attempt(lambda: self._copy_own(chosen, all_offers))
-        state, lost = state.returned(known)
-        own = Standing(
+        state, lost = state.return_experts(known)
+        own = RestoreStatement(
             generation=generation,
             lost=lost,
             assigned={str(k): n for k, n in state.ledger.assignments.items()},
             replenishes=bool(state.replenishing.owed),
         )
-        standings = self._agree(error, own)
+        statements = self._agree(error, own)
         assert copied is not None
         scatter(self.exchange, all_offers, copied.sources, self.rank)
         _, error = _attempt(lambda: self._finish(chosen.extras, copied))
-        self._agree(error, Standing(generation=generation))
+        self._agree(error, RestoreStatement(generation=generation))
         line = found.snapshot.manifest.generation
-        losses, seen = [one.lost for one in standings], [one.assigned for one in standings]
-        state = self.policy.recovered(state, losses, seen, epoch=epoch, line=line)
+        losses, seen = [one.lost for one in statements], [one.assigned for one in statements]
+        state = self.policy.state_after_restore(state, losses, seen, epoch=epoch, line=line)
         window = found.snapshot.window
         step = line.step if window is None else window.brings_back
         _log.info("epoch %d starts after step %d (%s)", epoch, step, found.source)
@@ -315,21 +315,21 @@ class Restore:
             layout=found.snapshot.layout,
             experts=state,
             replay=None if copied.replay is None or copied.replay.over else copied.replay,
-            replenishing=self.policy.leaves_out and any(one.replenishes for one in standings),
+            replenishing=self.policy.leaves_out and any(one.replenishes for one in statements),
         )
 
     def _from_world(self, epoch: int, world: OtherWorld, error: HoldfastError | None) -> Restored:
         """Restore what another world captured. No snapshot of this rank's own remains for later
         saves to build on."""
-        own = Standing(generation=str(world.generation), captured_by=world.ranks)
+        own = RestoreStatement(generation=str(world.generation), captured_by=world.ranks)
         offers, me = world.offers(), self.rank if self.exchange.together else 0
-        held, other = _attempt(lambda: agreed_versions(world.versions))
-        standings = self._agree(
+        held, other = _attempt(lambda: find_agreed_versions(world.versions))
+        statements = self._agree(
             error or other,
             msgspec.structs.replace(own, snapshots=offers, versions=held or {}),
         )
-        known = agreed_versions(standing.versions for standing in standings)
-        all_offers = [standing.snapshots for standing in standings]
+        known = find_agreed_versions(one.versions for one in statements)
+        all_offers = [one.snapshots for one in statements]
 
         def plan_it() -> WorldPlan:
             return plan_world(world, all_offers, self.live, self.topology, self.rank, known, me)
@@ -340,18 +340,18 @@ class Restore:
             stated = msgspec.structs.replace(
                 own, needs=plan.spans(), policy=plan.policy, tokens=plan.tokens
             )
-        standings = self._agree(error, stated)
+        statements = self._agree(error, stated)
         assert plan is not None
-        wanted = [standing.needs for standing in standings]
-        pass_on(self.exchange, wanted, plan.readers, world.placed(), plan.filling(), me)
+        wanted = [one.needs for one in statements]
+        pass_on(self.exchange, wanted, plan.readers, world.placed_by_rank(), plan.filling(), me)
         _, error = _attempt(lambda: self._finish(plan.extras, _Copied(plan.sources, ())))
         self._agree(error, own)
-        counts = [one for standing in standings for one in standing.tokens]
-        shared = PartialState.decode(standings[plan.readers[0]].policy)
-        state = self.policy.recovered(
-            taken_over(shared, (one for one in counts if one.rank in plan.takes_over)),
-            [one.lost for one in counts],
-            [one.assigned for one in counts],
+        counts = [tokens for statement in statements for tokens in statement.tokens]
+        shared = PartialState.decode(statements[plan.readers[0]].policy)
+        state = self.policy.state_after_restore(
+            take_over(shared, (tokens for tokens in counts if tokens.rank in plan.takes_over)),
+            [tokens.lost for tokens in counts],
+            [tokens.assigned for tokens in counts],
             epoch=epoch,
             line=world.generation,
         )
@@ -362,7 +362,7 @@ class Restore:
             step=step,
             source=world.source,
             experts=state,
-            replenishing=self.policy.leaves_out and any(one.owed for one in counts),
+            replenishing=self.policy.leaves_out and any(tokens.owed for tokens in counts),
         )
 
     # --- what to restore --------------------------------------------------------------------------
@@ -495,33 +495,33 @@ class Restore:
 
     # --- agreement --------------------------------------------------------------------------------
 
-    def _agree(self, error: HoldfastError | None, own: Standing) -> list[Standing]:
+    def _agree(self, error: HoldfastError | None, own: RestoreStatement) -> list[RestoreStatement]:
         """Exchange statements. Collective: raises on every rank when one failed, or when the ranks'
         daemons named different recovery lines."""
         if error is not None:
             own = msgspec.structs.replace(own, code=error.code, message=str(error))
         texts = self.exchange.gather(msgspec.json.encode(own))
-        standings = [_STANDING.decode(text) for text in texts]
-        failed = {r: one for r, one in enumerate(standings) if one.code}
+        statements = [_STATEMENT.decode(text) for text in texts]
+        failed = {r: one for r, one in enumerate(statements) if one.code}
         if failed:
-            if len(standings) == 1 and error is not None:
+            if len(statements) == 1 and error is not None:
                 raise error
             first = failed[min(failed)]
             raise by_code(
                 first.code,
-                f"restore failed on ranks {sorted(failed)} of {len(standings)}: rank "
+                f"restore failed on ranks {sorted(failed)} of {len(statements)}: rank "
                 f"{min(failed)}: {first.message}",
             ) from error
-        if len({one.generation for one in standings}) > 1:
-            lines = {r: one.generation or "a fresh start" for r, one in enumerate(standings)}
+        if len({one.generation for one in statements}) > 1:
+            lines = {r: one.generation or "a fresh start" for r, one in enumerate(statements)}
             raise NoRecoveryLineError(f"ranks received different recovery lines: {lines}")
-        if len({one.captured_by for one in standings}) > 1:
-            worlds = {r: one.captured_by for r, one in enumerate(standings)}
+        if len({one.captured_by for one in statements}) > 1:
+            worlds = {r: one.captured_by for r, one in enumerate(statements)}
             raise NoRecoveryLineError(
                 f"daemons differ about the number of ranks that captured the line: {worlds}; 0 is "
                 f"the present world"
             )
-        return standings
+        return statements
 
 
 def _live_after(epoch: int, step: int) -> Restored:
@@ -529,7 +529,7 @@ def _live_after(epoch: int, step: int) -> Restored:
     return Restored(epoch=epoch, step=step, source=RestoreSource.LIVE)
 
 
-def agreed_versions(of_snapshots: Iterable[Mapping[str, str]]) -> dict[str, str]:
+def find_agreed_versions(of_snapshots: Iterable[Mapping[str, str]]) -> dict[str, str]:
     """Find the version of each expert that is restored.
 
     Args:

@@ -43,7 +43,7 @@ def scatter(
     if not groups:
         return
     most = max(sum(offer.nbytes for offer in offers) for offers in all_offers)
-    room = agreed_room(exchange, min(BUFFER_BYTES, most), device)
+    room = allocate_agreed(exchange, min(BUFFER_BYTES, most), device)
     for group, broadcast in exchange.subgroups(groups, room.device):
         for source_rank in group:
             offers = [offer for offer in all_offers[source_rank] if offer.replicas == group]
@@ -59,7 +59,7 @@ def scatter(
                     _copy(packed, parts)
 
 
-def agreed_room(exchange: Exchange, nbytes: int, device: torch.device) -> torch.Tensor:
+def allocate_agreed(exchange: Exchange, nbytes: int, device: torch.device) -> torch.Tensor:
     """Allocate uint8 [nbytes]: on `device`, unless the device of some rank has none left.
     Collective."""
     room: torch.Tensor | None = None

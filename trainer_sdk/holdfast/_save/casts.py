@@ -80,7 +80,7 @@ class Casts:
                 nbytes,
             )
 
-    def opened(self, layout: Layout, sources: Sequence[TensorSource]) -> None:
+    def on_session_opened(self, layout: Layout, sources: Sequence[TensorSource]) -> None:
         """Compare in every save what `layout` leaves out."""
         by_name = {source.name: source for source in sources}
         self._captured = tuple(

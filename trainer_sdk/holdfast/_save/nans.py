@@ -11,7 +11,7 @@ from collections.abc import Collection
 import torch
 
 from holdfast._copying.placed import Placed
-from holdfast._state.extras import dtype_named
+from holdfast._state.extras import dtype_of_name
 from holdfast._state.floats import has_nan
 from holdfast_core.experts.recompute import BESIDE_STATE
 
@@ -26,7 +26,7 @@ def units_with_nan(placed: Placed, carried: Collection[str] = ()) -> tuple[str, 
     for entry in placed.layout.entries:
         if entry.unit in carried or entry.role in BESIDE_STATE:
             continue
-        dtype = dtype_named(entry.dtype)
+        dtype = dtype_of_name(entry.dtype)
         if dtype.is_complex:
             dtype = dtype.to_real()  # complex numbers of 16-bit floats have no arithmetic
         if entry.unit in found or not dtype.is_floating_point:

@@ -27,7 +27,7 @@ from holdfast._copying.bubbles import Bubbles
 from holdfast._copying.devices import Device, Fence
 from holdfast._copying.engine import CopyEngine, Digests
 from holdfast._copying.placed import Flags, Placed
-from holdfast._daemon.awaiting import Awaiting
+from holdfast._daemon.awaiting import PendingSaves
 from holdfast._daemon.client import Commit
 from holdfast._daemon.handles import SaveHandle
 from holdfast._daemon.link import Link
@@ -125,13 +125,13 @@ class SavePipeline:
         strategy: CaptureStrategy,
         bubbles: Bubbles | None,
         tally: Tally,
-        awaiting: Awaiting,
+        pending: PendingSaves,
         refuse: Callable[[SaveHandle, HoldfastError], None],
     ) -> None:
         self._link, self._exchange, self._device, self._engine = link, exchange, device, engine
         self._topology, self._rank, self._settings = topology, rank, settings
         self._check, self._bubbles, self._tally = replica_check, bubbles, tally
-        self._awaiting, self._refuse = awaiting, refuse
+        self._pending, self._refuse = pending, refuse
         self.strategy = strategy
         """What saves capture. Any thread may read it."""
         self.problem: HoldfastError | None = None
@@ -170,7 +170,7 @@ class SavePipeline:
             plan = self._agree(task, tensors)
             if task.tokens:
                 # A device may be a whole step behind; counts are read beside what comes after it.
-                with task.held(), self._device.after(tensors.fence):
+                with task.holding(), self._device.after(tensors.fence):
                     self.strategy.count(*task.tokens.read())
             # Open a session with the daemon whose layout fits.
             self._open(task, tensors, plan)
@@ -199,7 +199,7 @@ class SavePipeline:
             )
         if task.reseated and self._plan is not None:
             captured = self._tensors.captured
-            self._plan = self._plan.reseated(captured)
+            self._plan = self._plan.after_reseating(captured)
             self.strategy.on_reseated(self._plan.own_experts(table_of(captured)))
         return replace(self._tensors, fence=task.fence, unchanged=task.unchanged)
 
@@ -211,7 +211,7 @@ class SavePipeline:
         if self._plan is not None:
             return self._plan
         check = self._settings.check_replicas and self._exchange.together
-        with task.held() as held:
+        with task.holding() as held:
             digests = self._live_digests(tensors) if check and held else None
         casts, step = self._casts.masters, task.call.step
         statement = state_of(step, tensors.captured, task.extras_bytes, digests, casts)
@@ -231,7 +231,7 @@ class SavePipeline:
     def _find_casts(self, task: Task, tensors: Tensors) -> None:
         """Find the weights that need not be stored, while training cannot change them."""
         try:
-            with task.held() as held:
+            with task.holding() as held:
                 if not held:
                     raise SnapshotSkippedError("training went on before the weights were compared")
                 self._casts.find(tensors.captured, tensors.fence)
@@ -277,7 +277,7 @@ class SavePipeline:
             self._tally.forgive()
             _warn_of_large_extras(len(task.call.extras))
         self.strategy.on_opened(layout, sources, tensors.gradients)
-        self._casts.opened(layout, sources)
+        self._casts.on_session_opened(layout, sources)
 
     # --- grant ------------------------------------------------------------------------------------
 
@@ -341,7 +341,7 @@ class SavePipeline:
             waited_s = self._bubbles.waited_s if self._bubbles is not None else 0.0
             self.strategy.on_staged(generation, choice, began_s + waited_s, time.monotonic())
             self._tally.counters.copied_bytes = choice.nbytes
-            task.release(over=True)
+            task.release(for_good=True)
             task.handle._reach(task.handle.staged)
             self._tally.counters.staged_s = time.monotonic() - task.began_s
             time.sleep(0)  # yields to training, which would wait for the interpreter up to 5 ms
@@ -354,7 +354,7 @@ class SavePipeline:
             self._bubbles,
             on_copied,
             # Training waits for the tensors, and the device has nothing else left to do.
-            lambda: task.needed is not None and self._device.has_passed(task.needed),
+            lambda: task.waiting_fence is not None and self._device.has_passed(task.waiting_fence),
         )
         task.hashed.set()
         _note_copied(snapshot, choice, digests)
@@ -378,11 +378,11 @@ class SavePipeline:
         self.snapshot = None
         for earlier in snapshot.handles:
             earlier._follow(handle)
-        self._awaiting.add(generation, handle)
+        self._pending.add(generation, handle)
         try:
             self._link.commit(commit, nan_units)
         except BaseException:
-            self._awaiting.drop(generation)
+            self._pending.drop(generation)
             raise
         handle._reach(handle.committed)
         self._tally.commit()

@@ -23,7 +23,7 @@ from holdfast._causes import drop_tracebacks
 from holdfast._copying.bubbles import Bubbles
 from holdfast._copying.devices import Device
 from holdfast._copying.engine import CopyEngine
-from holdfast._daemon.awaiting import Awaiting
+from holdfast._daemon.awaiting import PendingSaves
 from holdfast._daemon.client import DaemonClient, DaemonEvent, Stage
 from holdfast._daemon.handles import SaveHandle
 from holdfast._daemon.link import Link
@@ -66,7 +66,7 @@ class Saver:
         self.bubbles = Bubbles(topology.pp) if topology.pp > 1 else None
         self.tally = Tally()
         self._link = Link(client, device, settings, self._on_event)
-        self._awaiting = Awaiting(self._on_protected)
+        self._pending = PendingSaves(self._on_protected)
         self.pipeline = SavePipeline(
             link=self._link,
             exchange=exchange,
@@ -79,7 +79,7 @@ class Saver:
             strategy=strategy,
             bubbles=self.bubbles,
             tally=self.tally,
-            awaiting=self._awaiting,
+            pending=self._pending,
             refuse=self.refuse,
         )
         self._reported_s = 0.0
@@ -110,13 +110,13 @@ class Saver:
 
     def on_save_called(self, number: int, step: int, now_s: float) -> None:
         """Note that save `number` was called, before anything else is done for it."""
-        self.replica_check.called(number, step)
+        self.replica_check.on_save_called(number, step)
         self.strategy.on_save_called(number, step, now_s)
 
     @property
     def busy(self) -> bool:
         """Whether the worker still needs the tensors of the last task."""
-        return self._current is not None and not self._current.let_go.is_set()
+        return self._current is not None and not self._current.tensors_released.is_set()
 
     def submit(self, task: Task) -> None:
         """Start `task`; only when not `busy`."""
@@ -130,9 +130,9 @@ class Saver:
         if self.bubbles is not None:
             self.bubbles.end()
         task, began_s = self._current, time.monotonic()
-        if task is None or task.over:
+        if task is None or task.closed:
             return
-        task.needed = self._device.fence()
+        task.waiting_fence = self._device.fence()
         if self._before is not None:
             self._before.hashed.wait()  # takes as long as it takes, as copying does
         in_time = task.wait(self._settings.start_wait_s)
@@ -149,7 +149,7 @@ class Saver:
 
     def refuse(self, handle: SaveHandle, error: HoldfastError) -> None:
         """Put `error` into `handle` and count it. Any thread."""
-        self.replica_check.missed(handle.step)
+        self.replica_check.on_save_failed(handle.step)
         self.tally.refuse(handle.step, error)
         handle._fail(error)
 
@@ -163,7 +163,7 @@ class Saver:
             _log.warning("the last save did not end in %.0f s; closing without it", timeout_s)
             self._client.close()  # ends the call that it waits for
             self._thread.join(timeout_s)
-        self._awaiting.close()
+        self._pending.close()
         self._client.close()
         self._engine.close()
 
@@ -215,11 +215,11 @@ class Saver:
             ends.callback(lambda: None if self.pipeline.snapshot else self._link.give_back(why))
             ends.callback(task.hashed.set)
             ends.callback(lambda: self.strategy.on_ended(task.call.number))
-            ends.callback(task.release, over=True)
+            ends.callback(task.release, for_good=True)
             try:
                 self.pipeline.run(task)
             except CapturedBeforeError as reason:
-                self.replica_check.missed(task.handle.step)
+                self.replica_check.on_save_failed(task.handle.step)
                 task.handle._fail(SnapshotSkippedError(str(reason)))
             except HoldfastError as error:
                 why = f"{type(error).__name__}: {error}"
@@ -233,9 +233,9 @@ class Saver:
         if isinstance(error, StaleEpochError | ReplicaMismatchError):
             self.pipeline.problem = error
         self._link.note_lost_session(error)
-        task.release(over=True)
+        task.release(for_good=True)
         drop_tracebacks(error)
-        if task.handle.error is None and not task.given_up:
+        if task.handle.error is None and not task.abandoned:
             self.refuse(task.handle, error)
 
     def _on_event(self, event: DaemonEvent) -> None:
@@ -254,7 +254,7 @@ class Saver:
             assert event.generation is not None
             self.strategy.want_whole(event.generation.step)
             return
-        self._awaiting.apply(event)
+        self._pending.apply(event)
 
     def _on_protected(self, generation: Generation) -> None:
         self.strategy.on_protected(generation, time.monotonic())
@@ -282,7 +282,7 @@ class Saver:
             if self._link.is_open:
                 self._client.progress(report)
             elif report.failure and not self._is_stale():
-                self._link.trained(report)
+                self._link.report_without_session(report)
                 self._unprotected = True
         except HoldfastError as error:
             if isinstance(error, StaleEpochError):
@@ -297,4 +297,4 @@ class Saver:
         """Report that this rank trains no more, if it has trained without a session."""
         if self._unprotected and not (self._link.is_open or self._is_stale()):
             with suppress(HoldfastError):
-                self._link.trained(self.tally.report("", self.problem), closed=True)
+                self._link.report_without_session(self.tally.report("", self.problem), closed=True)

@@ -53,9 +53,9 @@ class Task:
         self.unchanged = unchanged
         """Check of whether tensors have changed in place since `save`; None for none."""
         self.began_s = time.monotonic()
-        self.let_go = threading.Event()
+        self.tensors_released = threading.Event()
         """Set when the worker no longer needs the live tensors."""
-        self.needed: Fence = None
+        self.waiting_fence: Fence = None
         """Point at which training waits for the tensors, once it does; None on the host."""
         self.hashed = threading.Event()
         """Set when what the worker has copied is hashed."""
@@ -63,52 +63,55 @@ class Task:
         """Set when the worker is done with the task."""
         self._free = threading.Condition()
         self._held = False
-        self._over = False
-        self.given_up = False
+        self._closed = False
+        self.abandoned = False
         """Whether the training thread has given the task up, and refuses its save."""
 
     def hold(self) -> bool:
         """Keep training from changing the tensors from here on; False when the task was given
         up."""
         with self._free:
-            self._held = not self._over
+            self._held = not self._closed
             return self._held
 
-    def release(self, *, over: bool) -> None:
-        """Let tensors change; with `over` the worker does not need them again. For the worker."""
+    def release(self, *, for_good: bool) -> None:
+        """Let training change the tensors. The worker calls it; with `for_good` it does not need
+        them again."""
         with self._free:
             self._held = False
-            self._over = self._over or over
-            if over:
-                self.let_go.set()
+            self._closed = self._closed or for_good
+            if for_good:
+                self.tensors_released.set()
             self._free.notify_all()
 
     @contextmanager
-    def held(self) -> Iterator[bool]:
+    def holding(self) -> Iterator[bool]:
         """Hold the task meanwhile, so that the training thread waits; yield False when it has
         given the task up."""
         held = self.hold()
         try:
             yield held
         finally:
-            self.release(over=False)
+            self.release(for_good=False)
 
     def wait(self, start_wait_s: float) -> bool:
         """Return when tensors may change. False when the task was given up, because the worker did
         not hold it within `start_wait_s`, or not again within that time after a hold."""
         deadline = time.monotonic() + start_wait_s
         with self._free:
-            while not self._over:
+            while not self._closed:
                 if self._held:
                     self._free.wait()
                     deadline = time.monotonic() + start_wait_s
                 elif not self._free.wait(max(deadline - time.monotonic(), 0.0)):
                     if self._held:  # the worker began at the last moment
                         continue
-                    self._over = self.given_up = True
+                    self._closed = self.abandoned = True
                     return False
             return True
 
     @property
-    def over(self) -> bool:
-        return self._over
+    def closed(self) -> bool:
+        """Whether the worker has released the tensors for good, or training has abandoned the
+        task."""
+        return self._closed

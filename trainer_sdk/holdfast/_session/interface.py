@@ -19,7 +19,7 @@ from holdfast._daemon.handles import SaveHandle
 from holdfast._save.tally import SaveCounters
 from holdfast._state.capture import LiveState
 from holdfast._state.collect import Stateful
-from holdfast._steps import Restarting, TrainStep, steps_of
+from holdfast._steps import RestartRunner, TrainStep, steps_of
 from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.errors import HoldfastError, NoRecoveryLineError
 from holdfast_core.protection.standing import StandingVerdict
@@ -105,7 +105,7 @@ class Session(ABC):
             HoldfastError: as `restore`; also where a world has nothing to restore, because this
                 process cannot begin again.
         """
-        return steps_of(Restarting(self), total, seed)
+        return steps_of(RestartRunner(self), total, seed)
 
     @abstractmethod
     def save(self, step: int) -> SaveHandle:
@@ -240,7 +240,7 @@ class WorldSession(Session):
         del verdict, problem
         return False
 
-    def reseated(self, plan: PlanReport, *, moved: bool) -> None:
+    def on_reseated(self, plan: PlanReport, *, moved: bool) -> None:
         """Note the experts' plan, and whether they have moved since the last save."""
 
     def follow(self, kept: PartialState) -> None:
@@ -273,7 +273,7 @@ class WorldSession(Session):
             HoldfastError: a rank could not; then all raise.
         """
 
-    def repeated(self, step: int) -> None:
+    def on_step_repeated(self, step: int) -> None:
         """Go on after a step that this rank has repeated alone, with what a sparse window holds of
         it."""
 

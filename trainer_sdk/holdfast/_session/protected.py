@@ -126,7 +126,7 @@ class ProtectedSession(WorldSession):
         self._asked = False
         """Whether the loop has called `wait_staged` since the save before."""
         if unheld:
-            _warn_unheld(unheld)
+            _warn_of_unheld_state(unheld)
 
     @property
     def live(self) -> LiveState:
@@ -173,7 +173,7 @@ class ProtectedSession(WorldSession):
         outcome = self._restore.go_on(verdict, problem, self._kept)
         return outcome is not None and self._goes_on(outcome)
 
-    def reseated(self, plan: PlanReport, *, moved: bool) -> None:
+    def on_reseated(self, plan: PlanReport, *, moved: bool) -> None:
         self.counters.plan = plan
         self._stale, self._reseated = self._stale or moved, self._reseated or moved
 
@@ -183,7 +183,7 @@ class ProtectedSession(WorldSession):
     def leave(self) -> PartialState:
         self.close()
         if self._began:
-            tokens, self._tokens = self._tokens, self._tokens.emptied()
+            tokens, self._tokens = self._tokens, self._tokens.empty_copy()
             self._kept = self._saver.leave(self._number, tokens, self._capacity.tracker)
         return self._kept
 
@@ -197,9 +197,9 @@ class ProtectedSession(WorldSession):
         else:
             self._restore.attend()
 
-    def repeated(self, step: int) -> None:
+    def on_step_repeated(self, step: int) -> None:
         if self._replay is not None:
-            self._repeated(self._replay, step)
+            self._continue_replay(self._replay, step)
 
     def end_replay(self, step: int, repeated_after: int | None) -> bool:
         return self._goes_on(self._restore.live_after(step), repeated_after)
@@ -241,7 +241,7 @@ class ProtectedSession(WorldSession):
         return outcome.step
 
     def save(self, step: int) -> SaveHandle:
-        if self._replay is not None and self._repeated(self._replay, step):
+        if self._replay is not None and self._continue_replay(self._replay, step):
             handle = SaveHandle(completed_steps(step))
             why = f"step {step} was repeated; the window that was restored holds it"
             handle._fail(SnapshotSkippedError(why))
@@ -256,10 +256,10 @@ class ProtectedSession(WorldSession):
             _log.debug("unexpected failure of save(%d)", handle.step, exc_info=True)
             why = f"save({handle.step}) failed with {type(error).__name__}: {error}"
             self._saver.refuse(handle, SnapshotSkippedError(why))
-        self._waited(began_s)
+        self._count_wait(began_s)
         return handle
 
-    def _repeated(self, replay: Replay, step: int) -> bool:
+    def _continue_replay(self, replay: Replay, step: int) -> bool:
         """Go on with a replay after its completed `step`; return False after its last one."""
         replay.advance(step)
         if not replay.over:
@@ -304,12 +304,12 @@ class ProtectedSession(WorldSession):
         Raises:
             SnapshotSkippedError: the ranks have not agreed on the interval yet.
         """
-        called = self._interval.called(handle, now)
+        called = self._interval.on_save_called(handle, now)
         steps = self.counters.interval_steps = self._interval.steps
         for missed in called.missed:  # other ranks have counted them
             self._number += 1
             self._saver.on_save_called(self._number - 1, missed, now)
-            self._saver.replica_check.missed(missed)
+            self._saver.replica_check.on_save_failed(missed)
         if called.undecided:
             raise SnapshotSkippedError("the ranks have not agreed on the interval yet")
         if not called.due:
@@ -320,14 +320,14 @@ class ProtectedSession(WorldSession):
             )
         return called.due
 
-    def _waited(self, began_s: float) -> None:
+    def _count_wait(self, began_s: float) -> None:
         """Count the time since `began_s` as time in which training only waited."""
-        self._interval.waited(time.monotonic() - began_s)
+        self._interval.add_wait(time.monotonic() - began_s)
 
     @torch.inference_mode(False)  # what is made in that mode cannot be written outside of it
     def _task(self, handle: SaveHandle, *, copies: bool) -> Task:
         with torch.no_grad():
-            if self._stale or self._live.changed():
+            if self._stale or self._live.has_changed():
                 self._stale = True  # until all of this has succeeded
                 self._live.begun.forms.check()
                 found = self._live.discover()
@@ -349,7 +349,7 @@ class ProtectedSession(WorldSession):
         # The saver's thread takes them over; kept here until a task has carried them there.
         sources, self._sources = self._sources, None
         reseated, self._reseated = self._reseated, False
-        tokens, self._tokens = self._tokens, self._tokens.emptied()
+        tokens, self._tokens = self._tokens, self._tokens.empty_copy()
         call = SaveCall(
             number=self._number - 1,
             step=handle.step,
@@ -404,18 +404,18 @@ class ProtectedSession(WorldSession):
         self._asked = True
         began_s = time.monotonic()
         self._saver.wait_staged()
-        self._waited(began_s)
+        self._count_wait(began_s)
 
     def before_step(self, optimizer: object) -> None:
         began_s = time.monotonic()
         self._saver.wait_staged()
-        self._waited(began_s)
+        self._count_wait(began_s)
         self._gradients.before_step(optimizer)
         due = self._saver.strategy.gradients_due((self._last_step or 0) + 1)
         self._optimizer_steps.before_step(optimizer, due, frozen=self._replay is not None)
         if self._replay is not None:
             self._replay.before_step(optimizer)
-        self._live.begun.stepped()
+        self._live.begun.note_modes()
         self._unseen.before_step(optimizer)
 
     def _after_step(self, optimizer: object) -> None:
@@ -434,7 +434,7 @@ class ProtectedSession(WorldSession):
         self._interval.close(self._settings.rpc_timeout_s)
 
 
-def _warn_unheld(optimizers: Sequence[object]) -> None:
+def _warn_of_unheld_state(optimizers: Sequence[object]) -> None:
     kinds = {type(one).__qualname__ for one in optimizers}
     _log.warning(
         "%s is not a torch.optim.Optimizer, so nothing holds it back while a save is copied: call "

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from holdfast._state.dtensors import is_dtensor, raw
-from holdfast._state.extras import dtype_name, dtype_named
+from holdfast._state.extras import dtype_name, dtype_of_name
 from holdfast_core.errors import InvalidJobError, LayoutMismatchError
 
 ABSENT = "absent"
@@ -42,7 +42,7 @@ class BufferForms:
         """Take the present forms."""
         self._first, self._modules = self._present()
 
-    def begun(self, path: str) -> str:
+    def first_form(self, path: str) -> str:
         """Form that the buffer at `path` has when the program starts."""
         return self._first.get(path, ABSENT)
 
@@ -50,13 +50,13 @@ class BufferForms:
         modules = frozenset(path for path, _ in self._model.named_modules())
         return dict(_buffer_forms(self._model)), modules
 
-    def changed(self) -> dict[str, tuple[str, str]]:
+    def changed_forms(self) -> dict[str, tuple[str, str]]:
         """Map the path of each buffer whose form has changed to its first and its present form."""
         now = dict(_buffer_forms(self._model))
         return {
-            path: (self.begun(path), now.get(path, ABSENT))
+            path: (self.first_form(path), now.get(path, ABSENT))
             for path in self._first.keys() | now.keys()
-            if self.begun(path) != now.get(path, ABSENT)
+            if self.first_form(path) != now.get(path, ABSENT)
         }
 
     def check(self) -> None:
@@ -67,7 +67,7 @@ class BufferForms:
                 had no shape at all when it began; the message names it.
         """
         for path in dict(_buffer_forms(self._model)):
-            if self.begun(path) == _LAZY:
+            if self.first_form(path) == _LAZY:
                 raise InvalidJobError(
                     f"{path} had no shape when the session restored: a program that starts again "
                     f"could not restore it; run a forward pass before holdfast.init"
@@ -120,7 +120,7 @@ def put_form(model: nn.Module, path: str, dtype: str, shape: Sequence[int], devi
     home = beside.device
     if device and device != home.type:
         home = torch.device(device)
-    made = torch.empty(tuple(shape), dtype=dtype_named(dtype), device=home)
+    made = torch.empty(tuple(shape), dtype=dtype_of_name(dtype), device=home)
     if old is not None:
         old.data = made  # the same object: other modules, and the program, may refer to it
     elif key in module._buffers:

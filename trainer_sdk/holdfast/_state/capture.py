@@ -199,12 +199,12 @@ class LiveState:
 
     # --- finding ----------------------------------------------------------------------------------
 
-    def changed(self) -> bool:
+    def has_changed(self) -> bool:
         """Whether any tensor has moved, appeared, vanished or changed its form since `discover`."""
         known = self._inventory
         return known is None or any(self._empty) or known.differs(self._objects())
 
-    def compared(self, device_bytes_max: int) -> dict[str, torch.Tensor]:
+    def compared_tensors(self, device_bytes_max: int) -> dict[str, torch.Tensor]:
         """Local bytes of all parameters and optimizer states by name, since `discover`: without the
         states on a device that have more than `device_bytes_max`."""
         return {
@@ -241,7 +241,7 @@ class LiveState:
 
     def sources(self) -> tuple[TensorSource, ...]:
         """All tensors, discovered again only when something has changed."""
-        return self.discover() if self.changed() else self._found
+        return self.discover() if self.has_changed() else self._found
 
     def discover(self) -> tuple[TensorSource, ...]:
         """Find all tensors, in the order of the model.
@@ -263,7 +263,7 @@ class LiveState:
         found = [*self._parameters(modules), *self._foreign_parameters()]
         own = {id(p): p for p in self.model.parameters()}
         self.unrestorable = self.begun.look(self.names)
-        self.changed_groups = self.begun.groups.changed(self.names, own)
+        self.changed_groups = self.begun.groups.changed_groups_of(self.names, own)
         found += [
             *self._states(),
             *self._buffers(modules),
@@ -310,7 +310,7 @@ class LiveState:
         for i, unit, name in _slices_of(place, local.shape[0]):
             self.anchors[name] = Anchor(optimizer, parameter, i, place)
             found = self._source(unit, name, kind, local[i], parameter, sliced=True, group=group)
-            yield _seated(found, place)
+            yield _with_seat(found, place)
 
     def _foreign_parameters(self) -> Iterator[TensorSource]:
         """Yield the parameters that optimizers hold and the model does not: usually float32
@@ -319,7 +319,7 @@ class LiveState:
         When an optimizer's parameters match the model's one by one in shape, they are its masters;
         otherwise they are private tensors without a layer.
         """
-        match = self.begun.trained()
+        match = self.begun.trainable_parameters()
         for index, holders in enumerate(self.holders):
             foreign = [p for p in holders.parameters() if id(p) not in self.names]
             self._refuse_replaced(index, foreign)
@@ -386,7 +386,7 @@ class LiveState:
             for i, unit, name in _slices_of(place, local.shape[0]):
                 part = str(TensorName.parse(name).state(key))
                 found = self._source(unit, part, role, local[i], value, parameter, sliced=True)
-                yield _seated(found, place)
+                yield _with_seat(found, place)
         elif place.stacked and place.seats is None and local.numel() == 1:
             # It belongs to no expert, so it must not be left out with one. Ranks have other stacks.
             unit = UnitKey(place.unit.layer, UnitKind.DENSE)
@@ -433,7 +433,7 @@ class LiveState:
         devices = {path: buffer.device.type for path, buffer in self.model.named_buffers()}
         return {
             self._buffer_name(path, modules): (first, now, devices.get(path, ""))
-            for path, (first, now) in self.begun.forms.changed().items()
+            for path, (first, now) in self.begun.forms.changed_forms().items()
         }
 
     def _buffer_name(self, path: str, modules: Mapping[str, nn.Module]) -> str:
@@ -554,7 +554,7 @@ def _slices_of(place: TensorKey, count: int) -> Iterator[tuple[int, UnitKey, str
             yield i, UnitKey(unit.layer, UnitKind.EXPERT, expert), name
 
 
-def _seated(source: TensorSource, place: TensorKey) -> TensorSource:
+def _with_seat(source: TensorSource, place: TensorKey) -> TensorSource:
     """`source`, a slice of a stacked tensor, with what follows from its seats."""
     if place.seats is None:
         return source

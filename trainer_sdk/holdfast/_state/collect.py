@@ -103,7 +103,7 @@ def put_back(live: LiveState, stateful: Mapping[str, Stateful], extras: Mapping[
     _load_rng_states(extras["rng"], live.cuda_devices)
 
 
-def drop_unscaled(optimizers: Sequence[Any], stateful: Mapping[str, Stateful]) -> None:
+def reset_scalers(optimizers: Sequence[Any], stateful: Mapping[str, Stateful]) -> None:
     """Let gradient scalers forget a step that was cut off. Which gradients they have divided by
     their scale is no part of their `state_dict`, nor is what they tell a fused optimizer."""
     forget_scaling(optimizers)
@@ -188,13 +188,13 @@ def _each(saved: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def _optimizer_state(live: LiveState, index: int) -> dict[str, Any]:
     holders, values = live.holders[index], live.begun.values
     state = _values_of(live, holders.optimizers[0])
-    state |= {"devices": live.devices[index], **values.changed(index, 0, live.names)}
+    state |= {"devices": live.devices[index], **values.changed_values(index, 0, live.names)}
     if index in live.changed_groups:
         state["members"] = live.changed_groups[index]
     if len(holders.optimizers) > 1:
         state["keys"], *keys = holders.tensor_keys()
         state["within"] = [
-            {**_values_of(live, one), "keys": own, **values.changed(index, at, live.names)}
+            {**_values_of(live, one), "keys": own, **values.changed_values(index, at, live.names)}
             for at, (one, own) in enumerate(zip(holders.optimizers[1:], keys, strict=True), 1)
         ]
     return state

@@ -47,7 +47,7 @@ class UnsupportedValueError(HoldfastError):
     code = "unsupported_value"
 
 
-def dtype_named(name: str) -> torch.dtype:
+def dtype_of_name(name: str) -> torch.dtype:
     """Look up the torch dtype that prints as `torch.<name>`.
 
     Raises:
@@ -231,7 +231,7 @@ def _tensor(dtype: str, shape: list[int], data: bytes, depth: int) -> torch.Tens
     raw = torch.empty(0, dtype=torch.uint8, device="cpu")
     if data:
         raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    return raw.view(dtype_named(dtype)).reshape(shape)
+    return raw.view(dtype_of_name(dtype)).reshape(shape)
 
 
 def _array(dtype: str, shape: list[int], data: bytes, depth: int) -> np.ndarray[Any, Any]:
@@ -261,6 +261,6 @@ _UNPACKERS: dict[str, Callable[..., Any]] = {
     "x": _tensor,
     "a": _array,
     "n": lambda dtype, shape, data, depth: _array(dtype, shape, data, depth)[()],
-    "T": lambda name, depth: dtype_named(name),
+    "T": lambda name, depth: dtype_of_name(name),
     "D": lambda name, depth: torch.device(name),
 }

@@ -57,7 +57,7 @@ class ParamGroups:
         if whole and len(begun) == len(saved) and not _has(optimizer, found):
             _give(optimizer, begun, saved)
 
-    def changed(
+    def changed_groups_of(
         self, names: Mapping[int, str], own: Mapping[int, torch.Tensor]
     ) -> dict[int, Members]:
         """Map the number of each optimizer whose groups have changed to its current groups.

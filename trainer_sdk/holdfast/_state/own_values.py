@@ -43,7 +43,7 @@ class OwnValues:
     def begin(self) -> None:
         """Take the present values."""
         self._begun = {
-            (index, at): {path: _encoded(holder[name]) for path, holder, name in _places(one)}
+            (index, at): {path: _encode(holder[name]) for path, holder, name in _places(one)}
             for index in range(len(self._optimizers))
             for at, one in enumerate(self._within(index))
         }
@@ -51,7 +51,7 @@ class OwnValues:
     def _within(self, index: int) -> tuple[Any, ...]:
         return with_nested(self._optimizers[index], self._optimizers)
 
-    def changed(self, index: int, at: int, known: Collection[int]) -> dict[str, Any]:
+    def changed_values(self, index: int, at: int, known: Collection[int]) -> dict[str, Any]:
         """What to capture of optimizer number `at` of those within optimizer `index`, itself being
         0, for its part of the extras.
 
@@ -69,7 +69,7 @@ class OwnValues:
             value = holder[name]
             tensors = list(_tensors(value))
             if not tensors:
-                encoded = _encoded(value)
+                encoded = _encode(value)
                 if encoded is not None and encoded != begun.get(path):
                     values[path] = {"value": value, "device": "cpu"}
                 continue
@@ -90,12 +90,12 @@ class OwnValues:
         places = {path: (holder, name) for path, holder, name in _places(one)}
         for path, (holder, name) in places.items():
             before = begun.get(path)
-            if path not in wanted and before is not None and before != _encoded(holder[name]):
+            if path not in wanted and before is not None and before != _encode(holder[name]):
                 holder[name] = decode_extras(before)
         for path, item in wanted.items():
             holder, name = places[path] if path in places else _new_place(one, path)
             device = _device_of(one, item["device"])
-            holder[name] = _filled(holder.get(name), item["value"], device)
+            holder[name] = _fill(holder.get(name), item["value"], device)
 
     @staticmethod
     def has_tensors(optimizer: Any) -> bool:
@@ -169,7 +169,7 @@ def _memory(tensor: torch.Tensor) -> int:
     return local.untyped_storage().data_ptr()
 
 
-def _encoded(value: object) -> bytes | None:
+def _encode(value: object) -> bytes | None:
     """Encode a value without tensors; None when it has some, or a snapshot cannot carry it."""
     if callable(value) or next(_tensors(value), None) is not None:
         return None
@@ -209,16 +209,16 @@ def _device_of(optimizer: Any, kind: str) -> torch.device:
     return next((p.device for p in parameters if p.device.type == kind), torch.device(kind))
 
 
-def _filled(old: Any, new: Any, device: torch.device) -> Any:
+def _fill(old: Any, new: Any, device: torch.device) -> Any:
     """`new`, with its tensors in the memory of those of `old` where they fit."""
     if isinstance(new, torch.Tensor):
         fits = isinstance(old, torch.Tensor) and (old.shape, old.dtype) == (new.shape, new.dtype)
         return old.copy_(new) if fits else new.to(device)
     if isinstance(new, dict):
         known = old if isinstance(old, dict) else {}
-        return type(new)({key: _filled(known.get(key), v, device) for key, v in new.items()})
+        return type(new)({key: _fill(known.get(key), v, device) for key, v in new.items()})
     if type(new) in (list, tuple):
         fits = isinstance(old, list | tuple) and len(old) == len(new)
         beside = old if fits else [None] * len(new)
-        return type(new)(_filled(a, b, device) for a, b in zip(beside, new, strict=True))
+        return type(new)(_fill(a, b, device) for a, b in zip(beside, new, strict=True))
     return new

@@ -52,14 +52,16 @@ class ProgramStart:
 
     def _note(self) -> None:
         self._forms = _forms(self._model)
-        self._trained = {name: p.requires_grad for name, p in _named(self._model).items()}
+        self._trained = {
+            name: p.requires_grad for name, p in _parameters_by_name(self._model).items()
+        }
         self._paths: list[str] = []
         self._modules: list[nn.Module] = []
         self._remember({})
 
     def _remember(self, names: Mapping[int, str]) -> None:
         """Remember the parameters and modules, so that no save has to walk through them."""
-        parameters = _named(self._model)
+        parameters = _parameters_by_name(self._model)
         self._parameters = [*parameters.values()]
         self._names = [names.get(id(one), name) for name, one in parameters.items()]
         self._first = [self._trained.get(name, True) for name in parameters]
@@ -70,9 +72,13 @@ class ProgramStart:
             self._paths = [str(TensorName(plain_name(path))) for path, _ in named]
             self._modules = modules
 
-    def trained(self) -> list[nn.Parameter]:
+    def trainable_parameters(self) -> list[nn.Parameter]:
         """Parameters of the model that train when the program starts."""
-        return [p for name, p in _named(self._model).items() if self._trained.get(name, True)]
+        return [
+            p
+            for name, p in _parameters_by_name(self._model).items()
+            if self._trained.get(name, True)
+        ]
 
     def begin(self) -> None:
         """Take what is there now, as the first restore finds it. Later restores find what the
@@ -123,7 +129,7 @@ class ProgramStart:
 
     # --- differences ------------------------------------------------------------------------------
 
-    def stepped(self) -> None:
+    def note_modes(self) -> None:
         """Note the modes of the modules in a step."""
         self._stepped = self._model.training, self._modules, [*map(_mode, self._modules)]
 
@@ -157,7 +163,7 @@ class ProgramStart:
             module.training = mode != (path in others)
 
 
-def _named(model: nn.Module) -> dict[str, nn.Parameter]:
+def _parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
     named = list(model.named_parameters())
     counts = Counter(plain_name(path) for path, _ in named)
     return {path if counts[plain_name(path)] > 1 else plain_name(path): one for path, one in named}
@@ -166,7 +172,7 @@ def _named(model: nn.Module) -> dict[str, nn.Parameter]:
 def _forms(model: nn.Module) -> dict[str, _Form]:
     """Shape on this rank and dtype of each parameter; without a shape where it has none yet."""
     found: dict[str, _Form] = {}
-    for name, one in _named(model).items():
+    for name, one in _parameters_by_name(model).items():
         local = raw(one)
         shape = None if nn.parameter.is_lazy(local) else tuple(local.shape)
         found[name] = (shape, local.dtype)

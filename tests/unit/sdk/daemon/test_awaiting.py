@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from holdfast._daemon.awaiting import Awaiting
+from holdfast._daemon.awaiting import PendingSaves
 from holdfast._daemon.client import DaemonEvent, Stage
 from holdfast._daemon.handles import SaveHandle
 from holdfast_core.errors import SnapshotSkippedError
@@ -17,8 +17,8 @@ def event(stage: Stage, step: int) -> DaemonEvent:
     return DaemonEvent(stage=stage, generation=Generation(1, step))
 
 
-def waiting(*steps: int) -> tuple[Awaiting, list[SaveHandle]]:
-    awaiting, handles = Awaiting(lambda generation: None), [SaveHandle(step) for step in steps]
+def waiting(*steps: int) -> tuple[PendingSaves, list[SaveHandle]]:
+    awaiting, handles = PendingSaves(lambda generation: None), [SaveHandle(step) for step in steps]
     for handle in handles:
         awaiting.add(Generation(1, handle.step), handle)
     return awaiting, handles

@@ -246,12 +246,12 @@ def test_a_rank_without_a_session_reports_its_step_and_why_nothing_is_saved(
         save_period_s=0.0,
         staged_s=0.0,
     )
-    client.trained(2, report)
+    client.report_without_session(2, report)
     sent = service.seen[-1]
     assert (sent.job, sent.rank, sent.epoch, sent.step) == ("moe", 3, 2, 7)
     assert (sent.skipped, sent.failed, sent.failure) == (2, 3, "no room")
     assert (sent.failure_code, sent.closed) == ("memory_budget", False)
-    client.trained(2, report, closed=True)
+    client.report_without_session(2, report, closed=True)
     assert service.seen[-1].closed
 
 
