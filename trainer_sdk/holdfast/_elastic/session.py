@@ -24,9 +24,9 @@ from holdfast._agree.exchange import Exchange
 from holdfast._capture.partial_state import START, PartialState
 from holdfast._causes import drop_frames
 from holdfast._daemon.handles import SaveHandle
-from holdfast._elastic.beginning import StepStart
 from holdfast._elastic.pipeline import Pipeline
 from holdfast._elastic.stage_replay import agree_on_replay, hand_over_logs
+from holdfast._elastic.step_start import StepStart
 from holdfast._elastic.world import World
 from holdfast._save.tally import SaveCounters
 from holdfast._session.interface import Session, TrainingState, WorldSession

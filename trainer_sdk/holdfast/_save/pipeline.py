@@ -27,10 +27,10 @@ from holdfast._copying.bubbles import Bubbles
 from holdfast._copying.devices import Device, Fence
 from holdfast._copying.engine import CopyEngine, Digests
 from holdfast._copying.placed import Flags, Placed
-from holdfast._daemon.awaiting import PendingSaves
 from holdfast._daemon.client import Commit
 from holdfast._daemon.handles import SaveHandle
 from holdfast._daemon.link import Link
+from holdfast._daemon.pending_saves import PendingSaves
 from holdfast._digests import state_of_units
 from holdfast._restoring.restore import Restored
 from holdfast._save.casts import Casts

@@ -23,10 +23,10 @@ from holdfast._causes import drop_tracebacks
 from holdfast._copying.bubbles import Bubbles
 from holdfast._copying.devices import Device
 from holdfast._copying.engine import CopyEngine
-from holdfast._daemon.awaiting import PendingSaves
 from holdfast._daemon.client import DaemonClient, DaemonEvent, Stage
 from holdfast._daemon.handles import SaveHandle
 from holdfast._daemon.link import Link
+from holdfast._daemon.pending_saves import PendingSaves
 from holdfast._save.pipeline import SavePipeline
 from holdfast._save.tally import IDLE_S, Tally
 from holdfast._save.task import Task

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast._elastic.beginning import STATE_BYTES_MAX, StepStart
+from holdfast._elastic.step_start import STATE_BYTES_MAX, StepStart
 from holdfast._state.capture import LiveState
 from holdfast_core.errors import LayoutMismatchError
 from holdfast_core.topology import Topology
