@@ -29,8 +29,9 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs, MultiprocessContext
 
-from holdfast._launch.exit_barrier import ExitBarrier
+from holdfast._daemon.sealed_store import SealedStore
 from holdfast._launch.rendezvous import HoldfastRendezvous
+from holdfast_core.errors import UnreachableError
 from holdfast_core.exit_codes import HOLDFAST_DECIDED
 from holdfast_core.states import EndReason
 
@@ -46,6 +47,9 @@ POLL_S = 0.1
 ROOM_S = 1.0
 """Pause between attempts to start workers while /dev/shm is full."""
 NO_ROOM = "starting them needs a few pages of /dev/shm (`df /dev/shm`): remove what fills it"
+
+FINISHED, LEFT = "holdfast/finished", "holdfast/left"
+"""Names in the store, before the number of a node."""
 
 
 class EpochEndedError(Exception):
@@ -223,6 +227,58 @@ class HoldfastAgent(LocalElasticAgent):
         if self._membership.wait_ended(POLL_S) and not self._membership.is_closed():
             raise EpochEndedError
         return self._membership.is_closed() or time.monotonic() > until
+
+
+class ExitBarrier:
+    """Barrier at which the agents of a world wait until the workers of all nodes have finished.
+
+    Each agent states in the world's store that its workers have finished. Node 0 reads these
+    statements and then states that all are there, so every other agent reads only one. An agent
+    repeats its statement with each question. So a stranger who changes a statement can delay the
+    barrier, but cannot open it.
+
+    All methods raise DistError when the store is gone.
+
+    Args:
+        store: store of the world.
+        node: number of the agent's node in the world.
+        nodes: number of nodes.
+    """
+
+    def __init__(self, store: SealedStore, node: int, nodes: int) -> None:
+        self._store, self._node, self._nodes = store, node, nodes
+
+    def all_finished(self) -> bool:
+        """State that the workers of this node have finished; return whether those of all nodes
+        have."""
+        self._store.set(f"{FINISHED}-{self._node}", "")
+        return self._all_state(FINISHED) if self._node == 0 else self._have_stated([FINISHED])
+
+    def leave(self) -> None:
+        """State that this agent knows that all have finished, and no longer needs the store. Called
+        after `all_finished` has returned True."""
+        self._store.set(f"{LEFT}-{self._node}", "")
+        if self._node == 0:
+            self._store.set(FINISHED, "")
+
+    def all_left(self) -> bool:
+        """Repeat the statements of `leave`; return whether all agents have made theirs."""
+        self.leave()
+        return self._all_state(LEFT)
+
+    def _all_state(self, what: str) -> bool:
+        return self._have_stated([f"{what}-{node}" for node in range(self._nodes)])
+
+    def _have_stated(self, names: list[str]) -> bool:
+        """Whether agents have written all of `names`. A value that a stranger wrote does not
+        count."""
+        if not self._store.check(names):
+            return False
+        try:
+            self._store.multi_get(names)
+        except UnreachableError:
+            return False
+        return True
 
 
 def _runs(pid: int) -> bool:

@@ -18,8 +18,13 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from holdfast._daemon.sealed_store import SealedStore, new_store_key
-from holdfast._launch.agent import RESTARTS_MAX, EpochEndedError, HoldfastAgent
-from holdfast._launch.exit_barrier import FINISHED, ExitBarrier
+from holdfast._launch.agent import (
+    FINISHED,
+    RESTARTS_MAX,
+    EpochEndedError,
+    ExitBarrier,
+    HoldfastAgent,
+)
 from holdfast._launch.rendezvous import AnnouncedWorld, HoldfastRendezvous
 from holdfast_core.errors import UnreachableError
 from holdfast_core.states import EndReason
