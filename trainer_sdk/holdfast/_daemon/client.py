@@ -1,9 +1,8 @@
-"""Client of the daemon for a session: a Protocol, and its implementation over gRPC.
+"""The client with which a session calls its daemon: a Protocol, and its implementation over gRPC.
 
-Every failure leaves here as a HoldfastError: an error that the daemon raised comes back as the same
-class (`holdfast-code`), and an unreachable daemon is an UnreachableError. No module above this one
-uses gRPC. Bytes of tensors never pass through the calls: they go into the arena, which `claim`
-maps.
+Every failure is raised as a HoldfastError. An error that the daemon raised keeps its class
+(`holdfast-code`), and an unreachable daemon is an UnreachableError. No module above this one uses
+gRPC. Tensors never pass through the calls: their bytes go into the arena, which `claim` maps.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ OnProgress = Callable[[RestoreProgress], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hello:
-    """Epoch that this worker belongs to, and the size of its world."""
+    """The epoch of this worker, and the number of ranks in its world."""
 
     epoch: int
     world_size: int
@@ -49,13 +48,13 @@ class Hello:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldSnapshot:
-    """A snapshot that this rank may read in the memory of its node."""
+    """A snapshot in the memory of this node that this rank may read."""
 
     manifest: Manifest
     layout: Layout
     slot: int
     token: str
-    """Entitles to read the arena."""
+    """Token that entitles this process to read the arena."""
     arena_bytes: int
     places: bytes = b""
     """Slot of each piece; see `holdfast_core.snapshots.pieces`."""
@@ -63,16 +62,15 @@ class HeldSnapshot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestoreDecision:
-    """Generation from which this rank starts, and the snapshots that it reads."""
+    """The daemon's decision: the generation to restore, and the snapshots that this rank reads."""
 
     line: Line
     source: RestoreSource = RestoreSource.NONE
     captured_by: int = 0
-    """Number of ranks of the world that captured the line, where that is another world; 0 for the
-    present one."""
+    """Number of ranks of the world that captured the line; 0 if it is the present world."""
     snapshots: tuple[HeldSnapshot, ...] = ()
-    """This rank's own one; empty for a fresh start. Of another world those that this rank reads for
-    all ranks: any number."""
+    """This rank's own snapshot; none for a fresh start. If another world captured the line, the
+    snapshots that this rank reads on behalf of all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,19 +82,19 @@ class Opened:
     arena_bytes: int
     slot_bytes: int
     slots: int
-    """Number of the arena's slots."""
+    """Number of slots in the arena."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grant:
-    """A slot to write into, or the reason why there is none now."""
+    """A granted slot, or the reason why there is none now."""
 
     slot: int = -1
     skipped: str = ""
     places: bytes = b""
     """Slot for each piece; see `holdfast_core.snapshots.pieces`."""
     carried: bool = False
-    """Whether unchanged pieces are carried over; if not, everything has to be written."""
+    """Whether unchanged pieces are carried over. If not, every piece must be written."""
 
 
 class Stage(StrEnum):
@@ -107,19 +105,20 @@ class Stage(StrEnum):
     UNPROTECTABLE = "unprotectable"
     PERSISTED = "persisted"
     WHOLE_AFTER = "whole_after"
-    """All units are to be captured in one step after the generation: a set waits for that."""
+    """A set in durable storage waits until all units are captured in one step after the
+    generation."""
     EPOCH_ENDED = "epoch_ended"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DaemonEvent:
-    """Event of a generation, or the epoch's end (`epoch` is the one that replaced it)."""
+    """An event of a generation, or the end of the epoch (then `epoch` is the new one)."""
 
     stage: Stage
     generation: Generation | None = None
     epoch: int = 0
     ends_process: bool = False
-    """Whether this process is to end with the epoch, because no agent of Holdfast would end it."""
+    """Whether this process must end itself with the epoch, because no agent of Holdfast does."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,7 +140,7 @@ class Commit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerReport:
-    """Progress of training and of saves, as measured by the SDK."""
+    """The progress of training and of saves, as the SDK measures it."""
 
     session: str
     step: int
@@ -157,35 +156,37 @@ class TrainerReport:
 
 
 class DaemonClient(Protocol):
-    """Calls from a session to its node's daemon. Every method raises only HoldfastError."""
+    """Calls from a session to its node's daemon. Methods raise nothing but HoldfastError."""
 
     def hello(self) -> Hello:
-        """Get the epoch. Raises StaleEpochError for a worker of a training world that has ended."""
+        """Ask for the present epoch. Raises StaleEpochError if the training world of this worker
+        has ended."""
 
     def restore(
         self, epoch: int, timeout_s: float, on_progress: OnProgress, no_replay: str = ""
     ) -> RestoreDecision:
-        """Block until the epoch's line is decided and this rank's snapshot is ready.
+        """Block until the recovery line of the epoch is decided and this rank's snapshot is ready.
 
         Args:
-            no_replay: why no pipeline stage repeats steps alone, for people.
+            on_progress: called with each report of the daemon's progress.
+            no_replay: why no pipeline stage repeats steps alone, for the log and the status.
         """
 
     def go_on(self, epoch: int, step: int, repeated_after: int | None = None) -> None:
-        """Report that this rank goes on live after `step`, and restores nothing.
+        """Report that this rank continues live after `step`, without a restore.
 
         Args:
-            repeated_after: step after which it has repeated steps alone; None for none.
+            repeated_after: step from which it has repeated steps alone; None if it has not.
         """
 
     def open(self, epoch: int, layout: bytes, largest_slot_bytes: int, timeout_s: float) -> Opened:
         """Allocate the arena. Raises MemoryBudgetError, RankInUseError, StaleEpochError."""
 
     def claim(self, token: str, nbytes: int, timeout_s: float) -> MappedArena:
-        """Map the arena that the token of `open` entitles to write."""
+        """Map the arena that the token from `open` allows this process to write."""
 
     def reader(self, token: str, nbytes: int, timeout_s: float) -> MappedArena:
-        """Map the arena that the token of `restore` entitles to read."""
+        """Map an arena that the token from `restore` allows this process to read."""
 
     def grant(
         self,
@@ -196,18 +197,19 @@ class DaemonClient(Protocol):
         unchanged: bytes = b"",
         first_step: int = 0,
     ) -> Grant:
-        """Request a slot, and carry over from `base` the pieces in the bit map `unchanged`.
+        """Request a slot, and let the daemon carry over from `base` the pieces in the bit map
+        `unchanged`.
 
         Args:
-            first_step: first step of the window that ends with `step`; 0 for a snapshot of one
-                step.
+            first_step: first step of the window that ends with `step`; 0 if the snapshot captures
+                one step.
         """
 
     def commit(self, commit: Commit) -> None:
-        """Seal the manifest; return when it is sealed."""
+        """Seal the manifest. Returns when it is sealed."""
 
     def abort(self, session: str, epoch: int, step: int, reason: str) -> None:
-        """Give a granted slot back."""
+        """Give back a granted slot."""
 
     def watch(self, session: str) -> Iterator[DaemonEvent]:
         """Yield events until the session ends."""
@@ -218,25 +220,25 @@ class DaemonClient(Protocol):
     def report_without_session(
         self, epoch: int, report: TrainerReport, *, closed: bool = False
     ) -> None:
-        """Report the progress of this rank while it has no session, because its saves are refused.
+        """Report the progress of this rank while it has no session because its saves are refused.
 
         Args:
-            closed: the rank trains no more.
+            closed: whether the rank has stopped training.
         """
 
     def close_session(self, session: str) -> None:
-        """End the session; snapshots stay."""
+        """End the session. The daemon keeps its snapshots."""
 
     def close(self) -> None:
-        """End the connection and all calls that wait on it."""
+        """Close the connection, and end all calls that wait on it."""
 
 
 class GrpcClient:
-    """Client of the daemon at the Unix socket `socket`; calls carry the token in `token_file`.
+    """Client of the daemon at the Unix socket `socket`. Calls carry the token in `token_file`.
 
     Args:
-        world: name on which the ranks of this world have agreed, where no agent of Holdfast has
-            formed it.
+        world: name on which the ranks of this world have agreed; empty if an agent of Holdfast has
+            formed the world.
     """
 
     def __init__(
