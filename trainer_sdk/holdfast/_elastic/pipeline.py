@@ -71,7 +71,7 @@ class BoundaryReplay:
     def compare(self, rank: int, key: Key, digest: int) -> None:
         """Compare a repeated message with the one that `rank` had received."""
         if self._expected.pop((rank, key), None) != digest:
-            self.diverges(f"{key} differs from the message that rank {rank} had received")
+            self.diverges(f"{key} is not the message that rank {rank} had received")
 
     def end(self) -> None:
         """Note a message that was not repeated, if there is one."""

@@ -122,7 +122,7 @@ def test_a_replay_is_answered_by_the_log_of_the_neighbour(wrong: str) -> None:
     pipeline.log.complete(1)
     differs = {
         "": "",
-        "activation": "rank 0: activation 0 of step 1 differs from the message that rank 1 had received",
+        "activation": "rank 0: activation 0 of step 1 is not the message that rank 1 had received",
         "gradient": "rank 0: gradient 1 of step 1 has 4 bytes now, but 0 are logged",
         "sum": "rank 0: shared 0 of step 1, a sum of all ranks, was not repeated",
     }
@@ -187,11 +187,7 @@ def test_a_schedule_is_repeated_from_the_neighbours_log(wrong: str) -> None:
     assert schedule(again, torch.ones(1) * (2 if wrong else 1)) == found
     world = again.world
     assert not world.sent and not world.came
-    text = (
-        "rank 0: tensor 0 of step 1 differs from the message that rank 1 had received"
-        if wrong
-        else ""
-    )
+    text = "rank 0: tensor 0 of step 1 is not the message that rank 1 had received" if wrong else ""
     assert again.end_replay() == text
     if not wrong:
         assert again.log.part_for([1], after=0, to=1) == mine
