@@ -92,7 +92,7 @@ def test_a_tensor_to_receive_into_is_contiguous() -> None:
 
 def test_a_session_is_for_the_stages_of_its_pipeline() -> None:
     model = nn.Linear(1, 1)
-    with pytest.raises(InvalidJobError, match="topology dp1·ep1·tp1·pp2, and topology= is None"):
+    with pytest.raises(InvalidJobError, match="topology dp1·ep1·tp1·pp2, but topology= is None"):
         holdfast.init(model=model, optimizer=torch.optim.SGD(model.parameters()), pipeline=make(0))
 
 
@@ -229,7 +229,7 @@ def test_what_opens_connections_is_no_message() -> None:
     fake: Any = world
     assert not fake.sent and not fake.came
     assert not pipeline.log.part_for([1], after=0, to=1).sent
-    with pytest.raises(InvalidJobError, match="int32 tensor of one number"):
+    with pytest.raises(InvalidJobError, match="int32 tensor with one element"):
         group.send([torch.ones(1, dtype=torch.int32)], 1)
 
 

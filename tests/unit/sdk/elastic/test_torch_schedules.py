@@ -110,7 +110,7 @@ def work(rank: int, port: int) -> None:
         assert pipeline.end_replay() == "", name
         pipeline.replay = BoundaryReplay(plan, of_others)
         train(pipeline, group.now, name, seed=RANKS + rank)
-        assert "of step 1 is not what rank" in pipeline.end_replay(), name
+        assert "of step 1 is not the message that rank" in pipeline.end_replay(), name
     world.close()
 
 

@@ -49,7 +49,7 @@ def test_a_node_whose_daemon_hands_out_no_key_says_that_it_is_too_old() -> None:
         worlds.begin(3)
         first.next_rendezvous()
         worlds.keys[3] = ""  # a daemon that does not know it drops it
-        with pytest.raises(RendezvousConnectionError, match=r"no key .* renew all daemons"):
+        with pytest.raises(RendezvousConnectionError, match=r"no key .* upgrade all daemons"):
             second.next_rendezvous()
 
 
