@@ -1,8 +1,8 @@
-"""Extras: state that is not a tensor of a unit, collected and put back.
+"""Collecting and loading extras: the state that is not a tensor of a unit.
 
 Extras are the user's stateful objects, the states of the random number generators, and the
-optimizers' hyperparameters and scalar states. Each rank has its own. They are collected within
-`save`, because training changes them right after, so they should be small.
+hyperparameters and scalar states of optimizers. Each rank has its own. `save` collects them before
+it returns, because training then changes them. So they should be small.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RandomGenerators:
-    """States of this process's random generators, to be put back later."""
+    """The states of this process's random generators, to be restored later."""
 
     states: Mapping[str, Any]
 
     @classmethod
     def now(cls) -> RandomGenerators:
-        """Present states: of the CPU, and of all devices where CUDA is in use."""
+        """Take the present states: of the CPU and, if CUDA is in use, of all devices."""
         used = torch.cuda.is_available() and torch.cuda.is_initialized()
         return cls(_rng_states(range(torch.cuda.device_count() if used else 0)))
 
     def put_back(self) -> None:
-        """Let the generators go on from these states."""
+        """Set the generators to these states."""
         _load_rng_states(self.states, range(torch.cuda.device_count()))
 
 
@@ -70,8 +70,9 @@ def put_back(live: LiveState, stateful: Mapping[str, Stateful], extras: Mapping[
     """Load `extras` into the objects that `collect` reads.
 
     Raises:
-        LayoutMismatchError: when the names or groups differ.
+        LayoutMismatchError: the names of stateful objects, the optimizers or their groups differ.
     """
+    # Check that the snapshot fits, before anything is loaded.
     saved = extras["stateful"]
     if saved.keys() != stateful.keys():
         raise LayoutMismatchError(
@@ -83,6 +84,7 @@ def put_back(live: LiveState, stateful: Mapping[str, Stateful], extras: Mapping[
             f"the snapshot holds {len(extras['optimizers'])} optimizers, this session has "
             f"{len(live.optimizers)}"
         )
+    # Load in the order in which parts depend on each other; stateful objects may use the rest.
     _put_back_trains(live, extras)
     for index, state in enumerate(extras["optimizers"]):
         _load_optimizer(live, index, state)
@@ -94,8 +96,8 @@ def put_back(live: LiveState, stateful: Mapping[str, Stateful], extras: Mapping[
         default = torch.nn.Module.set_extra_state
         if name not in modules or type(modules[name]).set_extra_state is default:
             raise LayoutMismatchError(
-                f"the snapshot has the extra state of a module {name!r}, and the model none that "
-                f"could load it"
+                f"the snapshot has the extra state of a module {name!r}, but the model has no such "
+                f"module that could load it"
             )
         modules[name].set_extra_state(state)
     for name, item in stateful.items():
@@ -104,8 +106,9 @@ def put_back(live: LiveState, stateful: Mapping[str, Stateful], extras: Mapping[
 
 
 def reset_scalers(optimizers: Sequence[Any], stateful: Mapping[str, Stateful]) -> None:
-    """Let gradient scalers forget a step that was cut off. Which gradients they have divided by
-    their scale is no part of their `state_dict`, nor is what they tell a fused optimizer."""
+    """Let gradient scalers forget a step that was cut off. Otherwise a scaler takes the repeated
+    step for the one that was cut off, and does not unscale its gradients: that is not part of its
+    `state_dict`, nor are the values that it sets on a fused optimizer."""
     forget_scaling(optimizers)
     for item in stateful.values():
         if isinstance(item, torch.amp.GradScaler):

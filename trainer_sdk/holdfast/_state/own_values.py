@@ -28,20 +28,20 @@ _LEFT_OUT = frozenset(
     | {"grad_scale", "found_inf"}  # of one step
 )
 _KEEP_NOTHING = ("torch.optim.", "torch.distributed.optim.zero_redundancy_optimizer")
-"""Modules whose optimizers keep nothing in attributes."""
+"""Modules whose optimizers keep no state in attributes."""
 _DEPTH_MAX = 4
 
 
 class OwnValues:
-    """Attributes of `optimizers` and of those within them, compared with those that the program has
-    whenever it starts."""
+    """The attributes of `optimizers` and their inner optimizers, compared with their values when
+    the program started."""
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
         self._optimizers = optimizers
         self.begin()
 
     def begin(self) -> None:
-        """Take the present values."""
+        """Take the present values as those of the program's start."""
         self._begun = {
             (index, at): {path: _encode(holder[name]) for path, holder, name in _places(one)}
             for index in range(len(self._optimizers))
@@ -52,10 +52,11 @@ class OwnValues:
         return with_nested(self._optimizers[index], self._optimizers)
 
     def changed_values(self, index: int, at: int, known: Collection[int]) -> dict[str, Any]:
-        """What to capture of optimizer number `at` of those within optimizer `index`, itself being
-        0, for its part of the extras.
+        """Return the changed attributes of an optimizer, for its part of the extras.
 
         Args:
+            index: number of the optimizer in the session.
+            at: number of the inner optimizer within it; 0 for the optimizer itself.
             known: `id` of each parameter.
 
         Raises:
@@ -82,8 +83,8 @@ class OwnValues:
 
     @torch.no_grad()
     def put_back(self, index: int, at: int, saved: Mapping[str, Any]) -> None:
-        """Give an optimizer the attributes of a snapshot; others that have changed since the
-        program began become what they were."""
+        """Give an optimizer the attributes of a snapshot. Other attributes get the values that they
+        had when the program started."""
         one = self._within(index)[at]
         begun = self._begun.get((index, at), {})
         wanted = saved.get("attributes", {})
@@ -99,15 +100,15 @@ class OwnValues:
 
     @staticmethod
     def has_tensors(optimizer: Any) -> bool:
-        """Whether an optimizer keeps tensors in its attributes, which snapshots hold."""
+        """Whether an optimizer keeps tensors in attributes that snapshots capture."""
         captured = _Captured(optimizer, ())
         values = [holder[name] for _, holder, name in _places(optimizer)]
         return any(not captured.has(one) for value in values for one in _tensors(value))
 
 
 class _Captured:
-    """Tensors that are captured as parameters of an optimizer or as states, or share their
-    memory."""
+    """The tensors that snapshots capture as parameters or states of an optimizer, including tensors
+    that share their memory."""
 
     def __init__(self, optimizer: Any, known: Collection[int]) -> None:
         self._known, held = known, with_nested(optimizer)
@@ -122,7 +123,7 @@ class _Captured:
 
 
 def _places(optimizer: Any) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """(path, dictionary, key) of each attribute that may hold state."""
+    """Yield the path, the dictionary and the key of each attribute that may hold state."""
     if type(optimizer).__module__.startswith(_KEEP_NOTHING):
         return
     own = getattr(optimizer, "__dict__", {})
@@ -136,21 +137,21 @@ def _places(optimizer: Any) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 
 def _new_place(optimizer: Any, path: str) -> tuple[dict[str, Any], str]:
-    """Place of an attribute that is not there."""
+    """Return the dictionary and the key of an attribute that does not exist yet."""
     name, dot, key = path.partition(".")
     if not dot:
         return vars(optimizer), name
     inner = getattr(vars(optimizer).get(name), "__dict__", None)
     if inner is None:
         raise LayoutMismatchError(
-            f"in the snapshot {type(optimizer).__qualname__} has the attribute {path!r}, and this "
-            f"session's has no {name!r} that could hold it"
+            f"in the snapshot {type(optimizer).__qualname__} has the attribute {path!r}, but the "
+            f"optimizer of this session has no {name!r} that could hold it"
         )
     return inner, key
 
 
 def _tensors(value: object, depth: int = 0) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a value, and in containers in it."""
+    """Yield the tensors in a value and in its nested containers."""
     if isinstance(value, torch.Tensor):
         yield value
     elif depth < _DEPTH_MAX and isinstance(value, Mapping):
@@ -170,7 +171,7 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _encode(value: object) -> bytes | None:
-    """Encode a value without tensors; None when it has some, or a snapshot cannot carry it."""
+    """Encode a value. Return None if it contains tensors, or if a snapshot cannot carry it."""
     if callable(value) or next(_tensors(value), None) is not None:
         return None
     try:
@@ -186,7 +187,7 @@ def _check(
     own: Sequence[torch.Tensor],
     tensors: Sequence[torch.Tensor],
 ) -> None:
-    """Raise InvalidJobError when a snapshot cannot carry an attribute that holds `own` tensors."""
+    """Raise InvalidJobError if a snapshot cannot carry an attribute with `own` tensors."""
     advice = "keep them in its state, under the parameter that they belong to"
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in own)
     if nbytes > BYTES_MAX:
@@ -210,7 +211,7 @@ def _device_of(optimizer: Any, kind: str) -> torch.device:
 
 
 def _fill(old: Any, new: Any, device: torch.device) -> Any:
-    """`new`, with its tensors in the memory of those of `old` where they fit."""
+    """Return `new`, with its tensors in the memory of the tensors of `old` that fit."""
     if isinstance(new, torch.Tensor):
         fits = isinstance(old, torch.Tensor) and (old.shape, old.dtype) == (new.shape, new.dtype)
         return old.copy_(new) if fits else new.to(device)
