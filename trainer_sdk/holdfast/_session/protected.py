@@ -330,7 +330,7 @@ class ProtectedSession(WorldSession):
         return called.due
 
     def _count_wait(self, began_s: float) -> None:
-        """Count the time since `began_s` as time in which training only waited."""
+        """Count the time since `began_s` as time in which training waited."""
         self._interval.add_wait(time.monotonic() - began_s)
 
     @torch.inference_mode(False)  # what is made in that mode cannot be written outside of it
