@@ -1,9 +1,9 @@
-"""Choice of the saves to take: all, or those that are worth what they cost.
+"""The choice of which saves to take: all of them, or those that are worth their cost.
 
-The cost of a snapshot is measured on the training thread: how long `save` took, and how long the
-next change of tensors waited. Ranks exchange it on a thread and a process group of their own,
-beside the step. `holdfast_core.protection.automatic_interval` decides when they do, and the
-interval that follows.
+The cost of a snapshot is measured on the training thread: the duration of `save`, and the time that
+the next change of tensors waited. Ranks exchange their costs while the step runs, on a thread and a
+process group of their own. `holdfast_core.protection.automatic_interval` decides when they exchange
+them, and which interval follows.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ _COSTS = msgspec.json.Decoder(Costs)
 
 
 class DueSaves:
-    """Choice of the saves whose snapshots are taken: all that the loop calls."""
+    """The choice of which saves to take: all that the loop calls."""
 
     @property
     def steps(self) -> int:
-        """Steps of the interval in force; 0 where none is chosen."""
+        """The present interval in steps; 0 if there is none."""
         return 0
 
     def on_save_called(self, handle: SaveHandle, now_s: float) -> Called:
-        """Note a call of `save`; return whether to take its snapshot. For the training thread."""
+        """Note a call of `save`, and decide whether to take its snapshot. The training thread calls
+        it."""
         del handle, now_s
         return Called(due=True)
 
@@ -55,11 +56,11 @@ class DueSaves:
 
 
 class SaveInterval(DueSaves):
-    """One rank's part in a measured choice; the thread runs from the first statement to `close`.
+    """One rank's part in a measured choice. The thread runs from the first statement to `close`.
 
     Args:
-        exchange: exchange between all ranks, used for nothing else.
-        recoveries_per_day: expected number of returns to a snapshot in a day; above 0.
+        exchange: exchange between all ranks that is used for nothing else.
+        recoveries_per_day: expected number of recoveries in a day; above 0.
     """
 
     def __init__(self, exchange: Exchange, recoveries_per_day: float) -> None:
@@ -86,27 +87,27 @@ class SaveInterval(DueSaves):
     def on_save_called(self, handle: SaveHandle, now_s: float) -> Called:
         with self._rounds.change():
             self._measure(handle.step, now_s)
-            found = self._schedule.called(handle.step)
-            self._handle = handle if found.due else None
-            if found.states is not None:
-                self._statement = self._costs(*found.states)
+            outcome = self._schedule.called(handle.step)
+            self._handle = handle if outcome.due else None
+            if outcome.states is not None:
+                self._statement = self._costs(*outcome.states)
                 if not self._rounds.has_started:
                     self._rounds.start()
-        if found.due:
+        if outcome.due:
             _ProtectionTimer(handle, self._on_protected)
-        return found
+        return outcome
 
     def add_wait(self, seconds: float) -> None:
         with self._rounds.changed:
             self._waited_s += seconds
 
     def close(self, timeout_s: float) -> None:
-        """End the exchanges. A statement that other ranks wait for is still made, within about
-        `timeout_s`."""
+        """End the exchanges within about `timeout_s`. A statement for which other ranks wait is
+        still made."""
         self._rounds.close(timeout_s)
 
     def _measure(self, step: int, now_s: float) -> None:
-        """Record the cost of the newest call, at the call after it."""
+        """Record the cost of the previous call, when the next one begins."""
         if self._last is not None and step > self._last[0]:
             taken_s = now_s - self._last[1] - self._waited_s
             self._steps_s.append(max(taken_s, 0.0) / (step - self._last[0]))
@@ -115,13 +116,13 @@ class SaveInterval(DueSaves):
         self._last, self._waited_s = (step, now_s), 0.0
 
     def _costs(self, call: int, step: int) -> Costs:
-        """Costs measured by this rank; zeros until a snapshot of it was staged."""
-        known = bool(self._blocked_s and self._steps_s)
+        """Return the costs that this rank has measured; zeros until it has staged a snapshot."""
+        measured = bool(self._blocked_s and self._steps_s)
         return Costs(
             call=call,
             step=step,
-            step_s=statistics.median(self._steps_s) if known else 0.0,
-            blocked_s=statistics.fmean(self._blocked_s) if known else 0.0,
+            step_s=statistics.median(self._steps_s) if measured else 0.0,
+            blocked_s=statistics.fmean(self._blocked_s) if measured else 0.0,
             copy_s=statistics.fmean(self._copy_s) if self._copy_s else 0.0,
             protect_s=statistics.fmean(self._protect_s) if self._protect_s else 0.0,
             slots=self._slots,
@@ -163,7 +164,7 @@ class SaveInterval(DueSaves):
 
 
 class _ProtectionTimer:
-    """Measurement of a snapshot's copy, and of the time from its end until it is protected."""
+    """Measures how long a snapshot is copied, and how long it then takes to be protected."""
 
     def __init__(self, handle: SaveHandle, record: Callable[[float, float, int], None]) -> None:
         self._handle, self._record = handle, record

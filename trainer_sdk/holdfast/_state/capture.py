@@ -47,7 +47,7 @@ from holdfast_core.topology import Topology
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Whole:
-    """Part of the whole tensor that a local one is: see the fields of `Entry` with these names."""
+    """The place of a local tensor in the whole one: see the fields of `Entry` with these names."""
 
     global_shape: tuple[int, ...] = ()
     global_offsets: tuple[int, ...] = ()
@@ -57,14 +57,14 @@ class Whole:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TensorSource:
-    """One tensor of one unit, live."""
+    """A live tensor of a unit."""
 
     unit: UnitKey
     name: str
     """Text of its `TensorName`: unique in the model."""
     role: TensorRole
     tensor: torch.Tensor
-    """Local bytes: a detached view of the live tensor."""
+    """The local part: a detached view of the live tensor."""
     private: bool
     """Whether no other rank holds these bytes."""
     eager: bool = False
@@ -73,25 +73,27 @@ class TensorSource:
     """Contiguous copy of a tensor that is not contiguous, or is eager."""
     whole: Whole = field(default=Whole())
     seats: Seats | None = None
-    """Module in whose seats its expert lies, of which other ranks may have copies."""
+    """Module with seats that holds its expert; other ranks may have copies of the expert. None for
+    all other tensors."""
     of_stack: bool = False
-    """Whether it is one number that an optimizer keeps for all experts of a stack on this rank."""
+    """Whether it is a number that an optimizer keeps once for all experts of a stack."""
     captured: bool = True
-    """Whether this rank captures it in snapshots, or another one that has a copy."""
+    """Whether this rank captures it in snapshots. If not, another rank with a copy does."""
 
     @property
     def nbytes(self) -> int:
         return self.tensor.numel() * self.tensor.element_size()
 
     def flat(self) -> torch.Tensor:
-        """Bytes to copy: uint8 [nbytes], sharing memory with the tensor or its staging."""
+        """Return the bytes to copy: uint8 [nbytes], which shares the memory of the tensor or of its
+        staging copy."""
         tensor = self.tensor if self.staging is None else self.staging
         return tensor.reshape(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Anchor:
-    """Parameter, or slice of one, for which an optimizer keeps states."""
+    """A parameter, or a slice of one, for which an optimizer keeps states."""
 
     optimizer: int
     parameter: torch.Tensor
@@ -101,7 +103,7 @@ class Anchor:
 
 
 class LiveState:
-    """State of a model and its optimizers, as units.
+    """The state of a model and its optimizers, divided into units.
 
     Args:
         optimizers: any objects with torch's `state` and `param_groups`.
@@ -132,14 +134,14 @@ class LiveState:
         check_optimizers(self.optimizers)
         self._saved_keys: dict[int, Sequence[Collection[str]]] = {}
         self.holders = self._holders()
-        """For each optimizer, it and those within it."""
+        """Each optimizer with its inner optimizers."""
         self._ep_index = topology.coordinates(rank).ep
         self._units = units
         self._private = private
         self._parameter_groups: list[Mapping[str, torch.Tensor | None]] = []
         self._module_groups: list[Mapping[str, nn.Module | None]] = []
         self._wrapped: frozenset[str] = frozenset()
-        """Paths in the model that keep the names of wrappers."""
+        """Paths in the model in which the names of wrappers are kept."""
         self._empty: list[Mapping[str, object]] = []
         """Dictionaries of modules that were empty at the last `discover`."""
         self._inventory: TensorInventory | None = None
@@ -166,7 +168,7 @@ class LiveState:
         the program began."""
         self.begun = begun or ProgramStart(model, self.optimizers)
         self.unrestorable = ""
-        """Why this program could not restore what the model has now; empty when it could."""
+        """Why this program could not restore the present state of the model; empty if it could."""
         self.changed_buffers: ChangedBuffers = {}
         self._first = {name: weakref.ref(p) for name, p in model.named_parameters()}
         """Name → parameter of the model when the session began."""
@@ -180,7 +182,8 @@ class LiveState:
         )
 
     def takes_state(self, anchor: Anchor, key: str) -> bool:
-        """Whether an optimizer of this rank holds a state of the anchor's parameter, or is to."""
+        """Whether an optimizer of this rank has, or would create, a state of the anchor's
+        parameter."""
         return anchor.optimizer >= 0 and self.holders[anchor.optimizer].takes(anchor.parameter, key)
 
     def expect(self, index: int, saved: Sequence[Mapping[str, Any]]) -> None:
@@ -194,7 +197,7 @@ class LiveState:
         self.holders = self._holders()
 
     def state_of(self, anchor: Anchor, key: str) -> dict[Any, Any] | None:
-        """State of the anchor's parameter; see `Holders.state_of`."""
+        """Return the state of the anchor's parameter; see `Holders.state_of`."""
         return self.holders[anchor.optimizer].state_of(anchor.parameter, key)
 
     # --- finding ----------------------------------------------------------------------------------
@@ -205,8 +208,8 @@ class LiveState:
         return known is None or any(self._empty) or known.differs(self._objects())
 
     def compared_tensors(self, device_bytes_max: int) -> dict[str, torch.Tensor]:
-        """Local bytes of all parameters and optimizer states by name, since `discover`: without the
-        states on a device that have more than `device_bytes_max`."""
+        """Return the local parts of all parameters and optimizer states by name, as of the last
+        `discover`, without states on a device that have more than `device_bytes_max` bytes."""
         return {
             name: local_of(tensor)
             for name, tensor in self._tensors.items()
@@ -240,7 +243,7 @@ class LiveState:
         self._inventory = TensorInventory(self._objects())
 
     def sources(self) -> tuple[TensorSource, ...]:
-        """All tensors, discovered again only when something has changed."""
+        """Return all tensors. They are discovered again only if something has changed."""
         return self.discover() if self.has_changed() else self._found
 
     def discover(self) -> tuple[TensorSource, ...]:
@@ -555,7 +558,7 @@ def _slices_of(place: TensorKey, count: int) -> Iterator[tuple[int, UnitKey, str
 
 
 def _with_seat(source: TensorSource, place: TensorKey) -> TensorSource:
-    """`source`, a slice of a stacked tensor, with what follows from its seats."""
+    """Complete `source`, a slice of a stacked tensor, with the properties of its seat."""
     if place.seats is None:
         return source
     captured = source.unit.expert in place.seats.captured
