@@ -68,10 +68,10 @@ class Watched:
 
 
 class InPlaceCheck:
-    """Record of `watched` at construction, on the training thread.
+    """The state of `watched` at construction, which happens on the training thread.
 
     Args:
-        watched: tensors that have not moved since it was made.
+        watched: tensors that have not moved since `Watched` was constructed.
     """
 
     def __init__(self, watched: Watched) -> None:
@@ -80,10 +80,10 @@ class InPlaceCheck:
         self._sample = _join(watched.samples)
 
     def check(self) -> None:
-        """Check that nothing has changed. Call it before tensors may change.
+        """Check that no tensor has changed. Called before tensors may change.
 
         Raises:
-            SnapshotSkippedError: when a tensor has changed; the message names it.
+            SnapshotSkippedError: a tensor has changed; the message names it.
         """
         name = self.first_changed()
         if name is not None:
@@ -93,7 +93,7 @@ class InPlaceCheck:
             )
 
     def first_changed(self) -> str | None:
-        """Name of a tensor that has changed; None when there is none."""
+        """Return the name of a tensor that has changed; None if there is none."""
         watched = self._watched
         versions = list(map(_version, watched.counted))
         if versions != self._versions:
