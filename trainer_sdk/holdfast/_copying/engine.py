@@ -178,8 +178,8 @@ class CopyEngine:
         1.4 times as much. So when this raises, tensors may hold bytes that do not match; the caller
         must not use any of them then.
 
-        The tensors' device finishes what is queued on the calling thread's stream before it writes
-        them: kernels that initialise a model would otherwise overwrite what was restored.
+        The device finishes the work that is queued on the calling thread's stream before it writes
+        the tensors. Otherwise kernels that initialise a model could overwrite the restored bytes.
 
         Args:
             source: the snapshot; it must not be written meanwhile.
@@ -355,7 +355,7 @@ class _Capture:
             copied()
 
     def _copy_from_host(self, first: int) -> None:
-        """Copy what a block has of host memory: after runs of the device, which cover it."""
+        """Copy the host memory of a block, after runs of the device, which overwrite it."""
         for piece in self.blocks[first]:
             self._copy_piece(piece)
 
@@ -449,7 +449,7 @@ def plan_copy(
 def with_device_moves(
     plan: CopyPlan, moves: Sequence[DeviceMove], gathered_bytes_max: int
 ) -> CopyPlan:
-    """`plan` with `moves`, in the order of the slot, as what it copies from and to a device."""
+    """Complete `plan` with the `moves` from and to a device, which are in the order of the slot."""
     cut, gathered = gather(moves, plan.piece_bytes, gathered_bytes_max)
     block_bytes = plan.piece_bytes * BLOCK_PIECES
     return replace(
@@ -492,8 +492,8 @@ def _blocks(count: int, skip: Flags | None) -> dict[int, Sequence[int]]:
 def _in_arena(
     moves: Sequence[Sequence[DeviceMove]], target: Placed, blocks: Mapping[int, Sequence[int]]
 ) -> tuple[tuple[DeviceMove, ...], ...]:
-    """Shift the moves of each block to the arena's offsets; leave out those of pieces that are not
-    copied."""
+    """Shift the moves of each block to the arena's offsets, and leave out the moves of skipped
+    pieces."""
     size = target.layout.piece_bytes
     return tuple(
         tuple(

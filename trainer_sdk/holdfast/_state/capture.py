@@ -1,12 +1,12 @@
-"""Tensors to capture: those of a model and its optimizers, unit by unit.
+"""Discovery of the tensors to capture: all tensors of a model and its optimizers, unit by unit.
 
-`LiveState` finds them and notices cheaply when they change. Stacked expert weights, and the
-optimizer state of the same shape, appear as one tensor for each expert: views, never copies. Tied
-weights appear once. Sharded tensors (DTensor, FSDP2) appear as their local shard, which no other
-rank is assumed to hold.
+`LiveState` finds them, and notices cheaply when they change. Stacked expert weights, and optimizer
+states of the same shape, appear as one tensor for each expert, which is a view and never a copy.
+Tied weights appear once. Sharded tensors (DTensor, FSDP2) appear as their local shards, and no
+other rank is assumed to hold the same shard.
 
-Finding tensors must not copy a byte. It only allocates staging, which a save fills: for tensors
-that are not contiguous, and for buffers, which forward passes change.
+The discovery must not copy any bytes. It only allocates staging memory, which each save fills: for
+tensors that are not contiguous, and for buffers, which forward passes change.
 """
 
 from __future__ import annotations
@@ -109,12 +109,12 @@ class LiveState:
         optimizers: any objects with torch's `state` and `param_groups`.
         rank: this rank in `topology`, which determines the experts that it holds.
         units: see `holdfast.init`.
-        private: names of tensors that no other rank holds: paths in the model, of optimizer states
-            as `path:key`.
-        begun: what the program has whenever it starts; what it has now when None.
+        private: names of tensors that no other rank holds: paths in the model, or `path:key` for
+            optimizer states.
+        begun: state of the program at its start; None takes the present state.
 
     Raises:
-        InvalidJobError: when the model has no parameters, or an optimizer lacks `state` or
+        InvalidJobError: the model has no parameters, or an optimizer lacks `state` or
             `param_groups`.
     """
 
@@ -341,8 +341,8 @@ class LiveState:
                 yield from self._add(index, parameter, place, TensorRole.MASTER)
 
     def _refuse_replaced(self, optimizer: int, foreign: Sequence[torch.Tensor]) -> None:
-        """Raise InvalidJobError when one of `foreign` was in the model before: the optimizer would
-        train a tensor that the model no longer uses, and a restore could not fill it."""
+        """Raise InvalidJobError if one of `foreign` was in the model before. The optimizer would
+        train a tensor that the model no longer uses, and that a restore could not fill."""
         before = {id(ref()): name for name, ref in self._first.items() if ref() is not None}
         for parameter in foreign:
             if id(parameter) in before:

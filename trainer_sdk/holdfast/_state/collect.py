@@ -122,8 +122,8 @@ def generators_of(live: LiveState) -> bytes:
 
 
 def seed_generators(*numbers: int) -> None:
-    """Seed the random generators of this process from integers, such as a step and a rank: other
-    ones, or in another order, give other draws."""
+    """Seed the random generators of this process from integers, such as a step and a rank. Other
+    integers, or another order, give other random numbers."""
     seed = xxhash.xxh3_64_intdigest(" ".join(map(str, numbers)).encode()) % 2**63
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -131,32 +131,32 @@ def seed_generators(*numbers: int) -> None:
 
 
 def devices_of(extras: Mapping[str, Any]) -> dict[str, str]:
-    """Device types of optimizer states that are not where their parameter is."""
+    """Return the device types of the optimizer states that are not on their parameter's device."""
     return {name: kind for state in extras["optimizers"] for name, kind in state["devices"].items()}
 
 
 def buffers_of(extras: Mapping[str, Any]) -> ChangedBuffers:
-    """Buffers whose form had changed since the program began."""
-    found: ChangedBuffers = extras.get("buffers", {})  # snapshots of earlier versions have none
-    return found
+    """Return the buffers whose form had changed since the start of the program that saved them."""
+    changed: ChangedBuffers = extras.get("buffers", {})  # Snapshots of earlier versions lack them.
+    return changed
 
 
 def expect_states(live: LiveState, extras: Mapping[str, Any]) -> None:
-    """Let states that do not exist yet be made in the optimizers that held them.
+    """Let states that do not exist yet be created in the (inner) optimizers that held them.
 
     Raises:
-        LayoutMismatchError: when optimizers hold others than those in the snapshot did.
+        LayoutMismatchError: optimizers have other inner optimizers than in the snapshot.
     """
     for index, state in enumerate(extras["optimizers"][: len(live.optimizers)]):
         live.expect(index, _each(state))
 
 
 def put_back_groups(live: LiveState, extras: Mapping[str, Any]) -> None:
-    """Give optimizers the parameter groups of the snapshot, where the program had changed them
-    since it began, and let the same parameters train. Call it before anything else is put back.
+    """Give optimizers the parameter groups of the snapshot, if the program had changed them, and
+    freeze and unfreeze parameters as in the snapshot. Called before anything else is loaded.
 
     Raises:
-        LayoutMismatchError: when a parameter is unknown.
+        LayoutMismatchError: a parameter is unknown.
     """
     live.sources()
     _put_back_trains(live, extras)
@@ -171,7 +171,7 @@ def put_back_groups(live: LiveState, extras: Mapping[str, Any]) -> None:
 
 
 def put_back_scalars(live: LiveState, extras: Mapping[str, Any]) -> None:
-    """Load what optimizers hold for parameters and is no tensor. `extras` fit the live state."""
+    """Load the plain values in the states of optimizers. `extras` must fit the live state."""
     for holders, saved in zip(live.holders, extras["optimizers"], strict=True):
         for optimizer, one in zip(holders.optimizers, _each(saved), strict=True):
             for name, values in one["scalars"].items():
@@ -179,12 +179,12 @@ def put_back_scalars(live: LiveState, extras: Mapping[str, Any]) -> None:
 
 
 def _put_back_trains(live: LiveState, extras: Mapping[str, Any]) -> None:
-    if "model" in extras:  # not in snapshots of older versions
+    if "model" in extras:  # Snapshots of older versions lack it.
         live.begun.put_back_trains(extras["model"])
 
 
 def _each(saved: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Saved values of an optimizer, and of those within it."""
+    """List the saved values of an optimizer and of its inner optimizers."""
     return [saved, *saved.get("within", ())]
 
 
@@ -204,7 +204,7 @@ def _optimizer_state(live: LiveState, index: int) -> dict[str, Any]:
 
 
 def _values_of(live: LiveState, optimizer: Any) -> dict[str, Any]:
-    """What an optimizer holds that is no tensor of a unit."""
+    """Collect the state of an optimizer that is not a tensor of a unit."""
     scalars: dict[str, dict[Any, Any]] = {}
     for parameter, state in optimizer.state.items():
         kept = {key: value for key, value in state.items() if not _is_captured(key, value)}

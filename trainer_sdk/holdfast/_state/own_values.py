@@ -1,10 +1,10 @@
-"""What optimizers keep in attributes of their own: counters, slow weights, averagers.
+"""State that optimizers keep in attributes of their own: counters, slow weights, averagers.
 
-Torch's optimizers keep everything in `state` and `param_groups`. Others also count steps in an
-attribute, or hold averages in a list. Captured are numbers and texts that have changed since the
-program began, and all tensors that are neither parameters nor states. They travel in the extras, so
-tensors have to be small. Of objects that a snapshot cannot carry, such as an averager that counts
-its steps, the attributes are looked at.
+Torch's optimizers keep everything in `state` and `param_groups`. Other optimizers also count steps
+in an attribute, or hold averages in a list. Snapshots capture numbers and texts that have changed
+since the program started, and all tensors that are neither parameters nor states. They are part of
+the extras, so tensors must be small. If a snapshot cannot carry an object, such as an averager that
+counts its steps, the attributes of the object are captured.
 """
 
 from __future__ import annotations
