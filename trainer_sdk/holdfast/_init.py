@@ -66,23 +66,20 @@ def init(
     world: World | None = None,
     pipeline: Pipeline | None = None,
 ) -> Session:
-    """Make the session of this rank. Every rank calls it, after `init_process_group` if the script
-    calls that.
+    """Make the session of this rank. Every rank calls it, after any `init_process_group`.
 
     Without a daemon (no `HOLDFAST_SOCKET`, `socket` or `daemon`), the session warns once that
     nothing is protected, and training runs without snapshots.
 
     Args:
         model: the module to train, which DDP or FSDP2 may wrap.
-        optimizer: an optimizer of torch, or a list of several. A hook on `step` waits until the
-            save in progress has copied the tensors.
+        optimizer: an optimizer of torch, or a list of several; a hook on `step` waits for copies.
         stateful: other objects to save and restore (scheduler, sampler, …), by name.
         topology: tells which ranks hold the same state; by default all ranks are data-parallel
             replicas. In a later world of another size, dp changes with it; tp, pp and ep stay.
-        units: function of (name, tensor) that returns the tensor's `UnitKey`, or None to follow the
-            conventions: experts are the numbered children of a module called `experts`, or slices
-            of stacked weights `[experts, …]`; gates are called `gate` or `router`; layers are
-            numbered.
+        units: (name, tensor) → its `UnitKey`, or None to follow the conventions: experts are the
+            numbered children of a module called `experts`, or slices of stacked weights
+            `[experts, …]`; gates are called `gate` or `router`; layers are numbered.
         private: names of tensors that no other rank holds, although the topology says so, such as
             the states of a sharded optimizer (`layer.weight:exp_avg`).
         settings: see `Settings`.
@@ -90,8 +87,7 @@ def init(
         job: the job's key; by default `HOLDFAST_JOB`.
         rank: this rank; by default `RANK`. It must equal the rank of the process group.
         daemon: the client to use, such as `holdfast.testing.FakeDaemon`.
-        world: the world from `holdfast.elastic.init`. This process then stays when other ranks are
-            lost; train in `session.steps`.
+        world: the world from `holdfast.elastic.init`, to stay when other ranks are lost.
         pipeline: the pipeline of the script's stages in `world`; a lost stage then recovers alone.
 
     Raises:

@@ -44,15 +44,13 @@ def load_into(
 ) -> HoldfastReader:
     """Load a persisted set into `model` and `optimizer`, in place, through `dcp.load`.
 
-    Every rank calls it, with or without a process group. Optimizer states are created and dropped,
-    so that afterwards exactly those of the set exist. Parameter groups get the hyperparameters of
-    the set.
+    Every rank calls it, with or without a process group. Optimizer states are created and dropped
+    to match the set, and parameter groups get its hyperparameters.
 
     Args:
         optimizer: an optimizer of torch, or a list of several.
         uri: see `HoldfastReader`, also for job, generation, reading and options.
-        topology: topology of this run, which determines the experts of this rank; by default every
-            rank holds all experts.
+        topology: determines the experts of this rank; by default every rank holds all experts.
         units: see `holdfast.init`.
 
     Returns:
@@ -60,11 +58,10 @@ def load_into(
 
     Raises:
         InvalidJobError: the model has distributed tensors, or the topology does not fit the world.
-        LayoutMismatchError: a tensor of the model is not in the set, has another shape or dtype, or
+        LayoutMismatchError: a tensor of the model is not in the set, differs in shape or dtype, or
             has state that belongs to a single rank.
         CheckpointException: torch could not load; its `failures` has the errors by rank.
     """
-    # Refuse models that torch's own state dicts describe.
     if any(map(is_dtensor, model.parameters())):
         raise InvalidJobError(
             "the model holds distributed tensors: load into its get_model_state_dict() and "
@@ -78,7 +75,7 @@ def load_into(
     optimizers: Sequence[Any] = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     live = LiveState(model, optimizers, chosen, rank, units=units)
     live.discover()
-    # Find those of them that the set has.
+    # Find the live tensors that the set has.
     reader = HoldfastReader(
         uri,
         job=job,
@@ -97,7 +94,6 @@ def load_into(
         )
         for name, tensor in local.items()
     }
-    # Allocate what is missing, and let torch load the tensors.
     with torch.no_grad():
         sources = make_room(live, wanted, reader.extras())
         state: dict[str, Any] = {local[name].name: sources[name].tensor for name in local}
