@@ -24,7 +24,7 @@ PYTHON312 ?= $(PYTHON)
 
 BIN := .venv/bin
 STAMP := .venv/installed
-SOURCES := core protos storage daemon operator trainer_sdk cli
+SOURCES := $(shell sed -n 's/^where = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d '",')
 CHECKED := $(wildcard $(SOURCES) charts tests benchmarks examples gpu)
 STUBS := protos/holdfast_protos
 PROTOC := 1.62.3

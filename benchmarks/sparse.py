@@ -45,7 +45,7 @@ from holdfast_cli.demo.stages import (
     account,
     lose_stage,
     stages_job,
-    undisturbed,
+    train_undisturbed,
 )
 from holdfast_cli.planner.models.boundary_logs import plan_logs
 from holdfast_core.experts.sparse_windows import Operator, cut, save_bytes
@@ -164,7 +164,7 @@ def recoveries(
         interval_steps=1,
         lag_steps=1,
     )
-    expected = asyncio.run(undisturbed(folder, steps))
+    expected = asyncio.run(train_undisturbed(folder, steps))
     for number, repeats in itertools.product(range(repetitions), Repeats):
         stage, of_run = 1 - number % 2, folder / f"run-{number + 1}-{repeats}"
         found = asyncio.run(lose_stage(of_run, steps, stage, lambda event: None, repeats))

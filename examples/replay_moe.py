@@ -1,12 +1,13 @@
-"""Trains as train_moe.py does in worlds of given sizes, one after the other, without Holdfast.
+"""Trains as train_moe.py does, in worlds of given sizes one after the other, without Holdfast.
 
     python examples/replay_moe.py --worlds 8x100 6x20 8x30 --ep 2 --hash-file replayed
 
-repeats what a job has trained that had 8 ranks for 100 steps, then 6, then 8 again: the oracle for
-its final bytes. Batches and the order of sums depend on the number of ranks, so a run whose world
-never changed is none. No process is lost here, and nothing is saved or restored: between two worlds
-all ranks leave torch's process groups and form others, and those that join get the state from the
-first ranks by broadcast. All other options are those of train_moe.py.
+repeats the training of a job that had 8 ranks for 100 steps, then 6 ranks, then 8 again. Its final
+bytes are those that the job must have. A run whose world never changes cannot give them, because
+batches and the order of sums depend on the number of ranks. No process is lost here, and nothing is
+saved or restored: between two worlds all ranks leave torch's process groups and form new ones, and
+ranks that join receive the state from the first ranks by broadcast. All other options are those of
+train_moe.py.
 
 Shape suffixes are those of train_moe.py.
 """
@@ -37,7 +38,7 @@ Worlds = Sequence[tuple[int, int]]
 
 
 class PlainGroup:
-    """What train_moe.py asks of a group."""
+    """The part of a group that train_moe.py uses."""
 
     now: dist.ProcessGroup
 
@@ -53,7 +54,7 @@ class PlainGroup:
 
 
 class PlainWorld:
-    """What train_moe.py asks of a world."""
+    """The part of a world that train_moe.py uses."""
 
     def __init__(self, rank: int, size: int, store: PrefixStore) -> None:
         self.rank, self.size, self._store = rank, size, store
@@ -63,7 +64,7 @@ class PlainWorld:
         work.wait()
 
     def leave(self) -> None:
-        """Leave the groups, once no rank needs this one any more."""
+        """Leave the groups, once no rank needs this rank any more."""
         self._store.set(f"done-{self.rank}", "")
         self._store.wait([f"done-{rank}" for rank in range(self.size)])
         dist.destroy_process_group()
@@ -78,7 +79,7 @@ def hand_over(model: Any, optimizer: Any, replicas: PlainGroup, source: int) -> 
 
 
 def replay(rank: int, args: argparse.Namespace, worlds: Worlds, folder: str) -> None:
-    """Train in each of `worlds` that has a rank of this number."""
+    """Train in each of `worlds` that has this rank."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     store = FileStore(f"{folder}/store", -1)

@@ -3,8 +3,8 @@
 Start it with `holdfast run examples/accelerate-job.yaml`, or without protection with `torchrun
 --nproc-per-node 2 examples/train_accelerate.py`. All uses of Holdfast are in `train`. The data
 comes from a `StatefulDataLoader` with workers, which is not given to `prepare`: the session keeps
-its position. A run that was killed and restored logs the losses of an undisturbed one, and ends
-with its bytes.
+its position. A run that was killed and restored logs the same losses as an undisturbed run, and
+ends with the same bytes.
 
 Shape suffixes: P passages, B passages of a batch, T bytes of a passage.
 """
@@ -45,7 +45,7 @@ PASSAGE_BYTES = 64
 
 
 class Passages:
-    """Passages of a module of Python's library, in another order in each epoch, without end."""
+    """Endless passages of a module of Python's library, in another order in each epoch."""
 
     def __init__(self, count: int, accelerator: Accelerator) -> None:
         text = bytearray(Path(sysconfig.get_path("stdlib"), "argparse.py").read_bytes())
@@ -123,9 +123,11 @@ def state_sha256(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> st
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--passages", type=int, default=96, help="size of the data: %(default)s")
-    parser.add_argument("--log-file", type=Path, help="receives a line for each step")
-    parser.add_argument("--hash-file", type=Path, help="receives the hash of the final state")
+    parser.add_argument(
+        "--passages", type=int, default=96, help="number of passages (default %(default)s)"
+    )
+    parser.add_argument("--log-file", type=Path, help="file for a line of JSON for each step")
+    parser.add_argument("--hash-file", type=Path, help="file for the hash of the final state")
     return parser.parse_args(argv)
 
 

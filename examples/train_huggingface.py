@@ -1,8 +1,8 @@
 """Trains a small Mixtral with the Trainer of Hugging Face transformers, protected by Holdfast.
 
 Start it with `holdfast run examples/huggingface-job.yaml`, or without protection with `torchrun
---nproc-per-node 2 examples/train_huggingface.py`. All uses of Holdfast are in `main`.
-A run that was killed and restored logs the losses of an undisturbed one, and ends with its bytes.
+--nproc-per-node 2 examples/train_huggingface.py`. All uses of Holdfast are in `main`. A run that
+was killed and restored logs the same losses as an undisturbed run, and ends with the same bytes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Passages(Dataset[dict[str, torch.Tensor]]):
 
 
 class LossFile(TrainerCallback):  # type: ignore[misc]  # the package is not type-checked
-    """Appends what the trainer logs, as lines of JSON."""
+    """Appends the values that the trainer logs, as lines of JSON."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -76,7 +76,7 @@ def state_sha256(trainer: Trainer) -> str:
 
 
 def make_trainer(args: argparse.Namespace, protection: HoldfastTrainerCallback) -> Trainer:
-    """A trainer as the seed begins it."""
+    """A trainer in the state that the seed gives."""
     arguments = TrainingArguments(
         output_dir="build/huggingface",
         max_steps=args.steps,
@@ -100,9 +100,9 @@ def make_trainer(args: argparse.Namespace, protection: HoldfastTrainerCallback) 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--passages", type=int, help="size of the data; default: all there are")
-    parser.add_argument("--log-file", type=Path, help="receives a line for each step")
-    parser.add_argument("--hash-file", type=Path, help="receives the hash of the final state")
+    parser.add_argument("--passages", type=int, help="number of passages (default: all)")
+    parser.add_argument("--log-file", type=Path, help="file for a line of JSON for each step")
+    parser.add_argument("--hash-file", type=Path, help="file for the hash of the final state")
     return parser.parse_args(argv)
 
 

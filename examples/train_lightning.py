@@ -1,8 +1,9 @@
 """Trains a small Mixture-of-Experts model with Lightning, protected by Holdfast.
 
 Start it with `holdfast run examples/lightning-job.yaml`, or without protection with `torchrun
---nproc-per-node 2 examples/train_lightning.py`. All that Holdfast needs is the callback in `main`.
-A run that was killed and restored logs the losses of an undisturbed one, and ends with its bytes.
+--nproc-per-node 2 examples/train_lightning.py`. Holdfast needs only the callback in `main`. A run
+that was killed and restored logs the same losses as an undisturbed run, and ends with the same
+bytes.
 
 Shape suffixes: N bytes, D model width, E experts.
 """
@@ -44,7 +45,7 @@ class Experts(nn.Module):
 
 
 class NextByte(LightningModule):  # type: ignore[misc]  # the package is not type-checked
-    """Predicts each next byte of a text from the one before it."""
+    """Predicts each next byte of a text from the previous one."""
 
     def __init__(self, log_file: Path | None = None, count: int | None = None) -> None:
         """Train on the first `count` bytes of a module of Python's library."""
@@ -116,9 +117,9 @@ def state_sha256(trainer: Trainer) -> str:
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--bytes", type=int, help="size of the data; default: all there are")
-    parser.add_argument("--log-file", type=Path, help="receives a line for each step")
-    parser.add_argument("--hash-file", type=Path, help="receives the hash of the final state")
+    parser.add_argument("--bytes", type=int, help="number of bytes of data (default: all)")
+    parser.add_argument("--log-file", type=Path, help="file for a line of JSON for each step")
+    parser.add_argument("--hash-file", type=Path, help="file for the hash of the final state")
     return parser.parse_args(argv)
 
 

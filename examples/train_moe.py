@@ -1,15 +1,15 @@
 """Trains a byte-level Mixture-of-Experts language model on the source text of Python's library.
 
 The example shows Holdfast in a real training script; all uses of Holdfast are in `main`. Start it
-with `torchrun --nproc-per-node 2 examples/train_moe.py`, or on several nodes, protected, with
+with `torchrun --nproc-per-node 2 examples/train_moe.py`, or protected on several nodes with
 `holdfast run examples/moe-job.yaml`. Experts are spread over the ranks, and tokens reach them by
-all-to-all; everything else is replicated, and its gradients are averaged.
-The state after step k depends only on the seed, the number of ranks and k, so a run that was killed
-and restored ends with the same bytes as an undisturbed one.
+all-to-all; everything else is replicated, and its gradients are averaged. The state after step k
+depends only on the seed, the number of ranks and k, so a run that was killed and restored ends with
+the same bytes as an undisturbed one.
 
-Each rank takes `--batch` sequences in a step, so a world with fewer ranks trains on fewer of them.
-A job that may shrink (`minNodes`) names `--ep`, which then stays: ranks that share the experts must
-be all there. With `--ep 1` each rank has all experts.
+Each rank takes `--batch` sequences in a step, so a world with fewer ranks trains on fewer
+sequences. A job that may shrink (`minNodes`) sets `--ep`, which then stays the same: ranks that
+share the experts must all be there. With `--ep 1` each rank has all experts.
 
 Shape suffixes: B sequences, S bytes in each, N = B·S tokens of a rank, D model width, H heads of
 width d, V = 256 byte values, E experts of a layer, L experts on this rank, R ranks that share the
@@ -60,15 +60,15 @@ class AllToAll(torch.autograd.Function):
 
 
 def multiply(x: Tensor, w: Tensor) -> Tensor:
-    """`x @ w`. CPUs multiply bfloat16 in float32: without instructions of their own for it, they
-    would take 20 times as long or more."""
+    """`x @ w`. CPUs multiply bfloat16 in float32: without instructions for bfloat16 they would take
+    20 times as long or more."""
     if x.is_cpu and x.dtype == torch.bfloat16:
         return (x.float() @ w.float()).bfloat16()
     return x @ w
 
 
 class Linear(nn.Linear):
-    """Without a bias."""
+    """A linear layer without a bias."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
@@ -102,7 +102,7 @@ class MoE(nn.Module):
         self.routed_E: Tensor  # tokens of the newest batch, by expert
 
     def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """The experts' answers, weighted by the gate, and the load-balancing loss."""
+        """The weighted outputs of the experts, and the load-balancing loss."""
         (N, D), E, R, device = x_ND.shape, self.num_experts, self.ranks, x_ND.device
         capacity = CAPACITY_FACTOR * CHOICES * N / E
         C = int(capacity * self.room)
@@ -220,7 +220,7 @@ class MasterAdamW(torch.optim.Optimizer):
 
 class Passages(Dataset[Tensor]):
     """The Python sources of the standard library, cut into passages of `length` bytes. `held_out`
-    of them, evenly spread, are left out."""
+    of these passages, evenly spread, are left out."""
 
     def __init__(self, length: int, held_out: int = 0) -> None:
         files, left_out = [], {"site-packages", "test"}
@@ -247,7 +247,7 @@ def average_gradients(
     world: elastic.World, model: ByteLM, loss: Tensor, replicas: Group, ep: int
 ) -> float:
     """Average gradients over the ranks that hold the same weights; return the mean loss. Experts
-    already have the gradients of every token that was sent to them."""
+    already have the gradients of all tokens that were sent to them."""
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     dense = [grad for name, grad in grads.items() if ".experts." not in name]
     flat = torch.cat([loss.detach().view(1), *(grad.float().view(-1) for grad in dense)])
@@ -267,7 +267,7 @@ def average_gradients(
 def build(
     args: argparse.Namespace, rank: int, sharing: Group, ep: int, device: torch.device
 ) -> tuple[ByteLM, MasterAdamW]:
-    """The model as the seed begins it, and its optimizer."""
+    """The model in the state that the seed gives, and its optimizer."""
     torch.manual_seed(args.seed)  # the same dense weights everywhere
     model = ByteLM(args, ep, sharing)
     torch.manual_seed(args.seed + 1 + rank % ep)  # other experts on each rank that shares them
@@ -297,7 +297,7 @@ def train_step(
 
 @torch.no_grad()
 def held_out_loss(model: ByteLM, moes: list[MoE], passages_PT: Tensor, batch: int) -> float:
-    """Loss in nats per byte, with capacity for every token, so that a passage's loss does not
+    """Loss in nats per byte, with capacity for every token, so that the loss of a passage does not
     depend on the rest of its batch. Every rank takes part."""
     for moe in moes:
         moe.room = moe.num_experts / CHOICES
@@ -309,8 +309,8 @@ def held_out_loss(model: ByteLM, moes: list[MoE], passages_PT: Tensor, batch: in
 
 @torch.no_grad()
 def state_sha256(world: elastic.World, model: ByteLM, optimizer: MasterAdamW) -> str:
-    """SHA-256 of all parameters and optimizer states, in the order of ranks and then of names.
-    Ranks with the same state count once, so that worlds of any size can be compared with ep 1."""
+    """SHA-256 of all parameters and optimizer states, ordered by rank and then by name. Ranks with
+    the same state count once, so that worlds of any size can be compared with ep 1."""
     digest = hashlib.sha256()
     for name, p in sorted(model.named_parameters()):
         for key, tensor in [("", p.detach()), *sorted(optimizer.state[p].items())]:
@@ -326,17 +326,27 @@ def state_sha256(world: elastic.World, model: ByteLM, optimizer: MasterAdamW) ->
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--dim", type=int, default=128, help=f"a multiple of {HEAD_WIDTH}")
+    parser.add_argument(
+        "--dim", type=int, default=128, help=f"width of the model, a multiple of {HEAD_WIDTH}"
+    )
     parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--experts", type=int, default=16, help="experts of a layer, on all ranks")
-    parser.add_argument("--ep", type=int, help="ranks that share the experts; default: all ranks")
+    parser.add_argument(
+        "--experts", type=int, default=16, help="experts of a layer, over all ranks"
+    )
+    parser.add_argument(
+        "--ep", type=int, help="number of ranks that share the experts (default: all)"
+    )
     parser.add_argument("--batch", type=int, default=2, help="sequences per rank and step")
     parser.add_argument("--seq", type=int, default=128, help="bytes per sequence")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--stay", action="store_true", help="stay when other ranks are lost")
-    parser.add_argument("--held-out", type=int, default=0, help="passages for losses at the end")
+    parser.add_argument(
+        "--stay", action="store_true", help="keep processes when other ranks are lost"
+    )
+    parser.add_argument(
+        "--held-out", type=int, default=0, help="passages held out for a loss at the end"
+    )
     parser.add_argument("--log-file", type=Path, help="append a JSON line for each step (rank 0)")
-    parser.add_argument("--hash-file", type=Path, help="receives the hash of the final state")
+    parser.add_argument("--hash-file", type=Path, help="file for the hash of the final state")
     parser.add_argument("--hash-steps", action="store_true", help="log the hash of every state")
     return parser.parse_args(argv)
 

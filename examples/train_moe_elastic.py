@@ -1,18 +1,19 @@
 """Trains the model of train_moe.py with uneven copies of its experts.
 
-Popular experts have more copies, and every expert at least two, on as many nodes; the plan is that
-of `holdfast plan --experts`, by `spec.elastic` of the job. No token is dropped. Start it with
-`torchrun --nproc-per-node 2 examples/train_moe_elastic.py`, or on several nodes, protected, with
-`holdfast run examples/moe-elastic-job.yaml`.
+Popular experts have more copies, and every expert has at least two, on two nodes or more. The plan
+is the one that `holdfast plan --experts` shows for `spec.elastic` of the job. No token is dropped.
+Start it with `torchrun --nproc-per-node 2 examples/train_moe_elastic.py`, or protected on several
+nodes with `holdfast run examples/moe-elastic-job.yaml`.
 
-A step has `--batch` sequences, whatever the number of ranks is, so losses depend on it only by
-rounding (least with `--dtype float64`). A rank with fewer of them weighs less.
+A step has `--batch` sequences whatever the number of ranks, so losses depend on that number only by
+rounding (least with `--dtype float64`). A rank with fewer sequences has less weight.
 
 With `--stay`, processes stay when nodes are lost or join (`minNodes`): experts move to other seats,
-and training goes on with the next step while every expert has a copy left. Each expert is captured
-by one of the ranks that hold it.
+and training continues with the next step as long as every expert has a copy left. Each expert is
+captured by one of the ranks that hold it.
 
-`--save-loads` writes the tokens that each expert got, and `--loads` plans with them the next time.
+`--save-loads` writes the number of tokens that each expert received, and `--loads` plans with these
+numbers the next time.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ CLIP_NORM = 1.0
 
 
 class ElasticLM(ByteLM):
-    """The byte-level language model, with layers whose experts lie where a plan says."""
+    """The byte-level language model, with layers whose experts lie where the plan puts them."""
 
     def __init__(
         self, args: argparse.Namespace, plan: moe.ExpertPlan, group: elastic.WorldGroup
@@ -70,7 +71,7 @@ class ElasticLM(ByteLM):
 
 
 def make_plan(args: argparse.Namespace, world: elastic.World) -> moe.ExpertPlan:
-    """The same plan on all ranks: the job's, unless --seats is given."""
+    """The plan, which is the same on all ranks: the job's, unless --seats is given."""
     loads = [[1] * args.experts] * args.layers
     if args.loads:
         loads = json.loads(args.loads.read_text())
@@ -93,20 +94,25 @@ def sum_over(world: elastic.World, value: Tensor) -> float:
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--dim", type=int, default=128, help="a multiple of 32")
+    parser.add_argument("--dim", type=int, default=128, help="width of the model, a multiple of 32")
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--experts", type=int, default=16, help="experts of a layer")
     parser.add_argument(
         "--seats", type=int, help="copies on a rank, instead of the job's spec.elastic"
     )
-    parser.add_argument("--min-copies", type=int, default=2, help="with --seats: of each expert")
     parser.add_argument(
-        "--placement", choices=list(moe.Placement), default="Auto", help="with --seats"
+        "--min-copies", type=int, default=2, help="with --seats: copies of each expert"
     )
-    parser.add_argument("--loads", type=Path, help="tokens of experts to plan for (JSON)")
-    parser.add_argument("--save-loads", type=Path, help="receives them at the end (rank 0)")
-    parser.add_argument("--batch", type=int, default=8, help="sequences of a step, over all ranks")
-    parser.add_argument("--per-rank", action="store_true", help="--batch is that of each rank")
+    parser.add_argument(
+        "--placement",
+        choices=list(moe.Placement),
+        default="Auto",
+        help="with --seats: how copies are placed",
+    )
+    parser.add_argument("--loads", type=Path, help="JSON file with the tokens of each expert")
+    parser.add_argument("--save-loads", type=Path, help="file for these tokens at the end (rank 0)")
+    parser.add_argument("--batch", type=int, default=8, help="sequences in a step, over all ranks")
+    parser.add_argument("--per-rank", action="store_true", help="--batch counts for each rank")
     parser.add_argument(
         "--dtype",
         choices=["bfloat16", "float32", "float64"],
@@ -115,9 +121,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seq", type=int, default=128, help="bytes per sequence")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--stay", action="store_true", help="stay when other ranks are lost")
+    parser.add_argument(
+        "--stay", action="store_true", help="keep processes when other ranks are lost"
+    )
     parser.add_argument("--log-file", type=Path, help="append a JSON line for each step (rank 0)")
-    parser.add_argument("--hash-file", type=Path, help="receives the hash of the final state")
+    parser.add_argument("--hash-file", type=Path, help="file for the hash of the final state")
     return parser.parse_args(argv)
 
 

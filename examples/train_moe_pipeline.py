@@ -1,12 +1,13 @@
-"""Trains a small Mixture-of-Experts model in pipeline stages, each of which can be lost.
+"""Trains a small Mixture-of-Experts model in pipeline stages, each of which may be lost.
 
-The model is that of `train_moe.py`, cut between its layers; the schedule of micro-batches is
-written out, so that one sees where tensors cross a boundary, or, with `--schedule`, one of
-`torch.distributed.pipelining`. With processes that stay, a stage whose ranks are all lost repeats
-steps alone, with what its neighbours have logged. Start it with `torchrun --nproc-per-node 4
-examples/train_moe_pipeline.py`, or protected with `holdfast run examples/moe-pipeline-job.yaml`.
+The model is the one of `train_moe.py`, cut between its layers. The schedule of micro-batches is
+written out, to show where tensors cross a boundary; `--schedule` chooses one of
+`torch.distributed.pipelining` instead. With processes that stay, a stage whose ranks are all lost
+repeats steps alone, with the tensors that its neighbours have logged. Start it with `torchrun
+--nproc-per-node 4 examples/train_moe_pipeline.py`, or protected with `holdfast run
+examples/moe-pipeline-job.yaml`.
 
-Shape suffixes as in `train_moe.py`.
+Shape suffixes are those of `train_moe.py`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ SCHEDULES = {
 
 
 class Stage(nn.Module):
-    """One layer, with the embedding before the first one and the head behind the last one."""
+    """One layer; the first stage also has the embedding, the last one the head."""
 
     def __init__(self, layer: int, layers: int, alone: elastic.WorldGroup) -> None:
         super().__init__()
@@ -57,8 +58,8 @@ class Stage(nn.Module):
         self.head = Linear(DIM, BYTE_VALUES) if layer == layers - 1 else None
 
     def forward(self, given: Tensor) -> tuple[Tensor, Tensor]:
-        """From bytes, or from what came of the stage before: what goes to the next stage, or
-        logits; and the load-balancing loss."""
+        """The output for the next stage, or logits, and the load-balancing loss. The input is
+        bytes, or the output of the previous stage."""
         x_BSD = given if self.embedding is None else self.embedding(given)
         [layer] = self.layers.values()
         x_BSD, balance = layer(F.dropout(x_BSD, DROPOUT))
@@ -104,8 +105,8 @@ def run_microbatches(
 
 
 class AddBalance(torch.autograd.Function):
-    """Adds the load-balancing loss to whatever loss comes of `out`: torch's stages know no other
-    loss than the last one's."""
+    """Adds the load-balancing loss to the loss that is computed from `out`: torch's stages know no
+    loss but the last one's."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, balance: Tensor) -> Tensor:
@@ -133,8 +134,8 @@ class TorchStage(nn.Module):
 def make_schedule(
     name: str, stages: list[Stage], layers: int, group: dist.ProcessGroup, shape_BT: torch.Size
 ) -> Callable[[Tensor], float]:
-    """A schedule of torch for batches of this shape, each sequence a micro-batch of its own. What
-    it returns is called with a batch, accumulates gradients and returns the loss, 0 on ranks
+    """A schedule of torch for batches of this shape, with each sequence as a micro-batch. The
+    returned function takes a batch, accumulates gradients and returns the loss, or 0 on ranks
     without the last layer."""
     kind: Any = get_schedule_class(name)
     tokens_BS = torch.zeros(1, shape_BT[1] - 1, dtype=torch.int64)
@@ -199,11 +200,17 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--microbatches", type=int, default=2)
-    parser.add_argument("--schedule", choices=[*SCHEDULES], help="of torch.distributed.pipelining")
-    parser.add_argument("--seq", type=int, default=32, help="bytes per sequence")
-    parser.add_argument("--log-mib", type=float, default=64, help="bound of each rank's log")
     parser.add_argument(
-        "--directory", type=Path, help="receives a JSON line for each step, by rank"
+        "--schedule", choices=[*SCHEDULES], help="a schedule of torch.distributed.pipelining"
+    )
+    parser.add_argument("--seq", type=int, default=32, help="bytes per sequence")
+    parser.add_argument(
+        "--log-mib", type=float, default=64, help="MiB that the log of a rank may take"
+    )
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        help="directory for the logs: a line of JSON for each step and rank",
     )
     return parser.parse_args(argv)
 

@@ -67,7 +67,7 @@ async def _lose_node(folder: Path, *, stay: bool) -> Kill:
             what=f"step {LOST_AFTER}",
         )
         at = time.time()
-        await cluster.kill_node(status.members[0].node)
+        await cluster.kill_node(status.local.members[0].node)
         outcome = await cluster.finished(timeout_s=WITHIN_S)
     finally:
         await cluster.stop()

@@ -236,7 +236,7 @@ async def _train_alone(plan: Plan) -> None:
 
 async def _disturb(cluster: LocalCluster, status: Status, rank: int, kind: Kind) -> Fault:
     """Kill a rank or its node."""
-    member = status.member_of(rank)
+    member = status.local.member_of(rank)
     assert member is not None
     at = time.time()
     if kind in (Kind.RANK, Kind.AWAY):
@@ -248,12 +248,12 @@ async def _disturb(cluster: LocalCluster, status: Status, rank: int, kind: Kind)
 
 def _has_standby(status: Status) -> bool:
     """Whether an agent waits on the spare, or there is no spare any more."""
-    return all(node.standby == "ready" for node in status.nodes if node.role == "spare")
+    return all(node.standby == "ready" for node in status.local.nodes if node.role == "spare")
 
 
 def has_completed(status: Status, size: int, step: int) -> bool:
     """Whether `size` ranks train, have completed `step`, and are protected in their epoch."""
-    ranks = [rank for member in status.members for rank in member.ranks]
+    ranks = [rank for member in status.local.members for rank in member.ranks]
     return (
         len(ranks) == size
         and all(rank.state == "HEALTHY" and rank.pid and rank.step >= step for rank in ranks)

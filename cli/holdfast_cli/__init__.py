@@ -1,6 +1,6 @@
-"""The `holdfast` command: what people run at a terminal.
+"""The `holdfast` command, which people run at a terminal.
 
-`commands` are its subcommands, each imported when it is used; `local` runs a job on virtual nodes
-of this machine, `planner` answers `holdfast plan` and `holdfast simulate`, `demo` shows all of it
-at once.
+`commands` holds its subcommands, each imported when it is used; `local` runs a job on virtual nodes
+of this machine, `planner` implements `holdfast plan` and `holdfast simulate`, and `demo` runs jobs
+that lose ranks and nodes, and checks the result.
 """

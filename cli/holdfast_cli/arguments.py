@@ -1,7 +1,7 @@
 """Arguments that several commands take, and the types of their values.
 
 Each command adds its own arguments (`commands.arguments`, `planner.arguments`, `demo.arguments`)
-and imports what it needs when it is called, so that `--help` prints at once.
+and imports its modules only when it is called, so that `--help` prints at once.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from holdfast_core.packages import PackageGroup, missing
 from holdfast_core.quantities import parse_bytes
 
 _OF_DAEMONS_AND_TRAINERS = ("fsspec", "prometheus_client", "torch")
-"""What the processes of a local run import. It is looked for before they start: otherwise each
-would fail by itself, and leave its reason in a log."""
+"""Packages that the processes of a local run import. They are looked for before any process starts:
+otherwise each process would fail by itself, and leave the reason in its log."""
 
 
 def check_processes(what: str) -> None:
-    """Raise MissingPackageError when daemons or trainers could not run here."""
+    """Raise MissingPackageError if daemons or trainers could not run on this installation."""
     for package in _OF_DAEMONS_AND_TRAINERS:
         if find_spec(package) is None:
             raise missing(what, package, PackageGroup.ALL)
@@ -42,23 +42,23 @@ def add_command(
 def add_cluster(
     parser: argparse.ArgumentParser, title: str = "in a cluster", *, system: bool = False
 ) -> None:
-    """Add what finds a job in a cluster."""
+    """Add the options that choose a job in a cluster."""
     add = parser.add_argument_group(title).add_argument
-    add("-n", "--namespace", metavar="NAME", help="of the job (default: default)")
-    add("--kubeconfig", metavar="FILE", help="default: the same as kubectl's")
-    add("--context", metavar="NAME", help="of the kubeconfig")
+    add("-n", "--namespace", metavar="NAME", help="namespace of the job (default: default)")
+    add("--kubeconfig", metavar="FILE", help="kubeconfig file (default: the one that kubectl uses)")
+    add("--context", metavar="NAME", help="context of the kubeconfig")
     if system:
         add(
             "--system-namespace",
             default="holdfast-system",
             metavar="NAME",
-            help="of Holdfast's own pods (default: %(default)s)",
+            help="namespace of Holdfast's own pods (default: %(default)s)",
         )
 
 
 def add_directory(parser: argparse.ArgumentParser) -> None:
     """Add `--dir`."""
-    parser.add_argument("--dir", type=Path, metavar="DIR", help="the run's directory")
+    parser.add_argument("--dir", type=Path, metavar="DIR", help="directory of the local run")
 
 
 def add_insecure(parser: argparse.ArgumentParser) -> None:
@@ -66,16 +66,20 @@ def add_insecure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--insecure",
         action="store_true",
-        help="no certificates or tokens between its processes (or HOLDFAST_INSECURE=1)",
+        help="run without certificates and tokens between processes (or set HOLDFAST_INSECURE=1)",
     )
 
 
 def add_run_choice(parser: argparse.ArgumentParser) -> None:
-    """Add what finds a local run, or a job in a cluster."""
+    """Add the options that choose a local run, or a job in a cluster, for `inject`."""
     add_directory(parser)
-    parser.add_argument("--job", metavar="JOB", help="the job's name, if there are several runs")
+    parser.add_argument("--job", metavar="JOB", help="name of the job, if there are several runs")
     add_cluster(parser, system=True)
-    parser.add_argument("--yes", action="store_true", help="do it, in a cluster")
+    parser.add_argument(
+        "--yes",
+        action="store_true",
+        help="in a cluster: inject the fault instead of only describing it",
+    )
 
 
 def size(text: str) -> int:

@@ -1,13 +1,13 @@
 """Reads job files: YAML from untrusted sources, in bounded memory and time.
 
-YAML can hold much in few bytes: an alias repeats what it names, and aliases of aliases can expand
-to more than fits in memory. So the events of the text are counted first, each alias with the size
-of what it stands for, and only a document of ordinary size is loaded.
+A few bytes of YAML can stand for very much: an alias repeats what it names, and aliases of aliases
+can expand beyond memory. So the events of the text are counted first, each alias with the size of
+its target, and only a document of ordinary size is loaded.
 
-A single number can cost much, too. Reading one in base 60 takes the square of its length, and keys
-beyond 64 bits can be chosen so that all of them meet in one place of a table. So numbers are
-bounded before they are read, and only what JSON has is read at all: numbers in base 60 and dates
-are text, as they are for Kubernetes.
+A single number can be expensive, too. Reading a number in base 60 takes time that grows with the
+square of its length, and keys beyond 64 bits can be chosen so that all of them collide in a hash
+table. So numbers are bounded before they are read, and only values that JSON has are read at all:
+numbers in base 60 and dates are text, as they are for Kubernetes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _KINDS = ("null", "bool", "int", "float", "str", "seq", "map")
 
 
 def load_job(path: Path) -> MoETrainingJob:
-    """The job in a YAML (or JSON) file.
+    """Read the job in a YAML (or JSON) file.
 
     Raises:
         InvalidJobError: when it cannot be read, or is no valid job.
@@ -52,7 +52,7 @@ def load_job(path: Path) -> MoETrainingJob:
 
 
 def read_document(data: bytes) -> Any:
-    """The plain values of a YAML document of one job.
+    """Read the plain values of a YAML document that holds one job.
 
     Raises:
         InvalidJobError: when it is not YAML, or larger than a job can be.
@@ -127,7 +127,7 @@ for _kind in ("bool", "int", "float"):
 
 
 def _count(text: str) -> None:
-    """Refuse a text that would be too deep or too large with every alias expanded."""
+    """Refuse a text that would be too deep or too large once every alias is expanded."""
     values, depth = 0, 0
     sizes: dict[str, int] = {}
     """Number of values that each finished anchor stands for."""

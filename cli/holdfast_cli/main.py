@@ -1,6 +1,7 @@
-"""The `holdfast` command: parses, wires, prints. Every error that it prints states what to do.
+"""The `holdfast` command: parses arguments and runs a subcommand.
 
-Exit codes: 0 all is well, 1 the job failed, 2 bad input, 130 interrupted.
+Every error that it prints states what to do. Exit codes: 0 success, 1 the job failed, 2 bad input,
+130 interrupted.
 """
 
 from __future__ import annotations
@@ -32,24 +33,24 @@ from holdfast_protos.command_line import add_version
 _EPILOG = """
 A job survives the loss of a rank, a daemon or a node. To see it:
 
-  holdfast demo                        everything at once, with a report
+  holdfast demo                        all of this in one run, with a report
   holdfast run job.yaml                a job on virtual nodes of this machine
-  holdfast status --watch              where it stands (in a second terminal)
+  holdfast status --watch              the state of the job (in a second terminal)
   holdfast inject kill-node n2         lose a node, and watch a spare take over
 
-`holdfast COMMAND --help` shows the options and examples of each.
+`holdfast COMMAND --help` shows the options of a command, and examples.
 """
 
 _COMPLETION_EPILOG = """
   eval "$(holdfast completion bash)"                        in ~/.bashrc
   holdfast completion zsh > ~/.zsh/functions/_holdfast      in a folder of $fpath
 
-kubectl completes `kubectl holdfast` where its own completion is set up: source <(kubectl
-completion bash), or zsh. It runs kubectl_complete-holdfast, which is installed with this command.
+kubectl completes `kubectl holdfast` once its own completion is set up: source <(kubectl completion
+bash), or zsh. It runs kubectl_complete-holdfast, which is installed with this command.
 """
 
 _GROUPS = {"run": PackageGroup.ALL, "demo": PackageGroup.ALL}
-"""Groups of packages that commands need, where `cli` is not enough."""
+"""Groups of packages that a command needs if `cli` is not enough."""
 
 
 def _completion(options: argparse.Namespace) -> int:
@@ -60,7 +61,7 @@ def _completion(options: argparse.Namespace) -> int:
 
 
 def build_parser(prog: str = "holdfast") -> argparse.ArgumentParser:
-    """Build the parser of the command line, which the user calls `prog`."""
+    """Build the parser of the command line, named `prog` in its messages."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Fault tolerance for Mixture-of-Experts training.",
@@ -86,7 +87,7 @@ def build_parser(prog: str = "holdfast") -> argparse.ArgumentParser:
 
 
 def _add_completion(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    text = "Print what a shell needs to complete commands and options."
+    text = "Print a script with which a shell completes commands and options."
     parser = add_command(commands, "completion", text, _COMPLETION_EPILOG)
     parser.add_argument("shell", choices=("bash", "zsh", "tcsh"), metavar="bash|zsh|tcsh")
     parser.set_defaults(handler=_completion)
@@ -104,7 +105,7 @@ def kubectl_complete() -> int:
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "holdfast") -> int:
-    """Run the command, which the user calls `prog`; returns the exit code."""
+    """Run the command, named `prog` in its messages; returns the exit code."""
     options = build_parser(prog).parse_args(arguments)
     group = _GROUPS.get(options.command, PackageGroup.CLI)
     try:

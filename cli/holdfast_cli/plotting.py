@@ -1,4 +1,5 @@
-"""Drawing is optional: whoever draws imports matplotlib only then, and says what to install."""
+"""Drawing is optional: modules that draw import matplotlib when they are used, and report what to
+install if it is missing."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import hashlib
 import shutil
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -137,7 +138,8 @@ def _inputs() -> Iterator[Path]:
         yield ROOT / name
     for kind in ("", "_elastic", "_pipeline"):
         yield ROOT / "examples" / f"train_moe{kind}.py"
-    for root in ("core", "protos", "storage", "daemon", "operator", "trainer_sdk", "cli"):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    for root in project["tool"]["setuptools"]["packages"]["find"]["where"]:
         for file in sorted((ROOT / root).rglob("*")):
             if file.is_file() and "__pycache__" not in file.parts:
                 yield file

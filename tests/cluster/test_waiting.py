@@ -197,7 +197,7 @@ def test_a_failed_job_keeps_its_snapshots_and_says_until_when(seen: Seen) -> Non
 
 def test_a_failed_job_is_persisted_and_goes_on_from_its_snapshots(seen: Seen) -> None:
     assert f"generation {seen.failed['protected']} of " in seen.persisted
-    assert "goes on from its newest protected generation" in seen.resumed
+    assert "it resumes from its newest protected generation" in seen.resumed
     assert seen.last["step"] > seen.failed["protectedStep"]
     assert seen.last["epoch"] == seen.failed["epoch"] + 1
     assert "keptUntil" not in seen.last and "endedAt" not in seen.last

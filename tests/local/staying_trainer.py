@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import dropout
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import holdfast
@@ -96,11 +97,16 @@ def samples() -> torch.Tensor:
     return torch.randn(SAMPLES, WIDTH + 1, generator=torch.Generator().manual_seed(2))
 
 
-def compute_gradients(model: nn.Module, data: torch.Tensor, indices: list[int]) -> None:
-    """Put the rounded gradients of a batch into the parameters."""
+def backward(model: nn.Module, data: torch.Tensor, indices: list[int]) -> None:
+    """Put the gradients of a batch into the parameters."""
     batch = data[indices]
     loss = (model(batch[:, :-1]).squeeze(1) - batch[:, -1]).square().mean()
     loss.backward()
+
+
+def compute_gradients(model: nn.Module, data: torch.Tensor, indices: list[int]) -> None:
+    """Put the rounded gradients of a batch into the parameters."""
+    backward(model, data, indices)
     for parameter in model.parameters():
         assert parameter.grad is not None
         parameter.grad.mul_(2**12).round_().div_(2**12)
@@ -178,6 +184,25 @@ def reduce_gradients(world: Any, everyone: Any, model: nn.Module, faults: Faults
         gradient.div_(world.size)
 
 
+def reduced_by_ddp(world: Any, model: nn.Module, faults: Faults) -> nn.Module:
+    """Let a DDP round and average the gradients."""
+
+    def prepare(ddp: DistributedDataParallel) -> None:
+        points = itertools.chain(["in-first-pass"], itertools.repeat("before-bucket"))
+
+        def reduce(group, bucket):  # type: ignore[no-untyped-def]  # torch reads the annotations
+            flat = bucket.buffer().mul_(2**12).round_().div_(2**12)
+            faults.at(next(points))
+            work = dist.all_reduce(flat, group=group, async_op=True)
+            faults.at("in-bucket")
+            return work.get_future().then(lambda done: done.value()[0].div_(world.size))
+
+        ddp.register_comm_hook(ddp.process_group, reduce)
+
+    made: nn.Module = world.ddp(model, prepare=prepare)
+    return made
+
+
 def save_every(steps: int) -> None:
     """Let only every n-th save be taken."""
     owner: Any = ProtectedSession
@@ -209,6 +234,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--every", type=int, default=1, help="steps from one save to the next")
+    parser.add_argument("--ddp", action="store_true", help="let a DDP reduce the gradients")
     parser.add_argument("--unlive", action="store_true", help="go back to the line always")
     parser.add_argument("--unshared", action="store_true", help="say that a tensor is not shared")
     args = parser.parse_args()
@@ -224,11 +250,12 @@ def main() -> None:
     faults.at("joined")
     everyone = world.group([list(range(world.size))])
     model, data = Model(faults.at), samples()
+    ddp = reduced_by_ddp(world, model, faults) if args.ddp else None
     optimizers = make_optimizers(model)
     sampler = holdfast.RecoverableSampler(data, rank=world.rank, replicas=world.size)
     faults.at("before-session")
     session = holdfast.init(
-        model=model,
+        model=ddp or model,
         optimizer=optimizers,
         stateful={"sampler": sampler},
         settings=holdfast.Settings(go_on_live=not args.unlive),
@@ -244,8 +271,11 @@ def main() -> None:
                 time.sleep(PACE_S)
                 for optimizer in optimizers:
                     optimizer.zero_grad()
-                compute_gradients(model, data, indices)
-                reduce_gradients(world, everyone, model, faults)
+                if ddp is not None:
+                    backward(ddp, data, indices)
+                else:
+                    compute_gradients(model, data, indices)
+                    reduce_gradients(world, everyone, model, faults)
                 faults.at("before-optimizer")
                 optimizers[0].step()
                 faults.at("in-optimizer")

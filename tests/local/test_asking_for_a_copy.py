@@ -11,7 +11,7 @@ from harness import JOB, RawCluster, RawJob
 
 from holdfast_cli.commands.persist import persist
 from holdfast_cli.local.directory import RunDirectory
-from holdfast_cli.local.status import NodeStatus, Status, encode
+from holdfast_cli.local.status import LocalStatus, NodeStatus, Status, encode
 from holdfast_cli.main import build_parser
 from holdfast_core.errors import HoldfastError
 from holdfast_core.job.status import Phase
@@ -47,23 +47,25 @@ def job(directory: RunDirectory, tmp_path: Path) -> Iterator[RawJob]:
 
 
 def _status(directory: RunDirectory, job: RawJob) -> Status:
-    return Status(
+    local = LocalStatus(
         job=JOB,
         time=time.time(),
         pid=0,
         directory=str(directory.path),
-        phase=Phase.RUNNING,
         reason="",
-        epoch=job.epoch,
         revision=0,
         world_size=job.size,
-        step=job.step,
         line="",
         line_reason="",
         complete="",
-        protected=str(job.generation),
-        restarts=0,
         nodes=tuple(_node(job, index) for index in range(job.size)),
+    )
+    return Status(
+        phase=Phase.RUNNING,
+        epoch=job.epoch,
+        step=job.step,
+        protected=str(job.generation),
+        local=local,
     )
 
 

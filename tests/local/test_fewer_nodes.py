@@ -174,7 +174,7 @@ async def running(*, stay: bool, members: int = 4, **more: Any) -> AsyncIterator
 async def lose(run: Run, *members: int, left: int) -> Status:
     """Kill the nodes of `members` at once, and wait until those that are left train."""
     status = run.cluster.status
-    nodes = [one.node for one in status.members if one.index in members]
+    nodes = [one.node for one in status.local.members if one.index in members]
     assert len(nodes) == len(members)
     for node in nodes:
         await run.cluster.kill_node(node)
@@ -196,7 +196,7 @@ def test_a_job_goes_from_four_nodes_to_three_to_two_and_back(stay: bool) -> None
             await lose(run, 1, left=3)
             smaller = await lose(run, 0, left=2)
             assert [one.index for one in smaller.members] == [2, 3]
-            gone = [one.name for one in smaller.nodes if not one.connected]
+            gone = [one.name for one in smaller.local.nodes if not one.connected]
             for node in gone:
                 await run.cluster.start_node(node)
             await run.wait_size(4, smaller.epoch, "four members again", START_S)
@@ -226,18 +226,18 @@ def test_a_node_with_a_notice_is_left_while_it_lives_and_no_step_is_lost(returns
     async def change() -> None:
         async with running(stay=True) as run:
             cluster, before = run.cluster, run.cluster.status
-            (home,) = [one.node for one in before.members if one.index == 1]
+            (home,) = [one.node for one in before.local.members if one.index == 1]
             faults.notice(cluster.directory, home)
             smaller = await run.wait_size(3, before.epoch, "three members")
             assert smaller.epoch == before.epoch + 1
             assert [one.index for one in smaller.members] == [0, 2, 3]
-            left = smaller.node(home)
+            left = smaller.local.node(home)
             assert left is not None and left.connected
             last, sizes = smaller, [4, 3]
             if returns:
                 await cluster.kill_node(home)
                 await cluster.wait_for(
-                    lambda status: not status.node(home).connected,  # type: ignore[union-attr]
+                    lambda status: not status.local.node(home).connected,  # type: ignore[union-attr]
                     timeout_s=WAIT_S,
                     what="the loss to be seen",
                 )
@@ -246,7 +246,7 @@ def test_a_node_with_a_notice_is_left_while_it_lives_and_no_step_is_lost(returns
                 last = await run.wait_size(4, smaller.epoch, "four members again", START_S)
                 assert last.epoch == smaller.epoch + 1
                 sizes.append(4)
-            for recovery in last.recoveries:
+            for recovery in last.local.recoveries:
                 assert (recovery.source, recovery.lost_steps) == (RestoreSource.LIVE, 0)
             await cluster.stop()
             assert await asyncio.to_thread(run.check) == sizes
@@ -297,11 +297,11 @@ def test_a_job_that_was_suspended_loses_a_rank_and_a_node_and_its_processes_stay
             resumed, cluster = run.cluster.status, run.cluster
             await cluster.kill_rank(2)
             whole = await run.wait_size(4, resumed.epoch, "the rank again", START_S)
-            (home,) = [one.node for one in whole.members if one.index == 1]
+            (home,) = [one.node for one in whole.local.members if one.index == 1]
             smaller = await lose(run, 1, left=3)
             await cluster.start_node(home)
             grown = await run.wait_size(4, smaller.epoch, "four members again", START_S)
-            for recovery in grown.recoveries[-3:]:
+            for recovery in grown.local.recoveries[-3:]:
                 assert (recovery.source, recovery.lost_steps) == (RestoreSource.LIVE, 0)
             await cluster.stop()
             assert await asyncio.to_thread(run.check) == [4, 3, 4]
@@ -323,7 +323,7 @@ def test_training_goes_on_at_once_and_the_replacement_joins_when_it_is_ready(wha
         async with running(stay=True, spares=1) as run:
             cluster = run.cluster
             before = cluster.status
-            (home,) = [one.node for one in before.members if one.index == 2]
+            (home,) = [one.node for one in before.local.members if one.index == 2]
             if what == "node":
                 await cluster.kill_node(home)
             else:
@@ -335,7 +335,7 @@ def test_training_goes_on_at_once_and_the_replacement_joins_when_it_is_ready(wha
             grown = await run.wait_size(4, smaller.epoch, "the replacement", START_S)
             assert grown.epoch == smaller.epoch + 1
             place = "n4" if what == "node" else home
-            assert [one.node for one in grown.members if one.index == 2] == [place]
+            assert [one.node for one in grown.local.members if one.index == 2] == [place]
             messages = {event.reason: event.message for event in cluster.events}
             assert f"member 2 gets ready on {place}" in messages["Recovering"]
             assert messages["Joined"].startswith(f"{place} joins as member 2; 4 of 4 members")
@@ -368,7 +368,7 @@ def test_storage_that_is_away_keeps_no_job_from_changing_its_world(tmp_path: Pat
             await cluster.wait_for(
                 lambda _: newest_set(tier) > 0, timeout_s=WAIT_S, what="a set in storage"
             )
-            (home,) = [one.node for one in cluster.status.members if one.index == 1]
+            (home,) = [one.node for one in cluster.status.local.members if one.index == 1]
             tier.rename(away)
             tier.write_text("a file where storage should be")
             smaller = await lose(run, 1, left=3)

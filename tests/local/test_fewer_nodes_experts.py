@@ -153,7 +153,7 @@ def test_experts_keep_their_versions_when_the_world_changes(policy: Any, redunda
     async def change(run: Run) -> None:
         async with run.cluster as cluster:
             status = await run.wait_size(4, 0, "the first steps")
-            lost = status.members[1].node
+            lost = status.local.members[1].node
             await cluster.kill_node(lost)
             smaller = await run.wait_size(3, status.epoch, "three members")
             await cluster.start_node(lost)

@@ -75,7 +75,7 @@ async def survive(shape: Shape, directory: Path, killed: int, point: str, *optio
     cluster = LocalCluster(job, LocalSettings(directory=directory / "run"))
 
     def recovered(status: Status) -> bool:
-        assert status.phase is not Phase.FAILED, status.reason
+        assert status.phase is not Phase.FAILED, status.local.reason
         return status.epoch > 1 and status.protected.startswith(f"{status.epoch}.")
 
     await cluster.start()
@@ -130,4 +130,4 @@ def test_survivors_that_were_kept_for_nothing_end_so_that_all_begin_anew_togethe
     assert status.epoch == 3, "the loss, and one restart of all"
     processes = {pid for rank in range(4) for _, epoch, pid in lines(tmp_path, rank) if epoch == 3}
     assert len(processes) == 4
-    assert status.failure is None or status.failure.exit_code == 128 + signal.SIGKILL
+    assert status.last_failure is None or status.last_failure.exit_code == 128 + signal.SIGKILL

@@ -67,8 +67,8 @@ async def run_killed(name: str, script: Path, folder: Path, memory: Path) -> Rec
         announced = cluster.status.recovery_mode
         await cluster.kill_rank(1)
         assert await cluster.finished(timeout_s=WAIT_S) is Outcome.COMPLETE
-        assert cluster.status.restarts == 1
-        (recovery,) = cluster.status.recoveries
+        assert cluster.status.recoveries == 1
+        (recovery,) = cluster.status.local.recoveries
         assert recovery.restored_step
     return announced
 
@@ -126,11 +126,11 @@ def test_a_model_of_transformers_in_a_loop_of_its_own_goes_on_with_fewer_nodes_a
             stay=True, members=3, transformers=True, **nodes
         ) as run:
             first = run.cluster.status
-            (home,) = [one.node for one in first.members if one.index == 1]
+            (home,) = [one.node for one in first.local.members if one.index == 1]
             smaller = await test_fewer_nodes.lose(run, 1, left=2)
             await run.cluster.start_node(home)
             grown = await run.wait_size(3, smaller.epoch, "three members again", WAIT_S)
-            for recovery in grown.recoveries:
+            for recovery in grown.local.recoveries:
                 assert (recovery.source, recovery.lost_steps) == (RestoreSource.LIVE, 0)
             await run.cluster.stop()
             assert await asyncio.to_thread(run.check) == [3, 2, 3]

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import zipfile
 from collections.abc import Callable, Iterable
 from email.message import Message
@@ -23,7 +24,8 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("core", "protos", "storage", "daemon", "operator", "trainer_sdk", "cli")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+SOURCES = tuple(PROJECT["tool"]["setuptools"]["packages"]["find"]["where"])
 GROUPS = ("trainer", "daemon", "catalogue", "operator", "cli")
 FRAMEWORKS = ("huggingface", "lightning")
 """Groups of training frameworks, each with the module `holdfast.integrations.<group>`."""

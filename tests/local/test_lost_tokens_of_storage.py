@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from test_lost_tokens_shown import WAIT_S, small_job
+from test_lost_tokens_shown import WAIT_S, has_lost, losses, small_job
 
 from holdfast._capture.partial_state import PartialState
 from holdfast._state.extras import split_extras
@@ -99,11 +99,8 @@ def test_what_older_experts_cost_is_counted_to_the_token(directory: Path) -> Non
 
     async def go_on() -> None:
         async with LocalCluster(job, LocalSettings(directory=directory / "second")) as cluster:
-            status = await cluster.wait_for(
-                lambda s: s.token_loss is not None and s.token_loss.newest is not None,
-                timeout_s=WAIT_S,
-            )
-            lost = status.token_loss
+            status = await cluster.wait_for(has_lost, timeout_s=WAIT_S)
+            lost = losses(status)
             assert lost is not None and lost.newest is not None
             assert lost.newest.step == stored.generation.step
             assert lost.newest.lost_tokens == lost.newest.total_tokens == expected > 0

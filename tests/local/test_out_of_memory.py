@@ -43,9 +43,9 @@ async def run():
     async with LocalCluster(job, LocalSettings(directory=folder / "run")) as cluster:
         outcome = await cluster.finished(timeout_s=float(sys.argv[2]))
         status = cluster.status
-    events = [[each.reason, each.message] for each in status.events]
-    causes = [each.cause for each in status.recoveries]
-    (folder / "end.json").write_text(json.dumps([outcome, status.reason, events, causes]))
+    events = [[each.reason, each.message] for each in status.local.events]
+    causes = [each.cause for each in status.local.recoveries]
+    (folder / "end.json").write_text(json.dumps([outcome, status.local.reason, events, causes]))
 
 asyncio.run(run())
 """

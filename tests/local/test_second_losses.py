@@ -40,14 +40,14 @@ class Change:
 
     @staticmethod
     def _pids_of(status: Status) -> dict[int, set[int]]:
-        return {one.index: {rank.pid for rank in one.ranks} for one in status.members}
+        return {one.index: {rank.pid for rank in one.ranks} for one in status.local.members}
 
     @staticmethod
     def _memory_of(status: Status) -> list[tuple[int, int]]:
-        return sorted((one.arena_bytes, one.parity_bytes) for one in status.members)
+        return sorted((one.arena_bytes, one.parity_bytes) for one in status.local.members)
 
     def node(self, member: int) -> str:
-        return next(one.node for one in self.cluster.status.members if one.index == member)
+        return next(one.node for one in self.cluster.status.local.members if one.index == member)
 
     def pid(self, member: int) -> int:
         return min(self.pids[member])
@@ -63,13 +63,13 @@ class Change:
     async def renew_daemons(self) -> None:
         """End the daemon of each node that is there, one after the other, as in an upgrade; return
         when others serve their memory."""
-        for before in [node for node in self.cluster.status.nodes if node.connected]:
+        for before in [node for node in self.cluster.status.local.nodes if node.connected]:
             name = before.name
             assert before.daemon_pid
             os.kill(before.daemon_pid, signal.SIGTERM)
 
             def back(status: Status, name: str = name, ended: int = before.incarnation) -> bool:
-                found = status.node(name)
+                found = status.local.node(name)
                 return found is not None and found.connected and found.incarnation > ended
 
             await self.cluster.wait_for(back, timeout_s=WAIT_S, what=f"another daemon on {name}")
@@ -100,7 +100,7 @@ class Change:
 
         def holds(status: Status) -> bool:
             return (
-                len(status.members) == members
+                len(status.local.members) == members
                 and status.protected.startswith(f"{status.epoch}.")
                 and is_recovered(status)
                 and self._memory_of(status) == self.memory
@@ -159,7 +159,10 @@ def test_a_second_node_is_lost_in_the_middle_of_a_shrink(point: str) -> None:
             await it.cluster.kill_node(it.node(1))
             smaller = await it.run.wait_size(2, it.first.epoch, "two members")
             assert [one.index for one in smaller.members] == [0, 2]
-            assert smaller.line == "" and smaller.recoveries[-1].source is RestoreSource.LIVE
+            assert (
+                smaller.local.line == ""
+                and smaller.local.recoveries[-1].source is RestoreSource.LIVE
+            )
             assert await it.check(0, 2) in ([4, 2], [4, 3, 2])
 
     asyncio.run(change())
@@ -216,7 +219,7 @@ def test_the_node_of_a_member_that_joins_is_lost(point: str) -> None:
             await it.cluster.start_node(home)
             await it.suffered()
             joins = it.cluster.status
-            assert len(joins.members) == 4
+            assert len(joins.local.members) == 4
             await it.cluster.kill_node(home)
             await it.run.wait_size(3, joins.epoch, "three members again")
             await it.cluster.start_node(home)
@@ -240,7 +243,7 @@ def test_a_launcher_dies_before_its_member_joins_and_disturbs_nobody() -> None:
                 lambda _: _kills_launcher(it, home, 1), timeout_s=WAIT_S, what="a launcher"
             )
             await it.cluster.wait_for(
-                lambda status: any(one.reason == "JoinerExited" for one in status.events),
+                lambda status: any(one.reason == "JoinerExited" for one in status.local.events),
                 timeout_s=WAIT_S,
                 what="its end",
             )
@@ -286,7 +289,7 @@ def test_below_the_minimum_a_job_waits_and_says_for_what_and_comes_back() -> Non
 
 def _scheduled(status: Status) -> str | None:
     """Message of a job that waits for a node; None while it does not."""
-    found = next(one for one in status.conditions if one.type is ConditionType.SCHEDULED)
+    found = next(one for one in status.conditions if one.type == ConditionType.SCHEDULED)
     return found.message if found.reason == "NoReplacement" else None
 
 
@@ -298,7 +301,7 @@ def test_the_leaders_daemon_dies_in_the_middle_of_a_shrink(point: str) -> None:
     async def change() -> None:
         async with changing() as it:
             leads = it.node(0)
-            daemon = next(one.daemon_pid for one in it.first.nodes if one.name == leads)
+            daemon = next(one.daemon_pid for one in it.first.local.nodes if one.name == leads)
             home = it.node(3)
             it.fail(it.pid(1), point, f"SIGKILL {daemon}")
             await it.cluster.kill_node(home)
@@ -377,7 +380,7 @@ def test_a_shrink_ends_without_the_control_loop(point: str) -> None:
             )
             await it.cluster.start()
             status = await it.run.wait_size(3, it.first.epoch, "three members")
-            assert status.epoch == begun.epoch and status.restarts == begun.restarts
+            assert status.epoch == begun.epoch and status.recoveries == begun.restarts
             await it.cluster.start_node(home)
             await it.ends_as_it_began()
             assert await it.check(0, 1, 2) == [4, 3, 4]

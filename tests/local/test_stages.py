@@ -188,7 +188,7 @@ class Run:
 
     def _prepare(self, fault: Fault, found: Sequence[Sequence[Line]]) -> None:
         """Have `fault` happen, once."""
-        node = self.cluster.status.node(self.cluster.status.members[fault.rank].node)
+        node = self.cluster.status.local.node(self.cluster.status.local.members[fault.rank].node)
         assert node is not None
         pid = found[fault.rank][-1].pid
         signal_and_pid = f"SIGTERM {node.daemon_pid}" if fault.daemon else f"SIGKILL {pid}"
@@ -256,7 +256,7 @@ def check_replay(run: Run, lost: Sequence[int]) -> None:
         states = {line.step: line.state for line in undisturbed(run.shape)[rank]}
         whole = run.with_whole_states(lines)  # the first ones as well
         assert all(line.state == states[line.step] for line in whole)
-    recovery, scope = run.cluster.status.recoveries[-1], run.shape.ranks_of(lost)
+    recovery, scope = run.cluster.status.local.recoveries[-1], run.shape.ranks_of(lost)
     assert recovery.source is RestoreSource.LIVE
     kept = next(rank for rank in run.shape.ranks if rank not in scope)
     target = max(line.step for line in run.lines()[kept] if line.epoch == 1)
@@ -332,7 +332,7 @@ def test_a_stage_that_has_repeated_steps_helps_the_next_one() -> None:
             assert len(by_process) == 2
             for steps in by_process.values():
                 assert steps == list(range(steps[0], steps[-1] + 1))  # none repeated in a process
-        assert run.cluster.status.recoveries[-1].source is RestoreSource.LIVE
+        assert run.cluster.status.local.recoveries[-1].source is RestoreSource.LIVE
 
 
 def check_all_went_back(run: Run, lost: Sequence[int]) -> None:
@@ -340,7 +340,7 @@ def check_all_went_back(run: Run, lost: Sequence[int]) -> None:
     for rank, lines in enumerate(run.check_end()):
         assert len({line.pid for line in lines}) == 1 + (rank in run.shape.ranks_of(lost))
         assert [line.step for line in lines].count(run.line + 1) > 1
-    assert run.cluster.status.recoveries[-1].source is RestoreSource.LOCAL
+    assert run.cluster.status.local.recoveries[-1].source is RestoreSource.LOCAL
 
 
 @pytest.mark.slow
@@ -351,7 +351,7 @@ def test_all_stages_go_back_where_a_log_is_missing(window: int) -> None:
     with running(TWO_BY_TWO, log_mib=0.01, window=window) as run:
         asyncio.run(run.lose([0]))
         check_all_went_back(run, [0])
-        assert "rank 2 has logged steps" in run.cluster.status.recoveries[-1].replay
+        assert "rank 2 has logged steps" in run.cluster.status.local.recoveries[-1].replay
 
 
 @pytest.mark.slow
@@ -363,7 +363,7 @@ def test_all_stages_go_back_where_a_replay_differs(window: int) -> None:
         check_all_went_back(run, [0])
         assert (
             "is not the message that rank 2 had received"
-            in run.cluster.status.recoveries[-1].replay
+            in run.cluster.status.local.recoveries[-1].replay
         )
 
 
@@ -389,7 +389,7 @@ def test_all_stages_go_back_where_a_rank_dies_while_one_repeats_steps(
             states = {line.step: line.state for line in undisturbed(run.shape)[rank]}
             whole = run.with_whole_states(lines)  # what was repeated in between as well
             assert all(line.state == states[line.step] for line in whole)
-        assert run.cluster.status.recoveries[-1].source is RestoreSource.LOCAL
+        assert run.cluster.status.local.recoveries[-1].source is RestoreSource.LOCAL
 
 
 @pytest.mark.slow
@@ -405,5 +405,5 @@ def test_a_daemon_is_renewed_while_a_stage_repeats_steps(fault: Fault, window: i
         asyncio.run(run.lose([0], then=[fault]))
         assert not list(run.directory.glob("fault-*"))
         check_replay(run, [0])
-        renewed = run.cluster.status.node(run.cluster.status.members[fault.rank].node)
+        renewed = run.cluster.status.local.node(run.cluster.status.local.members[fault.rank].node)
         assert renewed is not None and renewed.incarnation > run.incarnation

@@ -22,7 +22,7 @@ from world_sizes import is_recovered
 from holdfast_cli.commands.recorded_recoveries import RecoveryRecord, history_of
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
 from holdfast_cli.local.directory import NodeRecord
-from holdfast_cli.local.processes import marked
+from holdfast_cli.local.processes import marked_processes
 from holdfast_cli.local.status import NodeStatus
 from holdfast_core.catalogue.records import EventView
 from holdfast_core.job.parsing import parse_job
@@ -201,7 +201,7 @@ class Run:
 
     def newest(self) -> tuple[RestoreSource, int | None]:
         """Source and lost steps of the newest recovery, as the status shows them."""
-        recovery = self.cluster.status.recoveries[-1]
+        recovery = self.cluster.status.local.recoveries[-1]
         return recovery.source, recovery.lost_steps
 
     def node(self, name: str) -> NodeRecord:
@@ -211,7 +211,7 @@ class Run:
 
     def spare(self) -> NodeRecord:
         """The node of the run that has never had a member."""
-        return self.node(next(n.name for n in self.cluster.status.nodes if n.role == "spare"))
+        return self.node(next(n.name for n in self.cluster.status.local.nodes if n.role == "spare"))
 
     async def restart_spare(self) -> None:
         """Kill the daemon of the spare while an agent waits there; return when it is back."""
@@ -230,7 +230,7 @@ class Run:
         )
 
     def _status_of(self, name: str) -> NodeStatus:
-        found = self.cluster.status.node(name)
+        found = self.cluster.status.local.node(name)
         assert found is not None
         return found
 
@@ -271,7 +271,7 @@ def test_ranks_that_have_finished_wait_for_one_that_dies_in_the_last_step(
         run.fail(1, "last-step", "SIGKILL")
         async with run.cluster as cluster:
             assert await cluster.finished(timeout_s=WAIT_S) is Outcome.COMPLETE
-        assert marked(cluster.directory.mark()) == []  # nor is an agent left on the spare
+        assert marked_processes(cluster.directory.mark()) == []  # nor is an agent left on the spare
 
     with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
         run = Run(Path(path), steps)
@@ -384,8 +384,8 @@ def test_a_second_rank_dies_while_the_first_reform_is_going_on(
 
 @pytest.mark.timeout(240)
 def test_the_leaders_daemon_dies_during_the_reform(runner: asyncio.Runner, run: Run) -> None:
-    node = run.cluster.status.members[0].node
-    pid = next(one.daemon_pid for one in run.cluster.status.nodes if one.name == node)
+    node = run.cluster.status.local.members[0].node
+    pid = next(one.daemon_pid for one in run.cluster.status.local.nodes if one.name == node)
     faults = {1: ("forward", "SIGKILL"), 2: ("before-form", f"SIGKILL {pid}")}
     assert 1 in runner.run(disturb(run, "the leader's daemon", faults))
 
@@ -403,12 +403,12 @@ def test_a_daemon_is_renewed_in_the_middle_of_a_reform(
     """That of the leader, of the rank that is lost, and of a survivor: each ends as Kubernetes ends
     it when the operator renews daemons, and another one starts on its memory. A worker may start
     anew with its own daemon; the others stay."""
-    node = run.cluster.status.node(run.cluster.status.members[member].node)
+    node = run.cluster.status.local.node(run.cluster.status.local.members[member].node)
     assert node is not None
     faults = {1: ("forward", "SIGKILL"), 2: (point, f"SIGTERM {node.daemon_pid}")}
     changed = runner.run(disturb(run, f"a renewed daemon {point}", faults))
     assert 1 in changed and (2 not in changed or member == 2)
-    renewed = run.cluster.status.node(node.name)
+    renewed = run.cluster.status.local.node(node.name)
     assert renewed is not None and renewed.incarnation > node.incarnation
 
 
@@ -416,11 +416,13 @@ def test_a_daemon_is_renewed_in_the_middle_of_a_reform(
 def test_a_new_daemon_of_a_survivor_learns_that_its_worker_stays(
     runner: asyncio.Runner, run: Run
 ) -> None:
-    node = run.cluster.status.members[1].node
-    incarnation = next(one for one in run.cluster.status.nodes if one.name == node).incarnation
+    node = run.cluster.status.local.members[1].node
+    incarnation = next(
+        one for one in run.cluster.status.local.nodes if one.name == node
+    ).incarnation
 
     def back(status: Status) -> bool:
-        found = status.node(node)
+        found = status.local.node(node)
         return found is not None and found.connected and found.incarnation > incarnation
 
     async def restart() -> None:
@@ -460,7 +462,7 @@ def test_a_lost_node_is_replaced_by_the_spare_and_the_others_stay(
     async def lose() -> None:
         before = [one.pid for one in run.last() if one is not None]
         epoch = run.cluster.status.epoch
-        await run.cluster.kill_node(run.cluster.status.members[1].node)
+        await run.cluster.kill_node(run.cluster.status.local.members[1].node)
         await run.wait_works(epoch, "recovery from a lost node")
         after = [one.pid for one in run.last() if one is not None]
         assert [rank for rank in range(RANKS) if before[rank] != after[rank]] == [1]
@@ -470,7 +472,7 @@ def test_a_lost_node_is_replaced_by_the_spare_and_the_others_stay(
     assert waits is not None
     runner.run(lose())
     runner.run(asyncio.to_thread(run.check))
-    taken = run.node(run.cluster.status.members[1].node)
+    taken = run.node(run.cluster.status.local.members[1].node)
     assert taken.agents[1].process == waits.process and taken.standby is None
     worker = run.last()[1]
     assert (

@@ -280,7 +280,7 @@ def test_a_script_that_misuses_its_world_is_started_anew_or_goes_on_with_right_b
     with started("--misuse", kind, "--misuser", str(misuser)) as (run, runner):
         point = "changed" if kind in leads_to else "before-group"
         changed = runner.run(run.recover(kind, (1, point, "SIGKILL")))
-        source = run.cluster.status.recoveries[-1].source
+        source = run.cluster.status.local.recoveries[-1].source
         assert source is leads_to.get(kind, source)
         assert set(changed) >= anew
         run.check()
@@ -297,7 +297,7 @@ def test_a_rank_that_changes_a_parameter_after_the_vote_alone_leads_back_to_befo
     misuse = ("--misuse", "changes-after-vote", "--misuser", "0")
     with started(*misuse, snapshot=compared) as (run, runner):
         assert runner.run(run.recover("a rank", (1, "before-group", "SIGKILL"))) == [1]
-        recovery = run.cluster.status.recoveries[-1]
+        recovery = run.cluster.status.local.recoveries[-1]
         assert recovery.source is RestoreSource.LOCAL
         assert recovery.restored_step is not None and recovery.restored_step < ASTRAY_FROM
         run.check(astray=(1, ASTRAY_FROM))
@@ -312,9 +312,9 @@ def test_without_redundancy_ranks_return_from_their_nodes_memory_and_a_lost_node
     with started(redundancy={"type": "None"}, spares=1) as (run, runner):
         assert runner.run(run.recover("a rank", (1, "before-group", "SIGKILL"))) == [1]
         run.check()
-        runner.run(run.cluster.kill_node(run.cluster.status.members[1].node))
+        runner.run(run.cluster.kill_node(run.cluster.status.local.members[1].node))
         assert runner.run(run.cluster.finished(timeout_s=WAIT_S)) is Outcome.FAILED
-        assert "lacks ranks [1]); nothing was persisted" in run.cluster.status.reason
+        assert "lacks ranks [1]); nothing was persisted" in run.cluster.status.local.reason
 
 
 @pytest.mark.slow
@@ -339,7 +339,7 @@ def test_storage_that_is_away_during_a_recovery_keeps_no_process_from_staying() 
 @pytest.mark.timeout(400)
 def test_daemons_that_restart_around_a_recovery_leave_the_survivors_in_their_processes() -> None:
     with started() as (run, runner):
-        nodes = [member.node for member in run.cluster.status.members]
+        nodes = [member.node for member in run.cluster.status.local.members]
         runner.run(run.cluster.kill_daemon(nodes[0]))
         epoch = run.cluster.status.epoch
         run.fail(1, "before-group")

@@ -164,7 +164,7 @@ class Run:
 
     def node(self, member: int) -> str:
         """Node of a member."""
-        return next(one.node for one in self.cluster.status.members if one.index == member)
+        return next(one.node for one in self.cluster.status.local.members if one.index == member)
 
     async def lose(self, *members: int, left: int) -> Status:
         """Kill the nodes of members at once, and wait until the others train."""
@@ -194,7 +194,7 @@ class Run:
         """Have ranks suffer faults (SIGKILL unless given) where they come to a point, and wait
         until as many train again."""
         epoch = self.cluster.status.epoch
-        size = len(self.cluster.status.members) * self.nproc
+        size = len(self.cluster.status.local.members) * self.nproc
         for rank, point, *what in reversed(faults):
             self.arm(rank, point, *what or ["SIGKILL"])
 
@@ -360,11 +360,11 @@ def test_no_step_is_lost_while_every_expert_has_a_copy() -> None:
             await run.lose(1, left=4)
             smaller = await run.lose(0, 3, left=2)
             assert [one.index for one in smaller.members] == [2, 4]
-            gone = [one.name for one in smaller.nodes if not one.connected]
+            gone = [one.name for one in smaller.local.nodes if not one.connected]
             for name in gone[:2]:
                 await cluster.start_node(name)
             grown = await run.wait_size(4, smaller.epoch, "four members again")
-            recoveries = cluster.status.recoveries
+            recoveries = cluster.status.local.recoveries
             # Of one that the next change has cut off there is no source.
             assert {one.source for one in recoveries} <= {RestoreSource.LIVE, RestoreSource.UNKNOWN}
             assert recoveries[-1].source is RestoreSource.LIVE
@@ -396,18 +396,18 @@ def test_experts_move_when_loads_are_worth_it_and_no_loss_changes() -> None:
     async def change() -> None:
         async with running(Shape(seats=4, every=5, rebalance=100)) as run:
             first = run.cluster.status.experts
-            assert first is not None and first.cause is PlanCause.START
+            assert first is not None and first.cause == PlanCause.START
             moved = await run.cluster.wait_for(
                 lambda status: (
-                    status.experts is not None and status.experts.cause is PlanCause.LOADS
+                    status.experts is not None and status.experts.cause == PlanCause.LOADS
                 ),
                 timeout_s=WAIT_S,
                 what="a plan for other loads",
             )
             assert moved.epoch == 1
             smaller = await run.lose(1, left=3)
-            assert smaller.experts is not None and smaller.experts.cause is PlanCause.WORLD
-            assert [one.source for one in smaller.recoveries] == [RestoreSource.LIVE]
+            assert smaller.experts is not None and smaller.experts.cause == PlanCause.WORLD
+            assert [one.source for one in smaller.local.recoveries] == [RestoreSource.LIVE]
             told = [event.reason for event in run.cluster.events]
             assert told.count("ExpertsSeated") >= 3
             await run.cluster.stop()
@@ -448,7 +448,7 @@ def test_all_ranks_go_back_to_the_line_when_an_expert_has_lost_all_copies(
             only = min(holders.values(), key=lambda ranks: (len(ranks), sorted(ranks)))
             assert len(only) == lost
             smaller = await run.lose(*only, left=left)
-            assert smaller.recoveries[-1].source is not RestoreSource.LIVE
+            assert smaller.local.recoveries[-1].source is not RestoreSource.LIVE
             await run.cluster.stop()
             assert await asyncio.to_thread(run.check) == [shape.nodes, left]
             logs = run.logs()
@@ -494,7 +494,7 @@ def test_every_policy_and_redundancy_goes_on_live_restores_and_loads_densely(
         more = {"snapshot": {"policy": policy}, "redundancy": redundancy, "minNodes": least}
         async with running(Shape(seats=6, every=1), persists=True, **more) as run:
             smaller = await run.lose(1, left=3)
-            assert [one.source for one in smaller.recoveries] == [RestoreSource.LIVE]
+            assert [one.source for one in smaller.local.recoveries] == [RestoreSource.LIVE]
             store = SetStore(f"{run.directory}/tier", "default.uneven")
             first = Generation.parse(smaller.protected)
 
@@ -504,7 +504,7 @@ def test_every_policy_and_redundancy_goes_on_live_restores_and_loads_densely(
 
             await run.cluster.wait_for(persists, timeout_s=WAIT_S, what="a set of three ranks")
             await run.fail(*((rank, "after-forward") for rank in range(3)))
-            assert run.cluster.status.recoveries[-1].source is RestoreSource.LOCAL
+            assert run.cluster.status.local.recoveries[-1].source is RestoreSource.LOCAL
             await run.cluster.stop()
             older = run.check_found()
             older += run.check_set(store.complete()[0].generation)
@@ -526,10 +526,10 @@ def test_ranks_of_a_node_are_lost_and_come_back_together() -> None:
         async with running(Shape(seats=3, every=5, nproc=2)) as run:
             cluster = run.cluster
             smaller = await run.lose(2, left=3)
-            gone = [one.name for one in smaller.nodes if not one.connected]
+            gone = [one.name for one in smaller.local.nodes if not one.connected]
             await cluster.start_node(gone[0])
             await run.wait_size(4, smaller.epoch, "four members again")
-            assert {one.source for one in cluster.status.recoveries} == {RestoreSource.LIVE}
+            assert {one.source for one in cluster.status.local.recoveries} == {RestoreSource.LIVE}
             await cluster.stop()
             assert await asyncio.to_thread(run.check) == [8, 6, 8]
             assert run.repeated() == 0

@@ -55,7 +55,7 @@ async def disturb(run: Run, *struck: Fault) -> set[int]:
 
 def is_live(run: Run) -> bool:
     """Whether training went on live, after the newest recovery and all that it has cut off."""
-    recovery = run.cluster.status.recoveries[-1]
+    recovery = run.cluster.status.local.recoveries[-1]
     return recovery.source is RestoreSource.LIVE and not recovery.lost_steps
 
 
@@ -111,11 +111,11 @@ def test_a_daemon_ends_while_experts_take_their_seats(
     """It ends as by a crash, or as Kubernetes ends it when the operator renews daemons; another one
     starts on its memory."""
     repeated = run.repeated()
-    node = run.cluster.status.node(run.node(member))
+    node = run.cluster.status.local.node(run.node(member))
     assert node is not None
     changed = runner.run(disturb(run, (1, "before-sum"), (2, point, f"{what} {node.daemon_pid}")))
     assert {1} <= changed <= {1, member}
-    renewed = run.cluster.status.node(node.name)
+    renewed = run.cluster.status.local.node(node.name)
     assert renewed is not None and renewed.incarnation > node.incarnation
     assert is_live(run) and run.repeated() == repeated
 
@@ -132,7 +132,7 @@ def test_a_straggler_in_the_vote_is_waited_for(runner: asyncio.Runner, run: Run)
         run.arm(1, "before-vote", "SIGSTOP")
 
         def stands(status: Status) -> bool:
-            others = [status.rank(rank) for rank in (0, 2, 3)]
+            others = [status.local.rank(rank) for rank in (0, 2, 3)]
             return not run.pending() and all(one and one.idle_s > 3 for one in others)
 
         await run.cluster.wait_for(stands, timeout_s=WAIT_S, what="the others to wait")
@@ -159,7 +159,7 @@ def test_a_node_is_lost_and_another_one_comes_while_nobody_controls_the_job() ->
         async with running(SHAPE) as run:
             cluster = run.cluster
             smaller = await run.lose(1, left=3)
-            (gone,) = [one.name for one in smaller.nodes if not one.connected]
+            (gone,) = [one.name for one in smaller.local.nodes if not one.connected]
             lost = run.node(3)
             await cluster.detach()
             await asyncio.to_thread(faults.kill_node, cluster.directory, lost)
@@ -178,7 +178,7 @@ def test_a_node_is_lost_and_another_one_comes_while_nobody_controls_the_job() ->
             steps = {rank: line.step for rank, line in run.newest().items()}
             await cluster.start()
             grown = await run.wait_size(3, smaller.epoch, "three members again")
-            assert sorted(one.index for one in grown.members) == [0, 1, 2]
+            assert sorted(one.index for one in grown.local.members) == [0, 1, 2]
             assert is_live(run)
             await cluster.stop()
             assert await asyncio.to_thread(run.check) == [4, 3, 2, 3]
@@ -205,7 +205,7 @@ def test_a_notice_for_one_node_comes_with_the_crash_of_another() -> None:
             least = await run.wait_size(2, epoch, "both members to be gone")
             assert [one.index for one in least.members] == [1, 3]
             assert is_live(run)
-            sources = {one.source for one in cluster.status.recoveries}
+            sources = {one.source for one in cluster.status.local.recoveries}
             assert sources <= {RestoreSource.LIVE, RestoreSource.UNKNOWN}
             await cluster.stop()
             assert await asyncio.to_thread(run.check) in ([4, 3, 2], [4, 2])

@@ -154,7 +154,7 @@ class Run:
     def renew(self, point: str, rank: int) -> NodeStatus:
         """Have a rank's daemon end at the rank's next arrival at a point, as Kubernetes ends it
         when the operator renews daemons; return what it is now."""
-        node = self.cluster.status.node(self.cluster.status.members[rank].node)
+        node = self.cluster.status.local.node(self.cluster.status.local.members[rank].node)
         assert node is not None
         self._prepare(rank, f"{point} SIGTERM {node.daemon_pid}")
         return node
@@ -278,12 +278,12 @@ def test_nodes_and_daemons_are_lost_within_windows(redundancy: str, stay: bool) 
         cluster = run.cluster
         for lost in range(3):
             step, epoch = run.step(), cluster.status.epoch
-            node = cluster.status.members[lost % run.ranks].node
+            node = cluster.status.local.members[lost % run.ranks].node
             runner.run(cluster.kill_daemon(node))
             runner.run(run.wait(epoch - 1, step + 4 * run.window, "windows after a daemon"))
             runner.run(run.lose((lost % run.ranks,), lost, "step"))
         epoch, step = cluster.status.epoch, run.step()
-        runner.run(cluster.kill_node(cluster.status.members[0].node))
+        runner.run(cluster.kill_node(cluster.status.local.members[0].node))
         runner.run(run.wait(epoch, step + 2 * run.window, "recovery of a node"))
         assert run.check() <= {1, 2}
 
@@ -327,7 +327,7 @@ def test_daemons_are_renewed_within_windows_and_while_one_is_repeated(repeats: R
             assert run.cluster.status.epoch == epoch
             run.renew("resumed", 1 - rank)
             runner.run(run.lose((rank,), phase, "step"))
-            new = run.cluster.status.node(old.name)
+            new = run.cluster.status.local.node(old.name)
             assert new is not None and new.incarnation > old.incarnation
         assert run.check() == (set() if repeats is OPTIMIZER else {1, 2})
 

@@ -109,7 +109,7 @@ def run(directory: Path, job: MoETrainingJob) -> tuple[Outcome, Status, dict[str
 @pytest.mark.timeout(300)
 def test_a_script_without_init_trains_for_longer_than_a_start_may_take(directory: Path) -> None:
     outcome, status, seen = run(directory, job_of(directory, TRAINS, 2 * START_S))
-    assert (outcome, status.restarts) == (Outcome.COMPLETE, 0)
+    assert (outcome, status.recoveries) == (Outcome.COMPLETE, 0)
     assert "rank 0 works without protection" in seen["Running NotAllRanksReady"]
 
 
@@ -117,7 +117,7 @@ def test_a_script_without_init_trains_for_longer_than_a_start_may_take(directory
 @pytest.mark.timeout(300)
 def test_a_script_whose_saves_are_refused_trains_to_its_end(directory: Path) -> None:
     outcome, status, seen = run(directory, job_of(directory, REFUSED, 2 * START_S, "1Mi"))
-    assert (outcome, status.restarts) == (Outcome.COMPLETE, 0)
+    assert (outcome, status.recoveries) == (Outcome.COMPLETE, 0)
     assert "1 ranks train in epoch 1" in seen["Running TrainsUnprotected"]
     assert "rank 0 trains without protection" in seen["Protected TrainsUnprotected"]
 
@@ -126,4 +126,4 @@ def test_a_script_whose_saves_are_refused_trains_to_its_end(directory: Path) -> 
 @pytest.mark.timeout(300)
 def test_a_script_that_sleeps_before_its_session_is_restarted(directory: Path) -> None:
     outcome, status, _ = run(directory, job_of(directory, HANGS, directory / "mark"))
-    assert (outcome, status.restarts) == (Outcome.COMPLETE, 1)
+    assert (outcome, status.recoveries) == (Outcome.COMPLETE, 1)

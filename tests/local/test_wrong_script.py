@@ -56,15 +56,15 @@ def test_a_script_that_fails_at_import_fails_the_job_with_its_last_lines(directo
 
     outcome, status = asyncio.run(run())
     assert outcome is Outcome.FAILED
-    assert status.restarts == 2
-    assert "3 times in the same way before the job's first step" in status.reason
-    assert status.failure is not None
-    for text in (status.reason, status.failure.last_lines, *_last_messages(status)):
+    assert status.recoveries == 2
+    assert "3 times in the same way before the job's first step" in status.local.reason
+    assert status.last_failure is not None and status.last_failure.last_lines is not None
+    for text in (status.local.reason, status.last_failure.last_lines, *_last_messages(status)):
         assert text.endswith("ModuleNotFoundError: No module named 'no_such_module'")
         assert "password=***" in text and "hunter2" not in text
 
 
 def _last_messages(status: Status) -> list[str]:
-    messages = [e.message for e in status.events if e.reason in ("LastLines", "Failed")]
+    messages = [e.message for e in status.local.events if e.reason in ("LastLines", "Failed")]
     assert len(messages) == 2
     return messages

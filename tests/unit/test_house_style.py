@@ -21,7 +21,8 @@ import pytest
 import torch.utils._device
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCE_ROOTS = ("core", "protos", "storage", "daemon", "operator", "trainer_sdk", "cli")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+SOURCE_ROOTS = tuple(PROJECT["tool"]["setuptools"]["packages"]["find"]["where"])
 OTHER_ROOTS = ("charts", "tests", "benchmarks", "examples", "gpu")
 
 FUNCTION_LINES_MAX = 70
@@ -232,7 +233,7 @@ def _used(module: str, tree: ast.Module) -> Iterator[str]:
 
 
 def test_what_is_public_has_a_caller_outside_tests() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project = PROJECT["project"]
     groups = [project["scripts"], *project["entry-points"].values()]
     used = {entry.replace(":", ".") for group in groups for entry in group.values()}
     public: set[str] = set()

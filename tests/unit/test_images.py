@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+SOURCES = tuple(PROJECT["tool"]["setuptools"]["packages"]["find"]["where"])
 
 
 @pytest.mark.parametrize("file", sorted(path.name for path in ROOT.glob("Dockerfile.*")))
@@ -26,7 +29,7 @@ def test_what_an_image_copies_is_let_through(file: str) -> None:
         for word in words
         if not word.startswith("--")
     }
-    assert sources
+    assert set(map(Path, SOURCES)) <= sources, "pip needs all folders that pyproject.toml names"
     for source in sources:
         assert (ROOT / source).exists(), source
         assert {source, *source.parents} & let_through, f"{source} is not in .dockerignore"

@@ -15,12 +15,13 @@ lost ranks start again. In a script without `world`, all processes start again.
 from __future__ import annotations
 
 from holdfast._daemon.following import WorldFollower
+from holdfast._elastic.ddp import WorldDDP
 from holdfast._elastic.pipeline import Pipeline
 from holdfast._elastic.world import World, WorldGroup
 from holdfast._environment import read_environment
 from holdfast._exits import set_exit_codes
 
-__all__ = ["Pipeline", "World", "WorldGroup", "init"]
+__all__ = ["Pipeline", "World", "WorldDDP", "WorldGroup", "init"]
 
 TIMEOUT_S = 600.0
 

@@ -18,10 +18,10 @@ from holdfast_cli.arguments import (
 )
 
 _RUN_EPILOG = """
-The job file is the same MoETrainingJob that Kubernetes takes. spec.nodes + spares virtual nodes are
-made on this machine: each has a daemon process, a directory on /dev/shm and a loopback address.
-Ctrl-C stops the job and frees its memory. A `holdfast run` that is killed leaves daemons and
-trainers running; running the same command again takes them over.
+The job file is the same MoETrainingJob that Kubernetes takes. This machine gets spec.nodes + spares
+virtual nodes, each with a daemon process, a directory on /dev/shm and a loopback address. Ctrl-C
+stops the job and frees its memory. If `holdfast run` itself is killed, daemons and trainers keep
+running, and the same command takes them over.
 
   holdfast run job.yaml
   holdfast run job.yaml --dir /tmp/run1 --redis redis://localhost:6379/0
@@ -29,27 +29,27 @@ trainers running; running the same command again takes them over.
 
 
 _STATUS_EPILOG = """
-  holdfast status                      of the only run on this machine
-  holdfast status job.yaml --watch     until the job ends
+  holdfast status                      the only run on this machine
+  holdfast status job.yaml --watch     follow this job until it ends
   holdfast status --dir /tmp/run1 --json | jq .protected
-  holdfast status -n team-a            all jobs of a namespace of a cluster
-  holdfast status -n team-a llm        one of them
-  holdfast status llm                  the run on this machine; without one, and with a kubeconfig,
-                                       the job of the namespace default
+  holdfast status -n team-a            all jobs in a namespace of a cluster
+  holdfast status -n team-a llm        one of these jobs
+  holdfast status llm                  the run of llm on this machine; if there is none, and there
+                                       is a kubeconfig, the job llm in the namespace default
 """
 
 
 _INJECT_EPILOG = """
-  holdfast inject kill-rank 3          SIGKILL a rank: restored from its node's memory
-  holdfast inject stop-rank 3          it hangs; noticed after detection.hangSeconds
-  holdfast inject kill-daemon n1       training goes on; the daemon adopts its memory
-  holdfast inject kill-node n2         a spare takes over, its memory rebuilt from parity
-  holdfast inject start-node n2        it is back, with empty memory: a spare, or a member again
-  holdfast inject notice n2            it will be lost: a copy goes to storage, a spare takes over
+  holdfast inject kill-rank 3          SIGKILL a rank: it restores from its node's memory
+  holdfast inject stop-rank 3          the rank hangs; noticed after detection.hangSeconds
+  holdfast inject kill-daemon n1       training continues; the next daemon adopts the memory
+  holdfast inject kill-node n2         a spare takes over and rebuilds its memory from parity
+  holdfast inject start-node n2        n2 is back with empty memory: as a spare, or a member again
+  holdfast inject notice n2            n2 will be lost: a copy goes to storage, a spare takes over
   holdfast inject corrupt 0            flip a byte of rank 0's newest snapshot
   holdfast inject corrupt 0 --parity   flip a byte of a parity block on rank 0's node
 
-in a cluster, where each prints what it will do, and does it with --yes:
+in a cluster, where each command prints what it would do, and does it only with --yes:
   holdfast inject kill-rank 3 -n team-a --job llm --yes    as above, in the pod (needs pods/exec)
   holdfast inject delete-pod 1 -n team-a --job llm --yes   the pod of member 1 (needs delete pods)
   holdfast inject kill-daemon node-7 -n team-a --yes       for administrators: a node's daemon
@@ -64,18 +64,18 @@ _LOGS_EPILOG = """
 
 
 _HISTORY_EPILOG = """
-  holdfast history                     of the only run on this machine; it needs run --redis URL
-  holdfast history llm --plot llm.png  the same as a picture
-  holdfast history -n team-a llm       of a job in a cluster, through a forwarded port; needs
-                                       kubectl, and the right to read the Secret of Redis
+  holdfast history                     the only run on this machine, if it was started with --redis
+  holdfast history llm --plot llm.png  draw the history as well
+  holdfast history -n team-a llm       a job in a cluster, through a forwarded port; needs kubectl,
+                                       and the right to read the Secret of Redis
   HOLDFAST_REDIS_URL=redis://:PASSWORD@HOST:6379/0 holdfast history team-a.llm --json
 """
 
 
 _PERSIST_EPILOG = """
-  holdfast persist                     of the only run on this machine
+  holdfast persist                     the only run on this machine
   holdfast persist llm --wait 60       give up after a minute
-  holdfast persist -n team-a llm       of a job in a cluster, by the annotation holdfast.dev/persist
+  holdfast persist -n team-a llm       a job in a cluster: sets its annotation holdfast.dev/persist
                                        (needs the right to patch the job)
 """
 
@@ -159,13 +159,15 @@ def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     )
     parser.add_argument("job", type=Path, metavar="JOB.yaml", help="a MoETrainingJob")
     add_directory(parser)
-    parser.add_argument("--redis", default="", metavar="URL", help="catalogue for the daemons")
+    parser.add_argument(
+        "--redis", default="", metavar="URL", help="Redis where daemons record the job's history"
+    )
     parser.add_argument(
         "--standby",
         type=count_or_zero,
         default=1,
         metavar="N",
-        help="spares on which a launcher waits, with torch imported (default: %(default)s)",
+        help="number of spares on which a launcher waits with torch loaded (default: %(default)s)",
     )
     add_insecure(parser)
     parser.set_defaults(handler=_run)
@@ -177,7 +179,7 @@ def add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = add_command(commands, "status", text, _STATUS_EPILOG)
     parser.add_argument("job", nargs="?", metavar="JOB", help="the job's name, or its file")
     add_directory(parser)
-    add_cluster(parser, "in a cluster (any of these)")
+    add_cluster(parser, "in a cluster (any of these options chooses one)")
     how = parser.add_mutually_exclusive_group()
     how.add_argument(
         "--once", action="store_true", help="print once and exit (default without a tty)"
@@ -193,7 +195,7 @@ def add_suspend(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         ("suspend", "End the pods of a job in a cluster; its snapshots stay in memory."),
         (
             "resume",
-            "Start a suspended job again, or one that has failed and keeps its snapshots, from its "
+            "Restart a suspended job, or a failed job that still keeps its snapshots, from its "
             "newest protected generation.",
         ),
     ):
@@ -205,19 +207,28 @@ def add_suspend(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def add_logs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `holdfast logs`."""
-    text = "Print what the trainers of a job in a cluster write, with their members and ranks."
+    text = (
+        "Print the logs of the trainers of a job in a cluster, each line with its member and ranks."
+    )
     parser = add_command(commands, "logs", text, _LOGS_EPILOG)
     add = parser.add_argument
     add("job", metavar="JOB", help="the job's name, or its file")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--member", type=int, metavar="M", help="of one member only")
-    which.add_argument("--rank", type=int, metavar="R", help="of the member with this rank only")
-    add("-f", "--follow", action="store_true", help="go on until the job ends, also in new pods")
-    add("--tail", type=count_or_zero, metavar="N", help="begin with the last N lines of each pod")
+    which.add_argument("--member", type=int, metavar="M", help="only the logs of this member")
+    which.add_argument(
+        "--rank", type=int, metavar="R", help="only the logs of the member that has this rank"
+    )
+    add(
+        "-f",
+        "--follow",
+        action="store_true",
+        help="keep printing until the job ends, also from new pods",
+    )
+    add("--tail", type=count_or_zero, metavar="N", help="start with the last N lines of each pod")
     add(
         "--previous",
         action="store_true",
-        help="print the last lines of the newest trainer that failed, whose pod is gone",
+        help="print the last lines of the trainer that failed last, even if its pod is gone",
     )
     add_cluster(parser)
     parser.set_defaults(handler=_logs, dir=None)
@@ -225,9 +236,7 @@ def add_logs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 def add_history(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `holdfast history`."""
-    text = (
-        "Show a job's recoveries, their stages and losses over time, from the catalogue in Redis."
-    )
+    text = "Show a job's recoveries, with their stages and losses, from the catalogue in Redis."
     parser = add_command(commands, "history", text, _HISTORY_EPILOG)
     parser.add_argument("job", nargs="?", metavar="JOB", help="the job's name, or its file")
     add_directory(parser)
@@ -235,9 +244,12 @@ def add_history(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--redis",
         default="",
         metavar="URL",
-        help="the catalogue (default: $HOLDFAST_REDIS_URL, then that of the run or the cluster)",
+        help="URL of the catalogue (default: $HOLDFAST_REDIS_URL, then the catalogue of the run or "
+        "of the cluster)",
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it: .png, .svg or .pdf")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the history: .png, .svg or .pdf"
+    )
     parser.add_argument("--json", action="store_true", help="print the history as JSON")
     add_cluster(parser, system=True)
     parser.set_defaults(handler=_history)
@@ -251,7 +263,7 @@ def add_inject(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     kinds = parser.add_subparsers(dest="fault", metavar="FAULT", required=True)
     for name, text in (
         ("kill-rank", "SIGKILL a rank"),
-        ("stop-rank", "SIGSTOP a rank: it hangs"),
+        ("stop-rank", "SIGSTOP a rank, so that it hangs"),
         ("cont-rank", "SIGCONT a rank"),
         ("corrupt", "flip a byte of a rank's newest snapshot"),
     ):
@@ -259,10 +271,16 @@ def add_inject(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         kind.add_argument("rank", type=int, metavar="RANK")
         if name == "corrupt":
             kind.add_argument(
-                "--parity", action="store_true", help="of a parity block on the rank's node"
+                "--parity",
+                action="store_true",
+                help="flip a byte of a parity block on the rank's node instead",
             )
         add_run_choice(kind)
-    kind = kinds.add_parser("delete-pod", help="delete a member's pod", description="In a cluster.")
+    kind = kinds.add_parser(
+        "delete-pod",
+        help="delete a member's pod",
+        description="Delete the pod of a member, in a cluster.",
+    )
     kind.add_argument("member", type=int, metavar="MEMBER")
     add_run_choice(kind)
     for name, text in (
@@ -284,7 +302,11 @@ def add_persist(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("job", nargs="?", metavar="JOB", help="the job's name, or its file")
     add_directory(parser)
     parser.add_argument(
-        "--wait", type=positive, default=600.0, metavar="S", help="default %(default)s"
+        "--wait",
+        type=positive,
+        default=600.0,
+        metavar="S",
+        help="seconds to wait (default %(default)s)",
     )
     add_cluster(parser)
     parser.set_defaults(handler=_persist)
@@ -300,10 +322,21 @@ def add_certificates(commands: argparse._SubParsersAction[argparse.ArgumentParse
         type=Path,
         required=True,
         metavar="DIR",
-        help="where to write them; a CA there is reused",
+        help="directory for the certificates; a CA in it is reused",
     )
-    add("--domain", default="local", metavar="NAME", help="in a cluster: the namespace of Holdfast")
-    add("--days", type=int, default=365, metavar="N", help="how long they are valid (default 365)")
+    add(
+        "--domain",
+        default="local",
+        metavar="NAME",
+        help="domain in the names; in a cluster, the namespace of Holdfast",
+    )
+    add(
+        "--days",
+        type=int,
+        default=365,
+        metavar="N",
+        help="number of days for which they are valid (default 365)",
+    )
     parser.set_defaults(handler=_certificates)
 
 
@@ -312,24 +345,45 @@ def add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     text = "Write a persisted generation in a format that other tools read."
     parser = add_command(commands, "export", text, _EXPORT_EPILOG)
     add = parser.add_argument
-    add("uri", metavar="URI", help="of the job's sets; or, with --job, of the tier")
-    add("--job", metavar="JOB", help="the job's directory below the tier")
-    add("--generation", metavar="EPOCH.STEP", help="default: the newest complete one")
-    add("--to", type=Path, required=True, metavar="DIR", help="created if it does not exist")
+    add("uri", metavar="URI", help="URI of the job's sets; with --job, URI of the durable tier")
+    add("--job", metavar="JOB", help="name of the job's directory in the durable tier")
+    add(
+        "--generation",
+        metavar="EPOCH.STEP",
+        help="generation to export (default: the newest complete one)",
+    )
+    add(
+        "--to",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="directory for the result; created if it does not exist",
+    )
     add(
         "--format",
         choices=["safetensors", "dcp"],
         default="safetensors",
-        help="default %(default)s",
+        help="format of the result (default %(default)s)",
     )
-    add("--names", metavar="hf|FILE", help="rename: the example model for Hugging Face, or a table")
-    add("--optimizer", action="store_true", help="the optimizer states as well")
-    add("--shard-size", type=size, default=5_000_000_000, metavar="SIZE", help="default 5G")
+    add(
+        "--names",
+        metavar="hf|FILE",
+        help="rename tensors: hf for the example model, or a file with rules",
+    )
+    add("--optimizer", action="store_true", help="export the optimizer states as well")
+    add(
+        "--shard-size",
+        type=size,
+        default=5_000_000_000,
+        metavar="SIZE",
+        help="largest file (default 5G)",
+    )
     add(
         "--tensor-parallel",
         action="append",
         default=[],
         metavar="PATTERN=DIM",
-        help="how plain tensors were cut over tensor-parallel ranks; -1: whole copies",
+        help="dimension along which tensor-parallel ranks cut plain tensors of matching names; -1 "
+        "if every rank has a whole copy",
     )
     parser.set_defaults(handler=_export)

@@ -1,7 +1,8 @@
-"""Finds the Redis with the catalogue: that of a local run, or that of a cluster's daemons.
+"""Finds the Redis that holds the catalogue of a local run, or of a cluster's daemons.
 
-In a cluster the URL, with the password, is in the Secret that the daemons' DaemonSet refers to. So
-only those who may read that Secret read all jobs' history; to others the API server refuses it.
+In a cluster the URL, with its password, is in the Secret to which the daemons' DaemonSet refers. So
+only users who may read that Secret can read the history of all jobs; the API server refuses all
+others.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from holdfast_cli.commands import kubectl
-from holdfast_cli.commands.cluster_calls import connected
+from holdfast_cli.commands.cluster_calls import call_cluster
 from holdfast_cli.local.directory import RunDirectory
 from holdfast_core.errors import InvalidJobError, StorageError
 from holdfast_operator.kube.client.resources import DAEMON_SETS, SECRETS
@@ -26,7 +27,7 @@ REDIS_PORT = 6379
 
 
 def of_run(directory: RunDirectory) -> str:
-    """URL of the catalogue of a local run, which may have ended.
+    """URL of the catalogue of a local run, even if the run has ended.
 
     Raises:
         StorageError: when it has none.
@@ -43,13 +44,13 @@ def of_run(directory: RunDirectory) -> str:
 
 @contextmanager
 def of_cluster(options: argparse.Namespace) -> Iterator[str]:
-    """URL at which this machine reaches the catalogue of a cluster while the context lasts.
+    """URL at which this machine reaches the catalogue of a cluster until the context ends.
 
     Raises:
         StorageError: when its daemons have no catalogue.
         ApiError: when the user may not read where it is.
     """
-    url = connected(options, _url_in_secret)
+    url = call_cluster(options, _url_in_secret)
     parts = urlsplit(url)
     service, _, rest = (parts.hostname or "").partition(".")
     namespace, _, suffix = rest.partition(".")
@@ -58,25 +59,25 @@ def of_cluster(options: argparse.Namespace) -> Iterator[str]:
         return
     if parts.scheme != "redis":
         raise InvalidJobError(
-            f"the catalogue is at {parts.scheme}://{parts.hostname}, and TLS names that host: "
-            f"forward a port yourself, and give --redis URL"
+            f"the catalogue is at {parts.scheme}://{parts.hostname}, and its certificate is for "
+            f"that host: forward a port yourself, and give --redis URL"
         )
-    with kubectl.forwarded(options, namespace, service, parts.port or REDIS_PORT) as port:
+    with kubectl.forward_port(options, namespace, service, parts.port or REDIS_PORT) as port:
         user, at, _ = parts.netloc.rpartition("@")
         yield parts._replace(netloc=f"{user}{at}127.0.0.1:{port}").geturl()
 
 
 async def _url_in_secret(api: Any, options: argparse.Namespace) -> str:
     namespace = options.system_namespace
-    found = await api.list(DAEMON_SETS, namespace, labelSelector=DAEMONS)
-    if not found["items"]:
+    daemon_sets = await api.list(DAEMON_SETS, namespace, labelSelector=DAEMONS)
+    if not daemon_sets["items"]:
         raise StorageError(
-            f"namespace {namespace} has no daemons of Holdfast: name that of the release with "
-            f"--system-namespace"
+            f"namespace {namespace} has no daemons of Holdfast: name the namespace of the "
+            f"release with --system-namespace"
         )
     variables = [
         variable
-        for each in found["items"]
+        for each in daemon_sets["items"]
         for container in each["spec"]["template"]["spec"]["containers"]
         for variable in container.get("env") or ()
     ]

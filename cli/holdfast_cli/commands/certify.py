@@ -11,7 +11,7 @@ from holdfast_protos.connections.identity import Role
 
 
 def run(options: argparse.Namespace) -> int:
-    """Make the certificates that are missing, or have used up a seventh of their lifetime."""
+    """Make certificates that are missing, or have used up a seventh of their lifetime."""
     life = timedelta(days=options.days)
     certificates = Certificates(options.out, domain=options.domain, life=life)
     certificates.make(time.time())

@@ -1,4 +1,4 @@
-"""Calls to the API server for one command. The client is imported when it is needed: most commands
+"""Calls to the API server by a command. The client is imported when a call is made: most commands
 do not need it, and not every installation has it."""
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def connected(
+def call_cluster(
     options: argparse.Namespace, call: Callable[[Api, argparse.Namespace], Awaitable[T]]
 ) -> T:
-    """Carry out `call` with a connection to the cluster that `options` chooses.
+    """Run `call` with a connection to the cluster that `options` choose.
 
     Raises:
         MissingPackageError: when this installation cannot talk to a cluster.
         UnreachableError: when no cluster is known.
         ApiError: when the API server refuses.
     """
-    return asyncio.run(_connected(options, call))
+    return asyncio.run(_call(options, call))
 
 
-async def _connected(
+async def _call(
     options: argparse.Namespace, call: Callable[[Api, argparse.Namespace], Awaitable[T]]
 ) -> T:
     with packages.needing("a cluster", packages.PackageGroup.OPERATOR):
@@ -42,7 +42,7 @@ async def _connected(
 
 
 class _Uncounted:
-    """Counter for a command, which counts no requests."""
+    """Request counter of a command, which counts nothing."""
 
     def request(self, verb: str, resource: str, code: str) -> None:
         return

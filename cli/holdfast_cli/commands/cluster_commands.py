@@ -1,7 +1,7 @@
 """Commands that change a job in a cluster: suspend, resume, persist, inject.
 
-Each does what the user may do with kubectl, with the user's own rights, and nothing more. Faults
-are those that hit one job, or one daemon, and only after `--yes`.
+Each command does only what the user may do with kubectl, with the user's own rights. A fault
+affects one job or one daemon, and is injected only with `--yes`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast_cli import exit_codes
 from holdfast_cli.commands import kubectl
 from holdfast_cli.commands.catalogue_places import DAEMONS
-from holdfast_cli.commands.cluster_calls import connected
+from holdfast_cli.commands.cluster_calls import call_cluster
 from holdfast_core.errors import InvalidJobError, StorageError
 from holdfast_core.job.schema import COPY_ANNOTATION, RESUME_ANNOTATION
 from holdfast_core.job.status import ENDED, Phase
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.5
 RESUME_S = 30.0
-"""Seconds for which an operator gets to have a failed job go on."""
+"""Seconds that the operator gets to resume a failed job."""
 
 Object = dict[str, Any]
 
@@ -38,12 +38,11 @@ Object = dict[str, Any]
 
 
 def set_suspended(options: argparse.Namespace, suspend: bool) -> int:
-    """Set `spec.suspend` of a job, and have a failed one go on that is resumed; returns the exit
-    code.
+    """Set `spec.suspend` of a job; a failed job that is resumed continues. Returns the exit code.
 
     Raises:
-        InvalidJobError: when the job has ended, and cannot go on.
-        StorageError: when a failed job does not go on in time.
+        InvalidJobError: when the job has ended and cannot be resumed.
+        StorageError: when a failed job does not resume in time.
         ApiError: when there is no such job, or the API server refuses.
     """
 
@@ -63,19 +62,19 @@ def set_suspended(options: argparse.Namespace, suspend: bool) -> int:
             what = "is resumed from its newest protected generation"
         return what + (" (nothing has changed)" if unchanged else "")
 
-    print(f"{_name(options)} {connected(options, patch)}")
+    print(f"{_name(options)} {call_cluster(options, patch)}")
     return 0
 
 
 async def _resume_failed(api: Api, options: argparse.Namespace, status: Object) -> str:
-    """Ask the operator to have a failed job go on, and wait until it does; returns what was done,
-    in words."""
+    """Ask the operator to continue a failed job, and wait until it does; returns what was done, in
+    words."""
     if not status.get("keptUntil") and status.get("epoch"):
         stored = status.get("persisted")
-        begins = f"from generation {stored} in durable storage" if stored else "anew"
+        begins = f"from generation {stored} in durable storage" if stored else "from the beginning"
         raise InvalidJobError(
             f"{_name(options)} has failed, and its snapshots are no longer in memory "
-            f"(spec.failurePolicy.keepFailedSeconds): delete it and apply it again, and it begins "
+            f"(spec.failurePolicy.keepFailedSeconds): delete it and apply it again, and it starts "
             f"{begins}"
         )
     annotations = {RESUME_ANNOTATION: datetime.now(UTC).isoformat(timespec="milliseconds")}
@@ -85,26 +84,26 @@ async def _resume_failed(api: Api, options: argparse.Namespace, status: Object) 
     while status.get("phase") == Phase.FAILED:
         if time.monotonic() > until:
             raise StorageError(
-                f"{_name(options)} has not gone on after {RESUME_S:.0f} s: no daemon that holds "
-                f"its snapshots, or no operator, has answered; the request stands"
+                f"{_name(options)} has not resumed after {RESUME_S:.0f} s: no operator, or no "
+                f"daemon that holds its snapshots, has answered; the request remains in force"
             )
         await asyncio.sleep(POLL_S)
         status = (await api.get(JOBS, options.namespace, options.job)).get("status") or {}
-    return "goes on from its newest protected generation; it had failed"
+    return "had failed; it resumes from its newest protected generation"
 
 
 # --- persist --------------------------------------------------------------------------------------
 
 
 def persist(options: argparse.Namespace) -> int:
-    """Have the newest generation of a job copied to durable storage, and wait for it.
+    """Have the newest generation of a job copied to durable storage, and wait for the copy.
 
     Raises:
         InvalidJobError: when the job has no durable storage, or does not run.
         StorageError: when the copy is not there in time.
         ApiError: when there is no such job, or the API server refuses.
     """
-    stored = connected(options, _persist)
+    stored = call_cluster(options, _persist)
     print(f"generation {stored} of {_name(options)} is in durable storage")
     return 0
 
@@ -132,23 +131,23 @@ async def _persist(api: Api, options: argparse.Namespace) -> str:
         if time.monotonic() > until:
             raise StorageError(
                 f"generation {wanted} is not in durable storage after {options.wait:.0f} s: "
-                f"{_persisted(status)}; the daemons keep trying"
+                f"{_copy_report(status)}; the daemons keep trying"
             )
         await asyncio.sleep(POLL_S)
 
 
-def _persisted(status: Object) -> str:
-    """What the operator says about copies."""
-    found = [c for c in status.get("conditions") or [] if c["type"] == ConditionType.PERSISTED]
-    return str(found[0]["message"]) if found else "the operator has not reported yet"
+def _copy_report(status: Object) -> str:
+    """The operator's report about copies in durable storage."""
+    conditions = [c for c in status.get("conditions") or [] if c["type"] == ConditionType.PERSISTED]
+    return str(conditions[0]["message"]) if conditions else "the operator has not reported yet"
 
 
 # --- inject ---------------------------------------------------------------------------------------
 
 SIGNALS = {"kill-rank": "KILL", "stop-rank": "STOP", "cont-rank": "CONT"}
 
-# A rank is the process that maps the rank's arena; those that it has forked map it as well. That
-# works also for one that was forked itself, whose environment /proc does not show.
+# A rank is the process that maps the rank's arena, and is not the child of another process that
+# does. This also finds a rank that was forked itself, whose environment /proc does not show.
 _SIGNAL = """
 import os, signal, sys
 rank, arena, name = sys.argv[1:]
@@ -172,7 +171,7 @@ for pid in found:
 
 
 def inject(options: argparse.Namespace) -> int:
-    """Inject a fault into a job of a cluster, after saying what it does; returns the exit code.
+    """Announce a fault, then inject it into a job of a cluster; returns the exit code.
 
     Raises:
         InvalidJobError: when the fault is one for local runs, or its target is not there.
@@ -193,8 +192,8 @@ def inject(options: argparse.Namespace) -> int:
 _INSTEAD = {
     "kill-node": "power the node off, or cut it off from the network",
     "start-node": "start the node",
-    "notice": "put the taint by which your cloud gives notice on the node (docs/persistence.md)",
-    "corrupt": "memory of a cluster's daemons belongs to them alone",
+    "notice": "give the node the taint by which your cloud announces a loss (docs/persistence.md)",
+    "corrupt": "nothing but a daemon may write to its memory in a cluster",
 }
 
 
@@ -206,8 +205,8 @@ def _signal_rank(options: argparse.Namespace) -> int:
     name = SIGNALS[options.fault]
     if not _is_confirmed(options, f"send SIG{name} to rank {options.rank} in pod {pod}"):
         return exit_codes.BAD_INPUT
-    found = connected(options, lambda api, _: api.get(PODS, options.namespace, pod))
-    container = str(trainer_container(found)["name"])
+    pod_object = call_cluster(options, lambda api, _: api.get(PODS, options.namespace, pod))
+    container = str(trainer_container(pod_object)["name"])
     arena = member * lanes + lane
     command = ("python", "-c", _SIGNAL, str(options.rank), str(arena), name)
     print(kubectl.execute(options, pod, container, *command))
@@ -215,16 +214,16 @@ def _signal_rank(options: argparse.Namespace) -> int:
 
 
 def _delete(options: argparse.Namespace, pod: str) -> int:
-    if not _is_confirmed(options, f"delete pod {pod}, so that its member starts anew"):
+    if not _is_confirmed(options, f"delete pod {pod}, so that its member restarts"):
         return exit_codes.BAD_INPUT
-    connected(options, lambda api, _: api.delete(PODS, options.namespace, pod))
+    call_cluster(options, lambda api, _: api.delete(PODS, options.namespace, pod))
     print(f"deleted pod {pod}")
     return 0
 
 
 def _kill_daemon(options: argparse.Namespace) -> int:
     async def find(api: Api, _: argparse.Namespace) -> list[Object]:
-        found: list[Object] = (
+        pods_there: list[Object] = (
             await api.list(
                 PODS,
                 options.system_namespace,
@@ -232,15 +231,15 @@ def _kill_daemon(options: argparse.Namespace) -> int:
                 fieldSelector=f"spec.nodeName={options.node}",
             )
         )["items"]
-        return found
+        return pods_there
 
-    pods = connected(options, find)
+    pods = call_cluster(options, find)
     if not pods:
         raise InvalidJobError(
             f"no daemon on node {options.node!r} in namespace {options.system_namespace}; name the "
             f"namespace of the release with --system-namespace"
         )
-    # While a daemon is replaced, its node may have two; the one that ends already is the wrong one.
+    # While a daemon is replaced, its node may have two pods; one is ending, so take the other.
     staying = [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
     name = (staying or pods)[0]["metadata"]["name"]
     what = (
@@ -249,13 +248,15 @@ def _kill_daemon(options: argparse.Namespace) -> int:
     )
     if not _is_confirmed(options, what):
         return exit_codes.BAD_INPUT
-    connected(options, lambda api, _: api.delete(PODS, options.system_namespace, name, grace_s=0))
+    call_cluster(
+        options, lambda api, _: api.delete(PODS, options.system_namespace, name, grace_s=0)
+    )
     print(f"deleted pod {name} of {options.system_namespace}")
     return 0
 
 
 def _is_confirmed(options: argparse.Namespace, what: str) -> bool:
-    """Say what will be done; whether the user has agreed to it beforehand."""
+    """Print what will be done; returns whether the user has agreed to it with `--yes`."""
     print(f"{_name(options)}: {what}" if options.job else what)
     if not options.yes:
         print("nothing was done; add --yes to do it")
@@ -265,32 +266,33 @@ def _is_confirmed(options: argparse.Namespace, what: str) -> bool:
 def _job(options: argparse.Namespace) -> Object:
     if options.job is None:
         raise InvalidJobError("name the job in the cluster with --job NAME")
-    return connected(options, lambda api, _: api.get(JOBS, options.namespace, options.job))
+    return call_cluster(options, lambda api, _: api.get(JOBS, options.namespace, options.job))
 
 
 def _pod_of(options: argparse.Namespace, job: Object, number: int) -> tuple[int, str]:
-    """Member and name of the pod with this number. Members have the numbers of their pods, unless
-    another controller makes the pods: it may start a pod again where another member's memory is.
+    """Member and name of the pod with this number. A member has the number of its pod, unless
+    another controller makes the pods: it may start a pod again on the node that holds another
+    member's memory.
 
     Raises:
         InvalidJobError: when there is none now.
     """
     members = (job.get("status") or {}).get("members") or []
     pods = {int(each["index"]): str(each["pod"]) for each in members if each.get("pod")}
-    found = {member: (member, pod) for member, pod in pods.items()}
+    by_number = {member: (member, pod) for member, pod in pods.items()}
     if job["spec"]["trainer"].get("external"):
-        numbers = connected(options, _numbers)
-        found = {numbers[pod]: (m, pod) for m, pod in pods.items() if pod in numbers}
-    if number not in found:
+        numbers = call_cluster(options, _numbers)
+        by_number = {numbers[pod]: (m, pod) for m, pod in pods.items() if pod in numbers}
+    if number not in by_number:
         raise InvalidJobError(
             f"{_name(options)} has no pod of member {number} now; there are pods of members "
-            f"{sorted(found)}"
+            f"{sorted(by_number)}"
         )
-    return found[number]
+    return by_number[number]
 
 
 async def _numbers(api: Api, options: argparse.Namespace) -> dict[str, int]:
-    """Name of each pod of the job → the number that another controller has given it."""
+    """Map from the name of each pod of the job to its number from another controller."""
     from holdfast_operator.kube.pods.pods import UNNUMBERED, number_of  # noqa: PLC0415
 
     selector = f"{JOB_LABEL}={options.job}"

@@ -1,4 +1,5 @@
-"""`holdfast logs`: what the trainers of a job in a cluster write, each line with its member."""
+"""`holdfast logs`: prints what the trainers of a job in a cluster write, each line with its
+member."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import asyncio
 import sys
 from typing import TYPE_CHECKING, Any
 
-from holdfast_cli.commands.cluster_calls import connected
+from holdfast_cli.commands.cluster_calls import call_cluster
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.status import ENDED
 from holdfast_operator.kube.client.resources import JOB_LABEL, JOBS, MEMBER_LABEL, PODS
@@ -29,7 +30,7 @@ def logs(options: argparse.Namespace) -> int:
         InvalidJobError: when the job has no such member.
         ApiError: when there is no such job, or the API server refuses.
     """
-    return connected(options, _logs)
+    return call_cluster(options, _logs)
 
 
 async def _logs(api: Api, options: argparse.Namespace) -> int:
@@ -55,7 +56,7 @@ async def _logs(api: Api, options: argparse.Namespace) -> int:
 
 
 def _member(job: Object, options: argparse.Namespace, lanes: int) -> int | None:
-    """The chosen member; None for all.
+    """The member that the options choose; None for all.
 
     Raises:
         InvalidJobError: when there is none.
@@ -74,22 +75,22 @@ def _member(job: Object, options: argparse.Namespace, lanes: int) -> int | None:
 async def _pods(
     api: Api, options: argparse.Namespace, job: Object, member: int | None
 ) -> list[tuple[int, Object]]:
-    """(Member, pod) of the job's pods, or of those of one member. Where another controller makes
-    them, its number of a pod is that of the member."""
+    """(Member, pod) for the job's pods, or only for the pods of one member. Where another
+    controller makes the pods, its number of a pod stands for the member."""
     from holdfast_operator.kube.pods.pods import UNNUMBERED, number_of  # noqa: PLC0415
 
     selector = f"{JOB_LABEL}={options.job}"
     if not job["spec"]["trainer"].get("external"):
         selector += ",app.kubernetes.io/component=trainer"
         selector += "" if member is None else f",{MEMBER_LABEL}={member}"
-    found = (await api.list(PODS, options.namespace, labelSelector=selector))["items"]
-    numbered = [(number_of(pod["metadata"]["labels"]), pod) for pod in found]
+    pods = (await api.list(PODS, options.namespace, labelSelector=selector))["items"]
+    numbered = [(number_of(pod["metadata"]["labels"]), pod) for pod in pods]
     chosen = [one for one in numbered if one[0] != UNNUMBERED and member in (None, one[0])]
     return sorted(chosen, key=lambda one: one[0])
 
 
 def _has_started(pod: Object) -> bool:
-    """Whether the trainer's container of a pod runs, or has ended."""
+    """Whether the trainer container of a pod is running or has ended."""
     state = trainer_status(pod).get("state") or {}
     return "running" in state or "terminated" in state
 
@@ -97,7 +98,7 @@ def _has_started(pod: Object) -> bool:
 async def _is_over(
     api: Api, options: argparse.Namespace, followed: dict[str, asyncio.Task[None]]
 ) -> bool:
-    """Whether the job has ended, and everything that was written has been printed."""
+    """Whether the job has ended and everything that its pods wrote has been printed."""
     if not all(task.done() for task in followed.values()):
         return False
     job = await api.get(JOBS, options.namespace, options.job)
@@ -107,7 +108,7 @@ async def _is_over(
 async def _follow(
     api: Api, options: argparse.Namespace, pod: Object, member: int, lanes: int
 ) -> None:
-    """Print what a pod writes; a pod that is gone ends with a note, and nothing else."""
+    """Print what a pod writes. If the pod is deleted, print a note and return."""
     from holdfast_operator.kube.client.api import ApiError  # noqa: PLC0415
 
     metadata = pod["metadata"]
@@ -126,7 +127,7 @@ async def _follow(
 
 
 def _print_previous(job: Object) -> int:
-    """Print the last lines of the newest trainer that failed. Its pod is gone, and the log with it;
+    """Print the last lines of the trainer that failed last. Its pod and its log are gone, but
     daemons keep these lines."""
     failure = (job.get("status") or {}).get("lastFailure") or {}
     if not failure:

@@ -1,4 +1,4 @@
-"""`holdfast status` for jobs in a cluster: shows what the operator wrote."""
+"""`holdfast status` for jobs in a cluster: shows the status that the operator wrote."""
 
 from __future__ import annotations
 
@@ -7,35 +7,24 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from holdfast_cli.commands.cluster_calls import connected
-from holdfast_cli.commands.show import (
-    EVENTS_SHOWN,
-    PHASE_STYLES,
-    conditions_view,
-    event_text,
-    failure_text,
-    make_table,
-    strength_texts,
-)
+from holdfast_cli.commands.cluster_calls import call_cluster
+from holdfast_cli.commands.show import PHASE_STYLES, Object, make_table, status_view
 from holdfast_cli.local.status import TimedEvent
-from holdfast_core.job.status import ENDED, Phase
+from holdfast_core.job.status import ENDED
 from holdfast_operator.kube.client.resources import EVENTS, JOBS
 from holdfast_operator.reconciler.observe.timestamps import seconds_of
-from holdfast_operator.reconciler.observe.views import Condition, ConditionType
 
 if TYPE_CHECKING:
     from holdfast_operator.kube.client.api import Api
 
 WATCH_S = 1.0
-
-Object = dict[str, Any]
 
 
 def status(options: argparse.Namespace) -> int:
@@ -46,7 +35,7 @@ def status(options: argparse.Namespace) -> int:
         UnreachableError: when no cluster is known.
         ApiError: when there is no such job, or the API server refuses.
     """
-    return connected(options, _follow)
+    return call_cluster(options, _follow)
 
 
 async def _follow(api: Api, options: argparse.Namespace) -> int:
@@ -69,10 +58,10 @@ async def _follow(api: Api, options: argparse.Namespace) -> int:
 
 
 async def _read(api: Api, namespace: str, name: str | None) -> tuple[list[Object], list[Object]]:
-    """The jobs, and the events of the named one."""
+    """The jobs, and if one is named, its events."""
     if name is None:
-        found: list[Object] = (await api.list(JOBS, namespace))["items"]
-        return sorted(found, key=lambda job: str(job["metadata"]["name"])), []
+        jobs: list[Object] = (await api.list(JOBS, namespace))["items"]
+        return sorted(jobs, key=lambda job: str(job["metadata"]["name"])), []
     job = await api.get(JOBS, namespace, name)
     events = await api.list(
         EVENTS, namespace, fieldSelector=f"regarding.uid={job['metadata']['uid']}"
@@ -94,98 +83,31 @@ def jobs_view(jobs: Sequence[Object], *, now: float) -> Table:
     """A line for each job. `now` is in seconds since the Unix epoch."""
     table = make_table("name", "state", "ready", "step", "protected", "restarts", "age", "problem")
     for job in jobs:
-        found = job.get("status") or {}
-        phase = found.get("phase", "-")
+        status = job.get("status") or {}
+        phase = status.get("phase", "-")
         made = seconds_of(job["metadata"].get("creationTimestamp")) or 0.0
         table.add_row(
             job["metadata"]["name"],
             Text(phase, style=PHASE_STYLES.get(phase, "")),
-            found.get("readyText", "-"),
-            str(found.get("step", "-")),
-            str(found.get("protectedStep", "-")),
-            str(found.get("restarts", "-")),
+            status.get("readyText", "-"),
+            str(status.get("step", "-")),
+            str(status.get("protectedStep", "-")),
+            str(status.get("restarts", "-")),
             f"{max(0.0, now - made) / 60:.0f} min",
-            Text(found.get("problem", "").partition("\n")[0]),
+            Text(status.get("problem", "").partition("\n")[0]),
         )
     return table
 
 
 def job_view(job: Object, events: Sequence[Object]) -> RenderableType:
-    """Everything about one job."""
-    metadata, found = job["metadata"], job.get("status") or {}
-    phase = found.get("phase", "no operator has seen it yet")
-    head = Text.assemble(
-        (f"{metadata['namespace']}/{metadata['name']}", "bold"),
-        "  ",
-        (phase, PHASE_STYLES.get(phase, "")),
-        f"  epoch {found.get('epoch', 0)}  step {found.get('step', 0)}"
-        f"  protected {found.get('protected', '-')}  ready {found.get('readyText', '-')}"
-        f"  restarts {found.get('restarts', 0)}  slots {found.get('slots', '-')}"
-        f"  recovery {found.get('recoveryMode', '-')}",
-        *(f"  {text}" for text in _strength(found)),
-    )
-    parts: list[RenderableType] = [head]
-    if found.get("problem"):
-        parts.append(Text(found["problem"], style="dim"))
-    if found.get("keptUntil"):
-        text = f"snapshots are kept in memory until {found['keptUntil']}: persist or resume the job"
-        parts.append(Text(text, style="yellow"))
-    failure = found.get("lastFailure") or {}
-    if failure and phase != Phase.COMPLETE:
-        parts.append(failure_text(failure.get("text", ""), failure.get("lastLines", "")))
-    if "tokenLoss" in found:
-        parts.append(Text(found["tokenLoss"].get("text", "")))
-    if "experts" in found:
-        parts.append(Text(found["experts"].get("text", "")))
-    if "protectionTraffic" in found:
-        parts.append(Text(found["protectionTraffic"].get("text", ""), style="dim"))
-    parts += [_members(found), _recoveries(found), conditions_view(_conditions(found))]
-    parts += [event_text(event) for event in timed_events(events)[-EVENTS_SHOWN:]]
-    return Group(*parts)
-
-
-def _strength(found: Object) -> list[str]:
-    has = found.get("strength") or {}
-    names = ("active", "desired", "minimum", "joining")
-    return strength_texts(*(has.get(name, 0) for name in names))
-
-
-def _members(found: Object) -> Table:
-    table = make_table("member", "node", "pod", "agent")
-    for member in found.get("members") or []:
-        names = ("node", "pod", "state")
-        table.add_row(str(member["index"]), *(member.get(name, "") for name in names))
-    for member in found.get("joining") or []:
-        texts = (member.get("node", ""), member.get("pod", ""), f"to join: {member['state']}")
-        table.add_row(str(member["index"]), *texts)
-    return table
-
-
-def _recoveries(found: Object) -> Table:
-    table = make_table("recovery", "seconds", "from step", "again", "source")
-    for each in found.get("lastRecoveries") or []:
-        names = ("seconds", "restoredStep", "lostSteps", "source")
-        cause = "; ".join(filter(None, [each["cause"], each.get("replay")]))
-        table.add_row(Text(cause), *(str(each.get(name, "-")) for name in names))
-    return table
-
-
-def _conditions(found: Object) -> list[Condition]:
-    known = {kind.value for kind in ConditionType}
-    return [
-        Condition(
-            type=ConditionType(each["type"]),
-            status={"True": True, "False": False}.get(each["status"]),
-            reason=each["reason"],
-            message=each.get("message", ""),
-        )
-        for each in found.get("conditions") or []
-        if each["type"] in known
-    ]
+    """Everything about one job; both arguments are as the API server gives them."""
+    metadata = job["metadata"]
+    name = f"{metadata['namespace']}/{metadata['name']}"
+    return status_view(name, job.get("status") or {}, timed_events(events))
 
 
 def timed_events(events: Sequence[Object]) -> list[TimedEvent]:
-    """Convert the API's events to those of a run, oldest first."""
+    """Convert events of the API to events as a local run has them, oldest first."""
     return sorted(map(_event, events), key=lambda event: event.time)
 
 

@@ -1,11 +1,12 @@
 """Completes words of the command line for kubectl, which asks the plugin itself.
 
-A shell completes `holdfast` by a script that knows all its words (shtab). kubectl has its own
-script: for `kubectl holdfast …` it runs `kubectl_complete-holdfast` with the words after its name,
-the last of which is to be completed, and reads one candidate a line, with its description after a
-tab, and a directive for the shell, as cobra defines them.
+A shell completes `holdfast` with a script that contains all its words (shtab). kubectl has a script
+of its own: for `kubectl holdfast …` it runs `kubectl_complete-holdfast` with the words after its
+name, of which the last is to be completed. It reads one candidate per line, with a description
+after a tab, and then a directive for the shell, as cobra defines them.
 
-Must not: ask a cluster, or import what the commands need; it runs at each press of a key.
+This module runs at each press of the tab key, so it must neither contact a cluster nor import what
+the commands need.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Found = Iterator[tuple[str, str]]
 
 @dataclass(kw_only=True, slots=True)
 class _Position:
-    """Where in the command line a word stands."""
+    """Position of a word in the command line."""
 
     parser: argparse.ArgumentParser
     arguments: list[argparse.Action]
@@ -35,17 +36,19 @@ class _Position:
 
 
 def complete(parser: argparse.ArgumentParser, words: Sequence[str]) -> str:
-    """What kubectl reads for `words`, the last of which is to be completed."""
+    """The text that kubectl reads to complete the last of `words`."""
     *before, begun = words or [""]
     position = _walk(parser, before)
     action = position.option
     if action is None and begun.startswith("-"):
-        found, directive = _options(position.parser), NO_FILES
+        candidates, directive = _options(position.parser), NO_FILES
     else:
         if action is None and position.arguments:
             action = position.arguments[0]
-        found, directive = _values(action), _directive(action)
-    lines = [f"{name}\t{text}" if text else name for name, text in found if name.startswith(begun)]
+        candidates, directive = _values(action), _directive(action)
+    lines = [
+        f"{name}\t{text}" if text else name for name, text in candidates if name.startswith(begun)
+    ]
     return "\n".join([*lines, f":{directive}"])
 
 
@@ -86,7 +89,8 @@ def _values(action: argparse.Action | None) -> Found:
 
 
 def _directive(action: argparse.Action | None) -> int:
-    """Files, where an argument may be one: a path, or a job, which its file may name."""
+    """The directive that allows files where an argument may be one: a path, or a job, which may be
+    given by its file."""
     if action is None or action.choices:
         return NO_FILES
     return FILES if action.type is Path or action.metavar in {"FILE", "DIR", "JOB"} else NO_FILES

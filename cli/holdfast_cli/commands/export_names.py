@@ -1,11 +1,12 @@
-"""Names of exported tensors: rules from names in the model to names that other tools expect.
+"""Names of exported tensors: rules that turn names in the model into names that other tools expect.
 
-Rules are regular expressions over the names that training uses, with stacked experts one by one
-(`layers.0.moe.experts.w_in[5]`). A rule may transpose (stacked experts of grouped GEMMs are
-`[in, out]`, linear layers `[out, in]`) and may cut a fused weight into its parts. A tensor that no
-rule matches is an error: a model that silently lacks a weight is worse than none.
+Rules are regular expressions over the names that training uses, where stacked experts are listed
+one by one (`layers.0.moe.experts.w_in[5]`). A rule may transpose a tensor (stacked experts of
+grouped GEMMs are `[in, out]`, linear layers `[out, in]`) and may cut a fused weight into parts. A
+tensor that matches no rule is an error: a model that silently lacks a weight is worse than no
+model.
 
-`HUGGING_FACE` fits the example model; docs/loading-elsewhere.md shows how to write others.
+`HUGGING_FACE` fits the example model; docs/loading-elsewhere.md shows how to write other rules.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class NameRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exported:
-    """One tensor of the export, and the part of the set that it comes from."""
+    """One tensor of the export, and the part of the set from which it is read."""
 
     name: str
     tensor: SetTensor
@@ -109,7 +110,7 @@ def decode_rules(data: bytes) -> tuple[NameRule, ...]:
     return rules
 
 
-def exported(
+def tensors_to_export(
     tensors: Iterable[SetTensor], rules: Sequence[NameRule] | None, *, optimizer: bool = False
 ) -> list[Exported]:
     """The tensors to export, sorted by new name.
@@ -122,7 +123,7 @@ def exported(
         InvalidJobError: when a tensor matches no rule or cannot be cut or transposed as its rule
             requires, or when two tensors get one name.
     """
-    found: dict[str, Exported] = {}
+    by_name: dict[str, Exported] = {}
     unknown = []
     for tensor in tensors:
         state = tensor.key or tensor.role in (TensorRole.OPTIMIZER, TensorRole.MASTER)
@@ -134,18 +135,18 @@ def exported(
             continue
         for index, name in enumerate(rule.names):
             new = name if match is None else _expand(match, name, rule)
-            if new in found:
+            if new in by_name:
                 raise InvalidJobError(
                     f"two tensors would be called {new!r}: {tensor.name} and "
-                    f"{found[new].tensor.name}"
+                    f"{by_name[new].tensor.name}"
                 )
-            found[new] = _part(new, tensor, rule, index)
+            by_name[new] = _part(new, tensor, rule, index)
     if unknown:
         raise InvalidJobError(
             f"{len(unknown)} tensors match no rule, such as {', '.join(unknown[:5])}; add a rule "
             f"that names them, or one without names that leaves them out"
         )
-    return [found[name] for name in sorted(found)]
+    return [by_name[name] for name in sorted(by_name)]
 
 
 def _rule(

@@ -1,4 +1,4 @@
-"""`holdfast history`: what the catalogue in Redis tells of a job's recoveries."""
+"""`holdfast history`: shows a job's recoveries as recorded in the catalogue in Redis."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ def history(options: argparse.Namespace) -> int:
     """Carry out `holdfast history`; returns the exit code."""
     with _catalogue(options) as (url, named):
         job, events = asyncio.run(_read(url, named))
-    found = history_of(events)
-    if not found.recoveries:
+    recorded = history_of(events)
+    if not recorded.recoveries:
         raise StorageError(f"the catalogue has events of {job}, but of no epoch: they are too old")
     if options.plot:
         with needs_matplotlib():
             from holdfast_cli.commands.history_plot import write_history_plot  # noqa: PLC0415
-        write_history_plot(options.plot, found, title=job)
+        write_history_plot(options.plot, recorded, title=job)
     if options.json:
-        print(json.dumps(as_json(job, found), indent=1))
+        print(json.dumps(as_json(job, recorded), indent=1))
     else:
-        Console().print(history_view(job, found))
+        Console().print(history_view(job, recorded))
     return 0
 
 
 @contextmanager
 def _catalogue(options: argparse.Namespace) -> Iterator[tuple[str, str | None]]:
-    """(URL of the catalogue, key of the job or None), while the context lasts."""
+    """(URL of the catalogue, key of the job or None), valid until the context ends."""
     url = options.redis or redis_url()
     if url:
         yield url, None if options.job is None else key_of(options.job)
@@ -66,12 +66,12 @@ def _catalogue(options: argparse.Namespace) -> Iterator[tuple[str, str | None]]:
             yield forwarded, key
         return
     path = find_run(options.dir, options.job)
-    job = read_status(path / "status.json").job
+    job = read_status(path / "status.json").local.job
     yield catalogue_places.of_run(RunDirectory(path, job)), job
 
 
 async def _read(url: str, job: str | None) -> tuple[str, Sequence[EventView]]:
-    """The job's key and its events; of the only job when none is named."""
+    """The job's key and its events. If no job is named, the catalogue must hold only one."""
     with needing("holdfast history", PackageGroup.CATALOGUE):
         from holdfast_storage.catalogue import CatalogueReader, connect_redis  # noqa: PLC0415
     client = connect_redis(url, TIMEOUT_S)
@@ -93,12 +93,12 @@ async def _read(url: str, job: str | None) -> tuple[str, Sequence[EventView]]:
     )
 
 
-def as_json(job: str, found: History) -> dict[str, Any]:
-    """The history as JSON values; times are in Unix time."""
+def as_json(job: str, history: History) -> dict[str, Any]:
+    """The history as JSON values; times are seconds since the Unix epoch."""
     return {
         "job": job,
-        "ended_at": found.ended_at,
-        "counts": {event.value: count for event, count in sorted(found.counts.items())},
+        "ended_at": history.ended_at,
+        "counts": {event.value: count for event, count in sorted(history.counts.items())},
         "recoveries": [
             {
                 "epoch": each.epoch,
@@ -113,24 +113,26 @@ def as_json(job: str, found: History) -> dict[str, Any]:
                 "loaded": sorted(each.loaded),
                 "loss": None if each.loss is None else asdict(each.loss),
             }
-            for each in found.recoveries
+            for each in history.recoveries
         ],
     }
 
 
-def history_view(job: str, found: History) -> RenderableType:
-    """A line for each recovery, and what else happened."""
-    lossy = any(each.loss is not None for each in found.recoveries)
+def history_view(job: str, history: History) -> RenderableType:
+    """One line for each recovery, and what else happened to the job."""
+    lossy = any(each.loss is not None for each in history.recoveries)
     stages = [stage.value for stage in RecoveryStage]
     titles = ["when", "epoch", "lost", "stayed", *stages, "from", "repair"]
     table = make_table(*titles, *(("tokens lost",) if lossy else ()))
-    for each in found.recoveries:
+    for each in history.recoveries:
         table.add_row(*_cells(each), *((_loss(each),) if lossy else ()))
-    count = sum(not each.is_start for each in found.recoveries)
+    count = sum(not each.is_start for each in history.recoveries)
     noun = "recovery" if count == 1 else "recoveries"
-    ended = f", ended {_clock(found.ended_at)}" if found.ended_at is not None else ""
+    ended = f", ended {_clock(history.ended_at)}" if history.ended_at is not None else ""
     head = Text.assemble((job, "bold"), f"  {count} {noun}{ended}")
-    others = ", ".join(f"{count} × {event.value}" for event, count in sorted(found.counts.items()))
+    others = ", ".join(
+        f"{count} × {event.value}" for event, count in sorted(history.counts.items())
+    )
     note = "seconds from the first sign of a loss until the last node or rank was done"
     return Group(head, table, Text(note, style="dim"), *([Text(others)] if others else []))
 

@@ -21,25 +21,25 @@ SHOWN_MAX = 40
 """Most recoveries drawn as bars, the newest ones."""
 
 
-def write_history_plot(path: Path, found: History, *, title: str) -> None:
-    """Draw `found` into a file, in the format of its suffix: .png, .svg or .pdf.
+def write_history_plot(path: Path, history: History, *, title: str) -> None:
+    """Draw `history` into a file, in the format of its suffix: .png, .svg or .pdf.
 
     Raises:
         StorageError: when the file cannot be written.
     """
-    write_figure(path, draw_history(found, title=title))
+    write_figure(path, draw_history(history, title=title))
 
 
-def draw_history(found: History, *, title: str) -> Figure:
+def draw_history(history: History, *, title: str) -> Figure:
     """Draw the stages of each recovery as a bar, and recoveries and lost tokens over time."""
-    shown = list(found.recoveries)[-SHOWN_MAX:]
+    shown = list(history.recoveries)[-SHOWN_MAX:]
     figure = Figure(figsize=(13, 2.6 + 0.3 * len(shown)), layout="constrained")
     FigureCanvasAgg(figure)
     stages, over_time = figure.subplots(1, 2, width_ratios=(5, 4))
-    count = sum(not each.is_start for each in found.recoveries)
+    count = sum(not each.is_start for each in history.recoveries)
     figure.suptitle(f"{title}: {count} recoveries", fontweight="bold", fontsize=13)
     _draw_stages(stages, shown)
-    _draw_over_time(over_time, found.recoveries)
+    _draw_over_time(over_time, history.recoveries)
     return figure
 
 

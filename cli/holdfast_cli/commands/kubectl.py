@@ -1,7 +1,7 @@
-"""Runs kubectl where a request needs a connection of its own: exec and port-forward.
+"""Runs kubectl for requests that need a connection of their own: exec and port-forward.
 
-kubectl knows each cluster's proxies, credential plugins and protocols for that; everybody who may
-do this has it. Its refusals are passed on as they are.
+kubectl knows each cluster's proxies, credential plugins and protocols, and everybody who may send
+these requests has it. Its refusals are passed on unchanged.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def execute(options: argparse.Namespace, pod: str, container: str, *command: str
 
 
 @contextmanager
-def forwarded(
+def forward_port(
     options: argparse.Namespace, namespace: str, service: str, port: int
 ) -> Iterator[int]:
-    """Forward a port of this machine, which it gives, to a service until the context ends.
+    """Forward a local port to a service until the context ends; the context's value is the port.
 
     Raises:
         KubectlError: when kubectl does not forward it.
@@ -73,13 +73,13 @@ def forwarded(
     with process:
         try:
             assert process.stdout is not None and process.stderr is not None
-            found = _FORWARDING.match(process.stdout.readline())
-            if found is None:
+            match = _FORWARDING.match(process.stdout.readline())
+            if match is None:
                 raise KubectlError(
                     f"no port is forwarded to service {service} in namespace {namespace}: "
                     f"{process.stderr.read().strip()}"
                 )
-            yield int(found[1])
+            yield int(match[1])
         finally:
             process.terminate()
 

@@ -1,5 +1,5 @@
-"""`holdfast persist`: asks a daemon of a local run, or the operator of a cluster, and waits until
-the set is stored."""
+"""`holdfast persist`: asks a daemon of a local run, or the operator of a cluster, for a copy in
+durable storage, and waits until it is complete."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def persist(options: argparse.Namespace) -> int:
             raise InvalidJobError("name the job in the cluster: holdfast persist JOB")
         return cluster_commands.persist(cluster)
     path = find_run(options.dir, options.job)
-    found = read_status(path / "status.json")
-    members = [node for node in found.nodes if node.member is not None and node.connected]
-    if found.ended or not members:
-        raise InvalidJobError(f"the run in {path} has no daemon to ask ({found.phase})")
-    directory, limits = RunDirectory(path, found.job), channels.channel_options()
+    status = read_status(path / "status.json")
+    members = [node for node in status.local.nodes if node.member is not None and node.connected]
+    if status.ended or not members:
+        raise InvalidJobError(f"the run in {path} has no daemon to ask ({status.phase})")
+    directory, limits = RunDirectory(path, status.local.job), channels.channel_options()
     with grpc.insecure_channel(f"unix:{members[0].socket}", options=limits) as channel:
         daemon = trainer_pb2_grpc.TrainerStub(channel)
 
@@ -51,7 +51,7 @@ def persist(options: argparse.Namespace) -> int:
             wanted=before.get("protected"),
             wait_s=options.wait,
         )
-    print(f"generation {stored} of {found.job} is in durable storage")
+    print(f"generation {stored} of {status.local.job} is in durable storage")
     return 0
 
 
@@ -83,8 +83,8 @@ def _persist(daemon: trainer_pb2_grpc.TrainerStub, directory: RunDirectory) -> N
 def _state(daemon: trainer_pb2_grpc.TrainerStub, directory: RunDirectory) -> dict[str, Any]:
     request, metadata = trainer_pb2.StatusRequest(), directory.call_metadata()
     reply = daemon.Status(request, timeout=CALL_TIMEOUT_S, metadata=metadata)
-    found: dict[str, Any] = json.loads(reply.json)["jobs"].get(directory.job_key, {})
-    return found
+    state: dict[str, Any] = json.loads(reply.json)["jobs"].get(directory.job_key, {})
+    return state
 
 
 def _ask(node: NodeStatus, call: Callable[[], T]) -> T:

@@ -1,7 +1,7 @@
 """The recoveries of a job, from the events that its daemons published.
 
-Each daemon publishes what happens on its node, with its own clock, and events may be missing or
-come twice: the stream is capped, and Redis may have been away. So a recovery is everything that
+Each daemon publishes what happens on its node, with its own clock. Events may be missing or arrive
+twice, because the stream is capped and Redis may have been away. So a recovery is everything that
 was published about one epoch, and each of its stages ends with the last node or rank that reached
 it. Pure.
 """
@@ -38,52 +38,53 @@ class RecoveryStage(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class RecoveryRecord:
-    """Everything that was published about one epoch: the first of a job is its start."""
+    """Everything that was published about one epoch. The first record of a job is its start."""
 
     epoch: int
     noticed_at: float
-    """When the first rank was lost in the epoch before, or this one began; in Unix time."""
+    """When the first rank was lost in the previous epoch, or this epoch began; seconds since the
+    Unix epoch."""
     lost_ranks: list[int] = field(default_factory=list)
-    """Ranks whose sessions broke off in the epoch before, in that order. A lost node has none,
-    because its daemon could not say so."""
+    """Ranks whose sessions broke off in the previous epoch, in that order. The ranks of a lost node
+    are not among them, because its daemon could not report them."""
     ended_at: dict[RecoveryStage, float] = field(default_factory=dict)
-    """When each stage that is known was over, in Unix time."""
+    """When each stage ended, as far as it is known; seconds since the Unix epoch."""
     line: Generation | None = None
     """The recovery line; None when there is none. Ranks that went on live did not go back to it."""
     reason: str = ""
-    """Why the line is what it is, in words."""
+    """Why this is the line, in words."""
     live: bool = False
-    """Whether ranks went on from what processes had, and restored nothing."""
+    """Whether ranks continued from the state of surviving processes and restored nothing."""
     stayed: list[int] = field(default_factory=list)
-    """Ranks whose processes are of an earlier epoch, as far as daemons know: one that has restarted
-    since takes them for new."""
+    """Ranks whose processes are of an earlier epoch, as far as daemons know: a daemon that has
+    restarted since then takes them for new."""
     rebuilt: list[int] = field(default_factory=list)
     """Ranks whose snapshots were rebuilt from parity or replicas."""
     loaded: list[int] = field(default_factory=list)
     """Ranks whose snapshots were loaded from storage."""
     loss: RecoveryLoss | None = None
-    """Tokens that it lost, for a job whose snapshots leave experts out."""
+    """Tokens that this recovery lost, for a job whose snapshots leave experts out."""
 
     @property
     def is_start(self) -> bool:
         return self.epoch == 1
 
     def seconds(self, stage: RecoveryStage) -> float | None:
-        """Time from `noticed_at` until the stage was over; None while it is not known."""
+        """Time from `noticed_at` until the stage ended; None while it is unknown."""
         at = self.ended_at.get(stage)
         return None if at is None else max(0.0, at - self.noticed_at)
 
 
 @dataclass(slots=True, kw_only=True)
 class History:
-    """What is known of a job and of earlier ones of its name."""
+    """Recoveries of a job and of earlier jobs of the same name."""
 
     recoveries: Sequence[RecoveryRecord]
     """Oldest first."""
     counts: Mapping[JobEvent, int]
     """Number of each event that belongs to no recovery."""
     ended_at: float | None
-    """When the job ended, in Unix time; None while it goes on, or when that is not known."""
+    """When the job ended, in seconds since the Unix epoch; None while it has not, or if unknown."""
 
 
 _COUNTED = frozenset(
@@ -100,15 +101,15 @@ _COUNTED = frozenset(
 
 
 def history_of(events: Iterable[EventView]) -> History:
-    """The history that a job's events tell; events that cannot be read are left out. Those of
-    different daemons may come in any order."""
+    """The history that a job's events describe. Events of different daemons may come in any order;
+    events that cannot be read are left out."""
     runs = [_Run()]
     counts: dict[JobEvent, int] = {}
     for each in events:
-        found = _read(each.event)
-        if found is None:
+        read = _read(each.event)
+        if read is None:
             continue
-        event, at, epoch, rank = found
+        event, at, epoch, rank = read
         if event in _COUNTED:
             counts[event] = counts.get(event, 0) + 1
         if event is JobEvent.EPOCH_BEGAN and runs[-1].ended_at is not None:
@@ -122,22 +123,22 @@ def history_of(events: Iterable[EventView]) -> History:
         elif event in _STAGES or event in (JobEvent.TOKENS_LOST, JobEvent.WENT_LIVE):
             recovery = run.recoveries.setdefault(epoch, RecoveryRecord(epoch=epoch, noticed_at=at))
             _add(recovery, event, at, rank, each.event)
-    recoveries = [recovery for run in runs for recovery in run.told()]
+    recoveries = [recovery for run in runs for recovery in run.known_recoveries()]
     return History(recoveries=recoveries, counts=counts, ended_at=runs[-1].ended_at)
 
 
 @dataclass(slots=True)
 class _Run:
-    """One job of the name, from its start to its end."""
+    """One job of this name, from its start to its end."""
 
     recoveries: dict[int, RecoveryRecord] = field(default_factory=dict)
-    """Epoch → what was published about it."""
+    """Map from an epoch to everything that was published about it."""
     lost: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
     """Epoch → (time, rank) of each session that broke off in it."""
     began_at: float = math.inf
     ended_at: float | None = None
 
-    def told(self) -> Iterator[RecoveryRecord]:
+    def known_recoveries(self) -> Iterator[RecoveryRecord]:
         """The recoveries whose beginning is known, oldest first."""
         before = 0
         for epoch, recovery in sorted(self.recoveries.items()):
@@ -193,7 +194,7 @@ def _add(
 
 
 def _read(document: Mapping[str, object]) -> tuple[JobEvent, float, int, int] | None:
-    """(event, its time, its epoch, its rank or -1), or None when it cannot be read."""
+    """(event, its time, its epoch, its rank or -1); None when the event cannot be read."""
     event, at = document.get("event"), document.get("time")
     epoch, rank = document.get("epoch"), document.get("rank", -1)
     if event not in JobEvent.__members__.values() or not isinstance(at, int | float):

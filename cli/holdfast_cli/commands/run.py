@@ -1,4 +1,4 @@
-"""`holdfast run`, `status` and `inject`. Imported when one of them is called."""
+"""`holdfast run`, `status` and `inject`. Imported when one of these commands is called."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rich.live import Live
 from rich.spinner import Spinner
 
 from holdfast_cli import exit_codes
-from holdfast_cli._environment import given, kubeconfig
+from holdfast_cli._environment import kubeconfig, own_environment
 from holdfast_cli.commands import cluster_commands, cluster_status
-from holdfast_cli.commands.show import event_line, event_text, progress_line, status_view
+from holdfast_cli.commands.show import event_line, event_text, progress_line, run_view
 from holdfast_cli.job_files import load_job
 from holdfast_cli.local import LocalCluster, LocalSettings, Status, TimedEvent
 from holdfast_cli.local import faults as injections
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
     settings = LocalSettings(
         directory=options.dir,
         redis_url=options.redis,
-        insecure=options.insecure or is_insecure(given()),
+        insecure=options.insecure or is_insecure(own_environment()),
         standbys=options.standby,
     )
     return asyncio.run(_run(job, settings))
@@ -76,7 +76,7 @@ async def _run(job: MoETrainingJob, settings: LocalSettings) -> int:
     if outcome is Outcome.FAILED:
         logs = cluster.directory.path / "logs"
         print(
-            f"holdfast: job {job.key} failed: {cluster.status.reason}\nlogs: {logs}",
+            f"holdfast: job {job.key} failed: {cluster.status.local.reason}\nlogs: {logs}",
             file=sys.stderr,
         )
         return exit_codes.FAILED
@@ -84,7 +84,7 @@ async def _run(job: MoETrainingJob, settings: LocalSettings) -> int:
 
 
 async def _attend(cluster: LocalCluster, printer: Printer, stop: asyncio.Event) -> Outcome | None:
-    """Show progress until the job ends; returns its outcome, None when a signal came first."""
+    """Show progress until the job ends; returns its outcome, or None after a signal."""
     ended = asyncio.ensure_future(cluster.finished())
     stopped = asyncio.ensure_future(stop.wait())
     try:
@@ -105,8 +105,8 @@ async def _attend(cluster: LocalCluster, printer: Printer, stop: asyncio.Event) 
 
 
 class Printer:
-    """Prints events as they happen, and one line of progress: overwritten on a terminal, repeated
-    now and then in a log."""
+    """Prints events as they happen, and one line of progress. A terminal overwrites that line; in a
+    log it is repeated at intervals."""
 
     def __init__(self, console: Console, live: Live | None) -> None:
         self._console, self._live = console, live
@@ -156,21 +156,22 @@ def status(options: argparse.Namespace) -> int:
         print(encode(read_status(path)).decode())
         return 0
     if options.once or not (options.watch or console.is_terminal):
-        found = read_status(path)
-        console.print(status_view(found, stale=_staleness(found)))
+        newest = read_status(path)
+        console.print(run_view(newest, stale=_staleness(newest)))
         return 0
     with Live(console=console, refresh_per_second=4) as live:
         while True:
-            found = read_status(path)
-            live.update(status_view(found, stale=_staleness(found)))
-            if found.ended:
+            newest = read_status(path)
+            live.update(run_view(newest, stale=_staleness(newest)))
+            if newest.ended:
                 return 0
             time.sleep(WATCH_S)
 
 
 def chosen_cluster(options: argparse.Namespace) -> argparse.Namespace | None:
-    """The options for a cluster, with the job's namespace and name there; None for a local run. A
-    cluster is chosen by its options, or when this machine has no such run and a kubeconfig."""
+    """The options for a cluster, with the job's namespace and name in it; None for a local run. The
+    options choose a cluster, or else there is no such run on this machine and a kubeconfig
+    exists."""
     known = options.kubeconfig or kubeconfig()
     if not (options.namespace or options.kubeconfig or options.context):
         if options.dir is not None or _has_run(options.job) or not known:
@@ -180,7 +181,7 @@ def chosen_cluster(options: argparse.Namespace) -> argparse.Namespace | None:
 
 
 def key_of(job: str) -> str:
-    """Key of a job that is given by its name, its key or its file."""
+    """Key of a job that is given by its name, by its key or by its file."""
     if Path(job).suffix in _FILES:
         return load_job(Path(job)).key
     return job if "." in job else f"default.{job}"
@@ -194,20 +195,20 @@ def _has_run(job: str | None) -> bool:
 
 
 def _in_cluster(options: argparse.Namespace) -> argparse.Namespace:
-    """The options, with the job's namespace and name in the cluster: a job may be given by its
-    file, or as in `team-a.llm`."""
-    found, namespace = options.job, ""
-    if found is not None and Path(found).suffix in _FILES:
-        metadata = load_job(Path(found)).metadata
-        namespace, found = metadata.namespace, metadata.name
-    elif found is not None and "." in found:
-        namespace, _, found = found.partition(".")
+    """The options, with the job's namespace and name in the cluster. A job may be given by its
+    file, or as `team-a.llm`."""
+    name, namespace = options.job, ""
+    if name is not None and Path(name).suffix in _FILES:
+        metadata = load_job(Path(name)).metadata
+        namespace, name = metadata.namespace, metadata.name
+    elif name is not None and "." in name:
+        namespace, _, name = name.partition(".")
     chosen = options.namespace or namespace or "default"
-    return argparse.Namespace(**{**vars(options), "job": found, "namespace": chosen})
+    return argparse.Namespace(**{**vars(options), "job": name, "namespace": chosen})
 
 
 def in_cluster_only(options: argparse.Namespace) -> argparse.Namespace:
-    """The options for a cluster, for commands that local runs do not have.
+    """The options for a cluster, for commands that do not exist for local runs.
 
     Raises:
         InvalidJobError: when there is no cluster.
@@ -215,9 +216,9 @@ def in_cluster_only(options: argparse.Namespace) -> argparse.Namespace:
     cluster = chosen_cluster(options)
     if cluster is None:
         raise InvalidJobError(
-            f"`holdfast {options.command}` is for jobs in a cluster, and none is chosen: set "
-            f"KUBECONFIG, or give --kubeconfig FILE. A local run ends with Ctrl-C, and its logs "
-            f"are in the directory that `holdfast run` names"
+            f"`holdfast {options.command}` needs a job in a cluster, and no cluster is chosen: "
+            f"set KUBECONFIG, or give --kubeconfig FILE. A local run ends with Ctrl-C, and its "
+            f"logs are in the directory that `holdfast run` prints"
         )
     return cluster
 
@@ -229,12 +230,12 @@ def inject(options: argparse.Namespace) -> int:
     if options.fault == "delete-pod":
         raise InvalidJobError("a local run has no pods; kill-node loses one of its virtual nodes")
     path = find_run(options.dir, options.job)
-    found = read_status(path / "status.json")
-    if found.ended or not (path / "nodes.json").exists():
+    newest = read_status(path / "status.json")
+    if newest.ended or not (path / "nodes.json").exists():
         raise InvalidJobError(
-            f"the run in {path} is not running ({found.phase}); start it before injecting a fault"
+            f"the run in {path} is not running ({newest.phase}); start it before injecting a fault"
         )
-    directory = RunDirectory(path, found.job)
+    directory = RunDirectory(path, newest.local.job)
     match options.fault:
         case "kill-daemon":
             text = injections.kill_daemon(directory, options.node)
@@ -245,15 +246,15 @@ def inject(options: argparse.Namespace) -> int:
         case "notice":
             text = injections.notice(directory, options.node)
         case "corrupt":
-            text = injections.corrupt(directory, found, options.rank, parity=options.parity)
+            text = injections.corrupt(directory, newest, options.rank, parity=options.parity)
         case name:
-            text = injections.signal_rank(directory, found, options.rank, _SIGNALS[name])
+            text = injections.signal_rank(directory, newest, options.rank, _SIGNALS[name])
     print(text)
     return 0
 
 
 def find_run(directory: Path | None, job: str | None) -> Path:
-    """Find the run directory: the one given, that of the job, or the only one.
+    """Find the run directory: the given one, the one of the job, or the only one.
 
     Raises:
         StorageError: when there is none, or there are several.
@@ -276,13 +277,13 @@ def find_run(directory: Path | None, job: str | None) -> Path:
     raise StorageError(f"several runs in {home}: {names}; choose one with the job's name or --dir")
 
 
-def _staleness(found: Status) -> str:
-    if found.ended or identify(found.pid) is not None:
+def _staleness(status: Status) -> str:
+    if status.ended or identify(status.local.pid) is not None:
         return ""
-    if not (Path(found.directory) / "nodes.json").exists():
+    if not (Path(status.local.directory) / "nodes.json").exists():
         return "the run was stopped"
-    age_s = time.time() - found.time
+    age_s = time.time() - status.local.time
     return (
-        f"`holdfast run` is not running (last seen {age_s:.0f} s ago); training goes on without "
-        f"it, and the same command again takes over"
+        f"`holdfast run` is not running (last seen {age_s:.0f} s ago); training continues "
+        f"without it, and the same command takes over"
     )

@@ -26,46 +26,46 @@ def _demo(options: argparse.Namespace) -> int:
 
 def add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `holdfast demo`."""
-    text = "Train a small MoE model, kill it in five ways, compare with a run without faults."
+    text = "Train a small MoE model, inject five faults, and compare it with a run without faults."
     parser = add_command(
         commands, "demo", text, "  holdfast demo --report build/demo/report.json\n"
     )
     add = parser.add_argument
     add("--report", type=Path, metavar="FILE", help="write a JSON report, and a plot beside it")
-    add("--steps", type=int, metavar="N", help="steps to train")
+    add("--steps", type=int, metavar="N", help="number of steps to train")
     add("--quick", action="store_true", help="fewer steps")
     add(
         "--policy",
         choices=["Full", "PartialExperts", "Selective", "Sparse"],
         default="Full",
-        help="what snapshots capture; with PartialExperts and Selective some experts return to "
-        "older versions, and losses are compared instead of bytes; unless it is Full, a spare is "
-        "left for every node that is lost (default %(default)s)",
+        help="snapshot policy. With PartialExperts and Selective some experts go back to older "
+        "states, so losses are compared instead of bytes. Unless it is Full, every lost node has "
+        "a spare (default %(default)s)",
     )
     add(
         "--repeats",
         choices=["Training", "Optimizer"],
         default="Training",
-        help="with --policy Sparse or --stages: what a recovery repeats of a window; with "
-        "Optimizer, saves hold gradients, and no training is repeated (default %(default)s)",
+        help="with --policy Sparse or --stages: the part of a window that a recovery repeats. "
+        "With Optimizer, saves hold gradients, and no training is repeated (default %(default)s)",
     )
     add(
         "--restart",
         action="store_true",
-        help="start all processes again after a failure; otherwise those not lost stay",
+        help="restart all processes after a failure; without it, processes that are not lost stay",
     )
     other = parser.add_mutually_exclusive_group().add_argument
     other(
         "--stages",
         action="store_true",
-        help="lose all ranks of a pipeline stage instead, within a sparse window, and show which "
-        "ranks repeated which steps",
+        help="lose all ranks of a pipeline stage instead, in the middle of a sparse window, and "
+        "show which ranks repeated which steps",
     )
     other(
         "--elastic",
         action="store_true",
-        help="another demo: uneven copies of experts on five nodes, four, three and five again; "
-        "no step is lost. --policy, --repeats and --restart have no effect",
+        help="run another demo: uneven copies of experts on five nodes, then four, three and "
+        "five again, without losing a step. --policy, --repeats and --restart have no effect",
     )
-    add("--keep", action="store_true", help="keep the run's directory")
+    add("--keep", action="store_true", help="keep the directory of the run")
     parser.set_defaults(handler=_demo)

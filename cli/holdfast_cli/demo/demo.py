@@ -1,17 +1,20 @@
-"""`holdfast demo`: a real training job loses two trainers, a daemon, a node and then another node
-while no spare is left, goes on with three nodes, grows again when the node is back, and finishes
-with the bytes of a run without faults.
+"""`holdfast demo`: a real training job survives five faults.
 
-The job and its trainer are those of `examples/moe-job.yaml`, on virtual nodes of this machine, with
-two ranks on each, which share the experts: so each node has all of them, and the job can do with
-three. The faults are real signals to real processes. The demo uses nothing that a user's script
-could not: it reads the status of the run and its daemons, and the trainer's log.
+It loses two trainers, a daemon, a node, and then another node while there is no spare. It continues
+with three nodes, grows again when the node is back, and finishes with the bytes of a run without
+faults.
 
-A world with fewer ranks trains on other batches and adds in another order, so a run that never had
-fewer ends with other bytes. The run to compare with is therefore `examples/replay_moe.py`, which
-trains as many steps with as many ranks each, in plain torch.distributed, and neither saves nor
-restores. With a policy that leaves experts out a job cannot shrink: then the last fault is left
-out, and a run of the same job without faults is compared by its loss.
+The job and its trainer are those of `examples/moe-job.yaml`, on virtual nodes of this machine. Each
+node has two ranks, which share the experts: so each node has all experts, and the job can train on
+three nodes. The faults are real signals to real processes. The demo uses nothing that a user's
+script could not use: it reads the status of the run and of its daemons, and the trainer's log.
+
+A world with fewer ranks trains on other batches and adds in another order, so its final bytes
+differ from those of a run that always had all ranks. The demo therefore compares with
+`examples/replay_moe.py`, which trains the same numbers of steps with the same numbers of ranks in
+plain torch.distributed, and neither saves nor restores. A job whose policy leaves experts out
+cannot shrink: then the last fault is left out, and the final loss is compared with that of the same
+job without faults.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from holdfast_cli._environment import given
+from holdfast_cli._environment import own_environment
 from holdfast_cli.commands.show import event_text
 from holdfast_cli.demo.report import (
     DemoReport,
@@ -97,15 +100,15 @@ class Fault:
     at: float
     """Fraction of all steps that are done when the fault happens."""
     inject: Callable[[DemoRun], Awaitable[tuple[float, str]]]
-    """Injects the fault; returns its time (seconds since the Unix epoch), and what was hit, in
-    words."""
+    """Injects the fault; returns its time (seconds since the Unix epoch) and a description of its
+    target."""
     returns: bool = False
-    """Whether the nodes that were lost come back once training has gone on without them."""
+    """Whether lost nodes come back once training has continued without them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunResult:
-    """A run that has ended."""
+    """Result of a run that has ended."""
 
     sha256: str
     """Hash of the final state; empty when the run did not reach it."""
@@ -115,7 +118,7 @@ class RunResult:
 
 
 class DemoRun:
-    """One run of the job: its cluster, its log, its line on the screen."""
+    """One run of the job: its cluster, its log, and its line on the screen."""
 
     def __init__(
         self, name: str, job: MoETrainingJob, folder: Path, screen: Progress, steps: int
@@ -126,7 +129,7 @@ class DemoRun:
         self._line = screen.add_task(name, total=steps, note="starting processes")
         self.lost: list[str] = []
         """Nodes that were killed and are not back."""
-        settings = LocalSettings(directory=folder, insecure=is_insecure(given()))
+        settings = LocalSettings(directory=folder, insecure=is_insecure(own_environment()))
         self.cluster = LocalCluster(job, settings, on_event=self._show)
 
     def _show(self, event: TimedEvent) -> None:
@@ -139,7 +142,7 @@ class DemoRun:
     async def until(
         self, condition: Callable[[list[LoggedStep]], bool], timeout_s: float
     ) -> list[LoggedStep]:
-        """Wait until `condition` holds for the log, or the job has ended; returns the log.
+        """Wait until `condition` holds for the log or the job has ended; returns the log.
 
         Raises:
             TimeoutError: when neither happened in time.
@@ -166,7 +169,7 @@ class DemoRun:
             log = await self.until(lambda _: False, RUN_S)
             outcome = await cluster.finished(timeout_s=RUN_S)
             if outcome is Outcome.FAILED:
-                self._screen.console.print(f"the job failed: {cluster.status.reason}")
+                self._screen.console.print(f"the job failed: {cluster.status.local.reason}")
         reached = outcome is Outcome.COMPLETE and self.hash_file.exists()
         sha256 = self.hash_file.read_text().strip() if reached else ""
         return RunResult(sha256=sha256, log=log, injected=injected, faults=faults)
@@ -184,11 +187,11 @@ class DemoRun:
         return Injected(kind=fault.kind, what=what, step=last.step, epoch=last.epoch, time=at)
 
     async def _survive(self, done: Injected) -> FaultReport:
-        """Wait until training goes on and snapshots are protected again."""
+        """Wait until training continues and snapshots are protected again."""
 
         def so_far() -> FaultReport:
             status = self.cluster.status
-            return account(done, self.log(), status.recoveries, self.cluster.events)
+            return account(done, self.log(), status.local.recoveries, self.cluster.events)
 
         def over(_: list[LoggedStep]) -> bool:
             figures, status = so_far(), self.cluster.status
@@ -225,7 +228,7 @@ def main(options: argparse.Namespace, play: Play | None = None) -> int:
 
 
 def steps_of(options: argparse.Namespace) -> int:
-    """Number of steps to train."""
+    """Number of steps that the options ask for."""
     return int(options.steps or (QUICK_STEPS if options.quick else STEPS))
 
 
@@ -246,6 +249,7 @@ async def _demo(options: argparse.Namespace, work: Path, console: Console) -> bo
             job = demo_job(folder, steps, options.policy, repeats, stay=stay)
             return DemoRun(name, job, folder, screen, steps)
 
+        # The run with faults, then the run that its result must equal.
         run = demo_run("run with faults")
         disturbed = await run.carry_out(script)
         worlds = worlds_of(disturbed.log)
@@ -255,6 +259,7 @@ async def _demo(options: argparse.Namespace, work: Path, console: Console) -> bo
             undisturbed = await replay(worlds, work / "replay", screen, steps)
         else:
             undisturbed = await demo_run("undisturbed run").carry_out(())
+    # Compare and report.
     spec = run.cluster.job.spec
     report = DemoReport(
         final_state_sha256=disturbed.sha256,
@@ -313,7 +318,7 @@ def show(console: Console, report: DemoReport) -> None:
 
 
 def shown_log(log_file: Path, screen: Progress, line: TaskID) -> list[LoggedStep]:
-    """Read the steps so far, and bring their line on the screen up to date."""
+    """Read the steps logged so far, and update their line on the screen."""
     log = read_log(log_file)
     if log:
         screen.update(line, completed=log[-1].step, note=f"loss {log[-1].loss:.3f}")
@@ -323,8 +328,8 @@ def shown_log(log_file: Path, screen: Progress, line: TaskID) -> list[LoggedStep
 async def replay(
     worlds: tuple[WorldReport, ...], folder: Path, screen: Progress, steps: int
 ) -> RunResult:
-    """Train in `worlds` one after the other without Holdfast and without faults. Its result has no
-    hash where this failed."""
+    """Train in `worlds`, one after the other, without Holdfast and without faults. If this fails,
+    the result has no hash."""
     folder.mkdir()
     log_file, hash_file = folder / "log.jsonl", folder / "sha256"
     command = [
@@ -338,7 +343,7 @@ async def replay(
 
 
 async def run_trainer(command: Sequence[str], folder: Path, screen: Progress, steps: int) -> None:
-    """Run a trainer without Holdfast and without faults. Its log is in `folder`."""
+    """Run a trainer without Holdfast and without faults; its log is in `folder`."""
     log_file = folder / "log.jsonl"
     line = screen.add_task("without faults", total=steps, note="starting processes")
     with (folder / "output").open("wb") as output:
@@ -359,7 +364,7 @@ async def run_trainer(command: Sequence[str], folder: Path, screen: Progress, st
 
 
 def example_job(name: str, script: Path) -> dict[str, Any]:
-    """The document of a job of the examples.
+    """The job document of an example.
 
     Args:
         script: the example that it trains with.
@@ -384,11 +389,11 @@ def demo_job(
     *,
     stay: bool = False,
 ) -> MoETrainingJob:
-    """The job of the examples, with its log and hash in `folder`. With full snapshots it can go on
-    with three nodes.
+    """The job of the examples, with its log and hash in `folder`. With full snapshots it can
+    continue with three nodes.
 
     Args:
-        repeats: what a recovery repeats of a sparse window.
+        repeats: the part of a sparse window that a recovery repeats.
         stay: whether processes stay when others are lost.
 
     Raises:
@@ -444,22 +449,22 @@ async def _kill_in_copy(run: DemoRun) -> tuple[float, str]:
 
 
 async def _kill_daemon(run: DemoRun) -> tuple[float, str]:
-    node, at = run.cluster.status.members[1].node, time.time()
+    node, at = run.cluster.status.local.members[1].node, time.time()
     await run.cluster.kill_daemon(node)
     return at, f"daemon of {node}"
 
 
 async def _kill_node(run: DemoRun) -> tuple[float, str]:
-    node, at = run.cluster.status.members[3].node, time.time()
+    node, at = run.cluster.status.local.members[3].node, time.time()
     await run.cluster.kill_node(node)
     return at, f"node {node} and its memory"
 
 
 async def _kill_node_without_spare(run: DemoRun) -> tuple[float, str]:
     status = run.cluster.status
-    if any(node.role == "spare" and node.connected for node in status.nodes):
+    if any(node.role == "spare" and node.connected for node in status.local.nodes):
         raise UnreachableError("a spare is left, so the job would not shrink; run the demo again")
-    node, at = status.members[1].node, time.time()
+    node, at = status.local.members[1].node, time.time()
     await run.cluster.kill_node(node)
     run.lost.append(node)
     return at, f"node {node}, no spare left"
@@ -474,7 +479,7 @@ SCRIPT = (
 WITHOUT_SPARE = Fault(
     kind="kill-node-without-spare", at=0.6, inject=_kill_node_without_spare, returns=True
 )
-"""The fifth fault, for jobs that can go on with fewer nodes."""
+"""The fifth fault, for jobs that can continue with fewer nodes."""
 
 
 async def _catch(run: DemoRun, rank: int, *, writing: bool) -> str:
@@ -487,8 +492,8 @@ async def _catch(run: DemoRun, rank: int, *, writing: bool) -> str:
         UnreachableError: when it could not be caught.
     """
     cluster, until = run.cluster, time.monotonic() + CATCH_S
-    member = cluster.status.member_of(rank)
-    node = None if member is None else cluster.status.node(member.node)
+    member = cluster.status.local.member_of(rank)
+    node = None if member is None else cluster.status.local.node(member.node)
     if node is None:
         raise UnreachableError(f"rank {rank} is on no node now; run the demo again")
     directory, options = cluster.directory, channels.channel_options()
@@ -511,7 +516,7 @@ async def _catch(run: DemoRun, rank: int, *, writing: bool) -> str:
 async def _written(
     daemon: trainer_pb2_grpc.TrainerAsyncStub, directory: RunDirectory, rank: int
 ) -> str:
-    """Generation that a rank is writing into its arena, according to its daemon; empty for none."""
+    """Generation that a rank is writing into its arena, as its daemon reports; empty for none."""
     request, metadata = trainer_pb2.StatusRequest(), directory.call_metadata()
     try:
         reply = await daemon.Status(request, timeout=5.0, metadata=metadata)
@@ -520,5 +525,5 @@ async def _written(
             f"a daemon did not report its snapshots: {error.details()}"
         ) from error
     state = msgspec.json.decode(reply.json)["jobs"].get(directory.job_key, {"slots": ()})
-    found = [s for s in state["slots"] if s["rank"] == rank and s["state"] == "granted"]
-    return str(found[0]["generation"]) if found else ""
+    slots = [s for s in state["slots"] if s["rank"] == rank and s["state"] == "granted"]
+    return str(slots[0]["generation"]) if slots else ""

@@ -1,9 +1,10 @@
-"""`holdfast demo --elastic`: a job with uneven copies of its experts goes from five nodes to four,
-to three and back to five. No step is lost, and its loss curve is that of one undisturbed process.
+"""`holdfast demo --elastic`: a job with uneven copies of its experts shrinks from five nodes to
+four and three, and grows back to five. It loses no step, and its loss curve equals that of one
+undisturbed process.
 
 The job and its trainer are those of `examples/moe-elastic-job.yaml`, in float64. A step has the
-same sequences whatever the number of ranks, so the curves differ by the order of additions only.
-In float32 that grows: the gate sends a token elsewhere where two experts are nearly equal.
+same sequences whatever the number of ranks, so the curves differ only by the order of additions. In
+float32 that difference grows: the gate sends a token elsewhere where two experts are nearly equal.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from holdfast_core.states import RestoreSource
 
 TRAINER = EXAMPLES / "train_moe_elastic.py"
 STEPS, QUICK_STEPS = 500, 350
-"""Many more than the script needs: what is lost has to start again before the end."""
+"""Many more than the script needs: lost members have to start again before the end."""
 NODES, NODES_MIN, EXPERTS, LAYERS = 5, 3, 8, 2
 SEATS = -(-2 * EXPERTS // NODES_MIN)
 """Seats of a rank, so that every expert has two copies on three nodes."""
@@ -72,7 +73,7 @@ class ElasticReport:
 
     @property
     def problem(self) -> str:
-        """Why this is not what the demo promises; empty when it is."""
+        """Why this is not the result that the demo promises; empty when it is."""
         ranks = [world.ranks for world in self.worlds]
         if not self.worlds or self.worlds[-1].last != self.steps:
             return "training did not come to its end"
@@ -88,7 +89,7 @@ class ElasticReport:
 
 
 async def play(options: argparse.Namespace, work: Path, console: Console) -> bool:
-    """Play the demo; returns whether all was as promised."""
+    """Run the demo; returns whether the result is as promised."""
     began = time.monotonic()
     steps = options.steps or (QUICK_STEPS if options.quick else STEPS)
     with progress(console) as screen:
@@ -157,7 +158,7 @@ def _arguments(folder: Path, steps: int) -> list[str]:
 
 
 def difference(undisturbed: Sequence[LoggedStep], disturbed: Sequence[LoggedStep]) -> float:
-    """Largest relative difference of the losses of a step; infinite where a step is missing."""
+    """Largest relative difference between the losses of a step; infinite if a step is missing."""
     ours = {line.step: line.loss for line in disturbed}
     theirs = {line.step: line.loss for line in undisturbed}
     if not theirs or ours.keys() != theirs.keys():

@@ -1,7 +1,7 @@
 """Results of the demo: figures of each fault, the table, the plot and the JSON report.
 
-Steps and times come from the trainer's own log, because it records what training really did; the
-control loop adds when it decided and where state came from. This module only computes and shows.
+Steps and times come from the trainer's own log, because it records what training really did. The
+control loop adds when it decided, and where state came from. This module only computes and formats.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Injected:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultReport:
-    """Consequences of a fault. Figures are None where there is nothing to measure."""
+    """Consequences of a fault. A figure is None where there is nothing to measure."""
 
     kind: str
     what: str
@@ -93,7 +93,7 @@ class FaultReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorldReport:
-    """Consecutive steps that equally many ranks trained, and that no recovery undid."""
+    """Consecutive steps that the same number of ranks trained, and that no recovery undid."""
 
     ranks: int
     first: int
@@ -139,7 +139,7 @@ class DemoReport:
 
 
 def read_log(path: Path) -> list[LoggedStep]:
-    """The complete lines of a trainer's log; none when there is no log yet."""
+    """The complete lines of a trainer's log; none while there is no log."""
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:
@@ -153,7 +153,8 @@ def account(
     recoveries: Sequence[Recovery],
     events: Sequence[TimedEvent],
 ) -> FaultReport:
-    """Report what `fault` led to. `log`, `recoveries` and `events` end before the next fault."""
+    """Report the consequences of `fault`. `log`, `recoveries` and `events` end before the next
+    fault."""
     caused = [r for r in recoveries if r.decided_at >= fault.time]
     after = [line for line in log if line.time > fault.time]
     if caused:
@@ -182,20 +183,20 @@ def account(
 
 
 def worlds_of(log: Sequence[LoggedStep]) -> tuple[WorldReport, ...]:
-    """Numbers of ranks that trained the steps that count. Where a step was run again after a
-    recovery, its last run does."""
+    """Numbers of ranks that trained the steps that count. If a step was repeated after a recovery,
+    its last execution counts."""
     newest = {line.step: line.ranks for line in log}
-    found: list[WorldReport] = []
+    worlds: list[WorldReport] = []
     for step, ranks in sorted(newest.items()):
-        if found and found[-1].ranks == ranks:
-            found[-1] = replace(found[-1], last=step)
+        if worlds and worlds[-1].ranks == ranks:
+            worlds[-1] = replace(worlds[-1], last=step)
         else:
-            found.append(WorldReport(ranks=ranks, first=step, last=step))
-    return tuple(found)
+            worlds.append(WorldReport(ranks=ranks, first=step, last=step))
+    return tuple(worlds)
 
 
 def history(report: DemoReport) -> str:
-    """What was compared, in words."""
+    """The worlds that were compared, in words."""
     worlds = [f"{w.ranks} ranks in steps {w.first} to {w.last}" for w in report.worlds]
     text = f"Both runs had {', '.join(worlds)}"
     if len(report.worlds) == 2:
@@ -206,7 +207,7 @@ def history(report: DemoReport) -> str:
 def loss_difference(
     undisturbed: Sequence[LoggedStep], disturbed: Sequence[LoggedStep]
 ) -> float | None:
-    """Excess of the second run's final loss over the first's, as a fraction of the first's."""
+    """Excess of the second run's final loss over the first run's, as a fraction of the first."""
     means = []
     for log in (undisturbed, disturbed):
         newest = {line.step: line.loss for line in log}
@@ -218,7 +219,7 @@ def loss_difference(
 
 
 def partial_verdict(report: DemoReport) -> str:
-    """Verdict in words, where bytes need not be equal."""
+    """Verdict in words for a policy with which bytes need not be equal."""
     difference = report.loss_difference
     text = "no loss to compare" if difference is None else f"{difference:+.1%} in the final loss"
     colour = "green" if report.success else "red"
@@ -229,14 +230,14 @@ def partial_verdict(report: DemoReport) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions and machine that the figures were measured with."""
-    found = {"python": platform.python_version(), "machine": platform.machine()}
+    """Versions and machine with which the figures were measured."""
+    facts = {"python": platform.python_version(), "machine": platform.machine()}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            facts[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return facts
 
 
 def fault_table(faults: Sequence[FaultReport]) -> Table:
@@ -294,8 +295,8 @@ def plot(
     disturbed: Sequence[LoggedStep],
     injected: Sequence[Injected],
 ) -> Figure:
-    """Plot loss and step over time for both runs, with the faults marked. Time counts from each
-    run's first completed step."""
+    """Plot loss and step over time for both runs, with the faults marked. Time starts at each run's
+    first completed step."""
     figure = Figure(figsize=(10, 6.5), layout="constrained")
     FigureCanvasAgg(figure)
     loss, step = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))

@@ -1,10 +1,10 @@
-"""`holdfast demo --stages`: all ranks of a pipeline stage are lost within a sparse window, and that
-stage repeats steps alone.
+"""`holdfast demo --stages`: a job loses all ranks of a pipeline stage within a sparse window, and
+only that stage repeats steps.
 
-The job is that of `examples/moe-pipeline-job.yaml`, on virtual nodes of this machine. The script
+The job is the one of `examples/moe-pipeline-job.yaml`, on virtual nodes of this machine. The script
 appends a line for each step that it trains, so the table shows which rank has repeated which steps,
-and in how many processes. The same script without a daemon and without a fault is what its loss and
-its final bytes are compared with.
+and in how many processes. Its loss and its final bytes are compared with those of the same script
+without a daemon and without a fault.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from holdfast_cli._environment import given
+from holdfast_cli._environment import own_environment
 from holdfast_cli.commands.show import event_text
 from holdfast_cli.demo.demo import EXAMPLES, FULL, example_job, steps_of
 from holdfast_cli.demo.report import write_json
@@ -42,7 +42,7 @@ RUN_S = 300.0
 
 
 class TrainedStep(msgspec.Struct, frozen=True):
-    """One execution of a step by a rank, as the script has logged it."""
+    """One execution of a step by a rank, as the script logged it."""
 
     step: int
     loss: float
@@ -60,26 +60,26 @@ _LINE = msgspec.json.Decoder(TrainedStep)
 
 
 class RankReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank has trained."""
+    """The steps that one rank has trained."""
 
     rank: int
     stage: int
     processes: int
     trained: int
-    """Steps that it was to train."""
+    """Number of different steps that it has trained."""
     repeated: tuple[int, int] | None
     """First and last step that it has trained twice; None when it repeated none."""
     equal: bool
-    """Whether its loss in each step, and its final state, are those of the undisturbed run."""
+    """Whether its losses and its final state equal those of the undisturbed run."""
 
 
 class StagesReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What the loss of a stage has cost."""
+    """Consequences of the loss of a stage."""
 
     lost_stage: int
     lost_at_step: int
     next_step_seconds: float
-    """Time from the kill until some rank had completed a step that none had before."""
+    """Time from the kill until some rank completed a step that no rank had completed before."""
     replay: str
     """As in the job's status."""
     ranks: tuple[RankReport, ...]
@@ -105,20 +105,20 @@ class StageLoss:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Refuse options that the job of this demo leaves no choice for.
+    """Refuse options that this demo fixes.
 
     Raises:
         InvalidJobError: when there are some.
     """
     if options.restart or options.policy != FULL:
         raise InvalidJobError(
-            "--stages has a job of its own, whose processes stay and whose policy is Sparse: leave "
-            "--restart and --policy out; --repeats is fine"
+            "--stages runs a job of its own, whose processes stay and whose policy is Sparse: "
+            "leave out --restart and --policy; --repeats is allowed"
         )
 
 
 async def play(options: argparse.Namespace, work: Path, console: Console) -> bool:
-    """Play the demo and print its table; returns whether all was as promised.
+    """Run the demo and print its table; returns whether the result is as promised.
 
     Raises:
         InvalidJobError: when the examples are missing.
@@ -134,8 +134,8 @@ async def play(options: argparse.Namespace, work: Path, console: Console) -> boo
         f"{STAGES} stages of {REPLICAS} ranks with sparse windows of at most {WINDOW} steps, of "
         f"which stage {LOST_STAGE} is lost; then the same without; {steps} steps each."
     )
-    found = await lose_stage(work, steps, LOST_STAGE, show, Repeats(options.repeats))
-    result = account(found, await undisturbed(work, steps), LOST_STAGE)
+    loss = await lose_stage(work, steps, LOST_STAGE, show, Repeats(options.repeats))
+    result = account(loss, await train_undisturbed(work, steps), LOST_STAGE)
     console.print(_table(result))
     console.print(result.replay, highlight=False)
     if options.report is not None:
@@ -158,13 +158,13 @@ async def lose_stage(
     """Train, lose a stage within a window, and train to the end.
 
     Args:
-        repeats: what a restore repeats of a window.
+        repeats: the part of a window that a restore repeats.
 
     Raises:
         InvalidJobError, UnreachableError, TimeoutError: see `play`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    settings = LocalSettings(directory=folder / "run", insecure=is_insecure(given()))
+    settings = LocalSettings(directory=folder / "run", insecure=is_insecure(own_environment()))
 
     def is_time(now: Status) -> bool:
         """Whether a window is protected, and a third of the run is over."""
@@ -179,13 +179,13 @@ async def lose_stage(
             await cluster.kill_rank(rank)
         outcome = await cluster.finished(timeout_s=RUN_S)
         if outcome is not Outcome.COMPLETE:
-            raise UnreachableError(f"the job failed: {cluster.status.reason}")
-        recoveries = list(cluster.status.recoveries)
+            raise UnreachableError(f"the job failed: {cluster.status.local.reason}")
+        recoveries = list(cluster.status.local.recoveries)
     return StageLoss(lines=lines_of(folder), killed_at=killed_at, recoveries=recoveries)
 
 
-async def undisturbed(folder: Path, steps: int) -> list[list[TrainedStep]]:
-    """What each rank trains without a daemon and without faults.
+async def train_undisturbed(folder: Path, steps: int) -> list[list[TrainedStep]]:
+    """The steps that each rank trains without a daemon and without faults.
 
     Raises:
         UnreachableError: when the script failed.
@@ -211,13 +211,13 @@ async def undisturbed(folder: Path, steps: int) -> list[list[TrainedStep]]:
 
 
 def account(
-    found: StageLoss, expected: Sequence[Sequence[TrainedStep]], lost_stage: int
+    loss: StageLoss, expected: Sequence[Sequence[TrainedStep]], lost_stage: int
 ) -> StagesReport:
     """Compare a run that has lost a stage with the undisturbed one."""
-    before = max(line.step for lines in found.lines for line in lines if _is_before(line, found))
-    after = [line.time for lines in found.lines for line in lines if line.step == before + 1]
+    before = max(line.step for lines in loss.lines for line in lines if _is_before(line, loss))
+    after = [line.time for lines in loss.lines for line in lines if line.step == before + 1]
     ranks = []
-    for rank, (lines, undisturbed_lines) in enumerate(zip(found.lines, expected, strict=True)):
+    for rank, (lines, undisturbed_lines) in enumerate(zip(loss.lines, expected, strict=True)):
         final = {line.step: line for line in lines}
         losses = {step: line.loss for step, line in final.items()}
         seen, again = set[int](), list[int]()
@@ -238,8 +238,8 @@ def account(
     return StagesReport(
         lost_stage=lost_stage,
         lost_at_step=before,
-        next_step_seconds=round(min(after) - found.killed_at, 2),
-        replay=found.recoveries[-1].replay if found.recoveries else "",
+        next_step_seconds=round(min(after) - loss.killed_at, 2),
+        replay=loss.recoveries[-1].replay if loss.recoveries else "",
         ranks=tuple(ranks),
     )
 
@@ -250,7 +250,7 @@ def ranks_of(stage: int) -> list[int]:
 
 
 def lines_of(folder: Path) -> list[list[TrainedStep]]:
-    """What the ranks have logged in `folder`, in the order in which they trained it."""
+    """The lines that the ranks have logged in `folder`, in the order of training."""
     texts = [(folder / f"log-{rank}").read_bytes() for rank in RANKS]
     return [[_LINE.decode(line) for line in text.split(b"\n")[:-1]] for text in texts]
 
@@ -274,9 +274,9 @@ def _arguments(folder: Path, steps: int) -> list[str]:
     return ["--steps", str(steps), "--stages", str(STAGES), "--directory", str(folder)]
 
 
-def _is_before(line: TrainedStep, found: StageLoss) -> bool:
-    """Whether a step was trained in the epoch that the loss has ended."""
-    return not found.recoveries or line.epoch < found.recoveries[-1].epoch
+def _is_before(line: TrainedStep, loss: StageLoss) -> bool:
+    """Whether a step was trained in the epoch that the loss of the stage ended."""
+    return not loss.recoveries or line.epoch < loss.recoveries[-1].epoch
 
 
 def _table(report: StagesReport) -> Table:

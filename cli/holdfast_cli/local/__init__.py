@@ -1,4 +1,4 @@
-"""Runs a `MoETrainingJob` on virtual nodes of this machine, under the same reconciler.
+"""Runs a `MoETrainingJob` on virtual nodes of this machine, under the operator's reconciler.
 
 A virtual node is a directory on a tmpfs, a loopback address, a daemon process and, where a member
 lives, an agent process with the ranks below it.

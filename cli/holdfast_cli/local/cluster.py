@@ -124,7 +124,7 @@ class LocalCluster:
         await self.stop()
 
     async def start(self) -> None:
-        """Start, or take over, the run in the directory.
+        """Start the run in the directory, or take over the run that is there.
 
         Raises:
             StorageError: the directory or the shared memory cannot be used.
@@ -145,6 +145,7 @@ class LocalCluster:
         names = node_names(self.job)
         run = self.directory.read_record()
         adopted = run is not None
+        # Take over the run that is recorded here, or clean up and begin a new one.
         if run is None:
             kill_marked(self.directory.mark())
             self.directory.clear()
@@ -155,6 +156,7 @@ class LocalCluster:
                 f"{self.directory.path} holds a run of {run.job} on {len(run.nodes)} nodes, and "
                 f"this is {self.job.key} on {len(names)}; end that run, or use another --dir"
             )
+        # Make the parts. Running daemons dial the port with which they were started.
         other_security = run.insecure != self._settings.insecure
         run.insecure = self._settings.insecure
         identity = self._make_identity(run.insecure)
@@ -188,6 +190,7 @@ class LocalCluster:
             self._journal,
             self._settings.standbys,
         )
+        # An earlier control loop's counters must be loaded before the first decision.
         if adopted:
             self._control.remember()
         if run.insecure:
@@ -209,7 +212,7 @@ class LocalCluster:
         return Identity(self._certificates.directory(Role.OPERATOR))
 
     def _renew(self) -> None:
-        """Make new certificates in time; all processes look for them at each new connection."""
+        """Make new certificates in time; all processes read them at each new connection."""
         if time.time() < self._renew_at:
             return
         try:
@@ -219,7 +222,8 @@ class LocalCluster:
             self._journal.post("CertificatesNotRenewed", str(error), True)
 
     async def _listen(self, host: str, port: int) -> int:
-        """Listen where daemons already dial, if possible; returns a port that is new, else 0."""
+        """Listen on the port that daemons already dial, if possible; returns the port if it is a
+        new one, else 0."""
         assert self._server is not None
         try:
             bound = await self._server.start(host, port)
@@ -240,7 +244,7 @@ class LocalCluster:
         return wanted
 
     async def stop(self) -> None:
-        """Stop all processes, free the nodes' memory; logs and the last status stay."""
+        """Stop all processes and free the nodes' memory. Logs and the last status remain."""
         await self._end_loop()
         if self._supervisor is not None:
             await self._supervisor.stop()
@@ -249,7 +253,7 @@ class LocalCluster:
         await self._close()
 
     async def detach(self) -> None:
-        """Leave daemons and agents running, for the next control loop on this directory."""
+        """Release the directory and leave daemons and agents running, for the next control loop."""
         await self._end_loop()
         if self._supervisor is not None:
             await self._supervisor.detach()
@@ -272,7 +276,7 @@ class LocalCluster:
 
     @property
     def events(self) -> list[TimedEvent]:
-        """Everything that happened, oldest first."""
+        """Events of the run, oldest first."""
         return self._journal.events
 
     @property
@@ -299,24 +303,24 @@ class LocalCluster:
             async with asyncio.timeout(timeout_s), self._news:
                 while self._status is None or not predicate(self._status):
                     if self._loop is None or self._loop.done():
-                        raise UnreachableError(f"the control loop ended: {self._standing()}")
+                        raise UnreachableError(f"the control loop ended: {self._describe_state()}")
                     if self._status is not None and self._status.ended:
                         raise UnreachableError(
                             f"the job ended before {what or 'what was waited for'}: "
-                            f"{self._standing()}"
+                            f"{self._describe_state()}"
                         )
                     await self._news.wait()
                 return self._status
         except TimeoutError:
             raise UnreachableError(
-                f"waited {timeout_s:g} s for {what or 'the job'}: {self._standing()}"
+                f"waited {timeout_s:g} s for {what or 'the job'}: {self._describe_state()}"
             ) from None
 
-    def _standing(self) -> str:
+    def _describe_state(self) -> str:
         status, logs = self._status, self.directory.path / "logs"
         if status is None:
             return f"no status yet; logs: {logs}"
-        return f"{status.phase} at step {status.step}: {status.reason}; logs: {logs}"
+        return f"{status.phase} at step {status.step}: {status.local.reason}; logs: {logs}"
 
     async def finished(self, *, timeout_s: float | None = None) -> Outcome:
         """Wait for the end of the job; returns its outcome.
@@ -331,26 +335,29 @@ class LocalCluster:
         return Outcome(status.phase)
 
     async def kill_rank(self, rank: int) -> str:
-        """SIGKILL a rank's process. Every fault is recorded as an event; returns what was done."""
-        return self._injected(faults.signal_rank(self.directory, self.status, rank, signal.SIGKILL))
+        """SIGKILL a rank's process. Every injected fault is recorded as an event; returns a
+        description of it."""
+        return self._record_fault(
+            faults.signal_rank(self.directory, self.status, rank, signal.SIGKILL)
+        )
 
     async def kill_daemon(self, node: str) -> str:
-        """SIGKILL a node's daemon; it is started again."""
-        return self._injected(faults.kill_daemon(self.directory, node))
+        """SIGKILL a node's daemon; the run starts it again."""
+        return self._record_fault(faults.kill_daemon(self.directory, node))
 
     async def kill_node(self, node: str) -> str:
         """Lose a node: all its processes and its memory."""
-        return self._injected(await asyncio.to_thread(faults.kill_node, self.directory, node))
+        return self._record_fault(await asyncio.to_thread(faults.kill_node, self.directory, node))
 
     async def start_node(self, node: str) -> str:
         """Bring a lost node back, with empty memory."""
-        return self._injected(faults.start_node(self.directory, node))
+        return self._record_fault(faults.start_node(self.directory, node))
 
     async def corrupt(self, rank: int, *, parity: bool = False) -> str:
         """Flip a byte of a rank's newest snapshot, or of a parity block on its node."""
-        return self._injected(faults.corrupt(self.directory, self.status, rank, parity=parity))
+        return self._record_fault(faults.corrupt(self.directory, self.status, rank, parity=parity))
 
-    def _injected(self, what: str) -> str:
+    def _record_fault(self, what: str) -> str:
         self._journal.post("Injected", what, True)
         return what
 
@@ -379,10 +386,11 @@ class LocalCluster:
 
 
 def held_bytes(path: Path) -> int:
-    """Bytes that an earlier run's nodes hold below `path`; their daemons may still be writing."""
-    found = 0
+    """Bytes that the nodes of an earlier run hold below `path`. Their daemons may still be
+    writing."""
+    nbytes = 0
     for directory, _, names in os.walk(path):
         for name in names:
             with suppress(FileNotFoundError):
-                found += Path(directory, name).lstat().st_blocks * 512
-    return found
+                nbytes += Path(directory, name).lstat().st_blocks * 512
+    return nbytes

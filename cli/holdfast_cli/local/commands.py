@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast_cli._environment import inherited
+from holdfast_cli._environment import process_environment
 from holdfast_cli.local.directory import NodeRecord, RunDirectory, RunRecord
 from holdfast_cli.local.processes import MARK
 from holdfast_core.job.parsing import MoETrainingJob
@@ -53,7 +53,7 @@ class Commands:
         ]
         if self.redis_url:
             arguments += ["--redis", self.redis_url]
-        environment = inherited() | {MARK: directory.mark(node.name, "daemon")}
+        environment = process_environment() | {MARK: directory.mark(node.name, "daemon")}
         return Command(arguments=tuple(arguments), environment=environment)
 
     def _security(self, directory: RunDirectory, run: RunRecord) -> tuple[str, ...]:
@@ -73,8 +73,8 @@ class Commands:
         standby: bool = False,
     ) -> Command:
         """Command of an agent on `node`, which runs the job's trainer once a member lives there. A
-        standby agent reports when it could start it. References to variables are resolved as the
-        kubelet does in a pod, which has the same ones."""
+        standby agent reports when it could start the trainer. References to variables are resolved
+        as the kubelet resolves them in a pod, which has the same variables."""
         socket = str(directory.socket(node.name))
         variables = {
             **job.env,
@@ -101,7 +101,7 @@ class Commands:
         environment = {
             "PYTHONUNBUFFERED": "1",
             **_LOOPBACK,
-            **inherited(),
+            **process_environment(),
             **variables,
             MARK: directory.mark(node.name, "agent", attempt),
         }

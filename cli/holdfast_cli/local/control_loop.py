@@ -1,7 +1,7 @@
-"""The control loop of a local run: observe, reconcile, report, carry out; and again.
+"""The control loop of a local run: observe, reconcile, report, act; and again.
 
-The adapter between the pure reconciler and a local run's processes, daemons and files. It decides
-nothing. Its memory may be lost at any time (`ControlState`).
+It is the adapter between the pure reconciler and a local run's processes, daemons and files. It
+decides nothing. Its memory may be lost at any time (`ControlState`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -20,7 +21,8 @@ from holdfast_cli.local.supervisor import Supervisor
 from holdfast_core.errors import HoldfastError
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_operator.control.server import ControlServer
-from holdfast_operator.reconciler.observe.counters import from_document, to_document
+from holdfast_operator.kube.client.times import ClockPair
+from holdfast_operator.reconciler.observe.counters import from_document
 from holdfast_operator.reconciler.observe.views import (
     Action,
     ControlState,
@@ -51,7 +53,7 @@ EVENTS_IN_MEMORY_MAX = 10_000
 
 
 class Journal:
-    """The events of a run, oldest first; `on_event` is called with each as it happens."""
+    """The events of a run, oldest first. `on_event` is called with each event as it happens."""
 
     def __init__(self, on_event: Callable[[TimedEvent], None] | None) -> None:
         self._on_event = on_event
@@ -82,12 +84,14 @@ class ControlLoop:
         self._journal = journal
         self._state = ControlState()
         self._recoveries = Recoveries()
+        self._clocks = ClockPair(now=time.monotonic(), wall=time.time())
         self._written_at = float("-inf")
+        self._job_document: dict[str, Any] = {}
         self.status: Status | None = None
         """The newest status; None before the first look."""
 
     def look(self) -> bool:
-        """Look once; returns whether that led to actions and the job has not ended."""
+        """Observe once and act; returns whether there were actions and the job has not ended."""
         self._supervisor.keep_daemons()
         observed = self._observe()
         decision = reconcile(
@@ -147,19 +151,21 @@ class ControlLoop:
     # --- the status file ----------------------------------------------------------------------
 
     def _report(self, observed: Observed, decision: Decision, *, forced: bool) -> None:
-        now, wall = time.monotonic(), time.time()
+        now = time.monotonic()
         self.status = status_of(
             observed,
             decision,
             self._job,
             self._supervisor.run,
             directory=self._directory,
-            time=wall,
+            clocks=self._clocks,
+            now=now,
             pid=os.getpid(),
             events=self._journal.events[-EVENTS_KEPT:],
             recoveries=self._recoveries.all,
-            counters=to_document(self._state, now=now, wall=wall),
+            previous=self._job_document,
         )
+        self._job_document = self.status.job_document
         if forced or now - self._written_at >= STATUS_S:
             self._written_at = now
             try:
@@ -168,15 +174,16 @@ class ControlLoop:
                 return  # readers see an older status; the next look tries again
 
     def remember(self) -> None:
-        """Take over counters, events and recoveries of an earlier control loop, if its status file
-        is there. Without it, any node may hold the job."""
+        """Take over counters, events and recoveries of an earlier control loop from its status
+        file. Without the file, any node may hold the job."""
         self._state = dataclasses.replace(self._state, homes=tuple(self._supervisor.run.nodes))
         try:
             earlier = read_status(self._directory.status_file)
         except HoldfastError:
             return
-        if earlier.job == self._job.key:
-            found = from_document(earlier.counters, now=time.monotonic(), wall=time.time())
-            self._state = ControlState.remembering(found)
-            self._journal.events = list(earlier.events)
-            self._recoveries.all = list(earlier.recoveries)
+        if earlier.local.job == self._job.key:
+            counters = from_document(earlier.counters, now=time.monotonic(), wall=time.time())
+            self._state = ControlState.remembering(counters)
+            self._journal.events = list(earlier.local.events)
+            self._recoveries.all = list(earlier.local.recoveries)
+            self._job_document = earlier.job_document

@@ -6,12 +6,12 @@
 <run>/status.json       what `holdfast status` shows; may be deleted at any time
 <run>/dead/<node>       the node was lost, and its processes are not started again
 <run>/notices/<node>    the node will be lost soon; holds the reason
-<run>/exits/<agent>     exit code that the agent's launcher wrote
+<run>/exits/<agent>     exit code, written by the agent's launcher
 <run>/exits/<agent>.waits  why the launcher cannot start its workers yet
 <run>/exits/<agent>.ready  the launcher can start its workers at once
-<run>/catalogue         URL of the Redis with the run's history; stays when the run has ended
+<run>/catalogue         URL of the Redis with the run's history; remains when the run has ended
 <run>/logs/             one file for each daemon, member and standby agent
-<run>/tls/              a CA for this run, and what it certified for daemons and the control loop
+<run>/tls/              a CA for this run, and its certificates for daemons and the control loop
 <run>/tokens/<job>      token that trainers of the job show to daemons
 <memory>/<node>/        the node's "tmpfs": its daemon's directory
 ```
@@ -51,7 +51,7 @@ class DaemonRecord(msgspec.Struct, kw_only=True):
 
 
 class AgentRecord(msgspec.Struct, kw_only=True):
-    """The process of an agent: a member's, or one that waits for a member."""
+    """The process of an agent of a member, or of a standby agent."""
 
     process: ProcessId
     attempt: int
@@ -92,7 +92,7 @@ _RUN_RECORD = msgspec.json.Decoder(RunRecord)
 
 
 def default_directory(job_key: str) -> Path:
-    """The run directory of a job when none is given."""
+    """The run directory of a job if none is given."""
     return Path(tempfile.gettempdir()) / f"holdfast-{os.getuid()}" / job_key
 
 
@@ -104,7 +104,7 @@ def node_names(job: MoETrainingJob) -> list[str]:
 
 
 class RunDirectory:
-    """The files of one run. `memory` is the directory on a tmpfs that virtual nodes live below."""
+    """The files of one run. `memory` is the directory on a tmpfs below which virtual nodes live."""
 
     def __init__(self, path: Path, job_key: str, memory: Path | None = None) -> None:
         self.path = path.absolute()
@@ -113,7 +113,7 @@ class RunDirectory:
         self._lock = -1
 
     def _default_memory(self) -> Path:
-        """Memory of this run: two runs of one job in different directories do not share it."""
+        """Memory of this run. Two runs of one job in different directories do not share it."""
         name = self.job_key
         if self.path != default_directory(self.job_key):
             name += "-" + blake2b(os.fsencode(self.path), digest_size=4).hexdigest()
@@ -157,7 +157,7 @@ class RunDirectory:
         return self.tokens / job_file_name(self.job_key)
 
     def call_metadata(self) -> tuple[tuple[str, str], ...]:
-        """Metadata that every call to a daemon of this run must carry: the job's token.
+        """Metadata that every call to a daemon of this run must carry: the token of the job.
 
         Raises:
             UnauthenticatedError: when there is no token to show: the run has ended, or belongs to
@@ -168,7 +168,7 @@ class RunDirectory:
         except OSError as error:
             raise UnauthenticatedError(
                 f"{self.token_file} cannot be read ({error.strerror}), and daemons answer only "
-                f"calls with the job's token; ask while the job runs, as the user who runs it"
+                f"calls with the job's token; call this while the job runs, as the user who runs it"
             ) from error
         return (("authorization", f"Bearer {token}"),)
 
@@ -179,13 +179,13 @@ class RunDirectory:
         return self.root(node) / "daemon.sock"
 
     def mark(self, *parts: str | int) -> str:
-        """Mark of the processes of this run, of a node, or of an agent."""
+        """Mark of the processes of this run, of one of its nodes, or of an agent."""
         return ":".join([str(self.path), *map(str, parts)])
 
     # --- ownership ----------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Make the directories and keep other control loops out.
+        """Make the directories and lock out other control loops.
 
         Raises:
             InvalidJobError: when paths would be too long for sockets.
@@ -216,7 +216,7 @@ class RunDirectory:
             _make_private(self.path / name)
 
     def note_catalogue(self, url: str) -> None:
-        """Note where the run's history is; `url` is empty when there is none."""
+        """Record where the run's history is; `url` is empty if it keeps none."""
         if url:
             replace_file(self.catalogue_file, url.encode())
             self.catalogue_file.chmod(0o600)
@@ -230,7 +230,7 @@ class RunDirectory:
             self._lock = -1
 
     def clear(self) -> None:
-        """Remove everything but logs and the last status: the run has ended."""
+        """Remove everything but logs and the last status, because the run has ended."""
         shutil.rmtree(self.memory, ignore_errors=True)
         with suppress(OSError):
             self.memory.parent.rmdir()
@@ -244,7 +244,7 @@ class RunDirectory:
         (self.path / "dead" / node).touch()
 
     def mark_back(self, node: str) -> None:
-        """Undo `mark_dead`, and any notice: they were of the machine that was lost."""
+        """Undo `mark_dead`, and remove any notice, which applied to the lost machine."""
         for name in ("notices", "dead"):
             (self.path / name / node).unlink(missing_ok=True)
 
@@ -264,7 +264,7 @@ class RunDirectory:
     # --- the record ---------------------------------------------------------------------------
 
     def read_record(self) -> RunRecord | None:
-        """Read the record that an earlier control loop left; None when there is none.
+        """Read the record of an earlier control loop; None if there is none.
 
         Raises:
             StorageError: when the file cannot be decoded.
@@ -304,7 +304,7 @@ def new_record(directory: RunDirectory, names: list[str]) -> RunRecord:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replace the content of `path` by `data`; a reader sees the old content or the new."""
+    """Replace the content of `path` by `data`. A reader sees either the old or the new content."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_bytes(data)
     temporary.replace(path)
@@ -313,9 +313,9 @@ def replace_file(path: Path, data: bytes) -> None:
 def _make_private(path: Path) -> None:
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = path.lstat()
+        status = path.lstat()
     except OSError as error:
         raise StorageError(f"cannot make {path}: {error.strerror}") from error
     shared = path in (Path(tempfile.gettempdir()), SHARED_MEMORY)
-    if not stat.S_ISDIR(found.st_mode) or (found.st_uid != os.getuid() and not shared):
+    if not stat.S_ISDIR(status.st_mode) or (status.st_uid != os.getuid() and not shared):
         raise StorageError(f"{path} was not made by Holdfast; remove it, or use another --dir")

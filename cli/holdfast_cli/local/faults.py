@@ -1,8 +1,8 @@
-"""Injects faults into a run of this machine, for users who want to see a job survive.
+"""Injects faults into a local run, for users who want to see a job survive.
 
-Faults act on the running processes and files from outside, as real ones would, and bypass the
+Faults act on the running processes and files from outside, as real faults would, and bypass the
 control loop. Only lost nodes and notices are marked in the run directory, because a virtual node
-has no hardware that could be gone, and no cloud.
+has neither hardware that could be gone nor a cloud that could announce it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from holdfast_cli.local.processes import (
     kill_marked,
     send,
 )
-from holdfast_cli.local.status import NodeStatus, RankStatus, Status
+from holdfast_cli.local.status import NodeStatus, Status
 from holdfast_core.errors import CorruptError, InvalidJobError
 from holdfast_core.job.names import job_file_name
 from holdfast_core.snapshots.generations import Generation
@@ -29,7 +29,7 @@ from holdfast_core.snapshots.layouts import decode_layout, decode_manifest
 
 
 def signal_rank(directory: RunDirectory, status: Status, rank: int, number: signal.Signals) -> str:
-    """Send a signal to a rank's process; returns what was done, in words.
+    """Send a signal to a rank's process; returns a description of what was done.
 
     Raises:
         InvalidJobError: when there is no such rank, or its process is not known (yet).
@@ -47,13 +47,13 @@ def kill_daemon(directory: RunDirectory, node: str) -> str:
         InvalidJobError: when there is no such node, or its daemon does not run.
     """
     record = directory.read_record()
-    found = record.nodes.get(node) if record is not None else None
-    if record is None or found is None:
+    target = record.nodes.get(node) if record is not None else None
+    if record is None or target is None:
         names = ", ".join(record.nodes) if record is not None else "none"
         raise InvalidJobError(f"no node {node!r} in {directory.path}; there are: {names}")
-    if found.daemon is None or not send(found.daemon.process, signal.SIGKILL):
+    if target.daemon is None or not send(target.daemon.process, signal.SIGKILL):
         raise InvalidJobError(f"node {node} has no living daemon now")
-    return f"killed the daemon of {node} (pid {found.daemon.process.pid})"
+    return f"killed the daemon of {node} (pid {target.daemon.process.pid})"
 
 
 def kill_node(directory: RunDirectory, node: str) -> str:
@@ -62,7 +62,7 @@ def kill_node(directory: RunDirectory, node: str) -> str:
     Raises:
         InvalidJobError: when there is no such node, or it is lost already.
     """
-    root = _living(directory, node).root
+    root = _living_node(directory, node).root
     directory.mark_dead(node)
     count = kill_marked(directory.mark(node))
     shutil.rmtree(root, ignore_errors=True)
@@ -75,7 +75,7 @@ def start_node(directory: RunDirectory, node: str) -> str:
     Raises:
         InvalidJobError: when there is no such node, or it is not lost.
     """
-    _recorded(directory, node)
+    _recorded_node(directory, node)
     if not directory.is_dead(node):
         raise InvalidJobError(f"node {node} is not lost, so it cannot come back")
     directory.mark_back(node)
@@ -83,12 +83,13 @@ def start_node(directory: RunDirectory, node: str) -> str:
 
 
 def notice(directory: RunDirectory, node: str) -> str:
-    """Announce that a node will be lost, as a cloud does of a spot instance; the node stays.
+    """Announce that a node will be lost, as a cloud announces it for a spot instance; the node
+    stays.
 
     Raises:
         InvalidJobError: when there is no such node, or it is lost already.
     """
-    _living(directory, node)
+    _living_node(directory, node)
     directory.give_notice(node, "notice given by holdfast inject")
     return f"gave notice that node {node} will be taken away; it stays until kill-node"
 
@@ -99,8 +100,8 @@ def corrupt(directory: RunDirectory, status: Status, rank: int, *, parity: bool 
     Raises:
         InvalidJobError: when there is no such rank, or nothing sealed.
     """
-    member = status.member_of(rank)
-    node = status.node(member.node) if member is not None else None
+    member = status.local.member_of(rank)
+    node = status.local.node(member.node) if member is not None else None
     if member is None or node is None:
         raise InvalidJobError(_no_rank(status, rank))
     files = Path(node.root) / "jobs" / job_file_name(directory.job_key)
@@ -138,14 +139,14 @@ def _corrupt_parity(files: Path, node: NodeStatus) -> str:
     return f"flipped byte {offset} of {block} on {node.name}"
 
 
-def _living(directory: RunDirectory, node: str) -> NodeRecord:
-    record = _recorded(directory, node)
+def _living_node(directory: RunDirectory, node: str) -> NodeRecord:
+    record = _recorded_node(directory, node)
     if directory.is_dead(node):
         raise InvalidJobError(f"node {node} is lost already")
     return record
 
 
-def _recorded(directory: RunDirectory, node: str) -> NodeRecord:
+def _recorded_node(directory: RunDirectory, node: str) -> NodeRecord:
     record = directory.read_record()
     if record is None or node not in record.nodes:
         names = ", ".join(record.nodes) if record is not None else "none"
@@ -164,12 +165,12 @@ def _flip(path: Path, offset: int) -> None:
 
 def _process_of(directory: RunDirectory, status: Status, rank: int) -> ProcessId:
     """Find the rank's living process; a pid that no longer belongs to this run is refused."""
-    found: RankStatus | None = status.rank(rank)
-    if found is None:
+    rank_status = status.local.rank(rank)
+    if rank_status is None:
         raise InvalidJobError(_no_rank(status, rank))
-    process = identify(found.pid) if found.pid else None
+    process = identify(rank_status.pid) if rank_status.pid else None
     if process is None or not _is_of_run(directory, process):
-        raise InvalidJobError(f"rank {rank} has no living process now (state {found.state})")
+        raise InvalidJobError(f"rank {rank} has no living process now (state {rank_status.state})")
     return process
 
 
@@ -183,6 +184,6 @@ def _is_of_run(directory: RunDirectory, process: ProcessId) -> bool:
 
 
 def _no_rank(status: Status, rank: int) -> str:
-    known = sorted(r.rank for member in status.members for r in member.ranks)
-    which = f"there are ranks {known}" if known else "no rank is known yet"
-    return f"no rank {rank} in job {status.job} now; {which}"
+    ranks = sorted(each.rank for each in status.local.ranks)
+    which = f"there are ranks {ranks}" if ranks else "no rank is known yet"
+    return f"no rank {rank} in job {status.local.job} now; {which}"

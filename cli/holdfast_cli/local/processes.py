@@ -1,8 +1,8 @@
 """Starts, recognises, watches and kills the processes of a local run.
 
-A process is identified by its pid *and* its start time, so that a pid that was reused is never
-killed. Every process carries a mark in its environment, which its children inherit: so all
-processes of a virtual node are found, whichever process started them. Linux only (pidfd, /proc).
+A process is identified by its pid *and* its start time, so that a process that reuses a pid is
+never killed. Every process carries a mark in its environment, which its children inherit: so all
+processes of a virtual node can be found, whichever process started them. Linux only (pidfd, /proc).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KILLED = -int(signal.SIGKILL)
 """Exit code assumed for a process whose real one is unknown."""
 
 TRACKER_S = 2.0
-"""Seconds that a resource tracker gets to clean up, once the processes it tracks for are gone."""
+"""Seconds that a resource tracker gets to clean up, once the processes that it serves are gone."""
 _TRACKER = b"from multiprocessing.resource_tracker import main"
 """Part of the command line by which Python starts a resource tracker."""
 
@@ -34,17 +34,17 @@ PROC = Path("/proc")
 _STARTTIME_FIELD = 19
 """Index of the start time in /proc/<pid>/stat, counted from the state, the first after the name."""
 _FLAGS_FIELD, _PROGRAM_FIELDS = 6, slice(23, 26)
-"""Likewise, of the process's flags, and of where its code and its stack begin: not "0" once its
-program is there."""
+"""Indices of the process's flags, and of the addresses of its code and its stack, which are not "0"
+once its program is loaded."""
 _KERNEL_THREAD = 0x0020_0000
 """Flag of a process that never has a program."""
 _STARTING_S = 5.0
-"""Seconds for which a process that is being started is waited for, to learn its mark."""
+"""Seconds to wait for a process that is being started, to learn its mark."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """One process, for ever: a later process with its pid is another one."""
+    """Identity of one process. A later process with the same pid has another identity."""
 
     pid: int
     started: int
@@ -52,7 +52,7 @@ class ProcessId:
 
 
 def identify(pid: int) -> ProcessId | None:
-    """The living process that has `pid` now; None when there is none, or a zombie."""
+    """The living process that has `pid` now; None if there is none, or only a zombie."""
     with suppress(OSError, IndexError, ValueError):
         fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
         if fields[0] not in ("Z", "X"):
@@ -65,7 +65,7 @@ def is_alive(process: ProcessId) -> bool:
 
 
 def send(process: ProcessId, number: signal.Signals) -> bool:
-    """Send a signal to exactly this process; returns False when it has ended."""
+    """Send a signal to exactly this process; returns False if it has ended."""
     try:
         descriptor = os.pidfd_open(process.pid)
     except OSError:
@@ -82,7 +82,7 @@ def send(process: ProcessId, number: signal.Signals) -> bool:
 
 
 def spawn(arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> ProcessId:
-    """Start a process in a session of its own, its output appended to `log`.
+    """Start a process in its own session, with its output appended to `log`.
 
     Raises:
         StorageError: when it cannot be started or the log cannot be written.
@@ -106,10 +106,10 @@ def spawn(arguments: Sequence[str], environment: Mapping[str, str], log: Path) -
     return identify(pid) or ProcessId(pid, -1)
 
 
-def marked(mark: str) -> list[ProcessId]:
+def marked_processes(mark: str) -> list[ProcessId]:
     """All living processes whose mark is `mark` or continues it after a colon."""
     wanted = f"{MARK}={mark}".encode()
-    found = []
+    processes = []
     for entry in PROC.iterdir():
         if not entry.name.isdigit():
             continue
@@ -118,15 +118,15 @@ def marked(mark: str) -> list[ProcessId]:
             if any(v == wanted or v.startswith(wanted + b":") for v in variables):
                 process = identify(int(entry.name))
                 if process is not None:
-                    found.append(process)
-    return found
+                    processes.append(process)
+    return processes
 
 
 def _environment(process: Path) -> bytes:
     """Variables of the process with this folder in /proc. While its program is being loaded it
     shows none, although the process that started it may know it already."""
     until, before = time.monotonic() + _STARTING_S, [""]
-    while not (found := (process / "environ").read_bytes()) and time.monotonic() < until:
+    while not (variables := (process / "environ").read_bytes()) and time.monotonic() < until:
         fields = (process / "stat").read_text().rpartition(")")[2].split()
         if fields[0] in ("Z", "X") or int(fields[_FLAGS_FIELD]) & _KERNEL_THREAD:
             break
@@ -134,26 +134,26 @@ def _environment(process: Path) -> bytes:
         if program[0] != "0" and program == before:
             break  # it really has none
         before = program
-    return found
+    return variables
 
 
 def kill_marked(mark: str) -> int:
-    """SIGKILL all processes with the mark, until a look finds none; returns how many there were.
+    """SIGKILL all processes with the mark until none is left; returns how many there were.
 
-    A process may start another between being found and being killed, hence the second look.
-    Python's resource trackers come last, and get `TRACKER_S` to end by themselves: once the others
-    are gone they remove the named semaphores that those have left in shared memory.
+    A process may start another one between being found and being killed, hence the second search.
+    Python's resource trackers come last, and get `TRACKER_S` to end by themselves: once the other
+    processes are gone, they remove the named semaphores that those have left in shared memory.
     """
     killed: set[ProcessId] = set()
-    while found := [process for process in marked(mark) if process.pid != os.getpid()]:
-        killed.update(found)
-        if all(map(_is_tracker, found)):
-            _wait_all(found, TRACKER_S)
+    while living := [process for process in marked_processes(mark) if process.pid != os.getpid()]:
+        killed.update(living)
+        if all(map(_is_tracker, living)):
+            _wait_all(living, TRACKER_S)
         else:
-            found = [process for process in found if not _is_tracker(process)]
-        for process in found:
+            living = [process for process in living if not _is_tracker(process)]
+        for process in living:
             send(process, signal.SIGKILL)
-        _wait_all(found)
+        _wait_all(living)
     return len(killed)
 
 
@@ -181,8 +181,8 @@ def _poll(descriptor: int, patience_s: float) -> None:
 
 
 async def wait_exit(process: ProcessId) -> int | None:
-    """Wait until the process has ended. Returns its exit code (negative for a signal) when this
-    process started it, and so reaps it; None for one that was adopted."""
+    """Wait until the process has ended. If this process started it, reap it and return its exit
+    code (negative for a signal); for an adopted process return None."""
     try:
         descriptor = os.pidfd_open(process.pid)
     except OSError:

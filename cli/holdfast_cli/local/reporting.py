@@ -1,14 +1,20 @@
-"""Builds the status that users see from what the control loop observed. Pure."""
+"""Builds the status of a local run from what the control loop observed. Pure.
+
+The job's part comes from the code that writes `.status` in a cluster.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
+
+import msgspec
 
 from holdfast_cli.local.directory import NodeRecord, RunDirectory, RunRecord
 from holdfast_cli.local.status import (
     FINISHED,
     LocalMemberStatus,
+    LocalStatus,
     NodeStatus,
     RankStatus,
     Status,
@@ -17,9 +23,9 @@ from holdfast_cli.local.status import (
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import Membership
+from holdfast_operator.kube.client.times import ClockPair
+from holdfast_operator.kube.job import status as job_status
 from holdfast_operator.reconciler.membership.joining import joining_state
-from holdfast_operator.reconciler.membership.shrinking import strength
-from holdfast_operator.reconciler.membership.staying import recovery_mode
 from holdfast_operator.reconciler.observe.counters import Outcome
 from holdfast_operator.reconciler.observe.lookups import agent_at, node_of
 from holdfast_operator.reconciler.observe.views import (
@@ -32,13 +38,12 @@ from holdfast_operator.reconciler.observe.views import (
     RankView,
     StandbyView,
 )
-from holdfast_operator.reconciler.report.conditions import (
-    newest_complete,
-    newest_protected,
-    newest_step,
-    phase,
-)
+from holdfast_operator.reconciler.report.conditions import newest_complete
 from holdfast_operator.reconciler.report.recoveries import Recovery
+
+OF_CLUSTERS_ONLY = ("selector", "keptUntil", "observedGeneration")
+"""Fields of `.status` that a local run does not have: it has no pods, it frees the snapshots of a
+job that has failed, and no API server counts the versions of its document."""
 
 
 def status_of(
@@ -48,40 +53,50 @@ def status_of(
     run: RunRecord,
     *,
     directory: RunDirectory,
-    time: float,
+    clocks: ClockPair,
+    now: float,
     pid: int,
     events: Sequence[TimedEvent],
     recoveries: Sequence[Recovery],
-    counters: Mapping[str, Any],
+    previous: dict[str, Any],
 ) -> Status:
-    """The status after one look; `time` is seconds since the Unix epoch."""
+    """The status after one observation.
+
+    Args:
+        now: a monotonic time.
+        recoveries: oldest first, with wall-clock times.
+        previous: the job's part of the status before; empty without one.
+    """
+    # The fields that a job has in a cluster, too.
+    document = job_status.status_of(
+        job,
+        observed,
+        decision,
+        previous=previous,
+        pods={},
+        recoveries=recoveries,
+        clocks=clocks,
+        now=now,
+    )
+    for name in OF_CLUSTERS_ONLY:
+        document.pop(name, None)
+    # What only a local run has.
     state, membership = decision.state, decision.state.membership
     views = () if membership is None else observed.views(membership)
     lines = [view.line for view in views if view is not None and view.line is not None]
     complete = newest_complete(observed, membership) if membership is not None else None
-    return Status(
+    local = LocalStatus(
         job=run.job,
-        time=time,
+        time=clocks.at_wall(now),
         pid=pid,
         directory=str(directory.path),
         security="insecure" if run.insecure else "mutual TLS",
-        phase=phase(decision.conditions),
         reason=state.outcome_reason or decision.reason,
-        epoch=0 if membership is None else membership.epoch,
         revision=0 if membership is None else membership.revision,
         world_size=0 if membership is None else membership.world_size,
-        step=0 if membership is None else newest_step(observed, membership),
         line=_text(lines[0].generation) if lines else "",
         line_reason=lines[0].reason if lines else "",
         complete=_text(complete),
-        protected=_text(newest_protected(observed)),
-        restarts=state.recoveries,
-        strength=strength(job, membership, len(state.joining)),
-        recovery_mode=recovery_mode(observed, membership),
-        failure=state.failure,
-        token_loss=state.losses,
-        experts=state.plan,
-        conditions=decision.conditions,
         members=(
             ()
             if membership is None
@@ -93,22 +108,23 @@ def status_of(
         ),
         events=tuple(events),
         recoveries=tuple(recoveries),
-        counters=dict(counters),
     )
+    return msgspec.convert({**document, "local": local}, Status)
 
 
 def _members(
     observed: Observed, membership: Membership, *, complete: bool
 ) -> tuple[LocalMemberStatus, ...]:
     members = []
-    for member, found in zip(membership.members, observed.views(membership), strict=True):
-        view = found if found is not None and node_of(observed, member).connected else JobView()
+    for member, reported in zip(membership.members, observed.views(membership), strict=True):
+        view = (
+            reported if reported is not None and node_of(observed, member).connected else JobView()
+        )
         agent = agent_at(observed, member)
         members.append(
             LocalMemberStatus(
                 index=member.index,
                 node=member.node,
-                agent="absent" if agent is None else agent.state.value,
                 exit_code=None if agent is None else agent.exit_code,
                 epoch=view.epoch,
                 ranks=tuple(_rank(rank, complete or _has_finished(agent)) for rank in view.ranks),
@@ -127,7 +143,7 @@ def _members(
 
 
 def _has_finished(agent: AgentView | None) -> bool:
-    """Whether a member's ranks have finished: their daemon only reports that they are gone."""
+    """Whether a member's ranks have finished. Their daemon can only report that they are gone."""
     return agent is not None and agent.state is AgentState.EXITED and agent.exit_code == 0
 
 
@@ -173,7 +189,7 @@ def _node(
 
 
 def _role(observed: Observed, view: NodeView, member: int | None, joining: int | None) -> str:
-    """Role of a node in words; `joining`: the missing member that will join there."""
+    """Role of a node in words. `joining` is the missing member that will join there."""
     if view.gone:
         return "lost"
     if member is not None:

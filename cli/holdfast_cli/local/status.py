@@ -1,33 +1,28 @@
 """The status of a local run, as values, and as the file that `holdfast status` reads.
 
-The file is a copy for readers (invariant 6) and may be deleted at any time. The next control loop
-reads back counters, events and recoveries from it. Times are seconds since the Unix epoch.
+The file holds the fields that the operator writes into a job's `.status`, and beside them the field
+`local` with facts that only a local run has. It is a copy for readers (invariant 6) and may be
+deleted at any time. The next control loop reads back counters, events and recoveries from it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
-from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.errors import StorageError
-from holdfast_core.experts.loss_reports import JobLoss
-from holdfast_core.job.status import Phase, RecoveryMode
+from holdfast_core.job.status import JobCondition, JobStatus, MemberStatus, Phase
 from holdfast_core.states import RestoreSource
-from holdfast_operator.reconciler.membership.shrinking import Strength
-from holdfast_operator.reconciler.observe.last_failure import TrainerFailure
-from holdfast_operator.reconciler.observe.views import Condition
 from holdfast_operator.reconciler.report.recoveries import Recovery
 
 FINISHED = "FINISHED"
 """State of a rank that has ended well; all other states are the daemon's (REFT §4.2)."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankStatus:
+class RankStatus(Struct, frozen=True, kw_only=True, rename="camel"):
     """One rank of the training world."""
 
     rank: int
@@ -44,14 +39,11 @@ class RankStatus:
     """Step after which it has repeated steps alone in this epoch."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LocalMemberStatus:
-    """One member, and the reports of its daemon."""
+class LocalMemberStatus(Struct, frozen=True, kw_only=True, rename="camel"):
+    """Report of the daemon of one member, and the exit code of its agent."""
 
     index: int
     node: str
-    agent: str
-    """State of its agent: absent, starting, running, exited or stopping."""
     exit_code: int | None
     epoch: int
     """Epoch of the daemon; 0 when the daemon is silent or does not have the job."""
@@ -70,8 +62,7 @@ class LocalMemberStatus:
     problem: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NodeStatus:
+class NodeStatus(Struct, frozen=True, kw_only=True, rename="camel"):
     """One virtual node."""
 
     name: str
@@ -92,74 +83,86 @@ class NodeStatus:
     way; empty without one."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TimedEvent:
+class TimedEvent(Struct, frozen=True, kw_only=True):
     """An event of a run."""
 
     time: float
+    """Seconds since the Unix epoch."""
     reason: str
     message: str
     warning: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Status:
-    """Everything that is known about a local run."""
+class LocalStatus(Struct, frozen=True, kw_only=True, rename="camel"):
+    """Facts that only a local run has."""
 
     job: str
     time: float
+    """When this status was made, in seconds since the Unix epoch."""
     pid: int
     """Pid of the control loop."""
     directory: str
     security: str = ""
     """`mutual TLS`, or `insecure`: no process proves who it is."""
-    phase: Phase
     reason: str
-    """Reason why the job ended, or why nothing is being done, or what is waited for."""
-    epoch: int
+    """Why the job ended, why nothing is being done, or what the job waits for."""
     revision: int
     world_size: int
-    step: int
-    """Newest step that any rank has reported in this epoch."""
     line: str
     """Generation that this epoch started from; empty for a fresh start or while undecided."""
     line_reason: str
     complete: str
-    protected: str
-    restarts: int
-    """Number of recoveries so far."""
-    strength: Strength | None = None
-    """Members that the job has, wants and needs."""
-    recovery_mode: RecoveryMode | None = None
-    """What a recovery does to workers that have not failed; None while it is not known."""
-    failure: TrainerFailure | None = None
-    """The newest rank or agent that failed by itself, and what it wrote last."""
-    token_loss: JobLoss | None = None
-    """Cost of recoveries in tokens; None where snapshots hold all experts, or it is not known."""
-    experts: PlanReport | None = None
-    """Newest expert plan; None without uneven copies."""
-    conditions: tuple[Condition, ...] = ()
+    """Newest generation that all ranks have committed; empty for none."""
     members: tuple[LocalMemberStatus, ...] = ()
     nodes: tuple[NodeStatus, ...] = ()
     events: tuple[TimedEvent, ...] = ()
     recoveries: tuple[Recovery, ...] = ()
-    counters: dict[str, Any] = field(default_factory=dict)
-    """Counters for the next control loop (`holdfast_operator.reconciler.observe.counters`)."""
+    """All recoveries that are remembered, oldest first, each with the source of every rank."""
+
+    @property
+    def ranks(self) -> tuple[RankStatus, ...]:
+        """All ranks that daemons report, by member."""
+        return tuple(rank for member in self.members for rank in member.ranks)
 
     def rank(self, rank: int) -> RankStatus | None:
-        """The rank, None while no daemon reports it."""
-        return next((r for m in self.members for r in m.ranks if r.rank == rank), None)
+        """The rank; None while no daemon reports it."""
+        return next((each for each in self.ranks if each.rank == rank), None)
 
     def member_of(self, rank: int) -> LocalMemberStatus | None:
         """The member that reports the rank."""
         return next((m for m in self.members if any(r.rank == rank for r in m.ranks)), None)
 
     def node(self, name: str) -> NodeStatus | None:
+        """The node of this name; None when the run has none."""
         return next((node for node in self.nodes if node.name == name), None)
+
+
+class Status(JobStatus, frozen=True, kw_only=True):
+    """The status of a local run: that of its job, and what only a local run has.
+
+    Fields that a local run always knows are narrowed to types without None.
+    """
+
+    phase: Phase
+    epoch: int = 0
+    step: int = 0
+    protected: str = ""
+    recoveries: int = 0
+    conditions: tuple[JobCondition, ...] = ()
+    members: tuple[MemberStatus, ...] = ()
+    local: LocalStatus
 
     @property
     def ended(self) -> bool:
+        """Whether the job has ended, well or not."""
         return self.phase.ended
+
+    @property
+    def job_document(self) -> dict[str, Any]:
+        """The job's part, as an API server would give `.status`."""
+        fields = {name: getattr(self, name) for name in JobStatus.__struct_fields__}
+        document: dict[str, Any] = msgspec.to_builtins(JobStatus(**fields))
+        return document
 
 
 _STATUS = msgspec.json.Decoder(Status)
@@ -173,7 +176,8 @@ def read_status(path: Path) -> Status:
     """The status in a file.
 
     Raises:
-        StorageError: when there is none, or it cannot be decoded.
+        StorageError: when there is none, it cannot be decoded, or another version of Holdfast wrote
+            it in another form.
     """
     try:
         return _STATUS.decode(path.read_bytes())
@@ -182,5 +186,11 @@ def read_status(path: Path) -> Status:
             f"{path} does not exist: no `holdfast run` has written it yet. Give the run's "
             f"directory with --dir, or the job's name"
         ) from None
+    except msgspec.ValidationError as error:
+        raise StorageError(
+            f"{path} cannot be read: {error}. If another version of Holdfast wrote it, use that "
+            f"version, or call `holdfast run` of this one on the same job and directory: it takes "
+            f"over the run and writes a new file"
+        ) from error
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise StorageError(f"{path} cannot be read: {error}") from error

@@ -1,4 +1,5 @@
-"""Keeps the processes of a local run: a daemon on every living node, and agents where asked.
+"""Keeps the processes of a local run: a daemon on every living node, and agents where they are
+wanted.
 
 It does what a kubelet does for pods: it adopts processes that an earlier control loop started, and
 observes exits by pidfd. It decides nothing about the job: a daemon that dies is started again, an
@@ -99,16 +100,16 @@ class Supervisor:
         self._directory.write_record(self.run)
 
     def keep_daemons(self) -> None:
-        """Begin to keep a daemon on each living node where none is kept yet: the run has just
-        begun, or the node was lost and is back."""
+        """Start keeping a daemon on each living node that has none: the run has just begun, or the
+        node was lost and is back."""
         for node in self.run.nodes.values():
             if node.name not in self._kept and not self._stopping and not self.is_dead(node.name):
                 self._kept.add(node.name)
                 self._background(self._keep_daemon(node))
 
     def _kill_unrecorded(self) -> None:
-        """Kill what is not recorded: a control loop may have died between starting a process and
-        recording it. Processes below recorded agents carry the same marks and stay."""
+        """Kill processes that are not recorded: a control loop may have died between starting a
+        process and recording it. Processes below recorded agents carry the same marks and stay."""
         for node in self.run.nodes.values():
             if node.daemon is None or not is_alive(node.daemon.process):
                 kill_marked(self._directory.mark(node.name, "daemon"))
@@ -118,17 +119,18 @@ class Supervisor:
                     kill_marked(self._directory.mark(node.name, "agent", attempt))
 
     def is_dead(self, node: str) -> bool:
-        """Whether the node was lost, and is not back."""
+        """Whether the node was lost and is not back."""
         return self._directory.is_dead(node)
 
     def daemon_changed_at(self, node: str) -> float:
-        """Time when the node's daemon was last started or seen ended, in monotonic seconds."""
+        """Time when the node's daemon was last started or was seen to have ended, in monotonic
+        seconds."""
         return self._daemon_changed_at.get(node, float("-inf"))
 
     # --- daemons ------------------------------------------------------------------------------
 
     async def _keep_daemon(self, node: NodeRecord) -> None:
-        """Start the node's daemon whenever it is not there, until the node is lost."""
+        """Start the node's daemon whenever it does not run, until the node is lost."""
         pause_s = BACKOFF_S_MIN
         while not self._stopping and not self.is_dead(node.name):
             if node.daemon is None or not is_alive(node.daemon.process):
@@ -167,7 +169,7 @@ class Supervisor:
         return f"the daemon of {node.name} {how}: {line} (log: {log})"
 
     async def restart_daemons(self) -> None:
-        """End all daemons, so that they are started again with what has changed."""
+        """End all daemons, so that they are started again with the changed settings."""
         for node in self.run.nodes.values():
             if node.daemon is not None:
                 await self._end_process(node.daemon.process)
@@ -175,7 +177,7 @@ class Supervisor:
     # --- agents -------------------------------------------------------------------------------
 
     def agents(self, dead: Collection[str]) -> tuple[AgentView, ...]:
-        """All agents but those on `dead` nodes."""
+        """All agents except those on `dead` nodes."""
         return tuple(
             self._agent_view(node.name, member, agent)
             for node in self.run.nodes.values()
@@ -196,7 +198,7 @@ class Supervisor:
         )
 
     def standbys(self, dead: Collection[str]) -> tuple[StandbyView, ...]:
-        """All standby agents but those on `dead` nodes."""
+        """All standby agents except those on `dead` nodes."""
         return tuple(
             self._standby_view(node.name, node.standby)
             for node in self.run.nodes.values()
@@ -209,7 +211,7 @@ class Supervisor:
         return StandbyView(node=node, state=state, ready=ready, exit_code=code)
 
     def _state_of(self, node: str, agent: AgentRecord) -> tuple[AgentState, int | None]:
-        """State of an agent, and the exit code of one that has ended by itself."""
+        """State of an agent, and its exit code if it has ended by itself."""
         if agent.stopping:
             return AgentState.STOPPING, None
         code = self._exits.get((node, agent.attempt))
@@ -219,7 +221,8 @@ class Supervisor:
         return AgentState.EXITED, 128 - code if code < 0 else code
 
     def _why_waiting(self, node: str, member: int, agent: AgentRecord) -> str:
-        """Reason why the launcher cannot start its workers yet; an event reports a new one."""
+        """Reason why the launcher cannot start its workers yet. An event reports each new
+        reason."""
         try:
             why = self._directory.wait_file(node, agent.attempt).read_text().strip()
         except (OSError, UnicodeDecodeError):
@@ -232,8 +235,8 @@ class Supervisor:
         return why
 
     def start_agent(self, member: int, name: str) -> None:
-        """Start the member's agent on a node, unless it is there or the node is lost. A standby
-        agent that waits there becomes the member's."""
+        """Start the member's agent on a node, unless it runs there or the node is lost. A standby
+        agent that waits there becomes the member's agent."""
         node = self.run.nodes[name]
         if self._stopping or member in node.agents or self.is_dead(name):
             return
@@ -249,7 +252,7 @@ class Supervisor:
             self._watch(node, agent)
 
     def start_standby(self, name: str) -> None:
-        """Start a standby agent on a node, unless it is there or the node is lost."""
+        """Start a standby agent on a node, unless one runs there or the node is lost."""
         node = self.run.nodes[name]
         if self._stopping or node.standby is not None or self.is_dead(name):
             return
@@ -261,7 +264,7 @@ class Supervisor:
     def _spawn_agent(
         self, node: NodeRecord, log: str, *, standby: bool = False
     ) -> AgentRecord | None:
-        """Start a launcher; an event reports one that cannot be started."""
+        """Start a launcher. If it cannot be started, an event reports the reason."""
         node.attempts += 1
         command = self._commands.agent(
             self._directory, self.run, self._job, node, attempt=node.attempts, standby=standby
@@ -274,8 +277,8 @@ class Supervisor:
         return AgentRecord(process=process, attempt=node.attempts)
 
     def _hand_over_log(self, node: str, member: int) -> None:
-        """Make the log of a standby agent the member's; the one that the member had gets a number.
-        The process goes on writing to its file."""
+        """Make the log of a standby agent the member's log; the member's previous log is renamed
+        with a number. The process continues to write to its file."""
         log = self._directory.log(f"member-{member}")
         earlier = (
             self._directory.log(f"member-{member}.{number}") for number in itertools.count(1)
@@ -307,13 +310,13 @@ class Supervisor:
         self._directory.write_record(self.run)
 
     def fence(self, name: str) -> None:
-        """Kill all agents on a node; its daemon, if it lives, is fenced by its epoch."""
+        """Kill all agents on a node. Its daemon, if it lives, is fenced by its epoch."""
         for agent in self.run.nodes[name].all_agents:
             send(agent.process, signal.SIGKILL)
         self._background(asyncio.to_thread(kill_marked, self._directory.mark(name, "agent")))
 
     def _watch(self, node: NodeRecord, agent: AgentRecord) -> None:
-        """Record a new agent, and watch it."""
+        """Record a new agent and watch it."""
         self._directory.write_record(self.run)
         self._background(self._watch_agent(node, agent))
 
@@ -340,13 +343,14 @@ class Supervisor:
         if member is None:
             return
         log = self._directory.log(f"member-{member}")
-        found = last_lines(end_of(log), secrets_among(self._job.env))
-        self._last_lines[(node.name, agent.attempt)] = found
+        lines = last_lines(end_of(log), secrets_among(self._job.env))
+        self._last_lines[(node.name, agent.attempt)] = lines
         if code != 0 and not self.is_dead(node.name):
             self._post("AgentExited", f"the agent of member {member} {_how(code)} ({log})", True)
 
     async def _written_exit_code(self, node: NodeRecord, agent: AgentRecord) -> int:
-        """Exit code that the launcher wrote, for a process that is not this process's child."""
+        """Exit code that the launcher wrote to its file, for a process that is not a child of this
+        process."""
         try:
             return int(self._directory.exit_file(node.name, agent.attempt).read_text())
         except (OSError, ValueError):
@@ -369,7 +373,7 @@ class Supervisor:
     # --- the end ------------------------------------------------------------------------------
 
     async def stop(self) -> None:
-        """End everything that was started, agents first, and free the nodes' memory."""
+        """End all started processes, agents first, and free the nodes' memory."""
         self._stopping = True
         nodes = list(self.run.nodes.values())
         agents = [agent.process for node in nodes for agent in node.all_agents]
@@ -382,7 +386,7 @@ class Supervisor:
             shutil.rmtree(node.root, ignore_errors=True)
 
     async def detach(self) -> None:
-        """Stop watching; all processes go on."""
+        """Stop watching; all processes keep running."""
         self._stopping = True
         for task in self._tasks:
             task.cancel()
@@ -400,7 +404,7 @@ class Supervisor:
             await asyncio.sleep(0.02)
 
     async def _reap(self) -> None:
-        """Wait until the watching tasks have seen the end of their processes; cancel the rest."""
+        """Wait until the watching tasks have seen their processes end; cancel the rest."""
         with suppress(TimeoutError):
             async with asyncio.timeout(GRACE_S):
                 while self._tasks:
@@ -420,7 +424,7 @@ class Supervisor:
 
 
 def end_of(log: Path) -> str:
-    """The end of a log; empty when there is none."""
+    """The end of a log; empty if there is none."""
     try:
         with log.open("rb") as file:
             # One byte more than is looked at shows whether the first line is cut.

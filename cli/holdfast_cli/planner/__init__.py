@@ -1,1 +1,1 @@
-"""`holdfast plan` and `holdfast simulate`: what a job will need, lose and gain."""
+"""`holdfast plan` and `holdfast simulate`: the needs of a job, and the cost of failures."""

@@ -1,4 +1,4 @@
-"""`holdfast plan --experts`: reads its inputs, plans the copies of experts, prints, draws."""
+"""`holdfast plan --experts`: reads its inputs, plans the copies of experts, prints and draws."""
 
 from __future__ import annotations
 
@@ -100,12 +100,12 @@ def _loads(options: argparse.Namespace, job: MoETrainingJob) -> list[list[int]]:
             f"{layers} layers of {experts} experts: copies are planned for at most {PLANNED_MAX} "
             f"experts in all"
         )
-    found = []
+    loads = []
     for layer in range(layers):
         units = [UnitKey(layer, UnitKind.EXPERT, expert) for expert in range(experts)]
         shares = shares_of(units, options.routing_skew)
-        found.append([round(_TOKENS * shares[unit]) for unit in units])
-    return found
+        loads.append([round(_TOKENS * shares[unit]) for unit in units])
+    return loads
 
 
 def _loads_of(path: Path) -> list[list[int]]:

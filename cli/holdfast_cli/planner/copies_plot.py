@@ -1,5 +1,5 @@
-"""Draws an expert plan. Imported only when a plot is asked for, because matplotlib takes a second
-to load."""
+"""Draws an expert plan. Imported only if a plot is asked for, because matplotlib takes a second to
+load."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write_copies_plot(path: Path, plan: ExpertPlan, *, title: str) -> None:
 
 
 def draw_copies(plan: ExpertPlan, *, title: str) -> Figure:
-    """Draw the copies of the first layer by node and expert, what survives by number of lost nodes,
+    """Draw the copies of the first layer by node and expert, the survival by number of lost nodes,
     and the busiest node of each layer."""
     figure = Figure(figsize=(14, 4.5), layout="constrained")
     FigureCanvasAgg(figure)

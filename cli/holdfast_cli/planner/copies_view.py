@@ -1,5 +1,5 @@
-"""Formats an expert plan: copies and loads of each layer, what survives, who holds what. Decides
-nothing."""
+"""Formats an expert plan: copies and loads of each layer, what survives, and who holds what.
+Decides nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NEGLIGIBLE = 0.0005
 
 @dataclass(frozen=True, slots=True)
 class MemorySurvival:
-    """Survival of what the job keeps in memory beside live copies."""
+    """Survival of the snapshots that the job keeps in memory beside live copies."""
 
     snapshots: Survival
     """A recovery line, by parity or replication."""
@@ -76,7 +76,7 @@ def _over(value: float, mean: float) -> str:
 
 
 def _survival(plan: ExpertPlan, memory: MemorySurvival | None) -> Table:
-    """Survival by number of lost nodes, of this plan, of others, and of snapshots in memory."""
+    """Survival by number of lost nodes, for this plan, for others, and for snapshots in memory."""
     columns = {"this plan": plan.chosen.survival}
     if plan.recovery is not plan.chosen:
         columns[f"for recovery ({1 + plan.recovery.imbalance:.3f} × mean)"] = plan.recovery.survival
@@ -93,7 +93,7 @@ def _survival(plan: ExpertPlan, memory: MemorySurvival | None) -> Table:
 
 
 def _rows(columns: list[Survival]) -> Iterator[tuple[int, str]]:
-    """The rows up to the first at which nothing survives."""
+    """The rows up to the first one at which nothing survives."""
     for lost, cases in enumerate(columns[0].cases):
         if lost:
             exact = lost <= columns[0].exact_up_to
@@ -103,7 +103,7 @@ def _rows(columns: list[Survival]) -> Iterator[tuple[int, str]]:
 
 
 def _seats(layer: LayerPlan, plan: ExpertPlan) -> Table:
-    """The seats of each rank; two copies of an expert on a rank share one."""
+    """The seats of each rank. Two copies of an expert on a rank share one seat."""
     table = Table("layer 0", "", "experts in its seats", box=None, pad_edge=False)
     nproc = plan.room.nproc
     for rank in range(min(plan.room.ranks, _RANKS_SHOWN)):

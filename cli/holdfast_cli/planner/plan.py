@@ -1,4 +1,4 @@
-"""`holdfast plan`: reads its inputs, computes, prints, draws."""
+"""`holdfast plan`: reads its inputs, computes, prints and draws."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast_cli.planner.planning import (
     PlannedModel,
     PlanSettings,
     check_memory,
-    compared,
+    compare_and_recommend,
     plan_view,
 )
 from holdfast_cli.plotting import needs_matplotlib
@@ -54,17 +54,17 @@ def plan(options: argparse.Namespace) -> int:
         check_memory(job, settings, None)
         return 0
     model = PlannedModel(sizes=sizes, assumed=assumptions_of(options, job, sizes))
-    advice = compared(job, model)
-    found = advice.comparison
+    advice = compare_and_recommend(job, model)
+    comparison = advice.comparison
     console.print(plan_view(job, settings, model, advice))
     if options.plot is not None:
-        _plot(options.plot, found, model.assumed, title=job.key)
+        _plot(options.plot, comparison, model.assumed, title=job.key)
         print(f"wrote {options.plot}")
-    check_memory(job, settings, found)
+    check_memory(job, settings, comparison)
     return 0
 
 
-def _plot(path: Path, found: Comparison, assumed: Assumptions, *, title: str) -> None:
+def _plot(path: Path, comparison: Comparison, assumed: Assumptions, *, title: str) -> None:
     with needs_matplotlib():
         from holdfast_cli.planner.plan_plot import write_plot  # noqa: PLC0415
-    write_plot(path, found, assumed, title=title)
+    write_plot(path, comparison, assumed, title=title)

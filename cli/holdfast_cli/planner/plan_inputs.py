@@ -1,7 +1,7 @@
 """Inputs of `holdfast plan`: sizes of the model, and bandwidths.
 
-They come from flags, the job, a local run, or a measurement. Errors name the flag. This module
-computes no plan.
+They come from flags, from the job, from a local run or from a measurement. Errors name the flag.
+This module computes no plan.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MEASUREMENTS = 5
 
 
 def model_of(options: argparse.Namespace, job: MoETrainingJob) -> ModelSizes | None:
-    """The sizes of the job's model; None when no flag gives any.
+    """The sizes of the job's model; None if no flag gives any.
 
     Raises:
         InvalidJobError: when flags contradict each other or the job, or one is missing.
@@ -69,7 +69,7 @@ def model_of(options: argparse.Namespace, job: MoETrainingJob) -> ModelSizes | N
 
 
 def sent_of(options: argparse.Namespace) -> SentAtBoundaries | None:
-    """What ranks send over boundaries of stages; None when no flag gives it.
+    """The data that ranks send over boundaries of stages; None if no flag gives it.
 
     Raises:
         InvalidJobError: when one of the flags is missing.
@@ -166,7 +166,7 @@ def assumptions_of(
 
 def mtbf_days_of(options: argparse.Namespace, job: MoETrainingJob) -> tuple[float, float]:
     """Mean days between losses of a node, and between failures of its processes: from the command
-    line, or else from the job."""
+    line, else from the job."""
     interval = job.spec.snapshot.interval
     return (
         options.node_mtbf_days or interval.node_mtbf_days,
@@ -220,8 +220,8 @@ def _layouts(arenas: Path) -> Iterator[tuple[int, Layout]]:
 
 
 def measured_copy_bytes_s() -> float:
-    """Measure a plain copy in this machine's memory, by one thread and into pages in use: the best
-    of several, in bytes per second."""
+    """Measure a plain copy in this machine's memory, by one thread and into pages in use. Returns
+    the best of several rates, in bytes per second."""
     source = np.ones(_MEASURED_BYTES, dtype=np.uint8)
     target = np.zeros_like(source)
     best_s = float("inf")

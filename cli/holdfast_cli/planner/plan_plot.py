@@ -1,4 +1,4 @@
-"""Draws the comparison of snapshot policies. Imported only when a plot is asked for, because
+"""Draws the comparison of snapshot policies. Imported only if a plot is asked for, because
 matplotlib takes a second to load."""
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ BEST, OTHER, REFUSED, LOST, LIMIT = "#1f6feb", "#8fa3bf", "#d5d9e0", "#e8a33d", 
 HIDDEN = "#e9f6ed"
 
 
-def write_plot(path: Path, found: Comparison, assumed: Assumptions, *, title: str) -> None:
-    """Draw `found` into a file, in the format of its suffix: .png, .svg or .pdf.
+def write_plot(path: Path, comparison: Comparison, assumed: Assumptions, *, title: str) -> None:
+    """Draw `comparison` into a file, in the format of its suffix: .png, .svg or .pdf.
 
     Raises:
         StorageError: when the file cannot be written.
     """
-    write_figure(path, draw(found, assumed, title=title))
+    write_figure(path, draw(comparison, assumed, title=title))
 
 
 def write_figure(path: Path, figure: Figure) -> None:
@@ -46,15 +46,17 @@ def write_figure(path: Path, figure: Figure) -> None:
         raise StorageError(f"--plot {path} cannot be written: {error.strerror}") from error
 
 
-def draw(found: Comparison, assumed: Assumptions, *, title: str) -> Figure:
+def draw(comparison: Comparison, assumed: Assumptions, *, title: str) -> Figure:
     """Draw three columns of bars, one row for each policy: the time of the copy beside the step
     that hides it, the portion of time lost, and the portion of tokens lost."""
-    costs = found.costs
+    costs = comparison.costs
     figure = Figure(figsize=(12, 2.4 + 0.42 * len(costs)), layout="constrained")
     FigureCanvasAgg(figure)
     copy, time, tokens = figure.subplots(1, 3, sharey=True, width_ratios=(4, 3, 3))
-    figure.suptitle(f"{title}: {name_of(found.best)} recommended", fontweight="bold", fontsize=13)
-    colours = [_colour(cost, found.best) for cost in costs]
+    figure.suptitle(
+        f"{title}: {name_of(comparison.best)} recommended", fontweight="bold", fontsize=13
+    )
+    colours = [_colour(cost, comparison.best) for cost in costs]
 
     _bars(copy, [cost.copy_s for cost in costs], colours, lambda seconds: f"{seconds:.3g} s")
     copy.axvline(assumed.step_s, color=LIMIT, linestyle="--", linewidth=1.2)
@@ -83,7 +85,7 @@ def draw(found: Comparison, assumed: Assumptions, *, title: str) -> Figure:
     copy.set_yticks(range(len(costs)), [_label(cost) for cost in costs])
     copy.invert_yaxis()
     for tick, cost in zip(copy.get_yticklabels(), costs, strict=True):
-        if cost is found.best:
+        if cost is comparison.best:
             tick.set_fontweight("bold")
             tick.set_color(BEST)
     return figure

@@ -1,6 +1,7 @@
 """`holdfast plan`: how much memory a job will take, and what its redundancy is worth.
 
-Computes with `holdfast_core` and formats tables; decides nothing and looks at no machine.
+This module computes with `holdfast_core` and formats tables. It decides nothing and looks at no
+machine.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ from math import ceil, expm1
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from holdfast_cli.planner.fewer_nodes_view import fewer_nodes_view
-from holdfast_cli.planner.logs_view import logs_view
 from holdfast_cli.planner.models.boundary_logs import BoundaryLogs, plan_logs
 from holdfast_cli.planner.models.fewer_nodes import (
     SlotBytesOf,
@@ -32,9 +31,9 @@ from holdfast_cli.planner.models.reliability import (
     time_to,
 )
 from holdfast_cli.planner.models.slots import SlotsCost, compare_slots, slots_chosen
+from holdfast_cli.planner.plan_views import fewer_nodes_view, logs_view, sources_view
 from holdfast_cli.planner.policy_view import comparison_view, effective_view
 from holdfast_cli.planner.seeds import generator
-from holdfast_cli.planner.sources_view import sources_view
 from holdfast_core.job.intervals import StepInterval
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.protection.budget import NodeMemory, fits, predict
@@ -56,9 +55,9 @@ WITHOUT_WEIGHTS_TEXT = (
 
 DAY_S = 86400.0
 COPY_BYTES_S = 10e9
-"""Rate at which the ranks of a node copy snapshots, when none is given."""
+"""Default rate at which the ranks of a node copy snapshots."""
 NETWORK_BYTES_S = 2.5e9
-"""Rate from node to node, when none is given: about what one stream between daemons reaches."""
+"""Default rate from node to node: about the rate of one stream between daemons."""
 WAITING_LAUNCHER_BYTES = 724 * 1024**2
 """Memory of a launcher that waits for a world, with the process that workers are forked from: as
 `make bench NAME=launching` printed it with torch 2.15 for CPUs."""
@@ -66,7 +65,7 @@ WAITING_LAUNCHER_BYTES = 724 * 1024**2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SentAtBoundaries:
-    """What a rank sends over each boundary of its pipeline stage."""
+    """The data that a rank sends over each boundary of its pipeline stage."""
 
     activation_bytes: int
     """Output of a stage for one micro-batch, as one rank sends it."""
@@ -118,18 +117,20 @@ class PlannedModel:
         )
 
 
-def compared(job: MoETrainingJob, model: PlannedModel) -> Recommendation:
+def compare_and_recommend(job: MoETrainingJob, model: PlannedModel) -> Recommendation:
     """Compare the snapshot policies, and simulate a training with each.
 
     Raises:
         InvalidJobError: when the model has no experts.
     """
-    found = compare_policies(job, model.sizes, parity_groups(job), model.assumed)
-    return recommend(found, job, model.assumed, generator)
+    comparison = compare_policies(job, model.sizes, parity_groups(job), model.assumed)
+    return recommend(comparison, job, model.assumed, generator)
 
 
-def check_memory(job: MoETrainingJob, settings: PlanSettings, found: Comparison | None) -> None:
-    """Refuse a job when anything planned exceeds its own memory limit for a node; the tables show
+def check_memory(
+    job: MoETrainingJob, settings: PlanSettings, comparison: Comparison | None
+) -> None:
+    """Refuse a job if anything planned exceeds its own memory limit for a node; the tables show
     what fits.
 
     Raises:
@@ -137,8 +138,8 @@ def check_memory(job: MoETrainingJob, settings: PlanSettings, found: Comparison 
     """
     if job.memory_per_node_bytes is None:
         return
-    if found is not None:
-        needed = max(cost.memory_bytes for cost in found.costs)
+    if comparison is not None:
+        needed = max(cost.memory_bytes for cost in comparison.costs)
     elif settings.bytes_per_rank is not None:
         nodes = _node_memory(job, parity_groups(job), settings.bytes_per_rank)
         needed = max(node.total_bytes for node in nodes)
@@ -161,6 +162,7 @@ def plan_view(
     Raises:
         InvalidJobError: when an assumption is out of range.
     """
+    # The shape of the job.
     spec = job.spec
     groups = parity_groups(job)
     fewest = f" (at least {spec.least_nodes})" if spec.may_shrink else ""
@@ -172,11 +174,12 @@ def plan_view(
         sizes = sorted({len(group) for group in groups})
         head += f", {len(groups)} parity groups of {' or '.join(map(str, sizes))}"
     parts: list[RenderableType] = [head, ""]
-    found = None if advice is None else advice.comparison
-    if model is not None and advice is not None and found is not None:
+    # Memory: by policy if the model's sizes are known, for one size of snapshots if that is known.
+    comparison = None if advice is None else advice.comparison
+    if model is not None and advice is not None and comparison is not None:
         parts.append(
             comparison_view(
-                found,
+                comparison,
                 model.assumed,
                 days=settings.days,
                 model=str(model),
@@ -186,9 +189,9 @@ def plan_view(
         )
         parts += ["", effective_view(advice)]
         share_bytes = model.state_bytes / spec.nodes
-        parts += ["", _slots(job, found.best.slots, share_bytes), WITHOUT_WEIGHTS_TEXT]
+        parts += ["", _slots(job, comparison.best.slots, share_bytes), WITHOUT_WEIGHTS_TEXT]
         if groups:
-            parts += ["", sources_view(job, model.sizes, model.assumed, found)]
+            parts += ["", sources_view(job, model.sizes, model.assumed, comparison)]
     elif settings.bytes_per_rank is None:
         parts.append(
             "memory: give --bytes-per-rank SIZE to see what each node needs, or --expert-bytes and "
@@ -199,6 +202,7 @@ def plan_view(
         share_bytes = settings.bytes_per_rank * spec.nproc_per_node
         costs = _slots_costs(job, groups, settings)
         parts += [_slots(job, costs, share_bytes), WITHOUT_WEIGHTS_TEXT]
+    # Additions for jobs that may shrink, and for pipelines.
     slot_bytes_of = _slot_bytes_of(job, settings, model)
     if job.spec.may_shrink and slot_bytes_of is not None:
         fewer = memory_of_sizes(job, slot_bytes_of)
@@ -210,18 +214,18 @@ def plan_view(
         logs = _logs(job, replace(settings, bytes_per_rank=of_rank), settings.sent)
         parts += ["", logs_view(logs)]
     parts.append("")
-    parts.append(_odds(job, settings, with_interval=found is None))
+    parts.append(_odds(job, settings, with_interval=comparison is None))
     return Group(*parts)
 
 
 def _logs(job: MoETrainingJob, settings: PlanSettings, sent: SentAtBoundaries) -> BoundaryLogs:
     slots = _slots_chosen(job, parity_groups(job), settings.bytes_per_rank or 0)
-    found = _interval_steps(job, settings, slots)
+    best_steps = _interval_steps(job, settings, slots)
     return plan_logs(
         job,
         activation_bytes=sent.activation_bytes,
         micro_batches=sent.micro_batches,
-        interval_steps=job.spec.snapshot.interval.asked_steps(found),
+        interval_steps=job.spec.snapshot.interval.asked_steps(best_steps),
         lag_steps=max(1, ceil(sum(_times(job, settings)) / settings.step_s)),
     )
 
@@ -309,7 +313,7 @@ def _slots_costs(
 
 
 def _slots(job: MoETrainingJob, costs: Sequence[SlotsCost], share_bytes: float) -> Table:
-    """What each number of slots costs, on the node that needs most."""
+    """The cost of each number of slots, on the node that needs most."""
     heads = ("slots", "memory of a node", "x of its share", "between builds", "without weights")
     more = ("x of its share", "a save every", "saves skipped", "")
     table = Table(*heads, *more, box=None, pad_edge=False)
@@ -402,7 +406,7 @@ def _times(job: MoETrainingJob, settings: PlanSettings) -> tuple[float, float]:
 
 
 def _interval_steps(job: MoETrainingJob, settings: PlanSettings, slots: int) -> int:
-    """The interval in steps that the comparison of policies finds for Full."""
+    """The interval in steps that the comparison of policies yields for Full."""
     copy_s, protect_s = _times(job, settings)
     return snapshot_interval_steps(
         copy_s=copy_s,

@@ -38,8 +38,8 @@ _COLUMNS = (
 
 
 def name_of(cost: PolicyCost) -> str:
-    """Name of the policy, with the number of experts that it captures, or of the steps of its
-    window, and whether that holds gradients."""
+    """Name of the policy, with the number of experts that it captures, or the number of steps of
+    its window and whether the window holds gradients."""
     if cost.policy is PolicyType.FULL:
         return "Full"
     how = " grads" if cost.repeats is Repeats.OPTIMIZER else ""
@@ -55,7 +55,7 @@ def unit_of(sizes: Sequence[int]) -> tuple[str, int]:
 
 
 def comparison_view(
-    found: Comparison,
+    comparison: Comparison,
     assumed: Assumptions,
     *,
     days: float,
@@ -70,7 +70,7 @@ def comparison_view(
         limit_bytes: the job's own limit for the memory of a node.
         auto: whether the job's interval is chosen while it runs.
     """
-    lossy = [cost for cost in found.fitting if cost.objection]
+    lossy = [cost for cost in comparison.fitting if cost.objection]
     notes = [
         f"model:     {model}",
         f"assumed:   a node copies {_rate(assumed.copy_bytes_s)} and sends "
@@ -89,20 +89,20 @@ def comparison_view(
         notes.append(
             "*          loses more tokens than its limit allows, so that it would grow (PEC §3.1)"
         )
-    notes += _too_large(found, limit_bytes) + _network(found)
-    if not any(cost.protect_s for cost in found.costs):
+    notes += _too_large(comparison, limit_bytes) + _network(comparison)
+    if not any(cost.protect_s for cost in comparison.costs):
         notes.append("no redundancy: a lost node loses all snapshots, which is not counted here")
     return Group(
-        _table(found, days),
+        _table(comparison, days),
         "",
-        *_recommended(found, auto=auto),
+        *_recommended(comparison, auto=auto),
         "",
         *(Text(note, style="dim") for note in notes),
     )
 
 
 def effective_view(advice: Recommendation) -> RenderableType:
-    """Effective training time with each policy, and what the rest goes into."""
+    """Effective training time with each policy, and the time that is lost."""
     table = Table(box=None, pad_edge=False)
     table.add_column("effective training time")
     heads = ("simulated", "90 % of runs", "snapshots", "done again", "repairs", "tokens lost")
@@ -131,33 +131,33 @@ def effective_view(advice: Recommendation) -> RenderableType:
     return Group(table, Text(note, style="dim"), Text(more, style="dim"))
 
 
-def _recommended(found: Comparison, *, auto: bool) -> list[Text]:
-    if not found.fitting:
-        least = min(cost.memory_bytes for cost in found.costs)
+def _recommended(comparison: Comparison, *, auto: bool) -> list[Text]:
+    if not comparison.fitting:
+        least = min(cost.memory_bytes for cost in comparison.costs)
         text = f"nothing fits: give a node at least {format_bytes(least)}, or take more nodes"
         return [Text(text, style="bold red")]
-    best = (name_of(found.best), "bold green")
+    best = (name_of(comparison.best), "bold green")
     return [
-        Text.assemble(("recommended: ", "bold"), best, f": {found.reason}."),
-        Text(_as_document(found.best, auto=auto), style="cyan"),
+        Text.assemble(("recommended: ", "bold"), best, f": {comparison.reason}."),
+        Text(_as_document(comparison.best, auto=auto), style="cyan"),
     ]
 
 
-def _too_large(found: Comparison, limit_bytes: int | None) -> list[str]:
-    """Note on which rows do not fit, and which do."""
-    if limit_bytes is None or len(found.fitting) == len(found.costs):
+def _too_large(comparison: Comparison, limit_bytes: int | None) -> list[str]:
+    """A note that names the rows that do not fit, and those that do."""
+    if limit_bytes is None or len(comparison.fitting) == len(comparison.costs):
         return []
     limit = format_bytes(limit_bytes).partition(" (")[0]
-    fitting = ", ".join(name_of(cost) for cost in found.fitting) or "none of them"
+    fitting = ", ".join(name_of(cost) for cost in comparison.fitting) or "none of them"
     return [
         f"!          needs more memory than spec.snapshot.memoryPerNode = {limit} on a node; what "
         f"fits: {fitting}"
     ]
 
 
-def _network(found: Comparison) -> list[str]:
-    """Note on what Selective sends, with and without gradients in place of state."""
-    cost = next((c for c in found.costs if c.policy is PolicyType.SELECTIVE), None)
+def _network(comparison: Comparison) -> list[str]:
+    """A note about the bytes that Selective sends, with and without gradients in place of state."""
+    cost = next((c for c in comparison.costs if c.policy is PolicyType.SELECTIVE), None)
     if cost is None or cost.recomputed_bytes == cost.network_bytes:
         return []
     unit, scale = unit_of([cost.network_bytes])
@@ -172,7 +172,7 @@ def _network(found: Comparison) -> list[str]:
 
 
 def _as_document(cost: PolicyCost, *, auto: bool) -> str:
-    """Part of the job document that asks for the policy."""
+    """The part of the job document that asks for the policy."""
     policy = f"type: {cost.policy.value}"
     if cost.policy is PolicyType.PARTIAL_EXPERTS:
         policy += f", partialExperts: {{expertsPerLayer: {cost.experts}}}"
@@ -189,15 +189,15 @@ def _as_document(cost: PolicyCost, *, auto: bool) -> str:
     return "\n".join(f"  {line}" for line in lines)
 
 
-def _table(found: Comparison, days: float) -> Table:
-    unit, scale = unit_of([max(cost.job_bytes, cost.memory_bytes) for cost in found.costs])
+def _table(comparison: Comparison, days: float) -> Table:
+    unit, scale = unit_of([max(cost.job_bytes, cost.memory_bytes) for cost in comparison.costs])
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("policy", no_wrap=True)
     for top, below in _COLUMNS:
         head = f"{top}\n{below.format(unit=unit, days=days)}"
         table.add_column(head, justify="right", no_wrap=True)
-    for cost in found.costs:
-        fits = cost in found.fitting
+    for cost in comparison.costs:
+        fits = cost in comparison.fitting
         row = (
             name_of(cost) + (" !" if not fits else " *" if cost.objection else ""),
             _number(cost.rank_bytes / scale),
@@ -211,7 +211,7 @@ def _table(found: Comparison, days: float) -> Table:
             _duration(cost.overhead * days * 86400),
             format_portion(cost.lost_tokens),
         )
-        style = "bold green" if cost is found.best else None
+        style = "bold green" if cost is comparison.best else None
         table.add_row(*row, style=style if fits else "red")
     return table
 

@@ -1,4 +1,4 @@
-"""Generators for simulations, which core takes as arguments."""
+"""Random generators for simulations, which themselves take the generator as an argument."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from holdfast_cli.planner.effective_time.incidents import Draw
 
 
 def generator(seed: int) -> Draw:
-    """A generator of its own for each seed."""
+    """A separate generator for each seed."""
     return random.Random(seed).random

@@ -58,7 +58,7 @@ def written(folder: Path, mode: Mode = Mode.STAY) -> Run:
     with (workers / "11.jsonl").open("a") as file:
         file.write('{"time": 1, "pid"')  # the kill cut it off
     event = TimedEvent(time=AT + PHASES[Phase.NOTICED], reason="Recovering", message="rank 1 lost")
-    earlier = dataclasses.replace(event, time=AT - 4)
+    earlier = msgspec.structs.replace(event, time=AT - 4)
     return Run(
         mode=mode,
         sha256=SHA256,

@@ -6,81 +6,26 @@ import logging
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent import futures
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 import torch
 import torch.distributed as dist
+from members import Members
 from ranks import run_ranks
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported by torch
 
 from holdfast import elastic
 from holdfast._elastic.world import World
 from holdfast_core.errors import InvalidJobError
-from holdfast_protos import codec, trainer_pb2, trainer_pb2_grpc
 
 TIMEOUT_S = 60.0
 WORLDS = {1: (0, 1, 2), 2: (0, 2), 3: (0, 1, 2), 4: (1, 2)}
 """Members of one rank each, by epoch. Member 1 returns as another process."""
 PROCESSES = [(0, 1), (1, 1), (2, 1), (1, 3)]
 """(member, epoch in which it starts) of each process."""
-
-
-class Members(trainer_pb2_grpc.TrainerServicer):
-    """Daemons of all members at one socket: a rank of `FollowRequest` is a member here."""
-
-    def __init__(self, socket: Path) -> None:
-        self._changed = threading.Condition()
-        self._epoch = 0
-        self._stores: list[TCPStore] = []
-        self.greeted: dict[int, list[int]] = {}
-        """Epoch → world ranks that have arrived."""
-        self._server = grpc.server(futures.ThreadPoolExecutor(max_workers=16))
-        trainer_pb2_grpc.add_TrainerServicer_to_server(self, self._server)
-        self._server.add_insecure_port(f"unix:{socket}")
-        self._server.start()
-
-    def begin(self) -> TCPStore:
-        """Begin the next epoch; return its store."""
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        with self._changed:
-            self._stores.append(store)
-            self._epoch += 1
-            self._changed.notify_all()
-        return store
-
-    def stop(self) -> None:
-        with self._changed:
-            self._epoch = -1
-            self._changed.notify_all()
-        self._server.stop(0).wait()
-
-    def Follow(self, request: trainer_pb2.FollowRequest, context: Any) -> Iterator[Any]:
-        sent = 0
-        while sent >= 0:
-            with self._changed:
-                self._changed.wait_for(lambda: self._epoch != sent)  # noqa: B023
-                sent = self._epoch
-            members = WORLDS.get(sent, ())
-            if request.rank in members:
-                yield trainer_pb2.World(
-                    ready=True,
-                    epoch=sent,
-                    node_rank=members.index(request.rank),
-                    nodes=len(members),
-                    store_address=f"127.0.0.1:{self._stores[sent - 1].port}",
-                    store_key="5e" * 16,
-                    keep=request.size in (0, len(members)),
-                )
-
-    def Hello(self, request: trainer_pb2.HelloRequest, context: Any) -> trainer_pb2.HelloReply:
-        with self._changed:
-            self.greeted.setdefault(self._epoch, []).append(request.rank)
-        return trainer_pb2.HelloReply(protocol_version=codec.PROTOCOL_VERSION)
 
 
 def halves(size: int) -> Sequence[Sequence[int]]:
@@ -121,7 +66,7 @@ def train(process: int, socket: str, port: str) -> None:
 
 @pytest.fixture
 def members(tmp_path: Path) -> Iterator[Members]:
-    daemons = Members(tmp_path / "socket")  # type: ignore[abstract]  # it serves two calls
+    daemons = Members(tmp_path / "socket", WORLDS)  # type: ignore[abstract]  # it serves two calls
     yield daemons
     daemons.stop()
 
@@ -159,7 +104,7 @@ def test_a_script_that_names_ranks_stays_only_for_worlds_of_its_size(
     variables = {"SOCKET": str(tmp_path / "socket"), "JOB": "job"}
     for name, value in variables.items():
         monkeypatch.setenv(f"HOLDFAST_{name}", value)
-    monkeypatch.setattr(f"{__name__}.WORLDS", {1: (0,), 2: (0,), 3: (0, 1), 4: (0,)})
+    members.worlds = {1: (0,), 2: (0,), 3: (0, 1), 4: (0,)}
     monkeypatch.setenv("RANK", "0")
     store = [members.begin()]
     world = elastic.init("gloo")

@@ -18,8 +18,8 @@ import holdfast
 from holdfast.export import main
 from holdfast.testing import FakeDaemon
 from holdfast_cli import main as cli
-from holdfast_cli.commands.export_names import HUGGING_FACE, decode_rules, exported
-from holdfast_cli.commands.exporting import export_safetensors
+from holdfast_cli.commands.export import export_safetensors
+from holdfast_cli.commands.export_names import HUGGING_FACE, decode_rules, tensors_to_export
 from holdfast_core.durable.set_tensors import Reading
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.snapshots.generations import Generation
@@ -90,7 +90,7 @@ def test_without_a_table_names_and_shapes_are_the_models(
 def test_large_models_are_several_files_with_an_index(
     source: WholeSet, tmp_path: Path, example: nn.Module
 ) -> None:
-    wanted = exported(source.tensors.values(), HUGGING_FACE)
+    wanted = tensors_to_export(source.tensors.values(), HUGGING_FACE)
     files = export_safetensors(source, wanted, tmp_path, shard_bytes=20_000)
     assert files[-1].name == "model.safetensors.index.json"
     index = msgspec.json.decode(files[-1].read_bytes())
@@ -108,10 +108,10 @@ def test_large_models_are_several_files_with_an_index(
 def test_a_tensor_that_no_rule_names_is_an_error(source: WholeSet) -> None:
     rules = decode_rules(rb'{"rules": [{"match": "layers\\..*"}]}')
     with pytest.raises(InvalidJobError, match=r"4 tensors match no rule, such as embedd"):
-        exported(source.tensors.values(), rules)
+        tensors_to_export(source.tensors.values(), rules)
     rules = decode_rules(rb'{"rules": [{"match": ".*", "names": ["x"]}]}')
     with pytest.raises(InvalidJobError, match="two tensors would be called 'x'"):
-        exported(source.tensors.values(), rules)
+        tensors_to_export(source.tensors.values(), rules)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_a_rule_that_does_not_fit_its_tensor_is_refused(
 ) -> None:
     rules = decode_rules(b'{"rules": [' + rule + b"]}")
     with pytest.raises(InvalidJobError, match=message):
-        exported([source.tensors["norm.weight"]], rules)
+        tensors_to_export([source.tensors["norm.weight"]], rules)
 
 
 def test_torch_loads_the_export_without_holdfast(

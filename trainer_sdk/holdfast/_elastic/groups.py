@@ -254,7 +254,7 @@ def leave(given: Iterable[Any] = ()) -> None:
     # Disconnect the groups, so that nothing that is still pending can write any more.
     held: list[Any] = [*c10d._world.pg_map]
     for group in held:
-        _disconnect(group)
+        disconnect(group)
     # Make groups that the script has kept fail, and wake threads that wait for NCCL.
     for group in (dist.group.WORLD, *given):
         _retire(group)
@@ -269,8 +269,8 @@ def leave(given: Iterable[Any] = ()) -> None:
         atexit.register(dropping.join, DROP_S)  # A half destroyed group would abort the process.
 
 
-def _disconnect(group: Any) -> None:
-    """Close all connections of `group`, which ends its pending collectives.
+def disconnect(group: Any) -> None:
+    """Close all connections of `group`, which ends its pending collectives. Any thread.
 
     Otherwise a collective that waits for a stopped or unreachable rank would write when that rank
     comes back: into the gradients of a later world, or into the parameters that an interrupted

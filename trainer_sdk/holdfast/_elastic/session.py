@@ -64,12 +64,16 @@ def check_staying(model: nn.Module) -> None:
     Raises:
         InvalidJobError: DDP wraps the model, or its parameters are DTensors.
     """
-    wrapped = any(isinstance(part, DistributedDataParallel) for part in model.modules())
-    if wrapped or any(is_dtensor(each) for each in model.parameters()):
+    if any(isinstance(part, DistributedDataParallel) for part in model.modules()):
         raise InvalidJobError(
-            "this model keeps process groups of its own (DistributedDataParallel, FSDP2 or another "
-            "use of DTensor), which do not change with a world: leave `world` out, so that all "
-            "processes start again after a failure"
+            "this DistributedDataParallel keeps the process group of one world: wrap the module by "
+            "`world.ddp(module, …)` instead, which makes another one in each world"
+        )
+    if any(is_dtensor(each) for each in model.parameters()):
+        raise InvalidJobError(
+            "this model keeps process groups of its own (FSDP2 or another use of DTensor), which "
+            "do not change with a world: leave `world` out, so that all processes start again "
+            "after a failure"
         )
 
 

@@ -6,7 +6,6 @@ its groups. In the next epoch it forms them again, with the processes that repla
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import threading
@@ -14,11 +13,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from math import inf
+from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import (  # type: ignore[attr-defined]  # re-exported by torch
     HashStore,
 )
@@ -26,6 +28,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # re-exported by 
 from holdfast._agree.exchange import Exchange, GlooExchange, make_exchange, wait
 from holdfast._daemon.following import Meeting, WorldFollower
 from holdfast._elastic import groups
+from holdfast._elastic.ddp import FirstPass, Prepare, WorldDDP
 from holdfast._elastic.stage_group import Carrier
 from holdfast_core.errors import (
     HoldfastError,
@@ -119,6 +122,7 @@ class World:
         self._local_rank, self._nproc = local_rank, nproc
         self._timeout_s, self._reform_s = timeout_s, reform_s
         self._groups: list[WorldGroup] = []
+        self._ddps: list[WorldDDP] = []
         self._exchanges: list[GlooExchange] = []
         self._point: groups.MeetingPoint | None = None
         self._rank, self._size, self._epoch = 0, 1, 0
@@ -201,6 +205,47 @@ class World:
                 world has `any_size`; or `holdfast.init` was called before.
         """
         return self.form_group(partition, None)
+
+    def ddp(
+        self,
+        module: nn.Module,
+        *,
+        group: WorldGroup | None = None,
+        prepare: Prepare | None = None,
+        first_pass: FirstPass | None = None,
+        **options: Any,
+    ) -> WorldDDP:
+        """Wrap `module` so that its gradients are averaged over the ranks of the present world.
+        Each world gets a `DistributedDataParallel` of its own around the same module.
+
+        All ranks call it, before `holdfast.init`. It makes no collective: the first forward pass of
+        each world does, so nothing is broadcast here, and each rank builds its model from the seed.
+
+        Args:
+            module: on its device already.
+            group: where only a part of the world averages; None: all ranks.
+            prepare: called with each new DDP, to register a communication hook. State of the hook
+                is lost with its world.
+            first_pass: computes a loss from any batch through the DDP that it is given, and draws
+                random numbers from the usual generators at most. In each world, DDP sorts its
+                buckets by the order in which this pass computes gradients; without it, by the
+                order of the parameters, backwards. Needed with `static_graph`.
+            **options: further arguments of `DistributedDataParallel`.
+
+        Raises:
+            InvalidJobError: an argument follows from the world; `static_graph` without
+                `first_pass`; after `holdfast.init`.
+        """
+        if self._has_session:
+            raise InvalidJobError(
+                "world.ddp after holdfast.init: wrap the module first, and give holdfast.init what "
+                "world.ddp returns"
+            )
+        made = WorldDDP(module, partial(self._group_now, group), prepare, first_pass, options)
+        if not self._ddps and "nccl" not in self._backend:
+            self._wake_at_its_end()
+        self._ddps.append(made)
+        return made
 
     def wait(self, work: dist.Work | None) -> None:
         """Wait for the `work` of a collective with `async_op=True`, until this world ends.
@@ -286,7 +331,7 @@ class World:
             timeout_s,
             lambda: self.ended or self._epoch != epoch,
             form_s=groups.FORM_S,
-            forming=functools.partial(self._point.forming, "gloo"),
+            forming=partial(self._point.forming, "gloo"),
         )
         self._exchanges.append(made)
         return made
@@ -410,16 +455,17 @@ class World:
                 f"epoch {meeting.epoch}: its groups could not be formed: {error}"
             ) from error
         self._meeting, self._left, self.failure = None, False, None
-        # NCCL's collectives do not notice the end of a world, so a thread wakes them.
-        if "nccl" in self._backend:
-            threading.Thread(
-                target=self._wake_at_end, args=(following, meeting.epoch), daemon=True
-            ).start()
+        # Collectives that torch waits for by itself do not notice the end of a world, so a thread
+        # wakes them.
+        if "nccl" in self._backend or self._ddps:
+            self._wake_at_its_end()
         self._log_formed(began_s)
 
     def leave(self) -> None:
         """Leave all groups. That wakes the ranks that wait for this one in a collective."""
         self._left = True
+        for each in self._ddps:
+            each.drop()
         given = [group._now for group in self._groups if group._now is not None]
         for group in self._groups:
             group._now = None
@@ -531,10 +577,29 @@ class World:
             time.monotonic() - began_s,
         )
 
+    def _group_now(self, group: WorldGroup | None) -> dist.ProcessGroup:
+        """The process group of `group`, or of all ranks, in the present world."""
+        if group is not None:
+            return group.now
+        self.check_process()
+        if self._left or dist.group.WORLD is None:
+            raise UnreachableError("the training world has ended; its groups are formed again")
+        return dist.group.WORLD
+
+    def _wake_at_its_end(self) -> None:
+        """Have a thread wake this process out of collectives that torch waits for by itself, on a
+        device or in a backward pass, once the present world has ended."""
+        if self._following is not None:
+            threading.Thread(
+                target=self._wake_at_end, args=(self._following, self._epoch), daemon=True
+            ).start()
+
     def _wake_at_end(self, following: WorldFollower, epoch: int) -> None:
-        """Wake the collectives that wait on this process's device once `epoch` has ended."""
+        """Wake collectives that torch waits for by itself, once `epoch` has ended."""
         while not following.wait_newer(epoch, _WAIT_S):
             if self._epoch != epoch or self._left:
                 return
         if self._epoch == epoch:
             groups.wake()
+            for each in self._ddps:
+                each.wake()

@@ -1,1 +1,1 @@
-"""What failures cost: effective training time of a job, by formula and by simulation."""
+"""The cost of failures: effective training time of a job, by formula and by simulation."""

@@ -1,8 +1,9 @@
-"""The policies that a simulation compares, from the sizes of a model and the rates of a cluster.
+"""The policies that a simulation compares, derived from the sizes of a model and the rates of a
+cluster.
 
-State is taken to be spread evenly over the nodes, and each expert of a layer to be equally large
-and equally popular. `planning.policy_comparison` knows a job's layout rank by rank; here a job may
-have any number of GPUs.
+It assumes that state is spread evenly over the nodes, and that the experts of a layer are equally
+large and equally popular. `planner.models.policy_comparison` knows a job's layout rank by rank;
+here a job may have any number of GPUs.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ OF_SCRIPTS = frozenset({PolicyKind.STAGES, PolicyKind.SPARSE, PolicyKind.ELASTIC
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AssumedCosts:
-    """Sizes and rates from which the policies follow.
+    """Sizes and rates from which the policies are derived.
 
     Raises:
         InvalidJobError: when a value is out of range.
@@ -106,7 +107,7 @@ class AssumedCosts:
 
     @property
     def state_bytes(self) -> int:
-        """Training state of the whole job, one copy."""
+        """Training state of the whole job, in one copy."""
         return self.expert_bytes + self.other_bytes
 
 
@@ -136,7 +137,7 @@ def policy_models(
 
 
 class _Maker:
-    """Makes policies from costs."""
+    """Derives policies from costs."""
 
     def __init__(
         self, costs: AssumedCosts, workload: Workload, cluster: Cluster, mtbf_s: float
@@ -145,13 +146,13 @@ class _Maker:
         self._cluster, self._mtbf_s = cluster, mtbf_s
 
     def _times(self, nbytes: float) -> tuple[float, float]:
-        """Copy and protection of `nbytes` of state, on one node."""
+        """Times to copy and to protect `nbytes` of state, on one node."""
         share = nbytes / self._cluster.nodes
         costs = self._costs
         return share / costs.copy_bytes_s, share * costs.losses / costs.network_bytes_s
 
     def _stall_s(self, nbytes: float) -> float:
-        """What one snapshot adds to training."""
+        """Time that one snapshot adds to training."""
         copy_s, _ = self._times(nbytes)
         return save_overhead_s(copy_s, self._step_s) + self._costs.slower * self._step_s
 
@@ -170,7 +171,7 @@ class _Maker:
         return copy_s + protect_s * self._cluster.node_losses
 
     def _interval(self, nbytes: float) -> int:
-        """The best interval, as jobs with `steps: auto` take it from what they measure."""
+        """The best interval, as jobs with `steps: auto` derive it from their measurements."""
         copy_s, protect_s = self._times(nbytes)
         return interval_steps(
             overhead_s=self._stall_s(nbytes),
@@ -261,8 +262,8 @@ class _Maker:
         )
 
     def gradients(self) -> PolicyModel:
-        """Windows that hold gradients in place of weights. What a restore brings back is there once
-        the whole window is protected."""
+        """Windows that hold gradients in place of weights. A restore can use them once the whole
+        window is protected."""
         model = self.sparse(PolicyKind.SPARSE_GRADS, by_stage=False)
         [level], window = model.levels, model.window_steps
         copy_s, protect_s = self._times(self._slot_bytes(window))

@@ -1,4 +1,4 @@
-"""When a simulated job loses processes and nodes, and when nodes come: by chance or by a trace.
+"""When a simulated job loses processes and nodes, and when nodes come: by chance, or from a trace.
 
 Chance is a function that the caller passes in, so that one seed gives one history.
 """
@@ -46,11 +46,11 @@ def poisson(mtbf_s: float, node_losses: float, draw: Draw) -> Iterator[Incident]
 
 
 def parse_trace(text: str) -> tuple[Incident, ...]:
-    """The incidents of a trace: a line for each, `seconds,change`, where the change is a number of
-    nodes that come (+2), are lost (-1), or 0 for failed processes. `#` begins a comment.
+    """The incidents of a trace. Each is a line `seconds,change`, where the change is a number of
+    nodes that come (+2) or are lost (-1), or 0 for failed processes. `#` begins a comment.
 
     Raises:
-        InvalidJobError: with the line that is not like that, or is earlier than the one before.
+        InvalidJobError: names the first line of another form, or with an earlier time.
     """
     incidents: list[Incident] = []
     for number, line in enumerate(text.splitlines(), 1):

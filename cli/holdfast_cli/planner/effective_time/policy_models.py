@@ -1,9 +1,9 @@
-"""What a simulation has to know about a job, its cluster and its policy, and the closed form.
+"""Model of a job, its cluster and its policy for simulations, and the closed form.
 
 The effective training time ratio (ETTR) is the portion of the wall clock in which a job does work
-that counts (MoEvement §2.4): neither waiting for snapshots, nor finding and repairing a failure,
-nor doing again what was lost. Work is counted in steps at full strength, so that a job that goes on
-with fewer nodes is charged for those that are missing.
+that counts (MoEvement §2.4): it neither waits for snapshots, nor finds and repairs a failure, nor
+repeats lost work. Work is counted in steps at full strength, so that a job that goes on with fewer
+nodes is charged for the missing ones.
 
 Times are in seconds, losses of tokens in steps' worth of tokens.
 """
@@ -18,7 +18,7 @@ from holdfast_core.errors import InvalidJobError
 
 
 class AfterLoss(StrEnum):
-    """What a job does when it loses a node."""
+    """Reaction of a job to the loss of a node."""
 
     FIXED = "waits for a node"
     FEWER = "goes on with fewer nodes, from a snapshot"
@@ -48,8 +48,8 @@ class Workload:
             )
 
     def alone(self, stages: int) -> float:
-        """Portion of a step that `stages` neighbouring stages need when they replay it from logs:
-        they fill and drain no other stage (MoEvement §3.4)."""
+        """Portion of a step that `stages` neighbouring stages need to replay it from logs: they
+        fill and drain no other stage (MoEvement §3.4)."""
         return (self.micro_batches + stages - 1) / (self.micro_batches + self.stages - 1)
 
 
@@ -68,7 +68,7 @@ def pipeline_step_s(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """The nodes, and what a failure costs before any step is done again.
+    """The nodes, and the cost of a failure before any step is repeated.
 
     Raises:
         InvalidJobError: when a value is out of range.
@@ -82,15 +82,15 @@ class Cluster:
     restart_s: float
     """Time from the detection of a failure to the first step: new processes, groups, state."""
     replacement_s: float
-    """Time from the loss of a node until another is there, as a member or as a spare."""
+    """Time from the loss of a node until another one comes, as a member or as a spare."""
     node_losses: float = 1.0
-    """Portion of the failures that take a node with them; the others only its processes."""
+    """Portion of the failures that lose a node; the others only end its processes."""
     reform_s: float = 0.0
-    """In place of `restart_s`, where training goes on from copies that live."""
+    """Replaces `restart_s` if training continues from surviving copies."""
     join_wait_s: float = 0.0
     """Time from the arrival of a node until it joins a job that went on without it."""
     least_nodes: int = 1
-    """Nodes without which a job that may go on with fewer does not."""
+    """Fewest nodes with which a job continues, if it may continue with fewer."""
 
     def __post_init__(self) -> None:
         times = (self.detect_s, self.restart_s, self.replacement_s, self.reform_s)
@@ -107,9 +107,9 @@ class Level:
     experts: int
     interval_steps: int
     stall_s: float
-    """What one snapshot adds to training."""
+    """Time that one snapshot adds to training."""
     lost_tokens: float = 0.0
-    """What one recovery loses, in steps' worth of tokens."""
+    """Loss of one recovery, in steps' worth of tokens."""
     usable_after_s: float = 0.0
     """Time from a save until it can be restored: copied, and protected if it has to be."""
 
@@ -141,26 +141,26 @@ class PolicyModel:
     """Least number of nodes that hold the state of an expert, where copies live: one less may be
     lost at once."""
     load_s: float = 0.0
-    """What loading takes beyond `Cluster.restart_s`."""
+    """Time to load a snapshot, beyond `Cluster.restart_s`."""
 
     def __post_init__(self) -> None:
         if not self.levels or min(level.interval_steps for level in self.levels) < 1:
             raise InvalidJobError(f"{self.name}: give at least one level with an interval")
 
     def overhead(self, step_s: float, level: int = 0) -> float:
-        """What snapshots add to a step, as a portion of it."""
+        """Time that snapshots add to a step, as a portion of the step."""
         chosen = self.levels[level]
         return chosen.stall_s / (chosen.interval_steps * step_s)
 
 
 def expected_redone_s(model: PolicyModel, workload: Workload) -> float:
-    """E[R] without detection and restart: steps that are done again after one failure. Operators
-    that have yet to get their full state cost as much as the others: their gradients are computed
-    and dropped, so that bits stay those of the first execution.
+    """E[R] without detection and restart: time of the steps that are repeated after one failure.
+    Operators that have yet to get their full state cost as much as the others: their gradients are
+    computed and dropped, so that the bits stay those of the first execution.
 
-    Half an interval (MoEvement §2.4), or 3/2 W with windows: the newest complete one ended up to W
-    steps ago and began W steps before (§3.6). Half a window where a restore brings back its last
-    step.
+    Half an interval (MoEvement §2.4), or 3/2 W with windows: the newest complete window ended up to
+    W steps ago and began W steps before that (§3.6). Half a window if a restore brings back the
+    window's last step.
     """
     if model.after_loss is AfterLoss.LIVE:
         return workload.step_s / 2
@@ -178,9 +178,8 @@ def closed_form_ettr(
 ) -> float:
     """ETTR = 1 / (1 + overhead) · 1 / (1 + E[R] / MTBF) (MoEvement appendix C).
 
-    E[R] includes detection and restart. What a formula leaves out: failures during recoveries, a
-    lack of spares, levels after the first. Nodes that are missing count where the job goes on
-    without them.
+    E[R] includes detection and restart. The formula leaves out failures during recoveries, a lack
+    of spares, and levels after the first. Missing nodes count if the job goes on without them.
     """
     restart_s = (
         cluster.reform_s if model.after_loss is AfterLoss.LIVE else cluster.restart_s + model.load_s
@@ -203,11 +202,11 @@ def checkfreq_interval_steps(stall_s: float, step_s: float, *, cap: float = 0.03
 
 
 def oracle_interval_steps(stall_s: float, step_s: float, repair_s: float, mtbf_s: float) -> int:
-    """The interval with the greatest closed-form ETTR: what Gemini's oracle picks for each MTBF
+    """The interval with the greatest closed-form ETTR, which Gemini's oracle picks for each MTBF
     (MoEvement §5.2).
 
-    (1 + s / I)(1 + (D + I / 2) / MTBF) is least at I = √(2 s (MTBF + D)), of which one of the two
-    neighbouring whole numbers of steps is taken.
+    (1 + s / I)(1 + (D + I / 2) / MTBF) is least at I = √(2 s (MTBF + D)); the better one of the two
+    neighbouring whole numbers of steps is returned.
     """
 
     def cost(steps: int) -> float:

@@ -1,11 +1,11 @@
 """Trainings simulated from failure to failure, and statistics over many of them.
 
-Nothing happens between two events, so that a run costs as much as it has failures, whatever its
-length and however many GPUs it has. Failures come at any time, also while one is being repaired:
-then detection and restart begin again, and a replay with them.
+Nothing happens between two events, so the cost of a run depends only on its number of failures,
+whatever its length and its number of GPUs. Failures come at any time, also during a repair: then
+detection and restart begin again, and a replay with them.
 
-A job trains; a failure is detected; it waits for a node if it needs one; it restarts; where only
-some stages compute again they replay from logs, and otherwise all ranks go back and train on.
+A job trains; a failure is detected; the job waits for a node if it needs one, and restarts. If only
+some stages compute again, they replay from logs; otherwise all ranks go back and train on.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TOKENS = 1_000_000
 
 
 class Activity(StrEnum):
-    """What a job's time goes into."""
+    """Activities that a job spends its time on."""
 
     TRAINING = "training"
     STALLED = "snapshots"
@@ -109,7 +109,7 @@ def simulate_run(
 
 
 def summarize(runs: Sequence[TrainingRun]) -> Runs:
-    """Mean and band of runs.
+    """Mean and band of the runs.
 
     Raises:
         InvalidJobError: when there are none.
@@ -173,7 +173,7 @@ class _Training:
         self._now_s = 0.0
         self._seconds = dict.fromkeys(Activity, 0.0)
         self._step = self._furthest = self._kept = 0.0
-        """Where training is; the furthest that it was; what the newest restore went back to."""
+        """The step of training, the furthest step so far, and the step of the newest restore."""
         self._phase, self._ends_s = Activity.TRAINING, inf
         self._after: Callable[[], None] = self._train
         self._stages: set[int] = set()
@@ -225,11 +225,12 @@ class _Training:
 
     @property
     def _training(self) -> bool:
-        """Whether steps are being computed by all, for the first time or again."""
+        """Whether all ranks are computing steps, for the first time or again."""
         return not self._stages
 
     def _speed(self) -> tuple[float, float, float]:
-        """Time of a step; of that, what a step takes at full strength, and what snapshots add."""
+        """Time of a step, the part of it that a step takes at full strength, and the part that
+        snapshots add."""
         level = self._model.levels[self._level]
         stall_s = level.stall_s / level.interval_steps
         full_s = self._workload.step_s
@@ -257,7 +258,7 @@ class _Training:
         self._phase, self._ends_s, self._after = phase, self._now_s + lasts_s, after
 
     def _train(self) -> None:
-        """All ranks compute, at first what they had computed before."""
+        """All ranks compute; at first they repeat steps that they had computed before."""
         self._stages.clear()
         self._live = True
         behind = self._furthest - self._step
@@ -291,7 +292,7 @@ class _Training:
         if not again:
             self._lose_tokens()
         self._stages.add(int(self._draw() * self._workload.stages))
-        self._enter(Activity.DETECTING, self._cluster.detect_s, self._detected)
+        self._enter(Activity.DETECTING, self._cluster.detect_s, self._on_detected)
 
     def _lose_node(self) -> None:
         if self._cluster.replacement_s < inf:
@@ -325,18 +326,18 @@ class _Training:
             return self._missing > 0
         return self._cluster.nodes - self._missing < self._cluster.least_nodes
 
-    def _detected(self) -> None:
+    def _on_detected(self) -> None:
         if self._lacks_nodes():
-            self._enter(Activity.WAITING, inf, self._detected)
+            self._enter(Activity.WAITING, inf, self._on_detected)
             return
         lasts_s = (
             self._cluster.reform_s if self._live else self._cluster.restart_s + self._model.load_s
         )
-        self._enter(Activity.RESTARTING, lasts_s, self._restarted)
+        self._enter(Activity.RESTARTING, lasts_s, self._on_restarted)
 
-    def _restarted(self) -> None:
+    def _on_restarted(self) -> None:
         if self._live:
-            self._step = float(int(self._step))  # what the step in progress had computed is gone
+            self._step = float(int(self._step))  # the work of the step in progress is lost
             self._train()
             return
         self._restored += 1
@@ -351,8 +352,8 @@ class _Training:
         self._train()
 
     def _restore_step(self) -> float:
-        """The newest step that can be restored; of a window whose training is repeated, the one
-        before its first."""
+        """The newest step that can be restored. If the training of a window is repeated, this is
+        the step before its first."""
         level = self._model.levels[self._level]
         late = level.usable_after_s / self._workload.step_s
         usable = max(0.0, self._step - late)
@@ -369,18 +370,19 @@ class _Training:
         elif self._model.after_loss is AfterLoss.FIXED or self._phase is Activity.WAITING:
             self._missing -= 1
             if self._phase is Activity.WAITING:
-                self._detected()
+                self._on_detected()
         else:
             self._joining.append(self._now_s + self._cluster.join_wait_s)
 
     def _join(self) -> None:
-        """A node that came while the job went on without it takes part, once a step has ended."""
+        """Let a node that came while the job went on without it take part, once a step has
+        ended."""
         self._missing -= 1
         while self._joining and self._joining[0] <= self._now_s:
             self._joining.popleft()
             self._missing -= 1
         if self._phase is Activity.WAITING:
-            self._detected()
+            self._on_detected()
         if not self._training:
             return  # the recovery in progress takes it in
         live = self._model.after_loss is AfterLoss.LIVE
@@ -390,7 +392,7 @@ class _Training:
 
 
 def _longest(stages: set[int]) -> int:
-    """Stages of the longest row of neighbours."""
+    """Number of stages in the longest row of neighbours."""
     longest = 0
     for stage in stages:
         if stage - 1 not in stages:

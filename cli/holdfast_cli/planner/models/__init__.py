@@ -1,1 +1,1 @@
-"""What `holdfast plan` computes: the cost of each policy for a job."""
+"""Computations of `holdfast plan`: the cost of each policy for a job."""

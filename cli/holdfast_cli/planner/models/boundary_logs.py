@@ -1,8 +1,8 @@
 """Memory that trainers need for the logs of what crosses the boundaries of pipeline stages.
 
-A rank keeps what it has sent in each step since the one that a restore of the newest protected
-generation brings back (MoEvement §3.4). This module counts these bytes before a job runs; the log
-itself is the trainers' (`holdfast.elastic.Pipeline`).
+A rank keeps everything that it has sent since the step that a restore of the newest protected
+generation brings back (MoEvement §3.4). This module counts these bytes before a job runs; trainers
+keep the log itself (`holdfast.elastic.Pipeline`).
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ class BoundaryLogs:
     steps: int
     """Most steps that a rank keeps."""
     step_bytes: tuple[int, ...]
-    """For each stage what one of its ranks logs in a step. Sums over all stages, of some bytes
-    each, are not counted."""
+    """For each stage, the bytes that one of its ranks logs in a step. Values that are summed over
+    all stages have only a few bytes and are not counted."""
     node_bytes: int
-    """What the ranks of the node that needs most keep."""
+    """Bytes of logs on the node that needs most."""
 
     @property
     def rank_bytes(self) -> tuple[int, ...]:
-        """For each stage what one of its ranks keeps at most."""
+        """For each stage, the most bytes that one of its ranks keeps."""
         return tuple(nbytes * self.steps for nbytes in self.step_bytes)
 
 
 def steps_kept(*, interval_steps: int, window: int, lag_steps: int) -> int:
-    """Most steps that a rank keeps: just before the next generation is known to be protected.
+    """Most steps that a rank keeps, which it does just before it learns that the next generation is
+    protected.
 
     Args:
         interval_steps: steps from one snapshot to the next.
         window: steps of a sparse window, from whose first save on all are needed; 0 without one.
         lag_steps: steps that begin between a save and its protection.
     """
-    # A save is skipped while the one before it is being protected.
+    # A save is skipped while the previous one is being protected.
     apart = max(window or interval_steps, lag_steps)
     return max(window - 1, 0) + apart + lag_steps
 

@@ -4,7 +4,7 @@
 expert that the restored snapshot did not capture lacks the tokens since its last capture (`L_i` of
 PEC eq. 4, TokensLost of MoEtion eq. 6). Losses are in steps' worth of tokens at one snapshot for
 each step, which makes them independent of the size of a batch: 1.5 means that all experts together
-lack what one and a half steps route.
+lack the tokens of one and a half steps.
 
 It must not choose experts: the selections that trainers use do that.
 """

@@ -1,7 +1,7 @@
 """The memory that a job takes on a node when it goes on with fewer nodes.
 
-Fewer ranks share the same state, so each captures more; and while its world changes, a node holds
-the arenas of both worlds and the snapshots of lost ranks that it rebuilds. A job can go on only if
+Fewer ranks share the same state, so each captures more. While the world changes, a node also holds
+the arenas of both worlds, and the snapshots of lost ranks that it rebuilds. A job can go on only if
 all of that fits, so it is computed before the job runs.
 """
 
@@ -41,17 +41,17 @@ class WorldMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FewerNodesMemory:
-    """Memory that a job takes with all its nodes, with the fewest, and in between."""
+    """Memory that a job takes with all its nodes, with the fewest nodes, and in between."""
 
     whole: WorldMemory
     least: WorldMemory
     changing: WorldMemory
-    """The most that any change of the world takes, until a generation of the new world is
-    protected; `slots` are those of the new one."""
+    """The most memory that any change of the world takes, until a generation of the new world is
+    protected; `slots` is the number of slots in the new world."""
 
 
 def slot_bytes_of_model(job: MoETrainingJob, sizes: ModelSizes) -> SlotBytesOf:
-    """Slots of a model, divided among the ranks as trainers do it under the job's policy."""
+    """Slot sizes of a model that ranks divide as trainers do under the job's policy."""
     whole, policy = job.topology(), job.spec.snapshot.policy.chosen
     share = GRADIENT_SHARE if policy.recompute else 0
 
@@ -66,8 +66,8 @@ def slot_bytes_of_model(job: MoETrainingJob, sizes: ModelSizes) -> SlotBytesOf:
 
 
 def slot_bytes_of_state(job: MoETrainingJob, bytes_per_rank: int) -> SlotBytesOf:
-    """Slots where a rank captures `bytes_per_rank` while the job has all its nodes: all ranks of a
-    world capture equal parts of the same state."""
+    """Slot sizes if a rank captures `bytes_per_rank` while the job has all its nodes: all ranks of
+    a world capture equal parts of the same state."""
     state_bytes = bytes_per_rank * job.world_size
 
     def slot_bytes(nodes: int) -> list[int]:
@@ -81,8 +81,8 @@ def memory_of_sizes(job: MoETrainingJob, slot_bytes_of: SlotBytesOf) -> FewerNod
     """The memory of a job that may shrink.
 
     The largest arenas of two worlds are those of the fewest nodes and of one node more. Parity and
-    inherited snapshots are those of the smallest parity group that any number of nodes gives, which
-    is not always that of the fewest nodes: the bound is at most a little too high.
+    inherited snapshots are computed for the smallest parity group that any number of nodes gives.
+    That is not always the group with the fewest nodes, so the bound is at most a little too high.
 
     Args:
         slot_bytes_of: is asked for `least_nodes`, one more, and `nodes`.
@@ -127,7 +127,7 @@ def _world(job: MoETrainingJob, nodes: int, slot_bytes: Sequence[int]) -> WorldM
 def _most(
     job: MoETrainingJob, nodes: int, nodes_of: Callable[[int], tuple[NodeMemory, ...]]
 ) -> WorldMemory:
-    """The node that needs most, with the slots that the job's limit allows."""
+    """The node that needs most, with the number of slots that the job's limit allows."""
     slots = slots_chosen(job.spec.snapshot.slot_choices, nodes_of, job.memory_per_node_bytes)
     memory = max(nodes_of(slots), key=lambda node: node.total_bytes)
     return WorldMemory(nodes=nodes, slots=slots, memory=memory)

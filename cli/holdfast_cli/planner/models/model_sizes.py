@@ -1,7 +1,7 @@
 """Sizes of the training state of a model that does not exist yet, and which rank captures what.
 
 Plans are made before a trainer runs. From a few numbers this module makes the tables that ranks
-exchange when they run, and passes them to the same sharding (ADPS, PEC §3.2), so that a plan and a
+exchange at run time, and passes them to the same sharding (ADPS, PEC §3.2), so that a plan and a
 trainer agree on the most loaded rank. It deals with neither times nor policies.
 """
 
@@ -54,7 +54,7 @@ def table_of_sizes(sizes: ModelSizes, topology: Topology) -> ExpertTable:
     in consecutive runs as equal as they can be.
     """
     layers = sizes.by_layer
-    found = []
+    moe_layers = []
     for place, (layer, units) in enumerate(layers.items()):
         stage = place * topology.pp // len(layers)
         shares = [at * topology.ep // len(units) for at in range(len(units))]
@@ -69,8 +69,8 @@ def table_of_sizes(sizes: ModelSizes, topology: Topology) -> ExpertTable:
             )
             for unit, share in zip(units, shares, strict=True)
         )
-        found.append(MoeLayer(layer=layer, stage=stage, experts=experts))
-    return ExpertTable(layers=tuple(found), dense_bytes=sizes.other_bytes)
+        moe_layers.append(MoeLayer(layer=layer, stage=stage, experts=experts))
+    return ExpertTable(layers=tuple(moe_layers), dense_bytes=sizes.other_bytes)
 
 
 def _owners(topology: Topology, stage: int, share: int) -> tuple[int, ...]:
@@ -117,7 +117,7 @@ def plan_capture(table: ExpertTable, topology: Topology, *, partial: bool) -> Ca
         at = topology.coordinates(rank)
         home = (at.pp, at.ep)
         if home not in held:
-            held[home] = _held(table, topology, *home)
+            held[home] = _held_tensors(table, topology, *home)
         tables[rank] = held[home]
     plan = plan_shards(tables, topology, expert_grain=Grain.UNIT if partial else None)
     always = dict.fromkeys(tables, 0)
@@ -135,8 +135,11 @@ def plan_capture(table: ExpertTable, topology: Topology, *, partial: bool) -> Ca
     )
 
 
-def _held(table: ExpertTable, topology: Topology, stage: int, share: int) -> tuple[TensorSize, ...]:
-    """What a rank of this stage and share holds: its part of what tensor parallelism divides."""
+def _held_tensors(
+    table: ExpertTable, topology: Topology, stage: int, share: int
+) -> tuple[TensorSize, ...]:
+    """Bytes that a rank of this stage and share holds: its part of everything that tensor
+    parallelism divides."""
     rest = _tensor(_REST, -(-table.dense_bytes // (topology.pp * topology.tp)))
     own = (e for e in table.experts if (e.stage, e.share) == (stage, share))
     return (rest, *(_tensor(expert.unit, -(-expert.nbytes // topology.tp)) for expert in own))

@@ -1,15 +1,15 @@
-"""What each snapshot policy would cost a job, and which of them it should use.
+"""The cost of each snapshot policy for a job, and a recommendation.
 
 Full is compared with Sparse (MoEvement), PartialExperts (PEC) and Selective (MoEtion) before the
-job runs: bytes, whether the copy hides behind a step, memory, and what failures are expected to
-cost in time and tokens. Each policy but Sparse, whose windows need every step, is taken at its own
+job runs: bytes, whether the copy hides behind a step, memory, and the expected cost of failures in
+time and tokens. Sparse needs every step for its windows; every other policy is taken at its own
 best interval (REFT appendix A, eq. 9), because a policy that does not hide is not used at every
 step.
 
-Failure rates are constant, every failure returns all ranks to a snapshot in memory, and nothing
-that all policies pay alike (detection, rescheduling, loading) is counted. The formulas are those of
-`protection.intervals`, `planning.expected_loss`, `protection.budget` and `snapshots.sharding`; this
-module puts them together.
+Failure rates are constant, every failure returns all ranks to a snapshot in memory, and costs that
+are equal for all policies (detection, rescheduling, loading) are left out. The formulas are those
+of `protection.intervals`, `planner.models.expected_loss`, `protection.budget` and
+`snapshots.sharding`; this module puts them together.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _TOKENS = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assumptions:
-    """What the comparison takes as given.
+    """Assumptions of the comparison.
 
     Raises:
         InvalidJobError: when a value is out of range.
@@ -99,14 +99,14 @@ class Assumptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyCost:
-    """What one policy costs."""
+    """The cost of one policy."""
 
     policy: PolicyType
     experts: int
     """Experts in a snapshot: of each layer (PartialExperts), of all (Selective, Full). Steps of a
     window (Sparse)."""
     repeats: Repeats = Repeats.TRAINING
-    """What a recovery repeats of a window (Sparse)."""
+    """Part of a window that a recovery repeats (Sparse)."""
     rank_bytes: int
     """Bytes that the most loaded rank captures."""
     job_bytes: int
@@ -115,7 +115,7 @@ class PolicyCost:
     """Memory of the node that needs most: arenas and parity, with the job's redundancy and the
     slots that its limit allows, and gradients if the job recomputes replicas."""
     slots: tuple[SlotsCost, ...]
-    """What each number of slots costs, without gradients."""
+    """Cost of each number of slots, without gradients."""
     copy_s: float
     """Time of the copy on the most loaded node, all its ranks together."""
     stall_s: float
@@ -123,9 +123,8 @@ class PolicyCost:
     network_bytes: int
     """Bytes that all nodes together send to protect one snapshot; 0 without redundancy."""
     recomputed_bytes: int
-    """`network_bytes` while all experts of a snapshot were in the one before it, and replicas are
-    computed from their gradients (MoEtion §5.2); equal with Full, or where there are no
-    replicas."""
+    """`network_bytes` if the previous snapshot held the same experts and replicas are computed
+    from their gradients (MoEtion §5.2). Equal with Full, or where there are no replicas."""
     gradient_bytes: int
     """Additional memory for gradients on the node that needs most; 0 where there are none."""
     protect_s: float
@@ -223,24 +222,25 @@ class _World:
         )
 
     def sparse(self, repeats: Repeats) -> list[PolicyCost]:
-        """The cost of windows that are as long as the budgets of a step ask for; none where one
-        step is enough. Gradients have as many bytes as weights, so what a recovery repeats makes no
-        difference to saves."""
+        """The cost of windows as long as the budgets of a step require; none if one step is
+        enough. Gradients have as many bytes as weights, so saves cost the same whether a recovery
+        repeats training or only the optimizer."""
         assumed, spec = self._assumed, self._job.spec
         losses = spec.redundancy.losses
         rates = [assumed.copy_bytes_s, *([assumed.network_bytes_s / losses] if losses else [])]
-        found = plan_window(self._table, min(rates) * assumed.step_s * spec.nodes)
-        if found.window == 1:
+        plan = plan_window(self._table, min(rates) * assumed.step_s * spec.nodes)
+        if plan.window == 1:
             return []
         # Each save is divided between ranks as a full snapshot is.
         whole = self._whole.loads(self._table.units)
         whole_bytes = self._table.snapshot_bytes(self._table.units)
-        share = found.save_bytes / whole_bytes
+        share = plan.save_bytes / whole_bytes
         node_bytes = max(self._by_node(whole))
         copy_s = node_bytes * share / assumed.copy_bytes_s
-        of_window = found.window_bytes / whole_bytes
-        protect_s = node_bytes * of_window / found.window * losses / assumed.network_bytes_s
+        of_window = plan.window_bytes / whole_bytes
+        protect_s = node_bytes * of_window / plan.window * losses / assumed.network_bytes_s
         stall_s = save_overhead_s(copy_s, assumed.step_s)
+        # A recovery repeats windows, and the steps until the newest one was protected.
         rate_per_s = recoveries_per_s(
             spec.nodes,
             node_losses_per_s=assumed.node_losses_per_s,
@@ -248,26 +248,26 @@ class _World:
             redundant=self._redundant,
         )
         windows = REPEATED_WINDOWS - (repeats is Repeats.OPTIMIZER)
-        lost_steps = windows * found.window + protect_s * found.window / assumed.step_s
+        lost_steps = windows * plan.window + protect_s * plan.window / assumed.step_s
         nodes_of = partial(self._nodes, self._whole, scale=of_window)
         cost = PolicyCost(
             policy=PolicyType.SPARSE,
-            experts=found.window,
+            experts=plan.window,
             repeats=repeats,
             rank_bytes=round(max(whole) * share),
-            job_bytes=found.save_bytes,
+            job_bytes=plan.save_bytes,
             memory_bytes=max(
                 node.total_bytes for node in nodes_of(self._slots_chosen(self._whole, of_window))
             ),
             slots=compare_slots(
                 nodes_of,
-                interval_of=lambda _: found.window * assumed.step_s,
+                interval_of=lambda _: plan.window * assumed.step_s,
                 copy_s=copy_s,
-                protect_s=protect_s * found.window,
+                protect_s=protect_s * plan.window,
                 without_weights=True,
             ),
-            network_bytes=found.window_bytes // found.window * losses,
-            recomputed_bytes=found.window_bytes // found.window * losses,
+            network_bytes=plan.window_bytes // plan.window * losses,
+            recomputed_bytes=plan.window_bytes // plan.window * losses,
             gradient_bytes=0,
             copy_s=copy_s,
             stall_s=stall_s,
@@ -311,7 +311,7 @@ class _World:
         return self._cost(PolicyType.SELECTIVE, total, self._apart, self._selections(total), loss)
 
     def _selections(self, total: int) -> list[tuple[UnitKey, ...]]:
-        """What algorithm 1 of MoEtion captures in consecutive snapshots after a full one."""
+        """Selections of algorithm 1 of MoEtion in consecutive snapshots after a full one."""
         table = self._table
         if total >= len(table.experts):
             return [table.units]
@@ -344,6 +344,7 @@ class _World:
         # For each loss that is to be survived, a node sends as many bytes as it captured.
         protect_s = node_bytes * self._job.spec.redundancy.losses / assumed.network_bytes_s
         stall_s = save_overhead_s(copy_s, assumed.step_s)
+        # The best interval at the rate of recoveries, for the slots that fit.
         losses_per_s = assumed.node_losses_per_s if self._redundant else 0.0
         rate_per_s = recoveries_per_s(
             nodes,
@@ -478,8 +479,9 @@ class _World:
 
 
 def best_of(costs: Sequence[PolicyCost], lost: Callable[[PolicyCost], float]) -> PolicyCost:
-    """The policy that loses the fewest tokens among those that cost (almost) the least time; of
-    equal ones, one whose recoveries repeat no steps of the past, and the one with the fewest bytes.
+    """The policy that loses the fewest tokens among those that cost (almost) the least time. Of
+    equal policies it is the one whose recoveries repeat no past steps, and then the one with the
+    fewest bytes.
 
     Args:
         lost: gives the portion of the training's time that a policy loses.
@@ -501,7 +503,7 @@ def best_of(costs: Sequence[PolicyCost], lost: Callable[[PolicyCost], float]) ->
 
 
 def reason_of(costs: Sequence[PolicyCost], best: PolicyCost, assumed: Assumptions) -> str:
-    """Reason for the choice, in a sentence."""
+    """The reason for the choice, in a sentence."""
     full, step = costs[0], f"a step of {_seconds(assumed.step_s)}"
     if best is full:
         if not full.stall_s:

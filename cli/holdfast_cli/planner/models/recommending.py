@@ -1,8 +1,8 @@
 """Which policy a job should use: the one whose simulated training loses the least time.
 
-`policy_comparison` computes each policy's costs; here a training with each of them is simulated
+`policy_comparison` computes each policy's costs. Here a training with each policy is simulated
 through the same failures, so that K grows as recoveries lose tokens, and failures during recoveries
-count. Only policies that the job can ask for are compared, so that only those are recommended.
+count. Only policies that the job can ask for are compared and recommended.
 """
 
 from __future__ import annotations
@@ -48,15 +48,17 @@ class Recommendation:
 
 
 def recommend(
-    found: Comparison, job: MoETrainingJob, assumed: Assumptions, draw_of: DrawOf
+    comparison: Comparison, job: MoETrainingJob, assumed: Assumptions, draw_of: DrawOf
 ) -> Recommendation:
     """Simulate the job with each policy, and choose among those that fit.
 
-    Nodes never lack: what a job without spares waits for is the same for each policy.
+    There are always enough nodes: the time for which a job without spares waits is the same for
+    each policy.
 
     Args:
         draw_of: gives a generator of its own for each seed; every policy sees the same failures.
     """
+    # The same failures for all policies, at the job's own rates.
     redundant = job.spec.redundancy.type is not Redundancy.NONE
     nodes = job.spec.nodes
     rate_per_s = recoveries_per_s(
@@ -76,7 +78,7 @@ def recommend(
     )
     runs = tuple(
         simulate_many(
-            _model(cost, found, assumed, rate_per_s, cluster.node_losses),
+            _model(cost, comparison, assumed, rate_per_s, cluster.node_losses),
             Workload(step_s=assumed.step_s),
             cluster,
             1 / rate_per_s,
@@ -84,22 +86,23 @@ def recommend(
             length_s=FAILURES / rate_per_s,
             draw_of=draw_of,
         )
-        for cost in found.costs
+        for cost in comparison.costs
     )
-    lost = {id(cost): 1 - each.ettr for cost, each in zip(found.costs, runs, strict=True)}
-    best = best_of(found.fitting or found.costs, lambda cost: lost[id(cost)])
+    # Choose by simulated losses; the rest of the comparison stays.
+    lost = {id(cost): 1 - each.ettr for cost, each in zip(comparison.costs, runs, strict=True)}
+    best = best_of(comparison.fitting or comparison.costs, lambda cost: lost[id(cost)])
     chosen = Comparison(
-        costs=found.costs,
-        fitting=found.fitting,
+        costs=comparison.costs,
+        fitting=comparison.fitting,
         best=best,
-        reason=reason_of(found.costs, best, assumed),
+        reason=reason_of(comparison.costs, best, assumed),
     )
     return Recommendation(comparison=chosen, runs=runs)
 
 
 def _model(
     cost: PolicyCost,
-    found: Comparison,
+    comparison: Comparison,
     assumed: Assumptions,
     rate_per_s: float,
     node_losses: float,
@@ -108,8 +111,8 @@ def _model(
     through, and after them Full's."""
     levels = [cost]
     if cost.policy is PolicyType.PARTIAL_EXPERTS:
-        same = [each for each in found.costs if each.policy is cost.policy]
-        levels = [*same[same.index(cost) :], found.costs[0]]
+        same = [each for each in comparison.costs if each.policy is cost.policy]
+        levels = [*same[same.index(cost) :], comparison.costs[0]]
     catches_up = cost.repeats is Repeats.OPTIMIZER
     whole = cost.experts if catches_up else 1  # a restore needs the whole window protected
     last = max(2 * each.experts for each in levels[:-1]) if len(levels) > 1 else cost.experts
@@ -117,7 +120,7 @@ def _model(
         name=cost.policy.value,
         levels=tuple(
             Level(
-                experts=each.experts if each is not found.costs[0] else last,
+                experts=each.experts if each is not comparison.costs[0] else last,
                 interval_steps=each.interval_steps,
                 stall_s=each.stall_s,
                 lost_tokens=each.lost_tokens / rate_per_s / assumed.step_s,

@@ -1,10 +1,10 @@
-"""How long parameters survive in memory: survival probabilities and the time until a threshold.
+"""How long parameters survive in memory: survival probabilities, and the time until a threshold.
 
-REFT §5, eq. 1 to 3. Times to failure follow a Weibull distribution with the shape c; rates are
-those of one node. The time unit is the caller's and must be the same for rate and time: in eq. 1
-the rate has the unit time^-c, so that a rate per day cannot be used with seconds.
+REFT §5, eq. 1 to 3. Times to failure follow a Weibull distribution with the shape c; rates are per
+node. The time unit is the caller's and must be the same for rate and time: in eq. 1 the rate has
+the unit time^-c, so a rate per day cannot be used with seconds.
 
-`docs/reliability.md` compares figure 8's caption with what these formulas give.
+`docs/reliability.md` compares the caption of figure 8 with the results of these formulas.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What each number of slots costs a job: memory on a node, and saves that are skipped.
+"""The cost of each number of slots for a job: memory on a node, and skipped saves.
 
-A rank with three slots can write a snapshot while the one before it is being protected; with two,
-the other slot holds the recovery line until then, and the save is skipped. Beside the memory stands
-what it would be without compute weights (`snapshot.storeComputeWeights: false`).
+A rank with three slots can write a snapshot while the previous one is being protected. With two,
+the other slot holds the recovery line until then, and the save is skipped. The table also gives the
+memory without compute weights (`snapshot.storeComputeWeights: false`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ the job leaves the interval to measurements."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotsCost:
-    """What one number of slots costs."""
+    """The cost of one number of slots."""
 
     slots: int
     memory: NodeMemory
@@ -92,11 +92,11 @@ def slots_chosen(choices: Sequence[int], nodes_of: NodesOf, limit_bytes: int | N
 
 
 def skipped_saves(interval_s: float, copy_s: float, protect_s: float, *, slots: int) -> float:
-    """The portion of saves that are skipped, in a run without failures.
+    """The portion of saves that are skipped in a run without failures.
 
-    A save is skipped while the copy before it has not ended, or while as many snapshots are not
-    protected as there are slots beside the recovery line's. Snapshots are protected one after the
-    other.
+    A save is skipped while the previous copy has not ended, or while the number of unprotected
+    snapshots equals the number of slots beside the recovery line's. Snapshots are protected one
+    after the other.
 
     Raises:
         InvalidJobError: when the interval is not longer than 0.

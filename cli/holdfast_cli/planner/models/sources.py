@@ -1,10 +1,11 @@
 """Where the bytes of parity could come from: peers' arenas, or replicas on a node's own devices.
 
-Parity is made of what other nodes captured, fetched over the network. Where data-parallel replicas
-hold the same state, the owner of a parity block could take the same bytes from its own devices and
-fetch nothing (REFT §4.3; MoEtion §5.1 for whole copies). But they are read once more for that: what
-the network is spared is copied out of devices a second time. This module computes both costs, for
-plans and benchmarks; docs/decisions/0028 explains why the data path only fetches from peers.
+Parity is made from what other nodes captured, fetched over the network. Where data-parallel
+replicas hold the same state, the owner of a parity block could take the same bytes from its own
+devices and fetch nothing (REFT §4.3; MoEtion §5.1 for whole copies). But it would have to read them
+once more: the network is spared at the price of a second copy out of the devices. This module
+computes both costs, for plans and benchmarks; docs/decisions/0028 explains why the data path only
+fetches from peers.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ moments."""
 
 
 class StatePart(StrEnum):
-    """A part of what training keeps for each parameter."""
+    """A part of the state that training keeps for each parameter."""
 
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
@@ -37,10 +38,11 @@ _SHARDED: tuple[frozenset[StatePart], ...] = (
 
 
 def parts_to_transfer(zero_stage: int, copies: int) -> frozenset[StatePart]:
-    """Which parts of a state must be sent to survive the loss of a node (MoEtion §5.1).
+    """Parts of a state that must be sent to survive the loss of a node (MoEtion §5.1).
 
     ZeRO shards the optimizer state from stage 1 on, gradients from stage 2 on, and weights in stage
-    3; sharded parts exist once. What is not sharded exists as often as the state is replicated.
+    3; sharded parts exist once. A part that is not sharded exists as often as the state is
+    replicated.
 
     Args:
         zero_stage: 0 (plain data parallelism) to 3.
@@ -59,14 +61,14 @@ def parts_to_transfer(zero_stage: int, copies: int) -> frozenset[StatePart]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaShares:
-    """Portions of what ranks capture that every other member of their parity group holds on the
-    devices of the same lane, with groups formed along replicas and nothing sharded."""
+    """Portions of a rank's snapshot that every other member of its parity group also holds, on the
+    devices of the same lane; with groups formed along replicas, and nothing sharded."""
 
     dense: float
     experts: float
 
     def of(self, *, dense_bytes: int, expert_bytes: int) -> float:
-        """The portion of a snapshot with so many bytes of each."""
+        """The portion of a snapshot that has this many dense and expert bytes."""
         held = self.dense * dense_bytes + self.experts * expert_bytes
         return held / max(dense_bytes + expert_bytes, 1)
 

@@ -11,28 +11,28 @@ from holdfast_core.job.snapshots import WINDOW_MAX
 from holdfast_core.snapshots.units import UnitKey, UnitKind
 
 REPEATED_WINDOWS = 1.5
-"""Windows repeated after a failure, on average: the one that was protected, and half of the one
+"""Average number of windows repeated after a failure: the protected window, and half of the window
 that was being written (MoEvement §3.6)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SparsePlan:
-    """A window, and what all ranks together capture in it."""
+    """A window, and the bytes that all ranks together capture in it."""
 
     window: int
     """Number of steps."""
     save_bytes: int
     """Bytes of its largest save."""
     window_bytes: int
-    """Bytes of all its saves: what a slot of the arenas holds."""
+    """Bytes of all its saves, which one slot of the arenas holds."""
 
 
 def plan_window(table: ExpertTable, budget_bytes: float) -> SparsePlan:
-    """The shortest window whose saves hold at most `budget_bytes`, but no longer one than a job may
-    ask for.
+    """The shortest window whose saves hold at most `budget_bytes`, but no longer than a job may ask
+    for.
 
-    Of the state, 2 bytes of 14 are compute weights that follow from their masters. What is no
-    expert is divided evenly between the layers.
+    Of the 14 bytes of state per parameter, 2 are compute weights that follow from their masters.
+    Everything but the experts is divided evenly between the layers.
     """
     layers = [layer.layer for layer in table.layers]
     parts = {UnitKey(layer, UnitKind.DENSE): table.dense_bytes // len(layers) for layer in layers}

@@ -1,5 +1,5 @@
-"""Inputs of `holdfast simulate`, each with where it comes from: a flag, the job, a report of a
-benchmark, a local run, or an assumption. This module simulates nothing."""
+"""Inputs of `holdfast simulate`, each with its origin: a flag, the job, a report of a benchmark, a
+local run, or an assumption. This module simulates nothing."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ASSUMED, JOB, FLAG = "assumed", "the job", "given"
 
 @dataclass(kw_only=True, slots=True)
 class Inputs:
-    """All inputs of a simulation, and how each is explained."""
+    """All inputs of a simulation, and the origin of each."""
 
     workload: Workload
     cluster: Cluster
@@ -88,7 +88,7 @@ def duration_text(seconds: float) -> str:
 
 
 class _Report(msgspec.Struct, frozen=True):
-    """A report of `make bench NAME=recovery` or `make bench`: the figures that count here."""
+    """The relevant figures of a report of `make bench NAME=recovery` or `make bench`."""
 
     stay_node_noticed: float | None = None
     stay_node_after_noticed: float | None = None
@@ -103,7 +103,8 @@ _REPORT = msgspec.json.Decoder(_Report)
 
 
 class Sources:
-    """Looks an input up: flag, then report, then assumption; and remembers which it was."""
+    """Looks inputs up in the flags, then in reports, then among assumptions, and remembers the
+    origin of each."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
@@ -127,13 +128,13 @@ class Sources:
         restart = self._options.processes == "restart"
         noticed = report.restart_node_noticed if restart else report.stay_node_noticed
         after = report.restart_node_after_noticed if restart else report.stay_node_after_noticed
-        found = {
+        values = {
             "detect": noticed,
             "restart": after,
             "reform": report.stay_fewer_after_noticed,
             "slower": None if report.overhead is None else max(0.0, report.overhead) / 100,
         }
-        known = {name: (value, str(path)) for name, value in found.items() if value is not None}
+        known = {name: (value, str(path)) for name, value in values.items() if value is not None}
         if not known:
             raise InvalidJobError(
                 f"--costs {path} holds none of the figures that are used: give the recovery.json "
@@ -209,14 +210,14 @@ def inputs_of(options: argparse.Namespace, job: MoETrainingJob) -> Inputs:
 
 
 def _possible(job: MoETrainingJob) -> frozenset[PolicyKind]:
-    """What the job can ask for. With `minNodes` below `nodes` only whole snapshots are simulated;
-    sparse windows need every step."""
+    """Policies that the job can ask for. With `minNodes` below `nodes` only whole snapshots are
+    simulated; sparse windows need every step."""
     if job.spec.may_shrink:
         return frozenset({PolicyKind.FEWER})
-    found = {PolicyKind.FULL, PolicyKind.PARTIAL, PolicyKind.SELECTIVE}
+    kinds = {PolicyKind.FULL, PolicyKind.PARTIAL, PolicyKind.SELECTIVE}
     if job.spec.snapshot.interval.steps == 1:
-        found |= {PolicyKind.SPARSE_GLOBAL, PolicyKind.SPARSE_GRADS}
-    return frozenset(found)
+        kinds |= {PolicyKind.SPARSE_GLOBAL, PolicyKind.SPARSE_GRADS}
+    return frozenset(kinds)
 
 
 def _kinds_of(text: str) -> tuple[PolicyKind, ...]:
@@ -324,7 +325,7 @@ def _amount(nbytes: int) -> str:
 
 
 def memory_rates_of(options: argparse.Namespace, sources: Sources) -> tuple[float, float]:
-    """Bytes per second that a node copies into memory, and that it sends to others."""
+    """Rates in bytes per second at which a node copies into memory, and sends to others."""
     return (
         sources.rate("copy, a node", options.copy_bandwidth, COPY_BYTES_S),
         sources.rate("network, a node", options.network_bandwidth, NETWORK_BYTES_S),
@@ -332,7 +333,7 @@ def memory_rates_of(options: argparse.Namespace, sources: Sources) -> tuple[floa
 
 
 def slower_of(options: argparse.Namespace, sources: Sources) -> float:
-    """Portion by which a step with a snapshot is longer."""
+    """Portion by which a snapshot lengthens a step."""
     percent = options.slower_percent
     flag = None if percent is None else percent / 100
     return sources.number("slower", flag, SLOWER, "a step with a snapshot is longer by", "%")

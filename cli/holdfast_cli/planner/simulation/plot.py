@@ -1,5 +1,5 @@
-"""Draws simulations: ETTR over MTBF, and where the time goes. Imported only when a plot is asked
-for, because matplotlib takes a second to load."""
+"""Draws simulations: ETTR over MTBF, and where the time goes. Imported only if a plot is asked for,
+because matplotlib takes a second to load."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FIXED: Any = {"svg.hashsalt": "holdfast", "svg.fonttype": "none"}
 """The same picture from the same figures."""
 
 
-def write_picture(path: Path, found: Sequence[Simulated], *, title: str) -> None:
+def write_picture(path: Path, simulated: Sequence[Simulated], *, title: str) -> None:
     """Draw into a file, in the format of its suffix: .png, .svg or .pdf.
 
     Raises:
@@ -34,25 +34,25 @@ def write_picture(path: Path, found: Sequence[Simulated], *, title: str) -> None
         path.parent.mkdir(parents=True, exist_ok=True)
         with rc_context(FIXED):
             metadata = {"Date": None} if path.suffix == ".svg" else None
-            draw_runs(found, title=title).savefig(path, dpi=150, metadata=metadata)
+            draw_runs(simulated, title=title).savefig(path, dpi=150, metadata=metadata)
     except OSError as error:
         raise StorageError(f"--plot {path} cannot be written: {error.strerror}") from error
 
 
-def draw_runs(found: Sequence[Simulated], *, title: str) -> Figure:
+def draw_runs(simulated: Sequence[Simulated], *, title: str) -> Figure:
     """Draw ETTR over MTBF with bands, and, for the shortest MTBF, bars of the time lost."""
     figure = Figure(figsize=(12, 5), layout="constrained")
     FigureCanvasAgg(figure)
     over, where = figure.subplots(1, 2, width_ratios=(3, 2))
     figure.suptitle(title, fontweight="bold", fontsize=13)
-    _over_mtbf(over, found)
-    _where(where, found)
+    _over_mtbf(over, simulated)
+    _where(where, simulated)
     return figure
 
 
-def _over_mtbf(axes: Axes, found: Sequence[Simulated]) -> None:
-    for number, kind in enumerate(dict.fromkeys(each.kind for each in found)):
-        rows = [each for each in found if each.kind is kind]
+def _over_mtbf(axes: Axes, simulated: Sequence[Simulated]) -> None:
+    for number, kind in enumerate(dict.fromkeys(each.kind for each in simulated)):
+        rows = [each for each in simulated if each.kind is kind]
         colour = LINES[number % len(LINES)]
         x = list(range(len(rows)))
         style = "-" if rows[0].model.built else "--"
@@ -68,7 +68,7 @@ def _over_mtbf(axes: Axes, found: Sequence[Simulated]) -> None:
         )
         low, high = [each.runs.low for each in rows], [each.runs.high for each in rows]
         axes.fill_between(x, low, high, color=colour, alpha=0.06, linewidth=0)
-    rates = list(dict.fromkeys(each.mtbf_s for each in found))
+    rates = list(dict.fromkeys(each.mtbf_s for each in simulated))
     names = ["trace" if rate is None else duration_text(rate) for rate in rates]
     axes.set_xticks(range(len(rates)), names)
     axes.set_xlabel("mean time between failures of the job; bands: 90 % of the runs")
@@ -78,8 +78,8 @@ def _over_mtbf(axes: Axes, found: Sequence[Simulated]) -> None:
     axes.legend(fontsize=8, frameon=False, loc="lower left")
 
 
-def _where(axes: Axes, found: Sequence[Simulated]) -> None:
-    worst = [each for each in found if each.mtbf_s == found[-1].mtbf_s]
+def _where(axes: Axes, simulated: Sequence[Simulated]) -> None:
+    worst = [each for each in simulated if each.mtbf_s == simulated[-1].mtbf_s]
     left = [0.0] * len(worst)
     for what, colour in COLOURS.items():
         widths = [100 * each.runs.portions[what] for each in worst]

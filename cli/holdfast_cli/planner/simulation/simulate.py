@@ -1,4 +1,4 @@
-"""`holdfast simulate`: what failures cost a job, for any scale, policy and failure rate."""
+"""`holdfast simulate`: the cost of failures for a job, for any scale, policy and failure rate."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ def simulate(options: argparse.Namespace) -> int:
     job = load_job(options.job)
     inputs = inputs_of(options, job)
     started = time.perf_counter()
-    found = list(_simulated(inputs))
+    simulated = list(_simulated(inputs))
     took_s = time.perf_counter() - started
     if options.json:
-        _write_json(document(inputs, found))
+        _write_json(document(inputs, simulated))
     else:
-        _console().print(simulation_view(inputs, found))
-        events = sum(each.runs.events for each in found)
+        _console().print(simulation_view(inputs, simulated))
+        events = sum(each.runs.events for each in simulated)
         print(
-            f"{len(found) * inputs.runs:,} runs and {events:,} events in {took_s:.1f} s: "
+            f"{len(simulated) * inputs.runs:,} runs and {events:,} events in {took_s:.1f} s: "
             f"{events / took_s:,.0f} events a second"
         )
     if options.plot is not None:
-        _plot(options.plot, found, title=f"{job.key} on {inputs.cluster.nodes} nodes")
+        _plot(options.plot, simulated, title=f"{job.key} on {inputs.cluster.nodes} nodes")
         print(f"wrote {options.plot}", file=sys.stderr)
     return 0
 
@@ -68,11 +68,11 @@ def _write_json(value: object) -> None:
 
 
 def _simulated(inputs: Inputs) -> Iterator[Simulated]:
-    """Every policy under every rate, with a progress bar where there is a terminal."""
+    """Every policy under every rate, with a progress bar on a terminal."""
     rates = [None] if inputs.trace else list(inputs.mtbfs_s)
     with _progress(len(rates) * len(inputs.kinds)) as advance:
         for mtbf_s in rates:
-            # Intervals follow from a rate; a trace has that of its losses.
+            # Intervals follow from a failure rate; for a trace, it is the rate of its losses.
             rate_s = mtbf_s or _mtbf_of(inputs)
             models = policy_models(inputs.costs, inputs.workload, inputs.cluster, rate_s)
             for kind in inputs.kinds:
@@ -101,7 +101,7 @@ def _mtbf_of(inputs: Inputs) -> float:
 
 
 def _replayed(inputs: Inputs, model: PolicyModel) -> Runs:
-    """One run of a trace for each seed: the seed draws the stages that are hit."""
+    """One run of a trace for each seed; the seed draws the stages that are hit."""
     return summarize(
         [
             simulate_run(
@@ -128,7 +128,7 @@ def _progress(total: int) -> Iterator[Callable[[], None]]:
         yield lambda: progress.advance(task)
 
 
-def _plot(path: Path, found: list[Simulated], *, title: str) -> None:
+def _plot(path: Path, simulated: list[Simulated], *, title: str) -> None:
     try:
         from holdfast_cli.planner.simulation.plot import write_picture  # noqa: PLC0415
     except ModuleNotFoundError as error:
@@ -137,4 +137,4 @@ def _plot(path: Path, found: list[Simulated], *, title: str) -> None:
         raise InvalidJobError(
             "--plot draws with matplotlib, which is not installed; pip install 'holdfast[cli]'"
         ) from error
-    write_picture(path, found, title=title)
+    write_picture(path, simulated, title=title)

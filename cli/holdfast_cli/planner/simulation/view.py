@@ -1,5 +1,4 @@
-"""Formats simulations for a terminal of 100 columns, and as JSON. Decides
-nothing."""
+"""Formats simulations for a terminal of 100 columns, and as JSON. Decides nothing."""
 
 from __future__ import annotations
 
@@ -54,21 +53,21 @@ class Simulated:
 
 
 def _inputs_view(explained: Sequence[tuple[str, str, str]]) -> Table:
-    """The inputs, each with its source."""
+    """The inputs, each with its origin."""
     table = Table("input", "value", "from", box=None, pad_edge=False)
     for row in explained:
         table.add_row(*row)
     return table
 
 
-def simulation_view(inputs: Inputs, found: Sequence[Simulated]) -> RenderableType:
-    """The inputs, ETTR over MTBF, and what the time goes into at the shortest MTBF."""
-    rates = list(dict.fromkeys(each.mtbf_s for each in found))
-    worst = [each for each in found if each.mtbf_s == rates[-1]]
+def simulation_view(inputs: Inputs, simulated: Sequence[Simulated]) -> RenderableType:
+    """The inputs, ETTR over MTBF, and the uses of time at the shortest MTBF."""
+    rates = list(dict.fromkeys(each.mtbf_s for each in simulated))
+    worst = [each for each in simulated if each.mtbf_s == rates[-1]]
     return Group(
         _inputs_view(inputs.explained),
         "",
-        _over_mtbf(found, rates),
+        _over_mtbf(simulated, rates),
         "",
         _details(worst, inputs.workload),
         "",
@@ -76,7 +75,7 @@ def simulation_view(inputs: Inputs, found: Sequence[Simulated]) -> RenderableTyp
         "",
         *_recommended(inputs, worst),
         "",
-        *_notes(inputs, found),
+        *_notes(inputs, simulated),
     )
 
 
@@ -90,15 +89,15 @@ def _rate_name(mtbf_s: float | None) -> str:
     return "trace" if mtbf_s is None else duration_text(mtbf_s)
 
 
-def _over_mtbf(found: Sequence[Simulated], rates: Sequence[float | None]) -> Table:
+def _over_mtbf(simulated: Sequence[Simulated], rates: Sequence[float | None]) -> Table:
     table = Table("ETTR (simulated)", box=None, pad_edge=False)
     for rate in rates:
         table.add_column(_rate_name(rate), justify="right")
-    least = min(each.runs.ettr for each in found)
+    least = min(each.runs.ettr for each in simulated)
     low = int(10 * least) / 10
     table.add_column(f"{low:.1f}{'1.0':>37}", no_wrap=True)
-    for kind in dict.fromkeys(each.kind for each in found):
-        of_kind = [each for each in found if each.kind is kind]
+    for kind in dict.fromkeys(each.kind for each in simulated):
+        of_kind = [each for each in simulated if each.kind is kind]
         cells = [f"{each.runs.ettr:.3f}" for each in of_kind]
         line = [" "] * 40
         for number, each in reversed(list(enumerate(of_kind, 1))):
@@ -130,7 +129,7 @@ def _details(worst: Sequence[Simulated], workload: Workload) -> Table:
 
 
 def _where(worst: Sequence[Simulated]) -> list[Text]:
-    """Bars of the time that is lost, all to one scale."""
+    """Bars of lost time, all to one scale."""
     most = max(1 - each.runs.ettr for each in worst) or 1.0
     lines = [Text(f"time lost, of {format_portion(most)} at most:", style="bold")]
     for each in worst:
@@ -150,9 +149,9 @@ def _where(worst: Sequence[Simulated]) -> list[Text]:
 
 
 def _best_of(inputs: Inputs, worst: Sequence[Simulated]) -> Simulated | None:
-    """The policy to use: it loses the fewest tokens among those that the job can ask for, that stay
-    within their limit of lost tokens, and whose ETTR is greatest but for what is negligible. None
-    where none was simulated."""
+    """The policy to use: among the policies that the job can ask for, that stay within their limit
+    of lost tokens and whose ETTR is (almost) the greatest, the one that loses the fewest tokens.
+    None if no such policy was simulated."""
     allowed = [
         each
         for each in worst
@@ -179,14 +178,14 @@ def _recommended(inputs: Inputs, worst: Sequence[Simulated]) -> list[Text]:
     ]
 
 
-def _notes(inputs: Inputs, found: Sequence[Simulated]) -> list[Text]:
-    kinds = dict.fromkeys(each.kind for each in found)
+def _notes(inputs: Inputs, simulated: Sequence[Simulated]) -> list[Text]:
+    kinds = dict.fromkeys(each.kind for each in simulated)
     notes = [f"{kind + ':':<14} {MEANINGS[kind]}" for kind in kinds]
     if PolicyKind.FEWER in kinds and PolicyKind.FEWER not in inputs.possible:
         notes.append("               this job has no minNodes, so that fewer is not recommended")
-    if any(not each.model.built for each in found):
+    if any(not each.model.built for each in simulated):
         notes.append("*              not in this version: shown to compare, never recommended")
-    if any(each.kind in OF_SCRIPTS for each in found):
+    if any(each.kind in OF_SCRIPTS for each in simulated):
         notes.append(
             "+              takes a script written for it: shown to compare, not recommended"
         )
@@ -199,7 +198,7 @@ def _notes(inputs: Inputs, found: Sequence[Simulated]) -> list[Text]:
     return [Text(note, style="dim") for note in notes]
 
 
-def document(inputs: Inputs, found: Sequence[Simulated]) -> dict[str, Any]:
+def document(inputs: Inputs, simulated: Sequence[Simulated]) -> dict[str, Any]:
     """Inputs and results for `--json`."""
     return {
         "inputs": [
@@ -223,6 +222,6 @@ def document(inputs: Inputs, found: Sequence[Simulated]) -> dict[str, Any]:
                 "experts": each.runs.experts,
                 "portions": {what.value: part for what, part in each.runs.portions.items()},
             }
-            for each in found
+            for each in simulated
         ],
     }

@@ -7,6 +7,7 @@ A copy for readers: all of it may be deleted. A control loop that starts again r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -28,7 +29,6 @@ from holdfast_core.job.status import (
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import Membership
 from holdfast_core.states import RestoreSource
-from holdfast_operator.kube.client.api import Object
 from holdfast_operator.kube.client.resources import JOB_LABEL
 from holdfast_operator.kube.client.times import ClockPair
 from holdfast_operator.reconciler.failures.keeping import kept_until
@@ -55,6 +55,9 @@ from holdfast_operator.reconciler.report.protection_traffic import (
 )
 from holdfast_operator.reconciler.report.recoveries import Recovery
 from holdfast_operator.reconciler.report.seats import plan_text
+
+if TYPE_CHECKING:  # a local run writes this status, too, and needs no client of an API server
+    from holdfast_operator.kube.client.api import Object
 
 RECOVERIES_SHOWN = 10
 RATIO_DIGITS = 6

@@ -158,7 +158,7 @@ def test_a_failed_job_that_keeps_its_snapshots_goes_on(
     ((_, body),) = server.changes
     assert list(json.loads(body)["metadata"]["annotations"]) == ["holdfast.dev/resume"]
     assert server.job["spec"]["suspend"] is False
-    assert "goes on from its newest protected generation" in capsys.readouterr().out
+    assert "it resumes from its newest protected generation" in capsys.readouterr().out
 
 
 def test_a_failed_job_whose_snapshots_were_freed_is_not_resumed(
@@ -167,10 +167,10 @@ def test_a_failed_job_whose_snapshots_were_freed_is_not_resumed(
     server.job["status"] |= {"phase": "Failed", "epoch": 3}
     assert main(["resume", "-n", "team-a", "llm"]) == 2
     error = capsys.readouterr().err
-    assert "no longer in memory" in error and "it begins anew" in error
+    assert "no longer in memory" in error and "it starts from the beginning" in error
     server.job["status"]["persisted"] = "2.5"
     assert main(["resume", "-n", "team-a", "llm"]) == 2
-    assert "it begins from generation 2.5 in durable storage" in capsys.readouterr().err
+    assert "it starts from generation 2.5 in durable storage" in capsys.readouterr().err
     assert main(["persist", "-n", "team-a", "llm"]) == 2
     assert server.changes == []
 
@@ -343,7 +343,7 @@ def test_without_a_cluster_commands_for_one_say_so(
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     assert main(["suspend", "llm"]) == 2
-    assert "`holdfast suspend` is for jobs in a cluster" in capsys.readouterr().err
+    assert "`holdfast suspend` needs a job in a cluster" in capsys.readouterr().err
 
 
 # A pod shows its own processes. Here these are the children of the test: others, of tests beside it

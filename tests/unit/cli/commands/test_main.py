@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast_cli.local.status import Status, encode
+from holdfast_cli.local.status import LocalStatus, Status, encode
 from holdfast_cli.main import kubectl, main
-from holdfast_core.experts.loss_reports import JobLoss
-from holdfast_core.job.status import Phase
-from holdfast_operator.reconciler.observe.views import Condition, ConditionType
+from holdfast_core.job.status import ConditionStatus, JobCondition, Phase, TokenLossStatus
 
 JOB = """
 apiVersion: holdfast.dev/v1alpha1
@@ -38,38 +36,44 @@ def job(tmp_path: Path) -> Path:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run directory with a status, of a control loop that lives."""
-    status = Status(
+    local = LocalStatus(
         job="default.run1",
         time=1e9,
         pid=os.getpid(),
         directory=str(tmp_path),
-        phase=Phase.RUNNING,
         reason="all is as it should be",
-        epoch=3,
         revision=0,
         world_size=4,
-        step=41,
         line="2.30",
         line_reason="generation 2.30: ranks [2] from parity",
         complete="3.41",
+    )
+    since = "2026-01-01T00:00:00Z"
+    status = Status(
+        phase=Phase.RUNNING,
+        epoch=3,
+        step=41,
         protected="3.40",
-        restarts=2,
+        recoveries=2,
         conditions=(
-            Condition(type=ConditionType.PROTECTED, status=True, reason="ParityInPlace"),
-            Condition(type=ConditionType.TOKEN_LOSS, status=None, reason="NotReported"),
+            JobCondition(
+                type="Protected",
+                status=ConditionStatus.TRUE,
+                reason="ParityInPlace",
+                message="",
+                last_transition_time=since,
+            ),
+            JobCondition(
+                type="TokenLossWithinLimit",
+                status=ConditionStatus.UNKNOWN,
+                reason="NotReported",
+                message="",
+                last_transition_time=since,
+            ),
         ),
-        token_loss=JobLoss(
-            k=2,
-            experts_max=8,
-            limit=0.05,
-            routed_tokens=1000,
-            at_risk=0.125,
-            at_risk_mlt=0.25,
-            lost=0.01,
-            lost_mlt=0.02,
-            lost_tokens=10,
-        ),
+        token_loss=TokenLossStatus(text="tokens lost 1.00% (MLT 0.0200, limit 5.00%)"),
         counters={"epoch": 3},
+        local=local,
     )
     (tmp_path / "status.json").write_bytes(encode(status))
     return tmp_path
@@ -131,6 +135,7 @@ def test_status_as_json_is_the_whole_status(run: Path, capsys: pytest.CaptureFix
     assert main(["status", "--dir", str(run), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["protected"] == "3.40" and found["conditions"][0]["type"] == "Protected"
+    assert found["local"]["lineReason"] == "generation 2.30: ranks [2] from parity"
 
 
 def test_status_without_a_run_is_an_error_with_its_remedy(
@@ -146,6 +151,17 @@ def test_an_invalid_status_file_is_refused(
     (tmp_path / "status.json").write_text("{}")
     assert main(["status", "--dir", str(tmp_path)]) == 2
     assert "cannot be read" in capsys.readouterr().err
+
+
+def test_the_status_of_an_earlier_version_is_refused_with_its_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    condition = {"type": "Running", "status": True, "reason": "x", "message": ""}
+    earlier = {"job": "default.run1", "time": 1e9, "phase": "Running", "conditions": [condition]}
+    (tmp_path / "status.json").write_text(json.dumps(earlier))
+    assert main(["status", "--dir", str(tmp_path), "--once"]) == 2
+    error = capsys.readouterr().err
+    assert "If another version of Holdfast wrote it" in error and "`holdfast run`" in error
 
 
 def test_a_fault_for_a_run_that_is_not_running_is_refused(

@@ -50,7 +50,7 @@ def test_the_job_is_the_example_with_sparse_windows(tmp_path: Path) -> None:
 @pytest.mark.parametrize("other", [["--restart"], ["--policy", "Selective"]])
 def test_what_the_job_has_already_is_refused(other: list[str]) -> None:
     options: argparse.Namespace = build_parser().parse_args(["demo", "--stages", *other])
-    with pytest.raises(InvalidJobError, match="--stages has a job of its own"):
+    with pytest.raises(InvalidJobError, match="--stages runs a job of its own"):
         options.handler(options)
 
 

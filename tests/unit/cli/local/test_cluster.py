@@ -22,16 +22,16 @@ from holdfast_cli.local import Commands, LocalCluster, LocalSettings, Status, re
 from holdfast_cli.local.cluster import held_bytes
 from holdfast_cli.local.directory import RunDirectory
 from holdfast_cli.local.faults import kill_node
-from holdfast_cli.local.processes import kill_marked, marked
+from holdfast_cli.local.processes import kill_marked, marked_processes
 from holdfast_cli.local.supervisor import Supervisor
 from holdfast_cli.main import main
 from holdfast_core.errors import InvalidJobError, MemoryBudgetError, StorageError, UnreachableError
 from holdfast_core.job.parsing import MoETrainingJob
-from holdfast_operator.reconciler.membership.shrinking import Strength
+from holdfast_core.job.status import ConditionStatus, StrengthStatus
 from holdfast_operator.reconciler.observe.counters import Outcome
 from holdfast_operator.reconciler.observe.views import ConditionType
 
-HERE = Path(__file__).parents[2] / "operator_side" / "helpers"
+HELPERS = Path(__file__).parents[1] / "helpers"
 WAIT_S = 60.0
 ENDLESS = 10**6
 PATIENT, QUICK = 120, 7
@@ -73,18 +73,18 @@ def tiny_job(
 
 def settings(path: Path) -> LocalSettings:
     commands = Commands(
-        daemon_program=(sys.executable, str(HERE / "fake_daemon.py")),
-        agent_program=(sys.executable, str(HERE / "fake_agent.py")),
+        daemon_program=(sys.executable, str(HELPERS / "fake_daemon.py")),
+        agent_program=(sys.executable, str(HELPERS / "fake_agent.py")),
     )
     return LocalSettings(directory=path, commands=commands)
 
 
 def runs_in(epoch: int) -> Callable[[Status], bool]:
     def condition(status: Status) -> bool:
-        ranks = [rank for member in status.members for rank in member.ranks]
+        ranks = [rank for member in status.local.members for rank in member.ranks]
         return (
             status.epoch == epoch
-            and len(ranks) == status.world_size
+            and len(ranks) == status.local.world_size
             and all(rank.state == "HEALTHY" and rank.step >= 2 for rank in ranks)
         )
 
@@ -100,12 +100,13 @@ def test_a_job_runs_to_its_end_and_leaves_nothing_behind(
             memory = cluster.directory.memory
             assert memory.is_dir()
         assert not memory.exists()
-        assert marked(cluster.directory.mark()) == []
+        assert marked_processes(cluster.directory.mark()) == []
 
     asyncio.run(scenario())
     status = read_status(run_directory / "status.json")
     assert status.phase == "Complete" and any(
-        c.type is ConditionType.COMPLETE and c.status for c in status.conditions
+        (c.type, c.status) == (ConditionType.COMPLETE, ConditionStatus.TRUE)
+        for c in status.conditions
     )
     assert not (run_directory / "nodes.json").exists()
     assert main(["history", "--dir", str(run_directory)]) == 2
@@ -118,22 +119,22 @@ def test_a_rank_a_daemon_and_a_node_can_be_lost(run_directory: Path) -> None:
             await cluster.wait_for(runs_in(1), timeout_s=WAIT_S)
             await cluster.kill_rank(1)
             status = await cluster.wait_for(runs_in(2), timeout_s=WAIT_S)
-            assert status.restarts == 1
+            assert status.recoveries == 1
 
             await cluster.kill_daemon("n0")
             status = await cluster.wait_for(
-                lambda s: s.revision == 1 and s.nodes[0].connected, timeout_s=WAIT_S
+                lambda s: s.local.revision == 1 and s.local.nodes[0].connected, timeout_s=WAIT_S
             )
-            assert status.epoch == 2 and status.nodes[0].incarnation == 2
+            assert status.epoch == 2 and status.local.nodes[0].incarnation == 2
 
             await cluster.kill_node("n1")
             status = await cluster.wait_for(runs_in(3), timeout_s=WAIT_S)
-            assert [member.node for member in status.members] == ["n0", "n2"]
-            assert [node.role for node in status.nodes] == ["member 0", "lost", "member 1"]
-            assert not Path(status.nodes[1].root).exists()
-            assert marked(cluster.directory.mark("n1")) == []
+            assert [member.node for member in status.local.members] == ["n0", "n2"]
+            assert [node.role for node in status.local.nodes] == ["member 0", "lost", "member 1"]
+            assert not Path(status.local.nodes[1].root).exists()
+            assert marked_processes(cluster.directory.mark("n1")) == []
 
-            last = status.recoveries[-1]
+            last = status.local.recoveries[-1]
             assert "member 1 lost with node n1" in last.cause
             assert last.epoch == 3 and last.source == "local"
             with pytest.raises(InvalidJobError, match="node n1 is lost already"):
@@ -158,8 +159,8 @@ def test_a_node_that_is_lost_during_a_look_is_lost_once(
             await cluster.wait_for(runs_in(1), timeout_s=WAIT_S)
             dies.set()
             status = await cluster.wait_for(runs_in(2), timeout_s=WAIT_S)
-            assert [member.node for member in status.members] == ["n0", "n2"]
-            assert "member 1 lost with node n1" in status.recoveries[-1].cause
+            assert [member.node for member in status.local.members] == ["n0", "n2"]
+            assert "member 1 lost with node n1" in status.local.recoveries[-1].cause
 
     dies = asyncio.Event()
     monkeypatch.setattr(Supervisor, "daemon_changed_at", look)
@@ -174,20 +175,21 @@ def test_a_job_goes_on_without_a_node_and_with_it_when_it_is_back(run_directory:
             await cluster.wait_for(runs_in(1), timeout_s=WAIT_S)
             await cluster.kill_node("n1")
             status = await cluster.wait_for(runs_in(2), timeout_s=WAIT_S)
-            assert [member.index for member in status.members] == [0, 2]
-            assert {member.agent for member in status.members} == {"running"}
+            assert [member.index for member in status.local.members] == [0, 2]
+            assert {member.state for member in status.members} == {"running"}
             assert "members 2/3 (at least 2)" in progress_line(status)
             await asyncio.to_thread(
                 main, ["inject", "start-node", "n1", "--dir", str(run_directory)]
             )
             status = await cluster.wait_for(
-                lambda status: status.nodes[1].role.startswith("joining"), timeout_s=WAIT_S
+                lambda status: status.local.nodes[1].role.startswith("joining"), timeout_s=WAIT_S
             )
-            assert status.nodes[1].role == "joining as member 1: starting"
+            assert status.local.nodes[1].role == "joining as member 1: starting"
             assert "members 2/3 (at least 2), 1 joining" in progress_line(status)
             status = await cluster.wait_for(runs_in(3), timeout_s=WAIT_S)
-            assert [member.node for member in status.members] == ["n0", "n1", "n2"]
-            assert (status.restarts, status.strength) == (1, Strength(active=3, desired=3, least=2))
+            assert [member.node for member in status.local.members] == ["n0", "n1", "n2"]
+            assert status.recoveries == 1
+            assert status.strength == StrengthStatus(active=3, desired=3, minimum=2)
             with pytest.raises(InvalidJobError, match="is not lost"):
                 await cluster.start_node("n1")
 
@@ -203,7 +205,7 @@ def standby_of(cluster: LocalCluster, node: str) -> int:
 
 
 def has_standby(node: str) -> Callable[[Status], bool]:
-    return lambda status: any(n.name == node and n.standby == "ready" for n in status.nodes)
+    return lambda status: any(n.name == node and n.standby == "ready" for n in status.local.nodes)
 
 
 async def wait_for_another_standby(cluster: LocalCluster, node: str, before: int) -> int:
@@ -243,8 +245,8 @@ def test_the_agent_that_waits_on_a_spare_becomes_that_of_a_lost_member(
 
             os.kill(pid, signal.SIGKILL)  # it is watched like any member's agent
             status = await cluster.wait_for(runs_in(3), timeout_s=WAIT_S)
-            assert [member.node for member in status.members] == ["n0", "n2"]
-            assert "the agent of member 1" in status.recoveries[-1].cause
+            assert [member.node for member in status.local.members] == ["n0", "n2"]
+            assert "the agent of member 1" in status.local.recoveries[-1].cause
 
     asyncio.run(scenario())
 
@@ -263,10 +265,11 @@ def test_a_standby_agent_that_dies_is_started_again_and_costs_the_job_nothing(
             assert posted == [
                 "the standby agent on n2 was killed by SIGKILL (code 137); starting it again in 1 s"
             ]
-            assert (cluster.status.epoch, cluster.status.restarts) == (1, 0)
+            assert (cluster.status.epoch, cluster.status.recoveries) == (1, 0)
             await cluster.kill_daemon("n2")
             await cluster.wait_for(
-                lambda s: s.nodes[2].connected and s.nodes[2].incarnation == 2, timeout_s=WAIT_S
+                lambda s: s.local.nodes[2].connected and s.local.nodes[2].incarnation == 2,
+                timeout_s=WAIT_S,
             )
             assert standby_of(cluster, "n2") == second
             await cluster.kill_node("n0")
@@ -294,7 +297,7 @@ def test_a_control_loop_takes_over_standby_agents_and_stops_those_it_does_not_wa
         without = replace(settings(run_directory), standbys=0)
         async with LocalCluster(tiny_job(), without) as third:
             await third.wait_for(lambda _: not standby_of(third, "n2"), timeout_s=WAIT_S)
-            assert marked(third.directory.mark("n2", "agent")) == []
+            assert marked_processes(third.directory.mark("n2", "agent")) == []
             await third.wait_for(runs_in(1), timeout_s=WAIT_S)
 
     asyncio.run(scenario())
@@ -306,12 +309,16 @@ def test_workers_that_wait_for_room_are_reported_and_shown(run_directory: Path) 
     async def scenario() -> None:
         async with LocalCluster(tiny_job(), settings(run_directory)) as cluster:
             agent_waits = "the agent of member 0 on n0 waits: NoRoom: the disk is full"
-            status = await cluster.wait_for(lambda s: agent_waits in s.reason, timeout_s=WAIT_S)
-            assert status.reason == f"0 of 4 ranks are at work in epoch 1; {agent_waits}"
+            status = await cluster.wait_for(
+                lambda s: agent_waits in s.local.reason, timeout_s=WAIT_S
+            )
+            assert status.local.reason == f"0 of 4 ranks are at work in epoch 1; {agent_waits}"
             assert agent_waits in progress_line(status)
             full.unlink()
             status = await cluster.wait_for(runs_in(1), timeout_s=WAIT_S)
-            posted = [event.message for event in status.events if event.reason == "WorkersWait"]
+            posted = [
+                event.message for event in status.local.events if event.reason == "WorkersWait"
+            ]
             assert "those of member 0 on n0: NoRoom: the disk is full" in posted
             assert len(set(posted)) == len(posted)
 
@@ -353,10 +360,10 @@ def test_a_run_takes_over_what_an_earlier_control_loop_left(run_directory: Path)
 
         async with LocalCluster(tiny_job(), settings(run_directory)) as second:
             after = await second.wait_for(runs_in(2), timeout_s=WAIT_S)
-            assert [node.daemon_pid for node in after.nodes] == [
-                node.daemon_pid for node in before.nodes
+            assert [node.daemon_pid for node in after.local.nodes] == [
+                node.daemon_pid for node in before.local.nodes
             ]
-            assert after.members[0].ranks[0].pid == before.members[0].ranks[0].pid
+            assert after.local.members[0].ranks[0].pid == before.local.members[0].ranks[0].pid
             assert second.events[0].reason == "Adopted"
             await second.kill_rank(2)
             await second.wait_for(runs_in(3), timeout_s=WAIT_S)
@@ -374,19 +381,19 @@ def test_without_a_status_every_daemon_of_an_earlier_run_is_waited_for(
         first = LocalCluster(job, settings(run_directory))
         await first.start()
         before = await first.wait_for(runs_in(1), timeout_s=WAIT_S)
-        daemon = before.nodes[0].daemon_pid
+        daemon = before.local.nodes[0].daemon_pid
         os.kill(daemon, signal.SIGSTOP)
         await first.detach()
         first.directory.status_file.unlink()
 
         async with LocalCluster(job, settings(run_directory)) as second:
             await second.wait_for(
-                lambda s: "waiting for the daemon on n0, whose memory may hold" in s.reason,
+                lambda s: "waiting for the daemon on n0, whose memory may hold" in s.local.reason,
                 timeout_s=WAIT_S,
             )
             os.kill(daemon, signal.SIGCONT)
             after = await second.wait_for(runs_in(1), timeout_s=WAIT_S)
-            assert after.members[0].ranks[0].pid == before.members[0].ranks[0].pid
+            assert after.local.members[0].ranks[0].pid == before.local.members[0].ranks[0].pid
 
     asyncio.run(scenario())
 
@@ -406,10 +413,10 @@ def test_its_processes_have_certificates_and_a_token_which_go_with_the_run(
     async def scenario() -> None:
         async with LocalCluster(tiny_job(), settings(run_directory)) as cluster:
             status = await cluster.wait_for(runs_in(1), timeout_s=WAIT_S)
-            assert status.security == "mutual TLS"
+            assert status.local.security == "mutual TLS"
             secrets = [*run_directory.rglob("*.key"), cluster.directory.token_file]
             assert [path.stat().st_mode & 0o777 for path in secrets] == 4 * [0o600]
-            assert b"--tls" in command_of(status.nodes[0].daemon_pid)
+            assert b"--tls" in command_of(status.local.nodes[0].daemon_pid)
         assert not list(run_directory.rglob("*.key"))
         assert not cluster.directory.token_file.exists()
 
@@ -427,14 +434,16 @@ def test_a_run_without_identity_is_reported_and_shown_and_daemons_restart_withou
         without = replace(settings(run_directory), insecure=True)
         async with LocalCluster(tiny_job(), without) as second:
             status = await second.wait_for(
-                lambda s: len(s.nodes) == 3 and all(n.incarnation == 2 for n in s.nodes),
+                lambda s: (
+                    len(s.local.nodes) == 3 and all(n.incarnation == 2 for n in s.local.nodes)
+                ),
                 timeout_s=WAIT_S,
             )
-            assert status.security == "insecure"
-            posted = [event for event in status.events if event.reason == "Insecure"]
+            assert status.local.security == "insecure"
+            posted = [event for event in status.local.events if event.reason == "Insecure"]
             assert [event.warning for event in posted] == [True]
-            assert status.nodes[0].daemon_pid != before.nodes[0].daemon_pid
-            assert b"--insecure" in command_of(status.nodes[0].daemon_pid)
+            assert status.local.nodes[0].daemon_pid != before.local.nodes[0].daemon_pid
+            assert b"--insecure" in command_of(status.local.nodes[0].daemon_pid)
 
     asyncio.run(scenario())
 
@@ -453,7 +462,7 @@ def test_a_node_that_was_lost_while_no_control_loop_ran_is_replaced(run_director
         await first.kill_node("n0")
         async with LocalCluster(tiny_job(missed=QUICK), settings(run_directory)) as second:
             status = await second.wait_for(runs_in(2), timeout_s=WAIT_S)
-            assert [member.node for member in status.members] == ["n2", "n1"]
+            assert [member.node for member in status.local.members] == ["n2", "n1"]
 
     asyncio.run(scenario())
 
@@ -553,7 +562,9 @@ def test_a_daemon_that_cannot_start_is_reported_with_its_last_lines(run_director
     async def scenario() -> None:
         async with LocalCluster(tiny_job(), where) as cluster:
             await cluster.wait_for(
-                lambda status: any("no room here" in event.message for event in status.events),
+                lambda status: any(
+                    "no room here" in event.message for event in status.local.events
+                ),
                 timeout_s=WAIT_S,
             )
 

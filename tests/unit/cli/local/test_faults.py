@@ -8,7 +8,7 @@ import pytest
 
 from holdfast_cli.local.directory import RunDirectory, new_record
 from holdfast_cli.local.faults import corrupt, notice
-from holdfast_cli.local.status import LocalMemberStatus, NodeStatus, RankStatus, Status
+from holdfast_cli.local.status import LocalMemberStatus, LocalStatus, NodeStatus, RankStatus, Status
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.status import Phase
 from holdfast_core.snapshots.generations import Generation
@@ -33,7 +33,6 @@ def status_of(root: Path) -> Status:
     member = LocalMemberStatus(
         index=0,
         node="n0",
-        agent="running",
         exit_code=None,
         epoch=1,
         ranks=(rank,),
@@ -57,11 +56,11 @@ def status_of(root: Path) -> Status:
         memory_used_bytes=0,
         memory_budget_bytes=0,
     )
-    return Status(
-        job="default.job", time=0.0, pid=1, directory="", phase=Phase.RUNNING, reason="", epoch=1,
-        revision=0, world_size=1, step=5, line="", line_reason="", complete="", protected="",
-        restarts=0, members=(member,), nodes=(node,),
+    local = LocalStatus(
+        job="default.job", time=0.0, pid=1, directory="", reason="", revision=0, world_size=1,
+        line="", line_reason="", complete="", members=(member,), nodes=(node,),
     )  # fmt: skip
+    return Status(phase=Phase.RUNNING, epoch=1, step=5, local=local)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from holdfast_cli.local.processes import (
     identify,
     is_alive,
     kill_marked,
-    marked,
+    marked_processes,
     send,
     spawn,
     wait_exit,
@@ -105,7 +105,7 @@ def test_a_process_is_found_while_its_program_is_being_loaded(
 
     monkeypatch.setattr(processes, "PROC", tmp_path)
     threading.Thread(target=show, daemon=True).start()
-    assert marked("/run/x") == [ProcessId(77, 5)]
+    assert marked_processes("/run/x") == [ProcessId(77, 5)]
 
 
 def test_all_processes_with_a_mark_are_killed_and_no_other(tmp_path: Path) -> None:
@@ -114,11 +114,11 @@ def test_all_processes_with_a_mark_are_killed_and_no_other(tmp_path: Path) -> No
     parent = started(sys.executable, "-c", child, tmp_path=tmp_path, mark=f"{run}:n1:agent:0:1")
     other = started(tmp_path=tmp_path, mark=f"{run}:n10:daemon")
     try:
-        while len(marked(f"{run}:n1")) < 2:
+        while len(marked_processes(f"{run}:n1")) < 2:
             assert is_alive(parent)
-        assert parent in marked(f"{run}:n1:agent:0:1")
+        assert parent in marked_processes(f"{run}:n1:agent:0:1")
         assert kill_marked(f"{run}:n1") == 2
-        assert marked(f"{run}:n1") == [] and is_alive(other)
+        assert marked_processes(f"{run}:n1") == [] and is_alive(other)
     finally:
         kill_marked(run)
         for process in (parent, other):

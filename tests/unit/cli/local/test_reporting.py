@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 from virtual_world import World, make_job, running
@@ -9,6 +11,7 @@ from virtual_world import World, make_job, running
 from holdfast_cli.local.directory import RunDirectory, RunRecord
 from holdfast_cli.local.reporting import status_of
 from holdfast_cli.local.status import Status
+from holdfast_operator.kube.client.times import ClockPair
 from holdfast_operator.reconciler.observe.views import Decision, Observed
 
 
@@ -19,17 +22,27 @@ def shown(observed: Observed, decision: Decision) -> Status:
         make_job(),
         RunRecord(job="default.job", control_host="h"),
         directory=RunDirectory(Path("/run"), "default.job"),
-        time=0.0,
+        clocks=ClockPair(now=0.0, wall=0.0),
+        now=0.0,
         pid=1,
         events=(),
         recoveries=(),
-        counters={},
+        previous={},
     )
+
+
+def test_a_local_run_needs_no_package_of_clusters() -> None:
+    program = (
+        "import sys; "
+        "sys.modules |= dict.fromkeys(['aiohttp', 'kopf', 'kubernetes', 'yarl']); "
+        "import holdfast_cli.commands.run"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def states(world: World, observed: Observed) -> set[str]:
     status = shown(observed, world.decision)
-    return {rank.state for member in status.members for rank in member.ranks}
+    return {rank.state for rank in status.local.ranks}
 
 
 def test_ranks_of_a_complete_job_have_finished_and_are_not_unwell() -> None:

@@ -20,7 +20,7 @@ from holdfast_cli.planner.models.model_sizes import ModelSizes
 from holdfast_cli.planner.models.policy_comparison import Assumptions, Comparison
 from holdfast_cli.planner.plan_inputs import measured_copy_bytes_s, sizes_of_run
 from holdfast_cli.planner.plan_plot import BEST, REFUSED, draw
-from holdfast_cli.planner.planning import PlannedModel, compared
+from holdfast_cli.planner.planning import PlannedModel, compare_and_recommend
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
 from holdfast_core.job.snapshots import PartialExperts, Repeats, SparseWindows
 from holdfast_core.snapshots.units import UnitKey, UnitKind
@@ -296,7 +296,7 @@ def found() -> tuple[Comparison, Assumptions]:
     sizes = ModelSizes.even(
         layers=12, experts=16, expert_bytes=335_000_000, other_bytes=8_000_000_000
     )
-    advice = compared(parsed(), PlannedModel(sizes=sizes, assumed=assumed))
+    advice = compare_and_recommend(parsed(), PlannedModel(sizes=sizes, assumed=assumed))
     return advice.comparison, assumed
 
 

@@ -30,7 +30,7 @@ def test_each_block_is_what_its_command_prints(
 ) -> None:
     monkeypatch.chdir(ROOT)
     assert BLOCKS[command] == printed_by(command), (
-        "run python tests/unit/operator_side/helpers/document_blocks.py docs/what-failures-cost.md"
+        "run python tests/unit/cli/helpers/document_blocks.py docs/what-failures-cost.md"
     )
 
 

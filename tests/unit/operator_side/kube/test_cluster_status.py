@@ -27,6 +27,7 @@ def running_job() -> dict[str, object]:
         "protected": "2.39",
         "protectedStep": 39,
         "restarts": 1,
+        "recoveries": 2,
         "tokenLoss": {"lost": "0.42%", "text": "tokens lost 0.42%"},
         "slots": 2,
         "protectionTraffic": {"text": "protection fetches 12 MB/s over all nodes"},
@@ -81,8 +82,8 @@ def test_one_job_is_shown_with_members_recoveries_conditions_and_events() -> Non
     }
     shown = text(job_view(running_job(), [event]))
     assert (
-        "team/moe  Running  epoch 2  step 40  protected 2.39  ready 8/8  restarts 1  slots 2  "
-        "recovery -\n" in shown
+        "team/moe  Running  epoch 2  step 40  protected 2.39  ready 8/8  restarts 1  "
+        "recoveries 2  slots 2  recovery -\n" in shown
     )
     assert "moe-0-1" in shown
     assert "3.25" in shown

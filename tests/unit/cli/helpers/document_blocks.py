@@ -1,7 +1,7 @@
 """Blocks of a document that a command prints: between `<!-- holdfast … -->`, or
 `<!-- python -m benchmarks.papers … -->`, and `<!-- end -->`.
 
-    python tests/unit/operator_side/helpers/document_blocks.py docs/what-failures-cost.md
+    python tests/unit/cli/helpers/document_blocks.py docs/what-failures-cost.md
 
 writes what the commands print now into the document. The command above a picture draws it.
 """
