@@ -58,7 +58,7 @@ def measure() -> Outcome:
                 handle = session.save(step)
                 saves.append(time.perf_counter() - began_s)
                 handle.committed.result(WITHIN_S)
-                changed.append(timed(session.live.changed))
+                changed.append(timed(session.live.has_changed))
                 noted.append(timed(lambda: InPlaceCheck(session.live.watched)))
                 checked.append(timed(InPlaceCheck(session.live.watched).check))
     return Outcome(rows=_rows(saves, changed, noted, checked))

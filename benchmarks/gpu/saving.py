@@ -130,7 +130,7 @@ def _saves(
                 if turn >= 0:
                     calls.append(call_s)
                     pairs.append((blocked_s, floor_s))
-                    changed.append(timed(session.live.changed))
+                    changed.append(timed(session.live.has_changed))
     results.plain(f"save_call_{name}", [1e3 * seconds for seconds in calls], "ms", goal)
     results.plain(f"save_changed_{name}", [1e3 * seconds for seconds in changed], "ms")
     results.durations(f"blocked_{name}", pairs, "pinned copy")

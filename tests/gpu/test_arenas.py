@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 import holdfast
 from holdfast._copying.arena import MappedArena
 from holdfast._copying.engine import CopyEngine
-from holdfast._copying.pinning import Buffers, HostRegistry, Pinning
+from holdfast._copying.pinning import Buffers, HostRegistry, PinnedMapping
 from holdfast._copying.strided import copy_of_span
 from holdfast._digests import BLOCK_BYTES, digest_of
 from holdfast._state.room import room_like
@@ -74,8 +74,8 @@ def swallow() -> None:
 
 
 @pytest.fixture
-def pinning(machine: Machine, registry: Any) -> Pinning:
-    return Pinning(registry, swallow if machine.is_cuda else registry.consume)
+def pinning(machine: Machine, registry: Any) -> PinnedMapping:
+    return PinnedMapping(registry, swallow if machine.is_cuda else registry.consume)
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def check_nothing_left_behind(registry: HostRegistry) -> None:
 
 
 def test_an_arena_is_pinned_until_it_is_released(
-    registry: HostRegistry, pinning: Pinning, memory: int
+    registry: HostRegistry, pinning: PinnedMapping, memory: int
 ) -> None:
     for _ in range(2):
         pinning.pin(memory, PAGES * PAGE)
@@ -138,7 +138,7 @@ def test_an_arena_is_pinned_until_it_is_released(
 
 
 def test_an_arena_takes_the_place_of_a_mapping_that_was_never_released(
-    registry: HostRegistry, pinning: Pinning, memory: int
+    registry: HostRegistry, pinning: PinnedMapping, memory: int
 ) -> None:
     """Copies would go to the pages of the mapping before."""
     assert int(registry.cudaHostRegister(memory, 2 * PAGE, 0)) == 0
@@ -150,7 +150,7 @@ def test_an_arena_takes_the_place_of_a_mapping_that_was_never_released(
 
 @pytest.mark.usefixtures("overlapping")
 def test_a_refusal_is_logged_once_and_leaves_no_error_behind(
-    registry: HostRegistry, pinning: Pinning, memory: int, caplog: pytest.LogCaptureFixture
+    registry: HostRegistry, pinning: PinnedMapping, memory: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert int(registry.cudaHostRegister(memory + 8 * PAGE, PAGE, 0)) == 0
     for _ in range(2):

@@ -361,7 +361,10 @@ def test_all_stages_go_back_where_a_replay_differs(window: int) -> None:
     with running(TWO_BY_TWO, how="diverge", window=window) as run:
         asyncio.run(run.lose([0]))
         check_all_went_back(run, [0])
-        assert "is not what rank 2 had received" in run.cluster.status.local.recoveries[-1].replay
+        assert (
+            "is not the message that rank 2 had received"
+            in run.cluster.status.local.recoveries[-1].replay
+        )
 
 
 @pytest.mark.slow

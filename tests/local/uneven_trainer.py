@@ -94,7 +94,7 @@ def watch(faults: Faults) -> None:
     """Make parts of a step, of a change of seats and of the save after it points."""
     faults.before(exchanging, "exchange", "before-dispatch", "after-dispatch")
     faults.before(ElasticSession, "_vote", "before-vote", "after-vote")
-    faults.before(reseating.Reseating, "follow", "before-move", "after-move")
+    faults.before(reseating.SeatChanges, "follow", "before-move", "after-move")
     faults.before(reseating, "renumbered", "in-plan")
     faults.before(GlooExchange, "deal", "before-deal", "after-deal")
     _watch_sums(faults)

@@ -2,14 +2,14 @@
 
     session = holdfast.init(model=model, optimizer=optimizer,
                             stateful={"sampler": sampler}, topology=holdfast.Topology(dp=4, ep=4))
-    start = session.restore()                # last completed step, or None
+    start = session.restore()                # last completed step; None for a fresh start
     for step in range((start or 0) + 1, steps + 1):
         train_one_step()
-        handle = session.save(step)          # .staged, .committed, .protected, .persisted: futures
+        handle = session.save(step)          # futures: .staged, .committed, .protected, .persisted
     session.close()
 
-These names are the public API; `holdfast.testing` has a daemon for tests, and `holdfast.dcp` reads
-and writes checkpoints through torch.distributed.checkpoint.
+The names below are the public API. In addition, `holdfast.testing` provides a daemon for tests, and
+`holdfast.dcp` reads and writes checkpoints through torch.distributed.checkpoint.
 """
 
 from holdfast import _packages as _packages

@@ -1,4 +1,4 @@
-"""Errors that led to an error."""
+"""The chain of errors that led to an error."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from collections.abc import Iterator
 
 
 def chain_of(error: BaseException) -> Iterator[BaseException]:
-    """Yield `error`, and each error that it was raised from or during, once."""
+    """Yield `error` and all errors from which, or during which, it was raised; each once."""
     seen: list[BaseException] = []
     left = [error]
     while left:
-        one = left.pop()
-        if not any(one is other for other in seen):
-            seen.append(one)
-            yield one
-            left += [other for other in (one.__cause__, one.__context__) if other is not None]
+        cause = left.pop()
+        if not any(cause is other for other in seen):
+            seen.append(cause)
+            yield cause
+            left += [other for other in (cause.__cause__, cause.__context__) if other is not None]
 
 
 def drop_frames(error: BaseException) -> None:
-    """Clear what the frames of `error`, and of what it was made from, refer to: process groups,
-    whose sockets would stay open."""
-    for one in chain_of(error):
-        traceback.clear_frames(one.__traceback__)
+    """Clear the local variables in the frames of `error` and its causes. They may refer to process
+    groups, whose sockets would stay open."""
+    for cause in chain_of(error):
+        traceback.clear_frames(cause.__traceback__)
 
 
 def drop_tracebacks(error: BaseException) -> None:
-    """Let `error`, and what it was made from, refer to no frames: one that is kept in a handle
-    would keep what they refer to, and itself, until the collector of cycles comes by. Scripts turn
-    that off."""
-    for one in chain_of(error):
-        one.__traceback__ = None
+    """Remove the tracebacks of `error` and its causes. An error in a handle would otherwise keep
+    all local variables of its frames, and itself, until the garbage collector runs, which scripts
+    may have turned off."""
+    for cause in chain_of(error):
+        cause.__traceback__ = None

@@ -1,15 +1,15 @@
-"""Digests of live bytes, made in the memory that holds them.
+"""Digests of live bytes, computed in the memory where they are.
 
-In host memory the digest is xxh3, which reads faster than memory copies. From a device's memory
-only one number for each 32 KiB leaves the device: sums of 64-bit words, in integers, so that the
-order of the additions makes no difference, and every device has the same result. A block's sum
-weighs each word by its own odd number: any single changed word changes the sum, and words that
-change places are detected. The upper half of a word is first mixed into the lower one, because
-floats of few digits differ in their upper bits only, and such differences may vanish in a sum of
-multiples.
+In host memory the digest is xxh3, which is faster than copying memory. On a device, the digest
+reduces each 32 KiB to one number before it leaves the device: an integer sum of 64-bit words, so
+that the order of additions makes no difference, and every device computes the same result. The sum
+multiplies each word by an odd number of its own. So any single changed word changes the sum, and
+words that exchange their places are detected. The upper half of each word is first mixed into the
+lower half, because floats with few digits differ only in their upper bits, and such differences
+could vanish in a sum of multiples.
 
-Deliberate tampering is not detected. A tensor in host memory and its copy on a device have
-different digests: replicas hold a unit in the same kind of memory.
+This does not detect deliberate tampering. A tensor in host memory and its copy on a device have
+different digests, so replicas must hold a unit in the same kind of memory.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ BLOCK_WORDS = 4096
 BLOCK_BYTES = BLOCK_WORDS * WORD_BYTES
 
 AT_ONCE = 2048
-"""Number of blocks summed at once: 64 MiB of the device's memory during a digest."""
+"""Number of blocks to sum at a time, which takes 64 MiB of the device's memory."""
 
 _LOWER_HALF = 0xFFFF_FFFF
 
 
 def digest_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Compute the xxh3-64 of `tensors`, of any dtype, one after the other: of their bytes in the
-    order of their elements or, for tensors on a device, of the block sums of these."""
+    """Compute the xxh3-64 of `tensors`, one after the other and of any dtype: of their bytes in the
+    order of their elements or, for tensors on a device, of the block sums of these bytes."""
     digest = xxhash.xxh3_64()
     for tensor in tensors:
         content = _bytes_of(tensor) if tensor.device.type == "cpu" else _sums_of(tensor)
@@ -52,11 +52,11 @@ Mark = int | torch.Tensor
 
 
 def mark_of(tensor: torch.Tensor) -> Mark:
-    """Compute the digest of one tensor. On a device it is queued behind the work that is there, and
-    stays there: nothing waits for it.
+    """Compute the digest of one tensor. On a device, the computation is queued behind other work
+    and the result stays there, so nothing waits for it.
 
     Raises:
-        torch.OutOfMemoryError: the device has no memory left for it.
+        torch.OutOfMemoryError: the device has no memory left for the digest.
     """
     content = _bytes_of(tensor)
     if content.device.type == "cpu":
@@ -74,18 +74,22 @@ def same_mark(one: Mark, other: Mark) -> bool:
 def state_of_units(
     sources: Sequence[TensorSource], units: Collection[UnitKey]
 ) -> dict[UnitKey, list[torch.Tensor]]:
-    """Live tensors of `units` that optimizers change, in an order that every process has."""
-    found: dict[UnitKey, list[TensorSource]] = {}
+    """Return the live tensors of `units` that optimizers change, in the same order in every
+    process."""
+    by_unit: dict[UnitKey, list[TensorSource]] = {}
     for source in sources:
         if source.unit in units and source.role is not TensorRole.BUFFER:
-            found.setdefault(source.unit, []).append(source)
+            by_unit.setdefault(source.unit, []).append(source)
     by_name = attrgetter("name")
-    return {u: [one.tensor for one in sorted(held, key=by_name)] for u, held in found.items()}
+    return {
+        unit: [source.tensor for source in sorted(of_unit, key=by_name)]
+        for unit, of_unit in by_unit.items()
+    }
 
 
 def _sums_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Block sums of a tensor on a device, in host memory. They are made on the device, unless it
-    has no memory left for that."""
+    """Return the block sums of a tensor on a device, in host memory. They are computed on the
+    device, unless it has no memory left for that."""
     try:
         return block_sums(_bytes_of(tensor)).cpu()
     except torch.OutOfMemoryError:
@@ -101,8 +105,8 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def block_sums(flat: torch.Tensor, at_once: int = AT_ONCE) -> torch.Tensor:
-    """Sum the blocks of `flat`, uint8 [bytes], the last one padded with zeros. Memory is taken for
-    `at_once` blocks at a time.
+    """Sum the blocks of `flat`, uint8 [bytes]; the last block is padded with zeros. This takes
+    memory for `at_once` blocks at a time.
 
     Returns:
         int64 [⌈bytes / BLOCK_BYTES⌉], on the same device.
@@ -123,7 +127,7 @@ def block_sums(flat: torch.Tensor, at_once: int = AT_ONCE) -> torch.Tensor:
 
 
 def _words(flat: torch.Tensor, count: int) -> torch.Tensor:
-    """View `flat` as int64 [count, BLOCK_WORDS]; copy it where it is not aligned or not whole."""
+    """View `flat` as int64 [count, BLOCK_WORDS]; copy it if it is not aligned or not whole."""
     whole = flat.numel() == count * BLOCK_BYTES
     if not whole or flat.storage_offset() % WORD_BYTES:
         even = torch.zeros(count * BLOCK_BYTES, dtype=torch.uint8, device=flat.device)
@@ -134,8 +138,8 @@ def _words(flat: torch.Tensor, count: int) -> torch.Tensor:
 
 @lru_cache(maxsize=16)
 def _weights(device: torch.device) -> torch.Tensor:
-    """Weights of a block's words, int64 [BLOCK_WORDS]: the numbers of SplitMix64 (Steele et al.
-    2014), seed 0, made odd."""
+    """Return the weights of a block's words, int64 [BLOCK_WORDS]: the numbers of SplitMix64 (Steele
+    et al. 2014) with seed 0, made odd."""
     mask, state, numbers = (1 << 64) - 1, 0, []
     for _ in range(BLOCK_WORDS):
         state = (state + 0x9E37_79B9_7F4A_7C15) & mask

@@ -1,7 +1,7 @@
-"""Environment variables of the SDK; no other module of it reads or writes the environment.
+"""The environment variables of the SDK. No other module of it reads or writes the environment.
 
-torchrun sets the rank, the job's runner sets the daemon's socket. Explicit arguments of
-`holdfast.init` beat the values found here.
+torchrun sets the rank, and the runner of the job sets the daemon's socket. Explicit arguments of
+`holdfast.init` have precedence.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _ELASTIC = msgspec.json.Decoder(ElasticVariable)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Environment:
-    """Values of this process's environment variables."""
+    """The values of this process's environment variables."""
 
     socket: Path | None
-    """`HOLDFAST_SOCKET`: the daemon's Unix socket; None when no daemon protects this process."""
+    """`HOLDFAST_SOCKET`: the daemon's Unix socket; None if no daemon protects this process."""
     job: str
     """`HOLDFAST_JOB`."""
     rank: int
@@ -45,30 +45,30 @@ class Environment:
     store_address: str
     """`MASTER_ADDR:MASTER_PORT` of the training world's store; empty outside torchrun."""
     run_id: str
-    """`TORCHELASTIC_RUN_ID`: the job's key where Holdfast's rendezvous has formed the world."""
+    """`TORCHELASTIC_RUN_ID`: the job's key if Holdfast's rendezvous has formed the world."""
     copy_threads: int | None
     """`HOLDFAST_COPY_THREADS`."""
     token_file: Path | None
     """`HOLDFAST_TOKEN_FILE`: file with the token that proves to the daemon which pod this is; None
-    when the daemon requires none."""
+    if the daemon requires no token."""
     reform_s: float
-    """`HOLDFAST_REFORM_SECONDS`: time in which a process that stays must be in its new world."""
+    """`HOLDFAST_REFORM_SECONDS`: time within which a process that stays must join its new world."""
     policy: PolicySpec
     """`HOLDFAST_POLICY`: the job's `snapshot.policy`, as JSON."""
     recoveries_per_day: float | None
-    """`HOLDFAST_RECOVERIES_PER_DAY`: expected rate; None unless the interval follows from it."""
+    """`HOLDFAST_RECOVERIES_PER_DAY`: expected rate; None if the interval is fixed."""
     settings: Mapping[str, Any]
-    """Values that the job gives `JobSettings`, by their names, each from its own variable."""
+    """The job's values for `JobSettings` by name, each from its own variable."""
     elastic: ElasticVariable | None
-    """`HOLDFAST_ELASTIC`: the job's `spec.elastic`, as JSON; None where it has none."""
+    """`HOLDFAST_ELASTIC`: the job's `spec.elastic`, as JSON; None if it has none."""
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     """Read the environment of this process, or `variables` instead.
 
     Raises:
-        InvalidJobError: when a number or the policy cannot be parsed, or a daemon is named without
-            a job.
+        InvalidJobError: a number or the policy cannot be parsed, or a daemon is named without a
+            job.
     """
     found = os.environ if variables is None else variables
     socket, job = found.get("HOLDFAST_SOCKET", ""), found.get("HOLDFAST_JOB", "")
@@ -98,12 +98,12 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
 
 
 def read_local_rank() -> int:
-    """Read `LOCAL_RANK`: this process's number among its node's workers."""
+    """Read `LOCAL_RANK`: the number of this process among the workers of its node."""
     return _number(os.environ, "LOCAL_RANK", 0)
 
 
 def read_secrets() -> tuple[str, ...]:
-    """Values of this process's environment that must not be shown."""
+    """Return the values of this process's environment that must not be shown."""
     return secrets_among(os.environ)
 
 
@@ -118,10 +118,10 @@ def set_for_workers(*, socket: Path, job: str, nproc: int, reform_s: float) -> N
     os.environ["HOLDFAST_SOCKET"] = str(socket)
     os.environ["HOLDFAST_REFORM_SECONDS"] = str(reform_s)
     os.environ["HOLDFAST_JOB"] = job
-    # All nodes start equally many workers, so the agent need not ask them through the store, where
-    # it would wait for a node that has just been lost.
+    # All nodes start equally many workers. So the agent need not ask for their numbers through the
+    # store, where it would wait for a node that was just lost.
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
-    if nproc > 1:  # as torchrun does
+    if nproc > 1:  # Torchrun does the same.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 

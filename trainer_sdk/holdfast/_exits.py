@@ -1,8 +1,8 @@
-"""Exit codes of a process that ends by an error which Holdfast has raised.
+"""Exit codes of processes that end with an error of Holdfast.
 
-Python ends with code 1 after any uncaught exception. Where a process ends because its training
-world did, the control loop must not take that for a failure of the script: such processes end with
-codes of their own (`holdfast_core.exit_codes`), however they were started.
+Python exits with code 1 after any uncaught exception. But if a process ends because its training
+world has ended, the control loop must not mistake that for a failure of the script. So such
+processes exit with codes of their own (`holdfast_core.exit_codes`), however they were started.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from holdfast_core.errors import (
 from holdfast_core.exit_codes import BEGINS_ANEW, PROCESS_ENDS
 
 _ENDS_PROCESS = (NoRecoveryLineError, RankInUseError, StaleEpochError, UnreachableError)
-"""Errors about the world of this process and what it is to restore: nothing of its script."""
+"""Errors that concern the world of this process or its restore, and not its script."""
 
 
 def exit_code_of(error: BaseException) -> int | None:
-    """Exit code of a process that `error` ends; None where Python's own is right."""
+    """Return the exit code of a process that ends with `error`; None for Python's own."""
     if isinstance(error, BeginsAnewError):
         return BEGINS_ANEW
     return PROCESS_ENDS if isinstance(error, _ENDS_PROCESS) else None
 
 
 def set_exit_codes() -> None:
-    """Let this process end with `exit_code_of` an uncaught exception, after whatever prints it."""
+    """Let this process exit with `exit_code_of` an uncaught exception, after it is printed."""
     before = sys.excepthook
     if isinstance(getattr(before, "__self__", None), _Hook) or hasattr(sys, "ps1"):
         return
@@ -45,7 +45,7 @@ class _Hook:
     def ended(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        """Print `error` as before; then end with its code."""
+        """Print `error` with the previous hook, and then exit with its code."""
         assert callable(self._before)
         self._before(kind, error, trace)
         code = exit_code_of(error)

@@ -26,7 +26,7 @@ from holdfast._environment import Environment, read_environment
 from holdfast._exits import set_exit_codes
 from holdfast._moe.checks import check_same_optimizer
 from holdfast._moe.layer import MoELayer
-from holdfast._moe.reseating import Reseating
+from holdfast._moe.reseating import SeatChanges
 from holdfast._session.interface import Session, WorldSession
 from holdfast._session.protected import ProtectedSession
 from holdfast._session.unprotected import UnprotectedSession
@@ -59,34 +59,33 @@ def init(
     world: World | None = None,
     pipeline: Pipeline | None = None,
 ) -> Session:
-    """Make a session for this rank. Every rank calls it, after any `init_process_group`.
+    """Make the session of this rank. Every rank calls it, after any `init_process_group`.
 
-    Without a daemon (no `HOLDFAST_SOCKET`, `socket` or `daemon`) the session logs one warning that
-    nothing is protected, and training runs as before.
+    Without a daemon (no `HOLDFAST_SOCKET`, `socket` or `daemon`), the session warns once that
+    nothing is protected, and training runs without snapshots.
 
     Args:
-        model: the trained module, which DDP or FSDP2 may wrap.
-        optimizer: one of torch, or several in a list; a hook on `step` waits for staged saves.
-        stateful: other objects that a restore must bring back (scheduler, sampler, …), by name.
-        topology: which ranks hold the same state; without it all ranks are data-parallel replicas.
-            In a later world of another size, dp follows from it, and tp, pp and ep stay.
+        model: the module to train, which DDP or FSDP2 may wrap.
+        optimizer: an optimizer of torch, or a list of several; a hook on `step` waits for copies.
+        stateful: other objects to save and restore (scheduler, sampler, …), by name.
+        topology: tells which ranks hold the same state; by default all ranks are data-parallel
+            replicas. In a later world of another size, dp changes with it; tp, pp and ep stay.
         units: (name, tensor) → its `UnitKey`, or None to follow the conventions: experts are the
             numbered children of a module called `experts`, or slices of stacked weights
             `[experts, …]`; gates are called `gate` or `router`; layers are numbered.
-        private: names of tensors that no other rank holds, contrary to the topology, such as the
-            states of a sharded optimizer (`layer.weight:exp_avg`).
+        private: names of tensors that no other rank holds, although the topology says so, such as
+            the states of a sharded optimizer (`layer.weight:exp_avg`).
         settings: see `Settings`.
-        socket: the daemon's Unix socket, instead of `HOLDFAST_SOCKET`.
-        job: the job's key, instead of `HOLDFAST_JOB`.
-        rank: this rank, instead of `RANK`; a process group's rank must equal it.
-        daemon: a client to use as it is, such as `holdfast.testing.FakeDaemon`.
-        world: the world of `holdfast.elastic.init`: then train in `session.steps`, and this process
-            stays when other ranks are lost.
-        pipeline: with `world`, so that a pipeline stage that is lost recovers alone.
+        socket: the daemon's Unix socket; by default `HOLDFAST_SOCKET`.
+        job: the job's key; by default `HOLDFAST_JOB`.
+        rank: this rank; by default `RANK`. It must equal the rank of the process group.
+        daemon: the client to use, such as `holdfast.testing.FakeDaemon`.
+        world: the world from `holdfast.elastic.init`, to stay when other ranks are lost.
+        pipeline: the pipeline of the script's stages in `world`; a lost stage then recovers alone.
 
     Raises:
-        InvalidJobError: when the topology does not fit the training world, an optimizer lacks
-            `param_groups` and `state`, something in `stateful` lacks `state_dict` or
+        InvalidJobError: the topology does not fit the training world, an optimizer lacks
+            `param_groups` or `state`, an object in `stateful` lacks `state_dict` or
             `load_state_dict`, or arguments contradict each other.
     """
     environment = read_environment()
@@ -97,7 +96,7 @@ def init(
         topology=topology,
         units=units,
         private=frozenset(private),
-        settings=_tuned(settings, environment),
+        settings=_complete_settings(settings, environment),
         socket=Path(socket) if socket is not None else environment.socket,
         job=job if job is not None else environment.job,
         rank=rank,
@@ -110,13 +109,15 @@ def init(
     if world is None:
         return maker.session()
     if daemon is not None:
-        raise InvalidJobError("daemon= is one client, and each world needs its own: leave out one")
+        raise InvalidJobError(
+            "daemon= is one client, but each world needs its own: leave out daemon= or world="
+        )
     return maker.elastic_session(world, pipeline)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Maker:
-    """What sessions are made of: one session, or one in each world."""
+    """Maker of sessions: of a single one, or of one for each world."""
 
     model: nn.Module
     optimizers: Sequence[Any]
@@ -134,12 +135,12 @@ class _Maker:
 
     @property
     def protects(self) -> bool:
-        """Whether there is a daemon."""
+        """Whether sessions have a daemon."""
         return self.daemon is not None or self.socket is not None
 
     @property
     def can_go_on_live(self) -> bool:
-        """Whether training can go on from what processes have, after others were lost."""
+        """Whether training can continue live from the state of the processes that survive."""
         return (
             self.protects
             and self.settings.go_on_live
@@ -148,8 +149,11 @@ class _Maker:
         )
 
     def check(self) -> None:
-        """Check that the topology is that of the world in which this process begins, and fits the
-        model, and that what is stateful has a state."""
+        """Check the arguments against each other, the environment and the model.
+
+        Raises:
+            InvalidJobError: a session cannot be made of them.
+        """
         _check_stateful(self.stateful)
         if self.protects and self.topology is not None:
             self.topology.check_world(_world(self.environment, self.rank)[1])
@@ -166,15 +170,14 @@ class _Maker:
                 check_same_optimizer(one)
 
     def elastic_session(self, world: World, pipeline: Pipeline | None) -> ElasticSession:
-        """Make a session for `world` and those that follow it. Collective."""
+        """Make a session for `world` and for the worlds that follow it. Collective."""
         check_staying(self.model)
         given = self.environment.elastic
         uneven = any(isinstance(module, MoELayer) for module in self.model.modules())
         if given is not None and not uneven:
             raise InvalidJobError(
-                "spec.elastic of the job says how experts are seated, and the model has no layer "
-                "that seats any: build its layers with holdfast.moe.MoELayer, or remove "
-                "spec.elastic"
+                "spec.elastic of the job seats experts, but the model has no layer with seats: "
+                "build its layers with holdfast.moe.MoELayer, or remove spec.elastic"
             )
         begun = None
         if self.protects:
@@ -187,7 +190,7 @@ class _Maker:
             max(self.settings.exchange_timeout_s, world.timeout_s),
             votes=self.can_go_on_live,
             pipeline=pipeline,
-            reseats=Reseating(self.model) if uneven else None,
+            reseats=SeatChanges(self.model) if uneven else None,
             rebalance_steps=given.rebalance_steps if given else 0,
         )
 
@@ -195,12 +198,14 @@ class _Maker:
         """Make a session of the present world. Collective.
 
         Args:
-            begun: what the program has whenever it starts; what it has now when None.
+            begun: the state of the program at its start; None takes the present state.
         """
         if not self.protects:
             return UnprotectedSession()
+        # A recovery repeats the steps of a window; refuse a model for which that is impossible.
         if self.settings.window:
             _check_repeatable(self.model, self.optimizers, self.settings.repeats)
+        # Describe the state to capture.
         rank, world_size = _world(self.environment, self.rank)
         given = self.topology
         topology = Topology(dp=world_size) if given is None else given.resized(world_size)
@@ -214,6 +219,7 @@ class _Maker:
             begun=begun,
         )
 
+        # Make one exchange for the session, and one for each service that agrees beside training.
         def exchange() -> Exchange:
             timeout_s = self.settings.exchange_timeout_s
             if self.world is not None:
@@ -249,7 +255,7 @@ class _Maker:
 
     def _connect(self, rank: int, ranks: Exchange) -> DaemonClient:
         if not self.job or self.socket is None:
-            raise InvalidJobError("a daemon is named without a job; set HOLDFAST_JOB or pass job=")
+            raise InvalidJobError("the job of the daemon is not given: set HOLDFAST_JOB or job=")
         set_exit_codes()
         store = self.environment.store_address
         if self.world is not None:
@@ -266,12 +272,12 @@ class _Maker:
 
 
 def _world_name(ranks: Exchange) -> str:
-    """Agree on a name of this world, which no other world has. Collective."""
+    """Agree on a unique name for this world. Collective."""
     return ranks.gather(uuid4().hex.encode())[0].decode()
 
 
 def _check_stateful(stateful: Mapping[str, Stateful]) -> None:
-    """Refuse what has no state that could be captured, before a save does."""
+    """Refuse objects whose state cannot be captured, now rather than in the first save."""
     if not isinstance(stateful, Mapping):
         raise InvalidJobError(
             f'stateful is a {type(stateful).__qualname__}: give a dict, such as {{"scheduler": …}}'
@@ -288,34 +294,34 @@ def _check_stateful(stateful: Mapping[str, Stateful]) -> None:
 def _check_pipeline(
     pipeline: Pipeline | None, topology: Topology | None, world: World | None
 ) -> None:
-    """Check that the session is for the world and the stages of `pipeline`.
+    """Check that the session has the world and the topology of `pipeline`.
 
     Raises:
-        InvalidJobError: it is for others.
+        InvalidJobError: the session has another world or topology.
     """
     if pipeline is not None and (world is not pipeline.world or topology != pipeline.topology):
         raise InvalidJobError(
-            f"pipeline= is for topology {pipeline.topology}, and topology= is {topology}: give the "
-            f"topology and the world with which it was made"
+            f"pipeline= is for topology {pipeline.topology}, but topology= is {topology}: give the "
+            f"topology and the world with which the pipeline was made"
         )
 
 
 def _has_seats(model: nn.Module) -> bool:
-    """Whether the model has experts in seats, whose copies lie on ranks that the plan chooses."""
+    """Whether the model has experts in seats: an expert plan chooses the ranks of their copies."""
     return any(isinstance(module, Seats) for module in model.modules())
 
 
 def _check_seats(topology: Topology | None, settings: Settings) -> None:
-    """Check what experts in seats need.
+    """Check that the topology and the policy allow experts in seats.
 
     Raises:
-        InvalidJobError: when the topology gives ranks other parts, or snapshots are windows.
+        InvalidJobError: the topology gives ranks different parts, or snapshots are windows.
     """
     if topology is not None and topology != Topology(dp=topology.world_size):
         raise InvalidJobError(
-            f"the experts of holdfast.moe may be on any rank, and all else is on each, which is "
-            f"not what {topology} describes: leave topology out, and give the job parallelism "
-            f"{{dp: {topology.world_size}}}"
+            f"the experts of holdfast.moe may be on any rank, and every rank has all other state, "
+            f"which is not what {topology} describes: leave topology out, and give the job "
+            f"parallelism {{dp: {topology.world_size}}}"
         )
     if settings.window:
         raise InvalidJobError(
@@ -327,7 +333,8 @@ def _check_seats(topology: Topology | None, settings: Settings) -> None:
 def _replica_check(
     topology: Topology, settings: Settings, exchange: Callable[[], Exchange]
 ) -> ReplicaCheck:
-    """Make the comparison of replicas after the first save, where there are any. Collective."""
+    """Make the comparison of replicas in saves after the first one; it compares nothing if there
+    are no replicas. Collective."""
     every = settings.compare_replicas_every if settings.check_replicas else None
     if not every or len(topology.dense_replicas(0)) == 1:
         return ReplicaCheck(Alone(), topology, 0)
@@ -335,26 +342,26 @@ def _replica_check(
 
 
 def _check_repeatable(model: nn.Module, optimizers: Sequence[Any], repeats: Repeats) -> None:
-    """Check that steps can be repeated with frozen units.
+    """Check that the steps of a sparse window can be repeated with frozen units.
 
     Raises:
-        InvalidJobError: when an optimizer does not say when it steps, or mixes parameters, or torch
-            may choose kernels that give other bits when a step is repeated; or, where optimizers
-            repeat theirs, when one holds parameters that the model does not.
+        InvalidJobError: an optimizer is not torch's, or computes one update from all parameters;
+            torch may compute other bits when a step is repeated; or, if only optimizers repeat
+            their steps, an optimizer holds parameters that the model lacks.
     """
     trained = {id(parameter) for parameter in model.parameters()}
     if repeats is Repeats.TRAINING and not torch.are_deterministic_algorithms_enabled():
         raise InvalidJobError(
-            "sparse windows repeat steps, which must give the bits of their first execution, and "
-            "torch may use algorithms that do not: call torch.use_deterministic_algorithms(True) "
-            "before holdfast.init, or use snapshot.policy.type Full"
+            "sparse windows repeat steps, which must compute the same bits again, but torch may "
+            "use nondeterministic algorithms: call torch.use_deterministic_algorithms(True) before "
+            "holdfast.init, or use snapshot.policy.type Full"
         )
     for optimizer in optimizers:
         name = type(optimizer).__qualname__
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise InvalidJobError(
-                f"{name} is not a torch.optim.Optimizer, whose steps sparse windows repeat with "
-                f"frozen units; derive it from that class, or use snapshot.policy.type Full"
+                f"{name} is not a torch.optim.Optimizer, so sparse windows cannot repeat its steps "
+                f"with frozen units; derive it from that class, or use snapshot.policy.type Full"
             )
         if any(isinstance(one, torch.optim.LBFGS) for one in with_nested(optimizer)):
             raise InvalidJobError(
@@ -364,21 +371,21 @@ def _check_repeatable(model: nn.Module, optimizers: Sequence[Any], repeats: Repe
         held = [p for group in optimizer.param_groups for p in group["params"]]
         if repeats is Repeats.OPTIMIZER and not trained.issuperset(map(id, held)):
             raise InvalidJobError(
-                f"{name} holds parameters that the model does not, such as masters beside it, and "
-                f"their gradients are made in its step: keep masters in the optimizer's state, or "
-                f"use snapshot.policy.sparse.repeats Training"
+                f"{name} holds parameters that the model lacks, such as separate masters, whose "
+                f"gradients are computed within its step: keep masters in the optimizer's state, "
+                f"or use snapshot.policy.sparse.repeats Training"
             )
 
 
 def _interval(settings: Settings, exchange: Callable[[], Exchange]) -> DueSaves:
-    """Make the choice of the saves to take. Collective where the interval is measured."""
+    """Make the object that chooses which saves to take. Collective if the interval is measured."""
     if settings.recoveries_per_day is None:
         return DueSaves()
     return SaveInterval(exchange(), settings.recoveries_per_day)
 
 
-def _tuned(settings: Settings | None, environment: Environment) -> Settings:
-    """Settings of the session: `settings`, completed from the environment."""
+def _complete_settings(settings: Settings | None, environment: Environment) -> Settings:
+    """Complete `settings` from the environment. Explicit values have precedence."""
     tuned = settings if settings is not None else Settings()
     if settings is None and environment.copy_threads is not None:
         tuned = replace(tuned, copy_threads=environment.copy_threads)
@@ -392,7 +399,7 @@ def _tuned(settings: Settings | None, environment: Environment) -> Settings:
 
 
 def _world(environment: Environment, rank: int | None) -> tuple[int, int]:
-    """Pair (rank, world size): the process group's if there is one, else the environment's."""
+    """Return (rank, world size), from the process group or, without one, from the environment."""
     if dist.is_available() and dist.is_initialized():
         if rank not in (None, dist.get_rank()):
             raise InvalidJobError(

@@ -1,8 +1,8 @@
 """Distributed sampler whose position can be saved and restored exactly (PEC §3.2).
 
-Samples consumed before a crash are skipped without being loaded. The position counts the samples
-that training has consumed, not those that a loader has prefetched, so it is exact with worker
-processes too.
+After a crash, the samples that were consumed before are skipped without being loaded. The position
+counts the samples that training has consumed, and not those that a loader has only prefetched, so
+it is exact with worker processes as well.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ apart."""
 
 
 def order_of(samples: int, seed: int, epoch: int, *, shuffle: bool) -> torch.Tensor:
-    """Indices of all `samples`, int64, in the order of an epoch; as they are without `shuffle`."""
+    """Return the indices of all `samples`, int64, in the order of an epoch; ascending without
+    `shuffle`."""
     if not shuffle:
         return torch.arange(samples, device="cpu")
     # One number from two, chosen so that epochs of neighbouring seeds do not repeat.
@@ -30,8 +31,8 @@ def order_of(samples: int, seed: int, epoch: int, *, shuffle: bool) -> torch.Ten
 
 
 def check_order(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Raise LayoutMismatchError when what the order depends on differs from a snapshot's, so that a
-    position would mean other samples."""
+    """Raise LayoutMismatchError if a value that determines the order differs from the snapshot's,
+    so that the saved position would mean other samples."""
     differ = [name for name in here if saved.get(name) != here[name]]
     if differ:
         raise LayoutMismatchError(
@@ -43,32 +44,32 @@ def check_order(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
 
 
 class RecoverableSampler(Sampler[int]):
-    """Indices of a data set for one rank: shuffled by seed and epoch, the same number on each rank.
+    """The indices of one rank's samples, shuffled by seed and epoch. Every rank gets equally many.
 
-    Call `advance` with the number of samples that training has consumed (a batch) before the step
-    that consumed them is saved. Without data-loader workers, `counting=True` lets iteration advance
-    the position instead; a loader with workers prefetches, so iteration would count samples that
-    training has not seen yet.
+    Call `advance` with the number of samples that training has consumed (a batch), before you save
+    the step that consumed them. Without data-loader workers, `counting=True` advances the position
+    during iteration instead. Do not use it with workers: they prefetch, so it would count samples
+    that training has not seen yet.
 
-    A position is one of all ranks together, so it can be restored in a world of another size: what
-    is left of the epoch is then split over the ranks of that world. A process that stays for such a
-    world calls `split` after the restore.
+    The position describes all ranks together, so it can be restored in a world of another size,
+    which splits the rest of the epoch over its own ranks. A process that stays for such a world
+    calls `split` after the restore.
 
-    At the end of an epoch (an exhausted iterator, or `advance` to its end) the next `iter` begins
-    the following epoch.
+    An epoch ends when the iterator is exhausted or when `advance` reaches its end. The next `iter`
+    then begins the following epoch.
 
     Args:
-        data: anything with a length, in samples.
+        data: anything whose length is the number of samples.
         rank: this data-parallel rank.
         replicas: number of data-parallel ranks.
         seed: seed of the shuffle; equal on all ranks.
-        shuffle: False for the order of the data set.
-        drop_last: drop the tail that does not fill all ranks; otherwise repeat indices from the
-            epoch's beginning until it does.
+        shuffle: False keeps the order of the data set.
+        drop_last: True drops the last samples if they are too few for all ranks. False repeats
+            indices from the start of the epoch until all ranks have equally many.
         counting: whether iteration advances the position.
 
     Raises:
-        InvalidJobError: when `rank` is not one of `replicas`, or a rank would get nothing.
+        InvalidJobError: `rank` is not one of `replicas`, or a rank would get no samples.
     """
 
     def __init__(
@@ -98,16 +99,16 @@ class RecoverableSampler(Sampler[int]):
 
     @property
     def position(self) -> int:
-        """Number of this epoch's samples that this rank has consumed, since the epoch was last
-        split."""
+        """Number of samples of this epoch that this rank has consumed since the epoch was last
+        split over the ranks."""
         return self._position
 
     def split(self, *, rank: int, replicas: int) -> None:
-        """Split what is left of the epoch over `replicas` data-parallel ranks, as soon as the next
-        sample is asked for; this rank is `rank`.
+        """Split the rest of the epoch over `replicas` data-parallel ranks, of which this one is
+        `rank`. The split takes effect with the next sample.
 
         Raises:
-            InvalidJobError: when `rank` is not one of `replicas`, or a rank would get nothing.
+            InvalidJobError: `rank` is not one of `replicas`, or a rank would get no samples.
         """
         if not 0 <= rank < replicas:
             raise InvalidJobError(f"rank={rank} is not one of replicas={replicas}")
@@ -119,7 +120,7 @@ class RecoverableSampler(Sampler[int]):
         self._rank, self._replicas = rank, replicas
 
     def __len__(self) -> int:
-        """Number of this rank's samples that are left in the epoch."""
+        """Number of samples that this rank has yet to consume in the epoch."""
         self._apply_split()
         left = self._total - self._begin
         share = left // self._replicas if self._drop_last else -(-left // self._replicas)
@@ -130,7 +131,7 @@ class RecoverableSampler(Sampler[int]):
         indices = self._indices(self._epoch)[self._position :]
         for index in indices:
             if self._counting:
-                # Before the yield: once a sample is handed out, it counts as consumed.
+                # Advance before the yield: a sample that was handed out counts as consumed.
                 self.advance(1)
             yield index
 
@@ -138,7 +139,7 @@ class RecoverableSampler(Sampler[int]):
         """Count `samples` more of this rank's samples as consumed by training.
 
         Raises:
-            InvalidJobError: when the epoch has fewer left.
+            InvalidJobError: the epoch has fewer samples left.
         """
         if not 0 <= samples <= len(self):
             raise InvalidJobError(
@@ -149,7 +150,7 @@ class RecoverableSampler(Sampler[int]):
         self._begin_next_if_over()
 
     def state_dict(self) -> dict[str, Any]:
-        """Position of training, and the values that the order depends on."""
+        """Return the position of training, and the values that determine the order."""
         return {
             "epoch": self._epoch,
             "begin": self._begin,
@@ -159,21 +160,21 @@ class RecoverableSampler(Sampler[int]):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to the position of `state_dict()` of any rank, in a world of any size.
+        """Go to a position that any rank saved, in a world of any size.
 
         Raises:
-            LayoutMismatchError: when the size of the data set, the seed or the shuffle differ, so
-                that the position would mean other samples.
+            LayoutMismatchError: the size of the data set, the seed or the shuffle differs, so that
+                the position would mean other samples.
         """
         saved = state_dict["order"]
         check_order(saved, self._order())
         self._epoch, self._begin = state_dict["epoch"], state_dict.get("begin", 0)
         self._position = state_dict["position"]
-        # In states from before it could change, the number of ranks is part of the order.
+        # Older states have the number of ranks within the order, because it could not change then.
         self._split_over = state_dict.get("replicas", saved.get("replicas", self._replicas))
 
     def _apply_split(self) -> None:
-        """Count from here on in shares of the present number of ranks."""
+        """From here on, count the position in shares of the present number of ranks."""
         if self._split_over != self._replicas:
             self._begin, self._position = self._begin + self._position * self._split_over, 0
             self._split_over = self._replicas

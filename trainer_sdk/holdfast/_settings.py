@@ -1,6 +1,6 @@
-"""Settings of a session that a user may tune.
+"""The settings of a session that a user may tune. The defaults suit most jobs.
 
-Defaults suit most jobs. `_environment` has the daemon's socket and this process's rank.
+The daemon's socket and the rank of this process are not settings; `_environment` reads them.
 """
 
 from __future__ import annotations
@@ -18,51 +18,55 @@ from holdfast_core.snapshots.sharding import ShardStrategy
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings(JobSettings):
-    """Settings for how a session copies, waits and checks.
+    """How a session captures, copies, waits and checks.
 
     Raises:
-        InvalidJobError: when a value is out of its range.
+        InvalidJobError: a value is out of its range, or two values contradict each other.
     """
 
     copy_threads: int = 2
-    """Threads that copy and hash. Two reach the speed of a plain memcpy on most machines. A GPU
-    copies by itself, beside an H100 they hash 18 GB/s: a save takes as long as its hashes, but
-    training waits for its copies only."""
+    """Threads that copy and hash. Two of them reach the speed of a plain memcpy on most machines. A
+    GPU copies by itself, and beside an H100 two threads hash 18 GB/s. A save lasts as long as its
+    hashing, but training only waits for the copying."""
     start_wait_s: float = 1.0
-    """Time that the optimizer hook gives the daemon to grant a slot before it gives the save up.
-    Once copying has begun the hook waits for its end, because tensors must not change under it."""
+    """Time that the optimizer hook waits for the daemon to grant a slot before it abandons the
+    save. Once copying has begun, the hook waits for its end, however long that takes: tensors must
+    not change meanwhile."""
     rpc_timeout_s: float = 10.0
     """Deadline of a control call."""
     open_timeout_s: float = 600.0
-    """Deadline of the call that allocates and pre-faults the arena."""
+    """Deadline of the call that allocates the arena and pre-faults its memory."""
     restore_timeout_s: float = 600.0
-    """Time that `restore` waits for the daemon to appear and to decide."""
+    """Time that `restore` waits for the daemon to appear, and to decide what to restore."""
     exchange_timeout_s: float = 300.0
     """Deadline of the collectives of the session's own gloo group."""
     reopen_backoff_s: float = 1.0
-    """First pause after the daemon was lost; doubles up to `reopen_backoff_max_s`."""
+    """First pause before a lost session is opened again; doubles up to `reopen_backoff_max_s`."""
     reopen_backoff_max_s: float = 30.0
+    """Longest pause between two attempts to open a lost session again."""
     report_interval_s: float = 1.0
-    """Least time between two progress reports."""
+    """Shortest time between two progress reports to the daemon."""
     nan_check_every: int = 50
-    """Saves between two checks of all units for NaN, from the second save on; 0 for never."""
+    """Number of saves from one check of all units for NaN to the next, starting with the second
+    save; 0 for no checks."""
     check_replicas: bool = True
     """Whether the first save compares the units that the topology declares to be replicas."""
     recoveries_per_day: float | None = None
-    """Expected recoveries a day: of the saves that the loop calls, take those that lose the least
-    time at this rate (REFT appendix A, eq. 9); None takes all of them. Equal on all ranks. A job
-    with `snapshot.interval.steps: auto` sets it through `HOLDFAST_RECOVERIES_PER_DAY`."""
+    """Expected number of recoveries a day. The session then takes only those of the loop's saves
+    that cost the least time at this rate (REFT appendix A, eq. 9); None takes every save. Equal on
+    all ranks. A job with `snapshot.interval.steps: auto` sets it through
+    `HOLDFAST_RECOVERIES_PER_DAY`."""
     strategy: ShardStrategy = ShardStrategy.ADAPTIVE
-    """Strategy by which replicas divide the capture of shared state (PEC §3.2)."""
+    """How replicas divide the capture of the state that they share (PEC §3.2)."""
     policy: Policy | None = None
     """What a snapshot captures: a policy of `holdfast_core.job.snapshots`, such as `Full()` for
     everything. Equal on all ranks. None takes the job's `snapshot.policy`, through
     `HOLDFAST_POLICY`, or `Full()`."""
 
     go_on_live: bool = True
-    """Whether processes that stay (`holdfast.elastic`) vote before each step of the optimizer, so
-    that training can go on from what they have when others are lost; if not, there is no vote, and
-    all go back to the recovery line. Equal on all ranks."""
+    """Whether processes that stay (`holdfast.elastic`) vote before each optimizer step, so that
+    training can continue from their live state when others are lost. Without the vote, all ranks
+    return to the recovery line. Equal on all ranks."""
 
     @property
     def window(self) -> int:
@@ -100,8 +104,8 @@ class Settings(JobSettings):
                 )
             if self.policy is not None and self.policy.recompute:
                 raise InvalidJobError(
-                    "recompute and recoveries_per_day are given; a gradient makes up for one step, "
-                    "so that every save has to be taken"
+                    "recompute and recoveries_per_day exclude each other: a gradient makes up for "
+                    "one step, so every save has to be taken; give only one of them"
                 )
         if self.copy_threads < 1:
             raise InvalidJobError(f"copy_threads={self.copy_threads}: give at least 1")

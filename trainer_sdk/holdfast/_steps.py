@@ -13,7 +13,7 @@ from holdfast._state.collect import seed_generators
 
 
 class SavingSession(Protocol):
-    """Session as far as a loop that restarts needs it."""
+    """The part of a session that a restarting loop needs."""
 
     def restore(self) -> int | None:
         """Load the recovery line; return the last completed step, or None."""
@@ -23,29 +23,32 @@ class SavingSession(Protocol):
 
 
 class Runner(Protocol):
-    """What the loop asks of its session."""
+    """The session as the loop over steps uses it. The loop calls these methods on the training
+    thread."""
 
     def begin_steps(self) -> int:
-        """Restore, and return the number of completed steps."""
+        """Restore before the first step; return the number of completed steps."""
 
     def begin(self, step: int) -> None:
-        """Take note that the body of `step` begins."""
+        """Note that the body of `step` is about to run."""
 
     def complete(self, step: int) -> bool:
-        """Save the state after `step`; return False when its world has ended."""
+        """Save the state after `step`. Return False if its world has ended, so that the loop has to
+        `go_back`."""
 
     def survives(self, error: Exception) -> bool:
-        """Whether training goes on after `error`, in the next world."""
+        """Whether the loop continues in the next world after `error` has ended a step."""
 
     def go_back(self) -> int:
-        """Enter the next world, and return the number of completed steps there."""
+        """Enter the next world and recover there; return the number of completed steps."""
 
     def finish_steps(self) -> bool:
-        """Return once all ranks have completed all steps; False when some have to be run again."""
+        """Wait until all ranks have completed all steps. Return False if steps must be run
+        again."""
 
 
-class Restarting:
-    """Runner of a session whose process ends with its world."""
+class RestartRunner:
+    """Runner for a process that ends with its world, and that is then started again."""
 
     def __init__(self, session: SavingSession) -> None:
         self._session = session
@@ -72,15 +75,17 @@ class Restarting:
 
 
 class TrainStep(int):
-    """Number of the step to run, from 1. `with step:` runs it, and saves the state after it."""
+    """The number of the step to run, counted from 1. `with step:` runs the step, and then saves the
+    state after it."""
 
     resumed: bool
-    """Whether this is the first step after a restore: make iterators over data anew."""
+    """Whether this is the first step after a recovery. The script must then make new iterators over
+    its data."""
     _runner: Runner
     _seed: int | None
     _completed: bool | None
     _raised: str
-    """What ended its body, for people, where the loop does not go on after it."""
+    """The error that ended the body, if the loop cannot continue after it; for the message."""
 
     @classmethod
     def _of(cls, number: int, runner: Runner, resumed: bool, seed: int | None) -> TrainStep:
@@ -114,9 +119,11 @@ class TrainStep(int):
 
 
 def steps_of(runner: Runner, total: int, seed: int | None = None) -> Iterator[TrainStep]:
-    """Yield the steps to run, up to `total`; see `Session.steps`."""
+    """Yield the steps to run, up to `total`. The caller runs each one in `with step:`; see
+    `Session.steps`."""
     done, resumed = runner.begin_steps(), True
     while True:
+        # Run the steps that are left. A step whose world ended leaves this inner loop.
         while done < total:
             step = TrainStep._of(done + 1, runner, resumed, seed)
             yield step
@@ -133,7 +140,9 @@ def steps_of(runner: Runner, total: int, seed: int | None = None) -> Iterator[Tr
             if not step._completed:
                 break
             done, resumed = done + 1, False
+        # All steps are complete here; end only once they are complete on every rank.
         else:
             if runner.finish_steps():
                 return
+        # Recover in the next world, and continue after the step to which that leads.
         done, resumed = runner.go_back(), True

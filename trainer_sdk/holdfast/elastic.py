@@ -1,20 +1,20 @@
-"""Training worlds that change while their processes stay.
+"""Training worlds that change while the surviving processes stay.
 
     world = holdfast.elastic.init("nccl")
     model, optimizer = build(world)
     session = holdfast.init(model=model, optimizer=optimizer, world=world)
-    for step in session.steps(total):        # the step to run now, after whatever happened
-        with step:                           # the end of a world unwinds to here
+    for step in session.steps(total):        # the next step to run, also after a recovery
+        with step:                           # a failure elsewhere unwinds to here
             train_one_step(world, model, optimizer)
 
-When a rank or a node is lost, the other processes stay: they form their process groups anew,
-restore the recovery line into the tensors that they have, and go on with the step after it. Only
-the lost ranks start again. A script without `world` goes on as before: all processes start again.
+When a rank or a node is lost, the other processes stay: they form new process groups, continue from
+their own state or restore the recovery line into their tensors, and run the next step. Only the
+lost ranks start again. In a script without `world`, all processes start again.
 """
 
 from __future__ import annotations
 
-from holdfast._daemon.following import Following
+from holdfast._daemon.following import WorldFollower
 from holdfast._elastic.ddp import WorldDDP
 from holdfast._elastic.pipeline import Pipeline
 from holdfast._elastic.world import World, WorldGroup
@@ -29,29 +29,32 @@ TIMEOUT_S = 600.0
 def init(
     backend: str, *, stay: bool = True, any_size: bool = False, timeout_s: float = TIMEOUT_S
 ) -> World:
-    """Form the process groups of this worker's world. Every rank calls it, once, instead of
-    `torch.distributed.init_process_group`; collectives then work as usual.
+    """Form the process groups of this worker's world, and return the world.
 
-    Until `session.steps`, make no collective call but `world.group`: a process that stays does not
-    repeat what a new one does here. So each rank builds its model from the seed.
+    Every rank calls it once, instead of `torch.distributed.init_process_group`. Collectives then
+    work as usual.
+
+    Between this call and `session.steps`, call no collective except `world.group`: a process that
+    joins later runs this part alone, while the processes that stay do not run it again. So each
+    rank must build its model from the seed.
 
     Args:
         backend: "gloo" or "nccl".
-        stay: False for a process that ends with its world, as without a daemon.
-        any_size: True for a script that works on in a world of any size: it reads `world.rank` and
-            `world.size` anew after each restore (`step.resumed`). Other processes end when the
-            number of ranks changes, and new ones start.
-        timeout_s: seconds that one collective may take.
+        stay: False lets this process end with its world, as it does without a daemon.
+        any_size: True if the script can continue in a world of any size. It must then read
+            `world.rank` and `world.size` again after each recovery (`step.resumed`). If False,
+            this process ends when the number of ranks changes, and a new one starts.
+        timeout_s: seconds that each collective may take.
 
     Raises:
-        UnreachableError: when the world could not be formed.
-        HoldfastError: when the daemon refuses this process.
+        UnreachableError: the world could not be formed.
+        HoldfastError: the daemon refuses this process.
     """
     environment = read_environment()
     set_exit_codes()
     following = None
     if stay and environment.socket is not None:
-        following = Following(
+        following = WorldFollower(
             environment.socket,
             environment.job,
             environment.rank,

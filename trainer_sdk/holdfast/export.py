@@ -1,10 +1,9 @@
-"""A persisted set as a checkpoint of torch.distributed.checkpoint: `python -m holdfast.export`.
+"""Export of a persisted set as a checkpoint of torch: `python -m holdfast.export`.
 
     python -m holdfast.export s3://bucket/tier --job default.moe --to checkpoint
 
-One process writes the checkpoint tensor by tensor, each in full; it never holds the whole model.
-The result loads with `dcp.load(state_dict, checkpoint_id="checkpoint")`, without Holdfast
-installed.
+One process writes the checkpoint tensor by tensor, so it never holds the whole model. The result
+loads with `dcp.load(state_dict, checkpoint_id="checkpoint")`, without Holdfast installed.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from holdfast._dcp.reader import HoldfastReader
-from holdfast._state.extras import dtype_named
+from holdfast._state.extras import dtype_of_name
 from holdfast_core.durable.set_tensors import Reading
 from holdfast_core.errors import HoldfastError, InvalidJobError
 from holdfast_core.snapshots.generations import Generation
@@ -33,16 +32,16 @@ from holdfast_storage.whole_sets import WholeSet
 
 
 def export_dcp(reader: HoldfastReader, to: Path, *, model_only: bool = False) -> Generation:
-    """Write the set that `reader` reads to the directory `to`.
+    """Write the set of `reader` to the directory `to`, as a checkpoint of torch.
 
     Args:
-        model_only: leave out the optimizer.
+        model_only: whether to leave out the optimizer.
 
     Returns:
-        The generation.
+        The generation of the set.
 
     Raises:
-        CheckpointException: torch's own; its `failures` has the causes.
+        CheckpointException: torch could not write; its `failures` has the causes.
         HoldfastError: the set cannot be opened.
     """
     source = reader.source
@@ -54,7 +53,7 @@ def export_dcp(reader: HoldfastReader, to: Path, *, model_only: bool = False) ->
         if tensor is None:
             _put(state, path, reader.values[name].value)
         else:
-            meta = torch.empty(tensor.shape, dtype=dtype_named(tensor.dtype), device="meta")
+            meta = torch.empty(tensor.shape, dtype=dtype_of_name(tensor.dtype), device="meta")
             _put(state, path, meta)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -63,7 +62,7 @@ def export_dcp(reader: HoldfastReader, to: Path, *, model_only: bool = False) ->
 
 
 def _put(state: dict[str, Any], path: Sequence[str | int], value: object) -> None:
-    """Put `value` at `path`, whose numbers are indices of lists."""
+    """Put `value` at `path` in nested dicts and lists: numbers in the path are indices of lists."""
     at: Any = state
     for key, following in pairwise(path):
         made: Any = [] if isinstance(following, int) else {}
@@ -87,14 +86,14 @@ class _ReadingPlanner(DefaultSavePlanner):
         tensor = self._source.tensors.get(write_item.index.fqn)
         if tensor is None:
             return super().resolve_data(write_item)
-        found = self._source.array(tensor, (0,) * len(tensor.shape), tensor.shape)
-        made = torch.empty(tensor.shape, dtype=dtype_named(tensor.dtype), device="cpu")
-        made.reshape(-1).view(torch.uint8).numpy().data[:] = found.tobytes()
-        return made
+        array = self._source.array(tensor, (0,) * len(tensor.shape), tensor.shape)
+        copy = torch.empty(tensor.shape, dtype=dtype_of_name(tensor.dtype), device="cpu")
+        copy.reshape(-1).view(torch.uint8).numpy().data[:] = array.tobytes()
+        return copy
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return 0, or 2 after printing the error."""
+    """Run the command, and return its exit code: 0, or 2 if it has printed an error."""
     parser = argparse.ArgumentParser(
         prog="python -m holdfast.export",
         description="Write a set of the durable tier as a checkpoint of "
@@ -113,8 +112,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="append",
         default=[],
         metavar="PATTERN=DIM",
-        help="dimension along which tensors of these names are cut over tensor-parallel ranks, "
-        "-1 for whole copies; repeat it for more names: the first match counts",
+        help="dimension along which tensors with matching names are split over tensor-parallel "
+        "ranks, or -1 for whole copies; may be repeated, and the first match counts",
     )
     options = parser.parse_args(argv)
     try:

@@ -1,13 +1,14 @@
-"""Launcher of one node's workers under torchrun, with membership from the node's daemon.
+"""Launcher of one node's workers under torchrun. The node's daemon tells it who belongs to the
+training world.
 
 It is the first process of a trainer container, and of a member in a local run. It only wires: the
 rendezvous is in `_launch.rendezvous`, the agent in `_launch.agent`. It ends when the job has ended
-or the workers are done; the control loop handles failures of workers.
+or when the workers are done. The control loop handles failures of workers.
 
-Exit codes: 0 when this node's workers finished; 128 + n when signal n ended the agent; 75 when the
-job ended while this node was waiting for its next world; 69 when the daemon stayed away, or is too
-old; 77 when it denied the job to this process; 79 when somebody else wrote into the world's store
-what the launchers had agreed on there. They and those of workers are in `holdfast_core.exit_codes`.
+Exit codes: 0 if the workers of this node finished; 128 + n if signal n ended the agent; 75 if the
+job ended while this node waited for its next world; 69 if the daemon did not answer, or is too old;
+77 if the daemon denied the job to this process; 79 if a stranger changed in the world's store what
+the launchers had agreed on. `holdfast_core.exit_codes` defines these and the codes of workers.
 """
 
 from __future__ import annotations
@@ -48,28 +49,28 @@ log = logging.getLogger(__name__)
 MONITOR_S = 0.1
 GRACE_S = 5.0
 PRELOAD = ["torch", "torch._dynamo", "holdfast._launch.agent", "holdfast._launch.script"]
-"""Modules that every worker imports. The compiler is one of them because creating the first
-optimizer imports it."""
+"""Modules that every worker imports. The compiler is one of them, because the first optimizer
+imports it."""
 
 _EPILOG = """\
 examples:
   python -m holdfast.launch --socket /run/holdfast/daemon.sock --job default/run1 \\
       --nodes 4 --nproc 8 -- python train.py --steps 1000
 
-A command that starts with `python`, or with the interpreter that runs this launcher, is forked from
-a process that has imported torch already; restarts then cost no import. Any other command is
-started afresh each time, and so is every command with --fresh.
+If the command starts with `python`, or with the interpreter that runs this launcher, workers are
+forked from a process that has already imported torch, so restarts need no import. Any other command
+starts as a new program each time, and so does every command with --fresh.
 
-Workers see what torchrun gives them, HOLDFAST_SOCKET and HOLDFAST_JOB. TORCHELASTIC_RESTART_COUNT
-is the epoch in which they were started; workers that stay when their world changes keep it.
-HOLDFAST_TOKEN_FILE names the file with the token that the daemon requires
-in Kubernetes.
+Workers get torchrun's environment variables, HOLDFAST_SOCKET and HOLDFAST_JOB.
+TORCHELASTIC_RESTART_COUNT is the epoch in which they were started; workers that stay when their
+world changes keep it. HOLDFAST_TOKEN_FILE names the file with the token that the daemon requires in
+Kubernetes.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchSettings:
-    """Workers to start on this node, and how."""
+    """Which workers to start on this node, and how."""
 
     socket: Path
     """The daemon's Unix socket."""
@@ -82,22 +83,23 @@ class LaunchSettings:
     host: str = ""
     """Address at which the job's other nodes reach this process; the daemon's when empty."""
     fresh: bool = False
-    """Start every worker as a new program instead of a fork that has imported torch."""
+    """Whether every worker starts as a new program, rather than as a fork that has imported
+    torch."""
     log_dir: Path | None = None
     """Directory for the workers' output, with a folder for each restart; None passes the output
     through."""
     wait_file: Path | None = None
-    """File that gives the reason while the workers cannot be started."""
+    """File that says why the workers cannot start yet; None to write none."""
     ready_file: Path | None = None
-    """File that is made once workers could be started at once, before the world is asked for."""
+    """File to create once workers could start immediately, before this node asks for a world."""
     grace_s: float = GRACE_S
-    """Time that workers get between SIGTERM and SIGKILL."""
+    """Time between SIGTERM and SIGKILL for workers."""
     reform_s: float = REFORM_S
-    """Time that workers that stay when their world changes have to arrive in the new one."""
+    """Time within which workers that stay must arrive in their new world."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit code."""
+    """Run the command line, and return the exit code of the launcher."""
     args = _parse(argv)
     settings, exit_file = _settings(args), args.exit_file
     signal.signal(signal.SIGTERM, _exit_on_signal)
@@ -113,8 +115,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _set_up_workers(settings: LaunchSettings) -> tuple[str, ...] | None:
-    """Set what workers inherit, and start the fork server if they are forked; return what its forks
-    run, see `script_of`, or None where workers are started afresh."""
+    """Set the environment of workers, and start the fork server if workers are forked.
+
+    Returns:
+        The script that forks run (see `script_of`); None if workers start as new programs.
+    """
     set_for_workers(
         socket=settings.socket,
         job=settings.job,
@@ -128,14 +133,14 @@ def _set_up_workers(settings: LaunchSettings) -> tuple[str, ...] | None:
 
 
 def launch(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
-    """Run the workers until they are done or the job has ended; return the exit code.
+    """Run the workers until they are done or the job has ended, and return the exit code.
 
     Args:
-        script: what forks of the fork server run; None starts `settings.command`.
+        script: the script that forks run; None starts `settings.command` as a new program.
     """
     if script is not None:
-        # An agent that asks for a world is one that can start workers at once: a member that is to
-        # join a world that trains joins when its agent asks.
+        # Wait until the fork server is ready, because an agent that asks for a world must be able
+        # to start workers immediately: a new member joins a running world when its agent asks.
         probe = multiprocessing.get_context("forkserver").Process(target=do_nothing)
         probe.start()
         probe.join()
@@ -145,7 +150,7 @@ def launch(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
 
 
 def _record_readiness(file: Path) -> None:
-    """Make `file`, to show that workers could be started at once."""
+    """Create `file`, to show that workers could start immediately."""
     try:
         file.touch()
     except OSError as error:
@@ -153,13 +158,16 @@ def _record_readiness(file: Path) -> None:
 
 
 def _run_agent(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
+    """Run one agent in each epoch until the job ends or the workers are done; return the exit
+    code."""
+    # Describe the workers for torch's agent.
     daemon = GrpcDaemon(settings.socket, settings.job, read_token_file())
     rendezvous = HoldfastRendezvous(daemon, settings.job, settings.host, settings.reform_s)
     entrypoint: Callable[..., None] | str = run_script if script else settings.command[0]
-    # With a log directory, files already keep everything that workers write.
+    # With a log directory, its files keep everything that workers write to stderr.
     stderr = None if settings.log_dir else WorkerStderr(settings.nproc, read_secrets())
     paths = () if stderr is None else stderr.paths
-    arguments = _kept_from_torch(script or settings.command[1:])
+    arguments = _escape_macros(script or settings.command[1:])
     spec = WorkerSpec(
         role="trainer",
         local_world_size=settings.nproc,
@@ -174,10 +182,12 @@ def _run_agent(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
         if stderr is None
         else StderrLogs(stderr, forked=script is not None)
     )
+    # Watch whether workers work, and whether the kernel kills one for its memory.
     last_lines = stderr.last_lines if stderr is not None else lambda local_rank: ""
     kills = MemoryKills()
     watch = WorkWatch(rendezvous, settings.nproc, kills)
     watch.start()
+    # Start an agent for each epoch. The exceptions below end the launcher, each with its code.
     try:
         while True:
             agent = HoldfastAgent(
@@ -212,14 +222,14 @@ def _run_agent(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
         rendezvous.shutdown()
 
 
-def _kept_from_torch(arguments: Sequence[str]) -> tuple[str, ...]:
-    """`arguments` such that workers get them as they are: torch resolves macros in them, like
-    `${local_rank}`, and halves `$$`."""
+def _escape_macros(arguments: Sequence[str]) -> tuple[str, ...]:
+    """Escape `arguments`, so that workers get them unchanged: torch replaces macros in them, such
+    as `${local_rank}`, and turns `$$` into `$`."""
     return tuple(argument.replace("$", "$$") for argument in arguments)
 
 
 def _record_waiting(file: Path | None, why: str) -> None:
-    """Write to `file` why workers wait; remove it once they no longer do."""
+    """Write to `file` why workers wait; with an empty reason, remove the file."""
     if file is None:
         return
     try:
@@ -232,17 +242,18 @@ def _record_waiting(file: Path | None, why: str) -> None:
 
 
 def _write_line(file: Path, line: str) -> None:
-    """Make `line` all that is in `file`. Whoever reads it meanwhile finds the one before."""
-    written = file.with_name(f"{file.name}.tmp")
-    written.write_text(f"{line}\n")
-    written.replace(file)
+    """Replace the content of `file` by `line`. A concurrent reader sees the old or the new line."""
+    temporary = file.with_name(f"{file.name}.tmp")
+    temporary.write_text(f"{line}\n")
+    temporary.replace(file)
 
 
 def script_of(command: Sequence[str], interpreter: str) -> tuple[str, ...] | None:
-    """Arguments for `run_script` that run `command`; None unless it is a plain interpreter call.
+    """Return the arguments with which `run_script` runs `command`; None if `command` is not a plain
+    call of the interpreter.
 
-    A plain call starts `interpreter`, with no interpreter options but -u and -m. A bare `python` or
-    `python3` means `interpreter`, as it does for torchrun.
+    A plain call starts `interpreter` with no options except -u and -m. A bare `python` or `python3`
+    means `interpreter`, as it does for torchrun.
     """
     first, *rest = command
     if Path(first).name == first:
@@ -259,8 +270,8 @@ def script_of(command: Sequence[str], interpreter: str) -> tuple[str, ...] | Non
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m holdfast.launch",
-        description="Start this node's workers of a training job under torchrun; who trains with "
-        "whom comes from the node's Holdfast daemon.",
+        description="Start this node's workers of a training job under torchrun. The node's "
+        "Holdfast daemon decides which nodes train together.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -273,12 +284,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--member-node", metavar="NAME", help="name of this node, for messages")
     add("--exit-file", type=Path, metavar="FILE", help="write the exit code here at the end")
     add("--wait-file", type=Path, metavar="FILE", help="write here why workers cannot start yet")
-    add("--ready-file", type=Path, metavar="FILE", help="make this when workers could start")
+    add("--ready-file", type=Path, metavar="FILE", help="create this once workers could start")
     add(
         "--log-dir",
         type=Path,
         metavar="DIR",
-        help="write the workers' output here instead of passing it on",
+        help="write the workers' output here instead of passing it through",
     )
     add("--fresh", action="store_true", help="do not fork workers from a preloaded process")
     add(
@@ -293,8 +304,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         type=float,
         default=REFORM_S,
         metavar="S",
-        help="seconds that workers which stay when their world changes have to arrive in the new "
-        "one before they are killed and started anew (default: %(default)s)",
+        help="seconds within which workers that stay must arrive in their new world; later ones "
+        "are killed and started again (default: %(default)s)",
     )
     add("command", nargs=argparse.REMAINDER, metavar="-- COMMAND …", help="the trainer's command")
     args = parser.parse_args(argv)

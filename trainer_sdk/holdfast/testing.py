@@ -1,11 +1,11 @@
-"""Daemon inside the test's process, for tests of training scripts: no socket, real bytes.
+"""A daemon within the process of a test, for tests of training scripts: no socket, real bytes.
 
     daemon = FakeDaemon(directory)
     session = holdfast.init(model=model, optimizer=optimizer, daemon=daemon)
 
-It keeps one rank's arenas as files in `directory`, so another FakeDaemon over the same directory,
-in this process or a new one, restores what was committed. Failures are injected by method and step.
-By default a snapshot is protected as soon as it is committed.
+It keeps the arenas of one rank as files in `directory`. So another FakeDaemon with the same
+directory, in this process or in a new one, restores the committed snapshots. Tests can inject
+failures by method and step. By default a snapshot is protected as soon as it is committed.
 """
 
 from __future__ import annotations
@@ -97,19 +97,19 @@ class _Granted:
 
 
 class FakeDaemon:
-    """Daemon of one rank.
+    """The daemon of one rank.
 
     Args:
-        directory: where arenas are kept; a tmpfs makes copies as fast as in production.
+        directory: directory of the arenas. On a tmpfs, copies are as fast as in production.
         rank: rank of the only trainer that this daemon serves.
-        epoch: membership epoch; raise it to play a new training world.
-        protects: whether a committed snapshot is announced as protected at once.
-        line: the generation to restore; by default the newest that was committed when the first
-            trainer of the epoch restored or opened its session.
-        captured_by: number of ranks of an earlier world, with daemons over the same directory, that
-            captured what the epoch starts from; 0 where this rank captured it.
-        reads: ranks of that world whose snapshots this rank reads for all ranks. Those of all ranks
-            of the new world together must be all of the old one.
+        epoch: membership epoch; raise it to simulate a new training world.
+        protects: whether a committed snapshot is announced as protected immediately.
+        line: generation to restore; by default the newest generation that was committed when the
+            first trainer of the epoch restored or opened its session.
+        captured_by: number of ranks of the earlier world that captured the line, with daemons over
+            the same directory; 0 if this world captured it.
+        reads: ranks of that world whose snapshots this rank reads on behalf of all ranks. Together,
+            the ranks of the new world must read all snapshots of the old one.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class FakeDaemon:
         self.reads = tuple(reads)
         self.reachable = True
         self.calls: list[str] = []
-        """Names of the methods that were called, in order."""
+        """Names of the called methods, in order."""
         self.reports: list[TrainerReport] = []
         self.unprotected: list[TrainedRequest | None] = []
         """Reports that came without a session; None for the last, when the rank trains no more."""
@@ -418,7 +418,7 @@ class FakeDaemon:
         self._enter("progress")
         self.reports.append(report)
 
-    def trained(self, request: TrainedRequest) -> None:
+    def report_without_session(self, request: TrainedRequest) -> None:
         self._enter("trained")
         self._check_epoch(request.epoch)
         self.unprotected.append(None if request.closed else request)

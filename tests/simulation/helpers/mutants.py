@@ -731,12 +731,12 @@ MUTANTS = (
         name="go live on samples of what was left alone, in place of digests of all bytes",
         edits=(
             (
-                f"{ELASTIC}/beginning.py",
-                "self._unchanged.changed() or self._differing()",
-                "self._unchanged.changed()",
+                f"{ELASTIC}/step_start.py",
+                "self._unchanged.first_changed() or self._differing()",
+                "self._unchanged.first_changed()",
             ),
         ),
-        test="sdk/elastic/test_beginning.py",
+        test="sdk/elastic/test_step_start.py",
     ),
     Mutant(
         name="go live on digests of small tensors alone",
@@ -748,7 +748,7 @@ MUTANTS = (
                 "if raw(tensor)",
             ),
         ),
-        test="sdk/elastic/test_beginning.py",
+        test="sdk/elastic/test_step_start.py",
     ),
     Mutant(
         name="keep a granted slot when its save fails",

@@ -141,7 +141,7 @@ def test_lists_of_ranks_are_refused_where_the_number_of_ranks_may_change() -> No
     )
     world.join()
     try:
-        with pytest.raises(InvalidJobError, match="give a function of the number of ranks"):
+        with pytest.raises(InvalidJobError, match="give a function that returns the partition"):
             world.group([[0]])
         with pytest.raises(InvalidJobError, match="must hold each of the 1 ranks once"):
             world.group(lambda size: [range(size + 1)])

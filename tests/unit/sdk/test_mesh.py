@@ -52,6 +52,6 @@ def test_distributed_tensors_appear_as_their_local_shard() -> None:
     found = {source.name: source for source in live.discover()}
     assert type(found["weight"].tensor) is torch.Tensor
     assert found["weight"].tensor.data_ptr() == model.weight.to_local().data_ptr()
-    assert not live.changed()
+    assert not live.has_changed()
     model.weight._local_tensor = torch.zeros(4, 4)
-    assert live.changed()
+    assert live.has_changed()

@@ -239,7 +239,7 @@ def test_a_job_that_seats_experts_needs_layers_that_do(monkeypatch: pytest.Monke
     model = nn.Linear(2, 2)
     world = holdfast.elastic.init("gloo")
     try:
-        with pytest.raises(InvalidJobError, match="how experts are seated"):
+        with pytest.raises(InvalidJobError, match="of the job seats experts"):
             holdfast.init(model=model, optimizer=torch.optim.SGD(model.parameters()), world=world)
     finally:
         world.close()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from holdfast._elastic.groups import is_of_group
-from holdfast._steps import Restarting, TrainStep, steps_of
+from holdfast._steps import RestartRunner, TrainStep, steps_of
 from holdfast_core.errors import NoRecoveryLineError, StaleEpochError, UnreachableError
 
 
@@ -273,7 +273,7 @@ def test_a_process_that_ends_with_its_world_restores_and_saves(
     restored: int | None, saved: list[int]
 ) -> None:
     session = Saving(restored)
-    for step in steps_of(Restarting(session), 3):
+    for step in steps_of(RestartRunner(session), 3):
         with step:
             assert not session.saved or session.saved[-1] == step - 1
     assert session.saved == saved
@@ -282,7 +282,7 @@ def test_a_process_that_ends_with_its_world_restores_and_saves(
 def test_a_process_that_ends_with_its_world_survives_nothing() -> None:
     session = Saving(None)
     with pytest.raises(UnreachableError):
-        for step in steps_of(Restarting(session), 3):
+        for step in steps_of(RestartRunner(session), 3):
             with step:
                 raise UnreachableError("away")
     assert session.saved == []

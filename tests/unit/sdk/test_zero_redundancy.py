@@ -182,7 +182,7 @@ def refused(rank: int, world: int, directory: str) -> None:
 
     windows = holdfast.Settings(policy=SparseWindows(window=2, repeats=Repeats.OPTIMIZER))
     why = opened(settings=windows)
-    assert "ZeroRedundancyOptimizer gives each rank the steps of other parameters" in why
+    assert "ZeroRedundancyOptimizer divides the parameters over ranks" in why
     assert "use snapshot.policy.sparse.repeats Training" in why
     overlapping = ZeroRedundancyOptimizer(
         model.parameters(), optimizer_class=torch.optim.AdamW, overlap_with_ddp=True, lr=0.1

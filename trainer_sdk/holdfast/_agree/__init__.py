@@ -1,1 +1,1 @@
-"""Agreement of the ranks of a training world: what they exchange, and what follows for all."""
+"""Agreement of the ranks of a training world: exchanges, and conclusions that all ranks share."""

@@ -1,8 +1,8 @@
-"""Collectives between the ranks of the training world: tables before the first save, bytes in a
-restore.
+"""Collectives of a session between the ranks of the training world: tables before the first save,
+and bytes in a restore.
 
-They run over the session's own gloo group, so that they never mix with those of training. Only
-bytes travel; nothing is unpickled. A world of one needs no group.
+They use a gloo group of their own, so they never mix with the collectives of training. They carry
+only bytes and never unpickle anything. A world of one rank needs no group.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed.distributed_c10d as c10d
 from holdfast_core.errors import UnreachableError
 
 SLICE = timedelta(seconds=0.1)
-"""Time for which a collective is waited for before the world is looked at again."""
+"""Longest single wait for a collective; after each, the process checks that the world lasts."""
 
 
 class Broadcast(Protocol):
@@ -30,24 +30,24 @@ class Broadcast(Protocol):
 
 
 class Exchange(Protocol):
-    """Collectives; every rank of the world makes the same calls in the same order."""
+    """The collectives. Every rank of the world must make the same calls in the same order."""
 
     @property
     def together(self) -> bool:
-        """Whether there are other ranks to exchange with."""
+        """Whether there are other ranks with which to exchange."""
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Gather the `data` of each rank. Raises UnreachableError when a rank does not take
-        part."""
+        """Gather the `data` of each rank, in the order of ranks. Raises UnreachableError if a rank
+        does not take part."""
 
     def add(self, numbers: Sequence[int]) -> list[int]:
-        """Sum all ranks' `numbers`, equally many, element by element. Raises UnreachableError when
-        a rank does not take part."""
+        """Sum the `numbers` of all ranks element by element; all ranks give equally many. Raises
+        UnreachableError if a rank does not take part."""
 
     def subgroups(
         self, groups: Sequence[tuple[int, ...]], device: torch.device
     ) -> Iterator[tuple[tuple[int, ...], Broadcast]]:
-        """Yield a broadcast for each of `groups` that this rank is in, one after the other."""
+        """Yield a broadcast for each of `groups` that has this rank, one after the other."""
 
     def deal(
         self,
@@ -56,12 +56,12 @@ class Exchange(Protocol):
         taken: torch.Tensor,
         taken_bytes: Sequence[int],
     ) -> None:
-        """Send each rank its part of `given`, and fill `taken` with the parts from each. Raises
-        UnreachableError when a rank does not take part.
+        """Send each rank its part of `given`, and fill `taken` with the parts from all ranks.
+        Raises UnreachableError if a rank does not take part.
 
         Args:
-            given, taken: uint8 in host memory; parts lie in the order of ranks.
-            given_bytes, taken_bytes: length of each rank's part.
+            given, taken: uint8 in host memory, with the parts in the order of ranks.
+            given_bytes, taken_bytes: length of the part for, or from, each rank.
         """
 
 
@@ -94,14 +94,14 @@ class Alone:
 
 
 class GlooExchange:
-    """Exchange between all ranks of torch's default process group. Making one is itself a
+    """Exchange between all ranks of torch's default process group. Constructing one is a
     collective.
 
     Args:
-        timeout_s: time that one collective may take.
-        ended: whether the training world has ended, so that no rank may be waited for any more.
-        form_s: time that forming a group may take; `timeout_s` when None.
-        forming: context in which a group of gloo is formed; it ends that once the world has ended.
+        timeout_s: time that each collective may take.
+        ended: returns whether the training world has ended, so that waiting is useless.
+        form_s: time that forming a group may take; None for `timeout_s`.
+        forming: context in which gloo groups are formed; it stops that once the world has ended.
     """
 
     together = True
@@ -122,26 +122,27 @@ class GlooExchange:
         self._rank = dist.get_rank()
 
     def leave(self) -> None:
-        """Let go of the group, which is about to be disconnected, and of the store of its world,
-        whose connection would stay open for as long as this object. Any thread."""
+        """Drop the group, which is about to be disconnected, and the store of its world, whose
+        connection would otherwise stay open as long as this object. Any thread may call it."""
         self._group = self._forming = None
 
     def _here(self) -> dist.ProcessGroup:
-        """The group; without one, torch would take the default group."""
+        """Return the group. Raises UnreachableError if it was dropped: with None, torch would use
+        the default group."""
         group = self._group
         if group is None:
             raise UnreachableError("the training world has ended")
         return group
 
     def add(self, numbers: Sequence[int]) -> list[int]:
-        with _translated():
+        with _translate_errors():
             total = torch.tensor(numbers, dtype=torch.int64, device="cpu")
             wait(dist.all_reduce(total, group=self._here(), async_op=True), self._ended)
         found: list[int] = total.tolist()
         return found
 
     def gather(self, data: bytes) -> list[bytes]:
-        with _translated():
+        with _translate_errors():
             size = torch.tensor([len(data)], device="cpu")
             sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
             wait(dist.all_gather(sizes, size, group=self._here(), async_op=True), self._ended)
@@ -161,7 +162,7 @@ class GlooExchange:
         # Training's own backend for its devices; for host memory always gloo.
         backend = "gloo" if device.type == "cpu" else None
         for ranks in groups:
-            with _translated():
+            with _translate_errors():
                 group = self._new_group(list(ranks), backend)
             if self._rank not in ranks:
                 continue
@@ -170,7 +171,7 @@ class GlooExchange:
             def broadcast(
                 buffer: torch.Tensor, source: int, group: dist.ProcessGroup = group
             ) -> None:
-                with _translated():
+                with _translate_errors():
                     if backend is None:
                         dist.broadcast(buffer, src=source, group=group)
                     else:
@@ -187,7 +188,7 @@ class GlooExchange:
         taken: torch.Tensor,
         taken_bytes: Sequence[int],
     ) -> None:
-        with _translated():
+        with _translate_errors():
             work = dist.all_to_all_single(
                 taken,
                 given,
@@ -208,7 +209,7 @@ class GlooExchange:
 
 
 @contextmanager
-def _translated() -> Iterator[None]:
+def _translate_errors() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError) as error:
@@ -220,12 +221,13 @@ def _translated() -> Iterator[None]:
 
 def set_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:
     """Set the time that each collective of `group` may take from now on."""
-    set_it: Any = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout  # its name before
+    # Older versions of torch have another name for it.
+    set_it: Any = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout
     set_it(timedelta(seconds=timeout_s), group)
 
 
 def wait(work: Any, ended: Callable[[], bool]) -> None:
-    """Wait for a collective of host memory, and no longer than its world lasts.
+    """Wait for a collective on host memory, until its world ends.
 
     Args:
         work: `torch.distributed.Work`.
@@ -240,14 +242,14 @@ def wait(work: Any, ended: Callable[[], bool]) -> None:
             return
         except RuntimeError:
             if work.is_completed():
-                work.wait()  # it may have succeeded since; if not, this raises why
+                work.wait()  # It may have succeeded since; if it failed, this raises the reason.
                 return
         if ended():
             raise UnreachableError("the training world has ended")
 
 
 def make_exchange(world_size: int, timeout_s: float) -> Exchange:
-    """Make the exchange of this world's ranks; collective when there is a process group."""
+    """Make the exchange between the ranks of this world. Collective if there is a process group."""
     if world_size > 1 and dist.is_available() and dist.is_initialized():
         return GlooExchange(timeout_s)
     return Alone()

@@ -1,16 +1,16 @@
-"""Thread that adds up the ranks' statements on their experts, one sum for each called save.
+"""A thread that sums the statements of all ranks about their experts, once for each called save.
 
-The sums run in the order of the saves, on a process group that nothing else uses, from the same
-first save on all ranks, so the n-th sum of one rank is the n-th of every other, even when saves are
-skipped. Neither training nor the saver takes part in a collective: they only report their progress,
-and this thread overlaps its sum with the step. The experts of a save are chosen by the sum of the
-save before, which has had a step's time.
+The sums follow the order of the saves, on a process group that nothing else uses, and start with
+the same save on all ranks. So the n-th sum of one rank is the n-th sum of every other rank, even if
+saves are skipped. Neither training nor the saver takes part in a collective. They only report their
+progress, and this thread computes its sum while the step runs. The sum after one save chooses the
+experts of the next save, so it has a step's time.
 
-A rank that does not have that sum in time must not choose by another one. It captures all of its
-experts, which includes those that the other ranks' choice requires of it: ranks that choose still
-choose alike, and a rank that does not choose misses nothing. Where experts are spread over ranks,
-that would mix parts of different steps, so a rank skips such a save, unless no rank can have chosen
-for it.
+If a rank does not have that sum in time, it must not choose by another one. It captures all of its
+experts, which include those that the choice of the other ranks requires. So ranks that choose still
+choose alike, and a rank that does not choose misses nothing. But if experts are spread over ranks,
+that would mix parts of different steps. Then the rank skips the save, unless no rank can have
+chosen for it.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from holdfast_core.snapshots.units import UnitKey
 _log = logging.getLogger("holdfast")
 
 _KEPT = 4
-"""Number of choices kept for a late saver; older ones belong to saves that were given up."""
+"""Number of choices to keep for a late saver. Older choices belong to abandoned saves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Experts chosen for a save, and the sum by which they were chosen."""
+    """The experts chosen for a save, and the sum by which they were chosen."""
 
     counts: AgreedCounts
     units: tuple[UnitKey, ...]
 
 
 class ExpertCounts:
-    """One rank's part in the sums; the thread runs from `start` to `close`."""
+    """One rank's part in the sums. The thread runs from `start` to `close`."""
 
     def __init__(self, exchange: Exchange, rank: int, ranks: int) -> None:
         together = exchange.together
         self._exchange = exchange
         self._rank, self.ranks = (rank, ranks) if together else (0, 1)
-        self._rounds = Rounds("holdfast-counting", self._next, self._failed)
+        self._rounds = Rounds("holdfast-counting", self._next, self._on_failure)
         self._number = -1
-        """Number of the save that the next sum is of, or the one that failed."""
+        """Number of the save whose sum is next, or whose sum has failed."""
         self._add: Round | None = None
         self._called = -1
         """Number of the newest save that the training loop called."""
@@ -57,7 +57,7 @@ class ExpertCounts:
         self._chosen: dict[int, Chosen] = {}
         """Number of a save → its choice."""
         self._late = False
-        """Whether `chosen` has waited in vain and no sum has arrived since."""
+        """Whether `wait_choice` has timed out, and no sum has arrived since."""
 
     def start(
         self,
@@ -67,14 +67,15 @@ class ExpertCounts:
         choose: Callable[[AgreedCounts], Selection],
         spread: Mapping[UnitKey, int] = NONE_SPREAD,
     ) -> None:
-        """Start the sums, the first of them before save `first`, which must be equal on all ranks.
+        """Start the sums. The first one comes before save `first`, which must be equal on all
+        ranks.
 
         Args:
-            statement: makes this rank's statement after a save; called on the thread.
-            choose: selects the experts of the next save; called on the thread.
+            statement: makes this rank's statement after a save. Called on the thread.
+            choose: selects the experts of the next save. Called on the thread.
             spread: see `CountStatement.to_vector`.
         """
-        self.attempted(first - 1)  # the first sum is of the restored state
+        self.on_save_decided(first - 1)  # The first sum describes the restored state.
         self._number = first - 1
 
         def add() -> None:
@@ -93,26 +94,27 @@ class ExpertCounts:
         self._add = add
         self._rounds.start()
 
-    def called(self, number: int) -> None:
-        """Note that save `number` was called, whether or not it was skipped. For the training
-        thread."""
+    def on_save_called(self, number: int) -> None:
+        """Note that save `number` was called, whether or not it was skipped. The training thread
+        calls it."""
         with self._rounds.change():
             self._called = number
 
-    def attempted(self, number: int) -> None:
-        """Note that statements from now on include whether save `number` is attempted."""
+    def on_save_decided(self, number: int) -> None:
+        """Note that it is decided whether save `number` is attempted: statements include that from
+        now on."""
         with self._rounds.change():
             self._attempted = max(self._attempted, number)
 
-    def chosen(self, number: int, wait_s: float) -> Chosen | None:
-        """Choice for save `number`; None when the sum is not there within `wait_s`.
+    def wait_choice(self, number: int, wait_s: float) -> Chosen | None:
+        """Return the choice for save `number`; None if its sum does not arrive within `wait_s`.
 
-        After waiting in vain, calls do not wait again until another sum has arrived.
+        After a timeout, calls do not wait again until another sum has arrived.
         """
         with self._rounds.changed:
             self._rounds.wait_for(lambda: number in self._chosen, 0.0 if self._late else wait_s)
-            found = self._chosen.get(number)
-            if found is None and not self._late and not self._rounds.failed:
+            choice = self._chosen.get(number)
+            if choice is None and not self._late and not self._rounds.failed:
                 self._late = True
                 _log.warning(
                     "the counts of all ranks did not arrive within %.1f s: save %d of this rank "
@@ -120,14 +122,13 @@ class ExpertCounts:
                     wait_s,
                     number,
                 )
-            return found
+            return choice
 
     def no_rank_chooses(self, number: int) -> bool:
         """Whether no rank can have a choice for save `number`.
 
-        Another rank may have one for the save right after the sum that failed here, because the
-        same sum may have succeeded there. This rank took part in no later sum, so none of those can
-        succeed.
+        If a sum failed here, it may have succeeded on another rank, which then has a choice for the
+        save that follows. This rank takes part in no later sum, so none of those can succeed.
         """
         with self._rounds.changed:
             return self._rounds.failed and number > self._number + 1
@@ -137,12 +138,12 @@ class ExpertCounts:
         self._rounds.close(timeout_s)
 
     def _next(self) -> Round | None:
-        """Next sum, when its save is settled: attempted or not, or followed by a later call. At the
-        end the save needs only to have been called."""
+        """Return the next sum, once it is decided whether its save is attempted, or a later save
+        was called. At the end it is enough that the save was called."""
         settled = max(self._attempted, self._called - (not self._rounds.closing))
         return self._add if self._number <= settled else None
 
-    def _failed(self, error: Exception) -> None:
+    def _on_failure(self, error: Exception) -> None:
         _log.warning(
             "the ranks' counts cannot be added up; this rank captures all of its experts from now "
             "on: %s",

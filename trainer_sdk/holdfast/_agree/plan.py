@@ -1,12 +1,13 @@
-"""Plan of the bytes that this rank captures, and of their places in its slot.
+"""The plan of the bytes that this rank captures, and of their places in its slot.
 
-The base plan comes from the tables of all ranks, exchanged once: `holdfast_core.snapshots.sharding`
-divides the state that replicas share. Later changes of the state (an optimizer that fills its state
-step by step, a tensor that grows) must not need a collective, because ranks notice them at
-different times. They follow rules that all replicas apply without communication: an optimizer state
-is divided like its parameter, and any other tensor goes whole to the rank that its name hashes to.
+The base plan comes from the tables of all ranks, which are exchanged once:
+`holdfast_core.snapshots.sharding` divides the state that replicas share. Later changes of the state
+(an optimizer that fills its state step by step, a tensor that grows) must not need a collective,
+because ranks notice them at different times. So all replicas apply the same rules to them without
+communication: an optimizer state is divided like its parameter, and any other tensor goes whole to
+one rank, which the hash of its name selects.
 
-This module must not read or write bytes of tensors.
+This module must not read or write the bytes of tensors.
 """
 
 from __future__ import annotations
@@ -51,26 +52,26 @@ from holdfast_core.topology import Topology
 EXTRAS_SPARE_BYTES = 16 * 1024
 
 STATE_BYTES_PER_EXPERT = 320
-"""Room in the extras for the policy's state of each expert."""
+"""Room in the extras for the policy's state about each expert."""
 
 STATE_BYTES = 4096
-"""Room in the extras for the policy's state of the newest recoveries."""
+"""Room in the extras for the policy's state about the newest recoveries."""
 
 _log = logging.getLogger("holdfast")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CaptureRules:
-    """What a policy asks of the plan."""
+    """The requirements of a policy on the plan."""
 
     partial: bool = False
-    """Whether experts can be left out of snapshots."""
+    """Whether snapshots may leave experts out."""
     window: int = 0
-    """Most steps of a sparse window; 0 where snapshots are of one step."""
+    """Largest number of steps in a sparse window; 0 if each snapshot captures one step."""
     reorders: bool = False
-    """Whether experts may change slots from window to window."""
+    """Whether experts may change slots from one window to the next."""
     repeats: Repeats = Repeats.TRAINING
-    """What a recovery repeats of a window."""
+    """Whether a recovery repeats training's or only the optimizers' steps of a window."""
 
 
 NO_RULES = CaptureRules()
@@ -78,7 +79,7 @@ NO_RULES = CaptureRules()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BasePlan:
-    """Division of the capture between ranks, agreed by all of them once."""
+    """The division of the capture between ranks, on which all of them have agreed once."""
 
     rank: int
     topology: Topology
@@ -88,28 +89,28 @@ class BasePlan:
     """Replica → tensor → (start, bytes) of the ranges that the replica captures."""
     largest_slot_bytes: int = 0
     alone: bool = field(default=False)
-    """Whether this rank captures all that it holds, because there is no process group."""
+    """Whether this rank captures all of its tensors, because there is no process group."""
     experts: ExpertTable = NO_EXPERTS
     """Experts that a snapshot may leave out."""
     holders: Mapping[UnitKey, tuple[int, ...]] = field(default_factory=dict)
-    """Ranks that capture any part of each of these experts; empty where `alone`."""
+    """Ranks that capture any part of each of these experts; empty if `alone`."""
     casts: Mapping[str, str] = field(default_factory=dict)
-    """Compute weights that were agreed to be rounded copies → their masters. They are not in
-    `tables`; where they are stored after all, they are divided like their masters."""
+    """Compute weights that equal their rounded masters, as all ranks agreed → their masters. They
+    are not in `tables`. If they must be stored after all, they are divided like their masters."""
     piece_bytes: int = PIECE_BYTES
     schedule: Schedule = field(default=Schedule(()))
-    """Units of each slot of a window; empty where snapshots are of one step."""
+    """The units in each slot of a window; empty if each snapshot captures one step."""
     alike: tuple[tuple[UnitKey, ...], ...] = ()
-    """Groups of experts that may change slots; none where their order is fixed."""
+    """Groups of experts that may exchange slots; none if their order is fixed."""
 
     @property
     def apart(self) -> frozenset[UnitKey]:
-        """Units that share no piece with others."""
+        """Units that have their own pieces, which they share with no other unit."""
         return frozenset(self.experts.units)
 
     @property
     def spread(self) -> dict[UnitKey, int]:
-        """Expert → number of ranks that capture parts of it, where more than one does."""
+        """Expert → number of ranks that capture parts of it, for experts with more than one."""
         return {unit: len(ranks) for unit, ranks in self.holders.items() if len(ranks) > 1}
 
     def own_experts(self, table: Sequence[TensorSize]) -> frozenset[UnitKey]:
@@ -117,8 +118,8 @@ class BasePlan:
         shards = own_shards(self, table)
         return self.apart.intersection(shard.unit for shard in shards if shard.nbytes)
 
-    def reseated(self, sources: Sequence[TensorSource]) -> BasePlan:
-        """The plan once experts in seats have changed ranks, and this one captures those of
+    def after_reseating(self, sources: Sequence[TensorSource]) -> BasePlan:
+        """Return the plan after experts in seats have changed ranks: this rank captures those in
         `sources`."""
         here = {one.unit: (self.rank,) for one in sources if one.seats is not None}
         return replace(self, holders={**self.holders, **here})
@@ -154,7 +155,8 @@ def plan_alone(
     *,
     casts: Mapping[str, str] | None = None,
 ) -> BasePlan:
-    """Plan for a rank that captures everything it holds; `rules` but none need its table."""
+    """Plan for a rank that captures all of its tensors. The table is needed unless there are no
+    rules."""
     casts = casts or {}
     operators = operators_of({0: table}, Topology(dp=1), casts, rules.repeats)
     table = [size for size in table if size.tensor not in casts]
@@ -174,7 +176,7 @@ def plan_alone(
 
 
 def _schedule(operators: Sequence[Operator], rules: CaptureRules) -> Schedule:
-    """Units of each slot of a window; empty where snapshots are of one step."""
+    """Return the units in each slot of a window; empty if each snapshot captures one step."""
     return cut(operators, rules.window, rules.repeats) if rules.window else Schedule(())
 
 
@@ -184,7 +186,7 @@ def operators_of(
     casts: Mapping[str, str],
     repeats: Repeats,
 ) -> tuple[Operator, ...]:
-    """Units of all ranks, in the order of their slots in a window."""
+    """Return the units of all ranks, in the order of their slots in a window."""
     all_weights = repeats is Repeats.TRAINING
     compute: dict[UnitKey, int] = {}
     state: dict[UnitKey, int] = {}
@@ -194,7 +196,7 @@ def operators_of(
         for size in table:
             expert = size.is_expert
             held_by = topology.expert_replicas(rank) if expert else topology.dense_replicas(rank)
-            # Of what n ranks hold alike, each counts an n-th; in whole numbers.
+            # If n ranks hold the same bytes, each counts an n-th, in units of 1/world_size.
             nbytes = size.nbytes * topology.world_size // (1 if size.private else len(held_by))
             homes[size.unit] = (at.pp, at.ep) if expert else (0, 0)
             state.setdefault(size.unit, 0)
@@ -220,14 +222,14 @@ def frames_bytes(
     masters: Mapping[str, TensorSize],
     base: BasePlan,
 ) -> int:
-    """Room for the compute weights, or the gradients, in a window's saves of a rank that captures
-    `shards`, whatever the order of experts.
+    """Return the room that the compute weights, or the gradients, in the saves of a window need on
+    a rank that captures `shards`, for any order of experts.
 
     Args:
         sizes: tensors of the rank, by name.
-        masters: weights without bytes of their own, by the name of their master.
+        masters: weights that are not stored, by the name of their master.
     """
-    found: dict[UnitKey, int] = {}
+    bytes_of_units: dict[UnitKey, int] = {}
     all_weights = base.schedule.repeats is Repeats.TRAINING
     for shard in shards if base.schedule.slots else ():
         size, nbytes = sizes[shard.tensor], 0
@@ -236,19 +238,20 @@ def frames_bytes(
             nbytes = shard.nbytes * weights.nbytes // max(size.nbytes, 1)
         elif size.role is TensorRole.COMPUTE and (all_weights or size.trained):
             nbytes = shard.nbytes
-        found[shard.unit] = found.get(shard.unit, 0) + round_up(nbytes, TENSOR_ALIGNMENT)
-    return room_for_any_order(base.schedule, base.alike, found)
+        needed = round_up(nbytes, TENSOR_ALIGNMENT)
+        bytes_of_units[shard.unit] = bytes_of_units.get(shard.unit, 0) + needed
+    return room_for_any_order(base.schedule, base.alike, bytes_of_units)
 
 
 def experts_apart(tables: Mapping[int, Sequence[TensorSize]], topology: Topology) -> ExpertTable:
-    """Find the experts that a snapshot may leave out. Empty when the model has no such experts."""
+    """Find the experts that a snapshot may leave out; empty if the model has none."""
     homes: dict[UnitKey, set[tuple[int, int]]] = {}
     for rank, table in tables.items():
         at = topology.coordinates(rank)
         for size in table:
             if size.is_expert and size.private:
                 homes.setdefault(size.unit, set()).add((at.pp, at.ep))
-    # They belong to no rank's share of the layer's experts, so leaving them out relieves no rank.
+    # Such experts belong to no rank's share of a layer, so leaving them out relieves no rank.
     across = [unit for unit, places in homes.items() if len(places) > 1]
     if across:
         _log.warning(
@@ -260,15 +263,15 @@ def experts_apart(tables: Mapping[int, Sequence[TensorSize]], topology: Topology
     found = ExpertTable.of(tables, topology, shared=across)
     if not found.experts:
         _log.warning(
-            "snapshot.policy has no effect on this model, which has no expert that could be left "
-            "out: every snapshot captures everything"
+            "snapshot.policy has no effect on this model, because it has no experts that could be "
+            "left out: every snapshot captures everything"
         )
     return found
 
 
 def piece_bytes_for(experts: ExpertTable, holders: Mapping[UnitKey, tuple[int, ...]]) -> int:
-    """Choose pieces so small that rounding every rank's part of an expert up to whole pieces costs
-    about an eighth, down to a page; the usual size where experts are large."""
+    """Choose the size of pieces: small enough that rounding each rank's part of an expert up to
+    whole pieces costs about an eighth, but at least a page and at most the usual size."""
     if not experts.experts:
         return PIECE_BYTES
     smallest = min(e.nbytes // len(holders.get(e.unit, (0,))) for e in experts.experts)
@@ -276,24 +279,24 @@ def piece_bytes_for(experts: ExpertTable, holders: Mapping[UnitKey, tuple[int, .
     return min(max(wanted, PAGE_BYTES), PIECE_BYTES)
 
 
-def agreed_casts(
+def find_agreed_casts(
     claims: Mapping[int, Mapping[str, str]], tables: Mapping[int, Collection[str]]
 ) -> dict[str, str]:
-    """Weights that every rank which holds a tensor of their name takes for a rounded copy of the
-    same master.
+    """Find the weights that equal the same rounded master on every rank that holds a tensor of
+    their name.
 
     Args:
         claims: rank → its weights → their masters.
         tables: rank → names of all its tensors.
     """
-    found: dict[str, str] = {}
+    agreed: dict[str, str] = {}
     for rank in sorted(claims):
         for name, master in claims[rank].items():
-            if name not in found and all(
+            if name not in agreed and all(
                 claims[other].get(name) == master for other in tables if name in tables[other]
             ):
-                found[name] = master
-    return found
+                agreed[name] = master
+    return agreed
 
 
 def plan_together(
@@ -312,13 +315,14 @@ def plan_together(
         casts: see `BasePlan.casts`; equal on all ranks.
 
     Raises:
-        ReplicaMismatchError: when declared replicas hold different tensors.
-        InvalidJobError: when windows are to hold gradients of a parameter that the optimizers of
-            some ranks hold and those of others do not.
+        ReplicaMismatchError: declared replicas hold different tensors.
+        InvalidJobError: windows would have to capture the gradients of a parameter that only some
+            ranks' optimizers hold.
     """
+    # Divide the units over the slots of a window.
     casts = casts or {}
     if rules.window and rules.repeats is Repeats.OPTIMIZER:
-        _check_trained(tables)
+        _check_shared_parameters(tables)
     operators = operators_of(tables, topology, casts, rules.repeats)
     schedule = _schedule(operators, rules)
     weights = {
@@ -326,6 +330,7 @@ def plan_together(
         for r, table in tables.items()
     }
     tables = {r: [size for size in tables[r] if size.tensor not in casts] for r in tables}
+    # Divide the captured bytes over replicas; an expert that may be left out stays whole.
     experts = experts_apart(tables, topology) if rules.partial else NO_EXPERTS
     apart = frozenset(experts.units)
     grain = Grain.UNIT if apart else None
@@ -343,6 +348,7 @@ def plan_together(
         schedule=schedule,
         alike=alike(operators) if rules.reorders else (),
     )
+    # Find the largest slot of any rank, so that all arenas can have slots of equal size.
     largest = 0
     for r in tables:
         sizes = {size.tensor: size for size in tables[r]}
@@ -358,27 +364,28 @@ def plan_together(
     )
 
 
-def _check_trained(tables: Mapping[int, Sequence[TensorSize]]) -> None:
-    """Raise InvalidJobError where each rank's optimizer has parameters of its own."""
-    known: dict[str, tuple[int, bool]] = {}
+def _check_shared_parameters(tables: Mapping[int, Sequence[TensorSize]]) -> None:
+    """Raise InvalidJobError if the optimizers of some ranks hold a parameter and those of other
+    ranks do not."""
+    first_seen: dict[str, tuple[int, bool]] = {}
     for rank, table in tables.items():
         for size in table:
-            first, trained = known.setdefault(size.tensor, (rank, size.trained))
+            first, trained = first_seen.setdefault(size.tensor, (rank, size.trained))
             if size.trained is not trained:
                 holds, lacks = (first, rank) if trained else (rank, first)
                 raise InvalidJobError(
-                    f"an optimizer of rank {holds} holds {size.tensor}, and none of rank {lacks} "
-                    f"does, as with ZeroRedundancyOptimizer: each rank repeats the steps of its "
-                    f"own optimizers; use snapshot.policy.sparse.repeats Training"
+                    f"an optimizer of rank {holds} holds {size.tensor}, but no optimizer of rank "
+                    f"{lacks} does, as with ZeroRedundancyOptimizer: each rank repeats only the "
+                    f"steps of its own optimizers; use snapshot.policy.sparse.repeats Training"
                 )
 
 
 def own_shards(base: BasePlan, table: Sequence[TensorSize]) -> tuple[Shard, ...]:
-    """Shards of `table` that this rank captures, by unit, tensor and start.
+    """Return the shards of `table` that this rank captures, sorted by unit, tensor and start.
 
     Raises:
-        InvalidJobError: when this rank holds a part of an expert that may be left out, and the part
-            was not there when the ranks agreed.
+        InvalidJobError: this rank holds a part of an expert that may be left out, and the part did
+            not exist when the ranks agreed.
     """
     shards = []
     for size in sorted(table, key=lambda size: (size.unit, size.tensor)):
@@ -386,20 +393,23 @@ def own_shards(base: BasePlan, table: Sequence[TensorSize]) -> tuple[Shard, ...]
             known = base.alone or size.unit not in base.apart or not nbytes
             if not known and base.rank not in base.holders.get(size.unit, ()):
                 raise InvalidJobError(
-                    f"{size.tensor} of {size.unit} was not there at the first save, when ranks "
-                    f"agreed on who captures parts of it; make the first save after the first step "
-                    f"of the optimizer"
+                    f"{size.tensor} of {size.unit} did not exist at the first save, when ranks "
+                    f"agreed which of them captures its parts; make the first save after the first "
+                    f"step of the optimizer"
                 )
             shards.append(Shard(unit=size.unit, tensor=size.tensor, start=start, nbytes=nbytes))
     return tuple(shards)
 
 
 def _own_ranges(base: BasePlan, size: TensorSize) -> tuple[tuple[int, int], ...]:
+    """Return (start, bytes) of the ranges of a tensor that this rank captures."""
+    # A tensor that the agreed plan contains.
     whole = ((0, size.nbytes),)
     if base.alone or size.private:
         return whole
     if base.tables.get(size.tensor) == size:
         return base.shards[base.rank].get(size.tensor, ())
+    # A newer tensor follows the rules: like its parameter or master, or else whole to one rank.
     topology = base.topology
     replicas = (
         topology.expert_replicas(base.rank)
@@ -409,13 +419,13 @@ def _own_ranges(base: BasePlan, size: TensorSize) -> tuple[tuple[int, int], ...]
     beside = base.casts.get(size.tensor, str(TensorName.parse(size.tensor).base))
     parameter = base.tables.get(beside)
     if parameter is not None and parameter.shape == size.shape and parameter.nbytes:
-        # Elements of the state follow the elements of its parameter, weights those of their master.
+        # States are divided like their parameter, and weights like their master.
         ranges = base.shards[base.rank].get(parameter.tensor, ())
         return tuple(
             (start * size.nbytes // parameter.nbytes, nbytes * size.nbytes // parameter.nbytes)
             for start, nbytes in ranges
         )
-    if size.unit in base.apart:  # the rank that captures its other parts
+    if size.unit in base.apart:  # One of the ranks that capture its other parts.
         holders = base.holders.get(size.unit, ())
         replicas = tuple(rank for rank in replicas if rank in holders) or replicas
     owner = replicas[xxhash.xxh3_64_intdigest(size.tensor.encode()) % len(replicas)]
@@ -430,15 +440,18 @@ def layout_of(
     sources: Sequence[TensorSource] = (),
     masters: Mapping[str, str] | None = None,
 ) -> Layout:
-    """Lay out a slot that holds `shards` and extras of about `extras_bytes`.
-
-    `sources` describe the whole tensors that the local ones are parts of; offsets do not depend on
-    them. Shards of weights in `masters` get no room where the same elements of their master have
-    some.
+    """Lay out a slot for `shards` and for extras of about `extras_bytes`.
 
     Experts that snapshots may leave out come last, each on pieces of its own, followed by its
     gradients, also on pieces of their own.
+
+    Args:
+        sources: live tensors, which describe the whole tensors to which they belong. Offsets do not
+            depend on them.
+        masters: weights → masters that round to them. A shard of such weights gets no room if the
+            layout has the same elements of the master.
     """
+    # Place each shard behind the previous one.
     rank, topology, apart = base.rank, base.topology, base.apart
     sizes = {size.tensor: size for size in table}
     wholes = {source.name: source.whole for source in sources}
@@ -461,6 +474,7 @@ def layout_of(
     entries_of: dict[str, list[Entry]] = {}
     for entry in entries:
         entries_of.setdefault(entry.tensor, []).append(entry)
+    # Leave room for the extras to grow, and let weights without room refer to their masters.
     extras_offset = round_up(end, base.piece_bytes if apart else TENSOR_ALIGNMENT)
     room = round_up(extras_offset + extras_bytes * 5 // 4 + EXTRAS_SPARE_BYTES, PAGE_BYTES)
     return Layout(
@@ -504,12 +518,12 @@ def _entry(shard: Shard, size: TensorSize, whole: Whole, offset: int) -> Entry:
 def _casts_among(
     shards: Sequence[Shard], sizes: Mapping[str, TensorSize], masters: Mapping[str, str]
 ) -> dict[Shard, Shard]:
-    """Shards of weights → the shards of their masters with the same elements, for those weights in
-    `masters` where one of `shards` holds these elements."""
+    """Map shards of the weights in `masters` to the shards of their masters with the same elements,
+    if `shards` has these."""
     by_name: dict[str, list[Shard]] = {}
     for shard in shards:
         by_name.setdefault(shard.tensor, []).append(shard)
-    found: dict[Shard, Shard] = {}
+    covered: dict[Shard, Shard] = {}
     for name in by_name.keys() & masters.keys():
         master = masters[name]
         if master not in by_name:
@@ -519,13 +533,13 @@ def _casts_among(
             low, nbytes = shard.start * wider, shard.nbytes * wider
             for part in by_name[master]:
                 if part.start <= low and low + nbytes <= part.start + part.nbytes and nbytes:
-                    found[shard] = replace(part, start=low, nbytes=nbytes)
-    return found
+                    covered[shard] = replace(part, start=low, nbytes=nbytes)
+    return covered
 
 
 def _offset_of(entries: Sequence[Entry], shard: Shard) -> int:
-    """Offset in the slot of the first byte of `shard`, which lies within one of `entries`, all of
-    its tensor."""
+    """Return the offset in the slot of the first byte of `shard`, which lies within one of the
+    `entries` of its tensor."""
     return next(
         entry.offset + shard.start - entry.start
         for entry in entries
@@ -544,7 +558,7 @@ def same_places(old: Layout, new: Layout) -> bool:
 
 
 def moves_of(layout: Layout, sources: Sequence[TensorSource]) -> CopyPlan:
-    """Plan the copies between a slot of `layout` and `sources`, for which it was made."""
+    """Plan the copies between a slot of `layout` and the `sources` of that layout."""
     by_name = {source.name: source for source in sources}
     ranges: list[tuple[int, int, torch.Tensor]] = []
     staged = []

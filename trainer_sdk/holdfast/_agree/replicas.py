@@ -1,8 +1,9 @@
-"""Agreement of all ranks before the first save: who captures what, and are replicas really equal?
+"""The agreement of all ranks before the first save: which rank captures what, and whether replicas
+are really equal.
 
-A wrongly declared topology would lose experts silently: ranks that hold different bytes would each
-capture their share of "the same" unit. So all ranks exchange their tables and, for each shared
-unit, a hash of its live bytes; every rank reaches the same verdict from the same data.
+A wrong topology would lose experts silently: ranks with different bytes would each capture a share
+of what they take for the same unit. So all ranks exchange their tables and, for each shared unit, a
+digest of its live bytes. Every rank reaches the same verdict, because it comes from the same data.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from holdfast._agree.exchange import Exchange
 from holdfast._agree.plan import (
     BasePlan,
     CaptureRules,
-    agreed_casts,
+    find_agreed_casts,
     plan_alone,
     plan_together,
     table_of,
@@ -33,24 +34,24 @@ from holdfast_core.topology import Topology
 
 
 class UnitDigests(msgspec.Struct, frozen=True):
-    """Digests of what one rank holds and others may hold as well, by unit."""
+    """Digests of the units of one rank that other ranks may hold as well."""
 
     shared: dict[str, int] = {}
-    """Unit → digest, for units that replicas by the topology hold as well."""
+    """Unit → digest, for units that other ranks hold according to the topology."""
     seated: dict[str, int] = {}
-    """Expert → digest, for those in this rank's seats: any other ranks may have copies."""
+    """Expert → digest, for the experts in this rank's seats, of which any rank may have a copy."""
 
 
 class ReplicaStatement(msgspec.Struct, frozen=True, kw_only=True):
-    """Statement of one rank before the first save."""
+    """The statement of one rank before the first save."""
 
     step: int
     table: tuple[TensorSize, ...]
     extras_bytes: int
     digests: UnitDigests | None = None
-    """None when not checked."""
+    """None if replicas are not checked."""
     casts: dict[str, str] = {}
-    """Compute weights that are the rounded copies of their masters → the masters."""
+    """Compute weights that equal their rounded masters → their masters."""
 
 
 _STATEMENT = msgspec.json.Decoder(ReplicaStatement)
@@ -84,9 +85,9 @@ def agree(
     """Exchange statements and compute the base plan; see `plan_together`. Collective.
 
     Raises:
-        ReplicaMismatchError: on every rank; the message names a unit and ranks that hold different
-            bytes of it.
-        UnreachableError: when some rank does not take part.
+        ReplicaMismatchError: replicas differ; raised on every rank. The message names a unit, and
+            the ranks that hold different bytes.
+        UnreachableError: some rank does not take part.
     """
     if not exchange.together:
         return plan_alone(rank, topology, statement.table, rules, casts=statement.casts)
@@ -94,7 +95,7 @@ def agree(
     statements = [_STATEMENT.decode(text) for text in texts]
     tables = {r: one.table for r, one in enumerate(statements)}
     extras = {r: one.extras_bytes for r, one in enumerate(statements)}
-    casts = agreed_casts(
+    casts = find_agreed_casts(
         {r: one.casts for r, one in enumerate(statements)},
         {r: {size.tensor for size in table} for r, table in tables.items()},
     )
@@ -113,18 +114,18 @@ def digests_of(
     """Digest the live bytes of each unit that other ranks hold, or may hold, as well.
 
     Args:
-        sources: all tensors of this rank, also those that another rank captures.
-        fence: point after which the tensors are read on their device.
+        sources: all tensors of this rank, including those that another rank captures.
+        fence: point in the device's queue after which the tensors may be read.
     """
     seated = [one for one in sources if one.seats is not None]
     shared = [one for one in sources if not one.private and one.role not in BESIDE_STATE]
     copies = {one.unit for one in seated}
     units = {one.unit for one in shared if len(replicas_of(topology, rank, one.unit)) > 1}
     state = state_of_units(shared, units) | state_of_units(seated, copies)
-    found = digests_of_units(state, engine, fence)
+    digests = digests_of_units(state, engine, fence)
     return UnitDigests(
-        shared={str(unit): digest for unit, digest in found.items() if unit not in copies},
-        seated={str(unit): digest for unit, digest in found.items() if unit in copies},
+        shared={str(unit): digest for unit, digest in digests.items() if unit not in copies},
+        seated={str(unit): digest for unit, digest in digests.items() if unit in copies},
     )
 
 
@@ -133,20 +134,20 @@ def digests_of_units(
 ) -> dict[UnitKey, int]:
     """Digest the live tensors of each unit, on all threads of `engine`, after `fence`."""
     units = sorted(tensors)
-    found: dict[UnitKey, int] = {}
+    digests: dict[UnitKey, int] = {}
 
-    def look(index: int) -> None:
-        found[units[index]] = digest_of(tensors[units[index]])
+    def digest_unit(index: int) -> None:
+        digests[units[index]] = digest_of(tensors[units[index]])
 
-    engine.each(look, len(units), fence)
-    return found
+    engine.each(digest_unit, len(units), fence)
+    return digests
 
 
 def differing(
     digests: Mapping[int, UnitDigests], topology: Topology
 ) -> list[tuple[UnitKey, list[int]]]:
-    """Find the units whose replicas have different digests, each with the first of its ranks and
-    the ranks that differ from it. Ranks that are not among `digests` are not compared."""
+    """Find the units whose replicas have different digests. Return each with its first rank and the
+    ranks that differ from that one. Ranks without `digests` are not compared."""
     shared = {rank: one.shared for rank, one in digests.items()}
     seated = {rank: one.seated for rank, one in digests.items()}
     return sorted([*_differing_replicas(shared, topology), *differing_copies(seated)])
@@ -186,7 +187,7 @@ def _differing_replicas(
 
 
 def replicas_of(topology: Topology, rank: int, unit: UnitKey) -> tuple[int, ...]:
-    """Ranks that hold the same `unit` as `rank`, including it."""
+    """Return the ranks that hold the same `unit` as `rank`, including `rank`."""
     if unit.kind is UnitKind.EXPERT:
         return topology.expert_replicas(rank)
     return topology.dense_replicas(rank)

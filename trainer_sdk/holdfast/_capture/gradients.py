@@ -95,7 +95,7 @@ class ExpertGradients:
     def settle(self) -> None:
         """Compare the watched samples after a step."""
 
-    def captured(self, generation: Generation, experts: Collection[UnitKey]) -> None:
+    def on_captured(self, generation: Generation, experts: Collection[UnitKey]) -> None:
         """Note that a snapshot with these experts is staged; training has not gone on. On the
         saver's thread."""
 
@@ -281,7 +281,7 @@ class Gradients(ExpertGradients):
 
     # --- around a snapshot; on the saver's thread -------------------------------------------------
 
-    def captured(self, generation: Generation, experts: Collection[UnitKey]) -> None:
+    def on_captured(self, generation: Generation, experts: Collection[UnitKey]) -> None:
         self._base, self._previous = generation, frozenset(experts)
         self._stepped, self._steps, self._staged = set(), 0, set()
 

@@ -17,7 +17,7 @@ from holdfast_core.snapshots.generations import Generation
 _NEWEST = 8
 
 
-class Measuring:
+class Durations:
     """Collector of durations. Any thread may call it."""
 
     def __init__(self, before: Measures = UNKNOWN) -> None:
@@ -31,7 +31,7 @@ class Measuring:
         self._network_bytes_s = 0
         self._lock = threading.Lock()
 
-    def saved(self, step: int, now_s: float) -> None:
+    def on_save_called(self, step: int, now_s: float) -> None:
         """Note that a save of `step` was called."""
         with self._lock:
             if self._last is not None and step > self._last[0]:
@@ -39,12 +39,12 @@ class Measuring:
                 self._steps_s.append(max(taken_s, 0.0) / (step - self._last[0]))
             self._last, self._stalled_s = (step, now_s), 0.0
 
-    def stalled(self, seconds: float) -> None:
+    def add_stall(self, seconds: float) -> None:
         """Add time that training waited for a snapshot."""
         with self._lock:
             self._stalled_s += seconds
 
-    def copied(self, generation: Generation, nbytes: int, began_s: float, now_s: float) -> None:
+    def on_copied(self, generation: Generation, nbytes: int, began_s: float, now_s: float) -> None:
         """Note that the new bytes of a snapshot are copied, and about to be protected."""
         with self._lock:
             self._copies.append((nbytes, now_s - began_s))
@@ -52,7 +52,7 @@ class Measuring:
             while len(self._unprotected) > _NEWEST:
                 del self._unprotected[min(self._unprotected)]
 
-    def protected(self, generation: Generation, now_s: float) -> None:
+    def on_protected(self, generation: Generation, now_s: float) -> None:
         """Note that the snapshot is protected."""
         with self._lock:
             nbytes, since_s = self._unprotected.pop(generation, (0, now_s))

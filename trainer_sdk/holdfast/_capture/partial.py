@@ -21,7 +21,7 @@ from holdfast._agree.expert_counts import Chosen, ExpertCounts
 from holdfast._agree.plan import BasePlan, CaptureRules, table_of
 from holdfast._capture.gradients import ExpertGradients
 from holdfast._capture.loss import Loss
-from holdfast._capture.measuring import Measuring
+from holdfast._capture.measuring import Durations
 from holdfast._capture.partial_state import START, PartialState
 from holdfast._capture.strategy import CaptureChoice, CaptureStrategy, SaveCall, SnapshotRecord
 from holdfast._capture.turns import Chooser, Turns
@@ -74,7 +74,7 @@ class PartialCapture(CaptureStrategy):
         self._counting = counting
         self._chooser: Chooser = counting
         self._wait_s = wait_s
-        self._measuring = Measuring()
+        self._measuring = Durations()
         self._table = NO_EXPERTS
         self._own: frozenset[UnitKey] = frozenset()
         """Experts that this rank captures, whole or in part."""
@@ -105,7 +105,7 @@ class PartialCapture(CaptureStrategy):
     def gradients(self) -> ExpertGradients:
         return self._gradients
 
-    def recovered(
+    def state_after_restore(
         self,
         state: PartialState,
         lost: Sequence[Mapping[str, int]],
@@ -116,7 +116,7 @@ class PartialCapture(CaptureStrategy):
     ) -> PartialState:
         if state == START:  # the line is of snapshots that captured everything
             return state
-        return state.recovered(lost, assigned, self._policy, epoch=epoch, line=line)
+        return state.recover(lost, assigned, self._policy, epoch=epoch, line=line)
 
     def resume(self, state: PartialState) -> None:
         self._ledger, self._account = state.ledger, state.account
@@ -124,7 +124,7 @@ class PartialCapture(CaptureStrategy):
         self._k = max(state.k, self._policy.first_k)
         self._first = state.ledger.snapshots
         self._marks = self._trying = state.marks
-        self._measuring = Measuring(state.measures)
+        self._measuring = Durations(state.measures)
 
     def on_agreed(self, plan: BasePlan, sources: Sequence[TensorSource]) -> CaptureStrategy:
         if not plan.experts.units:
@@ -191,8 +191,8 @@ class PartialCapture(CaptureStrategy):
         self._pieces = ExpertPieces(layout)
 
     def on_save_called(self, number: int, step: int, now_s: float) -> None:
-        self._measuring.saved(step, now_s)
-        self._chooser.called(number)
+        self._measuring.on_save_called(step, now_s)
+        self._chooser.on_save_called(number)
 
     def count(self, counts: Mapping[UnitKey, int], assigned: Mapping[int, int]) -> None:
         ledger = self._ledger
@@ -218,7 +218,7 @@ class PartialCapture(CaptureStrategy):
             SnapshotSkippedError: when this rank lacks a choice that other ranks may have, or has
                 changed its marks since it stated them, and it holds parts of experts.
         """
-        found = self._chooser.chosen(number, self._wait_s)
+        found = self._chooser.wait_choice(number, self._wait_s)
         if self._parts:
             self._check_choice(number, found)
         chosen: Collection[UnitKey] = self._own
@@ -255,7 +255,7 @@ class PartialCapture(CaptureStrategy):
         self._note_known()
         # Parts are stated only when the save has ended, because other ranks choose by statements.
         if not self._parts:
-            self._chooser.attempted(number)
+            self._chooser.on_save_decided(number)
         return choice
 
     def _not_carried(self, left_out: frozenset[UnitKey]) -> frozenset[UnitKey]:
@@ -276,13 +276,13 @@ class PartialCapture(CaptureStrategy):
         return left_out - self._own
 
     def on_stalled(self, seconds: float) -> None:
-        self._measuring.stalled(seconds)
+        self._measuring.add_stall(seconds)
 
     def on_staged(
         self, generation: Generation, choice: CaptureChoice, began_s: float, now_s: float
     ) -> None:
-        self.gradients.captured(generation, self._own.difference(choice.left_out))
-        self._measuring.copied(generation, choice.nbytes, began_s, now_s)
+        self.gradients.on_captured(generation, self._own.difference(choice.left_out))
+        self._measuring.on_copied(generation, choice.nbytes, began_s, now_s)
 
     def record(
         self,
@@ -310,10 +310,10 @@ class PartialCapture(CaptureStrategy):
 
     def on_ended(self, number: int) -> None:
         self._settle_marks()
-        self._chooser.attempted(number)
+        self._chooser.on_save_decided(number)
 
     def on_protected(self, generation: Generation, now_s: float) -> None:
-        self._measuring.protected(generation, now_s)
+        self._measuring.on_protected(generation, now_s)
 
     def close(self, timeout_s: float) -> None:
         self._chooser.close(timeout_s)

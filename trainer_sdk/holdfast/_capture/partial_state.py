@@ -145,7 +145,7 @@ class PartialState:
             if unit.kind is UnitKind.EXPERT and self.ledger.versions.get(unit)
         }
 
-    def returned(self, versions: Mapping[str, str]) -> tuple[PartialState, dict[str, int]]:
+    def return_experts(self, versions: Mapping[str, str]) -> tuple[PartialState, dict[str, int]]:
         """Return experts to these versions: the new state, and this rank's tokens lost by each.
 
         A rank whose save was skipped may lack a version that another rank captured; then the loss
@@ -171,7 +171,7 @@ class PartialState:
         returned = replace(self, ledger=ledger, replenishing=replenishing, marks=marks)
         return returned, {str(unit): tokens for unit, tokens in lost.items() if tokens}
 
-    def recovered(
+    def recover(
         self,
         lost: Sequence[Mapping[str, int]],
         assigned: Sequence[Mapping[str, int]],

@@ -118,7 +118,7 @@ class CaptureStrategy:
 
     # --- a world ----------------------------------------------------------------------------------
 
-    def recovered(
+    def state_after_restore(
         self,
         state: PartialState,
         lost: Sequence[Mapping[str, int]],

@@ -42,7 +42,7 @@ def tokens_of(state: PartialState, rank: int, versions: Mapping[str, str]) -> Ra
     Raises:
         InvalidJobError: when a version cannot be read.
     """
-    returned, lost = state.returned(versions)
+    returned, lost = state.return_experts(versions)
     return RankTokens(
         rank=rank,
         tokens={str(unit): n for unit, n in returned.ledger.tokens.items() if n},
@@ -52,7 +52,7 @@ def tokens_of(state: PartialState, rank: int, versions: Mapping[str, str]) -> Ra
     )
 
 
-def shared_of(state: PartialState) -> PartialState:
+def keep_shared(state: PartialState) -> PartialState:
     """Keep of a rank's state only what all ranks know alike."""
     if state == START:
         return START
@@ -63,7 +63,7 @@ def shared_of(state: PartialState) -> PartialState:
     )
 
 
-def taken_over(shared: PartialState, found: Iterable[RankTokens]) -> PartialState:
+def take_over(shared: PartialState, found: Iterable[RankTokens]) -> PartialState:
     """Make a new rank's state from what all old ranks knew, and the counts of those that it takes
     over."""
     if shared == START:

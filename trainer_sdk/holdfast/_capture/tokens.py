@@ -51,7 +51,7 @@ class Tokens:
         if assignments is not None:
             self._assignments[layer] = self._assignments.get(layer, 0) + assignments
 
-    def emptied(self) -> Tokens:
+    def empty_copy(self) -> Tokens:
         """Sums of the same kind to which nothing was added."""
         return Tokens(self._parts)
 
@@ -62,7 +62,7 @@ class Tokens:
             (expert → tokens that it processed, layer → tokens times the experts that each was sent
             to, dropped ones included).
         """
-        for (layer, assigns, _, _), numbers in self._fetched():
+        for (layer, assigns, _, _), numbers in self._fetch():
             self._add(layer, numbers, assigns=assigns)
         self._sums = {}
         counts = {
@@ -84,7 +84,7 @@ class Tokens:
         if assigns:
             self._assignments[layer] = self._assignments.get(layer, 0) + sum(numbers)
 
-    def _fetched(self) -> list[tuple[tuple[int, bool, int, torch.device], list[int]]]:
+    def _fetch(self) -> list[tuple[tuple[int, bool, int, torch.device], list[int]]]:
         """Fetch the sums as numbers, in one transfer for each device."""
         found = []
         for device in {key[-1] for key in self._sums}:

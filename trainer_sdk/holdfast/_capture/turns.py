@@ -19,13 +19,13 @@ from holdfast_core.snapshots.units import UnitKey
 class Chooser(Protocol):
     """Choice of the experts of each save; see `ExpertCounts`."""
 
-    def called(self, number: int) -> None:
+    def on_save_called(self, number: int) -> None:
         """Note that save `number` was called. For the training thread."""
 
-    def attempted(self, number: int) -> None:
+    def on_save_decided(self, number: int) -> None:
         """Note that it is settled whether save `number` is attempted."""
 
-    def chosen(self, number: int, wait_s: float) -> Chosen | None:
+    def wait_choice(self, number: int, wait_s: float) -> Chosen | None:
         """Choice for save `number`; None when it is not there within `wait_s`."""
 
     def no_rank_chooses(self, number: int) -> bool:
@@ -52,13 +52,13 @@ class Turns:
     ) -> None:
         self._table, self._own, self._k, self._ledger = table, own, k, ledger
 
-    def called(self, number: int) -> None:
+    def on_save_called(self, number: int) -> None:
         pass
 
-    def attempted(self, number: int) -> None:
+    def on_save_decided(self, number: int) -> None:
         pass
 
-    def chosen(self, number: int, wait_s: float) -> Chosen | None:
+    def wait_choice(self, number: int, wait_s: float) -> Chosen | None:
         ledger = self._ledger()
         turn = select_sequential(self._table, self._k, number, uncaptured=ledger.uncaptured)
         return Chosen(NO_COUNTS, tuple(self._overdue(ledger, number).union(turn.units)))

@@ -103,7 +103,7 @@ class WindowCapture(CaptureStrategy):
         if self._origin is None:
             self._origin = step
         if self._schedule.window:
-            self._deciding.ended(max(self._number(step), 0))
+            self._deciding.on_windows_ended(max(self._number(step), 0))
 
     def slot(self, step: int) -> int | None:
         """Slot of the save of `step`; None for the first of a session, which captures all."""

@@ -1,8 +1,8 @@
 """Mapping of this rank's arena into this process, from the descriptor that the daemon passed.
 
-`mmap.mmap` would duplicate the descriptor, and a duplicate in a forked data-loader worker keeps the
-arena claimed after the trainer has died. So the mapping is made with libc, is not inherited by
-children (MADV_DONTFORK), and children close the descriptor and the connection as they start.
+`mmap.mmap` would duplicate the descriptor, and a duplicate in a forked data-loader worker would
+keep the arena claimed after the trainer has died. So the mapping is made with libc, children do not
+inherit it (MADV_DONTFORK), and children close the descriptor and the connection when they start.
 
 Callers must not touch `address` or a view after `close`.
 """
@@ -47,10 +47,10 @@ class MappedArena:
     """Bytes [0, nbytes) of an arena, mapped shared.
 
     For writing, every page is present from the start. For reading, each page is mapped once, by
-    `populate` or on its first read: with small pages that costs as much as `pread` does.
+    `populate` or on its first read; with small pages that takes as long as `pread`.
 
     Raises:
-        StorageError: when the kernel refuses the mapping, or the file is shorter than it.
+        StorageError: the kernel refuses the mapping, or the file is shorter than the mapping.
     """
 
     def __init__(
@@ -91,13 +91,13 @@ class MappedArena:
         _libc.madvise(address, nbytes, mmap.MADV_DONTFORK)
 
     def view(self, start: int, nbytes: int) -> memoryview:
-        """Bytes [start, start + nbytes) of the mapping, without a copy."""
+        """View the bytes [start, start + nbytes) of the mapping."""
         assert self.address and 0 <= start <= start + nbytes <= self.nbytes, (start, nbytes)
         view = memoryview((ctypes.c_ubyte * nbytes).from_address(self.address + start)).cast("B")
         return view if self._writable else view.toreadonly()
 
     def close(self) -> None:
-        """Unmap and give up the claim. Repeating it is harmless."""
+        """Unmap the arena and release the claim. Calling it again has no effect."""
         if self.address:
             _libc.munmap(self.address, self.nbytes)
             self.address = 0
@@ -105,8 +105,8 @@ class MappedArena:
         _open.discard(self)
 
     def close_later(self) -> None:
-        """Call `close` on a thread of its own: unmapping goes page by page, and the caller need not
-        wait for it."""
+        """Call `close` on a separate thread: unmapping proceeds page by page, and the caller need
+        not wait for it."""
         threading.Thread(target=self.close, name="holdfast-unmap", daemon=True).start()
 
     def _close_files(self) -> None:
@@ -118,7 +118,7 @@ class MappedArena:
             self._connection = None
 
     def _forget_in_child(self) -> None:
-        self.address = 0  # not inherited
+        self.address = 0  # The mapping is not inherited.
         self._close_files()
 
 
@@ -141,22 +141,24 @@ os.register_at_fork(after_in_child=_forget_all_in_child)
 
 
 def claim_arena(arena_socket: Path, token: str, nbytes: int, *, timeout_s: float) -> MappedArena:
-    """Claim the arena of `nbytes` that `token` entitles to write, from the daemon's arena socket.
+    """Claim the arena of `nbytes` that `token` allows this process to write, from the daemon's
+    arena socket.
 
-    The connection stays open as long as the arena: by its end the daemon recognises that this
-    process is gone.
+    The connection stays open as long as the arena. Its end tells the daemon that this process is
+    gone.
 
     Raises:
-        UnreachableError: when the socket does not answer in `timeout_s`.
-        RankInUseError: when another living process holds the arena.
-        HoldfastError: any other error that the daemon answers.
+        UnreachableError: the socket does not answer within `timeout_s`.
+        RankInUseError: another living process holds the arena.
+        HoldfastError: any other error with which the daemon answers.
     """
     descriptor, connection = _receive(arena_socket, token, timeout_s)
     return MappedArena(descriptor, nbytes, connection)
 
 
 def read_arena(arena_socket: Path, token: str, nbytes: int, *, timeout_s: float) -> MappedArena:
-    """Map the arena of `nbytes` that `token` entitles to read. Raises as `claim_arena` does."""
+    """Map the arena of `nbytes` that `token` allows this process to read. Raises as
+    `claim_arena`."""
     descriptor, connection = _receive(arena_socket, token, timeout_s)
     connection.close()
     return MappedArena(descriptor, nbytes, writable=False)

@@ -1,12 +1,12 @@
-"""Copies in the idle time of a pipeline stage (MoEtion §5.3, algorithm 4).
+"""Copying in the idle time of a pipeline stage (MoEtion §5.3, algorithm 4).
 
-The training loop marks when it waits for another stage; the schedule counts on the idle time that
-every recent step had. This module hands out the blocks of a capture: those that fit into the
-bubbles while one is open, the others beside the computation. Blocks that are left when training
-needs its tensors are handed out at once; so are those left when the time of a step has passed
-without the expected bubbles.
+The training loop marks the times in which it waits for another stage, the bubbles. The schedule
+relies on the idle time that all recent steps had. This module hands out the blocks of a capture:
+blocks that fit into the bubbles while a bubble is open, and the others during the computation. The
+remaining blocks are handed out immediately once training needs its tensors, or once the duration of
+a step has passed without the expected bubbles.
 
-It must not be used without pipeline parallelism: there are no bubbles then.
+It must not be used without pipeline parallelism, because there are no bubbles then.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from dataclasses import dataclass
 from holdfast_core.experts.bubbles import CopySchedule, common_windows, schedule_copies
 
 STEPS_KEPT = 4
-"""Number of steps with a snapshot whose bubbles are remembered."""
+"""Number of recent steps with a snapshot whose bubbles the schedule considers."""
 
 
 @dataclass(frozen=True, slots=True)
 class PieceBlock:
-    """Pieces that are copied together."""
+    """A block of pieces that are copied together."""
 
     first: int
     """Number of the first piece."""
     nbytes: int
-    """Bytes of the pieces that are copied."""
+    """Number of bytes to copy."""
 
 
 class Bubbles:
-    """Idle times of this rank's stage, as marked by its training loop.
+    """The idle times of this rank's stage, which its training loop marks.
 
     Args:
         stages: number of the pipeline's stages, at least 2.
@@ -48,19 +48,19 @@ class Bubbles:
         self._steps: deque[list[float]] = deque(maxlen=STEPS_KEPT)
         """Seconds of the bubbles between a save and the next change of the tensors."""
         self._step: list[float] | None = None
-        """Bubbles of the step under way, in seconds; None while tensors may change."""
+        """Durations of the bubbles in the present step; None while tensors may change."""
         self._open = False
         self._began_s, self._step_s = clock(), 0.0
         self._bytes_s = 0.0
         """Measured speed at which blocks are copied; 0 before the first capture has ended."""
         self.waited_s = 0.0
-        """Time of the newest capture in which none of its threads copied, for want of a bubble."""
+        """Time in which no thread of the newest capture copied, because there was no bubble."""
 
     # --- the training thread ----------------------------------------------------------------------
 
     @contextmanager
     def bubble(self) -> Iterator[None]:
-        """Mark a time in which the stage waits for another one."""
+        """Mark the block as a time in which this stage waits for another one."""
         with self._changed:
             self._open = True
             self._changed.notify_all()
@@ -74,14 +74,15 @@ class Bubbles:
                     self._step.append(self._clock() - began_s)
 
     def begin(self) -> None:
-        """Begin a snapshot: from here on tensors stay as they are."""
+        """Begin a snapshot: from now on tensors do not change, until `end`."""
         with self._changed:
             now = self._clock()
             self._began_s, self._step_s = now, now - self._began_s
             self._step = []
 
     def end(self) -> None:
-        """End the step, as tensors are about to change: remaining blocks are handed out at once."""
+        """End the step, because training needs its tensors: the remaining blocks are handed out
+        immediately."""
         with self._changed:
             if self._step is not None:
                 self._steps.append(self._step)
@@ -91,18 +92,18 @@ class Bubbles:
     # --- the copying threads ----------------------------------------------------------------------
 
     def feed(self, blocks: Sequence[PieceBlock]) -> Feed:
-        """Make the feed that hands out the blocks of one capture to the threads that call it."""
+        """Make the feed that hands out the blocks of one capture to its threads."""
         return Feed(self, blocks)
 
     def schedule(self, nbytes: int) -> CopySchedule:
-        """Schedule the bytes of a capture that are kept for bubbles; none until both bubbles and
-        speed have been measured."""
+        """Decide how many bytes of a capture are kept for bubbles; none until the bubbles and the
+        speed of copies have been measured."""
         windows_s = common_windows(self._steps) if self._bytes_s else ()
         return schedule_copies(nbytes, self._bytes_s or 1.0, windows_s, stages=self._stages)
 
 
 class Feed:
-    """Blocks of one capture, in the order in which threads are to copy them."""
+    """The blocks of one capture, in the order in which its threads copy them."""
 
     def __init__(self, bubbles: Bubbles, blocks: Sequence[PieceBlock]) -> None:
         self._bubbles = bubbles
@@ -110,7 +111,7 @@ class Feed:
         with bubbles._changed:
             self.schedule = bubbles.schedule(self._nbytes)
         self._kept: deque[int] = deque()
-        """First pieces of the blocks that are kept for bubbles."""
+        """First pieces of the blocks to copy in bubbles."""
         self._free: deque[int] = deque()
         """First pieces of the other blocks."""
         left = self.schedule.bubble_bytes
@@ -119,15 +120,15 @@ class Feed:
             (self._kept if left >= 0 else self._free).append(block.first)
         self._created_s = bubbles._clock()
         self._copying: set[int] = set()
-        """Threads that copy a block."""
+        """Threads that are copying a block."""
         self._since_s = 0.0
         """Time at which the first of these threads began."""
         self._copying_s = 0.0
-        """Time in which at least one thread copied, without the stretch under way."""
+        """Time in which at least one thread copied, until all of them last paused."""
 
     def __call__(self) -> int | None:
-        """Wait until the next block may be copied; return its first piece, or None when no block
-        is left."""
+        """Wait until the next block may be copied. Return its first piece, or None if no block is
+        left. Each thread of the capture calls it repeatedly."""
         bubbles, me = self._bubbles, threading.get_ident()
         with bubbles._changed:
             if me in self._copying:
@@ -145,8 +146,8 @@ class Feed:
             return first
 
     def _measure(self) -> None:
-        """Record how long the copies took, without the time in which all threads waited, once all
-        blocks are copied."""
+        """Record the duration of the copies without the time in which all threads waited. Called
+        when all blocks are copied."""
         bubbles, copying_s = self._bubbles, self._copying_s
         bubbles.waited_s = bubbles._clock() - self._created_s - copying_s
         if copying_s:

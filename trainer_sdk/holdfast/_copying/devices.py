@@ -22,20 +22,20 @@ from typing import Protocol
 
 import torch
 
-from holdfast._copying.pinning import Buffers, Pinning
+from holdfast._copying.pinning import Buffers, PinnedMapping
 from holdfast_core.errors import InvalidJobError
 
 GROUPS_AHEAD = 2
-"""Groups that a device copies before someone waits for them, unless there is no time to lose."""
+"""Number of groups that a device copies ahead of the threads that hash, unless training waits."""
 
 Fence = object
-"""Point in the training stream that copies must come after; only the device that made it can read
-it."""
+"""A point in the training stream after which copies may begin. Only the device that made it can
+interpret it."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMove:
-    """Bytes of a tensor on a device, and their range in the slot."""
+    """A tensor on a device, and the range of its bytes in the slot."""
 
     start: int
     nbytes: int
@@ -44,62 +44,63 @@ class DeviceMove:
 
 
 class Download(Protocol):
-    """Copies into a slot that a device makes by itself, little ahead of those who wait for them."""
+    """Copies into a slot that a device makes by itself, a little ahead of the waiting threads."""
 
     def wait(self, group: int) -> None:
-        """Return when the bytes of a group are in the slot. Any thread, any number of times."""
+        """Wait until the bytes of a group are in the slot. Any thread may call it, repeatedly."""
 
     def hurry(self) -> None:
-        """Begin all copies that are left. Any thread, any number of times."""
+        """Begin all remaining copies. Any thread may call it, repeatedly."""
 
     def is_over(self) -> bool:
-        """Whether the bytes of all groups are in the slot. Called by one thread."""
+        """Whether the bytes of all groups are in the slot. Only one thread calls it."""
 
 
 class Device(Protocol):
-    """Device that copies between a slot and tensors that are not in host memory."""
+    """A device that copies between a slot and tensors outside of host memory."""
 
     def register(self, address: int, nbytes: int) -> None:
-        """Pin an arena's mapping, so that copies into it are direct, where that is possible."""
+        """Pin an arena's mapping if possible, so that copies into it are direct."""
 
     def unregister(self) -> None:
-        """Unpin it, before it is unmapped. Returns when no copy into it is under way."""
+        """Unpin the mapping. Called before it is unmapped. Returns when no copy into it is in
+        progress."""
 
     def fence(self) -> Fence:
-        """Make a fence behind the work queued so far on the current streams. Called by the training
-        thread."""
+        """Make a fence behind the work that is queued on the current streams. The training thread
+        calls it."""
 
     def has_passed(self, fence: Fence) -> bool:
-        """Whether the device has done what was queued before the fence."""
+        """Whether the device has done all work that was queued before the fence."""
 
     def after(self, fence: Fence) -> AbstractContextManager[None]:
-        """Run this thread's tensor operations after the fence, beside training."""
+        """Run this thread's tensor operations after the fence, concurrently with training."""
 
     def download(
         self, groups: Sequence[Sequence[DeviceMove]], slot: memoryview, fence: Fence
     ) -> Download | None:
-        """Make the copies of all groups into the slot, which must be pinned; None where it is not.
+        """Make a download of all groups into the slot. Return None if the slot is not pinned.
 
         Raises:
-            InvalidJobError: when a tensor is on a device that had none when the session began.
+            InvalidJobError: a tensor is on a device that had no tensors when the session began.
         """
 
     def fetch(self, moves: Sequence[DeviceMove], slot: memoryview, fence: Fence) -> None:
-        """Copy into the slot, pinned or not, after the fence. Returns when the bytes have arrived.
-        Called by any thread; raises what `download` does."""
+        """Copy into the slot after the fence, whether it is pinned or not. Returns when the bytes
+        have arrived. Any thread may call it. Raises as `download`."""
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        """Allocate host memory to read into: uint8 [nbytes]."""
+        """Allocate host memory for `upload`: uint8 [nbytes]."""
 
     def upload(
         self, moves: Sequence[DeviceMove], buffer: torch.Tensor, start: int, fence: Fence
     ) -> None:
-        """Copy from `buffer`, which holds the slot's bytes from `start` on, to the device, after
-        the fence. Returns when they have arrived. Called by any thread."""
+        """Copy to the device, after the fence. `buffer` has the bytes of the slot from `start` on.
+        Returns when the bytes have arrived. Any thread may call it."""
 
 
 class GroupCopy(Protocol):
-    """Copies of a group, which have begun."""
+    """The copies of a group, which have begun."""
 
     def wait(self) -> None: ...
 
@@ -107,7 +108,7 @@ class GroupCopy(Protocol):
 
 
 class PacedDownload:
-    """Download that begins its copies when they are needed.
+    """A download that begins its copies when they are needed.
 
     A device that copies everything at once slows down what it computes meanwhile.
 
@@ -120,7 +121,7 @@ class PacedDownload:
         self._groups, self._begin = groups, begin
         self._begun: list[GroupCopy] = []
         self._arrived = 0
-        """Groups that were there when someone looked."""
+        """Number of groups known to have arrived."""
         self._lock = threading.Lock()
 
     def wait(self, group: int) -> None:
@@ -138,13 +139,13 @@ class PacedDownload:
     def _begin_until(self, end: int) -> None:
         end = min(end, self._groups)
         while len(self._begun) < end:
-            with self._lock:  # not longer: others wait for a group that has begun
+            with self._lock:  # Only for one group: other threads wait for groups that have begun.
                 if len(self._begun) < end:
                     self._begun.append(self._begin(len(self._begun)))
 
 
 class CpuDevice:
-    """Stand-in for a device: all tensors are in host memory."""
+    """The device of a process whose tensors are all in host memory."""
 
     def register(self, address: int, nbytes: int) -> None:
         del address, nbytes
@@ -172,7 +173,7 @@ class CpuDevice:
     def fetch(self, moves: Sequence[DeviceMove], slot: memoryview, fence: Fence) -> None:
         del slot, fence
         for move in moves:
-            raise _moved(move.flat.device)
+            raise _moved_device_error(move.flat.device)
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
@@ -182,11 +183,11 @@ class CpuDevice:
     ) -> None:
         del buffer, start, fence
         for move in moves:
-            raise _moved(move.flat.device)
+            raise _moved_device_error(move.flat.device)
 
 
 class CudaDevice:
-    """CUDA devices of a process: usually one.
+    """The CUDA devices of a process, usually one.
 
     Args:
         indices: numbers of the devices, at least one.
@@ -195,24 +196,24 @@ class CudaDevice:
     def __init__(self, indices: Sequence[int]) -> None:
         self._streams = {index: torch.cuda.Stream(index) for index in indices}
         self._first = indices[0]
-        self._pinning = Pinning(torch.cuda.cudart(), self._consume_error)
+        self._pinning = PinnedMapping(torch.cuda.cudart(), self._consume_error)
         self._own = threading.local()
         """The buffer of each copying thread."""
         self._buffers = Buffers()
 
     def register(self, address: int, nbytes: int) -> None:
-        with torch.cuda.device(self._first):  # otherwise the first device gets a context, too
+        with torch.cuda.device(self._first):  # Otherwise device 0 would get a context as well.
             self._pinning.pin(address, nbytes)
 
     def unregister(self) -> None:
-        with suppress(RuntimeError):  # of work before: then nothing is under way any more
+        with suppress(RuntimeError):  # Earlier work has failed: then nothing is in progress.
             for stream in self._streams.values():
                 stream.synchronize()
         with torch.cuda.device(self._first):
             self._pinning.release()
 
     def _consume_error(self) -> None:
-        """Launch a kernel: torch reads CUDA's last error after each launch, which clears it."""
+        """Launch a kernel. After each launch torch reads CUDA's last error, which clears it."""
         with suppress(RuntimeError):
             torch.ones(1, device=torch.device("cuda", self._first))
 
@@ -286,15 +287,17 @@ class CudaDevice:
         arrival.wait()
 
     def _streams_of(self, moves: Sequence[DeviceMove]) -> list[torch.cuda.Stream]:
-        """Streams on which the copies of `moves` run."""
+        """Return the streams on which the copies of `moves` run."""
         indices = {move.flat.get_device() for move in moves}
         if indices.issubset(self._streams):
             return [self._streams[index] for index in indices]
-        raise _moved(next(m.flat for m in moves if m.flat.get_device() not in self._streams).device)
+        raise _moved_device_error(
+            next(m.flat for m in moves if m.flat.get_device() not in self._streams).device
+        )
 
 
 class _Arrival:
-    """End of what is queued on `streams`."""
+    """The end of the work that is queued on `streams`."""
 
     def __init__(self, streams: Sequence[torch.cuda.Stream]) -> None:
         self._events = [_mark(stream) for stream in streams]
@@ -308,13 +311,13 @@ class _Arrival:
 
 
 def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """Event behind the work of a stream; a thread that waits for it leaves its core to others."""
+    """Record an event behind the work of a stream. A thread that waits for it yields its core."""
     event = torch.cuda.Event(blocking=True)
     event.record(stream)
     return event
 
 
-def _moved(device: torch.device) -> InvalidJobError:
+def _moved_device_error(device: torch.device) -> InvalidJobError:
     return InvalidJobError(
         f"a tensor is on {device}, where no parameter was when the session began; call "
         f"holdfast.init after the model has moved to its devices"
@@ -322,6 +325,6 @@ def _moved(device: torch.device) -> InvalidJobError:
 
 
 def device_of(tensors: Iterable[torch.Tensor]) -> Device:
-    """Choose the device for `tensors`: CUDA when any of them is on it."""
+    """Choose the device for `tensors`: CUDA if any of them is there."""
     indices = sorted({tensor.get_device() for tensor in tensors if tensor.is_cuda})
     return CudaDevice(indices) if indices else CpuDevice()

@@ -1,16 +1,16 @@
-"""Copy engine: one copy per byte, hashed or verified while the piece is in cache.
+"""The copy engine: it copies each byte once, and hashes or verifies it while it is in cache.
 
-Capture copies each piece of a slot from the live tensors and hashes it; restore copies each piece
-out and verifies it. Threads live as long as the engine and take blocks of pieces in turn; memmove
-and xxh3 both run without the interpreter's lock. Measured: two threads take as long as a plain
-memcpy, one 1.2 times that.
+A capture copies each piece from the live tensors into a slot and hashes it. A restore copies each
+piece out of a slot and verifies it. The threads live as long as the engine and take blocks of
+pieces in turn; memmove and xxh3 both run without the interpreter's lock. Measured: two threads take
+as long as a plain memcpy, and one thread takes 1.2 times as long.
 
-A device that copies by itself is several times as fast as a thread that hashes, and slows down what
-it computes meanwhile. So its copies keep little ahead of the hashes, until training needs the
-tensors: then the device copies what is left at once, capture states that everything is copied, and
-goes on to hash what is in the slot while tensors change.
+A device that copies by itself is several times as fast as a thread that hashes, but its copies slow
+down its computations. So the copies stay only a little ahead of the hashes, until training needs
+the tensors. Then the device copies the rest at once, the capture reports that everything is copied,
+and it continues to hash the slot while training changes the tensors.
 
-Everything that can be worked out beforehand is in the `CopyPlan`. This module must not depend on
+The `CopyPlan` contains everything that can be computed beforehand. This module must not depend on
 units, ranks or daemons.
 """
 
@@ -43,33 +43,33 @@ BLOCK_PIECES = 16
 """Number of pieces that a thread takes at a time: 4 MiB, a fraction of a millisecond of work."""
 
 GROUP_BLOCKS = 4
-"""Number of blocks that a device copies at a time: 16 MiB, beside which the microseconds that it
-takes to begin a copy hardly count."""
+"""Number of blocks that a device copies at a time: 16 MiB, so that the microseconds that it takes
+to begin a copy hardly count."""
 
 _memmove = ctypes.memmove
 
 Digests = npt.NDArray[np.uint64]
 
 HostMove = tuple[int, int, int]
-"""Triple (first byte in the slot, address of the tensor's bytes, number of bytes), within one
-piece."""
+"""Triple of the first byte in the slot, the address of the tensor's bytes and the number of bytes;
+all within one piece."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopyPlan:
-    """Ranges to copy between a slot and live tensors."""
+    """The ranges to copy between a slot and live tensors."""
 
     piece_bytes: int
     host_moves: tuple[tuple[HostMove, ...], ...]
     """Ranges of tensors in host memory, by piece."""
     device_moves: tuple[tuple[DeviceMove, ...], ...] = ()
-    """Ranges of tensors on a device, by block of pieces; empty without any."""
+    """Ranges of tensors on a device, by block of pieces; empty if there are none."""
     device_groups: tuple[tuple[DeviceMove, ...], ...] = ()
-    """The same by group of blocks."""
+    """The same ranges by group of blocks."""
     staged: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
-    """Pairs (contiguous staging tensor, live tensor) for tensors that are not contiguous."""
+    """Pairs of a contiguous staging tensor and a live tensor that is not contiguous."""
     gather: Gather = field(default=Gather())
-    """Small tensors on a device, for which `device_moves` has runs."""
+    """Small tensors on a device, which `device_moves` copies together in runs."""
 
 
 def _nothing() -> None:
@@ -82,7 +82,7 @@ def _always() -> bool:
 
 
 class BadPieceError(Exception):
-    """A piece does not match its checksum; the caller can name the tensors in it."""
+    """A piece does not match its checksum. The caller can name the tensors in it."""
 
     def __init__(self, piece: int) -> None:
         super().__init__(f"piece {piece} does not match its checksum")
@@ -90,7 +90,7 @@ class BadPieceError(Exception):
 
 
 class CopyEngine:
-    """Engine that copies with `threads` threads: the calling one and its own."""
+    """Engine that copies with `threads` threads, including the calling one."""
 
     def __init__(self, threads: int, device: Device) -> None:
         self._device = device
@@ -108,21 +108,21 @@ class CopyEngine:
         copied: Callable[[], None] = _nothing,
         hurry: Callable[[], bool] = _always,
     ) -> Digests:
-        """Copy all tensors into the target, and hash the pieces that they fill; `finish` writes the
+        """Copy all tensors into the target, and hash the pieces that they fill. `finish` writes the
         rest.
 
         Args:
-            fence: point that the copies must come after on the device.
-            skip: pieces that are left as they are, bool [at most as many as hold tensors]; none of
-                them holds extras. None for no piece.
-            bubbles: idle times that schedule the copies; None copies everything now.
-            copied: called once, by the calling thread, when everything is copied: tensors may
-                change from then on. An error that it raises ends the capture.
-            hurry: whether training needs the tensors by now.
+            fence: point in the device's queue after which the copies may begin.
+            skip: pieces to leave unchanged, bool [at most the number of pieces with tensors]; no
+                piece with extras may be among them. None skips no piece.
+            bubbles: idle times that schedule the copies; None copies everything immediately.
+            copied: called once, on the calling thread, when everything is copied, so that tensors
+                may change. If it raises, the capture ends with that error.
+            hurry: returns whether training needs the tensors now.
 
         Returns:
-            uint64 [pieces that hold tensors], xxh3-64 of each; 0 for those of `skip`, and for the
-            last one if extras begin in it.
+            uint64 [pieces with tensors]: the xxh3-64 of each piece; 0 for skipped pieces, and for
+            the last piece if extras begin in it.
         """
         if plan.staged:
             with self._device.after(fence), torch.no_grad():
@@ -178,8 +178,8 @@ class CopyEngine:
         1.4 times as much. So when this raises, tensors may hold bytes that do not match; the caller
         must not use any of them then.
 
-        The tensors' device finishes what is queued on the calling thread's stream before it writes
-        them: kernels that initialise a model would otherwise overwrite what was restored.
+        The device finishes the work that is queued on the calling thread's stream before it writes
+        the tensors. Otherwise kernels that initialise a model could overwrite the restored bytes.
 
         Args:
             source: the snapshot; it must not be written meanwhile.
@@ -355,7 +355,7 @@ class _Capture:
             copied()
 
     def _copy_from_host(self, first: int) -> None:
-        """Copy what a block has of host memory: after runs of the device, which cover it."""
+        """Copy the host memory of a block, after runs of the device, which overwrite it."""
         for piece in self.blocks[first]:
             self._copy_piece(piece)
 
@@ -449,7 +449,7 @@ def plan_copy(
 def with_device_moves(
     plan: CopyPlan, moves: Sequence[DeviceMove], gathered_bytes_max: int
 ) -> CopyPlan:
-    """`plan` with `moves`, in the order of the slot, as what it copies from and to a device."""
+    """Complete `plan` with the `moves` from and to a device, which are in the order of the slot."""
     cut, gathered = gather(moves, plan.piece_bytes, gathered_bytes_max)
     block_bytes = plan.piece_bytes * BLOCK_PIECES
     return replace(
@@ -492,8 +492,8 @@ def _blocks(count: int, skip: Flags | None) -> dict[int, Sequence[int]]:
 def _in_arena(
     moves: Sequence[Sequence[DeviceMove]], target: Placed, blocks: Mapping[int, Sequence[int]]
 ) -> tuple[tuple[DeviceMove, ...], ...]:
-    """Shift the moves of each block to the arena's offsets; leave out those of pieces that are not
-    copied."""
+    """Shift the moves of each block to the arena's offsets, and leave out the moves of skipped
+    pieces."""
     size = target.layout.piece_bytes
     return tuple(
         tuple(

@@ -1,11 +1,11 @@
-"""Pinned host memory, which a device copies from and to directly (REFT §4.1): arenas and buffers.
+"""Pinned host memory, to and from which a device copies directly (REFT §4.1): arenas and buffers.
 
-CUDA may refuse it: a sandbox does not let a process pin shared memory, a mapping is too large, or
-an earlier one was never released. Then copies go through a buffer or through plain memory, which
-is slower and as correct; the log states it once.
+CUDA may refuse to pin memory: a sandbox forbids it for shared memory, a mapping is too large, or an
+earlier mapping was never released. Then copies go through a buffer or through plain memory, which
+is slower but equally correct; this is logged once.
 
-CUDA's functions return codes, and a code that is not success stays behind in the calling thread:
-the next kernel that it launches would raise it, wherever that is. So it is consumed here.
+CUDA's functions return codes. An error code also stays behind in the calling thread, and the next
+kernel that the thread launches would raise it, wherever that is. So this module consumes it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DEFAULT_FLAGS = 0
 
 
 class HostRegistry(Protocol):
-    """Functions of CUDA's runtime, as `torch.cuda.cudart()` has them; they return error codes."""
+    """The functions of `torch.cuda.cudart()` that this module calls; they return error codes."""
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int, /) -> SupportsInt: ...
 
@@ -32,13 +32,14 @@ class HostRegistry(Protocol):
 
 
 class Buffers:
-    """Buffers in host memory, pinned where CUDA grants it."""
+    """Buffers in host memory, pinned if CUDA allows it."""
 
     def __init__(self) -> None:
         self._reported = False
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Allocate uint8 [nbytes]. A refusal is logged once, and the memory is not pinned then."""
+        """Allocate uint8 [nbytes]. If CUDA refuses to pin it, this is logged once, and the memory
+        is not pinned."""
         try:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
         except RuntimeError as error:
@@ -48,8 +49,8 @@ class Buffers:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
-class Pinning:
-    """Pinning of one mapping at a time.
+class PinnedMapping:
+    """Pins one mapping at a time.
 
     Args:
         registry: CUDA's runtime.
@@ -63,10 +64,12 @@ class Pinning:
         """Address of the pinned mapping; 0 for none."""
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Pin [address, address + nbytes). A refusal is logged once, and `address` stays 0."""
+        """Pin [address, address + nbytes). If CUDA refuses, this is logged once, and `address`
+        stays 0."""
         code = self._register(address, nbytes)
         if code != _SUCCESS and self._unregister(address) == _SUCCESS:
-            # A mapping that was here before and is gone: copies would go to the pages that it had.
+            # An earlier mapping at this address is still registered, although it is gone; copies
+            # would go to its old pages.
             code = self._register(address, nbytes)
         if code == _SUCCESS:
             self.address = address
@@ -80,7 +83,7 @@ class Pinning:
             )
 
     def release(self) -> None:
-        """Release the mapping, if one is pinned; call it before it is unmapped."""
+        """Unpin the mapping, if one is pinned. Called before it is unmapped."""
         if not self.address:
             return
         code = self._unregister(self.address)

@@ -1,9 +1,9 @@
-"""Access to a snapshot's bytes within a mapped arena, whichever slots its pieces are in.
+"""Access to the bytes of a snapshot within a mapped arena, in whichever slots its pieces are.
 
-See `holdfast_core.snapshots.pieces`: each piece lies at its own offset, in its snapshot's slot or
-in another. Pieces that are captured together always lie in one slot, so the range of a tensor is
-contiguous; only that of the extras, whose length changes, need not be. `ExpertPieces` determines
-the pieces that are carried over from the snapshot before.
+See `holdfast_core.snapshots.pieces`: each piece has its own offset, in the slot of its snapshot or
+in another slot. Pieces that are captured together are always in one slot, so the bytes of a tensor
+are contiguous. Only the extras, whose length changes, may be in several slots. `ExpertPieces`
+determines the pieces that are carried over from the previous snapshot.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Copies of tensors that are not contiguous, from and to a device that has no memory left.
 
-torch copies such a tensor to or from another device by way of a contiguous one on its own device.
-Where that is full, the memory that the tensor spans is copied as it lies, and put in order
-elsewhere.
+torch copies such a tensor to or from another device through a contiguous tensor on its own device.
+If that device is full, this module copies the memory that the tensor spans unchanged, and reorders
+it on the other device.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import torch
 
 
 def copy_of_span(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy `tensor`, with its strides, to `device`; takes no memory on its own device."""
+    """Copy `tensor`, with its strides, to `device`, without taking memory on its own device."""
     if not tensor.numel():
         return tensor.to(device)
     return _span_of(tensor).to(device, copy=True).as_strided(tensor.shape, tensor.stride())
 
 
 def fill_strided(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy `values`, of the same shape and dtype, into `tensor`. Where they are on another device,
-    this takes no memory on that of `tensor`, and rewrites all that `tensor` spans."""
+    """Copy `values`, of the same shape and dtype, into `tensor`. If they are on another device,
+    this takes no memory on the device of `tensor`, and rewrites all memory that `tensor` spans."""
     if not tensor.numel():
         return
     # An expanded tensor has one memory for many elements; torch refuses to write it repeatedly.

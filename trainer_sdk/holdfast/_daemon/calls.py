@@ -1,4 +1,4 @@
-"""Connection to the node's daemon for calls that belong to a job, and to no session."""
+"""The connection to the node's daemon for calls that belong to a job rather than to a session."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _Request = TypeVar("_Request")
 _Reply = TypeVar("_Reply")
 
 REPLY_S = 5.0
-"""Time that a reply may take beyond the time for which the daemon may hold the call."""
+"""Time that a reply may take, in addition to the time for which the daemon may hold the call."""
 
 
 class JobCalls:
-    """Connection to the daemon at the Unix socket `socket`; calls carry the token in `token_file`.
-    Methods raise only HoldfastError."""
+    """Connection to the daemon at the Unix socket `socket`. Calls carry the token in `token_file`.
+    Methods raise nothing but HoldfastError."""
 
     def __init__(self, socket: Path, token_file: Path | None) -> None:
         self._socket, self._token = socket, Token(token_file)
@@ -36,27 +36,28 @@ class JobCalls:
         request: _Request,
         timeout_s: float = REPLY_S,
     ) -> _Reply:
-        """Make a call; return its reply."""
+        """Make a call, and return its reply."""
         try:
             return method(request, timeout=timeout_s, metadata=self._token.metadata())
         except (grpc.RpcError, ValueError) as error:  # ValueError: the channel was closed
-            raise self._translated(error) from error
+            raise self._holdfast_error_of(error) from error
 
     def stream(
         self, method: grpc.UnaryStreamMultiCallable[_Request, _Reply], request: _Request
     ) -> Iterator[_Reply]:
-        """Make a call that stays open; yield its messages."""
+        """Make a call that stays open, and yield its messages."""
         try:
             yield from method(request, metadata=self._token.metadata())
         except (grpc.RpcError, ValueError) as error:  # ValueError: the channel was closed
-            raise self._translated(error) from error
+            raise self._holdfast_error_of(error) from error
 
     def close(self) -> None:
-        """End the connection and all calls that wait on it."""
+        """Close the connection, and end all calls that wait on it."""
         self._channel.close()
 
-    def _translated(self, error: Exception) -> HoldfastError:
-        """The daemon's error behind a failed call, or that it does not answer."""
+    def _holdfast_error_of(self, error: Exception) -> HoldfastError:
+        """Return the error with which the daemon answered a failed call, or an UnreachableError if
+        the daemon did not answer."""
         if isinstance(error, grpc.Call):
             ours = codec.error_from_metadata(error.trailing_metadata(), error.details() or "")
             if ours is not None:

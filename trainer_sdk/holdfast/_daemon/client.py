@@ -1,9 +1,8 @@
 """Client of the daemon for a session: requests, replies, a Protocol, and its implementation.
 
-Every failure leaves here as a HoldfastError: an error that the daemon raised comes back as the same
-class (`holdfast-code`), and an unreachable daemon is an UnreachableError. No module above this one
-uses gRPC. Bytes of tensors never pass through the calls: they go into the arena, which `claim`
-maps.
+Every failure is raised as a HoldfastError. An error that the daemon raised keeps its class
+(`holdfast-code`), and an unreachable daemon is an UnreachableError. No module above this one uses
+gRPC. Tensors never pass through the calls: their bytes go into the arena, which `claim` maps.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ OnProgress = Callable[[RestoreProgress], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hello:
-    """Epoch that this worker belongs to, and the size of its world."""
+    """The epoch of this worker, and the number of ranks in its world."""
 
     epoch: int
     world_size: int
@@ -53,13 +52,13 @@ class Hello:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldSnapshot:
-    """A snapshot that this rank may read in the memory of its node."""
+    """A snapshot in the memory of this node that this rank may read."""
 
     manifest: Manifest
     layout: Layout
     slot: int
     token: str
-    """Entitles to read the arena."""
+    """Token that entitles this process to read the arena."""
     arena_bytes: int
     places: bytes = b""
     """Slot of each piece; see `holdfast_core.snapshots.pieces`."""
@@ -67,7 +66,7 @@ class HeldSnapshot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestoreDecision:
-    """Generation from which this rank starts, and the snapshots that it reads."""
+    """The daemon's decision: the generation to restore, and the snapshots that this rank reads."""
 
     line: Line
     source: RestoreSource = RestoreSource.NONE
@@ -88,19 +87,19 @@ class Opened:
     arena_bytes: int
     slot_bytes: int
     slots: int
-    """Number of the arena's slots."""
+    """Number of slots in the arena."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grant:
-    """A slot to write into, or the reason why there is none now."""
+    """A granted slot, or the reason why there is none now."""
 
     slot: int = -1
     skipped: str = ""
     places: bytes = b""
     """Slot for each piece; see `holdfast_core.snapshots.pieces`."""
     carried: bool = False
-    """Whether unchanged pieces are carried over; if not, everything has to be written."""
+    """Whether unchanged pieces are carried over. If not, every piece must be written."""
 
 
 class Stage(StrEnum):
@@ -111,19 +110,20 @@ class Stage(StrEnum):
     UNPROTECTABLE = "unprotectable"
     PERSISTED = "persisted"
     WHOLE_AFTER = "whole_after"
-    """All units are to be captured in one step after the generation: a set waits for that."""
+    """A set in durable storage waits until all units are captured in one step after the
+    generation."""
     EPOCH_ENDED = "epoch_ended"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DaemonEvent:
-    """Event of a generation, or the epoch's end (`epoch` is the one that replaced it)."""
+    """An event of a generation, or the end of the epoch (then `epoch` is the new one)."""
 
     stage: Stage
     generation: Generation | None = None
     epoch: int = 0
     ends_process: bool = False
-    """Whether this process is to end with the epoch, because no agent of Holdfast would end it."""
+    """Whether this process must end itself with the epoch, because no agent of Holdfast does."""
 
 
 # --- requests -------------------------------------------------------------------------------------
@@ -256,10 +256,11 @@ _Request = (
 
 
 class DaemonClient(Protocol):
-    """Calls from a session to its node's daemon. Every method raises only HoldfastError."""
+    """Calls from a session to its node's daemon. Methods raise nothing but HoldfastError."""
 
     def hello(self) -> Hello:
-        """Get the epoch. Raises StaleEpochError for a worker of a training world that has ended."""
+        """Ask for the present epoch. Raises StaleEpochError if the training world of this worker
+        has ended."""
 
     def restore(
         self, request: RestoreRequest, timeout_s: float, on_progress: OnProgress
@@ -273,10 +274,10 @@ class DaemonClient(Protocol):
         """Allocate the arena. Raises MemoryBudgetError, RankInUseError, StaleEpochError."""
 
     def claim(self, token: str, nbytes: int, timeout_s: float) -> MappedArena:
-        """Map the arena that the token of `open` entitles to write."""
+        """Map the arena that the token from `open` allows this process to write."""
 
     def reader(self, token: str, nbytes: int, timeout_s: float) -> MappedArena:
-        """Map the arena that the token of `restore` entitles to read."""
+        """Map an arena that the token from `restore` allows this process to read."""
 
     def grant(self, request: GrantRequest) -> Grant:
         """Request a slot. The slot of an earlier grant that was not committed is taken back."""
@@ -293,22 +294,22 @@ class DaemonClient(Protocol):
     def progress(self, report: TrainerReport) -> None:
         """Report progress, for heartbeats and metrics."""
 
-    def trained(self, request: TrainedRequest) -> None:
+    def report_without_session(self, request: TrainedRequest) -> None:
         """Report the progress of this rank while it has no session."""
 
     def close_session(self, session: str) -> None:
-        """End the session; snapshots stay."""
+        """End the session. The daemon keeps its snapshots."""
 
     def close(self) -> None:
-        """End the connection and all calls that wait on it."""
+        """Close the connection, and end all calls that wait on it."""
 
 
 class GrpcClient:
-    """Client of the daemon at the Unix socket `socket`; calls carry the token in `token_file`.
+    """Client of the daemon at the Unix socket `socket`. Calls carry the token in `token_file`.
 
     Args:
-        world: name on which the ranks of this world have agreed, where no agent of Holdfast has
-            formed it.
+        world: name on which the ranks of this world have agreed; empty if an agent of Holdfast has
+            formed the world.
     """
 
     def __init__(
@@ -412,7 +413,7 @@ class GrpcClient:
     def progress(self, report: TrainerReport) -> None:
         self._ask(self._stub.Progress, _message(trainer_pb2.ProgressReport, report))
 
-    def trained(self, request: TrainedRequest) -> None:
+    def report_without_session(self, request: TrainedRequest) -> None:
         message = _message(trainer_pb2.TrainedRequest, request, **self._caller)
         self._ask(self._stub.Trained, message)
 
@@ -506,11 +507,13 @@ def _decision(message: trainer_pb2.RestoreDecision) -> RestoreDecision:
         line=line,
         source=RestoreSource.of(message.source),
         captured_by=message.captured_by,
-        snapshots=tuple(map(_held, held)),
+        snapshots=tuple(map(_held_snapshot_of, held)),
     )
 
 
-def _held(message: trainer_pb2.RestoreDecision | trainer_pb2.HeldSnapshot) -> HeldSnapshot:
+def _held_snapshot_of(
+    message: trainer_pb2.RestoreDecision | trainer_pb2.HeldSnapshot,
+) -> HeldSnapshot:
     return HeldSnapshot(
         manifest=decode_manifest(message.manifest),
         layout=decode_layout(message.layout),

@@ -1,7 +1,7 @@
-"""Following of a training world: which epoch is current, and where its ranks meet.
+"""Following training worlds: which epoch is the newest, and where its ranks meet.
 
-A thread reads the daemon's stream `Follow`. While the stream is open, the daemon knows that this
-process can stay when its world changes.
+A thread reads the daemon's stream `Follow`. As long as the stream is open, the daemon knows that
+this process can stay when its world changes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HELLO_S = 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Meeting:
-    """World of one epoch, and the store at which its ranks meet."""
+    """The world of one epoch, and the store at which its ranks meet."""
 
     epoch: int
     node_rank: int
@@ -37,20 +37,20 @@ class Meeting:
     store_address: str
     """`host:port`; empty until it is published."""
     store_key: str = field(default="", repr=False)
-    """Key by which ranks recognise each other's values in the store; see `SealedStore`."""
+    """Key with which ranks recognise each other's values in the store; see `SealedStore`."""
     keep: bool
-    """Whether this node's workers are kept in it; new ones take their place otherwise."""
+    """Whether the workers of this node are kept. If not, new workers replace them."""
 
 
-class Following:
-    """Newest world of this worker, from construction to `close`. Safe from any thread.
+class WorldFollower:
+    """Follows the worlds of this worker, from construction to `close`. Safe from any thread.
 
     Args:
         socket: the daemon's Unix socket.
         job: the job's key.
         rank: rank with which this worker was started.
-        token_file: file with the token that the daemon requires, or None.
-        size: number of ranks of the only worlds that this worker can stay for; 0: it can in any.
+        token_file: file with the token that the daemon requires; None if it requires none.
+        size: number of ranks that a world must have for this worker to stay; 0 for any number.
     """
 
     def __init__(
@@ -72,21 +72,21 @@ class Following:
 
     @property
     def epoch(self) -> int:
-        """Newest epoch that the daemon has named; 0 before the first."""
+        """Newest epoch that the daemon has announced; 0 before the first."""
         newest = self._newest
         return 0 if newest is None else newest.epoch
 
     def wait_newer(self, epoch: int, timeout_s: float) -> bool:
-        """Wait for an epoch newer than `epoch`; return whether there is one."""
+        """Wait for an epoch newer than `epoch`; return whether one has begun."""
         with self._changed:
             return self._changed.wait_for(lambda: self.epoch > epoch, timeout_s)
 
     def wait_ready(self, epoch: int, timeout_s: float) -> Meeting | None:
-        """Wait until the newest epoch is newer than `epoch` and its store is published; return
-        None after `timeout_s`.
+        """Wait until the newest epoch is newer than `epoch`, and its store is published. Return its
+        world, or None after `timeout_s`.
 
         Raises:
-            HoldfastError: the daemon refuses this worker for good.
+            HoldfastError: the daemon refuses this worker permanently.
         """
 
         def ready() -> bool:
@@ -101,15 +101,16 @@ class Following:
             return self._newest if ready() else None
 
     def arrive(self, rank: int, store_address: str, *, began_alone: bool = False) -> None:
-        """Report that this worker has left its old world and is at the store of the new one, in
-        which it has `rank`.
+        """Report that this worker has left its old world and has reached the store of the new one,
+        in which it has `rank`.
 
         Args:
-            began_alone: whether it has begun there from the beginning, and what its member holds is
-                nowhere else: until something is protected, it need not stay when that is lost.
+            began_alone: whether training started there from the beginning, and no other member has
+                the state of this one. Until something is protected, the worker then need not stay,
+                because a loss would leave nothing to continue from.
 
         Raises:
-            HoldfastError: the daemon does not answer, or that world has ended.
+            HoldfastError: the daemon does not answer, or the new world has ended.
         """
         request = trainer_pb2.HelloRequest(
             protocol_version=codec.PROTOCOL_VERSION,
@@ -121,7 +122,7 @@ class Following:
         self._calls.ask(self._calls.stub.Hello, request, _HELLO_S)
 
     def close(self) -> None:
-        """End the stream: from now on, a change of the world ends this process."""
+        """End the stream. From then on, a change of the world ends this process."""
         self._closed = True
         self._calls.close()
 
@@ -152,10 +153,10 @@ class Following:
             self._changed.notify_all()
 
     def _is_final(self, error: HoldfastError) -> bool:
-        """Whether trying again is of no use; if so, waiting calls raise the reason."""
+        """Whether it is useless to try again. If so, the calls that wait raise the error."""
         if not isinstance(error, AccessDeniedError | ProtocolError | RankInUseError):
             return self._closed
-        _log.warning("worlds cannot be followed: %s", error)
+        _log.warning("this worker cannot follow its worlds: %s", error)
         with self._changed:
             self._problem = error
             self._changed.notify_all()

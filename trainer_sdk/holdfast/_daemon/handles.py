@@ -1,4 +1,4 @@
-"""Handles that `save` returns, with one future for each stage that a snapshot reaches."""
+"""The handle that `save` returns: one future for each stage that a snapshot can reach."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def completed_steps(step: object) -> int:
     """Convert the argument of `save` to a number of completed steps.
 
     Raises:
-        StepOrderError: when it is not such a number.
+        StepOrderError: the argument is not a whole number from 0 to 2**63 - 1.
     """
     try:
         number = operator.index(step)  # type: ignore[arg-type]  # whether it can is the question
@@ -27,7 +27,7 @@ def completed_steps(step: object) -> int:
     if number in _STEPS:
         return number
     if isinstance(step, int) and step.bit_length() > _SHOWN_BITS_MAX:
-        shown = f"an integer of {step.bit_length()} bits"  # Python writes no very long ones
+        shown = f"an integer of {step.bit_length()} bits"  # Python refuses to print very long ones.
     else:
         plain = step is None or isinstance(step, int | float | str)
         shown = repr(step)[:_SHOWN_CHARACTERS_MAX] if plain else f"a {type(step).__qualname__}"
@@ -38,36 +38,36 @@ def completed_steps(step: object) -> int:
 
 
 class SaveHandle:
-    """Outcome of one snapshot, stage by stage.
+    """The outcome of one save, stage by stage.
 
-    Each future's result is the step. When a snapshot is skipped or fails, the futures of the stages
-    that it did not reach get the reason, a HoldfastError; nothing is ever raised into training.
+    The result of each future is the step. If the save is skipped or fails, the stages that it did
+    not reach fail with the reason, a HoldfastError. Nothing is ever raised into training.
     """
 
     def __init__(self, step: int) -> None:
         self.step = step
         self.staged: Future[int] = Future()
-        """Done when the bytes are in the arena: tensors may change again."""
+        """Done when the bytes are in the arena. Tensors may change again."""
         self.committed: Future[int] = Future()
-        """Done when the daemon has sealed the manifest: the snapshot survives this process."""
+        """Done when the daemon has sealed the manifest. The snapshot survives this process."""
         self.protected: Future[int] = Future()
-        """Done when parity is on other nodes, job-wide: the snapshot survives the loss of this
-        node."""
+        """Done when all ranks of the job have their parity on other nodes. The snapshot survives
+        the loss of this node."""
         self.persisted: Future[int] = Future()
-        """Done when this generation or a newer one is in durable storage, complete: training
-        survives the loss of the cluster. Never reached where the job has no such storage."""
+        """Done when this generation, or a newer one, is complete in durable storage. Training
+        survives the loss of the cluster. Never done if the job has no durable storage."""
         self._stages = (self.staged, self.committed, self.protected)
         self._first = step
-        """First step of the window that holds the snapshot. For the session only."""
+        """Step to which a restore of the snapshot brings training back. For the session only."""
         self._slots = 0
-        """Slots of the arena that has one for the snapshot; 0 before. For the session only."""
+        """Number of slots in the arena; 0 until a slot is granted. For the session only."""
         self._lock = threading.Lock()
         for future in (*self._stages, self.persisted):
-            future.set_running_or_notify_cancel()  # a caller that waits cannot cancel a stage
+            future.set_running_or_notify_cancel()  # So that no caller can cancel a stage.
 
     @property
     def error(self) -> HoldfastError | None:
-        """Reason why the snapshot did not reach a stage; None when all is well so far."""
+        """Why the snapshot did not reach a stage; None if nothing has failed so far."""
         for future in self._stages:
             if future.done() and (error := future.exception()) is not None:
                 assert isinstance(error, HoldfastError)
@@ -75,29 +75,29 @@ class SaveHandle:
         return None
 
     def _reach(self, last: Future[int]) -> None:
-        """Mark `last` and every stage before it as reached. For the session only."""
+        """Complete `last` and every earlier stage. For the session only."""
         with self._lock:
             for future in self._stages[: self._stages.index(last) + 1]:
                 if not future.done():
                     future.set_result(self.step)
 
     def _fail(self, error: HoldfastError) -> None:
-        """Put `error` into every stage that was not reached. For the session only."""
+        """Fail every stage that is not done with `error`. For the session only."""
         with self._lock:
             for future in (*self._stages, self.persisted):
                 if not future.done():
                     future.set_exception(error)
 
     def _fail_protection(self, error: HoldfastError) -> None:
-        """Put `error` into `protected` only: the snapshot may still be persisted. For the session
+        """Fail `protected` with `error`; the snapshot may still be persisted. For the session
         only."""
         with self._lock:
             if not self.protected.done():
                 self.protected.set_exception(error)
 
     def _follow(self, other: SaveHandle) -> None:
-        """Let each stage end as that of `other` does: both are in one window. For the session
-        only."""
+        """Complete or fail each stage together with the same stage of `other`, a later save of the
+        same window. For the session only."""
 
         def follow(mine: Future[int], its: Future[int]) -> None:
             error = its.exception()
@@ -110,7 +110,7 @@ class SaveHandle:
             its.add_done_callback(partial(follow, mine))
 
     def _persist(self) -> None:
-        """Mark the snapshot as persisted. For the session only."""
+        """Complete `persisted`. For the session only."""
         with self._lock:
             if not self.persisted.done():
                 self.persisted.set_result(self.step)

@@ -1,9 +1,9 @@
-"""Link to the daemon: a session that is opened, lost and opened again.
+"""The link to the daemon: a session that is opened, may be lost, and is then opened again.
 
-The link holds the claim on the arena and the thread that watches for events. A daemon that
-restarted has no sessions: the first sign of that marks the session as lost, and the next save opens
-another one. After a failed attempt, saves are skipped for a pause that doubles each time. The old
-claim is released first, because the kernel refuses a second one.
+The link holds the claim on the arena, and the thread that watches for events. A daemon that has
+restarted has no sessions. The first sign of that marks the session as lost, and the next save opens
+another one. After a failed attempt, saves are skipped for a pause, which doubles each time. The old
+claim is released before a new one is made, because the kernel refuses a second claim.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ _log = logging.getLogger("holdfast")
 
 
 class Link:
-    """One rank's session with its daemon. Used by the saver's thread, except where noted."""
+    """The session of one rank with its daemon. The saver's thread uses it, except where a docstring
+    names another thread."""
 
     def __init__(
         self,
@@ -59,17 +60,18 @@ class Link:
         self.layout: Layout | None = None
         self.session = ""
         self.slots = 0
-        """Slots of the newest session's arena."""
+        """Number of slots in the arena of the newest session."""
         self._arena: MappedArena | None = None
         self._granted: int | None = None
-        """Step for whose snapshot a slot may be granted, neither sealed nor given back."""
+        """Step of the snapshot for which a slot may be granted that is neither sealed nor given
+        back; None for no slot."""
         self._lost = False
         self._pause_s = 0.0
         self._retry_s = 0.0
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a session that is not known to be lost. Any thread."""
+        """Whether there is a session that is not known to be lost. Any thread may ask."""
         return self._arena is not None and not self._lost
 
     def open(self, layout: Layout, largest_slot_bytes: int) -> None:
@@ -77,8 +79,8 @@ class Link:
         layout, is closed first.
 
         Raises:
-            SnapshotSkippedError: during the pause after a failure.
-            HoldfastError: an error that the daemon answers.
+            SnapshotSkippedError: the pause after a failed attempt is not over.
+            HoldfastError: the daemon refused, or did not answer.
         """
         if self.is_open and layout == self.layout:
             return
@@ -96,6 +98,7 @@ class Link:
         self._pause_s = self._retry_s = 0.0
 
     def _open(self, layout: Layout, largest_slot_bytes: int) -> None:
+        # Open the session, and map its arena.
         settings, client = self._settings, self._client
         if self.epoch is None:
             self.epoch = client.hello().epoch
@@ -106,12 +109,14 @@ class Link:
         arena = client.claim(opened.token, opened.arena_bytes, settings.rpc_timeout_s)
         self.layout, self.session, self._arena, self._lost = layout, opened.session, arena, False
         self.slots = opened.slots
+        # Check that the layout fits the arena, and let the device copy into it.
         try:
             Placed(arena=arena.view(0, arena.nbytes), address=arena.address, layout=layout, slot=0)
             self._device.register(arena.address, arena.nbytes)
         except Exception:
             self._release()
             raise
+        # Watch for events of this session.
         threading.Thread(
             target=self._watch, args=(opened.session,), name="holdfast-watch", daemon=True
         ).start()
@@ -125,14 +130,22 @@ class Link:
         *,
         first_step: int = 0,
     ) -> tuple[Placed, bool]:
-        """Request a slot, for the window from `first_step` to `step` if that is given. Return where
-        to write, and whether the `unchanged` pieces are carried over from `base`.
+        """Request a slot for the snapshot of `step`.
 
-        From the call on the slot counts as granted, whatever fails, until `commit` has sealed it or
-        `give_back` was called.
+        From this call on the slot counts as granted, whatever fails, until `commit` has sealed it
+        or `give_back` was called.
+
+        Args:
+            base: committed snapshot from which to carry over the `unchanged` pieces.
+            unchanged: bit map of the pieces to carry over.
+            first_step: first step of the window that ends with `step`; 0 if the snapshot captures
+                one step.
+
+        Returns:
+            Where to write, and whether the unchanged pieces are carried over.
 
         Raises:
-            SnapshotSkippedError: when there is no slot now.
+            SnapshotSkippedError: there is no free slot now.
         """
         self._granted = step  # before the call, whose answer may be lost
         request = GrantRequest(
@@ -179,25 +192,27 @@ class Link:
             _log.debug("the slot of step %d could not be given back", step, exc_info=True)
 
     def note_lost_session(self, error: HoldfastError) -> None:
-        """Mark the session as lost if `error` means that it is gone."""
+        """Mark the session as lost, if that is what `error` means."""
         if isinstance(error, UnknownSessionError | UnreachableError):
             self._lost = True
 
-    def trained(self, report: TrainerReport, *, closed: bool = False) -> None:
+    def report_without_session(self, report: TrainerReport, *, closed: bool = False) -> None:
         """Report progress while there is no session.
 
         Args:
-            closed: this rank trains no more.
+            closed: whether this rank has stopped training.
 
         Raises:
-            SnapshotSkippedError: during the pause after a daemon did not answer.
-            HoldfastError: an error that the daemon answers.
+            SnapshotSkippedError: the pause after a failed attempt is not over.
+            HoldfastError: the daemon refused, or did not answer.
         """
         if self.epoch is None:
             if time.monotonic() < self._retry_s:
                 raise SnapshotSkippedError("the daemon is lost; it will be called again soon")
             self.epoch = self._client.hello().epoch
-        self._client.trained(TrainedRequest.of(report, epoch=self.epoch, closed=closed))
+        self._client.report_without_session(
+            TrainedRequest.of(report, epoch=self.epoch, closed=closed)
+        )
 
     def end(self) -> None:
         """Close the session and release the claim.

@@ -1,18 +1,19 @@
-"""Store of a training world in which nothing that a stranger wrote is read.
+"""The store of a training world, with values that strangers cannot forge.
 
-torch's store asks nobody who he is: whoever reaches its port reads, overwrites and deletes. But
-what a rank states there decides what training goes on from, what a launcher states which rank its
-workers get, and the addresses there whom a rank exchanges tensors with. So the launcher that serves
-the store makes a key for each world. It reaches the job's ranks and launchers only: over the
-daemons' sockets, which ask for the job's token, and between daemons over TLS. With it, each value
-carries a code (HMAC-SHA256) over the prefix and the name under which it stands, and itself. A
-stranger can still disturb a world, which then ends; it cannot have one go on from what no rank has
-stated.
+torch's store authenticates nobody: whoever reaches its port can read, overwrite and delete. But the
+statements of ranks there decide from which state training continues, the statements of launchers
+decide which ranks their workers get, and the addresses decide with whom a rank exchanges tensors.
 
-torch calls this class from C++, and each call then takes the interpreter's lock. gloo does so while
-it forms a group. NCCL's monitor would do so every second as long as its process lives, also while
-the interpreter is stuck, which it is to notice, and while it ends, which ends such a thread by
-force: this store is not for NCCL (decision 0090).
+So the launcher that serves the store makes a key for each world. Only the job's ranks and launchers
+get the key: through the daemons' sockets, which require the job's token, and between daemons over
+TLS. Each value carries a code (HMAC-SHA256), computed with the key over the prefix, the name and
+the value. A stranger can still disturb a world, which then ends. But no stranger can make training
+continue from a state that no rank has stated.
+
+torch calls this class from C++, and each call takes the interpreter's lock. gloo calls it while it
+forms a group. NCCL's monitor would call it every second as long as its process lives. It would do
+so while the interpreter is stuck, which the monitor must notice, and while the interpreter ends,
+which kills such a thread. So this store is not for NCCL (decision 0090).
 """
 
 from __future__ import annotations
@@ -35,32 +36,32 @@ _KEY_BYTES = 16
 _CODE_BYTES = sha256().digest_size
 NO_KEY = (
     "the daemons hand out no key for the store of this training world: one of them is older than "
-    "this image; renew all daemons before images of trainers"
+    "this image; upgrade all daemons before the images of trainers"
 )
 
 
 def new_store_key() -> str:
-    """Make the key of a world's store."""
+    """Make a random key for the store of a world."""
     return secrets.token_hex(_KEY_BYTES)
 
 
 class SealedStore(Store):
-    """The values below one prefix of a world's store, each of them written by one of its ranks or
-    launchers. Safe from any thread.
+    """The values below one prefix of a world's store that ranks and launchers of the world wrote.
+    Safe from any thread.
 
-    Whether there is a value is known for certain only once it was read: `check` and `wait` answer
-    for a stranger's values too. A counter has no room for a code, so nothing may follow from one;
-    `add` is for torch's own barriers.
+    `check` and `wait` also count the values of strangers, so only reading a value proves that it
+    exists. A counter has no room for a code, so nothing may depend on one; `add` is only for
+    torch's own barriers.
 
-    Keep a reference to it for as long as torch uses it: torch keeps none.
+    Keep a reference to this object as long as torch uses it, because torch keeps none.
 
     Args:
         store: torch's store of the world.
-        prefix: put before each name; it names the world.
-        key: key of the store.
+        prefix: name of the world, which is put before each key.
+        key: secret key of the store.
 
     Raises:
-        ProtocolError: `key` is empty, since a daemon is too old to pass it on.
+        ProtocolError: `key` is empty, because a daemon is too old to pass it on.
     """
 
     def __init__(self, store: Store, prefix: str, key: str) -> None:
@@ -74,7 +75,7 @@ class SealedStore(Store):
         self._store.set(key, self._seal(key, value))  # type: ignore[arg-type]
 
     def multi_set(self, keys: list[str], values: Sequence[str | bytes]) -> None:
-        """Set all of `keys` at once."""
+        """Set the values of all `keys` in one call."""
         pairs = zip(keys, values, strict=True)
         store: Any = self._store
         store.multi_set(keys, [self._seal(key, value) for key, value in pairs])
@@ -82,26 +83,26 @@ class SealedStore(Store):
     def compare_set(
         self, key: str, expected_value: str | bytes, desired_value: str | bytes
     ) -> bytes:
-        """Set `key` if it has the expected value, or none and none is expected; return its value
-        after that, or `expected_value` where it has none.
+        """Set `key` if it has the expected value, or if it has no value and none is expected.
+        Return its value afterwards, or `expected_value` if it has none.
 
         Raises:
-            UnreachableError: its value is none of this world's.
+            UnreachableError: a stranger wrote its value.
         """
         expected = self._seal(key, expected_value) if expected_value else b""
         store: Any = self._store
         return self._open(key, store.compare_set(key, expected, self._seal(key, desired_value)))
 
     def get(self, key: str) -> bytes:
-        """Wait for the value of `key`.
+        """Wait for the value of `key`, and return it.
 
         Raises:
-            UnreachableError: it is none of this world's.
+            UnreachableError: a stranger wrote the value.
         """
         return self._open(key, self._store.get(key))
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Wait for the values of all `keys`; raises as `get`."""
+        """Wait for the values of all `keys`, and return them. Raises as `get`."""
         sealed = self._store.multi_get(keys)
         return [self._open(key, one) for key, one in zip(keys, sealed, strict=True)]
 
@@ -115,7 +116,7 @@ class SealedStore(Store):
         return self._store.add(key, value)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the time that a wait may take, here and in the store behind this one."""
+        """Set the time that each wait may take, here and in torch's store."""
         super().set_timeout(timeout)
         self._store.set_timeout(timeout)
 
@@ -136,7 +137,7 @@ class SealedStore(Store):
         return value
 
     def _code(self, name: str, value: bytes) -> bytes:
-        # The lengths before them keep the three parts apart.
+        # Put the length before each part, so that no two triples give the same bytes.
         parts = (self._prefix.encode(), name.encode(), value)
         return hmac.digest(
             self._key, b"".join(len(part).to_bytes(8, "big") + part for part in parts), sha256

@@ -1,8 +1,7 @@
-"""Token by which this process proves to the daemon which pod it runs in.
+"""The token with which this process proves to the daemon in which pod it runs.
 
-Kubernetes renews the file in place, long before the token in it expires.
-
-This module must not put the token into an error or a log.
+Kubernetes replaces the token in its file long before it expires. This module must never write the
+token into an error or a log.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ Metadata = tuple[tuple[str, str], ...]
 
 
 class Token:
-    """Token in the file `path`, read again when the file has changed; without `path`, no token."""
+    """The token in the file `path`, which is read again when the file has changed. Without a path,
+    calls carry no token."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -25,10 +25,10 @@ class Token:
         self._metadata: Metadata = ()
 
     def metadata(self) -> Metadata:
-        """Metadata of a call. Any thread.
+        """Return the metadata of a call. Any thread may call it.
 
         Raises:
-            UnauthenticatedError: when the file cannot be read.
+            UnauthenticatedError: the file cannot be read.
         """
         if self._path is None:
             return ()

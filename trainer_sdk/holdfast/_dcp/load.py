@@ -1,9 +1,9 @@
 """Loader of a persisted set into a live model and its optimizers, in any parallelism: `load_into`.
 
-It is for models whose ranks hold plain tensors: stacked or listed experts of their own share,
-everything else in full. The names of live tensors come from the same discovery as in a save, so
-experts find their bytes by their number in the whole model. Distributed tensors carry their own
-placement; for them torch's own state dicts and `dcp.load` suffice.
+It is for models whose ranks hold plain tensors: their share of the experts, stacked or listed, and
+everything else in full. Live tensors are named as in a save, so experts find their bytes by their
+number in the whole model. Distributed tensors know their own placement; for them, use torch's state
+dicts and `dcp.load`.
 """
 
 from __future__ import annotations
@@ -44,31 +44,30 @@ def load_into(
 ) -> HoldfastReader:
     """Load a persisted set into `model` and `optimizer`, in place, through `dcp.load`.
 
-    Every rank calls it, with a process group or without one. Optimizer states are made or dropped
-    so that exactly the set's exist; parameter groups get the set's hyperparameters.
+    Every rank calls it, with or without a process group. Optimizer states are created and dropped
+    to match the set, and parameter groups get its hyperparameters.
 
     Args:
-        optimizer: a torch optimizer, or several in a list.
+        optimizer: an optimizer of torch, or a list of several.
         uri: see `HoldfastReader`, also for job, generation, reading and options.
-        topology: topology of this run, which determines the experts that this rank holds; by
-            default all ranks hold all.
-        units: as for `holdfast.init`.
+        topology: determines the experts of this rank; by default every rank holds all experts.
+        units: see `holdfast.init`.
 
     Returns:
         The reader, for its `generation` and `extras`: the step, schedulers, samplers.
 
     Raises:
-        InvalidJobError: when the model holds distributed tensors, or the topology does not fit the
-            world.
-        LayoutMismatchError: when a tensor of the model is not in the set, has another shape or
-            dtype, or has state that belongs to one rank alone.
-        CheckpointException: torch's own; its `failures` has the errors by rank.
+        InvalidJobError: the model has distributed tensors, or the topology does not fit the world.
+        LayoutMismatchError: a tensor of the model is not in the set, differs in shape or dtype, or
+            has state that belongs to a single rank.
+        CheckpointException: torch could not load; its `failures` has the errors by rank.
     """
     if any(map(is_dtensor, model.parameters())):
         raise InvalidJobError(
             "the model holds distributed tensors: load into its get_model_state_dict() and "
             "get_optimizer_state_dict() with dcp.load and HoldfastReader"
         )
+    # Name the live tensors of this rank.
     together = dist.is_available() and dist.is_initialized()
     rank, world = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
     chosen = topology if topology is not None else Topology(dp=world)
@@ -76,6 +75,7 @@ def load_into(
     optimizers: Sequence[Any] = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     live = LiveState(model, optimizers, chosen, rank, units=units)
     live.discover()
+    # Find the live tensors that the set has.
     reader = HoldfastReader(
         uri,
         job=job,

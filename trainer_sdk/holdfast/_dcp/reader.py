@@ -14,7 +14,8 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,11 +30,12 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from holdfast._dcp.values import PlainValue, extras_of, plain_values
-from holdfast._state.extras import dtype_named
+from holdfast._state.extras import decode_extras, dtype_of_name, split_extras
 from holdfast_core.durable.set_tensors import OPTIMIZER_PREFIX, Reading, SetTensor
 from holdfast_core.errors import HoldfastError, InvalidJobError
 from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.layouts import TensorRole
+from holdfast_core.snapshots.names import TensorName
 from holdfast_storage.whole_sets import Want, WholeSet, open_set
 
 _log = logging.getLogger("holdfast")
@@ -41,6 +43,17 @@ _log = logging.getLogger("holdfast")
 BATCH_BYTES = 256 * 1024 * 1024
 """Approximate size of a batch, which bounds the buffers for tensors that are not contiguous on the
 CPU."""
+
+_THREADS = 8
+_OUTER = OPTIMIZER_PREFIX.removesuffix(".")
+
+
+@dataclass(frozen=True, slots=True)
+class PlainValue:
+    """A value that is not a tensor, and its path in a nested state dict."""
+
+    path: tuple[str | int, ...]
+    value: object
 
 
 class HoldfastReader(StorageReader):
@@ -192,7 +205,7 @@ class HoldfastReader(StorageReader):
         wants, after = [], []
         for want, item in batch:
             target = planner.resolve_tensor(item).detach()
-            dtype = dtype_named(want.tensor.dtype)
+            dtype = dtype_of_name(want.tensor.dtype)
             # Read directly into the tensor where its form is the set's.
             straight = (
                 target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
@@ -210,7 +223,7 @@ class HoldfastReader(StorageReader):
 
 def _metadata_of(tensor: SetTensor) -> TensorStorageMetadata:
     return TensorStorageMetadata(
-        properties=TensorProperties(dtype=dtype_named(tensor.dtype)),
+        properties=TensorProperties(dtype=dtype_of_name(tensor.dtype)),
         size=torch.Size(tensor.shape),
         chunks=[
             ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.shape))
@@ -240,3 +253,63 @@ def _batches(
             batch, size = [], 0
     if batch:
         yield batch
+
+
+def extras_of(source: WholeSet, rank: int) -> dict[str, Any]:
+    """Read the extras of a rank: `step`, `stateful`, `optimizers`, `modules`, `rng`.
+
+    Raises:
+        CorruptError: when they cannot be decoded.
+    """
+    raw, _ = split_extras(source.extras(rank))
+    decoded: dict[str, Any] = decode_extras(raw)
+    return decoded
+
+
+def plain_values(source: WholeSet) -> dict[str, PlainValue]:
+    """Collect the plain values by name.
+
+    Hyperparameters (rank 0's) appear by group, `optim.param_groups.0.lr`, as torch nests them, and
+    by parameter, `optim.param_groups.<parameter>.lr`, as torch flattens them. Plain numbers of
+    optimizer states appear as `optim.state.<parameter>.<key>`.
+    """
+    found: dict[str, PlainValue] = {}
+    members = _members(source)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        of_ranks = list(pool.map(lambda rank: extras_of(source, rank), source.manifests))
+    for rank, extras in enumerate(of_ranks):
+        optimizers = extras["optimizers"]
+        if rank == 0:
+            groups = [group for state in optimizers for group in state["groups"]]
+            for index, group in enumerate(groups):
+                params = [name for name, of in members.items() if of == index]
+                for key, value in {**group, "params": params}.items():
+                    path = (_OUTER, "param_groups", index, key)
+                    found[".".join(map(str, path))] = PlainValue(path, value)
+            for name, index in members.items():
+                for key, value in groups[index].items():
+                    flat = f"param_groups.{name}.{key}"
+                    found[f"{_OUTER}.{flat}"] = PlainValue((_OUTER, flat), value)
+        for state in (one for outer in optimizers for one in (outer, *outer.get("within", ()))):
+            for name, values in state["scalars"].items():
+                _add_scalars(found, TensorName.parse(name).path, values)
+    return found
+
+
+def _add_scalars(found: dict[str, PlainValue], name: str, values: Mapping[Any, Any]) -> None:
+    for key, value in values.items():
+        path = (_OUTER, "state", name, str(key))
+        found.setdefault(".".join(path), PlainValue(path, value))
+
+
+def _members(source: WholeSet) -> dict[str, int]:
+    """Map each parameter to its group, in the set's order of names."""
+    members: dict[str, int] = {}
+    for tensor in source.tensors.values():
+        if not tensor.key and tensor.role is TensorRole.COMPUTE:
+            members[tensor.name] = tensor.param_group
+    for tensor in source.tensors.values():
+        # Masters that are the optimizer's parameters, in place of the model's.
+        if tensor.key == "master" and members.get(tensor.parameter) == -1:
+            members[tensor.parameter] = tensor.param_group
+    return {name: group for name, group in members.items() if group >= 0}

@@ -1,9 +1,9 @@
 """Writer for `dcp.async_save` into the memory tier: `HoldfastWriter`.
 
-A trainer that already saves through torch.distributed.checkpoint passes it as `storage_writer` and
-keeps its loop. The session captures its own live model, optimizers and `stateful`, not the state
-dict: the tensors are the same ones, so staging copies nothing here, and the session's hook keeps
-the optimizer from changing them too early. A state dict that holds more is refused.
+A script that already saves through torch.distributed.checkpoint passes it as `storage_writer` and
+keeps its loop. The session captures its live model, optimizers and `stateful` instead of the state
+dict. The tensors are the same, so staging copies nothing here, and the session's hook keeps the
+optimizer from changing them too early. A state dict with other state is refused.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ class HoldfastWriter(StorageWriter, AsyncStager):
     """Writer that makes the memory tier a storage of `dcp.async_save`:
     `dcp.async_save({"step": step, **state}, storage_writer=HoldfastWriter(session))`.
 
-    The state dict has the number of completed steps under `step`. The future that `async_save`
-    returns is done when the snapshot is committed and survives this process. A skipped snapshot
-    does not fail it, because training must not end for that: `handle`, the session's counters and
-    the log show the reason.
+    The state dict must have the number of completed steps under `step`. The future that
+    `async_save` returns is done when the snapshot is committed, so that it survives this process. A
+    skipped snapshot does not fail the future, because training must not end for it: `handle`, the
+    session's counters and the log show the reason.
 
     Args:
-        session: the session, from `holdfast.init`; call its `restore` to load.
+        session: the session from `holdfast.init`. Call its `restore` to load.
         strict: whether a skipped snapshot fails the future.
 
     Raises:
-        InvalidJobError: in `async_save`, when the state dict lacks `step` or holds state that the
-            session does not capture; in `dcp.save`, which is not supported: use `session.save`.
+        InvalidJobError: in `async_save`, if the state dict lacks `step` or has state that the
+            session does not capture. In `dcp.save`, which is not supported: use `session.save`.
     """
 
     _synchronize_after_execute = False
@@ -53,7 +53,7 @@ class HoldfastWriter(StorageWriter, AsyncStager):
         """Handle of the newest `async_save`."""
 
     def stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Begin the snapshot; the returned state dict is empty, so torch saves nothing itself."""
+        """Begin the snapshot. Return an empty state dict, so that torch saves nothing itself."""
         step = state_dict.get("step")
         if isinstance(step, torch.Tensor) and step.numel() == 1:
             step = int(step)
@@ -67,7 +67,7 @@ class HoldfastWriter(StorageWriter, AsyncStager):
         return {}
 
     def synchronize_staging(self) -> None:
-        """Return when tensors may change; the session's hook on the optimizer does the same."""
+        """Wait until tensors may change, as the session's hook on the optimizer does."""
         self._session.wait_staged()
 
     def close(self) -> None:
@@ -112,11 +112,11 @@ class HoldfastWriter(StorageWriter, AsyncStager):
 def check_covered(
     state_dict: Mapping[str, Any], live: LiveState, stateful: Mapping[str, object]
 ) -> None:
-    """Check that the session captures all that `state_dict` holds: its tensors must be the live
-    ones, and entries without tensors must be among `stateful`.
+    """Check that the session captures everything in `state_dict`: its tensors must be the live
+    tensors, and entries without tensors must be in `stateful`.
 
     Raises:
-        InvalidJobError: when the session does not capture an entry; the message names it.
+        InvalidJobError: the session does not capture an entry; the message names it.
     """
     mappings = (states for holders in live.holders for states in holders.states())
     states = [state for mapping in mappings for state in mapping.values()]
@@ -130,7 +130,7 @@ def check_covered(
             continue  # an optimizer without state
         if not found or not known.issuperset(found):
             raise InvalidJobError(
-                f"the state dict's {key!r} holds what the session does not capture; pass it to "
+                f"the state dict's {key!r} has state that the session does not capture; pass it to "
                 f"holdfast.init in stateful, under that name, or leave it out"
             )
 

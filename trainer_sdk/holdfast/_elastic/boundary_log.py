@@ -1,9 +1,9 @@
-"""Log of what crosses the boundaries of a pipeline stage, in the memory of the rank that sends it
-(MoEvement §3.4).
+"""The log of messages between pipeline stages, in the memory of the ranks (MoEvement §3.4).
 
-A message is kept whole by its sender and as a digest by its receiver. So neighbours of a lost stage
-can give it what they have sent to it, and tell whether it sends the same again. The log never grows
-beyond its bound: the oldest steps make room, and a replay that would need them is not planned.
+The sender keeps the whole message, and the receiver keeps its digest. So the neighbours of a lost
+stage can give it the messages that they had sent, and can verify that it sends the same messages
+again. The log never grows beyond its bound: it drops the oldest steps, and a replay that would need
+them is not planned.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ from holdfast_core.errors import CorruptError
 
 
 class Crossing(StrEnum):
-    """What crosses a boundary, or belongs to all stages."""
+    """The kinds of messages between stages."""
 
     ACTIVATION = "activation"
-    """Output of a stage, for the stage after it."""
+    """The output of a stage, sent to the next stage."""
     GRADIENT = "gradient"
-    """Gradient of a stage's input, for the stage before it."""
+    """The gradient of a stage's input, sent to the previous stage."""
     TENSOR = "tensor"
-    """What a schedule of torch sends, whatever it is."""
+    """Any tensor that a schedule of torch sends."""
     SHARED = "shared"
-    """Sum over all ranks."""
+    """A sum over all ranks."""
 
 
 class Key(msgspec.Struct, frozen=True, order=True):
-    """Name of one message of a rank."""
+    """The name of one message of a rank."""
 
     step: int
     crossing: Crossing
     number: int
-    """Number of the micro-batch, from 0; of a sum, or of a schedule's tensor between two ranks in
-    one direction, its place in the step."""
+    """Number of the micro-batch, from 0. For a sum, its number in the step; for a schedule's
+    tensor, its number among those from one rank to another in the step."""
 
     def __str__(self) -> str:
         return f"{self.crossing} {self.number} of step {self.step}"
 
 
 class Message(msgspec.Struct, frozen=True):
-    """One message as its sender has logged it."""
+    """A message as its sender has logged it."""
 
     key: Key
     data: bytes
     digest: int
 
-    def checked(self) -> bytes:
-        """The message's bytes.
+    def checked_bytes(self) -> bytes:
+        """Return the bytes of the message.
 
         Raises:
-            CorruptError: they do not match their digest.
+            CorruptError: the bytes do not match their digest.
         """
         if xxhash.xxh3_64_intdigest(self.data) != self.digest:
             raise CorruptError(f"the log of {self.key} does not match its checksum")
@@ -64,27 +64,27 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class LogPart(msgspec.Struct, frozen=True):
-    """What one rank gives to another for its replay."""
+    """The part of one rank's log that it gives to another rank for its replay."""
 
     sent: tuple[Message, ...] = ()
-    """What it has sent to that rank, and sums."""
+    """The messages that it had sent to the other rank, and sums."""
     received: tuple[tuple[Key, int], ...] = ()
-    """Digest of each message that it has received from that rank."""
+    """The digests of the messages that it had received from the other rank."""
 
 
 _PART = msgspec.msgpack.Decoder(LogPart)
 
 
 def encode_part(part: LogPart) -> bytes:
-    """Encode what one rank gives to another."""
+    """Encode the part of a log that one rank gives to another."""
     return msgspec.msgpack.encode(part)
 
 
 def decode_part(data: bytes) -> LogPart:
-    """Decode what another rank has given.
+    """Decode the part of a log that another rank has given.
 
     Raises:
-        CorruptError: `encode_part` cannot have written it.
+        CorruptError: `encode_part` cannot have written `data`.
     """
     try:
         return _PART.decode(data)
@@ -93,14 +93,14 @@ def decode_part(data: bytes) -> LogPart:
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """Copy of a tensor's bytes."""
+    """Copy the bytes of a tensor."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return flat.numpy().tobytes()
 
 
 @dataclass(slots=True)
 class _Step:
-    """Messages of one step, with the other rank of each; -1 for all ranks."""
+    """The messages of one step, each with the other rank, or -1 for all ranks."""
 
     sent: dict[tuple[int, Key], Message] = field(default_factory=dict)
     received: dict[tuple[int, Key], int] = field(default_factory=dict)
@@ -108,10 +108,10 @@ class _Step:
 
 
 class BoundaryLog:
-    """Messages of this rank in the newest steps, within a bound.
+    """The messages of this rank in the newest steps, within a bound.
 
     Args:
-        bytes_max: most bytes of messages that are kept.
+        bytes_max: largest number of bytes of messages to keep.
     """
 
     def __init__(self, bytes_max: int) -> None:
@@ -122,36 +122,36 @@ class BoundaryLog:
 
     @property
     def first(self) -> int:
-        """First step that is logged whole, or would be."""
+        """First step whose messages are all logged; one more than `last` if there is none."""
         return self._first
 
     @property
     def last(self) -> int:
-        """Last step that is complete."""
+        """Last completed step."""
         return self._last
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the messages that are kept."""
+        """Number of bytes of the messages in the log."""
         return self._nbytes
 
     def restart(self, step: int) -> None:
-        """Begin anew after a completed step."""
+        """Start an empty log after completed step `step`."""
         self._steps.clear()
         self._nbytes, self._first, self._last = 0, step + 1, step
 
     def begin(self, step: int) -> None:
-        """Begin a step; what an execution that was cut off has logged of it is dropped."""
+        """Begin the log of `step`. Drop the messages of an earlier execution that was cut off."""
         for late in [one for one in self._steps if one >= step]:
             self._nbytes -= self._steps.pop(late).nbytes
         self._steps[step] = _Step()
 
     def complete(self, step: int) -> None:
-        """Note that a step is complete."""
+        """Note that `step` is complete."""
         self._last = step
 
     def drop_to(self, step: int) -> None:
-        """Drop what no replay from a line at `step` needs."""
+        """Drop the steps that a replay from a line at `step` does not need."""
         for old in [one for one in self._steps if one <= step]:
             self._nbytes -= self._steps.pop(old).nbytes
         self._first = max(self._first, step + 1)
@@ -169,13 +169,14 @@ class BoundaryLog:
         return message.digest
 
     def add_received(self, source: int, key: Key, digest: int) -> None:
-        """Log that a message of that digest has come from rank `source`."""
+        """Log that a message with this digest has come from rank `source`."""
         step = self._steps.get(key.step)
         if step is not None:
             step.received[source, key] = digest
 
     def part_for(self, ranks: Iterable[int], after: int, to: int) -> LogPart:
-        """What is logged of messages with `ranks` in the steps after `after`, to step `to`."""
+        """Return the logged messages from and to `ranks` in the steps after `after`, up to step
+        `to`."""
         wanted = set(ranks)
         steps = [one for number, one in self._steps.items() if after < number <= to]
         return LogPart(

@@ -1,13 +1,15 @@
-"""Store in which the forming of a gloo group ends with its world.
+"""A store that stops the forming of a gloo group when its world ends.
 
-gloo forms a group in two steps. Each rank writes its address into a store and looks for those of
-all others; then every two ranks connect, and the one with the lower address waits for the other. A
-rank that dies in the first step is waited for as long as forming may take, one that dies in the
-second five times as long, and torch offers no call that ends either wait. So gloo gets a store that
-looks at the world while it waits; and once the world has ended, this process opens the connections
-that are missing to itself. The group that this may complete is of no use: whoever forms it raises.
+gloo forms a group in two steps. First, each rank writes its address into a store and reads the
+addresses of all others. Then every two ranks connect; the one with the lower address waits for the
+other. If a rank dies in the first step, the others wait for it as long as forming may take; if it
+dies in the second step, five times as long. Torch has no call that ends either wait.
 
-Only gloo is given it; see `SealedStore` for why NCCL is not.
+So gloo gets this store, which checks the world while it waits. And once the world has ended, this
+process itself opens the connections that gloo still expects. That may complete a group, which is
+useless; forming it then raises.
+
+Only gloo gets this store; `SealedStore` says why NCCL does not.
 """
 
 from __future__ import annotations
@@ -28,27 +30,26 @@ from holdfast_core.errors import StaleEpochError, UnreachableError
 
 _POLL_S, _POLL_S_MAX = 0.001, 0.05
 _POLLS = 4
-"""A wait looks again after this part of the time that it has taken, so that it ends no later than
-by that part."""
+"""A wait checks again after its duration so far divided by this, which bounds its excess."""
 _SIZE = struct.Struct("@N")
 _NUMBER = struct.Struct("@n")
 _PORT = struct.Struct("!H")
 _IP_AT = {socket.AF_INET: slice(4, 8), socket.AF_INET6: slice(8, 24)}
-"""Where a `sockaddr` has its address, behind its family and port."""
+"""Position of the address in a `sockaddr`, behind the family and the port."""
 
 
 def wait_for_keys(
     store: Store, keys: list[str], timeout_s: float, check: Callable[[], None], late: str
 ) -> None:
-    """Wait until `store` has all of `keys`, and look at the world in between.
+    """Wait until `store` has all of `keys`, and check meanwhile whether the world still lasts.
 
     Args:
         check: raises StaleEpochError once the world has ended.
-        late: what did not happen, for people.
+        late: message for the case that the keys do not come in time, without the time.
 
     Raises:
         StaleEpochError: the world ended first.
-        UnreachableError: the keys were not there in time.
+        UnreachableError: the keys did not come in time.
     """
     began_s = time.monotonic()
     while not store.check(keys):
@@ -60,13 +61,13 @@ def wait_for_keys(
 
 
 class FormingStore(SealedStore):
-    """Store of one world for its gloo groups.
+    """The store of one world for its gloo groups.
 
     Args:
         store, prefix, key: as for every `SealedStore`.
         epoch: membership epoch of the world.
-        ended: whether the world has ended. Any thread.
-        form_s: time that a rank may take to write its address.
+        ended: returns whether the world has ended. Any thread calls it.
+        form_s: time within which each rank must write its address.
     """
 
     def __init__(
@@ -82,11 +83,11 @@ class FormingStore(SealedStore):
         super().__init__(store, prefix, key)
         self._epoch, self._ended, self._form_s = epoch, ended, form_s
         self._listeners: list[Listener] = []
-        """Those of this process, of the groups that are being formed."""
+        """This process's listeners for the groups that are being formed."""
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Form groups; give them up once the world has ended.
+        """Form groups in the block; stop once the world has ended.
 
         Raises:
             StaleEpochError: the world has ended.
@@ -97,7 +98,7 @@ class FormingStore(SealedStore):
         try:
             yield
         except RuntimeError:
-            self._check_lasts()  # the end of the world is the cause
+            self._check_lasts()  # Raises if the end of the world is the cause.
             raise
         finally:
             formed.set()
@@ -111,11 +112,12 @@ class FormingStore(SealedStore):
         listener = None if isinstance(value, str) else read_listener(value)
         if listener is not None:
             self._listeners.append(listener)
-        self._check_lasts()  # only now: a world that ends from here on completes this listener, too
+        # Check after the append: if the world ends later, `_watch` completes this listener as well.
+        self._check_lasts()
         super().set(key, value)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait for `keys`. The time that gloo gives is the group's."""
+        """Wait for `keys`, for the time of this store: gloo passes the timeout of the group."""
         del timeout
         late = f"epoch {self._epoch}: some rank did not come to its group"
         wait_for_keys(self, keys, self._form_s, self._check_lasts, late)
@@ -136,16 +138,16 @@ class FormingStore(SealedStore):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Listener:
-    """Socket at which gloo waits for the connections of a group."""
+    """A socket at which gloo waits for the connections of a group."""
 
     host: str
     port: int
     family: int
     numbers: tuple[int, ...]
-    """What each rank sends when it connects."""
+    """The number that each rank sends when it connects."""
 
     def complete(self) -> None:
-        """Make each connection that may be missing, and close it."""
+        """Make every connection that may be missing, and close it."""
         for number in self.numbers:
             with suppress(OSError), socket.socket(self.family) as connection:
                 connection.connect((self.host, self.port))
@@ -153,8 +155,8 @@ class Listener:
 
 
 def read_listener(value: bytes) -> Listener | None:
-    """Read what gloo writes into its store: host name, address, and a number for each rank. None
-    when it is something else, as another version of gloo may write."""
+    """Decode the value that gloo writes into its store: a host name, an address, and a number for
+    each rank. Return None for any other value, such as another version of gloo may write."""
     with suppress(struct.error, KeyError, ValueError):
         _, address, numbers = _cut(value)
         [family] = struct.unpack_from("@H", address)
@@ -170,7 +172,7 @@ def read_listener(value: bytes) -> Listener | None:
 
 
 def _cut(value: bytes) -> tuple[bytes, bytes, bytes]:
-    """Cut off two parts, each with its size before it; the third is what is left."""
+    """Split `value` into two parts that have their sizes before them, and the rest."""
     parts, at = [], 0
     for _ in range(2):
         [size] = _SIZE.unpack_from(value, at)

@@ -1,10 +1,10 @@
 """Process groups that are formed, left and formed again in one process.
 
-Facts of torch behind this module, on gloo: `abort()` wakes nobody; dropping the last reference to a
-group waits for collectives that are still pending, and they write into their tensors whenever the
-ranks that they wait for come back; a wait for a message that times out closes all connections of
-its group. So groups are disconnected in this way before they are dropped, which happens on a thread
-of its own.
+This module depends on the following facts of torch's gloo. `abort()` wakes nobody. Dropping the
+last reference to a group waits for its pending collectives, which write into their tensors as soon
+as the ranks come back that they wait for. When a wait for a message times out, all connections of
+its group close. So this module lets such a wait time out to disconnect a group, and then drops the
+group on a separate thread.
 """
 
 from __future__ import annotations
@@ -44,37 +44,37 @@ _log = logging.getLogger("holdfast")
 FORM_S = 15.0
 """Time to form a group once all ranks have met, in a world that lasts."""
 DROP_S = 5.0
-"""Time that a process which ends gives its groups to be destroyed."""
+"""Time for which a process that ends waits until its groups are destroyed."""
 SETTLE_S = 1.0
-"""Longest wait for threads of groups that are left: a failed collective may be adding up still."""
+"""Longest wait for the threads of left groups, in which a failed collective may still compute."""
 CONNECT_S = 10.0
 """Time to reach the store of an epoch."""
 _ATTEMPT_S = 2.0
-"""Time of one attempt at that, after which the world is looked at."""
+"""Time of one attempt to reach it. After each, the process checks whether the world still lasts."""
 _NO_TIME = timedelta(milliseconds=1)
 _UNUSED_TAG = 2**30
-"""Tag of messages that nobody sends."""
+"""A tag with which nobody sends messages."""
 _TEXTS = msgspec.msgpack.Decoder(list[str])
 
 
 class MeetingPoint:
-    """Store of one world, at which its ranks meet before they form a group: some may take long to
-    come, and forming has a deadline.
+    """The store of one world, at which its ranks meet before they form a group. They meet first
+    because some ranks may come late, while forming has a deadline.
 
-    At a meeting each rank writes what it has to say. Rank 0 reads it, once all have, and hands it
-    out, so that each rank reads one value, however many there are.
+    At a meeting each rank writes a text. When all have, rank 0 reads the texts and writes all of
+    them as one value, so that every other rank reads only one value.
 
     Args:
         store_address: `host:port`.
-        key: key of the store, which the daemons hand to the ranks of this world.
+        key: key of the store, which the daemons give to the ranks of this world.
         epoch: membership epoch of the world.
         rank: rank of this process in the world.
-        size: number of its ranks.
-        ended: whether the world has ended.
+        size: number of ranks in the world.
+        ended: returns whether the world has ended.
 
     Raises:
         StaleEpochError: the world ended before its store was reached.
-        ProtocolError: there is no key, since a daemon is too old to pass it on.
+        ProtocolError: there is no key, because a daemon is too old to pass it on.
         RuntimeError: the store cannot be reached.
     """
 
@@ -98,25 +98,24 @@ class MeetingPoint:
         self._meetings = 0
 
     def meet(self) -> None:
-        """Return when all ranks have called this equally often.
+        """Wait until all ranks have called this equally often.
 
         Raises:
             StaleEpochError: the world ended first.
-            UnreachableError: what stands in a rank's place was not written by it.
+            UnreachableError: a stranger wrote the value of a rank.
             RuntimeError: the store was lost.
         """
         self._come(b"", lambda said: b"", inf)
 
     def gather(self, text: str, timeout_s: float = inf) -> list[str]:
-        """Gather the `text` of each rank, before there is a group. A meeting of all ranks.
+        """Gather the `text` of each rank, without a process group. All ranks call it.
 
         Args:
-            timeout_s: time that the other ranks may take to come.
+            timeout_s: time within which the other ranks must call it.
 
         Raises:
             StaleEpochError: the world ended first.
-            UnreachableError: some rank did not come in time, or what stands in its place was not
-                written by it.
+            UnreachableError: some rank did not call it in time, or a stranger wrote its text.
             RuntimeError: the store was lost.
         """
         return _TEXTS.decode(self._come(text.encode(), _encode_texts, timeout_s))
@@ -124,7 +123,12 @@ class MeetingPoint:
     def _come(
         self, said: bytes, hand_out: Callable[[list[bytes]], bytes], timeout_s: float
     ) -> bytes:
-        """Come to the next meeting; return what `hand_out` has made of what the ranks have said."""
+        """Take part in the next meeting, and return the value that rank 0 made of the texts.
+
+        Args:
+            said: this rank's text.
+            hand_out: makes the common value from the texts of all ranks; called on rank 0.
+        """
         self._meetings += 1
         come = [f"come-{self._meetings}-{rank}" for rank in range(self._size)]
         complete = f"complete-{self._meetings}"
@@ -141,8 +145,8 @@ class MeetingPoint:
             raise StaleEpochError(f"epoch {self._epoch} ended before its ranks had met")
 
     def form(self, backend: str, timeout_s: float) -> None:
-        """Form the default process group. Collective; raises as `meet`, or RuntimeError when a rank
-        was lost meanwhile."""
+        """Form the default process group. Collective. Raises as `meet`, or RuntimeError if a rank
+        is lost meanwhile."""
         self.meet()
         with self.forming(backend):
             dist.init_process_group(
@@ -157,7 +161,8 @@ class MeetingPoint:
 
     @contextmanager
     def forming(self, backend: str) -> Iterator[None]:
-        """Form groups of `backend`; gloo's are given up once the world has ended.
+        """Form groups of `backend` within the block. Forming a gloo group stops once the world has
+        ended.
 
         Raises:
             StaleEpochError: the world has ended.
@@ -170,7 +175,7 @@ class MeetingPoint:
             if world is None:
                 yield
                 return
-            # torch takes the store of a new group from here, and NCCL's threads have theirs already
+            # Torch takes the store of a new group from this map; NCCL's threads have theirs.
             kept = c10d._world.pg_map[world]
             c10d._world.pg_map[world] = (kept[0], self._forming)
             try:
@@ -209,11 +214,12 @@ def _has_nccl(backend: str) -> bool:
 def split(
     partition: Sequence[Sequence[int]], rank: int, timeout_s: float, carrier: Carrier | None = None
 ) -> dist.ProcessGroup:
-    """Form one group for each part, on all ranks alike; return the one that has `rank`.
+    """Form one group for each part, on all ranks; return the group of `rank`. Collective.
 
     Args:
-        timeout_s: time that a collective may take.
-        carrier: sends and receives in these groups, which have no collectives.
+        timeout_s: time that each collective may take.
+        carrier: carries the messages of these groups, which then have no collectives; None for
+            torch's own groups.
     """
     mine: Any = None
     for part in partition:
@@ -228,60 +234,65 @@ def split(
     assert mine is not None
     if carrier is None:
         set_timeout(mine, timeout_s)
-    found: dist.ProcessGroup = mine
-    return found
+    group_of_rank: dist.ProcessGroup = mine
+    return group_of_rank
 
 
 def leave(given: Iterable[Any] = ()) -> None:
     """Destroy all process groups. Their connections close, which wakes the ranks that wait for this
-    one, and from then on their collectives write nothing.
+    one. From then on, their collectives write nothing.
 
     Args:
-        given: groups that the script was given, and may have kept. No thread uses them now.
+        given: groups that were given to the script, which may have kept them. No thread may use
+            them now.
     """
     if not dist.is_initialized():
-        # The first group may have failed to form: torch has counted it, and would give that of the
-        # next world another name than new processes do, so that they never met.
+        # The first group may have failed to form, but torch has counted it. Then it would name the
+        # group of the next world differently from new processes, and they would never meet.
         c10d._world.group_count = 0
         return
+    # Disconnect the groups, so that nothing that is still pending can write any more.
     held: list[Any] = [*c10d._world.pg_map]
     for group in held:
         disconnect(group)
+    # Make groups that the script has kept fail, and wake threads that wait for NCCL.
     for group in (dist.group.WORLD, *given):
         _retire(group)
     wake()
-    if dist.is_initialized():  # an abort destroys them as well
+    # Destroy the groups, and drop the last references on a thread, since that may take long.
+    if dist.is_initialized():  # An abort has already destroyed them.
         dist.destroy_process_group()
     dropping = threading.Thread(target=held.clear, name="holdfast-leave", daemon=True)
     dropping.start()
     dropping.join(SETTLE_S)
     if dropping.is_alive():
-        atexit.register(dropping.join, DROP_S)  # a group that is half destroyed aborts the process
+        atexit.register(dropping.join, DROP_S)  # A half destroyed group would abort the process.
 
 
 def disconnect(group: Any) -> None:
-    """Close all connections of `group`, which ends what it has begun. Any thread.
+    """Close all connections of `group`, which ends its pending collectives. Any thread.
 
-    A collective that waits for a rank whose node is cut off, or stands still, would otherwise write
-    when that rank comes back: into gradients of a later world, or into parameters that an
-    interrupted restore was filling.
+    Otherwise a collective that waits for a stopped or unreachable rank would write when that rank
+    comes back: into the gradients of a later world, or into the parameters that an interrupted
+    restore was filling.
     """
     for _, backend in _gloo_backends(group):
         for other in range(group.size()):
             if other != group.rank():
-                # Of those that are lost already it raises at once; the first other one times out.
+                # Lost connections raise immediately. The first one that is not lost times out, and
+                # closes all.
                 with suppress(RuntimeError):
                     backend.recv([torch.empty(1, device="cpu")], other, _UNUSED_TAG).wait(_NO_TIME)
 
 
 def _gloo_backends(group: Any) -> list[tuple[torch.device, Any]]:
-    """Devices of `group` that gloo serves, with their backends."""
+    """Return the devices of `group` that gloo serves, with their backends."""
     served = [(device, group._get_backend(device)) for device in group._device_types]
     return [each for each in served if isinstance(each[1], dist.ProcessGroupGloo)]
 
 
 class _NoStore(Store):
-    """Store of a group in which no rank ever finds another one."""
+    """The store of a retired group: no rank ever finds another one in it."""
 
     def set(self, key: str, value: Any) -> None:
         del key, value
@@ -298,10 +309,11 @@ _no_store = _NoStore()
 
 
 def _retire(group: Any) -> None:
-    """Make collectives of `group` fail from now on, for those who have kept a reference to it.
+    """Let all collectives of `group` fail from now on, because the script may have kept a reference
+    to it.
 
-    The ranks that are left could still reach each other in it, and what one of them began before
-    the end of the world would answer what another one calls after it.
+    Otherwise the surviving ranks could still reach each other in it, and a collective that one rank
+    began before the end of the world could meet another that a different rank begins afterwards.
     """
     for device, _ in _gloo_backends(group):
         group._register_backend(device, dist.ProcessGroup.BackendType.CUSTOM, _nowhere())
@@ -309,18 +321,18 @@ def _retire(group: Any) -> None:
 
 @functools.cache
 def _nowhere() -> dist.ProcessGroupGloo:
-    """Make the backend of a group that is no more: its first collective looks for the others, and
-    is told that the world has ended."""
+    """Make the backend of a retired group: its first collective looks for the other ranks, and
+    raises that the world has ended."""
     create: Any = dist.ProcessGroupGloo.create_device
     try:
         device = create(hostname="127.0.0.1", lazy_init=True)
-    except TypeError:  # torch 2.6 always connects at once
-        return _deserted()
+    except TypeError:  # Torch 2.6 always connects immediately.
+        return _make_deserted()
     return dist.ProcessGroupGloo(_no_store, 0, 2, _options(device, _NO_TIME))
 
 
-def _deserted() -> dist.ProcessGroupGloo:
-    """Make the backend of a group whose other rank has just left: its first collective fails."""
+def _make_deserted() -> dist.ProcessGroupGloo:
+    """Make the backend of a group whose only other rank has left, so its first collective fails."""
     store = HashStore()
     made: dict[int, dist.ProcessGroupGloo] = {}
 
@@ -344,7 +356,7 @@ def _options(device: Any, timeout: timedelta) -> Any:
 
 
 def wake() -> None:
-    """Wake collectives of this process that are blocked on a device. Any thread."""
+    """Wake the collectives of this process that are blocked on a device. Any thread may call it."""
     if dist.is_initialized() and "nccl" in dist.get_backend():
         _abort()
 
@@ -353,7 +365,7 @@ def _abort() -> None:
     try:
         c10d._abort_process_group()
     except Exception as error:
-        # Nothing but a machine with several devices can show how NCCL ends under every failure.
+        # NCCL may fail in ways that only machines with several devices show.
         _log.warning(
             "NCCL's groups could not be aborted (%s: %s); if this process hangs, its launcher ends "
             "it after reformSeconds",
@@ -363,7 +375,7 @@ def _abort() -> None:
 
 
 def is_of_group(error: BaseException) -> bool:
-    """Whether `error`, or what caused it, comes from a collective or a store."""
+    """Whether `error`, or one of its causes, comes from a collective or a store."""
     return any(
         isinstance(one, dist.DistError | UnreachableError | StaleEpochError)
         or (isinstance(one, RuntimeError) and any(name in str(one) for name in ("gloo", "NCCL")))

@@ -1,9 +1,9 @@
-"""`Pipeline`: boundaries of the pipeline stages of a training script that moves tensors itself, or
-lets a schedule of `torch.distributed.pipelining` move them.
+"""`Pipeline`: the boundaries between the pipeline stages of a training script. The script moves the
+tensors itself, or a schedule of `torch.distributed.pipelining` moves them.
 
-All that a stage learns of the others passes here, so it can be logged, and a lost stage can repeat
-steps alone: what its neighbours have sent comes from their logs, and what it sends is compared with
-what they had received.
+Everything that a stage learns from the other stages passes through here, so it can be logged. Then
+a lost stage can repeat steps alone: it gets the messages of its neighbours from their logs, and its
+own messages are compared with the ones that they had received.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from holdfast_core.protection.replaying import ReplayPlan
 from holdfast_core.topology import Topology
 
 SCHEDULES_FROM = "2.15"
-"""Oldest torch whose schedules are repeated to the bit."""
+"""Oldest torch whose schedules compute the same bits when they are repeated."""
 EVERYONE = -1
-"""Stands for all ranks in the log, where other messages name one."""
+"""Stands for all ranks in the log, in place of one rank."""
 
 
 class BoundaryReplay:
-    """What a rank that repeats steps has from the logs of others.
+    """The logs of other ranks, from which one rank repeats steps.
 
     Args:
-        parts: by the rank that gave it.
+        plan: the steps to repeat, and the ranks that repeat them.
+        parts: rank → the part of its log that it has handed over.
 
     Raises:
         CorruptError: a message does not match its checksum.
@@ -41,26 +42,26 @@ class BoundaryReplay:
     def __init__(self, plan: ReplayPlan, parts: Mapping[int, LogPart]) -> None:
         self.target = plan.target
         self.divergence = ""
-        """First difference from what the neighbours had received; empty while there is none."""
+        """First difference from the messages of the first execution; empty if there is none."""
         self._given: dict[tuple[int, Key], bytes] = {}
         self._expected: dict[tuple[int, Key], int] = {}
         self._givers = frozenset(parts)
         for rank, part in parts.items():
             for message in part.sent:
                 of = EVERYONE if message.key.crossing is Crossing.SHARED else rank
-                self._given[of, message.key] = message.checked()
+                self._given[of, message.key] = message.checked_bytes()
             self._expected.update({(rank, key): digest for key, digest in part.received})
 
     def has(self, rank: int) -> bool:
-        """Whether messages with `rank` come from its log."""
+        """Whether messages from and to `rank` are replaced by its log."""
         return rank in self._givers
 
     def take(self, rank: int, key: Key, into: torch.Tensor) -> None:
-        """Fill `into` with the message that `rank` had sent; with zeros where it is not logged so,
-        which a script bears better than what memory holds."""
+        """Fill `into` with the message that `rank` had sent. If the log has no such message, fill
+        it with zeros, which a script tolerates better than arbitrary memory."""
         data = self._given.pop((rank, key), b"")
         if len(data) != into.nbytes:
-            self.diverges(f"{key} has {into.nbytes} bytes now, and {len(data)} are logged")
+            self.diverges(f"{key} has {into.nbytes} bytes now, but {len(data)} are logged")
             into.detach().zero_()
             return
         if data:
@@ -68,24 +69,24 @@ class BoundaryReplay:
             into.detach().copy_(flat.view(into.dtype).view(into.shape))
 
     def compare(self, rank: int, key: Key, digest: int) -> None:
-        """Compare a message that is sent again with what `rank` had received."""
+        """Compare a repeated message with the one that `rank` had received."""
         if self._expected.pop((rank, key), None) != digest:
-            self.diverges(f"{key} is not what rank {rank} had received")
+            self.diverges(f"{key} is not the message that rank {rank} had received")
 
     def end(self) -> None:
-        """Note what was not repeated."""
+        """Note a message that was not repeated, if there is one."""
         for rank, key in sorted((*self._expected, *self._given))[:1]:
             other = "a sum of all ranks" if rank == EVERYONE else f"with rank {rank}"
             self.diverges(f"{key}, {other}, was not repeated")
 
     def diverges(self, what: str) -> None:
-        """Note a difference. The step goes on, because other ranks of the stage wait for it."""
+        """Note a difference. The step continues, because other ranks of the stage wait for it."""
         self.divergence = self.divergence or what
 
 
 class _OnWay:
-    """A transfer of torch. A schedule may keep it when its world has ended, and its group's sockets
-    would stay open with it, at which neighbours wait."""
+    """A transfer of torch, which can be dropped. A schedule may keep its transfers when its world
+    has ended; they would keep open the sockets of its group, at which neighbours wait."""
 
     def __init__(self, work: torch.distributed.Work | None) -> None:
         self.work = work
@@ -96,10 +97,10 @@ class _OnWay:
 
 
 class _Arrival:
-    """A tensor of a schedule that is being received.
+    """A tensor that a schedule is receiving.
 
     Args:
-        arrive: waits for it, and logs it.
+        arrive: waits for the tensor, and logs it.
     """
 
     def __init__(self, arrive: Callable[[], None]) -> None:
@@ -112,16 +113,16 @@ class _Arrival:
 
 
 class Pipeline:
-    """This rank's place in its pipeline, and the ways to the stages beside it.
+    """This rank's place in its pipeline, and its channels to the neighbouring stages.
 
-    Stages are those of `topology`: rank = (stage · dp + dp index) · tp + tp index. Make one before
-    `holdfast.init`, on all ranks, and pass it there. In the body of a step, send and receive by its
-    methods only, and let nothing else cross a boundary.
+    The topology defines the stages: rank = (stage · dp + dp index) · tp + tp index. Make a Pipeline
+    on all ranks, before `holdfast.init`, and pass it to that. Within the body of a step, send and
+    receive only with its methods: nothing else may cross a stage's boundary.
 
     Args:
-        world: the world of `holdfast.elastic.init`.
-        topology: as given to `holdfast.init`.
-        log_bytes: most bytes of this process's memory for the log of what this rank sends.
+        world: the world from `holdfast.elastic.init`.
+        topology: the same as for `holdfast.init`.
+        log_bytes: memory of this process for its log of sent messages.
 
     Raises:
         InvalidJobError: the topology has one stage, or does not fit the world.
@@ -138,10 +139,10 @@ class Pipeline:
         self.group = world.group(
             [range(at, at + per_stage) for at in range(0, topology.world_size, per_stage)]
         )
-        """Process group of the ranks of this rank's stage."""
+        """The process group of the ranks in this rank's stage."""
         self.log = BoundaryLog(log_bytes)
         self.replay: BoundaryReplay | None = None
-        """Replay in which this rank repeats steps."""
+        """The replay in which this rank repeats steps; None outside of a replay."""
         self.is_ring = False
         """Whether the last stage may send to the first one."""
         self._step, self._sums = 0, 0
@@ -149,9 +150,9 @@ class Pipeline:
         self._received: Counter[int] = Counter()
         """Rank → number of tensors that a schedule has begun to receive from it in this step."""
         self._on_way: list[_OnWay] = []
-        """Transfers of this step."""
+        """The transfers of this step."""
         self._arriving: dict[int, deque[_Arrival]] = {}
-        """Rank → tensors of a schedule that are not yet known to be here, in their order."""
+        """Rank → tensors that a schedule is receiving from it, in their order."""
 
     @property
     def stage(self) -> int:
@@ -160,32 +161,33 @@ class Pipeline:
 
     @property
     def is_first(self) -> bool:
-        """Whether no stage comes before this one."""
+        """Whether this stage is the first."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether no stage comes after this one."""
+        """Whether this stage is the last."""
         return self.stage == self.topology.pp - 1
 
     def send_activation(self, microbatch: int, tensor: torch.Tensor) -> None:
-        """Send a stage's output to the stage after it."""
+        """Send the output of this stage to the next stage."""
         self._send(self._beside(1), Crossing.ACTIVATION, microbatch, tensor)
 
     def receive_activation(self, microbatch: int, into: torch.Tensor) -> torch.Tensor:
-        """Fill `into` with the output of the stage before; return it."""
+        """Fill `into` with the output of the previous stage; return `into`."""
         return self._receive(self._beside(-1), Crossing.ACTIVATION, microbatch, into)
 
     def send_gradient(self, microbatch: int, tensor: torch.Tensor) -> None:
-        """Send the gradient of a stage's input to the stage before it."""
+        """Send the gradient of this stage's input to the previous stage."""
         self._send(self._beside(-1), Crossing.GRADIENT, microbatch, tensor)
 
     def receive_gradient(self, microbatch: int, into: torch.Tensor) -> torch.Tensor:
-        """Fill `into` with the gradient of this stage's output; return it."""
+        """Fill `into` with the gradient of this stage's output; return `into`."""
         return self._receive(self._beside(1), Crossing.GRADIENT, microbatch, into)
 
     def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum `tensor` over all ranks of all stages, in place; return it. All ranks call it."""
+        """Sum `tensor` over all ranks of all stages, in place; return `tensor`. All ranks call
+        it."""
         key = Key(self._step, Crossing.SHARED, self._sums)
         self._sums += 1
         if self.replay is None:
@@ -196,22 +198,23 @@ class Pipeline:
         return tensor
 
     def torch_group(self) -> WorldGroup:
-        """Form the process groups of pipelines for `torch.distributed.pipelining`. All ranks call
-        it, before `holdfast.init`.
+        """Form the process groups for `torch.distributed.pipelining`, one for each pipeline. All
+        ranks call it, before `holdfast.init`.
 
-        Make each `PipelineStage` with `group=….now`, and with `input_args` and `output_args`; make
-        it and its schedule anew in each step that is `resumed`. What the schedule sends is logged.
-        A rank may hold several stages of torch's, which are lost and repeated together.
+        Make each `PipelineStage` with `group=….now`, and with `input_args` and `output_args`. Make
+        the stage and its schedule again in each step that is `resumed`. The messages of the
+        schedule are logged. If a rank has several stages of torch, they are lost and repeated
+        together.
 
         Raises:
-            InvalidJobError: torch is older than 2.15. The schedules of 2.11 were tried: a repeated
-                stage sends what it had not sent before.
+            InvalidJobError: torch is older than 2.15. With the schedules of 2.11, a repeated stage
+                sends messages that differ from those of its first execution.
         """
         if torch.__version__ < SCHEDULES_FROM:
             raise InvalidJobError(
-                f"stages of torch.distributed.pipelining need torch "
-                f"{SCHEDULES_FROM} or newer to be repeated alone, and this is "
-                f"{torch.__version__}: install it, or send with the methods of Pipeline"
+                f"stages of torch.distributed.pipelining can only be repeated alone with torch "
+                f"{SCHEDULES_FROM} or newer, and this is torch {torch.__version__}: install a "
+                f"newer one, or send with the methods of Pipeline"
             )
         stage_group.register()
         self.is_ring = True
@@ -240,8 +243,8 @@ class Pipeline:
     def start_receive(self, source: int, into: torch.Tensor) -> Callable[[], None]:
         """Begin to receive from rank `source`; see `Carrier`.
 
-        Tensors of one rank come in their order, so waiting for one ends the wait for those before
-        it: before 2.8, torch waits only for the last one of a batch.
+        Tensors from one rank arrive in order, so waiting for one also completes the earlier ones:
+        torch before 2.8 waits only for the last tensor of a batch.
         """
         key = Key(self._step, Crossing.TENSOR, self._received[source])
         self._received[source] += 1
@@ -258,7 +261,7 @@ class Pipeline:
         return partial(_finish, queue, arrival)
 
     def drop(self) -> None:
-        """Let go of all that is on its way; see `Carrier`."""
+        """Drop all transfers; see `Carrier`."""
         for each in self._on_way:
             each.work = None
         self._on_way.clear()
@@ -266,7 +269,7 @@ class Pipeline:
     # --- called by the session --------------------------------------------------------------------
 
     def begin(self, step: int) -> None:
-        """Begin the body of a step."""
+        """Begin the body of `step`, and its log."""
         self._on_way.clear()
         self._step, self._sums = step, 0
         self._sent.clear()
@@ -275,22 +278,22 @@ class Pipeline:
         self.log.begin(step)
 
     def complete(self, step: int) -> None:
-        """Note that a step is complete.
+        """Note that `step` is complete.
 
         Raises:
-            InvalidJobError: a schedule has not waited for all that it receives.
+            InvalidJobError: a schedule has not waited for all tensors that it receives.
         """
         for source, queue in self._arriving.items():
             if queue:
                 raise InvalidJobError(
                     f"the schedule of step {step} has not waited for {len(queue)} of the tensors "
-                    f"from rank {source}: end the step when all that it receives is there"
+                    f"from rank {source}: end the step only when all of its tensors have arrived"
                 )
         self.log.complete(step)
 
     def end_replay(self) -> str:
-        """End this rank's replay, if there is one; return how it differed from the first execution,
-        or nothing."""
+        """End this rank's replay, if there is one. Return how it differed from the first execution;
+        empty if it did not."""
         replay, self.replay = self.replay, None
         if replay is None:
             return ""
@@ -300,7 +303,7 @@ class Pipeline:
     # --- inside -----------------------------------------------------------------------------------
 
     def _beside(self, stages: int) -> int:
-        """Rank of this pipeline that is `stages` after this one.
+        """Return the rank of this pipeline that is `stages` stages after this rank.
 
         Raises:
             InvalidJobError: there is no such stage.
@@ -309,7 +312,7 @@ class Pipeline:
         if not 0 <= at.pp + stages < self.topology.pp:
             raise InvalidJobError(
                 f"stage {at.pp} of {self.topology.pp} has no stage {at.pp + stages} beside it: "
-                f"ask is_first and is_last"
+                f"check is_first and is_last before sending and receiving"
             )
         return self.topology.rank_at(dp=at.dp, tp=at.tp, pp=at.pp + stages)
 
@@ -344,12 +347,12 @@ class Pipeline:
 
 
 def _finish(queue: deque[_Arrival], arrival: _Arrival) -> None:
-    """Finish the arrivals of a queue up to this one."""
+    """Finish the arrivals of `queue` up to `arrival`."""
     while not arrival.complete:
         queue[0].finish()
         queue.popleft()
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor, not copied: backends do not know every type."""
+    """View a contiguous tensor as bytes, because backends do not support every dtype."""
     return tensor.detach().reshape(-1).view(torch.uint8)

@@ -1,9 +1,9 @@
-"""Batches of a training whose number of ranks changes.
+"""Batches for a training whose number of ranks changes.
 
-All epochs together are one endless sequence of samples, and a step takes the next ones of it,
-whatever the number of ranks is. So the position is one number, equal on all ranks, and each sample
-of an epoch is used once by any history of worlds: a batch that an epoch cannot fill takes the
-beginning of the next one, and nothing is dropped or repeated.
+All epochs together form one endless sequence of samples, and each step takes the next samples of
+it, whatever the number of ranks. So the position is one number, equal on all ranks. Every sample of
+an epoch is used exactly once, whatever worlds there were: if an epoch cannot fill a batch, the
+batch continues with the start of the next epoch. Nothing is dropped or repeated.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from holdfast_core.errors import InvalidJobError
 
 
 class Ranks(Protocol):
-    """The ranks that train together now: `holdfast.elastic.World`."""
+    """The ranks that train together at present: `holdfast.elastic.World`."""
 
     @property
     def rank(self) -> int:
-        """Number of this rank."""
+        """This rank."""
 
     @property
     def size(self) -> int:
@@ -30,25 +30,26 @@ class Ranks(Protocol):
 
 
 class ElasticSampler(Sampler[list[int]]):
-    """Batches of one rank, for `DataLoader(data, batch_sampler=…)`.
+    """The batches of one rank, for `DataLoader(data, batch_sampler=…)`.
 
-    Of a global batch of B samples, rank i of n takes those from B·i/n to B·(i+1)/n. Where n does
-    not divide B, some ranks have one more: weigh the mean loss of this rank's samples by their
-    number over `global_batch`, and the sum over ranks does not depend on how many they are.
+    Of a global batch of B samples, rank i of n takes the samples from B·i/n to B·(i+1)/n. If n does
+    not divide B, some ranks have one sample more. So multiply the mean loss of this rank's samples
+    by their number over `global_batch`; then the sum over ranks does not depend on their number.
 
-    Iteration has no end. It begins at the position of training, in the present world: begin anew
-    after a restore (`step.resumed`). Call `advance` in each step, before it is saved.
+    Iteration never ends. It starts at the position of training and in the present world, so start a
+    new iteration after a recovery (`step.resumed`). Call `advance` in each step, before its save.
 
     Args:
-        data: anything with a length, in samples.
-        batch: samples of one step, over all ranks.
-        world: the ranks that train together; it may change.
-        per_rank: `batch` is that of each rank, so that a step has fewer samples with fewer ranks.
+        data: anything whose length is the number of samples.
+        batch: number of samples in one step, over all ranks.
+        world: the ranks that train together, which may change.
+        per_rank: True if `batch` is the number for each rank, so that a step has fewer samples with
+            fewer ranks.
         seed: seed of the shuffle; equal on all ranks.
-        shuffle: False for the order of the data set.
+        shuffle: False keeps the order of the data set.
 
     Raises:
-        InvalidJobError: when there are no samples, or `batch` is below 1.
+        InvalidJobError: there are no samples, or `batch` is below 1.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class ElasticSampler(Sampler[list[int]]):
 
     @property
     def global_batch(self) -> int:
-        """Samples of one step, over all ranks of the present world."""
+        """Number of samples in one step, over all ranks of the present world."""
         return self._batch * self._world.size if self._per_rank else self._batch
 
     @property
@@ -80,10 +81,10 @@ class ElasticSampler(Sampler[list[int]]):
         return self._position
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Batches of this rank, from the position of training.
+        """Yield the batches of this rank, from the position of training on.
 
         Raises:
-            InvalidJobError: when there are more ranks than samples in a batch.
+            InvalidJobError: a batch has fewer samples than there are ranks.
         """
         rank, size, batch = self._world.rank, self._world.size, self.global_batch
         if batch < size:
@@ -109,14 +110,14 @@ class ElasticSampler(Sampler[list[int]]):
         self._position += self.global_batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Position of training, and the values that the order depends on."""
+        """Return the position of training, and the values that determine the order."""
         return {"position": self._position, "order": self._order()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to the position of `state_dict()` of any rank, in a world of any size.
+        """Go to a position that any rank saved, in a world of any size.
 
         Raises:
-            LayoutMismatchError: when the size of the data set, the seed or the shuffle differ.
+            LayoutMismatchError: the size of the data set, the seed or the shuffle differs.
         """
         check_order(state_dict["order"], self._order())
         self._position = state_dict["position"]

@@ -1,8 +1,12 @@
-"""Session of a process that stays when its world changes.
+"""The session of a process that stays when its world changes.
 
-For each world it makes a session with a daemon, as a process that starts again would: a session
-belongs to one epoch, and nothing of it can reach the next one. Model, optimizers and stateful
-objects stay; the restore writes into them.
+It makes a new session with the daemon for each world, as a newly started process would: a session
+belongs to one epoch, and none of it carries over into the next. The model, the optimizers and the
+stateful objects stay; a restore writes into them.
+
+A lost rank ends the world. The step that it cuts off is undone (`_undo`). The ranks of the next
+world state what they have and reach a verdict (`World.stand`), and `_enter` carries it out:
+training continues live, lost stages replay, or all ranks restore the recovery line.
 """
 
 from __future__ import annotations
@@ -24,14 +28,14 @@ from holdfast._agree.exchange import Exchange
 from holdfast._capture.partial_state import START, PartialState
 from holdfast._causes import drop_frames
 from holdfast._daemon.handles import SaveHandle
-from holdfast._elastic.beginning import Beginning
 from holdfast._elastic.pipeline import Pipeline
 from holdfast._elastic.stage_replay import agree_on_replay, hand_over_logs
+from holdfast._elastic.step_start import StepStart
 from holdfast._elastic.world import World
 from holdfast._save.tally import SaveCounters
 from holdfast._session.interface import Session, TrainingState, WorldSession
 from holdfast._state.capture import LiveState
-from holdfast._state.collect import drop_unscaled
+from holdfast._state.collect import reset_scalers
 from holdfast._state.dtensors import is_dtensor
 from holdfast._state.nested import StepHooks
 from holdfast._steps import TrainStep, steps_of
@@ -55,10 +59,10 @@ _log = logging.getLogger("holdfast")
 
 
 def check_staying(model: nn.Module) -> None:
-    """Refuse a model that holds process groups of its own, which nothing could form again.
+    """Refuse a model that holds process groups of its own, because they cannot be formed again.
 
     Raises:
-        InvalidJobError: the model is wrapped by DDP, or its parameters are DTensors.
+        InvalidJobError: DDP wraps the model, or its parameters are DTensors.
     """
     if any(isinstance(part, DistributedDataParallel) for part in model.modules()):
         raise InvalidJobError(
@@ -75,96 +79,99 @@ def check_staying(model: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class HeldState:
-    """Training state that this process has between two steps."""
+    """The training state that this process has between two steps."""
 
     step: int | None = None
-    """Number of completed steps; None before anything was restored or begun."""
+    """Number of completed steps; None before the first restore."""
     torn: str = ""
-    """Why it is not the state after them; empty when it is."""
+    """Why this is not exactly the state after `step`; empty if it is."""
     adds_up: bool = False
-    """Whether gradients may be part of it, because no optimizer stepped in the newest step."""
+    """Whether gradients may belong to the state, because no optimizer stepped in the last step."""
 
 
 class StepBody:
-    """The body of a step, from its beginning to its end."""
+    """The body of one step while it runs."""
 
     def __init__(self, step: int) -> None:
         self.step = step
         self.voted = False
-        """Whether its vote has passed."""
+        """Whether the vote of the step has passed."""
         self.stepped = False
         """Whether an optimizer has stepped, or is about to."""
         self.cut = False
-        """Whether it was cut off before its vote passed."""
-        self._beginning: Beginning | None = None
+        """Whether a failure cut the step off before its vote passed."""
+        self._start: StepStart | None = None
         self._problem = ""
 
     def note(self, holds: TrainingState) -> None:
-        """Note what the step may change before its vote."""
+        """Keep the state that the step may change before its vote, so that `undo` can restore
+        it."""
         try:
-            self._beginning = Beginning(holds.live, holds.stateful, self.step - 1)
-        except Exception as error:  # raised by the user's state_dict, or by torch
+            self._start = StepStart(holds.live, holds.stateful, self.step - 1)
+        except Exception as error:  # The user's state_dict or torch may raise anything.
             self._problem = f"the state before step {self.step} could not be noted: {error}"
 
-    def changed(self) -> str:
-        """Why the step has no whole state to go back to any more; empty while it has."""
-        return self._tried(Beginning.check)
+    def why_not_whole(self) -> str:
+        """Why the state before the step can no longer be restored; empty while it can."""
+        return self._try(StepStart.check)
 
     def undo(self) -> str:
-        """Put back what the step has changed; return why that cannot be done, or nothing."""
+        """Restore the state before the step. Return why that is impossible; empty on success."""
         if self.voted or self.stepped:
             return f"step {self.step} was cut off after its vote"
-        return self._tried(Beginning.put_back)
+        return self._try(StepStart.put_back)
 
-    def _tried(self, action: Callable[[Beginning], None]) -> str:
-        """Apply `action` to what was noted; return why that cannot be done, or nothing."""
-        if self._beginning is None:
+    def _try(self, action: Callable[[StepStart], None]) -> str:
+        """Apply `action` to the noted state. Return why it failed; empty on success."""
+        if self._start is None:
             return self._problem
         try:
-            action(self._beginning)
+            action(self._start)
         except HoldfastError as error:
             return f"step {self.step} was cut off: {error}"
         return ""
 
 
 class Reseats(Protocol):
-    """Experts in seats, which take others when the world changes: `holdfast._moe.reseating`."""
+    """The seats of a model's experts, implemented by `holdfast._moe.reseating`. Experts change
+    seats when the world or their loads change."""
 
     @property
     def experts(self) -> int:
-        """Experts of each layer."""
+        """Number of experts in each layer."""
 
-    def held(self) -> tuple[tuple[int, ...], ...]:
-        """For each layer the experts in this rank's seats."""
+    def seated_experts(self) -> tuple[tuple[int, ...], ...]:
+        """The experts in this rank's seats, layer by layer."""
 
     def follow(
         self, live: LiveState, exchange: Exchange, rank: int, *, outlived: bool, moves: bool
     ) -> None:
-        """Take the seats of a plan for the present ranks. Collective."""
+        """Plan the seats for the present ranks, and move experts into them. Collective."""
 
     def rebalance(
         self, live: LiveState, exchange: Exchange, rank: int, *, step_s: float, steps: int
     ) -> bool:
-        """Take other seats in the same world, if loads are worth it. Collective."""
+        """Move experts to other seats of the same world if their loads justify it; return whether
+        any moved. Collective."""
 
     def report(self, epoch: int, step: int) -> PlanReport:
-        """The plan in numbers."""
+        """Describe the present plan, for the job's status."""
 
 
 class ElasticSession(Session):
-    """A session in each world, one after the other.
+    """A sequence of sessions: one in each world that this process lives through.
 
     Args:
         world: the training world.
         make: makes the session of the present world. Collective.
-        optimizers: their gradients are dropped when a step is cut off.
-        exchange_timeout_s: time that the fastest rank waits for the slowest at the end.
-        votes: whether ranks vote before each step of the optimizer, so that training can go on from
-            what they have. Equal on all ranks.
-        pipeline: the script's boundaries between pipeline stages, if it has any.
-        reseats: the model's experts in seats, if it has any.
-        rebalance_steps: steps from one look at their loads to the next; 0: none. Equal on all
-            ranks.
+        optimizers: drop their gradients when a step is cut off.
+        exchange_timeout_s: time that the fastest rank waits for the slowest at the end of training.
+        votes: whether ranks vote before each optimizer step, so that training can continue live.
+            Equal on all ranks.
+        pipeline: the boundaries between the script's pipeline stages; None if it has none.
+        reseats: the seats of the model's experts; None if it has none.
+        rebalance_steps: steps between two checks of the experts' loads; 0 for no checks. Equal on
+            all ranks.
     """
 
     def __init__(
@@ -182,40 +189,41 @@ class ElasticSession(Session):
         self._world, self._make, self._reseats = world, make, reseats
         self._rebalance_steps = rebalance_steps
         self._bodies_s = 0.0
-        """Time of the bodies of steps since the last look at loads."""
+        """Time spent in the bodies of steps since loads were last checked."""
         self._began_s = 0.0
-        """When the newest body began."""
+        """Time at which the newest body began."""
         self._optimizers, self._timeout_s = tuple(optimizers), exchange_timeout_s
         self._votes = votes and world.stays
         self._pipeline = pipeline
         self._replaying: ReplayPlan | None = None
-        """Replay of which this rank's steps are a part."""
+        """The replay in which this rank repeats steps; None outside of a replay."""
         self._tried_replay = False
-        """Whether the newest step has been recovered by a replay, or was to be: a second one would
-        fail alike."""
+        """Whether the newest step was already recovered by a replay, or should have been: a second
+        replay would fail in the same way."""
         self._protected = 0
-        """Step that a restore of the newest protected generation brings back, as far as this
+        """Step to which a restore of the newest protected generation leads back, as far as this
         process knows. Any thread."""
         self._restored: int | None = None
-        """Step to which a replay that differed has led back."""
+        """Step to which all ranks were restored after a failed replay; None otherwise."""
         self._cause: Exception | None = None
+        """The failure that ended the present world; None before one."""
         self._saves = False
-        """Whether the loop of `steps` saves."""
+        """Whether the loop of `steps` calls `save`, so that the script must not."""
         self._held = HeldState()
         self._body: StepBody | None = None
-        """The step whose body runs, or was cut off."""
+        """The step whose body runs now or was cut off; None between steps."""
         self._verdict: StandingVerdict | None = None
-        """Verdict of the next world that was reached within a step."""
+        """Verdict of the next world, if it was reached within a step."""
         self._session: WorldSession
         self._exchange: Exchange
         self._begin()
         self._hooks = StepHooks(self._optimizers, self._before_optimizer)
 
     def _begin(self, kept: PartialState = START) -> None:
-        """Make what belongs to one world. Collective.
+        """Make the session and the exchange of the present world. Collective.
 
         Args:
-            kept: state of the policy in the world before.
+            kept: state of the policy in the previous world.
         """
         self._session = self._make()
         self._session.follow(kept)
@@ -228,7 +236,7 @@ class ElasticSession(Session):
         return steps_of(self, total, seed)
 
     def begin_steps(self) -> int:
-        """Restore; see `Runner`."""
+        """Restore, and return the number of completed steps; see `Runner`."""
         try:
             return self.restore() or 0
         except Exception as error:
@@ -237,7 +245,7 @@ class ElasticSession(Session):
         return self.go_back()
 
     def begin(self, step: int) -> None:
-        """Note the state before `step`; see `Runner`."""
+        """Keep the state before `step`; see `Runner`."""
         self._body, self._began_s = StepBody(step), time.monotonic()
         if self._pipeline is not None:
             self._pipeline.log.drop_to(self._protected)
@@ -249,10 +257,11 @@ class ElasticSession(Session):
         """Save the state after `step`, unless its world has ended; see `Runner`.
 
         Raises:
-            InvalidJobError: in a process that was forked from this one.
-            Exception: the failure of a collective that the script has caught: what it computed is
-                not the state after `step`.
+            InvalidJobError: a process that was forked from this one called it.
+            Exception: the failure of a collective which the script caught, although the state after
+                `step` is then incomplete.
         """
+        # Refuse the step if a collective in its body failed, even if the script caught the error.
         self._world.check_process()
         failure, body = self._world.failure, self._body
         if failure is not None:
@@ -261,24 +270,28 @@ class ElasticSession(Session):
             drop_frames(failure)
         if failure is not None or body is None or body.cut:
             return False
+        # A repeated step was voted on and saved in its first execution.
         if self._replaying is not None:
             return self._complete_repeated(self._replaying, body)
+        # Without an optimizer step there was no vote yet. Without votes, the world must still last.
         if self._votes:
             if not (body.voted or self._passes_at_its_end(body)):
                 return False
         elif self._world.ended:
             return False
+        # The step is complete. Note that before the save, so that it counts even if the world ends.
         self._hold(body)
         self._tried_replay = False
         if self._world.ended:
             return False
+        # Save, and perhaps move experts to other seats.
         handle = self._session.save(step)
         if self._pipeline is not None:
             handle.protected.add_done_callback(partial(self._note_protected, handle))
         return self._rebalance(step)
 
     def survives(self, error: Exception) -> bool:
-        """Whether the loop goes on after `error`; see `Runner`."""
+        """Whether the loop continues in another world after `error`; see `Runner`."""
         if not self._world.survives(error):
             return False
         _log.warning("a step was cut off: %s: %s", type(error).__name__, error)
@@ -286,25 +299,32 @@ class ElasticSession(Session):
         return True
 
     def go_back(self) -> int:
-        """Enter the next world, and go on there live or restore; see `Runner`.
+        """Enter the next world and recover there; return the number of completed steps; see
+        `Runner`.
 
         Raises:
-            BeginsAnewError: there is nothing to go on from, and nothing was protected yet. Only
-                a process that starts anew can begin from the beginning.
-            Exception: the failure that cut the step off, when no new world came.
+            BeginsAnewError: no rank has a state to continue from, and nothing was protected yet.
+                Only new processes can start training from the beginning.
+            Exception: the failure that cut the step off, if no new world came.
         """
         while True:
+            # A failed replay has already restored this rank within its present world.
             restored, self._restored = self._restored, None
             if restored is not None:
                 return restored
+            # Return to a step's boundary: undo the step that was cut off, and end any replay.
             self._undo()
             self._replaying = None
             if self._pipeline is not None:
                 self._pipeline.end_replay()
+            # Agree with the ranks of the next world on how to continue. FORWARD lets ranks within a
+            # vote finish their step; then all state again what they have.
             cause, self._cause = self._cause, None
             verdict, self._verdict = self._verdict, None
             while verdict is None or verdict.action is StandingAction.FORWARD:
                 verdict = self._world.stand(self._standing(), cause)
+            # Form the groups, make a session, and carry the verdict out. If this world ends as
+            # well, start over with the next one.
             kept = self._session.leave()
             try:
                 self._world.form()
@@ -317,7 +337,7 @@ class ElasticSession(Session):
             if step is None:
                 raise BeginsAnewError(
                     f"epoch {self._world.epoch} starts from the beginning, because nothing was "
-                    f"protected yet; this process ends so that a new one can"
+                    f"protected yet; this process ends so that a new one can start there"
                 )
             return step
 
@@ -334,7 +354,8 @@ class ElasticSession(Session):
     # --- the vote ---------------------------------------------------------------------------------
 
     def _before_optimizer(self, optimizer: object) -> None:
-        """Vote before the first optimizer of a step changes a byte; then wait for the save."""
+        """Vote before the first optimizer of a step changes anything, and wait until the previous
+        save has copied its tensors. The hook on each optimizer's `step` calls it."""
         body = self._body
         if body is not None and not body.stepped:
             if self._votes and not body.voted and self._replaying is None:
@@ -343,19 +364,21 @@ class ElasticSession(Session):
         self._session.before_step(optimizer)
 
     def _vote(self, body: StepBody) -> None:
-        """Return when all ranks are known to have complete gradients of this step: the vote passed,
-        or its world ended and a rank for which it passed is left. Collective.
+        """Return once it is proved that all ranks have complete gradients of this step: the vote
+        passed here, or the world ended and a surviving rank saw it pass. Collective.
 
         Raises:
-            UnreachableError: the step is cut off.
+            UnreachableError: there is no such proof, so the step is cut off.
             InvalidJobError: ranks are at different steps.
         """
+        # Do not vote on gradients that a failed collective left incomplete.
         if body.cut:
             raise UnreachableError(f"step {body.step} was cut off; leave its body")
         if self._world.failure is not None:
             raise UnreachableError(
                 f"step {body.step} has no complete gradients: a collective failed"
             ) from self._world.failure
+        # Vote: the sum is complete only if every rank has come this far.
         try:
             [total] = self._exchange.add([body.step])
         except Exception as error:
@@ -363,8 +386,9 @@ class ElasticSession(Session):
                 raise
             drop_frames(error)
             total = None
+        # If the vote failed here, ask the surviving ranks whether it passed for one of them.
         if total is None:
-            body.cut = not self._passed_elsewhere(body)
+            body.cut = not self._has_vote_passed_elsewhere(body)
             if body.cut:
                 raise UnreachableError(f"step {body.step} was cut off before its vote passed")
         elif total != body.step * self._world.size:
@@ -375,7 +399,8 @@ class ElasticSession(Session):
         body.voted = True
 
     def _passes_at_its_end(self, body: StepBody) -> bool:
-        """Vote on a step in which no optimizer stepped, so that each step has one vote."""
+        """Vote on a step in which no optimizer stepped, so that every step has exactly one vote.
+        Return whether it passed."""
         try:
             self._vote(body)
         except Exception as error:
@@ -384,9 +409,9 @@ class ElasticSession(Session):
             return False
         return True
 
-    def _passed_elsewhere(self, body: StepBody) -> bool:
-        """State in the next world that this rank has complete gradients of the step; return whether
-        the vote passed for a rank that is left. This process has no groups meanwhile."""
+    def _has_vote_passed_elsewhere(self, body: StepBody) -> bool:
+        """State in the next world that this rank has complete gradients of the step. Return whether
+        the vote passed for a surviving rank. This process has no process groups meanwhile."""
         cause, self._cause = self._cause, None
         while True:
             verdict = self._world.stand(self._standing(body), cause)
@@ -397,21 +422,30 @@ class ElasticSession(Session):
                 return True
 
     def _standing(self, voting: StepBody | None = None) -> RankStanding:
-        """State what this process has, between two steps or in the vote of `voting`."""
+        """Describe the training state of this process for the ranks of the next world.
+
+        Args:
+            voting: the step in whose vote this process is; None between two steps.
+        """
+        # A process without state, or without votes, cannot continue live.
         held, holds = self._held, self._session.holds
         if held.step is None:
             return RankStanding()
         if not self._votes or holds is None:
             return RankStanding(step=held.step, torn="its script or policy cannot go on live")
-        torn = held.torn or (voting.changed() if voting is not None else "")
+        # Collect the first reason why its state is not exactly the state after a step.
+        torn = held.torn or (voting.why_not_whole() if voting is not None else "")
         if self._session.repeats:
             torn = torn or "units are frozen until the window of steps is repeated"
         if held.adds_up:
-            torn = torn or f"gradients may add up over steps: none stepped in step {held.step}"
+            torn = torn or (
+                f"gradients may add up over steps: no optimizer stepped in step {held.step}"
+            )
         try:
             sources = holds.live.sources()
         except HoldfastError as error:
             torn, sources = torn or str(error), ()
+        # Say which parts of the state only this rank has, so that all know what a loss would cost.
         given = [one for one in sources if one.seats is None]
         return RankStanding(
             step=held.step,
@@ -422,28 +456,33 @@ class ElasticSession(Session):
             unshared=any(one.private and not (one.eager or one.of_stack) for one in given),
             experts=any(one.unit.kind is UnitKind.EXPERT for one in given),
             logs=self._pipeline is not None and not self._tried_replay,
-            held=() if self._reseats is None else self._reseats.held(),
+            held=() if self._reseats is None else self._reseats.seated_experts(),
             layer_experts=0 if self._reseats is None else self._reseats.experts,
         )
 
     def _undo(self) -> None:
-        """Put back what a step that was cut off has left, as far as it can be."""
+        """Undo the step that was cut off, if there is one. If that is impossible, the state of this
+        process is torn from then on."""
         body, self._body = self._body, None
         for optimizer in self._optimizers:
             optimizer.zero_grad()
         if (holds := self._session.holds) is not None:
-            drop_unscaled(self._optimizers, holds.stateful)
+            reset_scalers(self._optimizers, holds.stateful)
         if body is not None and self._held.step is not None:
             problem = body.undo() if self._votes else ""
             self._held = replace(self._held, torn=self._held.torn or problem)
 
     def _enter(self, verdict: StandingVerdict | None, no_replay: str = "") -> int | None:
-        """Go on in a world whose groups are formed; return the number of completed steps, None
-        where nothing was protected. Collective.
+        """Carry out the verdict in a world whose groups are formed. Collective.
 
         Args:
-            no_replay: why no stage repeats steps alone, where one was to.
+            verdict: how to continue; None to restore the recovery line.
+            no_replay: why lost stages do not repeat steps alone, if they should have.
+
+        Returns:
+            The number of completed steps; None if nothing was protected.
         """
+        # Seats first: a restore fills the seats that experts have in this world.
         session, held = self._session, self._held
         live = verdict is not None and verdict.action is StandingAction.LIVE
         if self._reseats is not None and (holds := session.holds) is not None:
@@ -451,21 +490,25 @@ class ElasticSession(Session):
             self._reseats.follow(
                 holds.live, self._exchange, holds.rank, outlived=outlived, moves=live
             )
+        # Live: continue from the state of the ranks; new ranks get theirs from the others.
         if live and verdict is not None and session.go_on(verdict, held.torn):
             self._hold_after(verdict.step, keeps_log=held.step is not None)
             return verdict.step
+        # Replay: lost stages repeat steps alone. If they cannot, all ranks restore.
         if verdict is not None and verdict.action is StandingAction.REPLAY:
-            found = self._replay(held)
-            if not isinstance(found, str):
-                return found
-            no_replay = found
+            outcome = self._replay(held)
+            if not isinstance(outcome, str):
+                return outcome
+            no_replay = outcome
         elif verdict is not None and not live and self._pipeline is not None:
             no_replay = verdict.reason
+        # Restore. Until it succeeds the state is torn, in case this world ends meanwhile.
         if held.step is not None:
             self._held = replace(held, torn="its restore was cut off")
         step = session.restore(no_replay)
         if step is not None or held.step is None:
             self._hold_after(step or 0)
+        # A fresh start: the control loop must know if losing this member would lose everything.
         if (
             step is None
             and held.step is None
@@ -475,16 +518,16 @@ class ElasticSession(Session):
         return step
 
     def _hold(self, body: StepBody) -> None:
-        """Take the state after a completed step as what this process has."""
+        """Note that this process has the state after a completed step."""
         self._held, self._body = HeldState(body.step, adds_up=not body.stepped), None
         if self._pipeline is not None:
             self._pipeline.complete(body.step)
 
     def _hold_after(self, step: int, *, keeps_log: bool = False) -> None:
-        """Take the state after `step`, to which this process was brought, as what it has."""
+        """Note that a recovery has brought this process to the state after `step`."""
         self._held = HeldState(step)
         if self._reseats is not None and self._session.holds is not None:
-            self._session.reseated(self._reseats.report(self.epoch, step), moved=False)
+            self._session.on_reseated(self._reseats.report(self.epoch, step), moved=False)
         if self._pipeline is not None and not keeps_log:
             self._pipeline.log.restart(step)
 
@@ -493,8 +536,8 @@ class ElasticSession(Session):
             self._protected = max(self._protected, handle._first)
 
     def _rebalance(self, step: int) -> bool:
-        """After each `rebalance_steps` steps, let experts take other seats if loads are worth it;
-        return False when the world has ended meanwhile. Collective."""
+        """Every `rebalance_steps` steps, move experts to other seats if their loads justify it.
+        Return False if the world ended meanwhile. Collective."""
         self._bodies_s += time.monotonic() - self._began_s
         session, steps = self._session, self._rebalance_steps
         if self._reseats is None or not steps or step % steps:
@@ -512,14 +555,18 @@ class ElasticSession(Session):
                 raise
             return False
         if moved:
-            session.reseated(self._reseats.report(self.epoch, step), moved=True)
+            session.on_reseated(self._reseats.report(self.epoch, step), moved=True)
         return True
 
     # --- localized recovery -----------------------------------------------------------------------
 
     def _replay(self, held: HeldState) -> int | str:
-        """Let lost stages repeat steps alone; return the number of completed steps, or the reason
-        why all ranks have to restore. Collective."""
+        """Let lost stages repeat steps alone. Collective.
+
+        Returns:
+            The number of completed steps, or the reason why all ranks have to restore instead.
+        """
+        # Agree on who repeats which steps, and collect the messages that the others have logged.
         session, pipeline = self._session, self._pipeline
         if pipeline is None:
             return "this rank's script has no pipeline"
@@ -530,10 +577,12 @@ class ElasticSession(Session):
         replay = hand_over_logs(plan, pipeline, self._exchange, self._world.rank)
         if isinstance(replay, str):
             return replay
+        # Restore the lost stages. All other ranks keep their state and wait for the replay's end.
         own = self._world.rank in plan.scope
         session.restore_stages(own=own)
         if not own:
             return self._end_replay(plan)
+        # This rank repeats steps from the line on, unless the line is the step of the others.
         self._hold_after(plan.line)
         if plan.line == plan.target:
             return self._end_replay(plan)
@@ -541,9 +590,9 @@ class ElasticSession(Session):
         return plan.line
 
     def _complete_repeated(self, plan: ReplayPlan, body: StepBody) -> bool:
-        """Go on after a step that this rank has repeated, and that nobody saves again; return False
-        when its world has ended, or has gone back to the line."""
-        self._session.repeated(body.step)
+        """Complete a step that this rank has repeated. It is not saved again. Return False if the
+        world has ended, or if all ranks have restored the line instead."""
+        self._session.on_step_repeated(body.step)
         self._hold(body)
         if self._world.ended:
             return False
@@ -561,28 +610,31 @@ class ElasticSession(Session):
         return step == plan.target
 
     def _end_replay(self, plan: ReplayPlan) -> int:
-        """Wait until all lost stages have come to the others' step, and go on with it; where a
-        replay differed, restore the line on all ranks. Collective.
+        """Wait until all lost stages have reached the step of the others, and continue with it. If
+        a replay differed from the first execution, restore the line on all ranks. Collective.
 
         Returns:
             The number of completed steps.
         """
+        # Wait for every rank: a replay takes as long as the steps that it repeats.
         assert self._pipeline is not None
         texts = self._world.gather_patiently(self._pipeline.end_replay())
         problems = [text for text in texts if text]
         for text in problems:
             _log.error("a replay differs from the first execution: %s", text)
+        # All replays were exact: continue with the next step.
         repeated_after = plan.line if self._world.rank in plan.scope else None
         if not problems and self._session.end_replay(plan.target, repeated_after):
             self._held = HeldState(plan.target)
             return plan.target
+        # Some replay differed: restore on all ranks, with new sessions in the same world.
         self._session.close()
         self._begin()
         step = self._enter(None, problems[0] if problems else "replicas of a stage differ")
         assert step is not None, "the line of an epoch stays"
         return step
 
-    # --- everything else is the present session's -------------------------------------------------
+    # --- passed on to the session of the present world --------------------------------------------
 
     @property
     def epoch(self) -> int:
@@ -607,7 +659,9 @@ class ElasticSession(Session):
         if not self._saves:
             return self._session.save(step)
         handle = SaveHandle(0)
-        handle._fail(InvalidJobError("session.steps saves after each step: call no save beside it"))
+        handle._fail(
+            InvalidJobError("session.steps saves after each step; do not call save as well")
+        )
         return handle
 
     def count_tokens(

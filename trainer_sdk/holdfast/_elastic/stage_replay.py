@@ -1,7 +1,7 @@
-"""Recovery of lost pipeline stages by themselves: agreement on a plan, and hand-over of logs.
+"""The recovery of lost pipeline stages alone: agreement on a plan, and hand-over of logs.
 
-Every rank of the new world takes part; the ranks of surviving stages give what they have logged,
-and wait. Nothing of their state changes.
+Every rank of the new world takes part. The ranks of surviving stages hand over their logs and then
+wait; their state does not change.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ _LENGTHS = msgspec.json.Decoder(list[int])
 def agree_on_replay(
     session: WorldSession, pipeline: Pipeline, exchange: Exchange, step: int | None, torn: str
 ) -> ReplayPlan | str:
-    """Agree on a replay, or on the reason why all ranks have to restore the line. Collective.
+    """Agree on a replay, or on the reason why all ranks must restore the line. Collective.
 
     Args:
         step: step whose state this rank has; None for a new process.
-        torn: why it is not whole; empty when it is.
+        torn: why that state is not whole; empty if it is.
 
     Raises:
         UnreachableError: a rank does not take part.
     """
+    # Describe what this rank could contribute.
     line, whole, problem = NO_LINE, NO_LINE, ""
     try:
         line, whole = session.line()
@@ -57,6 +58,7 @@ def agree_on_replay(
         ring=pipeline.is_ring,
         problem=torn or problem,
     )
+    # Every rank computes the same plan from the evidence of all ranks.
     plan = _plan(exchange.gather(encode_evidence(own)))
     if isinstance(plan, str):
         _log.warning("no stage repeats steps alone: %s", plan)
@@ -66,7 +68,7 @@ def agree_on_replay(
 
 
 def _plan(texts: Sequence[bytes]) -> ReplayPlan | str:
-    """Plan from what all ranks have stated, or find the reason why there is no plan."""
+    """Return the plan that follows from the evidence of all ranks, or why there is none."""
     evidence = []
     for rank, text in enumerate(texts):
         try:
@@ -79,15 +81,16 @@ def _plan(texts: Sequence[bytes]) -> ReplayPlan | str:
 def hand_over_logs(
     plan: ReplayPlan, pipeline: Pipeline, exchange: Exchange, rank: int
 ) -> BoundaryReplay | str:
-    """Give the ranks of the plan's scope what they need of the logs. Collective.
+    """Hand the parts of the logs that a replay needs to the ranks that repeat steps. Collective.
 
     Returns:
-        The replay of this rank; an empty one outside the scope. The reason when a rank cannot use
-        what it was given: then all ranks have to restore the line.
+        The replay of this rank, which is empty if the rank repeats nothing. Or the reason why some
+        rank cannot use the logs; then all ranks must restore the line.
 
     Raises:
         UnreachableError: a rank does not take part.
     """
+    # Encode the part of this rank's log for each other rank.
     given = []
     for to in range(pipeline.topology.world_size):
         of = [to] if rank in plan.sources.get(to, ()) else []
@@ -95,6 +98,7 @@ def hand_over_logs(
             of.append(EVERYONE)
         part = pipeline.log.part_for(of, plan.line, plan.target) if of else LogPart()
         given.append(encode_part(part) if of else b"")
+    # Exchange the lengths, and then the parts themselves.
     lengths = [len(part) for part in given]
     of_all = [_LENGTHS.decode(each) for each in exchange.gather(msgspec.json.encode(lengths))]
     taken_bytes = [each[rank] for each in of_all]
@@ -102,19 +106,21 @@ def hand_over_logs(
     together = bytearray(b"".join(given)) or bytearray(1)
     sent = torch.frombuffer(together, dtype=torch.uint8)[: sum(lengths)]
     exchange.deal(sent, lengths, taken, taken_bytes)
+    # Decode the received parts, and check that they are those of the plan.
     replay, problem = BoundaryReplay(plan, {}), ""
     try:
         parts = enumerate(taken.split(taken_bytes))
-        found = {one: decode_part(part.numpy().tobytes()) for one, part in parts if len(part)}
-        wanted = {*plan.sources[rank], plan.shared_by} if rank in plan.scope else set()
-        if found.keys() != wanted:
+        logs = {giver: decode_part(part.numpy().tobytes()) for giver, part in parts if len(part)}
+        needed = {*plan.sources[rank], plan.shared_by} if rank in plan.scope else set()
+        if logs.keys() != needed:
             raise CorruptError(
-                f"ranks {sorted(found)} have handed over logs, and those of {sorted(wanted)} are "
-                f"needed"
+                f"ranks {sorted(logs)} have handed over logs, but the logs of ranks "
+                f"{sorted(needed)} are needed"
             )
-        replay = BoundaryReplay(plan, found)
+        replay = BoundaryReplay(plan, logs)
     except HoldfastError as error:
         problem = f"rank {rank}: {error}"
+    # All ranks use the logs, or none does.
     problems = [text.decode() for text in exchange.gather(problem.encode()) if text]
     for text in problems:
         _log.warning("no stage repeats steps alone: %s", text)

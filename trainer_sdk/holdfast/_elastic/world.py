@@ -1,8 +1,7 @@
-"""`World`: the ranks that train together now, and this process's part in it.
+"""`World`: the ranks that train together at present, as one of their processes sees it.
 
-The process groups belong to the world. When a rank or a node is lost, the world ends: this process
-leaves its groups and forms them again in the next epoch, with the processes that took the places of
-the lost ones.
+Process groups belong to a world. When a rank or a node is lost, the world ends: this process leaves
+its groups. In the next epoch it forms them again, with the processes that replace the lost ones.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # re-exported by 
 )
 
 from holdfast._agree.exchange import Exchange, GlooExchange, make_exchange, wait
-from holdfast._daemon.following import Following, Meeting
+from holdfast._daemon.following import Meeting, WorldFollower
 from holdfast._elastic import groups
 from holdfast._elastic.ddp import FirstPass, Prepare, WorldDDP
 from holdfast._elastic.stage_group import Carrier
@@ -47,16 +46,16 @@ from holdfast_core.protection.standing import (
 
 _log = logging.getLogger("holdfast")
 _WAIT_S = 20.0
-"""Time for which one wait for the daemon's news lasts."""
+"""Longest single wait for news from the daemon."""
 Parts = Sequence[Sequence[int]]
 Partition = Parts | Callable[[int], Parts]
-"""Lists of ranks, or function that gives them for the number of ranks of a world."""
+"""Lists of ranks, or a function that returns them for a number of ranks."""
 
 
 class WorldGroup:
-    """Process group of a part of the world; it changes with the world.
+    """The process group of a part of the world. Each world has a new one.
 
-    Pass `group.now` to a collective each time, and keep no reference to it.
+    Pass `group.now` to each collective, and keep no reference to it.
     """
 
     def __init__(self, world: World, partition: Partition, carrier: Carrier | None = None) -> None:
@@ -66,10 +65,10 @@ class WorldGroup:
 
     @property
     def now(self) -> dist.ProcessGroup:
-        """The process group in the present world.
+        """The process group of the present world.
 
         Raises:
-            UnreachableError: this process has left its groups.
+            UnreachableError: the world has ended, and the next one has no groups yet.
         """
         self._world.check_process()
         if self._now is None:
@@ -81,7 +80,8 @@ class WorldGroup:
         self._world.wait(work)
 
     def _parts(self, size: int) -> Parts:
-        """The partition of a world of `size` ranks; InvalidJobError when it does not fit."""
+        """Return the partition of a world of `size` ranks. Raises InvalidJobError if it does not
+        name each rank once."""
         partition = self._partition
         parts = partition(size) if callable(partition) else partition
         if sorted(rank for part in parts for rank in part) != list(range(size)):
@@ -93,23 +93,23 @@ class WorldGroup:
 
 
 class World:
-    """Training world of this process. Made by `holdfast.elastic.init`.
+    """The training world of this process, made by `holdfast.elastic.init`.
 
     Args:
         backend: torch's backend for training's collectives.
-        following: the daemon's news; None where this process ends with its world.
-        any_size: whether this process stays for worlds of another size too.
-        store_address: `host:port` of the store of torchrun's environment; empty without torchrun.
-        local_rank: number of this process among its node's.
-        nproc: processes of each node.
-        timeout_s: time that one of training's collectives may take.
+        following: news from the daemon; None if this process ends with its world.
+        any_size: whether this process also stays for worlds of another size.
+        store_address: `host:port` of the store in torchrun's environment; empty without torchrun.
+        local_rank: number of this process among the processes of its node.
+        nproc: number of processes on each node.
+        timeout_s: time that each of training's collectives may take.
         reform_s: time to wait for a new world after a collective has failed.
     """
 
     def __init__(
         self,
         backend: str,
-        following: Following | None,
+        following: WorldFollower | None,
         *,
         any_size: bool = False,
         store_address: str,
@@ -128,23 +128,23 @@ class World:
         self._rank, self._size, self._epoch = 0, 1, 0
         self._store_address = store_address
         self._meeting: Meeting | None = None
-        """World at whose meeting point this process is, before its groups are formed."""
+        """The world whose meeting point this process has joined, until its groups are formed."""
         self._reached = 0
-        """Newest epoch whose meeting point this process has come to."""
+        """Newest epoch whose meeting point this process has joined."""
         self._stood = False
-        """Whether the ranks of that epoch have stated what they have."""
+        """Whether the ranks of that epoch have all stated what they have."""
         self._left = True
         self._has_session = False
         self._process = os.getpid()
         self.failure: Exception | None = None
-        """Failure of the newest collective of this world that was waited for in vain."""
+        """The newest failure of a collective of this world; None if none has failed."""
         self.verdict: StandingVerdict | None = None
-        """What followed from the statements of all ranks when this process came to this world; None
-        where it ends with its world."""
+        """Verdict on the statements of all ranks when this process joined its first world; None if
+        this process ends with its world."""
 
     @property
     def rank(self) -> int:
-        """Rank of this process in the present world; another one may give it another."""
+        """Rank of this process in the present world. It may differ in the next one."""
         return self._rank
 
     @property
@@ -154,17 +154,17 @@ class World:
 
     @property
     def local_rank(self) -> int:
-        """Number of this process among its node's: the number of its device."""
+        """Number of this process among the processes of its node, and of its device."""
         return self._local_rank
 
     @property
     def nproc(self) -> int:
-        """Number of processes of each node."""
+        """Number of processes on each node."""
         return self._nproc
 
     @property
     def timeout_s(self) -> float:
-        """Seconds that one of training's collectives may take."""
+        """Seconds that each of training's collectives may take."""
         return self._timeout_s
 
     @property
@@ -188,21 +188,21 @@ class World:
         return self._left or (self._following is not None and self._following.epoch > self._epoch)
 
     def group(self, partition: Partition) -> WorldGroup:
-        """Form process groups of parts of the world, now and in each later world.
+        """Split the world into process groups, now and in each later world.
 
-        All ranks call it with equal arguments, before `holdfast.init`: in later worlds these groups
-        come first.
+        All ranks call it with equal arguments, before `holdfast.init`, because later worlds form
+        these groups before any other.
 
         Args:
-            partition: lists of ranks; each rank of the world is in exactly one of them. With
-                `any_size`, a function that returns them for a number of ranks.
+            partition: lists of ranks that together name each rank of the world exactly once. With
+                `any_size`, a function that returns such lists for a number of ranks.
 
         Returns:
-            The group that this rank is in.
+            The group of this rank.
 
         Raises:
-            InvalidJobError: when a rank is missing, or in several parts; when lists are given with
-                `any_size`; after `holdfast.init`.
+            InvalidJobError: a rank is missing, or in several parts; lists are given although the
+                world has `any_size`; or `holdfast.init` was called before.
         """
         return self.form_group(partition, None)
 
@@ -248,17 +248,18 @@ class World:
         return made
 
     def wait(self, work: dist.Work | None) -> None:
-        """Wait for `work` of a collective with `async_op=True`, no longer than this world lasts.
+        """Wait for the `work` of a collective with `async_op=True`, until this world ends.
 
-        A collective without it notices when a rank dies, but not when a node falls silent. Wait for
-        `isend` and `irecv` with their own `wait`: gloo ends them when a wait for them times out.
+        A collective without `async_op` notices when a rank dies, but not when a node falls silent.
+        For `isend` and `irecv`, call their own `wait` instead: gloo aborts them when a wait for
+        them times out.
 
         Raises:
             UnreachableError: the world has ended.
             RuntimeError: the collective failed.
         """
         self.check_process()
-        if work is None:  # this rank is not in the collective's group
+        if work is None:  # This rank is not in the group of the collective.
             return
         try:
             if "nccl" not in self._backend:
@@ -294,7 +295,7 @@ class World:
         self.wait(dist.all_reduce(tensor, async_op=True))
 
     def close(self) -> None:
-        """Leave the groups for good. From now on, a failure elsewhere ends this process."""
+        """Leave the groups for good. From then on, a failure elsewhere ends this process."""
         if self._following is not None:
             self._following.close()
         self.leave()
@@ -302,17 +303,17 @@ class World:
     # --- called by the session --------------------------------------------------------------------
 
     def form_group(self, partition: Partition, carrier: Carrier | None) -> WorldGroup:
-        """Form groups as `group` does, in which `carrier`, if given, sends and receives."""
+        """Form groups as `group` does. If `carrier` is given, it sends and receives for them."""
         if self._has_session:
             raise InvalidJobError(
-                "world.group after holdfast.init: processes that stay would form groups in another "
-                "order than new ones; form all groups before holdfast.init"
+                "world.group was called after holdfast.init: processes that stay would form groups "
+                "in another order than new ones; form all groups before holdfast.init"
             )
         if self._any_size and not callable(partition):
             raise InvalidJobError(
                 f"partition {[list(part) for part in partition]} is for {self._size} ranks only, "
-                f"and this process is to stay for any number (any_size=True): give a function of "
-                f"the number of ranks"
+                f"but this process stays for any number of ranks (any_size=True): give a function "
+                f"that returns the partition for a number of ranks"
             )
         made = WorldGroup(self, partition, carrier)
         self._split(made)
@@ -320,7 +321,7 @@ class World:
         return made
 
     def exchange(self, timeout_s: float) -> Exchange:
-        """Make an exchange of this world's ranks. Collective."""
+        """Make an exchange between the ranks of this world. Collective."""
         self._has_session = True
         if self._point is None:
             return make_exchange(self._size, timeout_s)
@@ -336,11 +337,11 @@ class World:
         return made
 
     def gather_patiently(self, text: str) -> list[str]:
-        """Gather the `text` of each rank of this world, however long the slowest one takes.
+        """Gather the `text` of each rank of this world, however long the slowest rank takes.
         Collective.
 
         Raises:
-            StaleEpochError: the world ended first.
+            StaleEpochError: the world ended before all ranks had sent theirs.
             RuntimeError: the store was lost.
         """
         if self._point is None:
@@ -348,25 +349,26 @@ class World:
         return self._point.gather(text)
 
     def begin_alone(self) -> None:
-        """Report that training has begun from the beginning, and that it cannot go on live without
-        this member. A daemon that does not answer keeps this process, which then ends by itself."""
+        """Report that training started from the beginning and could not continue live without this
+        member. If the report does not arrive, the daemon keeps this process when its world changes,
+        and the process then ends by itself."""
         following = self._following
         if following is None:
             return
         try:
             following.arrive(self._rank, self._store_address, began_alone=True)
         except HoldfastError as error:
-            _log.info("the daemon does not know that nothing could be kept: %s", error)
+            _log.info("the daemon was not told that this member cannot be kept: %s", error)
 
     def check_process(self) -> None:
-        """Raise InvalidJobError in a process that was forked from this world's: it has its parent's
-        sockets, and no thread that serves them."""
+        """Raise InvalidJobError in a process that was forked from the one that made this world: it
+        has the sockets of its parent, but no thread that serves them."""
         if self._process != os.getpid():
             raise InvalidJobError("a forked process cannot use its parent's world")
 
     def join(self) -> None:
-        """Form the groups of the newest world, as soon as there is one, as a process that has no
-        training state.
+        """Join the first world of this process, which has no training state yet: wait for the
+        newest world and form its groups. `holdfast.elastic.init` calls it.
 
         Raises:
             HoldfastError: the daemon refuses this process.
@@ -389,30 +391,36 @@ class World:
                 cause = error
 
     def stand(self, own: RankStanding, cause: Exception | None = None) -> StandingVerdict:
-        """State at the meeting point of the newest world what this process has; return what follows
-        from the statements of all its ranks. The old groups are left; none are formed.
+        """Tell the ranks of the newest world what training state this process has, and return the
+        verdict on the statements of all of them.
+
+        Afterwards this process has left its old groups, but has formed no new ones; see `form`.
 
         Args:
-            cause: failure of the world before; raised when no newer one comes in `reform_s`, or
-                somewhat later where others are to end first.
+            own: the training state of this process.
+            cause: the failure that ended the previous world; None if it did not fail. It is raised
+                if no newer world comes within about `reform_s` (see `_patience_s`).
 
         Raises:
-            ProtocolError: a rank's statement cannot be read.
+            ProtocolError: the statement of a rank cannot be decoded.
             HoldfastError: the daemon refuses this process.
         """
         self.check_process()
         following, statement = self._following, msgspec.json.encode(own).decode()
         assert following is not None
         while True:
+            # Leave a world that has ended, and wait for a newer one.
             meeting = self._meeting
             if meeting is None or following.epoch > meeting.epoch:
                 self.leave()
                 meeting = self._next(following, cause, self._patience_s(own))
+            # Join its meeting point, and gather the statements of all ranks. If that fails, this
+            # world has ended as well.
             try:
                 if meeting is not self._meeting:
                     self._meet(following, meeting)
                 assert self._point is not None
-                # The first time some rank may still be starting; after that, all are here.
+                # Before the first statements a rank may still be starting; later all are here.
                 timeout_s = self._timeout_s if self._stood else inf
                 texts = self._point.gather(statement, timeout_s)
             except (RuntimeError, OSError, HoldfastError) as error:
@@ -420,21 +428,23 @@ class World:
                 cause = error if isinstance(error, HoldfastError) else UnreachableError(str(error))
                 self.leave()
                 continue
+            # All ranks have the same statements, so all reach the same verdict.
             self._stood = True
             verdict = standing(read_standings(texts))
             _log.info("epoch %d: %s: %s", meeting.epoch, verdict.action, verdict.reason)
             return verdict
 
     def form(self) -> None:
-        """Form the groups of the world at whose meeting point this process is.
+        """Form the groups of the world whose meeting point this process has joined. Collective.
 
         Raises:
-            UnreachableError: they could not be formed; then they are left.
+            UnreachableError: the groups could not be formed; this process has left all of them.
         """
         following, meeting, began_s = self._following, self._meeting, time.monotonic()
         assert following is not None and meeting is not None and self._point is not None
         self._epoch, self._store_address = meeting.epoch, meeting.store_address
         self._rank, self._size = self._rank_in(meeting), meeting.nodes * self._nproc
+        # The default group first, then the groups of the script, in the order of its calls.
         try:
             self._point.form(self._backend, self._timeout_s)
             for group in self._groups:
@@ -445,12 +455,14 @@ class World:
                 f"epoch {meeting.epoch}: its groups could not be formed: {error}"
             ) from error
         self._meeting, self._left, self.failure = None, False, None
+        # Collectives that torch waits for by itself do not notice the end of a world, so a thread
+        # wakes them.
         if "nccl" in self._backend or self._ddps:
             self._wake_at_its_end()
         self._log_formed(began_s)
 
     def leave(self) -> None:
-        """Leave all groups, which wakes the ranks that wait for this one."""
+        """Leave all groups. That wakes the ranks that wait for this one in a collective."""
         self._left = True
         for each in self._ddps:
             each.drop()
@@ -466,8 +478,8 @@ class World:
         groups.leave(given)
 
     def survives(self, error: Exception) -> bool:
-        """Whether `error` follows from the end of this world, so that this process goes on in the
-        next one. If so, collectives of other threads end soon."""
+        """Whether `error` results from the end of this world, so that this process continues in the
+        next one. If so, the collectives of other threads end soon as well."""
         if self._following is None or self._process != os.getpid():
             return False
         if not (self.ended or groups.is_of_group(error)):
@@ -478,17 +490,23 @@ class World:
     # --- inside -----------------------------------------------------------------------------------
 
     def _patience_s(self, own: RankStanding) -> float:
-        """Time to wait for a newer world after a failure.
+        """Seconds to wait for a newer world after a failure.
 
-        Where no process was lost, nobody begins one, and all would end at the same moment, with all
-        that they have. So one that has nothing ends first, or else rank 0: that brings a new world,
-        in which the others go on.
+        If no process was lost, no newer world comes, and all processes would give up at the same
+        moment and lose their state. So a process without state gives up first, or else rank 0: its
+        end brings a new world, in which the others continue.
         """
         turn = 0 if own.step == NEW else 1 if self._rank == 0 else 2
         return self._reform_s * (1 + turn / 6)
 
-    def _next(self, following: Following, cause: Exception | None, patience_s: float) -> Meeting:
-        """Wait for a world newer than the present one."""
+    def _next(
+        self, following: WorldFollower, cause: Exception | None, patience_s: float
+    ) -> Meeting:
+        """Wait for a world that is newer than the newest one that this process has joined.
+
+        Args:
+            cause: raised if no newer epoch begins within `patience_s`; None waits on.
+        """
         if cause is not None and not following.wait_newer(self._reached, patience_s):
             raise cause
         while True:
@@ -498,7 +516,7 @@ class World:
             elif meeting.keep or not self._reached:
                 return meeting
             else:
-                # Another process takes this one's place; its launcher is about to end this one.
+                # A new process replaces this one, which its launcher is about to end.
                 size = meeting.nodes * self._nproc
                 _log.warning(
                     "epoch %d: a new process takes the place of this one%s",
@@ -510,10 +528,10 @@ class World:
                 )
                 following.wait_newer(meeting.epoch, _WAIT_S)
 
-    def _meet(self, following: Following, meeting: Meeting) -> None:
-        """Come to the meeting point of a world."""
+    def _meet(self, following: WorldFollower, meeting: Meeting) -> None:
+        """Join the meeting point of a world."""
         self._reached, self._stood = meeting.epoch, False
-        # From here on, the launcher waits for others only: this process is free of the old world.
+        # Tell the launcher that this process has left the old world, so that it need not kill it.
         following.arrive(self._rank_in(meeting), meeting.store_address)
         self._point = groups.MeetingPoint(
             meeting.store_address,
@@ -530,6 +548,7 @@ class World:
         return meeting.node_rank * self._nproc + self._local_rank
 
     def _split(self, group: WorldGroup) -> None:
+        """Form the process groups of `group` in the present world. Collective."""
         parts = group._parts(self._size)
         forming: AbstractContextManager[None] = nullcontext()
         if self._point is not None:
@@ -539,7 +558,7 @@ class World:
             group._now = groups.split(parts, self._rank, self._timeout_s, group._carrier)
 
     def _form_alone(self) -> None:
-        """Form the groups that torchrun's environment names, or those of one process."""
+        """Form the groups of torchrun's environment or, without one, a world of one process."""
         began_s = time.monotonic()
         if self._store_address:
             dist.init_process_group(self._backend, timeout=timedelta(seconds=self._timeout_s))
@@ -549,7 +568,7 @@ class World:
         self._log_formed(began_s)
 
     def _log_formed(self, began_s: float) -> None:
-        """Log the time that forming the groups took. The epoch is 0 where it is not known yet."""
+        """Log how long it took to form the groups. The epoch is 0 if it is not known yet."""
         _log.info(
             "epoch %d: rank %d of %d, groups formed in %.3f s",
             self._epoch,
@@ -575,7 +594,8 @@ class World:
                 target=self._wake_at_end, args=(self._following, self._epoch), daemon=True
             ).start()
 
-    def _wake_at_end(self, following: Following, epoch: int) -> None:
+    def _wake_at_end(self, following: WorldFollower, epoch: int) -> None:
+        """Wake collectives that torch waits for by itself, once `epoch` has ended."""
         while not following.wait_newer(epoch, _WAIT_S):
             if self._epoch != epoch or self._left:
                 return

@@ -1,8 +1,8 @@
-"""Fork server of a launcher, which is a fork of the launcher itself.
+"""The fork server of a launcher, which is a fork of the launcher itself.
 
-The standard library starts a fork server as a new interpreter, and that imports torch again: more
-than half of what starting a launcher costs. Here the launcher, which has to import torch anyway,
-imports everything that workers need and forks. What the two hold in common, they share.
+The standard library starts a fork server as a new interpreter, which must import torch again. That
+is more than half of the time that a launcher takes to start. Here the launcher, which imports torch
+anyway, imports everything that workers need, and then forks. The two processes share this memory.
 """
 
 from __future__ import annotations
@@ -22,22 +22,21 @@ STDIO_MAX = 2
 
 
 def start_fork_server(modules: Sequence[str]) -> None:
-    """Import `modules`, where they exist, and start the fork server of this process as a fork of
-    it.
+    """Import those of `modules` that exist, and start this process's fork server as a fork of it.
 
-    Workers inherit what this process has set up by then: call it before logging is configured, and
-    before there is any thread.
+    Workers inherit everything that this process has set up by then. So call it before logging is
+    configured, and before any thread starts.
     """
     for module in modules:
         with suppress(ImportError):
             importlib.import_module(module)
-    # For a server that is started by other means: this one has imported them.
+    # For a server that is started by other means; this one has imported the modules.
     multiprocessing.set_forkserver_preload(list(modules))
-    resource_tracker.ensure_running()  # it would be forked as well
+    resource_tracker.ensure_running()  # Otherwise it would be started by a fork as well.
     spawn = util.spawnv_passfds
 
     def fork_instead(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
-        util.spawnv_passfds = spawn  # for the workers as well
+        util.spawnv_passfds = spawn  # Restored before the fork, for the workers as well.
         return _fork(args[-1], passfds)
 
     util.spawnv_passfds = fork_instead
@@ -48,8 +47,8 @@ def start_fork_server(modules: Sequence[str]) -> None:
 
 
 def _fork(program: str, kept: Collection[int]) -> int:
-    """Run `program` in a fork of this process that has only the standard streams and the
-    descriptors `kept` open; return its pid."""
+    """Run `program` in a fork of this process, with only the standard streams and the descriptors
+    `kept` open; return the pid of the fork."""
     pid = os.fork()
     if pid:
         return pid
@@ -60,7 +59,7 @@ def _fork(program: str, kept: Collection[int]) -> int:
         exec(program, {})
         code = 0
     except SystemExit:
-        code = 0  # no process is left that could ask for another
+        code = 0  # No process is left that could ask for another fork.
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
@@ -71,5 +70,5 @@ def _close_all_but(kept: Collection[int]) -> None:
     for entry in list(Path("/proc/self/fd").iterdir()):
         number = int(entry.name)
         if number > STDIO_MAX and number not in kept:
-            with suppress(OSError):  # the one that listed them
+            with suppress(OSError):  # The descriptor that listed them is already closed.
                 os.close(number)

@@ -1,7 +1,8 @@
-"""Processes that the kernel has killed for lack of memory, in this process's control group.
+"""Detection of processes that the kernel has killed for lack of memory.
 
-To whoever waits for it, such a process was killed by SIGKILL, like by anyone. The kernel counts
-these kills for each control group: the container in a pod, whatever started the launcher elsewhere.
+To its parent, such a process looks as if anyone had sent SIGKILL. But the kernel counts these kills
+for each control group. The control group is the container in a pod; elsewhere, it is the group in
+which the launcher was started.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ import time
 from pathlib import Path
 
 RECENT_S = 10.0
-"""Age up to which a kill explains a failure: a process that has lost a child of its own, such as
-that of a data loader, fails a moment later."""
+"""Age up to which a kill explains a failure. A process that has lost a child, such as a worker of
+its data loader, fails a moment later."""
 
 
 class MemoryKills:
-    """Counts kills between calls of `look`. Any thread may call it."""
+    """The kills in this process's control group. Any thread may call it."""
 
     def __init__(
         self, proc: Path = Path("/proc/self"), groups: Path = Path("/sys/fs/cgroup")
@@ -25,7 +26,7 @@ class MemoryKills:
         self._grown_s = float("-inf")
 
     def look(self) -> None:
-        """Note whether there are new kills."""
+        """Note whether there were new kills since the last call."""
         count = self._read()
         if count > self._count:
             self._grown_s = time.monotonic()
@@ -37,7 +38,7 @@ class MemoryKills:
         return time.monotonic() - self._grown_s < RECENT_S
 
     def _read(self) -> int:
-        """Number of kills so far; 0 where it is not known."""
+        """Return the number of kills so far; 0 if it is unknown."""
         if self._file is None:
             return 0
         try:
@@ -49,7 +50,7 @@ class MemoryKills:
 
 
 def _file_of(proc: Path, groups: Path) -> Path | None:
-    """The file that counts the kills in this process's group; None where there is none."""
+    """Return the file that counts the kills in this process's group; None if there is none."""
     try:
         lines = (proc / "cgroup").read_text().splitlines()
     except OSError:
@@ -57,7 +58,7 @@ def _file_of(proc: Path, groups: Path) -> Path | None:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         below = path.lstrip("/")
-        if not controllers:  # version 2
+        if not controllers:  # Control groups of version 2.
             found = groups / below / "memory.events"
         elif "memory" in controllers.split(","):
             found = groups / "memory" / below / "memory.oom_control"

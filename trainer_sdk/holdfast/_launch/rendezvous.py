@@ -1,19 +1,18 @@
 """Rendezvous backend `holdfast`, which gets the membership from the node's daemon.
 
-Membership comes from the control loop by way of the daemon, so agents do not vote: an agent asks
-for the world of the next epoch, one of them serves the store, all start their workers. While
-workers run, a thread keeps asking whether a newer epoch has begun. If so, one of two things
-happens, and the daemon and the agent say which:
+The control loop decides the membership and the daemons pass it on, so agents do not vote. Each
+agent asks for the world of the next epoch, one agent serves the store, and all start their workers.
+While workers run, a thread asks whether a newer epoch has begun. If so, one of two things happens:
 
-- All workers run, and all follow their worlds (`World.keep`): they are kept. They form their
-  groups anew by themselves, with other ranks where the number of nodes has changed; the thread
-  enters the store of the new epoch, serves it if it has to, and goes on watching. Workers that do
+- If the daemon allows it (`World.keep`: all workers follow their worlds) and all workers still run,
+  they are kept. They form their groups again by themselves, perhaps with other ranks. The thread
+  enters the store of the new epoch, serves it if necessary, and continues to watch. Workers that do
   not arrive in time are killed, which is an ordinary failure.
-- Otherwise the thread kills them at once, because a worker in a hung collective, or a stopped one,
-  does not react to SIGTERM and would hold all others up. torchrun then starts new ones.
+- Otherwise the thread kills the workers at once. A worker that is stopped or hangs in a collective
+  does not react to SIGTERM and would hold up all others. Torchrun then starts new workers.
 
-This module must not decide anything: neither when an epoch begins nor when a job is over, nor
-which workers can be kept.
+This module decides nothing: not when an epoch begins, not when a job is over, and not which workers
+can be kept.
 """
 
 from __future__ import annotations
@@ -55,24 +54,24 @@ log = logging.getLogger(__name__)
 
 BACKEND = "holdfast"
 ASK_S = 20.0
-"""Time for which the daemon may hold one call; a lost call is noticed only after it."""
+"""Time for which the daemon may hold one call. A lost call is noticed only after this time."""
 RETRY_S = 0.2
-"""Pause before a daemon that does not answer is asked again."""
+"""Pause before asking a daemon again that did not answer."""
 CONNECT_S = 10.0
-"""Time to try to reach the store of an epoch before asking whether the epoch still stands."""
+"""Time to try to reach the store of an epoch, before asking whether the epoch still lasts."""
 KEEP_ASK_S = 1.0
-"""Time for which the daemon may hold a call while workers are kept: they may die meanwhile, or a
-newer epoch may have them restarted."""
+"""Time for which the daemon may hold a call while workers are being kept. It is short, because
+workers may die meanwhile, or a newer epoch may replace them."""
 STORE_S = 600.0
-"""Time that a worker or agent may wait for a key in the store."""
+"""Time for which a worker or agent may wait for a key in the store."""
 DAEMON_ABSENT_S = 300.0
-"""Time that a daemon may be away before an agent gives up. A daemon restarts in a second, and a
-node whose daemon does not come back is lost anyway."""
+"""Time for which a daemon may not answer before the agent gives up. A daemon restarts in a second,
+and a node whose daemon does not come back is lost anyway."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnnouncedWorld:
-    """Training world, as the daemon describes it; see `World` in trainer.proto."""
+    """A training world as the daemon describes it; see `World` in trainer.proto."""
 
     ready: bool = False
     epoch: int = 0
@@ -89,7 +88,7 @@ class AnnouncedWorld:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JoinedWorld:
-    """Training world that this node has joined, and its open store."""
+    """The training world that this node has joined, and its open store."""
 
     epoch: int = 0
     node_rank: int = 0
@@ -98,34 +97,39 @@ class JoinedWorld:
     key: str = field(default="", repr=False)
     serves_store: bool = False
     store: TCPStore | None = None
-    """None before the first world, after the last, and once its store was closed."""
+    """None before the first world, after the last one, and once the store is closed."""
 
 
 class Daemon(Protocol):
-    """Calls from an agent to its node's daemon. Methods raise only HoldfastError."""
+    """Calls from an agent to its node's daemon. Methods raise nothing but HoldfastError."""
 
     def join_world(self, after_epoch: int, wait_s: float, *, peek: bool) -> AnnouncedWorld:
-        """Ask for the world of an epoch newer than `after_epoch`; the daemon holds the call for up
-        to `wait_s`."""
+        """Ask for the world of an epoch newer than `after_epoch`. The daemon answers at once if
+        there is one, and otherwise within `wait_s`.
+
+        Args:
+            peek: only ask, without stating that this agent is ready to start workers.
+        """
 
     def publish_store(self, epoch: int, store_address: str, store_key: str) -> None:
         """Publish the address of the store of `epoch` to the other agents, and its key to the
         job's ranks."""
 
-    def worker_exited(
+    def report_worker_exit(
         self, epoch: int, rank: int, exit_code: int, last_lines: str, reason: EndReason
     ) -> None:
-        """Report to the control loop that a worker failed; 128 + n stands for signal n."""
+        """Report to the control loop that a worker failed; code 128 + n means signal n."""
 
-    def worked(self, epoch: int, ranks: Collection[int]) -> None:
-        """Report to the control loop that workers have worked of late."""
+    def report_work(self, epoch: int, ranks: Collection[int]) -> None:
+        """Report to the control loop which workers have worked since the last report."""
 
     def close(self) -> None:
-        """End the connection and all calls that wait on it."""
+        """Close the connection, and end all calls that wait on it."""
 
 
 class GrpcDaemon:
-    """Client of the daemon at the Unix socket `socket`; calls carry the token in `token_file`."""
+    """Client of the daemon at the Unix socket `socket`. Its calls carry the token in
+    `token_file`."""
 
     def __init__(self, socket: Path, job: str, token_file: Path | None = None) -> None:
         self._calls, self._job = JobCalls(socket, token_file), job
@@ -159,7 +163,7 @@ class GrpcDaemon:
         )
         self._calls.ask(self._calls.stub.PublishStore, request)
 
-    def worker_exited(
+    def report_worker_exit(
         self, epoch: int, rank: int, exit_code: int, last_lines: str, reason: EndReason
     ) -> None:
         request = trainer_pb2.WorkerExitedRequest(
@@ -172,7 +176,7 @@ class GrpcDaemon:
         )
         self._calls.ask(self._calls.stub.WorkerExited, request)
 
-    def worked(self, epoch: int, ranks: Collection[int]) -> None:
+    def report_work(self, epoch: int, ranks: Collection[int]) -> None:
         request = trainer_pb2.WorkedRequest(job=self._job, epoch=epoch, ranks=ranks)
         self._calls.ask(self._calls.stub.Worked, request)
 
@@ -181,31 +185,33 @@ class GrpcDaemon:
 
 
 class HoldfastRendezvous(RendezvousHandler):
-    """Rendezvous that forms the worlds of one job on one node, epoch after epoch.
+    """The rendezvous of one node: it joins the worlds of one job, epoch after epoch.
 
-    Two threads can move this node to a newer epoch: torchrun's, in `next_rendezvous`, and the one
-    that watches the epoch, which keeps the workers. The invariant is: **only the owner replaces the
-    joined world, ends it, or kills its workers, and it does so while it holds the lock.**
-    `next_rendezvous` makes itself the owner at its start, and the thread that it starts at its end
-    inherits that. So whatever the watching thread was about to do when a worker died has no effect
-    any more. Stores are entered one at a time, by the owner, so no epoch gets two stores from one
-    node: one that the watching thread published just before it lost its ownership is taken over.
+    Two threads can move this node to a newer epoch: torchrun's thread, in `next_rendezvous`, and
+    the watching thread, which keeps the workers. The invariant is: **only the owner replaces the
+    joined world, ends it, or kills its workers, and only while it holds the lock.**
+    `next_rendezvous` becomes the owner when it starts. The watching thread that it starts at its
+    end inherits the ownership. So when a worker has died, nothing that the previous watching thread
+    was about to do has an effect any more. Only the owner enters stores, and one at a time, so a
+    node never serves two stores in one epoch. If a watching thread published a store just before it
+    lost the ownership, the new owner takes that store over.
 
     Args:
         daemon: the node's daemon.
-        job: key of the job; torchrun's run id.
-        host: address at which the job's other nodes reach this process; the daemon's when empty. A
-            pod has its own.
-        reform_s: time that workers that are kept have to arrive in a new epoch.
+        job: key of the job, which is torchrun's run id.
+        host: address at which the job's other nodes reach this process, such as that of its pod; if
+            empty, the daemon's address.
+        reform_s: time within which kept workers must arrive in a new epoch.
 
     Attributes:
-        list_workers: returns the process id of each worker that runs, by its local rank. Empty,
-            unless replaced.
-        kill: kills this agent's workers at once, whatever state they are in. Replace it before the
-            first rendezvous where the agent has other children than workers.
-        can_keep: returns whether all workers run, so that they can be kept. Both are called from
-            any thread. Never, unless replaced: torchrun's own agent waits for its exit barrier in
-            the store that it began with.
+        list_workers: returns the process id of each running worker by its local rank. The default
+            returns none.
+        kill: kills the workers of this agent at once, whatever state they are in. If the agent has
+            children other than workers, replace it before the first rendezvous. Any thread calls
+            it.
+        can_keep: returns whether all workers run, so that they can be kept. Any thread calls it.
+            The default returns False, because torchrun's own agent waits at its exit barrier in the
+            store with which it began.
     """
 
     def __init__(
@@ -217,97 +223,98 @@ class HoldfastRendezvous(RendezvousHandler):
         self._daemon, self._job, self._host, self._reform_s = daemon, job, host, reform_s
         self._joined = JoinedWorld()
         self._published: JoinedWorld | None = None
-        """World whose store this agent serves, and which it has yet to join."""
+        """The world whose store this agent serves already, but which it has not joined yet."""
         self._owner = object()
         self._lock = threading.Lock()
         self._entering = threading.Lock()
-        """Held while a store is entered; taken before `_lock`."""
+        """Held while a store is entered. Always acquired before `_lock`."""
         self._ended = threading.Event()
         self._closed = threading.Event()
         self._settled = threading.Event()
-        """Set unless the arrival of kept workers is awaited."""
+        """Cleared while kept workers have yet to arrive."""
         self._arrived = False
         self._finished = False
 
     @property
     def epoch(self) -> int:
-        """Epoch of the last world; 0 before the first."""
+        """Epoch of the newest joined world; 0 before the first."""
         return self._joined.epoch
 
     @property
     def node_rank(self) -> int:
-        """Number of this node in the last world: its position among those present."""
+        """Number of this node among the nodes of the newest joined world."""
         return self._joined.node_rank
 
     @property
     def nodes(self) -> int:
-        """Number of nodes of the last world."""
+        """Number of nodes in the newest joined world."""
         return self._joined.nodes
 
     @property
     def serves_store(self) -> bool:
-        """Whether this agent serves the store of the last world."""
+        """Whether this agent serves the store of the newest joined world."""
         return self._joined.serves_store
 
     @property
     def store(self) -> SealedStore:
-        """Store of the last world, below its prefix `epoch-<n>`: the same names on all nodes,
-        whether their workers were kept or started anew.
+        """The store of the newest joined world, below the prefix `epoch-<n>`. Names are the same on
+        all nodes, whether their workers were kept or are new.
 
         Raises:
-            DistError: it was closed.
+            DistError: the store was closed.
         """
-        return _sealed(self._joined)
+        return _sealed_store_of(self._joined)
 
     def wait_ended(self, timeout_s: float) -> bool:
-        """Wait for the end of the last world's epoch; return whether it has ended."""
+        """Wait for the end of the present epoch; return whether it has ended."""
         return self._ended.wait(timeout_s)
 
     def wait_arrived(self, timeout_s: float) -> bool:
-        """Wait until it is known whether the workers have arrived in the last world; return that.
+        """Wait until it is known whether the workers have arrived in the newest joined world, and
+        return that.
 
-        They have where they were started in it. Kept ones have not when their time is over, or when
-        the world ended first.
+        Workers that were started in the world have arrived. Kept workers have not if they took too
+        long, or if the world ended first.
         """
         self._settled.wait(timeout_s)
         return self._arrived
 
-    def worker_exited(
+    def report_worker_exit(
         self,
         rank: int,
         exit_code: int,
         last_lines: str,
         reason: EndReason = EndReason.UNKNOWN,
     ) -> None:
-        """Report to the control loop a worker that failed in the present epoch, with its last
-        lines. Failure rules use the exit code, people read the lines; a recovery needs neither, so
-        a daemon that is away is only logged."""
+        """Report to the control loop that a worker failed in the present epoch, with its last
+        lines. Failure rules use the exit code, and people read the lines. A recovery needs neither,
+        so a report that does not reach the daemon is only logged."""
         if self._ended.is_set() and reason is EndReason.UNKNOWN:
-            return  # it was killed because the epoch has ended
+            return  # The worker was killed because the epoch has ended.
         code = 128 - exit_code if exit_code < 0 else exit_code
         try:
-            self._daemon.worker_exited(self.epoch, rank, code, last_lines, reason)
+            self._daemon.report_worker_exit(self.epoch, rank, code, last_lines, reason)
         except HoldfastError as error:
             log.warning(
                 "rank %d exited with code %d, which was not reported: %s", rank, code, error
             )
 
     def workers(self) -> Mapping[int, int]:
-        """Process id of each worker that runs, by its local rank."""
+        """Return the process id of each running worker by its local rank."""
         return self.list_workers()
 
-    def worked(self, ranks: Collection[int]) -> None:
-        """Report to the control loop which ranks have worked of late. A daemon that is away, or of
-        a version that does not know the call, misses it."""
+    def report_work(self, ranks: Collection[int]) -> None:
+        """Report to the control loop which ranks have worked since the last report. Errors are
+        ignored: the daemon may be away, or too old to know the call."""
         with suppress(HoldfastError):
-            self._daemon.worked(self.epoch, ranks)
+            self._daemon.report_work(self.epoch, ranks)
 
     def get_backend(self) -> str:
         return BACKEND
 
     @property
     def use_agent_store(self) -> bool:
-        """Always true: workers use the published store, so the daemon recognises their world."""
+        """Always True: workers use the published store, so the daemon recognises their world."""
         return True
 
     def get_run_id(self) -> str:
@@ -320,8 +327,8 @@ class HoldfastRendezvous(RendezvousHandler):
         """Do nothing: the control loop decides when a job is over."""
 
     def num_nodes_waiting(self) -> int:
-        """Return 1 when the epoch has ended, so that torchrun restarts its workers, which are
-        killed; 0 otherwise, also while workers are kept."""
+        """If the epoch has ended, kill the workers and return 1, so that torchrun starts new ones.
+        Otherwise return 0, also while workers are kept."""
         if not self._ended.is_set():
             return 0
         self.kill()
@@ -336,18 +343,20 @@ class HoldfastRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Block until this node belongs to the world of an epoch newer than the last one.
+        """Block until this node has joined the world of an epoch that is newer than its last one.
 
         Raises:
-            RendezvousClosedError: when the job has ended.
-            RendezvousConnectionError: when the daemon stays away, has another protocol version,
-                denies this job to this process, or is too old to pass on the store's key; a cause
-                is in `__cause__`.
+            RendezvousClosedError: the job has ended.
+            RendezvousConnectionError: the daemon does not answer, has another protocol version,
+                denies this job to this process, or is too old to pass on the store's key. The cause
+                is in `__cause__`, if there is one.
         """
+        # Become the owner, so that the thread that watches the last epoch changes nothing more.
         mine = object()
         with self._lock:
             self._owner = mine
             after_epoch = self.epoch
+        # Ask for a newer world, and enter its store.
         while True:
             world = self._ask(after_epoch, ASK_S)
             if not world.ready or world.epoch <= after_epoch:
@@ -355,6 +364,7 @@ class HoldfastRendezvous(RendezvousHandler):
             entered = self._enter_store(mine, world)
             if entered is None:
                 continue
+            # Join the world, and watch its epoch.
             with self._lock:
                 self._joined, self._published = entered, None
                 self._ended.clear()
@@ -366,14 +376,15 @@ class HoldfastRendezvous(RendezvousHandler):
             ).start()
             host, _, port = entered.address.rpartition(":")
             return RendezvousInfo(
-                _sealed(entered),
+                _sealed_store_of(entered),
                 entered.node_rank,
                 entered.nodes,
                 RendezvousStoreInfo(host, int(port)),
             )
 
     def _ask(self, after_epoch: int, wait_s: float) -> AnnouncedWorld:
-        """Ask the daemon until it answers; return its answer."""
+        """Ask the daemon for a newer world until it answers; return its answer. Raises as
+        `next_rendezvous`."""
         until = time.monotonic() + DAEMON_ABSENT_S
         while True:
             try:
@@ -390,13 +401,13 @@ class HoldfastRendezvous(RendezvousHandler):
                 return world
 
     def _enter_store(self, mine: object, world: AnnouncedWorld) -> JoinedWorld | None:
-        """Open the world's store, and serve it if this node has to.
+        """Open the store of `world`, and serve it if that is this node's part.
 
         Returns:
-            None when that failed, after a pause, or when the caller is no longer the owner.
+            None if that failed (after a pause), or if the caller is no longer the owner.
 
         Raises:
-            RendezvousConnectionError: another node serves it, and the daemons hand out no key.
+            RendezvousConnectionError: another node serves the store, and the daemons have no key.
         """
         with self._entering:
             if self._owner is not mine:
@@ -409,14 +420,14 @@ class HoldfastRendezvous(RendezvousHandler):
         return None
 
     def _serves(self, world: AnnouncedWorld) -> bool:
-        """Whether this agent is to serve the world's store, or does so already."""
+        """Whether this agent must serve the store of `world`, or serves it already."""
         published = self._published
         ours = published is not None and published.address == world.store_address
         return world.serves_store or ours
 
     def _serve(self, world: AnnouncedWorld) -> JoinedWorld:
-        """Serve the world's store and publish it; once more if it is unknown whether the daemon
-        has received the address."""
+        """Serve the store of `world`, and publish its address and key. If the daemon still asks for
+        a store that is served already, publish it again."""
         served = self._published
         if served is None or served.epoch != world.epoch:
             host = self._host or world.node_host
@@ -437,7 +448,7 @@ class HoldfastRendezvous(RendezvousHandler):
         return served
 
     def _close_store(self, epoch: int) -> None:
-        """Close the store of `epoch`, which this agent serves: it has grown beyond its bound."""
+        """Close the store of `epoch`, which this agent serves, because it has grown too large."""
         log.error(
             "epoch %d: its store holds more than %d bytes, which no job puts there, and is closed: "
             "keep strangers from the ports of trainers; training goes on until its world changes",
@@ -451,14 +462,17 @@ class HoldfastRendezvous(RendezvousHandler):
                 self._published = None
 
     def _watch(self, mine: object) -> None:
-        """Follow the epochs for as long as the workers are kept; stop them when they cannot be."""
-        left: list[JoinedWorld] = []  # kept until the workers have left their stores
+        """Watch for newer epochs, and move to each with the workers, as long as they can be kept;
+        then kill them. The body of the watching thread."""
+        left: list[JoinedWorld] = []  # Worlds whose stores the workers may still use.
         until = 0.0
         while self._owner is mine:
-            epoch = self.epoch  # not the world: its store may have to be closed during the call
+            # Ask whether a newer epoch has begun. Hold no reference to the joined world during the
+            # call, since its store may have to be closed. While kept workers have yet to arrive,
+            # name an older epoch, so that the daemon answers at once.
+            epoch = self.epoch
             after_epoch = left[0].epoch if left else epoch
             try:
-                # Asked for an older epoch, the daemon answers at once.
                 world = self._daemon.join_world(after_epoch, RETRY_S if left else ASK_S, peek=True)
             except ProtocolError as error:
                 log.error("epoch %d is no longer watched: %s", epoch, error)
@@ -466,19 +480,20 @@ class HoldfastRendezvous(RendezvousHandler):
             except HoldfastError:
                 self._closed.wait(RETRY_S)
                 continue
+            # A newer epoch: move there with the workers. Otherwise wait for workers to arrive.
             if world.finished or world.epoch > epoch:
                 left.append(self._joined)
                 if not self._keep(mine, world):
                     return
                 until = time.monotonic() + self._reform_s
-            elif left and self._arrival_settled(mine, world, until):
+            elif left and self._is_arrival_settled(mine, world, until):
                 left.clear()
 
     def _keep(self, mine: object, world: AnnouncedWorld) -> bool:
-        """Move to the newest epoch with the running workers, or stop them if they cannot be kept.
+        """Move to the newest epoch with the running workers, or kill them if they cannot be kept.
 
         Returns:
-            Whether this thread has moved and goes on watching.
+            Whether this node has moved, so that the thread must watch the new epoch.
         """
         after_epoch = self.epoch
         try:
@@ -495,13 +510,13 @@ class HoldfastRendezvous(RendezvousHandler):
         return False
 
     def _keeps_workers(self, world: AnnouncedWorld) -> bool:
-        """Whether the workers can go on in `world`. Whether its number of ranks suits them is part
-        of `keep`: they have told the daemon."""
+        """Whether the workers can continue in `world`. They have told the daemon which numbers of
+        ranks suit them, so `keep` takes account of that."""
         return world.keep and not world.finished and self.can_keep()
 
     def _move(self, mine: object, world: AnnouncedWorld, entered: JoinedWorld) -> bool:
-        """Join the world of `entered` with the workers of the last one; return whether they still
-        could be kept. A worker that has exited before is one of the last epoch."""
+        """Join the world of `entered` with the present workers. Return False if they can no longer
+        be kept; a worker that has exited by now belongs to the last epoch."""
         with self._lock:
             if self._owner is not mine or not self._keeps_workers(world):
                 return False
@@ -509,16 +524,16 @@ class HoldfastRendezvous(RendezvousHandler):
             self._arrived = False
             self._settled.clear()
         log.info(
-            "epoch %d: node %d of %d, with its workers of before",
+            "epoch %d: node %d of %d, keeping its workers",
             entered.epoch,
             entered.node_rank,
             entered.nodes,
         )
         return True
 
-    def _arrival_settled(self, mine: object, world: AnnouncedWorld, until: float) -> bool:
-        """Return whether all kept workers have arrived, or are killed because it is too late; pause
-        if neither."""
+    def _is_arrival_settled(self, mine: object, world: AnnouncedWorld, until: float) -> bool:
+        """Return whether it is settled that the kept workers arrive: they have all arrived, or this
+        kills them because they took too long. If it is open, pause and return False."""
         arrived = world.arrived and world.epoch == self.epoch
         if not arrived and time.monotonic() < until:
             self._closed.wait(RETRY_S)
@@ -537,7 +552,8 @@ class HoldfastRendezvous(RendezvousHandler):
         return True
 
     def _end(self, mine: object, *, finished: bool) -> None:
-        """Note that the joined world has ended, and kill its workers."""
+        """Note that the joined world has ended, and kill its workers, unless there is another owner
+        by now."""
         with self._lock:
             if self._owner is not mine:
                 return
@@ -549,11 +565,11 @@ class HoldfastRendezvous(RendezvousHandler):
 
 
 def _connect(world: AnnouncedWorld) -> JoinedWorld:
-    """Connect to the store that another agent serves.
+    """Connect to a store that another agent serves.
 
     Raises:
-        RendezvousConnectionError: there is no key for it.
-        DistError: it cannot be reached.
+        RendezvousConnectionError: the daemons have no key for the store.
+        DistError: the store cannot be reached.
     """
     if not world.store_key:
         raise RendezvousConnectionError(f"epoch {world.epoch}: {NO_KEY}")
@@ -570,14 +586,14 @@ def _connect(world: AnnouncedWorld) -> JoinedWorld:
     )
 
 
-def _sealed(joined: JoinedWorld) -> SealedStore:
+def _sealed_store_of(joined: JoinedWorld) -> SealedStore:
     if joined.store is None:
         raise DistError(f"the store of epoch {joined.epoch} is closed")
     return SealedStore(joined.store, f"epoch-{joined.epoch}", joined.key)
 
 
 def kill_children() -> None:
-    """Send SIGKILL to every child of this process: under plain torchrun they are the workers."""
+    """Send SIGKILL to every child of this process. Under plain torchrun these are the workers."""
     for thread in Path("/proc/self/task").iterdir():
         with suppress(OSError):
             for pid in (thread / "children").read_text().split():

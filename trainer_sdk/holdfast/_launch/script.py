@@ -1,9 +1,9 @@
 """Runner of a training script in a child of the fork server.
 
-The fork server has imported torch once; each worker is a fork of it, so a restart costs no import.
-The script must find the same environment as in a fresh interpreter: its arguments, its folder on
-the path, `__name__ == "__main__"`, its exit code. Nothing here may import torch, or start a thread
-before the fork.
+The fork server has imported torch once, and each worker is a fork of it, so restarts need no
+import. The script must find the same environment as in a new interpreter: its arguments, its folder
+on the path, `__name__ == "__main__"`, and its exit code. Nothing here may import torch, or start a
+thread before the fork.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from holdfast._exits import exit_code_of
 MODULE = "-m"
 STDERR = 2
 FAILED = 1
-"""Exit code after an uncaught exception, as for any Python program; where Holdfast raises it about
-the world of this process, there is another one."""
+"""Exit code after an uncaught exception, as for any Python program. Exceptions of Holdfast about
+the world of this process have codes of their own; see `exit_code_of`."""
 
 
 def run_script(stderr_paths: tuple[str, ...], *command: str) -> None:
@@ -36,11 +36,11 @@ def run_script(stderr_paths: tuple[str, ...], *command: str) -> None:
             is.
 
     Raises:
-        SystemExit: when the script exits with a code other than 0, or by an exception, which is
+        SystemExit: the script exited with a code other than 0, or raised an exception, which is
             printed as by any Python program.
     """
     _die_with_parent()
-    # The launcher's way would run a script anew in each worker of its data loaders.
+    # With the launcher's start method, each worker of a data loader would run the script again.
     multiprocessing.set_start_method(None, force=True)
     if stderr_paths:
         with Path(stderr_paths[read_local_rank()]).open("wb", buffering=0) as stderr:
@@ -58,7 +58,7 @@ def run_script(stderr_paths: tuple[str, ...], *command: str) -> None:
         if end.code not in (None, 0):
             raise
     except Exception as error:
-        # torchrun would pass it to the agent, and show it among the agent's own messages.
+        # Print it here: torchrun would pass it to the agent, and mix it with the agent's messages.
         shown = error.with_traceback(_of_script(error.__traceback__))
         code = exit_code_of(shown) or FAILED
         sys.excepthook(type(shown), shown, shown.__traceback__)
@@ -69,11 +69,11 @@ def run_script(stderr_paths: tuple[str, ...], *command: str) -> None:
 
 
 def do_nothing() -> None:
-    """Body of a process that only shows that the fork server answers."""
+    """Body of a process that proves that the fork server answers."""
 
 
 def _of_script(traceback: TracebackType | None) -> TracebackType | None:
-    """Strip the frames that started the script."""
+    """Strip the frames with which this module started the script."""
     ours = (__file__, runpy.__file__, f"<frozen {runpy.__name__}>")
     while traceback is not None and traceback.tb_frame.f_code.co_filename in ours:
         traceback = traceback.tb_next
@@ -81,8 +81,8 @@ def _of_script(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def _die_with_parent() -> None:
-    """End this process when the agent dies: otherwise the fork server and its children keep each
-    other alive."""
+    """Kill this process when the agent dies. Otherwise the fork server and its children would keep
+    each other alive."""
     agent = multiprocessing.parent_process()
     if agent is None:
         return

@@ -1,9 +1,9 @@
-"""Store of a training world, as this node serves it: at one address, and of bounded size.
+"""The store of a training world as this node serves it: at one address, and with a bounded size.
 
 torch's own store listens on every interface of the machine, and keeps whatever anybody sends. This
-one listens at the member's address only, a loopback address in a local run. It still asks nobody
-who he is: what that leaves open is in docs/security.md. What it holds cannot be asked of torch, so
-this process's own memory is watched: beside the store it holds little, and that does not grow.
+store listens only at the member's address, which is a loopback address in a local run. It does not
+authenticate clients; docs/security.md says what that leaves open. torch does not tell how much a
+store holds, so this module watches the memory of the process, which otherwise does not grow.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-expor
 log = logging.getLogger(__name__)
 
 STORE_BYTES_MAX = 256 << 20
-"""Growth of this process's memory at which it closes the store. The store of a world of a thousand
-ranks holds a few MB."""
+"""Growth of this process's memory at which it closes the store. For a thousand ranks, a store holds
+a few MB."""
 WATCH_S = 0.1
-"""Time between two looks at it."""
+"""Pause between two measurements of the memory."""
 
 
 def serve_store(host: str, timeout_s: float) -> TCPStore:
-    """Serve a store at `host`, an address of this machine or its name, and at no other address.
+    """Serve a store at `host`, the address or name of this machine, and at no other address.
 
-    Where this machine does not know the address (behind a translation of addresses), the store
-    listens on every interface, which is logged.
+    If this machine does not know the address (because it is translated), the store listens on every
+    interface, and this is logged.
 
     Raises:
         DistError: the store cannot be served.
@@ -44,18 +44,19 @@ def serve_store(host: str, timeout_s: float) -> TCPStore:
     if listening is None:
         return TCPStore(host, 0, is_master=True, **timeout)
     port = listening.getsockname()[1]
-    descriptor = listening.detach()  # the store closes it
+    descriptor = listening.detach()  # The store closes it.
     return TCPStore(host, port, is_master=True, master_listen_fd=descriptor, **timeout)
 
 
 def _bound(host: str) -> socket.socket | None:
-    """A socket at `host`, with a free port; None where that is no address of this machine."""
+    """Bind a socket to a free port at `host`; return None if that is not an address of this
+    machine."""
     try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError as error:
         log.warning("%s cannot be resolved (%s): the store listens on every interface", host, error)
         return None
-    for family, kind, protocol, _, address in found:
+    for family, kind, protocol, _, address in addresses:
         with suppress(OSError):
             opened = socket.socket(family, kind, protocol)
             try:
@@ -64,14 +65,14 @@ def _bound(host: str) -> socket.socket | None:
                 opened.close()
                 raise
             return opened
-    log.warning("%s is no address of this machine: the store listens on every interface", host)
+    log.warning("%s is not an address of this machine: the store listens on every interface", host)
     return None
 
 
 def watch_store(store: TCPStore, on_full: Callable[[], None]) -> None:
-    """Call `on_full` once the process has grown by `STORE_BYTES_MAX` while it serves `store`; then
-    drop every reference to the store, which closes it. A thread watches, as long as the store is
-    there."""
+    """Call `on_full` once this process has grown by `STORE_BYTES_MAX` while it serves `store`. A
+    thread watches for as long as the store exists. `on_full` must drop every reference to the
+    store, which closes it."""
     threading.Thread(
         target=_watch,
         args=(weakref.ref(store), on_full, threading.Event()),
@@ -91,6 +92,6 @@ def _watch(store: Callable[[], object], on_full: Callable[[], None], never: Any)
 
 
 def _memory_bytes() -> int:
-    """Memory of this process that is its own: resident pages without shared ones."""
+    """Return the private memory of this process: its resident pages without the shared ones."""
     _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")

@@ -1,9 +1,9 @@
-"""Stderr of workers: passed on as it comes, with the end of it kept.
+"""The stderr of workers: it is passed through immediately, and its end is kept.
 
-When a worker fails, its last lines show why, and people should see them where they look first: at
-the job. So each worker of a node writes to a pipe of its own, and a thread of the launcher passes
-everything on. It must not keep more than the end, or let a worker wait for anything but the
-launcher's own stderr.
+The last lines of a failed worker show why it failed, and people should find them where they look
+first: in the job. So each worker of a node writes to a pipe of its own, and a thread of the
+launcher passes everything through. It must keep no more than the end, and must not let a worker
+wait for anything except the launcher's own stderr.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from holdfast_core.last_lines import WINDOW_BYTES, decoded_end, last_lines
 
 READ_BYTES = 65_536
 PIPE_READS = 2
-"""Number of reads that empty a pipe: Linux gives it 64 KiB."""
+"""Number of reads that empty a pipe, which has 64 KiB in Linux."""
 
 
 class WorkerStderr:
-    """Pipes of one node's workers, until the process ends.
+    """The pipes of one node's workers, until the process ends.
 
     Args:
-        nproc: number of workers of the node.
-        secrets: values that must not be shown.
-        passed_to: descriptor that everything is written to.
+        nproc: number of workers on the node.
+        secrets: values that `last_lines` must not show.
+        passed_to: descriptor to which everything is passed through.
     """
 
     def __init__(self, nproc: int, secrets: Iterable[str] = (), passed_to: int = 2) -> None:
         pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(nproc)]
         self._read_ends = [read for read, _ in pipes]
-        # Each worker opens its path anew. The write ends stay open here, so no pipe ever ends.
+        # Each worker opens its path by itself. The write ends stay open here, so no pipe ends.
         self.paths = tuple(f"/proc/{os.getpid()}/fd/{write}" for _, write in pipes)
         self._ends = [b""] * nproc
         self._secrets, self._passed_to = tuple(secrets), passed_to
@@ -45,13 +45,13 @@ class WorkerStderr:
         threading.Thread(target=self._pass_on, name="holdfast-stderr", daemon=True).start()
 
     def forget(self) -> None:
-        """Forget the lines of earlier workers, as new ones begin."""
+        """Forget the lines of earlier workers. Called when new workers start."""
         for local_rank in range(len(self._ends)):
             self._drain(local_rank)
             self._ends[local_rank] = b""
 
     def last_lines(self, local_rank: int) -> str:
-        """Last lines of a worker that has ended, for people."""
+        """Return the last lines of a worker that has ended, for people to read."""
         self._drain(local_rank)
         return last_lines(decoded_end(self._ends[local_rank]), self._secrets)
 
@@ -62,27 +62,27 @@ class WorkerStderr:
                 self._read(self._read_ends.index(read))
 
     def _drain(self, local_rank: int) -> None:
-        """Pass on what a pipe holds now, without following what is written into it later."""
+        """Pass through the present content of a pipe, but not what is written to it later."""
         for _ in range(PIPE_READS):
             self._read(local_rank)
 
     def _read(self, local_rank: int) -> None:
         with self._lock, suppress(BlockingIOError):
             data = os.read(self._read_ends[local_rank], READ_BYTES)
-            # The one byte more than the window shows whether the first line is cut.
+            # Keep one byte more than the window: it shows whether the first line is cut.
             self._ends[local_rank] = (self._ends[local_rank] + data)[-WINDOW_BYTES - 1 :]
             self._write(data)
 
     def _write(self, data: bytes) -> None:
-        """Write `data`. Bytes that cannot be written, such as on a full disk, are lost: training
-        goes on."""
+        """Write `data`. Bytes that cannot be written, for example to a full disk, are lost:
+        training must not stop for them."""
         with suppress(OSError):
             while data:
                 data = data[os.write(self._passed_to, data) :]
 
 
 class StderrLogs(DefaultLogsSpecs):
-    """Logs of workers: stderr goes to `stderr`, stdout is passed through.
+    """Logs of workers: their stderr goes to `stderr`, and their stdout is passed through.
 
     Forked workers open the pipe themselves, because torchrun would also open it for reading.
     """
@@ -93,7 +93,7 @@ class StderrLogs(DefaultLogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         self._stderr.forget()
-        found: LogsDest = super().reify(envs)
+        destinations: LogsDest = super().reify(envs)
         if not self._forked:
-            found.stderrs = dict(enumerate(self._stderr.paths))
-        return found
+            destinations.stderrs = dict(enumerate(self._stderr.paths))
+        return destinations

@@ -1,9 +1,9 @@
-"""Evidence that workers get on, which needs no help of theirs: processor time, and bytes read or
-written, of each worker and the processes below it.
+"""Evidence that workers make progress, without their help: the processor time, and the bytes read
+or written, of each worker and its descendants.
 
-A rank that has a session reports its steps. One without, because its script loads a model, has not
-called `holdfast.init`, or does not use Holdfast at all, reports nothing; and a start in which
-nothing happens is ended after a while. Whether something happens is known to the kernel.
+A rank with a session reports its steps. A rank without one reports nothing: its script may still
+load a model, may not have called `holdfast.init` yet, or may not use Holdfast at all. But the
+control loop ends a start in which nothing happens for a while. So this module asks the kernel.
 
 It must not judge: a process that waits in a collective of NCCL uses the processor as well.
 """
@@ -23,13 +23,13 @@ from typing import Protocol
 from holdfast._launch.memory_kills import MemoryKills
 
 WATCH_S = 2.0
-"""Pause between two looks at the workers."""
+"""Pause between two measurements."""
 BUSY_SHARE = 0.02
-"""Share of one processor above which a worker works. One that sleeps in a collective of gloo, or
-for ever, stays below a fifth of it, whatever its idle threads do."""
+"""Share of one processor from which on a worker counts as working. A worker that sleeps in a
+collective of gloo, or forever, stays below a fifth of this, whatever its idle threads do."""
 MOVED_BYTES_S = 16 * 1024
-"""Bytes read or written in a second from which a worker works: one that loads from a slow file
-system hardly uses the processor."""
+"""Bytes read or written in a second from which on a worker counts as working, because a worker that
+loads from a slow file system hardly uses the processor."""
 
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -41,14 +41,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a process and those below it have used since they started."""
+    """Resources that processes have used since they started."""
 
     processor_s: float = 0.0
     moved_bytes: int = 0
-    """Bytes read or written, and pages that had to be read from a file."""
+    """Bytes read or written, and the bytes of pages that had to be read from a file."""
 
     def plus(self, other: Usage) -> Usage:
-        """The usage of both."""
+        """Return the sum of this and `other`."""
         return Usage(
             self.processor_s + other.processor_s,
             self.moved_bytes + other.moved_bytes,
@@ -56,8 +56,9 @@ class Usage:
 
 
 def usage_below(roots: Collection[int]) -> dict[int, Usage]:
-    """Usage of each process in `roots` with all processes below it. Children that have ended are in
-    it, once their parents have waited for them; roots that do not run are left out."""
+    """Return the usage of each process in `roots`, together with its descendants. Descendants that
+    have ended are included once their parents have waited for them. Roots that do not run are left
+    out."""
     own: dict[int, Usage] = {}
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").iterdir():
@@ -66,7 +67,7 @@ def usage_below(roots: Collection[int]) -> dict[int, Usage]:
                 parent, usage = _read(folder)
                 own[int(folder.name)] = usage
                 children.setdefault(parent, []).append(int(folder.name))
-    found: dict[int, Usage] = {}
+    usages: dict[int, Usage] = {}
     for root in roots:
         if root not in own:
             continue
@@ -75,42 +76,42 @@ def usage_below(roots: Collection[int]) -> dict[int, Usage]:
             pid = left.pop()
             total = total.plus(own[pid])
             left += children.get(pid, ())
-        found[root] = total
-    return found
+        usages[root] = total
+    return usages
 
 
 def _read(folder: Path) -> tuple[int, Usage]:
-    """(parent, usage) of one process."""
+    """Return (parent's pid, usage) of one process."""
     fields = (folder / "stat").read_text().rpartition(")")[2].split()
     times = sum(map(int, fields[_UTIME : _CSTIME + 1]))
     moved = (int(fields[_MAJFLT]) + int(fields[_CMAJFLT])) * _PAGE_BYTES
-    with suppress(OSError):  # another user's
+    with suppress(OSError):  # The process may belong to another user.
         counts = dict(line.split(": ") for line in (folder / "io").read_text().splitlines())
         moved += int(counts["rchar"]) + int(counts["wchar"])
     return int(fields[_PPID]), Usage(times * _TICK_S, moved)
 
 
 class Launch(Protocol):
-    """The workers of this node, and whom their work is reported to."""
+    """The rendezvous as `WorkWatch` uses it: it names the workers, and takes the reports."""
 
     @property
     def node_rank(self) -> int:
         """Number of this node in the world."""
 
     def workers(self) -> Mapping[int, int]:
-        """Process id of each worker that runs now, by its local rank."""
+        """Return the process id of each running worker by its local rank."""
 
-    def worked(self, ranks: Collection[int]) -> None:
-        """Take the world ranks that have worked since the last look."""
+    def report_work(self, ranks: Collection[int]) -> None:
+        """Report the world ranks that have worked since the last measurement."""
 
 
 class WorkWatch:
-    """Thread that looks at the workers of a node, and reports those that have worked.
+    """Thread that measures the workers of a node, and reports those that have worked.
 
     Args:
-        launch: names the workers that run now, and is told which have worked.
+        launch: names the running workers, and takes the reports.
         nproc: number of workers on each node.
-        kills: is brought up to date at each look.
+        kills: updated with each measurement.
     """
 
     def __init__(self, launch: Launch, nproc: int, kills: MemoryKills) -> None:
@@ -120,7 +121,7 @@ class WorkWatch:
         self._closed = threading.Event()
 
     def start(self) -> None:
-        """Look every `WATCH_S` until `close`."""
+        """Measure every `WATCH_S` until `close`."""
         threading.Thread(target=self._run, name="holdfast-work", daemon=True).start()
 
     def close(self) -> None:
@@ -128,7 +129,7 @@ class WorkWatch:
         self._closed.set()
 
     def look(self) -> None:
-        """Report the workers that have worked since the last look."""
+        """Report the workers that have worked since the last call."""
         self._kills.look()
         workers, first = self._launch.workers(), self._launch.node_rank * self._nproc
         now_s = time.monotonic()
@@ -141,10 +142,10 @@ class WorkWatch:
         ]
         self._before = usage
         if worked:
-            self._launch.worked(worked)
+            self._launch.report_work(worked)
 
     def _has_worked(self, now: Usage, before: Usage | None, passed_s: float) -> bool:
-        """Whether the use between two looks is work; a worker that is new has started, at least."""
+        """Whether a worker has worked between two measurements. A new worker has: it started."""
         if before is None:
             return True
         busy_s = now.processor_s - before.processor_s
@@ -156,4 +157,4 @@ class WorkWatch:
             try:
                 self.look()
             except Exception:
-                log.warning("the work of workers is not known", exc_info=True)
+                log.warning("cannot measure whether workers work", exc_info=True)

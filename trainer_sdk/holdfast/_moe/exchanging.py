@@ -1,6 +1,6 @@
-"""Rows that ranks send each other: uneven all-to-alls, forward and backward.
+"""Exchange of rows between ranks: uneven all-to-alls, forward and backward.
 
-Bytes travel, because not every backend knows every dtype.
+Rows are sent as bytes, because not every backend supports every dtype.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from holdfast._elastic.world import WorldGroup
 def exchange(
     group: WorldGroup, sent: torch.Tensor, sent_rows: Sequence[int], received_rows: Sequence[int]
 ) -> torch.Tensor:
-    """Send each rank its rows of `sent`, and return the rows from each, in the order of ranks.
+    """Send each rank its rows of `sent`, and return the rows from all ranks, in the order of ranks.
+    Collective.
 
     Args:
         sent: [rows, width], of any dtype and device.
-        sent_rows, received_rows: rows to and from each rank of the group; their sums are the
-            lengths of what is sent and returned.
+        sent_rows, received_rows: number of rows to and from each rank of the group.
     """
     given = sent.contiguous().view(torch.uint8)
     taken = given.new_empty(sum(received_rows), given.shape[1])
@@ -34,7 +34,7 @@ def exchange(
 
 
 class ExchangedRows(torch.autograd.Function):
-    """`exchange`, and in the backward pass the way back."""
+    """`exchange`; the backward pass sends the gradients of the rows back."""
 
     @staticmethod
     def forward(
@@ -54,10 +54,10 @@ class ExchangedRows(torch.autograd.Function):
 
 
 class PermutedRows(torch.autograd.Function):
-    """Rows in another order; the backward pass adds nothing up, so its order cannot vary.
+    """Rows in another order. The backward pass adds nothing, so no order of additions can vary.
 
-    Args of `apply`: rows [n, width], and two inverse permutations [n]: where each row comes from,
-    and where each goes.
+    Args of `apply`: rows [n, width], and two permutations [n] that are inverse to each other: the
+    source of each row, and its destination.
     """
 
     @staticmethod
@@ -73,7 +73,7 @@ class PermutedRows(torch.autograd.Function):
 
 
 def inverse_of(order: torch.Tensor) -> torch.Tensor:
-    """The inverse of a permutation."""
+    """Return the inverse of a permutation."""
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.numel(), device=order.device)
     return inverse

@@ -61,10 +61,10 @@ class HeldExpert:
 
 
 def moe_layers(model: nn.Module) -> list[MoELayer]:
-    """The model's layers with uneven copies, in their order in the model.
+    """Return the model's layers with uneven copies, in their order in the model.
 
     Raises:
-        InvalidJobError: when there is none.
+        InvalidJobError: the model has no such layer.
     """
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
     if not layers:
@@ -73,7 +73,7 @@ def moe_layers(model: nn.Module) -> list[MoELayer]:
 
 
 def held_experts(layers: Sequence[MoELayer]) -> list[HeldExpert]:
-    """The experts in this rank's seats, by layer and expert."""
+    """Return the experts in this rank's seats, ordered by layer and expert."""
     return [
         HeldExpert(
             layer=at,
@@ -88,17 +88,18 @@ def held_experts(layers: Sequence[MoELayer]) -> list[HeldExpert]:
 
 
 class SummedGradients:
-    """Sums a model's gradients over the ranks, and clips them.
+    """Sums the gradients of a model over all ranks, and clips them.
 
-    Divide the loss by the tokens of all ranks, not by those of one: then the sums are the gradients
-    of the mean over all tokens, however they are divided.
+    Divide the loss by the number of tokens of all ranks, not of one rank. Then the sums are the
+    gradients of the mean over all tokens, however tokens are divided over ranks.
 
     Args:
-        model: has at least one `MoELayer`; all ranks have equal parameters, except for experts.
-        group: all ranks.
+        model: a model with at least one `MoELayer`. Except for experts, its parameters are equal on
+            all ranks.
+        group: the group of all ranks.
 
     Raises:
-        InvalidJobError: when the model has no `MoELayer`, or experts of several dtypes.
+        InvalidJobError: the model has no `MoELayer`, or its experts have several dtypes.
     """
 
     def __init__(self, model: nn.Module, group: WorldGroup) -> None:
@@ -110,14 +111,14 @@ class SummedGradients:
         dtypes = {one.dtype for one in self._stacks}
         if len(dtypes) > 1:
             raise InvalidJobError(
-                f"experts of dtypes {sorted(map(str, dtypes))}: their gradients travel together, "
-                f"so give all the same"
+                f"experts of dtypes {sorted(map(str, dtypes))}: their gradients are exchanged "
+                f"together, so give all of them the same dtype"
             )
         stacks = set(map(id, self._stacks))
         self._dense = [p for p in model.parameters() if id(p) not in stacks and p.requires_grad]
 
     def _arrange(self) -> None:
-        """Note who holds what in the present plan."""
+        """Note which ranks hold which experts in the present plan."""
         self._plan = self._layers[0].plan
         self._rank, self._size = dist.get_rank(self._group.now), self._plan.room.ranks
         self._held = held_experts(self._layers)
@@ -125,7 +126,8 @@ class SummedGradients:
 
     @torch.no_grad()
     def sum(self) -> None:
-        """Sum the gradients of all parameters over the ranks. Collective, after the backward pass.
+        """Sum the gradients of all parameters over all ranks. Collective; call it after the
+        backward pass.
 
         Gradients are added in at least float32; a parameter without one here counts as zeros.
         """

@@ -1,4 +1,4 @@
-"""A Mixture-of-Experts layer whose experts lie where an expert plan says."""
+"""A Mixture-of-Experts layer whose experts an expert plan places on ranks."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from holdfast_core.elastic_experts.plans import ExpertPlan
 from holdfast_core.errors import InvalidJobError
 
 _ALIGNED_BYTES = 16
-"""Rows of a grouped matrix product begin at multiples of it."""
+"""Rows of a grouped matrix product start at multiples of this."""
 _CUDA_CAPABILITY = (8, 0)
 
 
 class SeatedExperts(nn.Module):
-    """Experts in the seats of one rank: two linear layers each, with GELU between them, stacked
-    over the seats. Empty seats hold zeros.
+    """The experts in the seats of one rank. Each has two linear layers with GELU between them,
+    stacked over the seats. Empty seats hold zeros.
 
     Args:
         dim: width D of tokens.
         hidden: width F between the two layers.
-        experts: experts of the first seats; the others are empty.
+        experts: the experts in the first seats; the other seats are empty.
         seats: number of seats S.
     """
 
     def __init__(self, dim: int, hidden: int, experts: Sequence[int], seats: int) -> None:
         super().__init__()
         self.seat_experts = (*experts, *[None] * (seats - len(experts)))
-        """For each seat its expert, or None."""
+        """The expert in each seat, or None."""
         self.captured = frozenset(experts)
         """Experts that this rank captures in snapshots."""
         self.w_in = nn.Parameter(torch.zeros(seats, dim, hidden))
@@ -44,13 +44,14 @@ class SeatedExperts(nn.Module):
 
     @property
     def seat_of(self) -> dict[int, int]:
-        """Seat of each expert that is here, by the experts' numbers."""
+        """Expert on this rank → its seat, in the order of experts."""
         held = enumerate(self.seat_experts)
         return dict(sorted((expert, seat) for seat, expert in held if expert is not None))
 
     @torch.no_grad()
     def initialize(self, seed: str) -> None:
-        """Draw weights that depend on `seed` and the expert only: equal on all of its copies."""
+        """Draw weights that depend only on `seed` and the expert, so all of its copies are
+        equal."""
         for expert, seat in self.seat_of.items():
             draw = torch.Generator()
             draw.manual_seed(xxhash.xxh3_64_intdigest(f"{seed}/{expert}".encode()) >> 1)
@@ -59,31 +60,31 @@ class SeatedExperts(nn.Module):
                 weight[seat] = drawn * weight.shape[1] ** -0.5
 
     def forward(self, x_MD: torch.Tensor, seat_rows: Sequence[int]) -> torch.Tensor:
-        """Answers of the experts.
+        """Compute the answers of the experts.
 
         Args:
-            x_MD: rows of the first seat, of the second, and so on.
-            seat_rows: number of rows of each seat.
+            x_MD: [M, D], the rows for the first seat, then for the second, and so on.
+            seat_rows: number of rows for each seat.
         """
         hidden_MF = F.gelu(_by_seat(x_MD, self.w_in, seat_rows))
         return _by_seat(hidden_MF, self.w_out, seat_rows)
 
 
 def _by_seat(x: torch.Tensor, weight: torch.Tensor, seat_rows: Sequence[int]) -> torch.Tensor:
-    """Product of each seat's rows with its matrix."""
+    """Multiply the rows of each seat with its matrix."""
     if x.shape[0] and _has_grouped(x, weight):
         ends = torch.tensor(seat_rows, device="cpu").cumsum(0).to(x.device, torch.int32)
         product: torch.Tensor = F.grouped_mm(x, weight, offs=ends)
         if product.requires_grad:
-            product.register_hook(torch.Tensor.contiguous)  # torch demands it of the gradient
+            product.register_hook(torch.Tensor.contiguous)  # Torch needs a contiguous gradient.
         return product
     parts = x.split(list(seat_rows))
-    # All seats take part, so that each has a gradient, if only zeros.
+    # Include seats without rows, so that each seat has a gradient, even if it is zero.
     return torch.cat([part @ one for part, one in zip(parts, weight, strict=True)])
 
 
 def _has_grouped(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether torch has a grouped matrix product for these."""
+    """Whether torch has a grouped matrix product for these tensors."""
     if not hasattr(F, "grouped_mm") or x.dtype != weight.dtype:
         return False
     if any(size * x.itemsize % _ALIGNED_BYTES for size in weight.shape[1:]):
@@ -95,15 +96,16 @@ def _has_grouped(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 class Gate(nn.Module):
-    """Chooses K of E experts for each token, by a linear layer and softmax.
+    """Chooses K of E experts for each token, with a linear layer and softmax.
 
     Args:
         dim: width D of tokens.
-        experts: E.
-        top_k: K. Weights of several choices add up to 1; a single choice has its probability.
+        experts: number E of experts.
+        top_k: number K of choices. The weights of several choices add up to 1; the weight of a
+            single choice is its probability.
 
     Raises:
-        InvalidJobError: when K is not 1 to E.
+        InvalidJobError: K is not between 1 and E.
     """
 
     def __init__(self, dim: int, experts: int, top_k: int) -> None:
@@ -114,8 +116,8 @@ class Gate(nn.Module):
         self.weight = nn.Parameter(torch.empty(experts, dim).normal_(std=dim**-0.5))
 
     def forward(self, x_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Probabilities [N, E] in at least float32, and of the choices, best first, weights and
-        experts [N, K]."""
+        """Return the probabilities [N, E] in at least float32, and the weights and the experts
+        [N, K] of the choices, best first."""
         logits = F.linear(x_ND, self.weight)
         wide = torch.promote_types(logits.dtype, torch.float32)
         probs_NE = logits.to(wide).softmax(-1)
@@ -126,24 +128,24 @@ class Gate(nn.Module):
 
 
 class MoELayer(nn.Module):
-    """Gate, dispatcher and seated experts. Every token reaches all experts that it has chosen.
+    """A gate, a dispatcher and seated experts. Every token reaches all experts that it has chosen.
 
-    What the layer computes does not depend on the plan, nor on how a batch is divided among ranks,
-    but for the order in which numbers are added.
+    Except for the order of additions, the result depends neither on the plan nor on how a batch is
+    divided over ranks.
 
     Args:
         dim: width D of tokens.
         hidden: width of the experts' inner layer.
-        plan: where copies lie; equal on all ranks.
+        plan: places the copies of experts on ranks; equal on all ranks.
         layer: number of this layer in the plan.
-        group: all ranks: `world.group([range(world.size)])`.
-        top_k: experts of each token.
-        seed: of the experts' weights, with `layer`. The gate draws from torch's generator, so seed
-            that equally on all ranks.
+        group: the group of all ranks: `world.group([range(world.size)])`.
+        top_k: number of experts for each token.
+        seed: determines, with `layer`, the weights of the experts. The gate draws from torch's
+            generator, so seed that equally on all ranks.
 
     Raises:
-        InvalidJobError: when the plan is for another number of ranks, or `top_k` is not 1 to the
-            number of experts.
+        InvalidJobError: the plan is for another number of ranks, or `top_k` is not between 1 and
+            the number of experts.
     """
 
     def __init__(
@@ -165,15 +167,16 @@ class MoELayer(nn.Module):
         self.experts.initialize(f"{seed}/{layer}")
         self.experts.captured = self._captured()
         self.history = LoadHistory(plan.layers[layer].tokens)
-        """Tokens that all ranks routed to each expert lately."""
+        """Tokens that all ranks routed to each expert in recent batches."""
         self.tokens_E: list[int] = []
-        """Those of the newest batch."""
+        """Tokens that all ranks routed to each expert in the newest batch."""
         self.routed_E: list[int] = []
-        """Tokens of the newest batch that this rank routed, for `Session.count_tokens`."""
+        """Tokens that this rank routed to each expert in the newest batch, for
+        `Session.count_tokens`."""
 
     def take_seats(self, plan: ExpertPlan) -> None:
-        """Seat the experts that this rank has in another plan; whoever stays keeps its seat. No
-        weights are moved."""
+        """Assign this rank's seats to its experts in another plan. Experts that stay keep their
+        seats. This moves no weights."""
         group, before = self.dispatcher.group, self.experts.seat_experts
         experts = plan.layers[self.layer].experts_of(dist.get_rank(group.now))
         self.experts.seat_experts = seats_after(before, experts)
@@ -182,19 +185,20 @@ class MoELayer(nn.Module):
         self.experts.captured = self._captured()
 
     def _captured(self) -> frozenset[int]:
-        """Experts that the plan has this rank capture."""
+        """Return the experts that this rank captures according to the plan."""
         capturers, rank = self.plan.capturers[self.layer], self.dispatcher.rank
         return frozenset(expert for expert, one in enumerate(capturers) if one == rank)
 
     def forward(self, x_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The experts' weighted answers, and this rank's part of the load-balancing loss. All ranks
-        call it together, and go through its backward pass together.
+        """Return the weighted answers of the experts [N, D], and this rank's part of the
+        load-balancing loss. All ranks call it together, and run its backward pass together.
 
-        The loss is E · Σ_e f_e · P_e with the portion of all ranks' choices f_e and the mean of all
-        ranks' probabilities P_e: parts of ranks add up to it, however tokens are divided.
+        The loss is E · Σ_e f_e · P_e, where f_e is the fraction of all ranks' choices and P_e the
+        mean of all ranks' probabilities. The parts of all ranks add up to it, however tokens are
+        divided.
 
         Args:
-            x_ND: [N, D], this rank's tokens; N may differ between ranks, and be 0.
+            x_ND: [N, D], the tokens of this rank; N may differ between ranks, and may be 0.
         """
         probs_NE, weights_NK, expert_NK = self.gate(x_ND)
         route = self.dispatcher.route(expert_NK)

@@ -1,13 +1,13 @@
-"""Experts that take other seats when the world or their loads change (Lazarus §4.3).
+"""Moving experts to other seats when the world or their loads change (Lazarus §4.3).
 
-All ranks of the new world state what they hold, and how many tokens experts got lately; from that
-each computes the same plan. An expert that stays on a rank keeps its seat; the others come from
-ranks that hold them, with everything that optimizers know of them. Seats are fixed tensors, so
-nothing is registered with an optimizer again.
+All ranks of the new world state which experts they hold, and how many tokens the experts got
+lately. From that, each rank computes the same plan. An expert that stays on a rank keeps its seat.
+The others come from ranks that hold them, with their optimizer states. Seats are fixed tensors, so
+nothing has to be registered with an optimizer again.
 
-Layer by layer, so that what is on its way needs as much host memory as one layer's experts of a
-rank. A rank that is lost meanwhile leaves each layer of the others in its old or its new seats, and
-the next world begins with what they then hold.
+Experts move layer by layer, so a rank needs host memory for its experts of only one layer. If a
+rank is lost meanwhile, each layer of the others has either its old or its new seats, and the next
+world starts from these.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from holdfast._moe.statements import (
     read_statements,
 )
 from holdfast._state.capture import LiveState
-from holdfast._state.extras import dtype_name, dtype_named
+from holdfast._state.extras import dtype_name, dtype_of_name
 from holdfast_core.elastic_experts.moving import ExpertMove, moves_of, renumbered
 from holdfast_core.elastic_experts.plans import ExpertPlan
 from holdfast_core.elastic_experts.rebalancing import weigh
@@ -40,14 +40,14 @@ from holdfast_core.snapshots.names import TensorName
 _log = logging.getLogger("holdfast")
 
 
-class Reseating:
-    """Changes of the plan of one model, on one rank.
+class SeatChanges:
+    """Changes of the expert plan of one model, on one rank.
 
     Args:
-        model: has at least one `MoELayer`, and one for each layer of its plan.
+        model: a model with one `MoELayer` for each layer of its plan.
 
     Raises:
-        InvalidJobError: when layers have different plans, or there is not one for each.
+        InvalidJobError: the numbers of the layers are not those of the plan.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -62,33 +62,34 @@ class Reseating:
 
     @property
     def experts(self) -> int:
-        """Experts of each layer."""
+        """Number of experts in each layer."""
         return len(self._layers[0].plan.layers[0].copies)
 
-    def held(self) -> tuple[tuple[int, ...], ...]:
-        """For each layer the experts in this rank's seats."""
+    def seated_experts(self) -> tuple[tuple[int, ...], ...]:
+        """The experts in this rank's seats, layer by layer."""
         return tuple(tuple(layer.experts.seat_of) for layer in self._layers)
 
     @torch.no_grad()
     def follow(
         self, live: LiveState, exchange: Exchange, rank: int, *, outlived: bool, moves: bool
     ) -> None:
-        """Take the seats of a plan for the present ranks. Collective.
+        """Plan the seats for the ranks of a new world, and take them. Collective.
 
         Args:
-            live: state of the model, not yet looked at in this world.
+            live: state of the model, whose tensors were not yet discovered in this world.
             rank: this rank in the new world.
             outlived: whether this process has training state.
-            moves: whether experts move there, too, as all of them are live; otherwise they are to
-                be restored.
+            moves: whether the experts move to their new seats, because all of them are live. If
+                not, a restore will fill the seats.
 
         Raises:
-            InvalidJobError: when the experts do not fit the ranks that are left.
-            NoRecoveryLineError: when no process has training state, and this one was made for
+            InvalidJobError: the experts do not fit into the seats of the remaining ranks.
+            NoRecoveryLineError: no process has training state, and this process was started for
                 another number of ranks.
-            ProtocolError: when what ranks state cannot be true.
-            UnreachableError: when a rank does not take part.
+            ProtocolError: the statements of ranks cannot be true.
+            UnreachableError: a rank does not take part.
         """
+        # Gather the experts of all ranks. If no rank has any, the first plan stays.
         said = self._gather(live, exchange, outlived=outlived)
         first = next((one for one in said if one.held), None)
         if first is None:
@@ -99,16 +100,18 @@ class Reseating:
                     f"there are {len(said)}; it ends so that a new one can begin"
                 )
             return
+        # Plan for the present ranks, and keep experts in their seats where possible.
         held = [one.held for one in said]
         plan = renumbered(self._layers[0].plan.renewed(len(said), first.loads), held)
         self._cause = PlanCause.WORLD
+        # Move the experts, or only take the seats.
         if moves:
             check_all_held(said, self.experts)
             self._move(live, exchange, rank, plan, moves_of(plan, held), _all_stacks(said))
         else:
             for layer in self._layers:
                 layer.take_seats(plan)
-        live.discover()  # experts have other tensors now, though the tensors are the same
+        live.discover()  # The same tensors now belong to other experts.
         _log.info(
             "expert plan for %d ranks, every expert on at least %d nodes: %s",
             len(said),
@@ -120,24 +123,26 @@ class Reseating:
     def rebalance(
         self, live: LiveState, exchange: Exchange, rank: int, *, step_s: float, steps: int
     ) -> bool:
-        """Take other seats in the same world, if the newest loads are worth the moves; return
-        whether experts have moved. Collective, between two steps.
+        """Move experts to other seats of the same world, if the newest loads justify the cost.
+        Return whether experts have moved. Collective; called between two steps.
 
         Args:
             live: state of the model.
-            step_s: time of a step lately.
-            steps: steps until the next call.
+            step_s: duration of recent steps.
+            steps: number of steps until the next call.
 
         Raises:
-            ProtocolError: when what ranks state cannot be true.
-            UnreachableError: when a rank does not take part.
+            ProtocolError: the statements of ranks cannot be true.
+            UnreachableError: a rank does not take part.
         """
+        # Plan for the newest loads.
         said = self._gather(live, exchange, outlived=True, step_s=step_s)
         check_all_held(said, self.experts)
         held, now = [one.held for one in said], self._layers[0].plan
         plan = renumbered(now.renewed(len(said), said[0].loads), held)
+        # Compare the gain until the next call with the cost of the moves.
         moves, stacks = moves_of(plan, held), _all_stacks(said)
-        found = weigh(
+        verdict = weigh(
             now,
             plan,
             moves,
@@ -146,22 +151,23 @@ class Reseating:
             steps=steps,
         )
         _log.log(
-            logging.INFO if found.worth else logging.DEBUG,
+            logging.INFO if verdict.worth else logging.DEBUG,
             "%s: %s",
-            "experts move" if found.worth else "experts stay",
-            found.reason,
+            "experts move" if verdict.worth else "experts stay",
+            verdict.reason,
         )
-        if found.worth:
+        if verdict.worth:
             self._cause = PlanCause.LOADS
             self._move(live, exchange, rank, plan, moves, stacks)
             live.discover()
-        return found.worth
+        return verdict.worth
 
     def report(self, epoch: int, step: int) -> PlanReport:
-        """The plan in numbers.
+        """Describe the present plan, for the job's status.
 
         Args:
-            step: after which experts took their seats, in `epoch`.
+            epoch: epoch in which experts took their seats.
+            step: step after which they took them.
         """
         plan = self._layers[0].plan
         return PlanReport(
@@ -181,11 +187,11 @@ class Reseating:
     def _gather(
         self, live: LiveState, exchange: Exchange, *, outlived: bool, step_s: float = 0.0
     ) -> list[Statement]:
-        """State what this rank has, and return the statements of all. Collective."""
+        """Exchange the statements of all ranks, and return them. Collective."""
         own = Statement(
             loads=tuple(layer.history.tokens for layer in self._layers),
             step_s=step_s,
-            held=self.held() if outlived else (),
+            held=self.seated_experts() if outlived else (),
             stacks=tuple(self._stacks(live)) if outlived else (),
         )
         return read_statements(
@@ -196,7 +202,7 @@ class Reseating:
         )
 
     def _stacks(self, live: LiveState) -> Iterator[Stack]:
-        """Tensors that have a part for each seat."""
+        """Yield the tensors that have a part for each seat."""
         numbers = {id(layer.experts): at for at, layer in enumerate(self._layers)}
         for source in live.sources():
             if source.seats is not None and id(source.seats) in numbers:
@@ -210,13 +216,14 @@ class Reseating:
 
     @staticmethod
     def _tensor(live: LiveState, stack: Stack, seats: int) -> torch.Tensor:
-        """The tensor, made of zeros where an optimizer does not have it yet."""
+        """Return the tensor of a stack. An optimizer state that does not exist yet is created with
+        zeros."""
         name = TensorName.parse(stack.name)
         anchor = live.anchors.get(str(name.base))
         if anchor is None:
             raise ProtocolError(
-                f"a rank has seats in {stack.name!r}, which this rank's model does not have; run "
-                f"the same script on all ranks"
+                f"a rank has seats in {stack.name!r}, which the model of this rank lacks; run the "
+                f"same script on all ranks"
             )
         if name.key is None:
             return anchor.parameter.detach()
@@ -226,7 +233,7 @@ class Reseating:
             here = anchor.parameter.device
             state[name.key] = torch.zeros(
                 (seats, *stack.shape),
-                dtype=dtype_named(stack.dtype),
+                dtype=dtype_of_name(stack.dtype),
                 device=here if here.type == stack.device else stack.device,
             )
         found: torch.Tensor = state[name.key]
@@ -242,7 +249,7 @@ class Reseating:
         stacks: Sequence[Stack],
     ) -> None:
         """Send experts and receive others, layer by layer, and take the new seats."""
-        live.sources()  # finds the parameters by name
+        live.sources()  # Discovers the parameters by name.
         for at, layer in enumerate(self._layers):
             seats = len(layer.experts.seat_experts)
             tensors = [
@@ -299,7 +306,7 @@ class Reseating:
 
 
 def _all_stacks(said: Sequence[Statement]) -> list[Stack]:
-    """The stacks that any rank has."""
+    """Return the stacks of all ranks, each once."""
     return list(dict.fromkeys(stack for one in said for stack in one.stacks))
 
 
@@ -308,5 +315,5 @@ def _all(plan: ExpertPlan) -> range:
 
 
 def _bytes(part: torch.Tensor) -> torch.Tensor:
-    """Bytes of a contiguous tensor, in place."""
+    """View a contiguous tensor as bytes."""
     return part.view(-1).view(torch.uint8)

@@ -1,7 +1,9 @@
-"""Statements of ranks before experts take other seats: what each holds, and what its experts got.
+"""The statements of ranks before experts move to other seats: the experts that each rank holds, and
+their loads.
 
-All ranks plan from the statements of all. So what cannot be true must not get that far: a wrong
-number would move experts to ranks that do not expect them, or mix the bytes of two tensors.
+All ranks plan from the statements of all ranks. So statements that cannot be true must be refused
+first: a wrong number would move experts to ranks that do not expect them, or mix the bytes of two
+tensors.
 """
 
 from __future__ import annotations
@@ -11,17 +13,17 @@ from math import inf, prod
 
 import msgspec
 
-from holdfast._state.extras import dtype_named
+from holdfast._state.extras import dtype_of_name
 from holdfast_core.errors import CorruptError, ProtocolError
 
 TOKENS_MAX = 2**53
-"""Most tokens of an expert: plans divide them as floats."""
+"""Largest number of tokens of an expert, because plans divide them as floats."""
 SEAT_BYTES_MAX = 2**48
-"""Most bytes of an expert in one tensor."""
+"""Largest number of bytes of an expert in one tensor."""
 
 
 class Stack(msgspec.Struct, frozen=True):
-    """Tensor whose first dimension counts seats: a parameter, a master or an optimizer state."""
+    """A tensor whose first dimension counts seats: a parameter, a master or an optimizer state."""
 
     layer: int
     name: str
@@ -34,17 +36,17 @@ class Stack(msgspec.Struct, frozen=True):
     @property
     def nbytes(self) -> int:
         """Bytes of one seat."""
-        return prod(self.shape) * dtype_named(self.dtype).itemsize
+        return prod(self.shape) * dtype_of_name(self.dtype).itemsize
 
 
 class Statement(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank has."""
+    """The statement of one rank."""
 
     loads: tuple[tuple[int, ...], ...]
     step_s: float = 0.0
-    """Time of a step, as this rank sees it."""
+    """Duration of recent steps, as this rank measured it."""
     held: tuple[tuple[int, ...], ...] = ()
-    """For each layer the experts in its seats; empty for a rank without training state."""
+    """The experts in its seats, layer by layer; empty for a rank without training state."""
     stacks: tuple[Stack, ...] = ()
 
 
@@ -55,42 +57,46 @@ encode_statement = msgspec.msgpack.Encoder().encode
 def read_statements(
     encoded: Sequence[bytes], *, layers: int, experts: int, seats: int
 ) -> list[Statement]:
-    """The statements of all ranks, in their order.
+    """Decode and check the statements of all ranks; return them in the order of ranks.
 
     Args:
-        layers, experts, seats: shape of this rank's model, and seats of a rank in each layer.
+        layers, experts, seats: numbers of layers, of experts in each layer, and of seats of a rank
+            in each layer.
 
     Raises:
-        ProtocolError: one cannot be read, or is not of this model, or two contradict each other.
+        ProtocolError: a statement cannot be decoded or is not about this model, or two statements
+            contradict each other.
     """
-    found = list[Statement]()
+    # Check each statement alone.
+    statements = list[Statement]()
     for rank, data in enumerate(encoded):
         try:
-            found.append(_STATEMENT.decode(data))
+            statements.append(_STATEMENT.decode(data))
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise _wrong(rank, f"cannot be read: {error}") from error
-        _check(rank, found[-1], layers, experts, seats)
-    known = dict[tuple[int, str], tuple[int, Stack]]()
-    for rank, one in enumerate(found):
-        for stack in one.stacks:
-            first, same = known.setdefault((stack.layer, stack.name), (rank, stack))
+        _check(rank, statements[-1], layers, experts, seats)
+    # Ranks must agree about the stacks that several of them have.
+    first_seen = dict[tuple[int, str], tuple[int, Stack]]()
+    for rank, statement in enumerate(statements):
+        for stack in statement.stacks:
+            first, same = first_seen.setdefault((stack.layer, stack.name), (rank, stack))
             if stack != same:
                 raise _wrong(rank, f"has {stack}, and that of rank {first} {same}")
-    return found
+    return statements
 
 
 def check_all_held(said: Sequence[Statement], experts: int) -> None:
-    """Refuse statements by which no rank holds some expert.
+    """Refuse statements according to which no rank holds some expert.
 
     Raises:
-        ProtocolError: there is such an expert.
+        ProtocolError: no rank holds some expert; the message names it.
     """
     for layer, of_ranks in enumerate(zip(*(one.held for one in said if one.held), strict=True)):
         lacking = set(range(experts)).difference(*of_ranks)
         if lacking:
             raise ProtocolError(
-                f"no rank states any more to hold experts {sorted(lacking)} of layer {layer}, of "
-                f"which all were there when ranks agreed to go on"
+                f"no rank states any more that it holds experts {sorted(lacking)} of layer "
+                f"{layer}, although all experts were there when the ranks agreed to continue"
             )
 
 

@@ -1,8 +1,8 @@
-"""Place of a live tensor's bytes in the snapshots of ranks that hold other parts of the state.
+"""Locating a live tensor's bytes in the snapshots of ranks that held other parts of the state.
 
 `holdfast_core.durable.set_tensors` assembles the tensors of the model from the layouts of all
-ranks. This module finds the live tensors among them by name, and the ranges of payloads that each
-of them consists of. It moves no bytes.
+ranks. This module finds the live tensors among them by name, and the ranges of payloads that
+contain each of them. It moves no bytes.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _MASTER_BYTES = 4
 
 
 class PayloadRange(NamedTuple):
-    """Bytes of a payload, and their place in a live tensor."""
+    """A range of a payload, and its place in a live tensor."""
 
     offset: int
     """First byte in the payload."""
     nbytes: int
-    """Bytes of the payload."""
+    """Number of bytes in the payload."""
     tensor: str
     """Name of the live tensor."""
     start: int
@@ -54,13 +54,13 @@ class LocalTensor(NamedTuple):
     shape: tuple[int, ...]
 
 
-def assembled(
+def assemble(
     layouts: Mapping[int, Layout], old: Topology, *, tp: int, pp: int
 ) -> dict[str, SetTensor]:
-    """Assemble the tensors that ranks with these indices hold, by name; experts one by one.
+    """Assemble the tensors that ranks with these indices hold, by name, and each expert by itself.
 
-    Plain tensors come from ranks with the same indices, so that nothing needs to be known of how
-    they are cut; those that carry their own placement come from the whole pipeline stage.
+    Plain tensors come from ranks with the same indices, so it need not be known how they are
+    divided. Tensors that know their own placement come from all ranks of the pipeline stage.
 
     Args:
         old: topology of the ranks that captured `layouts`.
@@ -68,29 +68,29 @@ def assembled(
     Raises:
         LayoutMismatchError: see `set_tensors`.
     """
-    # To `set_tensors` these ranks are data-parallel: nothing else is left to tell apart.
+    # Declare these ranks data-parallel to `set_tensors`, because no other difference is left.
     flat = str(Topology(dp=old.world_size))
-    found = {}
+    selected = {}
     for rank, layout in layouts.items():
         at = old.coordinates(rank)
         if at.pp == pp:
             whole = at.tp == tp
-            found[rank] = replace(
+            selected[rank] = replace(
                 layout,
                 topology=flat,
                 entries=_placed_anywhere(layout.entries, plain=whole),
                 casts=_placed_anywhere(layout.casts, plain=whole),
             )
-    return set_tensors(found, Reading(by_expert=True))
+    return set_tensors(selected, Reading(by_expert=True))
 
 
 def _placed_anywhere(entries: Sequence[Entry], *, plain: bool) -> tuple[Entry, ...]:
-    """Entries whose place in the whole tensor is known; with `plain`, all."""
+    """Return the entries whose place in the whole tensor is known; with `plain`, all entries."""
     return tuple(entry for entry in entries if plain or entry.global_shape)
 
 
 def local_name(live: LiveState, tensor: SetTensor) -> str | None:
-    """Find this rank's name for a tensor of the set; None when it does not hold the tensor."""
+    """Return this rank's name for a tensor of the set; None if the rank does not hold it."""
     if tensor.own:
         if str(TensorName(tensor.parameter)) in live.anchors:
             raise LayoutMismatchError(
@@ -114,11 +114,12 @@ def local_name(live: LiveState, tensor: SetTensor) -> str | None:
 
 
 def local_tensors(live: LiveState, tensors: Mapping[str, SetTensor]) -> dict[str, LocalTensor]:
-    """Find the tensors that this rank holds or, of an optimizer's state, is to hold; by live name.
+    """Find the tensors that this rank holds, by live name, including optimizer states that it does
+    not have yet.
 
     Raises:
-        LayoutMismatchError: when the model lacks one that every rank should hold, or one belongs to
-            one rank alone.
+        LayoutMismatchError: the model lacks a tensor that every rank should hold, or a tensor
+            belongs to a single rank.
     """
     sources = {source.name: source for source in live.sources()}
     found = {}
@@ -135,7 +136,7 @@ def local_tensors(live: LiveState, tensors: Mapping[str, SetTensor]) -> dict[str
 
 
 def _is_others(live: LiveState, tensor: SetTensor) -> bool:
-    """Whether it is the state of a parameter of which the optimizer of another rank has it."""
+    """Whether `tensor` is an optimizer state that belongs to another rank's optimizer."""
     anchor = live.anchors.get(tensor.parameter) if tensor.key else None
     return anchor is not None and anchor.optimizer >= 0 and not live.takes_state(anchor, tensor.key)
 
@@ -143,8 +144,9 @@ def _is_others(live: LiveState, tensor: SetTensor) -> bool:
 def _box_of(
     live: LiveState, source: TensorSource | None, name: str, tensor: SetTensor
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Pair (offsets, shape) of the local tensor in the whole. Where they do not fit together, it is
-    all of the whole, and `make_room` refuses the live tensor with both shapes."""
+    """Return (offsets, shape) of the local tensor within the whole one. If they do not fit
+    together, return all of the whole tensor; `make_room` then refuses the live one and names both
+    shapes."""
     everything = (0,) * len(tensor.shape), tensor.shape
     if source is None and tensor.role is TensorRole.BUFFER:
         return everything
@@ -173,7 +175,7 @@ def _box_of(
 
 
 def wanted_of(found: Mapping[str, LocalTensor]) -> dict[str, Wanted]:
-    """Describe local tensors as `make_room` takes them."""
+    """Describe local tensors for `make_room`."""
     return {
         name: Wanted(tensor=name, dtype=one.whole.dtype, shape=one.shape, ranges=[])
         for name, one in found.items()
@@ -183,10 +185,10 @@ def wanted_of(found: Mapping[str, LocalTensor]) -> dict[str, Wanted]:
 def payload_ranges(
     found: Mapping[str, LocalTensor], layouts: Mapping[int, Layout]
 ) -> dict[int, tuple[PayloadRange, ...]]:
-    """Find all bytes of the local tensors in the ranks' payloads: by rank, in order of offset.
+    """Find all bytes of the local tensors in the payloads, by rank and in order of offset.
 
     Raises:
-        LayoutMismatchError: when a range is not among the tensors of its payload.
+        LayoutMismatchError: a range lies behind the tensors of its payload.
     """
     ranges: dict[int, list[PayloadRange]] = {}
     for name, local in found.items():
@@ -202,7 +204,7 @@ def payload_ranges(
 
 
 def _ranges_of(name: str, local: LocalTensor) -> Iterator[tuple[int, PayloadRange]]:
-    """Pairs (rank, range) of a local tensor's bytes."""
+    """Yield the rank and the payload range of each part of a local tensor."""
     here, item = Box(local.offsets, local.shape, ()), local.whole.item_bytes
     for box in local.whole.boxes:
         low = [max(pair) for pair in zip(here.offsets, box.offsets, strict=True)]
@@ -236,7 +238,8 @@ def _ranges_of(name: str, local: LocalTensor) -> Iterator[tuple[int, PayloadRang
 def _together(
     runs: Iterator[tuple[int, int]], others: Iterator[tuple[int, int]]
 ) -> Iterator[tuple[int, int, int]]:
-    """Triples (first byte of the one, of the other, bytes) of the same bytes, cut as both are."""
+    """Yield (first byte of the one, first byte of the other, number of bytes) of the bytes that
+    both have, divided wherever one of them is."""
     start = left = 0
     for first, nbytes in runs:
         at, end = first, first + nbytes

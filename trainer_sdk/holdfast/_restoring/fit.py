@@ -1,8 +1,8 @@
-"""Check that a snapshot fits the live state, and allocation of optimizer states that do not exist.
+"""Fitting the live state to a snapshot: checks of tensors, and allocation of optimizer states.
 
-A rank must restore the tensors in its own layout, and those that its replicas captured of shared
-units. Model tensors must agree in name, shape and dtype; optimizer states are made or dropped so
-that afterwards exactly the snapshot's exist.
+A rank must restore the tensors in its own layout, and the tensors of shared units that its replicas
+captured. Model tensors must agree in name, shape and dtype. Optimizer states are created and
+dropped, so that afterwards exactly those of the snapshot exist.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from holdfast._state.capture import Anchor, LiveState, TensorSource
 from holdfast._state.casts import Pair, pair_of
 from holdfast._state.collect import buffers_of, devices_of, expect_states
 from holdfast._state.dtensors import local_of, with_placement_of
-from holdfast._state.extras import dtype_name, dtype_named
+from holdfast._state.extras import dtype_name, dtype_of_name
 from holdfast_core.errors import LayoutMismatchError
 from holdfast_core.experts.recompute import state_entries
 from holdfast_core.snapshots.layouts import Entry, Layout, TensorRole
@@ -46,7 +46,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: int
     replicas: tuple[int, ...]
     cast_of: str = ""
-    """Master from which the range follows, where the snapshot does not hold it."""
+    """Master that rounds to the range, if the snapshot lacks the range; empty otherwise."""
 
 
 class Wanted(msgspec.Struct, kw_only=True):
@@ -57,14 +57,17 @@ class Wanted(msgspec.Struct, kw_only=True):
     shape: tuple[int, ...]
     ranges: list[tuple[int, int]]
     casts: list[tuple[int, int, str]] = []
-    """(first byte, bytes, master) of the ranges that follow from a master."""
+    """(first byte, bytes, master) of the ranges to round from a master."""
 
 
 def entries_of(layout: Layout, window: WindowRecord | None) -> tuple[Entry, ...]:
-    """List what a restore reads or rounds, `window` being the record of a sparse window.
+    """List the entries that a restore reads, or rounds from masters.
+
+    Args:
+        window: record of a sparse window; None for other snapshots.
 
     Raises:
-        CorruptError: when the frames of a window do not fit its layout.
+        CorruptError: the frames of a window do not fit its layout.
     """
     if window is None:
         return (*state_entries(layout), *layout.casts)
@@ -106,7 +109,7 @@ def wanted_by(
     """List the tensors that `rank` must restore, by name.
 
     Raises:
-        LayoutMismatchError: when ranks captured a tensor with different shapes or dtypes.
+        LayoutMismatchError: ranks captured a tensor with different shapes or dtypes.
     """
     return _wanted((*entries, *_to(rank, all_offers)))
 
@@ -117,7 +120,7 @@ def wanted_of_offers(rank: int, all_offers: Sequence[tuple[Offer, ...]]) -> dict
 
 
 def _to(rank: int, all_offers: Sequence[tuple[Offer, ...]]) -> list[Offer]:
-    """The offers to `rank`."""
+    """List the offers to `rank`."""
     return [offer for offers in all_offers for offer in offers if rank in offer.replicas]
 
 
@@ -143,10 +146,10 @@ def check_cover(wanted: Mapping[str, Wanted]) -> None:
     """Check that some rank captured every byte of every tensor.
 
     Raises:
-        LayoutMismatchError: when bytes are missing; the message names the tensor.
+        LayoutMismatchError: bytes are missing; the message names the tensor.
     """
     for item in wanted.values():
-        total = dtype_named(item.dtype).itemsize
+        total = dtype_of_name(item.dtype).itemsize
         for length in item.shape:
             total *= length
         end = 0
@@ -164,10 +167,10 @@ def check_cover(wanted: Mapping[str, Wanted]) -> None:
 def cast_pairs(
     wanted: Mapping[str, Wanted], sources: Mapping[str, TensorSource]
 ) -> tuple[Pair, ...]:
-    """List the ranges to be rounded from masters, once those are restored.
+    """List the ranges to round from their masters, once these are restored.
 
     Raises:
-        LayoutMismatchError: when a master is not restored, or has another form than its weights.
+        LayoutMismatchError: a master is not restored, or has another shape than its weights.
     """
     pairs = []
     for item in wanted.values():
@@ -189,15 +192,16 @@ def cast_pairs(
 def make_room(
     live: LiveState, wanted: Mapping[str, Wanted], extras: Mapping[str, Any]
 ) -> dict[str, TensorSource]:
-    """Make and drop optimizer states, and give buffers their forms, to fit `wanted`; return the
-    live sources by name.
+    """Fit the live state to `wanted`: create and drop optimizer states, and give buffers their
+    forms. Return the live tensors by name.
 
     Args:
         extras: extras of the snapshot.
 
     Raises:
-        LayoutMismatchError: when a tensor differs; the message names it.
+        LayoutMismatchError: a tensor differs; the message names it.
     """
+    # Fit the buffers, and compare the names.
     devices = devices_of(extras)
     expect_states(live, extras)
     _fit_buffers(live, wanted, buffers_of(extras))
@@ -215,6 +219,7 @@ def make_room(
             _check(wanted[name], source)
         elif not TensorName.parse(name).is_state:
             raise LayoutMismatchError(f"the snapshot lacks {name}, which the model has")
+    # Drop optimizer states that the snapshot lacks, and create those that only it has.
     extra = sources.keys() - wanted.keys()
     for name in extra:
         key = TensorName.parse(name).key
@@ -233,10 +238,11 @@ def make_room(
 
 
 def _fit_buffers(live: LiveState, wanted: Mapping[str, Wanted], changed: ChangedBuffers) -> None:
-    """Give buffers the forms of the snapshot, where the program began as the one that saved it.
+    """Give buffers the forms of the snapshot, if they had the same forms at the start of this
+    program as at the start of the program that saved it.
 
     Raises:
-        LayoutMismatchError: when it began otherwise; the message names the buffer.
+        LayoutMismatchError: they had other forms; the message names the buffer.
     """
     here = {source.name: source for source in live.sources() if source.role is TensorRole.BUFFER}
     for name, item in wanted.items():
@@ -250,16 +256,16 @@ def _fit_buffers(live: LiveState, wanted: Mapping[str, Wanted], changed: Changed
         if path is None:
             raise LayoutMismatchError(f"the snapshot has {name}, which the model does not")
         first, _, device = changed.get(name, (saved, saved, ""))
-        if first != live.begun.forms.begun(path):
+        if first != live.begun.forms.first_form(path):
             raise LayoutMismatchError(
                 f"{name} is {now}, in the snapshot it is {saved}; this program begins with "
-                f"{live.begun.forms.begun(path)}, and the one that saved it began with {first}"
+                f"{live.begun.forms.first_form(path)}, and the one that saved it began with {first}"
             )
         put_form(live.model, path, item.dtype, item.shape, device)
     for name in here.keys() - wanted.keys():
         path = live.path_of_buffer(name)
         assert path is not None
-        begun = live.begun.forms.begun(path)
+        begun = live.begun.forms.first_form(path)
         first, saved, _ = changed.get(name, (begun, begun, ""))
         if first != begun or saved not in (ABSENT, NONE):
             raise LayoutMismatchError(f"the snapshot lacks {name}, which the model has")
@@ -278,7 +284,7 @@ def _check(wanted: Wanted, source: TensorSource) -> None:
 def _allocate(
     live: LiveState, anchor: Anchor, name: TensorName, wanted: Wanted, devices: Mapping[str, str]
 ) -> None:
-    """Make an optimizer state of a parameter; for a stacked one only at its first slice."""
+    """Create an optimizer state of a parameter; for a stacked parameter, once for all slices."""
     parameter, key = anchor.parameter, name.key
     assert key is not None
     state = live.state_of(anchor, key)
@@ -293,7 +299,7 @@ def _allocate(
     shape = wanted.shape if anchor.index is None else (local.shape[0], *wanted.shape)
     home = devices.get(str(name.whole))
     device = parameter.device if home is None else torch.device(home)
-    dtype = dtype_named(wanted.dtype)
+    dtype = dtype_of_name(wanted.dtype)
     if shape != tuple(local.shape):
         state[key] = torch.empty(shape, dtype=dtype, device=device)
         return

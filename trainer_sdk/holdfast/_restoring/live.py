@@ -1,11 +1,13 @@
-"""Hand-over of live state: new ranks get from others what no rank has lost.
+"""The hand-over of live state: new ranks get their state from the surviving ranks.
 
-The others change nothing of theirs. A new rank makes room for the optimizer states that they have,
-receives every tensor as a whole from one rank that holds it, and takes its extras from the rank
-that gives it the tensors that are no experts. Experts in seats are not handed over here: they move
-first (`holdfast._moe.reseating`). Its random generators are in the state of the others'
-where these are all in one; otherwise they are seeded from the epoch, the step and the rank: a
-script with a state for each rank does not want two ranks to draw the same numbers.
+The surviving ranks do not change. A new rank allocates the optimizer states that they have, and
+receives each tensor whole from one rank that holds it. It takes its extras from the rank that gives
+it the tensors that do not belong to experts. Experts in seats are not handed over here: they have
+moved before (`holdfast._moe.reseating`).
+
+If the random generators of all surviving ranks have the same state, the new rank gets that state.
+Otherwise its generators are seeded from the epoch, the step and the rank, because a script with one
+state for each rank does not want two ranks to draw the same numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import xxhash
 
 from holdfast._agree.exchange import Exchange
 from holdfast._capture.partial_state import PartialState
-from holdfast._capture.taking_over import shared_of
+from holdfast._capture.taking_over import keep_shared
 from holdfast._copying.strided import fill_strided
 from holdfast._restoring.fit import Offer, Wanted, check_cover, make_room, wanted_of_offers
 from holdfast._restoring.other_world import with_all_values
@@ -42,22 +44,22 @@ _log = logging.getLogger("holdfast")
 
 
 class _Given(msgspec.Struct, frozen=True, kw_only=True):
-    """Statement of one rank."""
+    """The statement of one rank."""
 
     problem: str = ""
-    """Why it cannot take part; empty when it can."""
+    """Why this rank cannot take part; empty if it can."""
     offers: tuple[Offer, ...] = ()
-    """What it gives to new ranks."""
+    """The tensors that it gives to new ranks."""
     extras: bytes = b""
-    """Its extras, where it gives anything."""
+    """Its extras, if it gives any tensors."""
     generators: int = 0
     """Digest of the states of its random generators."""
     saves: int = 0
-    """Saves that its loop has called."""
+    """Number of saves that its loop has called."""
     owes: bool = False
     """Whether it has lost tokens to make up for."""
     policy: bytes = b""
-    """What all ranks know alike of the policy's state, from the lowest rank that is not new."""
+    """The part of the policy's state that all ranks share; only from the lowest surviving rank."""
 
 
 _GIVEN = msgspec.msgpack.Decoder(_Given)
@@ -65,11 +67,11 @@ _GIVEN = msgspec.msgpack.Decoder(_Given)
 
 @dataclass(frozen=True, slots=True)
 class KeptExperts:
-    """State of the policy with which a rank goes on."""
+    """The state of the policy with which a rank continues."""
 
     state: PartialState
     replenishing: bool
-    """Whether any rank has lost tokens to make up for: equal on all ranks."""
+    """Whether any rank has lost tokens to make up for. Equal on all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +80,8 @@ class HandOver:
 
     Args:
         rank: this rank in the new world.
-        verdict: which ranks are new, and from whom they get their state.
-        experts: state of the policy in this rank's session before.
+        verdict: names the new ranks, and the ranks from which they get their state.
+        experts: state of the policy in this rank's previous session.
     """
 
     live: LiveState
@@ -90,14 +92,15 @@ class HandOver:
     experts: PartialState
 
     def run(self, epoch: int, problem: str) -> KeptExperts | None:
-        """Run it; None when a rank did not succeed. Collective.
+        """Run the hand-over. Return None if any rank failed. Collective.
 
         Args:
-            problem: why this rank cannot take part; empty when it can.
+            problem: why this rank cannot take part; empty if it can.
 
         Raises:
-            UnreachableError: when a rank does not take part.
+            UnreachableError: a rank does not take part.
         """
+        # First agreement: every rank can take part, and says what it gives.
         new, own = self.rank in self.verdict.sources, _Given(problem=problem)
         if not problem and not new:
             own = self._try(self._give)
@@ -105,7 +108,9 @@ class HandOver:
         if given is None:
             return None
         if not self.verdict.sources:
-            return self._kept(given)
+            return self._kept_experts(given)
+        # Second agreement: new ranks have made room for the tensors, and the others have packed
+        # theirs.
         extras: dict[str, Any] = {}
         sources: dict[str, TensorSource] = {}
 
@@ -115,11 +120,12 @@ class HandOver:
                 extras = self._extras(given)
                 sources.update(self._make_room(given, extras))
             else:
-                sources.update(self._filled())
+                sources.update(self._tensors_to_fill())
             return _Given()
 
         if self._agree(self._try(prepare)) is None:
             return None
+        # Send the tensors. Third agreement: new ranks have loaded everything else.
         scatter(self.exchange, [one.offers for one in given], sources, self.rank)
 
         def finish() -> _Given:
@@ -127,7 +133,7 @@ class HandOver:
                 self._finish(epoch, given, extras, sources)
             return _Given()
 
-        return None if self._agree(self._try(finish)) is None else self._kept(given)
+        return None if self._agree(self._try(finish)) is None else self._kept_experts(given)
 
     # --- inside -----------------------------------------------------------------------------------
 
@@ -135,11 +141,11 @@ class HandOver:
     def _try(work: Callable[[], _Given]) -> _Given:
         try:
             return work()
-        except Exception as error:  # raised by the user's load_state_dict, or by torch
+        except Exception as error:  # The user's load_state_dict or torch may raise anything.
             return _Given(problem=f"{type(error).__name__}: {error}")
 
     def _agree(self, own: _Given) -> list[_Given] | None:
-        """Exchange statements; None when a rank has a problem. Collective."""
+        """Exchange statements. Return None if any rank has a problem. Collective."""
         texts = self.exchange.gather(msgspec.msgpack.encode(own))
         given = [_GIVEN.decode(text) for text in texts]
         for rank, one in enumerate(given):
@@ -149,18 +155,19 @@ class HandOver:
         return given
 
     def _give(self) -> _Given:
-        """What this rank has for new ranks."""
-        found = []
+        """Make the statement of a surviving rank: what it gives to new ranks."""
+        # Offer the tensors that the verdict assigns to this rank.
+        offers = []
         sources = self.verdict.sources
         dense = {new for new, (one, _) in sources.items() if one == self.rank}
         experts = {new for new, (_, one) in sources.items() if one == self.rank}
         for source in self.live.sources():
-            if source.seats is not None:  # they have moved already
+            if source.seats is not None:  # Experts in seats have already moved.
                 continue
             of_experts = source.of_stack or source.unit.kind is UnitKind.EXPERT
             to = experts if of_experts else dense
             if to:
-                found.append(
+                offers.append(
                     Offer(
                         tensor=source.name,
                         dtype=dtype_name(source.tensor.dtype),
@@ -170,23 +177,25 @@ class HandOver:
                         replicas=tuple(sorted({self.rank, *to})),
                     )
                 )
+        # Add the extras, and the state of the policy that all ranks share.
         extras = b""
         if dense or experts:
             extras = encode_extras(collect(self.live, self.stateful, self.verdict.step))
         generators = xxhash.xxh3_64_intdigest(generators_of(self.live))
         first = min(set(range(self.rank + 1)).difference(sources))
         return _Given(
-            offers=tuple(found),
+            offers=tuple(offers),
             extras=extras,
             generators=generators,
             saves=self.experts.ledger.snapshots,
             owes=bool(self.experts.replenishing.owed),
-            policy=shared_of(self.experts).encode() if self.rank == first else b"",
+            policy=keep_shared(self.experts).encode() if self.rank == first else b"",
         )
 
-    def _kept(self, given: Sequence[_Given]) -> KeptExperts:
-        """A new rank knows what all know alike, and has counted nothing. Where some ranks have
-        called a save more, before their world ended, all count on from there."""
+    def _kept_experts(self, given: Sequence[_Given]) -> KeptExperts:
+        """Return the policy's state of this rank. A new rank has the state that all ranks share,
+        and has counted nothing. If some ranks called one save more than others before their world
+        ended, all continue with the highest number."""
         state = self.experts
         if self.rank in self.verdict.sources:
             first = next(one for rank, one in enumerate(given) if rank not in self.verdict.sources)
@@ -195,7 +204,7 @@ class HandOver:
         return KeptExperts(replace(state, ledger=ledger), any(one.owes for one in given))
 
     def _extras(self, given: Sequence[_Given]) -> dict[str, Any]:
-        """Extras for this new rank."""
+        """Return the extras for this new rank."""
         dense, experts = (decode_extras(given[one].extras) for one in self._sources)
         return with_all_values(dense, [experts], self.live)
 
@@ -206,7 +215,7 @@ class HandOver:
     def _make_room(
         self, given: Sequence[_Given], extras: Mapping[str, Any]
     ) -> dict[str, TensorSource]:
-        """Make this new rank's tensors those that the others have."""
+        """Allocate and drop tensors of this new rank, so that it has those of the others."""
         put_back_groups(self.live, extras)
         wanted = wanted_of_offers(self.rank, [given[one].offers for one in set(self._sources)])
         check_cover(wanted)
@@ -218,8 +227,8 @@ class HandOver:
                 )
         return make_room(self.live, wanted, extras)
 
-    def _filled(self) -> dict[str, TensorSource]:
-        """Tensors of this rank by name, those that are given in parts packed."""
+    def _tensors_to_fill(self) -> dict[str, TensorSource]:
+        """Return the tensors of this rank by name, and pack those that are not contiguous."""
         sources = {source.name: source for source in self.live.sources()}
         for source in sources.values():
             if source.staging is not None:
@@ -233,7 +242,7 @@ class HandOver:
         extras: Mapping[str, Any],
         sources: Mapping[str, TensorSource],
     ) -> None:
-        """Put everything that came in its place."""
+        """Load the received state of this new rank."""
         for source in sources.values():
             if source.staging is not None:
                 fill_strided(source.tensor, source.staging)

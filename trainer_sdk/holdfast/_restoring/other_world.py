@@ -1,19 +1,19 @@
-"""Restore from a generation that another world captured: one with other ranks, or in another order.
+"""Restore of a generation that another world captured: one with other ranks, or in another order.
 
-No snapshot of that world belongs to a rank of this one. All of them together are the state, and
-each can be read by some rank. So every rank learns all layouts, finds out which bytes of which
-snapshots make up its own tensors, and receives them from the ranks that read them (`passing`).
+No snapshot of that world belongs to a rank of this one. All snapshots together are the state, and
+each of them can be read by some rank. So every rank learns all layouts, finds the bytes of its own
+tensors in all snapshots, and receives these bytes from the ranks that read them (`passing`).
 
-Extras are not tensors and cannot be divided. A rank takes those of the first snapshot that it
-reads, which is its own old one if it was in that world; a rank that reads none takes those of an
-old rank of its place, counted modulo their number. Buffers differ between replicas; all ranks get
-those of the lowest old rank that had them.
+Extras are not tensors and cannot be divided. A rank takes the extras of the first snapshot that it
+reads, which is its own old one if the rank was in that world. A rank that reads none takes the
+extras of an old rank with the same place, counted modulo their number. Buffers differ between
+replicas; all ranks get those of the lowest old rank that had them.
 
-A line of this very world is read in the same way where experts have seats: which expert is on which
-rank may have changed since.
+If experts have seats, a line of the present world is read in the same way, because experts may have
+changed ranks since.
 
-Snapshots that leave experts out are read like any others: the experts of the line are those that
-its snapshots hold, in the versions that they record (`_capture.taking_over`).
+Snapshots that leave experts out are read like any others. The experts of the line are those in its
+snapshots, in the versions that the snapshots record (`_capture.taking_over`).
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from typing import Any
 import msgspec
 
 from holdfast._capture.partial_state import PartialState
-from holdfast._capture.taking_over import RankTokens, shared_of, tokens_of
+from holdfast._capture.taking_over import RankTokens, keep_shared, tokens_of
 from holdfast._copying.engine import CopyEngine, plan_copy
 from holdfast._copying.placed import Placed
 from holdfast._daemon.client import DaemonClient, RestoreDecision
 from holdfast._restoring.assembling import (
     PayloadRange,
-    assembled,
+    assemble,
     local_tensors,
     payload_ranges,
     wanted_of,
 )
 from holdfast._restoring.fit import make_room
-from holdfast._restoring.passing import Filling, Span, spans_of
+from holdfast._restoring.passing import FillTargets, Span, spans_of
 from holdfast._restoring.reading import ReadSnapshot, read_snapshot
 from holdfast._state.capture import LiveState, TensorSource
 from holdfast._state.collect import buffers_of, put_back_groups
@@ -62,11 +62,11 @@ from holdfast_core.states import RestoreSource
 from holdfast_core.topology import Topology
 
 _NAMED_MAX = 8
-"""Most ranks that an error names one by one."""
+"""Largest number of ranks that an error lists."""
 
 
 class SnapshotOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot that one rank can read for all."""
+    """A snapshot that one rank can read on behalf of all."""
 
     rank: int
     """Rank of the old world that captured it."""
@@ -78,24 +78,23 @@ class SnapshotOffer(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OtherWorld:
-    """The world that captured the line, and the snapshots of it that this rank reads."""
+    """The world that captured the line, and its snapshots that this rank reads."""
 
     ranks: int
-    """Number of its ranks."""
+    """Number of ranks in that world."""
     generation: Generation
     source: RestoreSource
     snapshots: tuple[ReadSnapshot, ...]
 
     @property
     def versions(self) -> tuple[dict[str, str], ...]:
-        """For each snapshot, the versions of the experts in it, where its policy leaves some
-        out."""
+        """The versions of the experts in each snapshot, if its policy leaves experts out."""
         return tuple(
             _state_of(one).own_versions(one.layout, one.manifest.experts) for one in self.snapshots
         )
 
     def offers(self) -> tuple[SnapshotOffer, ...]:
-        """What the other ranks need to know of this rank's snapshots."""
+        """Describe this rank's snapshots for the other ranks."""
         return tuple(
             SnapshotOffer(
                 rank=one.manifest.rank,
@@ -106,8 +105,8 @@ class OtherWorld:
             for one in self.snapshots
         )
 
-    def placed(self) -> dict[int, Placed]:
-        """Bytes of this rank's snapshots, by the rank that captured them."""
+    def placed_by_rank(self) -> dict[int, Placed]:
+        """Return the bytes of this rank's snapshots by the rank that captured them."""
         return {one.manifest.rank: one.placed for one in self.snapshots}
 
     def close_later(self) -> None:
@@ -128,9 +127,10 @@ def open_world(
         ranks: number of ranks that captured the line.
 
     Raises:
-        CorruptError: when a snapshot is not one of the line, or a piece does not match.
-        LayoutMismatchError: when it is a sparse window: its units are of different steps, and only
-            the world that captured it can repeat them.
+        CorruptError: a snapshot does not belong to the line, or a piece does not match its
+            checksum.
+        LayoutMismatchError: the line is a sparse window. Its units are of different steps, and only
+            the world that captured it can repeat these.
     """
     generation = decision.line.generation
     assert generation is not None
@@ -171,7 +171,7 @@ def _check(snapshot: ReadSnapshot, world: OtherWorld) -> None:
 
 
 def _state_of(snapshot: ReadSnapshot) -> PartialState:
-    """State of the policy, with all versions that the snapshot knows."""
+    """Return the state of the policy, with all versions that the snapshot records."""
     manifest = snapshot.manifest
     return snapshot.experts.with_versions((*manifest.experts, *manifest.older))
 
@@ -183,24 +183,24 @@ class WorldPlan:
     sources: Mapping[str, TensorSource]
     """Live tensors by name."""
     ranges: Mapping[int, tuple[PayloadRange, ...]]
-    """All bytes of them, by the rank that captured them."""
+    """All bytes of these tensors, by the rank that captured them."""
     extras: Mapping[str, Any]
     readers: Mapping[int, int]
-    """Rank that captured a snapshot → the present rank that reads it for all."""
+    """Rank that captured a snapshot → present rank that reads it on behalf of all."""
     takes_over: frozenset[int]
-    """Old ranks whose counts of tokens are this rank's from now on."""
+    """Old ranks whose token counts this rank takes over."""
     policy: bytes
-    """What this rank knows of the state of the policy that all old ranks knew alike; empty unless
-    it reads the first snapshot for all."""
+    """The part of the policy's state that all old ranks shared; empty unless this rank reads the
+    first snapshot on behalf of all."""
     tokens: tuple[RankTokens, ...]
-    """Counts of the old ranks whose snapshots this rank reads for all."""
+    """Token counts of the old ranks whose snapshots this rank reads on behalf of all."""
 
     def spans(self) -> tuple[Span, ...]:
-        """What this rank needs of each payload."""
+        """Return the spans that this rank needs of each payload."""
         return spans_of(self.ranges)
 
-    def filling(self) -> Filling:
-        return Filling(self.ranges, self.sources)
+    def filling(self) -> FillTargets:
+        return FillTargets(self.ranges, self.sources)
 
 
 def plan_world(
@@ -215,27 +215,30 @@ def plan_world(
     """Make room in the live state, and find all bytes that it needs.
 
     Args:
-        all_offers: offers of each rank of this world.
-        versions: version of each expert that is restored, where the policy leaves some out.
-        me: this rank's place in `all_offers`.
+        all_offers: the offers of each rank of this world.
+        versions: version of each restored expert, if the policy leaves experts out.
+        me: this rank's index in `all_offers`.
 
     Raises:
-        NoRecoveryLineError: when no rank can read some snapshot.
-        CorruptError: when two ranks offer different snapshots of one rank.
-        LayoutMismatchError: when the snapshots do not make up the live state.
+        NoRecoveryLineError: no rank can read some snapshot.
+        CorruptError: two ranks offer different snapshots of one rank.
+        LayoutMismatchError: the snapshots do not contain the live state.
     """
+    # Choose who reads each snapshot.
     readers, offers = _readers(world, all_offers)
     layouts = {old: decode_layout(offer.layout) for old, offer in offers.items()}
     was = _topology_of(layouts, world.ranks, topology)
+    # Choose the old rank whose extras this rank takes.
     at = topology.coordinates(rank)
     alike = [was.rank_at(dp=dp, tp=at.tp, pp=at.pp) for dp in range(was.dp)]
     read = [one.manifest.rank for one in world.snapshots if one.manifest.rank in alike]
     chosen = read[0] if read else alike[at.dp % was.dp]
-    if was == topology:  # every rank has an old self, wherever its snapshot lies
+    if was == topology:  # Every rank has an old self, wherever its snapshot is.
         chosen = rank
     extras = {old: decode_extras(offers[old].extras) for old in alike}
     put_back_groups(live, extras[chosen])
-    tensors = assembled(layouts, was, tp=at.tp, pp=at.pp)
+    # Find the live tensors in the snapshots, and make room for them.
+    tensors = assemble(layouts, was, tp=at.tp, pp=at.pp)
     found = local_tensors(live, tensors)
     own = with_all_values(extras[chosen], extras.values(), live)
     sources = make_room(live, wanted_of(found), own)
@@ -249,14 +252,14 @@ def plan_world(
         ranges=payload_ranges(found, layouts),
         extras=own,
         readers=readers,
-        takes_over=frozenset(_taken_over(was, topology, rank)),
-        policy=shared_of(states[0]).encode() if 0 in states else b"",
+        takes_over=frozenset(_old_ranks_of_place(was, topology, rank)),
+        policy=keep_shared(states[0]).encode() if 0 in states else b"",
         tokens=tuple(tokens_of(state, old, versions) for old, state in states.items()),
     )
 
 
-def _taken_over(was: Topology, topology: Topology, rank: int) -> Iterator[int]:
-    """Old ranks of this rank's place, counted modulo the number of present ones."""
+def _old_ranks_of_place(was: Topology, topology: Topology, rank: int) -> Iterator[int]:
+    """Yield the old ranks with this rank's place, counted modulo the number of present ranks."""
     for old in range(was.world_size):
         at = was.coordinates(old)
         if topology.rank_at(dp=at.dp % topology.dp, tp=at.tp, pp=at.pp) == rank:
@@ -266,7 +269,7 @@ def _taken_over(was: Topology, topology: Topology, rank: int) -> Iterator[int]:
 def _readers(
     world: OtherWorld, all_offers: Sequence[tuple[SnapshotOffer, ...]]
 ) -> tuple[dict[int, int], dict[int, SnapshotOffer]]:
-    """Find for each snapshot the lowest rank that can read it, and its offer."""
+    """Find the lowest rank that can read each snapshot, and its offer."""
     readers: dict[int, int] = {}
     offers: dict[int, SnapshotOffer] = {}
     for reader, of_reader in enumerate(all_offers):
@@ -291,8 +294,8 @@ def _readers(
 
 
 def _topology_of(layouts: Mapping[int, Layout], ranks: int, topology: Topology) -> Topology:
-    """Topology of the old world. Raises LayoutMismatchError when this world cannot take over its
-    state."""
+    """Return the topology of the old world. Raises LayoutMismatchError if this world cannot take
+    over its state."""
     texts = sorted({layout.topology for layout in layouts.values()})
     was = Topology.parse(texts[0])
     if len(texts) > 1 or was.world_size != ranks:
@@ -311,9 +314,10 @@ def _topology_of(layouts: Mapping[int, Layout], ranks: int, topology: Topology) 
 def with_all_values(
     chosen: Mapping[str, Any], everything: Iterable[Mapping[str, Any]], live: LiveState
 ) -> dict[str, Any]:
-    """Complete `chosen` extras by what others hold of this rank's parameters: plain values of
-    optimizer states, their devices, and forms of buffers. Values of parameters that this rank lacks
-    are left out: it may have other experts than the rank that saved them."""
+    """Complete the `chosen` extras with the values that other extras have for this rank's
+    parameters: plain values of optimizer states, their devices, and forms of buffers. Values of
+    parameters that this rank lacks are left out, since it may have other experts than the rank that
+    saved them."""
     others = [chosen, *everything]
     buffers: dict[str, Any] = {}
     for one in reversed(others):
@@ -339,10 +343,10 @@ def with_all_values(
 
 
 def _scalars(states: Iterable[Mapping[str, Any]], live: LiveState) -> dict[str, Any]:
-    """Plain values of this rank's parameters in the extras of several ranks."""
-    found: dict[str, Any] = {}
+    """Collect the plain values of this rank's parameters from the extras of several ranks."""
+    scalars: dict[str, Any] = {}
     for state in states:
         for name, values in state["scalars"].items():
             if name in live.anchors:
-                found.setdefault(name, values)
-    return found
+                scalars.setdefault(name, values)
+    return scalars

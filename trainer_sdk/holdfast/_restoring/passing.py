@@ -1,10 +1,10 @@
-"""Transfer of the snapshots of another world, from the ranks that read them to those that need
+"""Transfer of the snapshots of another world, from the ranks that read them to the ranks that need
 them.
 
-What travels are ranges of payloads, whatever tensors they hold: each rank has stated the ranges
-that it needs, so all ranks derive the same transfers in the same order. A range that several other
-ranks need is broadcast among them, on their device; one that a single other rank needs goes to it
-alone, through host memory. All of it passes through buffers of bounded size.
+This module transfers ranges of payloads, whatever tensors they contain. Each rank has stated the
+ranges that it needs, so all ranks derive the same transfers in the same order. A range that several
+other ranks need is broadcast to them, through their devices. A range that only one other rank needs
+is sent to it alone, through host memory. All buffers have a bounded size.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import torch
 from holdfast._agree.exchange import Exchange
 from holdfast._copying.placed import Placed
 from holdfast._restoring.assembling import PayloadRange
-from holdfast._restoring.scatter import BUFFER_BYTES, agreed_room
+from holdfast._restoring.scatter import BUFFER_BYTES, allocate_agreed
 from holdfast._state.capture import TensorSource
 from holdfast_core.snapshots.layouts import TENSOR_ALIGNMENT
 
 Span = tuple[int, int, int]
-"""Triple (rank that captured the payload, first byte, end)."""
+"""Triple of the rank that captured the payload, the first byte and the end."""
 
 _DEALT_BYTES_MIN = 64 * 1024
 
 
 def spans_of(ranges: Mapping[int, Sequence[PayloadRange]]) -> tuple[Span, ...]:
-    """Cover `ranges` with as few spans as possible: gaps between tensors are included."""
+    """Cover `ranges` with as few spans as possible, including small gaps between tensors."""
     spans: list[Span] = []
     for rank in sorted(ranges):
         low, end = 0, -TENSOR_ALIGNMENT
@@ -41,11 +41,11 @@ def spans_of(ranges: Mapping[int, Sequence[PayloadRange]]) -> tuple[Span, ...]:
     return tuple(span for span in spans if span[1] < span[2])
 
 
-class Filling:
-    """Live tensors that are filled from payloads.
+class FillTargets:
+    """The live tensors to fill from payloads.
 
     Args:
-        ranges: by rank, in order of offset.
+        ranges: rank that captured a payload → ranges of the payload, in order of offset.
         sources: live tensors by name.
     """
 
@@ -60,13 +60,12 @@ class Filling:
 
     @property
     def device(self) -> torch.device:
-        """Device of the tensors, or of some of them."""
+        """Device of the tensors; if they have several, one that is not the CPU."""
         devices = (source.tensor.device for source in self._sources.values())
         return next((one for one in devices if one.type != "cpu"), torch.device("cpu"))
 
     def fill(self, spans: Sequence[Span], data: torch.Tensor) -> None:
-        """Copy the bytes of `spans`, one after the other in `data`, to the tensors they belong
-        to."""
+        """Copy `data`, which has the bytes of `spans` one after the other, into the tensors."""
         at = 0
         for rank, low, end in spans:
             self._fill(rank, low, data[at : at + end - low])
@@ -85,7 +84,7 @@ class Filling:
             into = source.flat()[start : start + (stop - begin) // one.widened]
             if one.widened == 1:
                 into.copy_(part)
-            else:  # rounded as it was; copied first, because floats must be aligned
+            else:  # Round a master as training did. Clone it first, because floats must be aligned.
                 into.view(source.tensor.dtype).copy_(part.clone().view(torch.float32))
 
 
@@ -94,39 +93,44 @@ def pass_on(
     wanted: Sequence[Sequence[Span]],
     readers: Mapping[int, int],
     held: Mapping[int, Placed],
-    filling: Filling,
+    filling: FillTargets,
     rank: int,
 ) -> None:
     """Fill this rank's tensors from all payloads. Collective.
 
-    Cost: each rank receives every byte that it needs and does not read itself once, and sends every
-    byte that it reads once for a single rank that needs it, and in one broadcast for several. It
-    takes two buffers of `BUFFER_BYTES`.
+    Cost: a rank receives each byte once that it needs and does not read itself. It sends each byte
+    that it reads once, to the only rank that needs it or in one broadcast. It needs two buffers of
+    `BUFFER_BYTES`.
 
     Args:
         wanted: spans that each rank needs, without overlaps.
-        readers: rank that captured a payload → the present rank that reads it.
-        held: payloads that this rank reads, verified.
+        readers: rank that captured a payload → present rank that reads it.
+        held: verified payloads that this rank reads.
+        filling: live tensors of this rank.
 
     Raises:
-        UnreachableError: when a rank does not take part.
+        UnreachableError: a rank does not take part.
     """
+    # Bytes that this rank reads itself.
     host = torch.empty(BUFFER_BYTES, dtype=torch.uint8, device="cpu")
-    for batch in packed([span for span in wanted[rank] if readers[span[0]] == rank], BUFFER_BYTES):
+    for batch in batches_of(
+        [span for span in wanted[rank] if readers[span[0]] == rank], BUFFER_BYTES
+    ):
         filling.fill(batch, _load(batch, held, host))
+    # Bytes that several ranks need, and then bytes that only one other rank needs.
     routes = _routes(wanted, readers)
     _broadcast(exchange, routes, held, filling, host, rank)
     _deal(exchange, routes, held, filling, rank, len(wanted))
 
 
 _Route = tuple[int, tuple[int, ...]]
-"""Pair (reader, other ranks that need the bytes)."""
+"""Pair of the reader and the other ranks that need the bytes."""
 
 
 def _routes(
     wanted: Sequence[Sequence[Span]], readers: Mapping[int, int]
 ) -> dict[_Route, list[Span]]:
-    """Divide the payloads by who needs which bytes of them."""
+    """Divide the payloads into spans that the same ranks need."""
     edges: dict[int, list[tuple[int, int]]] = {}
     for rank, spans in enumerate(wanted):
         for old, low, end in spans:
@@ -141,7 +145,7 @@ def _routes(
                 route = readers[old], tuple(sorted(needing))
                 routes.setdefault(route, []).append((old, before, at))
             before = at
-            needing ^= {rank}  # each edge begins or ends what the rank needs
+            needing ^= {rank}  # Each edge begins or ends a span that the rank needs.
     return dict(sorted(routes.items()))
 
 
@@ -149,11 +153,11 @@ def _broadcast(
     exchange: Exchange,
     routes: Mapping[_Route, Sequence[Span]],
     held: Mapping[int, Placed],
-    filling: Filling,
+    filling: FillTargets,
     host: torch.Tensor,
     rank: int,
 ) -> None:
-    """Pass on what several ranks need."""
+    """Transfer the bytes that several ranks need. Collective."""
     shared = {route: spans for route, spans in routes.items() if len(route[1]) > 1}
     if not shared:
         return
@@ -161,10 +165,10 @@ def _broadcast(
     for (reader, others), spans in shared.items():
         groups.setdefault(tuple(sorted((reader, *others))), []).append((reader, spans))
     most = max(_bytes_of(spans) for spans in shared.values())
-    room = agreed_room(exchange, min(BUFFER_BYTES, most), filling.device)
+    room = allocate_agreed(exchange, min(BUFFER_BYTES, most), filling.device)
     for group, broadcast in exchange.subgroups(sorted(groups), room.device):
         for reader, spans in groups[group]:
-            for batch in packed(spans, BUFFER_BYTES):
+            for batch in batches_of(spans, BUFFER_BYTES):
                 buffer = room[: _bytes_of(batch)]
                 if reader == rank:
                     buffer.copy_(_load(batch, held, host))
@@ -177,14 +181,15 @@ def _deal(
     exchange: Exchange,
     routes: Mapping[_Route, Sequence[Span]],
     held: Mapping[int, Placed],
-    filling: Filling,
+    filling: FillTargets,
     rank: int,
     ranks: int,
 ) -> None:
-    """Pass on what only one other rank needs, to all such ranks at once."""
+    """Transfer the bytes that only one other rank needs, in rounds in which all ranks send and
+    receive. Collective."""
     limit = max(BUFFER_BYTES // ranks // TENSOR_ALIGNMENT * TENSOR_ALIGNMENT, _DEALT_BYTES_MIN)
     pairs = {
-        (reader, others[0]): list(packed(spans, limit))
+        (reader, others[0]): list(batches_of(spans, limit))
         for (reader, others), spans in routes.items()
         if len(others) == 1
     }
@@ -204,7 +209,7 @@ def _deal(
 
 
 def _load(batch: Sequence[Span], held: Mapping[int, Placed], into: torch.Tensor) -> torch.Tensor:
-    """Read a batch into the beginning of `into`, in host memory; return that part."""
+    """Read a batch into the start of `into`, which is in host memory; return that part of it."""
     at = 0
     for old, low, end in batch:
         held[old].read_into(into.data_ptr() + at, low, end - low)
@@ -216,9 +221,9 @@ def _bytes_of(spans: Sequence[Span]) -> int:
     return sum(end - low for _, low, end in spans)
 
 
-def packed(spans: Sequence[Span], limit: int) -> Iterator[list[Span]]:
-    """Yield batches of spans to send together, each of at most `limit` bytes. A span is cut only
-    where an element of any tensor may begin."""
+def batches_of(spans: Sequence[Span], limit: int) -> Iterator[list[Span]]:
+    """Yield batches of spans to send together, each of at most `limit` bytes. Spans are cut only at
+    multiples of the tensors' alignment, so that no element is divided."""
     pending: list[Span] = []
     room = limit
     for rank, low, end in spans:

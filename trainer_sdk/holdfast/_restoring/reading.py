@@ -1,6 +1,6 @@
-"""A snapshot in the memory of this rank's node, opened to be read.
+"""Reading a snapshot in the memory of this rank's node.
 
-The extras are verified when it is opened; the rest is verified when it is restored.
+Opening a snapshot verifies its extras; restoring it verifies everything else.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class ReadSnapshot:
     experts: PartialState
     """State of the policy that captured it."""
     window: WindowRecord | None = None
-    """Record of a sparse window, of which one step then has `extras`."""
+    """Record of a sparse window; `extras` are then those of one of its steps. None otherwise."""
 
     def restore(self, engine: CopyEngine, plan: CopyPlan) -> None:
-        """Copy what `plan` lists into live tensors, and verify the whole payload.
+        """Copy bytes into live tensors by `plan`, and verify the whole payload.
 
         Raises:
-            CorruptError: when a piece does not match; the message names its units. Tensors are then
-                partly written.
+            CorruptError: a piece does not match its checksum; the message names its units. Tensors
+                are then partly written.
         """
         manifest = self.manifest
         try:
@@ -52,9 +52,10 @@ def read_snapshot(client: DaemonClient, held: HeldSnapshot, timeout_s: float) ->
     """Open a snapshot and verify its extras.
 
     Raises:
-        CorruptError: when the snapshot does not fit its layout or its arena, or a piece of the
-            extras does not match.
+        CorruptError: the snapshot does not fit its layout or its arena, or a piece of the extras
+            does not match its checksum.
     """
+    # Check the sizes before anything is read by them.
     manifest, layout = held.manifest, held.layout
     end = manifest.extras_offset + manifest.extras_bytes
     if end != manifest.payload_bytes or end > layout.slot_bytes:
@@ -68,12 +69,14 @@ def read_snapshot(client: DaemonClient, held: HeldSnapshot, timeout_s: float) ->
             slot=held.slot,
             places=held.places,
         )
+        # Verify the pieces that contain the extras.
         first = manifest.extras_offset // manifest.piece_bytes
         low = first * manifest.piece_bytes
         tail = memoryview(placed.read(low, end - low))
         bad = first_bad_piece(tail, manifest.digests, manifest.piece_bytes, first_piece=first)
         if bad is not None:
             raise _corrupt(layout, manifest, bad)
+        # Decode the extras, or the record of a window.
         data = bytes(tail[manifest.extras_offset - low :])
         window = decode_record(data)
         extras, of_experts = split_extras(data if window is None else window.restored_extras)

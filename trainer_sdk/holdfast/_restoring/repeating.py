@@ -1,10 +1,10 @@
-"""Repetition of optimizer steps, from the gradients that a sparse window holds.
+"""Repetition of optimizer steps with the gradients in a sparse window.
 
-A restore has put the state of every unit into the live tensors: of each as it was after the save of
-its slot. For each later save, the optimizers then do the step before it once more, with their own
-code, with its gradients and hyperparameters, and for the units whose slot lies before it alone.
-Afterwards every unit is as it was after the last save. That is compared with digests that this save
-made of the live state, so a step that cannot be repeated is noticed.
+A restore has loaded the state of every unit as it was after the save of the unit's slot. For each
+later save, the optimizers then repeat the step that preceded it: with their own code, with the
+gradients and hyperparameters of that step, and only for units of earlier slots. Afterwards every
+unit has the state after the last save. The result is compared with digests of the live state that
+the last save computed, so a step that cannot be repeated exactly is noticed.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _log = logging.getLogger("holdfast")
 
 @dataclass(kw_only=True, eq=False)
 class OptimizerReplay:
-    """The steps of a window that was restored."""
+    """The optimizer steps of a restored window."""
 
     live: LiveState
     record: WindowRecord
     gradients: Sequence[Mapping[str, torch.Tensor]]
-    """For each slot: parameter, or slice of a stacked one → its gradient, in host memory."""
+    """For each slot: parameter, or slice of a stacked parameter → its gradient, in host memory."""
 
     def __post_init__(self) -> None:
         self._schedule = self.record.schedule
@@ -49,10 +49,10 @@ class OptimizerReplay:
                 known.append((anchor.index, name))
 
     def run(self) -> None:
-        """Repeat them all. What optimizers hold that is no tensor is then still to be put back.
+        """Repeat all steps. Afterwards, plain values in optimizer states are yet to be loaded.
 
         Raises:
-            CorruptError: the result is not the state that the window's last save found.
+            CorruptError: the result differs from the state at the window's last save.
         """
         record = self.record
         for slot in range(1, len(record.slots)):
@@ -73,10 +73,11 @@ class OptimizerReplay:
         scaling: Mapping[str, torch.Tensor],
         without: set[str],
     ) -> None:
-        """Let an optimizer do its step before the save of `slot`."""
+        """Let an optimizer repeat its step before the save of `slot`."""
+        # Give it the hyperparameters and gradients of that step, and keep frozen experts.
         optimizer = self.live.optimizers[index]
         for group, values in zip(optimizer.param_groups, groups, strict=True):
-            group.update({k: _moved(v, group.get(k)) for k, v in values.items()})
+            group.update({k: _in_memory_of(v, group.get(k)) for k, v in values.items()})
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         before = [p.grad for p in parameters]
         frozen = frozen_in_stacks(self.live, self._schedule, slot)
@@ -86,6 +87,7 @@ class OptimizerReplay:
         device = next((p.device for p in parameters), torch.device("cpu"))
         for name, value in scaling.items():
             setattr(optimizer, name, value.to(device))
+        # Step, and put everything back that only this step needed.
         try:
             step_alone(optimizer)
         finally:
@@ -100,7 +102,8 @@ class OptimizerReplay:
     def _gradient(
         self, parameter: torch.Tensor, slot: int, without: set[str]
     ) -> torch.Tensor | None:
-        """Gradient of a parameter before the save of `slot`; of frozen slices of a stack, zeros."""
+        """Return the gradient of a parameter before the save of `slot`; None if it had none. Frozen
+        slices of a stack get zeros."""
         place = self.live.anchors[self.live.names[id(parameter)]].place
         gradients = self.gradients[slot]
         if place.name in without or not (place.stacked or place.name in gradients):
@@ -108,13 +111,14 @@ class OptimizerReplay:
         local = local_of(parameter)
         if not place.stacked:
             return with_placement_of(parameter, gradients[place.name].to(local.device))
-        found = torch.zeros_like(local)
+        stack = torch.zeros_like(local)
         for index, name in self._slices[id(parameter)]:
             if name in gradients:
-                found[index].copy_(gradients[name])
-        return with_placement_of(parameter, found)
+                stack[index].copy_(gradients[name])
+        return with_placement_of(parameter, stack)
 
     def _compare(self) -> None:
+        """Compare the units with their digests at the window's last save."""
         expected = {UnitKey.parse(unit): one for unit, one in self.record.digests.items()}
         held = state_of_units(self.live.sources(), expected)
         wrong = [
@@ -134,8 +138,8 @@ class OptimizerReplay:
             )
 
 
-def _moved(value: Any, beside: Any) -> Any:
-    """`value`, in the memory of the tensor that it replaces."""
+def _in_memory_of(value: Any, beside: Any) -> Any:
+    """Return `value` on the device of the tensor that it replaces."""
     if isinstance(value, torch.Tensor) and isinstance(beside, torch.Tensor):
         return value.to(beside.device)
     return value

@@ -1,13 +1,13 @@
-"""Replay of a sparse window: training from its first save to its last, with units that are frozen.
+"""The replay of a sparse window: training from its first save to its last, with frozen units.
 
-A restore has put the state of every unit into the live tensors: of each as it was after the save of
-its slot, which for most of them lies ahead. Until training has come there, the unit is frozen: its
-weights are those that the window holds for each step, so that activations and gradients are what
-they were; its gradient is dropped before the optimizer sees it; and its masters and optimizer state
-keep their bits. After the last save of the window every unit is as it was then (MoEvement §3.3).
+A restore has loaded the state of every unit as it was after the save of the unit's slot. For most
+units that save lies ahead. Until training has reached it, the unit is frozen: it gets the weights
+that the window has for each step, so that activations and gradients are the same as before; its
+gradient is dropped before the optimizer sees it; and its masters and optimizer state keep their
+bits. After the last save of the window, every unit has the state that it had then (MoEvement §3.3).
 
-Gradients are those of the first run, in all units, so whatever the loop does with them before the
-optimizer's step needs no care: sums over ranks, clipping by their norm, loss scaling.
+The gradients of all units are those of the first execution. So everything that the loop does with
+them before the optimizer's step works as before: sums over ranks, clipping by norm, loss scaling.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from holdfast._restoring.fit import Wanted
 from holdfast._state.capture import LiveState, TensorSource
 from holdfast._state.casts import fill, pair_of
 from holdfast._state.collect import put_back_scalars
-from holdfast._state.extras import decode_extras, dtype_named
+from holdfast._state.extras import decode_extras, dtype_of_name
 from holdfast_core.errors import StepOrderError
 from holdfast_core.experts.sparse_windows import Schedule
 from holdfast_core.snapshots.layouts import TensorRole
@@ -34,24 +34,24 @@ _log = logging.getLogger("holdfast")
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Frame:
-    """What a replay loads after one of its steps."""
+    """The weights that a replay loads after one of its steps."""
 
     weights: Mapping[str, torch.Tensor]
     """Live tensor → its weights, in host memory."""
     casts: tuple[tuple[str, int, int, str], ...]
-    """(live tensor, first byte, bytes, master) of weights to be rounded from their masters."""
+    """(live tensor, first byte, bytes, master) of weights to round from their masters."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Replay:
-    """A replay in progress. Used by the training thread."""
+    """A replay in progress. Only the training thread uses it."""
 
     live: LiveState
     record: WindowRecord
     frames: tuple[Frame, ...]
-    """By slot; that of slot 0 is empty, because the restore has loaded it."""
+    """The frame of each slot. The frame of slot 0 is empty, because the restore has loaded it."""
     step: int
-    """Completed step."""
+    """Newest completed step."""
     _kept: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -59,15 +59,15 @@ class Replay:
 
     @property
     def over(self) -> bool:
-        """Whether every unit is as it was after the window's last step."""
+        """Whether every unit has the state after the window's last step."""
         return self.step == self.record.last
 
     def advance(self, step: int) -> None:
         """Load the frame of the completed `step`.
 
         Raises:
-            StepOrderError: when that is not the next step of the window. Training cannot go on:
-                the weights of frozen units are those of another step.
+            StepOrderError: this is not the next step of the window. Training cannot continue,
+                because frozen units have the weights of another step.
         """
         if step != self.step + 1:
             raise StepOrderError(
@@ -91,8 +91,8 @@ class Replay:
     # --- around the step of an optimizer ----------------------------------------------------------
 
     def before_step(self, optimizer: Any) -> None:
-        """Drop the gradients of frozen units. Of experts in one stack, which share a gradient, keep
-        what the step must not change."""
+        """Drop the gradients of frozen units. Experts in one stack share a gradient, so keep a copy
+        of the frozen ones instead."""
         live, at = self.live, self.step - self.record.first
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -105,7 +105,7 @@ class Replay:
         self._kept = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in kept]
 
     def after_step(self) -> None:
-        """Undo what the step changed in frozen experts of stacks."""
+        """Undo the changes of the step to frozen experts in stacks."""
         with torch.no_grad():
             for tensor, before in self._kept:
                 tensor.copy_(before)
@@ -113,8 +113,8 @@ class Replay:
 
 
 def frozen_in_stacks(live: LiveState, schedule: Schedule, slot: int) -> list[torch.Tensor]:
-    """What the step before the save of `slot` must not change of experts in stacks, which share a
-    parameter: of those whose state a save from this one on holds."""
+    """Return the tensors of frozen experts in stacks, which the step before the save of `slot` must
+    not change: experts whose state is captured by that save or a later one."""
     return [
         source.tensor
         for source in live.sources()
@@ -128,7 +128,7 @@ def frozen_in_stacks(live: LiveState, schedule: Schedule, slot: int) -> list[tor
 def frame_source(wanted: Wanted, beside: TensorSource) -> TensorSource:
     """Room in host memory for a tensor of a frame, which a restore fills; `beside` is the live
     tensor."""
-    dtype = dtype_named(wanted.dtype)
+    dtype = dtype_of_name(wanted.dtype)
     return TensorSource(
         unit=beside.unit,
         name=wanted.tensor,

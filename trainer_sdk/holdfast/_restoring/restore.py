@@ -1,12 +1,14 @@
-"""Restore of a rank: its own bytes from the arena, shared bytes from the ranks that captured them.
+"""The restore of one rank: its own bytes from the arena, shared bytes from the ranks that captured
+them.
 
-All ranks agree three times, so that every rank restores the same generation or every rank raises:
-once each has found its snapshot, once its own bytes are verified and copied, and at the end. A rank
-that fails takes part in the next agreement before it raises.
+All ranks agree three times, so that either every rank restores the same generation or every rank
+raises: when each rank has found its snapshot, when it has verified and copied its own bytes, and
+when it has finished. A rank that fails still takes part in the next agreement before it raises, so
+that no other rank waits for it.
 
-Where another world captured the line, the bytes of each rank come from several snapshots, and the
-agreements are the same; see `other_world`. There everything is verified before the first agreement,
-so that a corrupt snapshot leaves the live state as it was.
+If another world captured the recovery line, each rank reads its bytes from several snapshots; see
+`other_world`. The agreements are the same, but every byte is verified before the first one, so that
+a corrupt snapshot leaves the live state unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import msgspec
 from holdfast._agree.exchange import Exchange
 from holdfast._capture.partial_state import START, PartialState
 from holdfast._capture.strategy import CaptureStrategy
-from holdfast._capture.taking_over import RankTokens, taken_over
+from holdfast._capture.taking_over import RankTokens, take_over
 from holdfast._capture.window_records import live_name
 from holdfast._copying.collector import without_collector
 from holdfast._copying.engine import CopyEngine, plan_copy
@@ -77,11 +79,11 @@ _RETRY_S = 0.2
 _T = TypeVar("_T")
 
 
-class Standing(msgspec.Struct, frozen=True, kw_only=True):
-    """Statement of one rank in an agreement."""
+class RestoreStatement(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank tells the others in an agreement."""
 
     code: str = ""
-    """Code of the error; empty when all is well."""
+    """Code of this rank's error; empty if it has none."""
     message: str = ""
     generation: str = ""
     """Generation to restore, as `epoch.step`; empty for a fresh start."""
@@ -89,7 +91,7 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str] = {}
     """Expert in this rank's snapshot → the generation in which it was captured."""
     lost: dict[str, int] = {}
-    """Expert → tokens of this rank that it lost."""
+    """Expert → number of this rank's tokens whose updates the restored expert lacks."""
     assigned: dict[str, int] = {}
     """Layer → tokens of this rank, times the experts that each was sent to."""
     replenishes: bool = False
@@ -97,16 +99,16 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     captured_by: int = 0
     """See `RestoreDecision.captured_by`."""
     snapshots: tuple[SnapshotOffer, ...] = ()
-    """Snapshots of another world that this rank reads."""
+    """Snapshots of another world that this rank reads, and may pass on to others."""
     needs: tuple[Span, ...] = ()
-    """What this rank needs of them all."""
+    """Spans that this rank needs of all of these snapshots."""
     policy: bytes = b""
     """See `WorldPlan.policy`."""
     tokens: tuple[RankTokens, ...] = ()
     """See `WorldPlan.tokens`."""
 
 
-_STANDING = msgspec.json.Decoder(Standing)
+_STATEMENT = msgspec.json.Decoder(RestoreStatement)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,16 +121,16 @@ class Restored:
     generation: Generation | None = None
     layout: Layout | None = None
     experts: PartialState = START
-    """State of the policy."""
+    """State with which the policy continues."""
     replay: Replay | None = None
-    """Replay of the sparse window that was restored, where one is left; `step` is its first."""
+    """Steps of a sparse window that training has yet to repeat, from `step` on; None for none."""
     replenishing: bool = False
-    """Whether any rank has lost tokens to make up for: equal on all ranks."""
+    """Whether any rank has lost tokens to make up for. Equal on all ranks."""
 
 
 @dataclass(slots=True)
 class _Found:
-    """Snapshot that this rank is to restore."""
+    """The snapshot that this rank restores."""
 
     snapshot: ReadSnapshot
     entries: tuple[Entry, ...]
@@ -141,21 +143,22 @@ class _Found:
 
 @dataclass(frozen=True, slots=True)
 class _Copied:
-    """State of a restore once this rank's own bytes are in its tensors."""
+    """A restore whose own bytes are in this rank's tensors."""
 
     sources: Mapping[str, TensorSource]
-    """By name."""
+    """Live tensors by name, with the frames of a window."""
     casts: tuple[Pair, ...]
-    """Weights that are still to be rounded from their masters."""
+    """Weights that are yet to be rounded from their masters."""
     replay: Replay | None = None
-    """Replay for which the frames are in `sources`."""
+    """Steps that training repeats with the frames in `sources`; None for none."""
     repeats: OptimizerReplay | None = None
-    """Steps of optimizers for which the gradients are in `sources`."""
+    """Optimizer steps to repeat with the gradients in `sources`; None for none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restore:
-    """One rank's part in restores."""
+    """One rank's part in restores. Every method that is marked Collective is called by all ranks,
+    in the same order."""
 
     client: DaemonClient
     live: LiveState
@@ -168,21 +171,21 @@ class Restore:
     policy: CaptureStrategy
 
     def run(self, no_replay: str = "") -> Restored:
-        """Run the restore; see `Session.restore`.
+        """Run the restore; see `Session.restore`. Collective.
 
         Args:
-            no_replay: why no pipeline stage repeats steps alone, for people.
+            no_replay: why no pipeline stage repeats steps alone, for the log and the status.
         """
         self.live.begun.begin()
         with without_collector():
             return self._run(no_replay)
 
     def go_on(self, verdict: StandingVerdict, problem: str, kept: PartialState) -> Restored | None:
-        """Bring this rank to the step of `verdict` from what the ranks have; see
-        `ProtectedSession.go_on`. None when a rank cannot.
+        """Bring this rank to the step of `verdict` from the live state of the ranks, without a
+        restore; see `ProtectedSession.go_on`. Collective. Return None if any rank cannot.
 
         Args:
-            kept: state of the policy in this rank's session before.
+            kept: state of the policy in this rank's previous session.
         """
         self.live.begun.begin()
         _log.info("nothing is restored: %s", verdict.reason)
@@ -206,18 +209,20 @@ class Restore:
         )
 
     def live_after(self, step: int) -> Restored:
-        """Result of a restore, where all ranks have the state after a step."""
+        """Describe a recovery that restored nothing, because all ranks have the state after
+        `step`."""
         return _live_after(self._hello().epoch, step)
 
     def line(self) -> tuple[int, int]:
         """Ask the daemon for the recovery line, from which lost stages are to be restored.
 
         Returns:
-            The step that it brings back, and the one after which the state is whole: the first and
-            the last of a sparse window that repeats training, and otherwise the same.
+            The step to which a restore brings training back, and the step after which the state is
+            whole: the first and the last step of a sparse window that repeats training, otherwise
+            the same step twice.
 
         Raises:
-            HoldfastError: no stage can be restored from it by itself.
+            HoldfastError: a single stage cannot be restored from the line.
         """
         found = self._find(self._hello().epoch)
         if found is None:
@@ -231,12 +236,13 @@ class Restore:
         return step if window is None else window.brings_back, step
 
     def attend(self) -> None:
-        """Take part in the agreements of ranks that restore; nothing changes here. Collective.
+        """Take part in the agreements of the ranks that restore, without changing this rank's
+        state. Collective.
 
         Raises:
             HoldfastError: a rank could not restore.
         """
-        own = Standing(generation=str(self._decide(self._hello().epoch).line.generation))
+        own = RestoreStatement(generation=str(self._decide(self._hello().epoch).line.generation))
         offers = [one.offers for one in self._agree(None, own)]
         self._agree(None, own)
         sources = {source.name: source for source in self.live.sources()}
@@ -244,6 +250,8 @@ class Restore:
         self._agree(None, own)
 
     def _run(self, no_replay: str) -> Restored:
+        # Find this rank's snapshot. Keep an error for the first agreement: a rank that raised here
+        # would leave the others waiting.
         found: _Found | OtherWorld | None = None
         epoch = 0
         offers: tuple[Offer, ...] = ()
@@ -257,6 +265,7 @@ class Restore:
                 offers = own_offers(found.entries, self.live, self.topology, self.rank, window)
         except HoldfastError as raised:
             error = raised
+        # Restore together with the other ranks, from whichever world captured the line.
         try:
             if isinstance(found, OtherWorld):
                 return self._from_world(epoch, found, error)
@@ -272,38 +281,50 @@ class Restore:
         offers: tuple[Offer, ...],
         error: HoldfastError | None,
     ) -> Restored:
+        """Restore what the present world captured. Collective.
+
+        Args:
+            found: this rank's snapshot; None for a fresh start.
+            offers: ranges that this rank's snapshot has for other ranks.
+            error: this rank's failure to find its snapshot, if it failed.
+        """
+        # First agreement: all ranks have found the same generation, and the same version of each
+        # expert.
         generation = "" if found is None else str(found.snapshot.manifest.generation)
         state, versions = START, dict[str, str]()
         if found is not None:
             manifest = found.snapshot.manifest
             state = found.snapshot.experts.with_versions((*manifest.experts, *manifest.older))
             versions = state.own_versions(found.snapshot.layout, manifest.experts)
-        own = Standing(generation=generation, offers=offers, versions=versions)
-        standings = self._agree(error, own)
-        known = agreed_versions(
-            one.versions for one in standings
-        )  # raises on every rank or on none
+        own = RestoreStatement(generation=generation, offers=offers, versions=versions)
+        statements = self._agree(error, own)
+        # Raises on every rank or on none, because all ranks see the same statements.
+        agreed = find_agreed_versions(one.versions for one in statements)
         if found is None:
             _log.info("epoch %d starts fresh", epoch)
             return Restored(epoch=epoch, step=None, source=RestoreSource.NONE)
-        all_offers = [standing.offers for standing in standings]
+        # Verify and copy this rank's own bytes, and count the tokens that its experts lose.
+        all_offers = [one.offers for one in statements]
         chosen = found
         copied, error = _attempt(lambda: self._copy_own(chosen, all_offers))
-        state, lost = state.returned(known)
-        own = Standing(
+        state, lost = state.return_experts(agreed)
+        own = RestoreStatement(
             generation=generation,
             lost=lost,
             assigned={str(k): n for k, n in state.ledger.assignments.items()},
             replenishes=bool(state.replenishing.owed),
         )
-        standings = self._agree(error, own)
+        # Second agreement: every rank has its own bytes. Now ranks pass shared bytes on, and load
+        # everything that is not a tensor.
+        statements = self._agree(error, own)
         assert copied is not None
         scatter(self.exchange, all_offers, copied.sources, self.rank)
         _, error = _attempt(lambda: self._finish(chosen.extras, copied))
-        self._agree(error, Standing(generation=generation))
+        # Third agreement: every rank has loaded all of it. Only now does this rank report success.
+        self._agree(error, RestoreStatement(generation=generation))
         line = found.snapshot.manifest.generation
-        losses, seen = [one.lost for one in standings], [one.assigned for one in standings]
-        state = self.policy.recovered(state, losses, seen, epoch=epoch, line=line)
+        losses, seen = [one.lost for one in statements], [one.assigned for one in statements]
+        state = self.policy.state_after_restore(state, losses, seen, epoch=epoch, line=line)
         window = found.snapshot.window
         step = line.step if window is None else window.brings_back
         _log.info("epoch %d starts after step %d (%s)", epoch, step, found.source)
@@ -315,43 +336,48 @@ class Restore:
             layout=found.snapshot.layout,
             experts=state,
             replay=None if copied.replay is None or copied.replay.over else copied.replay,
-            replenishing=self.policy.leaves_out and any(one.replenishes for one in standings),
+            replenishing=self.policy.leaves_out and any(one.replenishes for one in statements),
         )
 
     def _from_world(self, epoch: int, world: OtherWorld, error: HoldfastError | None) -> Restored:
-        """Restore what another world captured. No snapshot of this rank's own remains for later
-        saves to build on."""
-        own = Standing(generation=str(world.generation), captured_by=world.ranks)
+        """Restore what another world captured. Collective. This rank then has no snapshot of its
+        own from which later saves could carry bytes over."""
+        # First agreement: all ranks have opened and verified snapshots of the same generation.
+        own = RestoreStatement(generation=str(world.generation), captured_by=world.ranks)
         offers, me = world.offers(), self.rank if self.exchange.together else 0
-        held, other = _attempt(lambda: agreed_versions(world.versions))
-        standings = self._agree(
+        held, other = _attempt(lambda: find_agreed_versions(world.versions))
+        statements = self._agree(
             error or other,
             msgspec.structs.replace(own, snapshots=offers, versions=held or {}),
         )
-        known = agreed_versions(standing.versions for standing in standings)
-        all_offers = [standing.snapshots for standing in standings]
+        agreed = find_agreed_versions(one.versions for one in statements)
+        # Plan which bytes this rank needs, and from which snapshots.
+        all_offers = [one.snapshots for one in statements]
 
         def plan_it() -> WorldPlan:
-            return plan_world(world, all_offers, self.live, self.topology, self.rank, known, me)
+            return plan_world(world, all_offers, self.live, self.topology, self.rank, agreed, me)
 
         plan, error = _attempt(plan_it)
+        # Second agreement: every rank has a plan. Then the ranks pass the bytes on to each other.
         stated = own
         if plan is not None:
             stated = msgspec.structs.replace(
                 own, needs=plan.spans(), policy=plan.policy, tokens=plan.tokens
             )
-        standings = self._agree(error, stated)
+        statements = self._agree(error, stated)
         assert plan is not None
-        wanted = [standing.needs for standing in standings]
-        pass_on(self.exchange, wanted, plan.readers, world.placed(), plan.filling(), me)
+        wanted = [one.needs for one in statements]
+        pass_on(self.exchange, wanted, plan.readers, world.placed_by_rank(), plan.filling(), me)
+        # Third agreement: every rank has loaded all of it.
         _, error = _attempt(lambda: self._finish(plan.extras, _Copied(plan.sources, ())))
         self._agree(error, own)
-        counts = [one for standing in standings for one in standing.tokens]
-        shared = PartialState.decode(standings[plan.readers[0]].policy)
-        state = self.policy.recovered(
-            taken_over(shared, (one for one in counts if one.rank in plan.takes_over)),
-            [one.lost for one in counts],
-            [one.assigned for one in counts],
+        # Take over the token counts of the old ranks whose places this rank has.
+        counts = [tokens for statement in statements for tokens in statement.tokens]
+        shared = PartialState.decode(statements[plan.readers[0]].policy)
+        state = self.policy.state_after_restore(
+            take_over(shared, (tokens for tokens in counts if tokens.rank in plan.takes_over)),
+            [tokens.lost for tokens in counts],
+            [tokens.assigned for tokens in counts],
             epoch=epoch,
             line=world.generation,
         )
@@ -362,14 +388,18 @@ class Restore:
             step=step,
             source=world.source,
             experts=state,
-            replenishing=self.policy.leaves_out and any(one.owed for one in counts),
+            replenishing=self.policy.leaves_out and any(tokens.owed for tokens in counts),
         )
 
     # --- what to restore --------------------------------------------------------------------------
 
     def _hello(self) -> Hello:
-        """Wait for the daemon. Raises UnreachableError when it does not answer in
-        `restore_timeout_s`."""
+        """Wait until the daemon answers; return its answer.
+
+        Raises:
+            UnreachableError: it did not answer within `restore_timeout_s`.
+            InvalidJobError: its training world has another number of ranks than the topology.
+        """
         deadline = time.monotonic() + self.settings.restore_timeout_s
         while True:
             try:
@@ -388,17 +418,19 @@ class Restore:
         return hello
 
     def _find(self, epoch: int, no_replay: str = "") -> _Found | OtherWorld | None:
-        """Get this rank's snapshot of the recovery line, or those of another world that it reads;
-        None for a fresh start."""
+        """Return this rank's snapshot of the recovery line, or the snapshots of another world that
+        this rank reads; None for a fresh start."""
         decision = self._decide(epoch, no_replay)
         _log.info("recovery line: %s", decision.line.reason)
         timeout_s = self.settings.rpc_timeout_s
         if decision.line.generation is None:
             return None
+        # Read several snapshots if another world captured the line, or if experts have seats: they
+        # are found by their numbers, whichever rank captured them.
         if decision.captured_by or any(source.seats is not None for source in self.live.sources()):
-            # Experts in seats are found by their numbers, wherever they were captured.
             ranks = decision.captured_by or self.topology.world_size
             return open_world(decision, self.client, self.engine, timeout_s, ranks)
+        # Otherwise read this rank's own snapshot, once it proves to be the one that was decided.
         (held,) = decision.snapshots
         manifest, layout = held.manifest, held.layout
         if manifest.generation != decision.line.generation or manifest.rank != self.rank:
@@ -421,10 +453,10 @@ class Restore:
             raise
 
     def _decide(self, epoch: int, no_replay: str = "") -> RestoreDecision:
-        """Wait for the daemon's decision.
+        """Wait until the daemon decides what to restore; return its decision.
 
-        There is no deadline while the daemon reports that it waits for storage: giving up would
-        only use up restarts of the job.
+        While the daemon reports that it waits for storage there is no deadline: a process that gave
+        up would only use up the job's restarts.
         """
         phase = RestorePhase.UNKNOWN
 
@@ -451,14 +483,17 @@ class Restore:
     # --- bytes ------------------------------------------------------------------------------------
 
     def _copy_own(self, found: _Found, all_offers: Sequence[tuple[Offer, ...]]) -> _Copied:
-        """Make room, verify this rank's payload and copy it out."""
+        """Allocate what is missing, verify this rank's payload and copy it into the tensors."""
+        # Make sure that the snapshots of all ranks together fill every tensor.
         snapshot, window = found.snapshot, found.snapshot.window
         wanted = wanted_by(self.rank, found.entries, all_offers)
         check_cover(wanted)
+        # Make room for the live tensors; optimizer states may not exist yet.
         put_back_groups(self.live, found.extras)
         of_frames = {name: live_name(name, window) for name in wanted}
         of_live = {name: item for name, item in wanted.items() if not of_frames[name][0]}
         sources = make_room(self.live, of_live, found.extras)
+        # Make room for the frames of a window: compute weights or gradients of its steps.
         casts = cast_pairs(of_live, sources)
         frames: list[tuple[int, str, Wanted, TensorSource | None]] = []
         for frame, (slot, name) in of_frames.items():
@@ -475,6 +510,7 @@ class Restore:
                 repeats = OptimizerReplay(live=self.live, record=window, gradients=gradients)
             else:
                 replay = Replay(live=self.live, record=window, frames=loads, step=window.first)
+        # Verify each piece and copy it, in one pass over the payload.
         ranges = [
             (entry.offset, entry.start, _part(sources[entry.tensor], entry.start, entry.nbytes))
             for entry in found.entries
@@ -485,6 +521,8 @@ class Restore:
         return _Copied(sources, casts, replay, repeats)
 
     def _finish(self, extras: Mapping[str, Any], copied: _Copied) -> None:
+        """Complete the restored state, once the shared bytes are here as well: round weights from
+        their masters, fill strided tensors, repeat optimizer steps, load the extras."""
         for pair in copied.casts:
             fill(pair)
         for source in copied.sources.values():
@@ -496,58 +534,64 @@ class Restore:
 
     # --- agreement --------------------------------------------------------------------------------
 
-    def _agree(self, error: HoldfastError | None, own: Standing) -> list[Standing]:
-        """Exchange statements. Collective: raises on every rank when one failed, or when the ranks'
-        daemons named different recovery lines."""
+    def _agree(self, error: HoldfastError | None, own: RestoreStatement) -> list[RestoreStatement]:
+        """Exchange statements with all ranks and return them. Collective.
+
+        Raises:
+            HoldfastError: on every rank: some rank failed, or daemons named different lines.
+        """
         if error is not None:
             own = msgspec.structs.replace(own, code=error.code, message=str(error))
         texts = self.exchange.gather(msgspec.json.encode(own))
-        standings = [_STANDING.decode(text) for text in texts]
-        failed = {r: one for r, one in enumerate(standings) if one.code}
+        statements = [_STATEMENT.decode(text) for text in texts]
+        failed = {r: one for r, one in enumerate(statements) if one.code}
+        # Raise the first rank's error everywhere; alone, this rank raises its own.
         if failed:
-            if len(standings) == 1 and error is not None:
+            if len(statements) == 1 and error is not None:
                 raise error
             first = failed[min(failed)]
             raise by_code(
                 first.code,
-                f"restore failed on ranks {sorted(failed)} of {len(standings)}: rank "
+                f"restore failed on ranks {sorted(failed)} of {len(statements)}: rank "
                 f"{min(failed)}: {first.message}",
             ) from error
-        if len({one.generation for one in standings}) > 1:
-            lines = {r: one.generation or "a fresh start" for r, one in enumerate(standings)}
+        # Refuse lines that differ: ranks would train on from different states.
+        if len({one.generation for one in statements}) > 1:
+            lines = {r: one.generation or "a fresh start" for r, one in enumerate(statements)}
             raise NoRecoveryLineError(f"ranks received different recovery lines: {lines}")
-        if len({one.captured_by for one in standings}) > 1:
-            worlds = {r: one.captured_by for r, one in enumerate(standings)}
+        if len({one.captured_by for one in statements}) > 1:
+            worlds = {r: one.captured_by for r, one in enumerate(statements)}
             raise NoRecoveryLineError(
                 f"daemons differ about the number of ranks that captured the line: {worlds}; 0 is "
                 f"the present world"
             )
-        return standings
+        return statements
 
 
 def _live_after(epoch: int, step: int) -> Restored:
+    """Describe a recovery that restored nothing: all ranks have the state after `step`."""
     _log.info("epoch %d goes on live after step %d", epoch, step)
     return Restored(epoch=epoch, step=step, source=RestoreSource.LIVE)
 
 
-def agreed_versions(of_snapshots: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """Find the version of each expert that is restored.
+def find_agreed_versions(of_snapshots: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """Find the version of each expert that the ranks restore.
 
     Args:
-        of_snapshots: for each rank, or each of its snapshots, the versions of the experts in it.
+        of_snapshots: the versions of the experts in each snapshot that a rank restores from.
 
     Raises:
-        CorruptError: when ranks hold parts of an expert in different versions.
+        CorruptError: ranks hold parts of one expert in different versions.
     """
-    found: dict[str, str] = {}
+    agreed: dict[str, str] = {}
     for versions in of_snapshots:
         for unit, version in versions.items():
-            if found.setdefault(unit, version) != version:
+            if agreed.setdefault(unit, version) != version:
                 raise CorruptError(
-                    f"ranks hold parts of {unit} of different generations, {found[unit]} and "
+                    f"ranks hold parts of {unit} of different generations, {agreed[unit]} and "
                     f"{version}; restore another generation"
                 )
-    return found
+    return agreed
 
 
 def _part(source: TensorSource, start: int, nbytes: int) -> Any:
@@ -555,8 +599,8 @@ def _part(source: TensorSource, start: int, nbytes: int) -> Any:
 
 
 def _attempt(work: Callable[[], _T]) -> tuple[_T | None, HoldfastError | None]:
-    """Return the result or the error, so that this rank can report an error to the other ranks
-    before it raises."""
+    """Return the result of `work`, or its error: this rank can then report the error to the other
+    ranks before it raises."""
     try:
         return work(), None
     except HoldfastError as error:

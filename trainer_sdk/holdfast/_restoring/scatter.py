@@ -1,9 +1,9 @@
 """Transfer of restored bytes from the ranks that captured them to their replicas.
 
-Ranges of one source are packed into buffers of bounded size, so that thousands of small tensors
-cost few collectives and large ones little memory. Every rank of a group derives the same buffers
-from the same offers. Where the device of any rank has no memory left for a buffer, all ranks have
-theirs in host memory: a broadcast cannot go from one kind of memory to another.
+Ranges from one rank are packed into buffers of bounded size, so that thousands of small tensors
+need few collectives, and large tensors need little memory. Every rank of a group derives the same
+buffers from the same offers. If the device of any rank has no memory left for a buffer, all ranks
+use host memory, because a broadcast cannot go from one kind of memory to another.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ def scatter(
     """Fill this rank's shared tensors with the bytes that its replicas restored. Collective.
 
     Raises:
-        UnreachableError: when a rank does not take part.
+        UnreachableError: a rank does not take part.
     """
+    # Find the groups of replicas, and allocate a buffer on which all ranks agree.
     all_offers = [tuple(o for o in offers if not o.cast_of) for offers in all_offers]
     groups = sorted({offer.replicas for offers in all_offers for offer in offers})
     device = next(
@@ -43,7 +44,8 @@ def scatter(
     if not groups:
         return
     most = max(sum(offer.nbytes for offer in offers) for offers in all_offers)
-    room = agreed_room(exchange, min(BUFFER_BYTES, most), device)
+    room = allocate_agreed(exchange, min(BUFFER_BYTES, most), device)
+    # In each group, let one rank after the other broadcast its ranges.
     for group, broadcast in exchange.subgroups(groups, room.device):
         for source_rank in group:
             offers = [offer for offer in all_offers[source_rank] if offer.replicas == group]
@@ -59,9 +61,9 @@ def scatter(
                     _copy(packed, parts)
 
 
-def agreed_room(exchange: Exchange, nbytes: int, device: torch.device) -> torch.Tensor:
-    """Allocate uint8 [nbytes]: on `device`, unless the device of some rank has none left.
-    Collective."""
+def allocate_agreed(exchange: Exchange, nbytes: int, device: torch.device) -> torch.Tensor:
+    """Allocate uint8 [nbytes] on `device` or, if the device of any rank has no memory left, in host
+    memory on all ranks. Collective."""
     room: torch.Tensor | None = None
     try:
         room = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -73,8 +75,8 @@ def agreed_room(exchange: Exchange, nbytes: int, device: torch.device) -> torch.
     return room
 
 
-def _copy(found: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
-    for target, part in zip(into, found, strict=True):
+def _copy(parts: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
+    for target, part in zip(into, parts, strict=True):
         target.copy_(part)
 
 

@@ -1,9 +1,9 @@
-"""Compute weights that a session does not store, because their masters have the same information.
+"""Compute weights that a session does not store, because rounding their masters restores them.
 
-They are compared with their masters before the layout is made, whole, once for each place in
-memory, and in every save, in the ranges that this rank captures, while training cannot change them.
-So a snapshot never stands for weights that were not there: a save that finds a difference is not
-taken, and the next one stores these weights.
+Before the layout is made, these weights are compared with their masters: whole, and once for each
+place in memory. Every save compares them again, in the ranges that this rank captures, while
+training cannot change them. So no restore can produce weights that training did not have: a save
+that finds a difference is skipped, and the next save stores these weights.
 """
 
 from __future__ import annotations
@@ -20,40 +20,41 @@ from holdfast_core.snapshots.layouts import Layout
 from holdfast_core.snapshots.units import UnitKey
 
 _PIECES_AT_ONCE = 64
-"""Parts of pairs that a thread compares in one go."""
+"""Number of pieces that a thread compares at a time."""
 
 _Place = tuple[int, int, int]
-"""Triple (address of the weights, address of the master, bytes of the weights)."""
+"""Triple of the address of the weights, the address of the master and the bytes of the weights."""
 
 _log = logging.getLogger("holdfast")
 
 
 class Casts:
-    """The weights of a session that are rounded copies of their masters.
+    """The compute weights of a session that equal their rounded masters.
 
     Args:
-        enabled: False stores all weights.
+        enabled: whether to look for such weights; False stores all weights.
     """
 
     def __init__(self, engine: CopyEngine, *, enabled: bool) -> None:
         self._engine, self.enabled = engine, enabled
         self.masters: dict[str, str] = {}
-        """Weights that equal their rounded masters → the masters."""
+        """Name of the weights → name of the master that rounds to them."""
         self._places: dict[str, _Place] = {}
-        """Where the pair of each of these weights was compared."""
+        """The place in memory at which each of these weights was compared with its master."""
         self._stored: set[str] = set()
-        """Weights that once did not."""
+        """Weights that once differed from their rounded masters, and are stored since then."""
         self._captured: tuple[Pair, ...] = ()
-        """The ranges that this rank's layout leaves out."""
+        """The ranges of weights that this rank's layout leaves out."""
         self.changed = False
-        """Whether the layout in use leaves out weights that must be stored."""
+        """Whether the present layout leaves out weights that must now be stored."""
 
     def find(self, sources: Sequence[TensorSource], fence: Fence) -> None:
-        """Look for them among `sources`, whose bytes must not change meanwhile. Those that were
-        found before and lie where they lay are not compared: `check` does that in every save.
+        """Find the weights that equal their rounded masters. The bytes of `sources` must not change
+        meanwhile. Pairs that were found before at the same place are not compared again, because
+        `check` compares them in every save.
 
         Args:
-            fence: point after which the tensors are read on their device.
+            fence: point in the device's queue after which the tensors may be read.
         """
         known, self.masters = self.masters, {}
         by_name = {source.name: source for source in sources}
@@ -80,8 +81,8 @@ class Casts:
                 nbytes,
             )
 
-    def opened(self, layout: Layout, sources: Sequence[TensorSource]) -> None:
-        """Compare in every save what `layout` leaves out."""
+    def on_session_opened(self, layout: Layout, sources: Sequence[TensorSource]) -> None:
+        """Note which weights `layout` leaves out: `check` compares them in every save."""
         by_name = {source.name: source for source in sources}
         self._captured = tuple(
             pair_of(by_name[cast.tensor], by_name[cast.cast_of], cast.start, cast.nbytes)
@@ -90,11 +91,14 @@ class Casts:
         self.changed = False
 
     def check(self, fence: Fence, left_out: Collection[UnitKey]) -> None:
-        """Compare the weights that the layout leaves out, except for experts that the snapshot does
-        not capture. The tensors must not change meanwhile.
+        """Compare the weights that the layout leaves out with their rounded masters, except in
+        units that the snapshot does not capture. The tensors must not change meanwhile.
+
+        Args:
+            left_out: units that the snapshot does not capture.
 
         Raises:
-            SnapshotSkippedError: when some differ; from now on they are stored.
+            SnapshotSkippedError: some weights differ. They are stored from the next save on.
         """
         units = set(map(str, left_out))
         differ = self._differing([p for p in self._captured if p.unit not in units], fence)
@@ -112,6 +116,7 @@ class Casts:
         )
 
     def _differing(self, pairs: Sequence[Pair], fence: Fence) -> set[str]:
+        """Return the names of weights that differ from their rounded masters."""
         pieces = [piece for pair in pairs for piece in pair.pieces()]
         differ: set[str] = set()
 

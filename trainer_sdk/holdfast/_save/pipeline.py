@@ -1,11 +1,12 @@
 """One save as a pipeline: agree, open, grant, copy, commit.
 
-`SavePipeline.run` reads from top to bottom, and each step returns what the next one needs: the plan
-that all ranks agreed on, a session whose layout fits, a slot, the copied bytes. A strategy
-(`holdfast._capture`) chooses what a save captures; the steps are the same for all of them.
+Read `SavePipeline.run` from top to bottom. Each step returns the input of the next one: the plan on
+which all ranks agreed, a session with a matching layout, a slot, the copied bytes. A strategy
+(`holdfast._capture`) chooses what each save captures; the steps are the same for every strategy.
 
-A snapshot takes one save or, as a window, several. It is dropped whole: whatever fails in one of
-its saves gives its slot back and refuses all of them.
+Most snapshots consist of one save. A window is a snapshot of several saves. If any save of a
+snapshot fails, the whole snapshot is dropped: its slot is given back, and all of its saves are
+refused.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from holdfast._copying.bubbles import Bubbles
 from holdfast._copying.devices import Device, Fence
 from holdfast._copying.engine import CopyEngine, Digests
 from holdfast._copying.placed import Flags, Placed
-from holdfast._daemon.awaiting import Awaiting
 from holdfast._daemon.client import CommitRequest
 from holdfast._daemon.handles import SaveHandle
 from holdfast._daemon.link import Link
+from holdfast._daemon.pending_saves import PendingSaves
 from holdfast._digests import state_of_units
 from holdfast._restoring.restore import Restored
 from holdfast._save.casts import Casts
@@ -49,66 +50,71 @@ from holdfast_core.topology import Topology
 _log = logging.getLogger("holdfast")
 
 EXTRAS_BYTES_SMALL = 8 * 2**20
-"""What beside the tensors is copied within `save` without a warning."""
+"""Largest size of the extras that `save` copies without a warning."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Tensors:
-    """Live tensors of this rank."""
+    """Live tensors of this rank, as one save finds them."""
 
     held: Sequence[TensorSource] = ()
-    """All that it has."""
+    """All tensors of this rank."""
     captured: Sequence[TensorSource] = ()
-    """Those of them that it captures."""
+    """The tensors that this rank captures."""
     gradients: Sequence[TensorSource] = ()
-    """Gradients that the saves of windows hold."""
+    """The gradients that the saves of a window capture."""
     fence: Fence = None
-    """Point after which they are read on their device, in this save."""
+    """Point in the device's queue after which this save may read the tensors."""
     unchanged: InPlaceCheck | None = None
+    """Check that training has not changed the tensors in place since `save`; None for no check."""
 
     def check(self) -> None:
-        """Raise SnapshotSkippedError when they have changed in place since `save`."""
+        """Raise SnapshotSkippedError if training has changed a tensor in place since `save`."""
         if self.unchanged is not None:
             self.unchanged.check()
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class OpenSnapshot:
-    """A snapshot with a slot, from the grant before its first save to the commit after its last."""
+    """A snapshot that has a slot: from the grant for its first save to the commit of its last."""
 
     session: str
     placed: Placed
     first_step: int
-    """Step of its first save; 0 where it is of one step."""
+    """Step of its first save; 0 if the snapshot has only one save."""
     next_step: int
-    """Step of the save that comes next."""
+    """Step of the next save that belongs to it."""
     last_step: int
+    """Step of its last save, which names its generation."""
     digests: Digests
+    """Digests of the pieces in front of the extras; valid where `written` is set."""
     written: Flags
-    """Pieces in front of the extras whose digest is known."""
+    """Marks the pieces that a save has copied and hashed."""
     left_out: frozenset[UnitKey] | None = None
-    """Units that none of its saves has captured."""
+    """Units that no save has captured so far; None before the first save is copied."""
     handles: list[SaveHandle] = field(default_factory=list)
-    """Handles of its saves that are copied, while others are to come."""
+    """Handles of the earlier saves of a window, which complete with its last save."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GrantedSave:
-    """A save that has a place for its bytes."""
+    """A save that has a slot for its bytes, and that holds the tensors."""
 
     call: SaveCall
     handle: SaveHandle
     snapshot: OpenSnapshot
     choice: CaptureChoice
     compared: bool
-    """Whether replicas are compared in this save."""
+    """Whether this save compares the replicas with each other."""
 
 
 class SavePipeline:
-    """Saves of one session, one after another. Only the saver's thread uses it, except where noted.
+    """The saves of one session, one after another.
+
+    The saver's thread calls everything here unless a docstring names another thread.
 
     Args:
-        refuse: puts an error into a handle, and counts it.
+        refuse: fails a handle with an error and counts the refused save.
     """
 
     def __init__(
@@ -125,63 +131,69 @@ class SavePipeline:
         strategy: CaptureStrategy,
         bubbles: Bubbles | None,
         tally: Tally,
-        awaiting: Awaiting,
+        pending: PendingSaves,
         refuse: Callable[[SaveHandle, HoldfastError], None],
     ) -> None:
         self._link, self._exchange, self._device, self._engine = link, exchange, device, engine
         self._topology, self._rank, self._settings = topology, rank, settings
         self._check, self._bubbles, self._tally = replica_check, bubbles, tally
-        self._awaiting, self._refuse = awaiting, refuse
+        self._pending, self._refuse = pending, refuse
         self.strategy = strategy
-        """What saves capture. Any thread may read it."""
+        """Chooses what each save captures. Any thread may read it."""
         self.problem: HoldfastError | None = None
-        """Reason why no save of this session can succeed any more; None while saves can. Any
-        thread."""
-        # A window holds each weight once more anyway.
+        """Why no further save of this session can succeed; None while saves can. Any thread may
+        read it."""
+        # A window captures the compute weights separately anyway.
         find = bool(strategy.rules.window) or not settings.store_compute_weights
         self._casts = Casts(engine, enabled=find)
         self._tensors = Tensors()
         self._plan: BasePlan | None = None
         self._restored: Layout | None = None
         self._newest: Generation | None = None
-        """Newest snapshot of this rank that is known to be committed."""
+        """Newest committed snapshot of this rank, from which bytes may be carried over."""
         self._commits = 0
         self.snapshot: OpenSnapshot | None = None
-        """The snapshot that has a slot now."""
+        """The snapshot in progress, which has a slot; None between snapshots."""
 
     def resume(self, outcome: Restored) -> None:
-        """Continue from a restore. For the training thread, before anything is saved."""
+        """Continue from a restored snapshot. The training thread calls it before the first save."""
         self._link.epoch = outcome.epoch
         self._newest, self._restored = outcome.generation, outcome.layout
         self.strategy.resume(outcome.experts)
         self._tally.counters.loss = self.strategy.loss
 
     def run(self, task: Task) -> None:
-        """Take the save of a task, or prepare the session for it.
+        """Take the save of `task`; if the task copies nothing, only prepare the session.
+
+        Afterwards the snapshot is committed, or it is a window that waits for its next save.
 
         Raises:
-            HoldfastError: why it was not taken. Its snapshot is dropped.
+            HoldfastError: the save was not taken. The message says why; the snapshot is dropped.
         """
         try:
+            # Note the tensors first, so that the next save knows them even if this one fails.
             tensors = self._note_tensors(task)
             if self.problem is not None:
                 raise self.problem
-            # Agree with the other ranks, once, on who captures what.
+            # Agree: all ranks settle, once per session, which rank captures which shards.
             plan = self._agree(task, tensors)
+            # Count the tokens of this step before the strategy chooses experts by them.
             if task.tokens:
-                # A device may be a whole step behind; counts are read beside what comes after it.
-                with task.held(), self._device.after(tensors.fence):
+                # The device may lag a whole step behind. Reading on a side stream, after the fence,
+                # does not wait for work that training has queued since.
+                with task.holding(), self._device.after(tensors.fence):
                     self.strategy.count(*task.tokens.read())
-            # Open a session with the daemon whose layout fits.
+            # Open: make sure that the daemon has an arena with the layout of these tensors.
             self._open(task, tensors, plan)
             if not task.copies:
                 task.handle._reach(task.handle.staged)
                 return
-            # Grant: choose what to capture, and get a slot for it. The task holds the tensors now.
+            # Grant: choose what to capture and get a slot. From here on training may not change
+            # the tensors.
             granted = self._grant(task)
-            # Copy, and let training change the tensors.
+            # Copy the bytes into the slot, and then let training change the tensors.
             record = self._copy(task, tensors, granted)
-            # CommitRequest, unless the snapshot takes further saves.
+            # Commit: the daemon seals the snapshot, unless it is a window with saves to come.
             self._commit(granted, record)
         except BaseException as error:
             self.drop(f"{type(error).__name__}: {error}")
@@ -190,7 +202,8 @@ class SavePipeline:
     # --- agree ------------------------------------------------------------------------------------
 
     def _note_tensors(self, task: Task) -> Tensors:
-        """Take what has changed since the previous task. Return the tensors of this save."""
+        """Record the tensors and seats that changed since the previous task, and return the tensors
+        of this save."""
         if task.sources is not None:
             self._tensors = Tensors(
                 held=task.sources,
@@ -199,20 +212,25 @@ class SavePipeline:
             )
         if task.reseated and self._plan is not None:
             captured = self._tensors.captured
-            self._plan = self._plan.reseated(captured)
+            self._plan = self._plan.after_reseating(captured)
             self.strategy.on_reseated(self._plan.own_experts(table_of(captured)))
         return replace(self._tensors, fence=task.fence, unchanged=task.unchanged)
 
     def _agree(self, task: Task, tensors: Tensors) -> BasePlan:
-        """Exchange tables with the other ranks, and compare the units that the topology declares to
-        be replicas."""
+        """Return the plan on which all ranks agree: which rank captures which shards.
+
+        The first call exchanges tables with the other ranks and, if the settings ask for it,
+        compares the units that the topology declares to be replicas. Later calls return that plan.
+        """
         if task.sources is not None and self._casts.enabled:
             self._find_casts(task, tensors)
         if self._plan is not None:
             return self._plan
+        # Digest the replicas while training cannot change them; without a hold, skip the check.
         check = self._settings.check_replicas and self._exchange.together
-        with task.held() as held:
+        with task.holding() as held:
             digests = self._live_digests(tensors) if check and held else None
+        # Exchange the statements. Every rank computes the same plan from all of them.
         casts, step = self._casts.masters, task.call.step
         statement = state_of(step, tensors.captured, task.extras_bytes, digests, casts)
         with self._final_problems():
@@ -229,9 +247,10 @@ class SavePipeline:
         return plan
 
     def _find_casts(self, task: Task, tensors: Tensors) -> None:
-        """Find the weights that need not be stored, while training cannot change them."""
+        """Find the weights that need not be stored because their masters round to them. Training
+        cannot change them meanwhile."""
         try:
-            with task.held() as held:
+            with task.holding() as held:
                 if not held:
                     raise SnapshotSkippedError("training went on before the weights were compared")
                 self._casts.find(tensors.captured, tensors.fence)
@@ -241,14 +260,14 @@ class SavePipeline:
             raise
 
     def _live_digests(self, tensors: Tensors) -> UnitDigests:
-        """Digest each unit that other ranks hold as well, while the task is held."""
+        """Digest each unit of which other ranks hold a replica. The task must be held."""
         digests = digests_of(tensors.held, self._topology, self._rank, self._engine, tensors.fence)
-        tensors.check()  # otherwise they may be of another moment than those of other ranks
+        tensors.check()  # Digests of changed tensors would differ from those of the other ranks.
         return digests
 
     @contextmanager
     def _final_problems(self) -> Iterator[None]:
-        """Take an InvalidJobError for one that every later save would raise as well."""
+        """Make an InvalidJobError the final `problem`: every later save would raise it again."""
         try:
             yield
         except InvalidJobError as error:
@@ -258,40 +277,52 @@ class SavePipeline:
     # --- open -------------------------------------------------------------------------------------
 
     def _open(self, task: Task, tensors: Tensors, plan: BasePlan) -> None:
-        """Open a session whose layout fits the task, unless there is one."""
+        """Make sure that a session with the daemon is open and that its layout fits the tensors and
+        the extras of the task."""
+        # Keep the open session if nothing in its layout has changed.
         link, sources, masters = self._link, tensors.captured, self._casts.masters
         extras_bytes = self.strategy.extras_bytes(task.extras_bytes)
         old = link.layout or self._restored
         fits = old is not None and extras_bytes <= old.extras_capacity
         if task.sources is None and fits and link.is_open and not self._casts.changed:
             return
+        # Lay out the shards that the plan assigns to this rank.
         table = table_of(sources)
         shards = own_shards(plan, table)
         layout = layout_of(plan, table, shards, extras_bytes, sources, masters)
         layout = self.strategy.shape(layout, sources)
         if fits and old is not None and same_places(old, layout):
-            layout = replace(old, largest_slot_bytes=0, since=0)  # only addresses changed
+            layout = replace(old, largest_slot_bytes=0, since=0)  # Only addresses have changed.
+        # Open the session, and tell everything that depends on the layout.
         again = not link.is_open
         link.open(layout, max(plan.largest_slot_bytes, layout.slot_bytes))
         if again:
             self._tally.forgive()
             _warn_of_large_extras(len(task.call.extras))
         self.strategy.on_opened(layout, sources, tensors.gradients)
-        self._casts.opened(layout, sources)
+        self._casts.on_session_opened(layout, sources)
 
     # --- grant ------------------------------------------------------------------------------------
 
     def _grant(self, task: Task) -> GrantedSave:
-        """Choose what the save captures, and get a place for it. The task is held from then on."""
+        """Choose what the save captures, get a slot for it, and hold the task.
+
+        Raises:
+            SnapshotSkippedError: training abandoned the task before it could be held.
+        """
+        # Drop a window that this save cannot continue: a save or the session is missing.
         call, handle, link = task.call, task.handle, self._link
         snapshot = self.snapshot
         if snapshot is not None and snapshot.next_step != call.step:
             self.drop(f"the save of step {snapshot.next_step} was missed")
         elif snapshot is not None and snapshot.session != link.session:
             self.drop("the daemon has opened another session")
+        # Choose what to capture, and find out whether this save compares replicas. That may wait
+        # for other ranks, so it comes before the slot is taken.
         with self._final_problems():
             choice = self.strategy.choose(call, self._newest)
         compared = self._check.due(call.number, self._settings.start_wait_s / 2)
+        # Take a slot, unless the window already has one.
         snapshot, carried = self.snapshot, False
         if snapshot is None:
             placed, carried = link.grant(
@@ -299,6 +330,7 @@ class SavePipeline:
             )
             snapshot = self.snapshot = _snapshot_of(choice, link.session, placed)
         handle._slots, handle._first = link.slots, choice.resume_step
+        # Hold the tensors until they are copied.
         if not task.hold():
             raise SnapshotSkippedError("training went on before the copy began")
         choice = self.strategy.on_granted(call.number, choice, carried=carried)
@@ -307,7 +339,8 @@ class SavePipeline:
         )
 
     def drop(self, why: str) -> None:
-        """Give up the snapshot in progress, with all its saves, if there is one."""
+        """Drop the snapshot in progress, if there is one: give its slot back and refuse the saves
+        that it has already copied."""
         snapshot, self.snapshot = self.snapshot, None
         if snapshot is None:
             return
@@ -322,17 +355,22 @@ class SavePipeline:
     # --- copy -------------------------------------------------------------------------------------
 
     def _copy(self, task: Task, tensors: Tensors, granted: GrantedSave) -> SnapshotRecord | None:
-        """Copy the tensors, let training change them, and hash what was copied. Return what is to
-        be written behind them; None while the snapshot takes further saves."""
+        """Copy the tensors into the slot, let training change them, and hash the copied bytes.
+
+        Returns:
+            The record to write behind the tensors; None if the snapshot takes further saves.
+        """
         snapshot, choice, began_s = granted.snapshot, granted.choice, time.monotonic()
         call, fence = granted.call, tensors.fence
         generation = Generation(self._link.epoch or 0, choice.last_step)
         live: dict[UnitKey, int] = {}
+        # Hand digests of this rank's replicas to the comparison, while the task is held.
         if granted.compared:
             self._check.hand_over(call.number, self._live_digests(tensors))
 
         def on_copied() -> None:
-            """Check that nothing has changed meanwhile, and let training change it."""
+            """Verify that the copied tensors did not change, and release them to training. The
+            engine calls it when the last byte is copied."""
             self._casts.check(fence, choice.left_out)
             if choice.digested:
                 state = state_of_units(tensors.captured, choice.digested)
@@ -341,10 +379,10 @@ class SavePipeline:
             waited_s = self._bubbles.waited_s if self._bubbles is not None else 0.0
             self.strategy.on_staged(generation, choice, began_s + waited_s, time.monotonic())
             self._tally.counters.copied_bytes = choice.nbytes
-            task.release(over=True)
+            task.release(for_good=True)
             task.handle._reach(task.handle.staged)
             self._tally.counters.staged_s = time.monotonic() - task.began_s
-            time.sleep(0)  # yields to training, which would wait for the interpreter up to 5 ms
+            time.sleep(0)  # Yields the interpreter to training, which could wait 5 ms for it.
 
         digests = self._engine.capture(
             choice.copies,
@@ -353,9 +391,10 @@ class SavePipeline:
             choice.skip,
             self._bubbles,
             on_copied,
-            # Training waits for the tensors, and the device has nothing else left to do.
-            lambda: task.needed is not None and self._device.has_passed(task.needed),
+            # Hurry once training waits for the tensors and the device has finished its work.
+            lambda: task.waiting_fence is not None and self._device.has_passed(task.waiting_fence),
         )
+        # Everything is copied and hashed: note it, and let the strategy write the record.
         task.hashed.set()
         _note_copied(snapshot, choice, digests)
         return self.strategy.record(generation, call, choice, live)
@@ -363,27 +402,33 @@ class SavePipeline:
     # --- commit -----------------------------------------------------------------------------------
 
     def _commit(self, granted: GrantedSave, record: SnapshotRecord | None) -> None:
-        """Write the record behind the tensors, and commit once replicas are known to be equal."""
+        """Write the record behind the tensors, and commit the snapshot once its replicas have
+        proved equal. If the snapshot takes further saves, only note that this one is copied."""
         snapshot, handle, number = granted.snapshot, granted.handle, granted.call.number
         generation = Generation(self._link.epoch or 0, snapshot.last_step)
+        # A window with saves to come: its bytes stay in the slot, and its handle waits.
         if record is None:
             self._check.settle(number)
             snapshot.handles.append(handle)
             snapshot.next_step += 1
             return
+        # Seal the bytes, and wait for the comparison: replicas that differ are never committed.
         commit = self._seal(snapshot, generation, record)
         self._check.settle(number)
         nan_units = self._find_nans(snapshot)
-        # Its saves are over with this one, however that ends; the slot is given back by its task.
+        # This was the last save, so the handles of the earlier ones follow it, also if it fails.
+        # The saver gives the slot back if the commit does not reach the daemon.
         self.snapshot = None
         for earlier in snapshot.handles:
             earlier._follow(handle)
-        self._awaiting.add(generation, handle)
+        # Commit. The daemon's events may arrive before its answer, so the handle waits already.
+        self._pending.add(generation, handle)
         try:
             self._link.commit(commit, nan_units)
         except BaseException:
-            self._awaiting.drop(generation)
+            self._pending.drop(generation)
             raise
+        # Committed: the next snapshot may carry bytes over from this one.
         handle._reach(handle.committed)
         self._tally.commit()
         self._newest = generation
@@ -401,7 +446,7 @@ class SavePipeline:
             raise SnapshotSkippedError(
                 f"extras of {len(extras)} bytes do not fit {layout.extras_capacity}"
             )
-        if snapshot.first_step:  # no save of a window fills what lies between its units
+        if snapshot.first_step:  # No save of a window writes the gaps between units.
             self._engine.hash_rest(placed, snapshot.digests, snapshot.written)
         return CommitRequest(
             session=snapshot.session,
@@ -415,10 +460,10 @@ class SavePipeline:
         )
 
     def _find_nans(self, snapshot: OpenSnapshot) -> tuple[str, ...]:
-        """Find the units with a NaN, in every n-th snapshot."""
+        """Return the units that hold a NaN, if this snapshot is one of those to check."""
         every, number = self._settings.nan_check_every, self._commits
         self._commits += 1
-        # Not in the first one: until it is committed, a new session can lose everything.
+        # Commit the first snapshot without the check: until then a failure loses everything.
         if not every or number % every != min(1, every - 1):
             return ()
         units = units_with_nan(snapshot.placed, set(map(str, snapshot.left_out or ())))
@@ -428,6 +473,7 @@ class SavePipeline:
 
 
 def _snapshot_of(choice: CaptureChoice, session: str, placed: Placed) -> OpenSnapshot:
+    """Begin the snapshot for which `placed` was granted."""
     count = -(-placed.layout.extras_offset // placed.layout.piece_bytes)
     return OpenSnapshot(
         session=session,
@@ -441,7 +487,8 @@ def _snapshot_of(choice: CaptureChoice, session: str, placed: Placed) -> OpenSna
 
 
 def _note_copied(snapshot: OpenSnapshot, choice: CaptureChoice, digests: Digests) -> None:
-    """Note in `snapshot` what one of its saves has copied."""
+    """Record in `snapshot` the digests of the pieces that one of its saves has copied, and the
+    units that it left out."""
     touched = np.ones(len(digests), dtype=bool)
     if choice.skip is not None:
         touched[: len(choice.skip)] = ~choice.skip
@@ -454,8 +501,8 @@ def _note_copied(snapshot: OpenSnapshot, choice: CaptureChoice, digests: Digests
 def _warn_of_large_extras(nbytes: int) -> None:
     if nbytes > EXTRAS_BYTES_SMALL:
         _log.warning(
-            "what `stateful` holds has %.0f MB, which every rank copies within each save "
-            "while training waits: make its tensors a part of the model instead, as an "
-            'average of weights in nn.ModuleDict({"model": ..., "average": ...})',
+            "the state of `stateful` takes %.0f MB, which every rank copies within each save "
+            "while training waits: make its tensors a part of the model instead, for example "
+            'an average of weights as nn.ModuleDict({"model": ..., "average": ...})',
             nbytes / 1e6,
         )

@@ -1,8 +1,8 @@
-"""Background half of a session: one thread that takes snapshots, one after another.
+"""The background half of a session: one thread that takes saves, one after another.
 
-It takes the tasks of the training thread through the pipeline (`_save.pipeline`) and reports to the
-daemon. A failure goes to the handle of its save, is counted, and is logged once per cause; nothing
-is ever raised into training (invariant 3).
+It takes each task of the training thread through the pipeline (`_save.pipeline`), and reports to
+the daemon. If a save fails, its handle gets the error, the failure is counted, and each cause is
+logged once. Nothing is ever raised into training (invariant 3).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from holdfast._causes import drop_tracebacks
 from holdfast._copying.bubbles import Bubbles
 from holdfast._copying.devices import Device
 from holdfast._copying.engine import CopyEngine
-from holdfast._daemon.awaiting import Awaiting
 from holdfast._daemon.client import DaemonClient, DaemonEvent, Stage
 from holdfast._daemon.handles import SaveHandle
 from holdfast._daemon.link import Link
+from holdfast._daemon.pending_saves import PendingSaves
 from holdfast._save.pipeline import SavePipeline
 from holdfast._save.tally import IDLE_S, Tally
 from holdfast._save.task import Task
@@ -46,7 +46,7 @@ _log = logging.getLogger("holdfast")
 
 
 class Saver:
-    """Worker that takes snapshots on its own thread, from construction to `close`."""
+    """Worker that takes saves on a thread of its own, from construction to `close`."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Saver:
         self.bubbles = Bubbles(topology.pp) if topology.pp > 1 else None
         self.tally = Tally()
         self._link = Link(client, device, settings, self._on_event)
-        self._awaiting = Awaiting(self._on_protected)
+        self._pending = PendingSaves(self._on_protected)
         self.pipeline = SavePipeline(
             link=self._link,
             exchange=exchange,
@@ -79,7 +79,7 @@ class Saver:
             strategy=strategy,
             bubbles=self.bubbles,
             tally=self.tally,
-            awaiting=self._awaiting,
+            pending=self._pending,
             refuse=self.refuse,
         )
         self._reported_s = 0.0
@@ -100,41 +100,46 @@ class Saver:
 
     @property
     def problem(self) -> HoldfastError | None:
-        """Reason why no save of this session can succeed any more; None while saves can."""
+        """Why no further save of this session can succeed; None while saves can."""
         return self.pipeline.problem
 
     @property
     def strategy(self) -> CaptureStrategy:
-        """What saves capture."""
+        """The strategy that chooses what saves capture."""
         return self.pipeline.strategy
 
     def on_save_called(self, number: int, step: int, now_s: float) -> None:
-        """Note that save `number` was called, before anything else is done for it."""
-        self.replica_check.called(number, step)
+        """Note that save `number` was called. The session calls this first for every save, also
+        for one that is then skipped."""
+        self.replica_check.on_save_called(number, step)
         self.strategy.on_save_called(number, step, now_s)
 
     @property
     def busy(self) -> bool:
-        """Whether the worker still needs the tensors of the last task."""
-        return self._current is not None and not self._current.let_go.is_set()
+        """Whether the worker still needs the tensors of the newest task."""
+        return self._current is not None and not self._current.tensors_released.is_set()
 
     def submit(self, task: Task) -> None:
-        """Start `task`; only when not `busy`."""
+        """Hand `task` to the worker. Only call it when the worker is not `busy`."""
         if self.bubbles is not None and task.copies:
             self.bubbles.begin()
         self._before, self._current = self._current, task
         self._tasks.put(task)
 
     def wait_staged(self) -> None:
-        """Return when tensors may change."""
+        """Wait until tensors may change, and refuse the newest save if the worker did not begin to
+        copy within `start_wait_s`."""
+        # No more bubbles come: copies that were kept for them must be made now.
         if self.bubbles is not None:
             self.bubbles.end()
         task, began_s = self._current, time.monotonic()
-        if task is None or task.over:
+        if task is None or task.closed:
             return
-        task.needed = self._device.fence()
+        # The previous task must be hashed before the worker can begin this one. There is no limit
+        # for that, nor for the copying itself; only the start of this task has one.
+        task.waiting_fence = self._device.fence()
         if self._before is not None:
-            self._before.hashed.wait()  # takes as long as it takes, as copying does
+            self._before.hashed.wait()
         in_time = task.wait(self._settings.start_wait_s)
         self.strategy.on_stalled(time.monotonic() - began_s)
         if not in_time:
@@ -148,13 +153,13 @@ class Saver:
             )
 
     def refuse(self, handle: SaveHandle, error: HoldfastError) -> None:
-        """Put `error` into `handle` and count it. Any thread."""
-        self.replica_check.missed(handle.step)
+        """Fail `handle` with `error`, and count the refused save. Any thread may call it."""
+        self.replica_check.on_save_failed(handle.step)
         self.tally.refuse(handle.step, error)
         handle._fail(error)
 
     def close(self, timeout_s: float) -> None:
-        """End after the task in progress, within about `timeout_s`."""
+        """End the worker after the task in progress, within about `timeout_s`."""
         self._tasks.put(None)
         self._thread.join(timeout_s)
         self.strategy.close(timeout_s)
@@ -163,16 +168,17 @@ class Saver:
             _log.warning("the last save did not end in %.0f s; closing without it", timeout_s)
             self._client.close()  # ends the call that it waits for
             self._thread.join(timeout_s)
-        self._awaiting.close()
+        self._pending.close()
         self._client.close()
         self._engine.close()
 
     def leave(self, number: int, tokens: Tokens, replenishing: Replenishing) -> PartialState:
-        """State of the strategy for the session of another world. After `close`.
+        """Return the state with which the strategy of the next world's session continues. Called
+        after `close`.
 
         Args:
-            number: calls of save.
-            tokens: those counted since the last task.
+            number: number of saves that were called.
+            tokens: tokens counted since the last task.
         """
         self.strategy.count(*tokens.read())
         return self.strategy.leave(number, replenishing)
@@ -187,8 +193,8 @@ class Saver:
         self._link.end()
 
     def _work(self) -> bool:
-        """Take the next task, or report; return whether there may be more to do. Raises nothing:
-        later saves go on."""
+        """Take the next task, if one comes before a report is due, and report. Return False at the
+        end. Never raises, so that one failure does not end later saves."""
         task = None
         try:
             with suppress(queue.Empty):
@@ -207,19 +213,19 @@ class Saver:
         return True
 
     def _take(self, task: Task) -> None:
-        """Take the save of a task. However it ends, the tensors are released, and no slot stays
-        granted but that of a snapshot that takes further saves."""
+        """Take the save of a task. However that ends, the tensors are released, and the slot is
+        given back unless its snapshot takes further saves."""
         why = "training went on before the copy began"
-        with ExitStack() as ends:  # called in reverse, each whatever the others raise
+        with ExitStack() as ends:  # The callbacks run in reverse, even if one of them raises.
             ends.callback(task.ended.set)
             ends.callback(lambda: None if self.pipeline.snapshot else self._link.give_back(why))
             ends.callback(task.hashed.set)
             ends.callback(lambda: self.strategy.on_ended(task.call.number))
-            ends.callback(task.release, over=True)
+            ends.callback(task.release, for_good=True)
             try:
                 self.pipeline.run(task)
             except CapturedBeforeError as reason:
-                self.replica_check.missed(task.handle.step)
+                self.replica_check.on_save_failed(task.handle.step)
                 task.handle._fail(SnapshotSkippedError(str(reason)))
             except HoldfastError as error:
                 why = f"{type(error).__name__}: {error}"
@@ -233,13 +239,13 @@ class Saver:
         if isinstance(error, StaleEpochError | ReplicaMismatchError):
             self.pipeline.problem = error
         self._link.note_lost_session(error)
-        task.release(over=True)
+        task.release(for_good=True)
         drop_tracebacks(error)
-        if task.handle.error is None and not task.given_up:
+        if task.handle.error is None and not task.abandoned:
             self.refuse(task.handle, error)
 
     def _on_event(self, event: DaemonEvent) -> None:
-        """Handle an event from the daemon, on the watching thread."""
+        """Handle an event from the daemon. The thread that watches the daemon calls it."""
         if event.stage is Stage.EPOCH_ENDED:
             self.pipeline.problem = StaleEpochError(
                 f"epoch {self._link.epoch} has ended, epoch {event.epoch} replaced it; this "
@@ -247,14 +253,14 @@ class Saver:
             )
             _log.warning("%s", self.problem)
             if event.ends_process:
-                # Training may hang in a collective, where no exception would reach it.
+                # Exit directly: training may hang in a collective that no exception reaches.
                 os._exit(PROCESS_ENDS)
             return
         if event.stage is Stage.WHOLE_AFTER:
             assert event.generation is not None
             self.strategy.want_whole(event.generation.step)
             return
-        self._awaiting.apply(event)
+        self._pending.apply(event)
 
     def _on_protected(self, generation: Generation) -> None:
         self.strategy.on_protected(generation, time.monotonic())
@@ -262,8 +268,8 @@ class Saver:
     # --- reports ----------------------------------------------------------------------------------
 
     def _report_due_s(self) -> float | None:
-        """Seconds until there may be something to report. A save that is not taken does not wake
-        this thread, so it looks again after `IDLE_S`."""
+        """Seconds until a report may be due; None before the first save. A skipped save does not
+        wake this thread, so it checks at least every `IDLE_S`."""
         if not self.tally.counters.step:
             return None
         elapsed = time.monotonic() - self._reported_s
@@ -272,6 +278,7 @@ class Saver:
         )
 
     def _report(self) -> None:
+        """Report to the daemon, if that is due and anything has changed."""
         now = time.monotonic()
         due = now - self._reported_s >= self._settings.report_interval_s
         if not (due and self.tally.changed):
@@ -282,7 +289,7 @@ class Saver:
             if self._link.is_open:
                 self._client.progress(report)
             elif report.failure and not self._is_stale():
-                self._link.trained(report)
+                self._link.report_without_session(report)
                 self._unprotected = True
         except HoldfastError as error:
             if isinstance(error, StaleEpochError):
@@ -294,7 +301,7 @@ class Saver:
         return isinstance(self.problem, StaleEpochError)
 
     def _report_end(self) -> None:
-        """Report that this rank trains no more, if it has trained without a session."""
+        """Report that this rank has stopped training, if it trained without a session."""
         if self._unprotected and not (self._link.is_open or self._is_stale()):
             with suppress(HoldfastError):
-                self._link.trained(self.tally.report("", self.problem), closed=True)
+                self._link.report_without_session(self.tally.report("", self.problem), closed=True)

@@ -1,4 +1,4 @@
-"""Tally of a session's saves: counted, logged once per cause, reported to the daemon."""
+"""The outcomes of a session's saves: counted, logged once per cause, and reported to the daemon."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SaveCounters:
     skipped: int = 0
     failed: int = 0
     failure: str = ""
-    """Newest cause of a skipped or failed save; empty when the last save succeeded."""
+    """Newest cause of a skipped or failed save; empty if the last save succeeded."""
     failure_code: str = ""
     """`HoldfastError.code` of that cause."""
     step: int = 0
@@ -32,31 +32,33 @@ class SaveCounters:
     save_period_s: float = 0.0
     """Time between the last two saves."""
     loss: Loss = NO_LOSS
-    """Loss of training in experts that snapshots leave out; all 0 when they capture everything."""
+    """Training that experts which snapshots leave out may lose; all 0 if snapshots capture all
+    experts."""
     plan: PlanReport | None = None
-    """Expert plan of this world; None without uneven copies."""
+    """Expert plan of this world; None for a model without seats."""
     staged_s: float = 0.0
-    """Time from the call of the newest staged save until its tensors could change again."""
+    """Time from the call of the newest staged save until training could change its tensors."""
     copied_bytes: int = 0
     """Bytes of tensors that the newest staged save copied."""
     interval_steps: int = 0
-    """Steps from snapshot to snapshot, where the interval follows from measurement; else 0."""
+    """Steps from one snapshot to the next, if the interval is measured; otherwise 0."""
 
 
 IDLE_S = 0.5
-"""Interval at which an idle saver checks for anything to report."""
+"""Interval at which an idle saver checks whether it has anything to report."""
 
 CAUSES_MAX = 1000
-"""Most remembered causes, which are not logged again; beyond it, all of them are forgotten."""
+"""Number of logged causes to remember, so that they are not logged again. At this number, all are
+forgotten."""
 
 
 class Tally:
-    """Counters of a session, and the causes already logged. Any thread may call it."""
+    """The counters of a session, and the causes that were logged. Any thread may call it."""
 
     def __init__(self) -> None:
         self.counters = SaveCounters()
         self.changed = False
-        """Whether anything changed since the last report."""
+        """Whether anything has changed since the last report."""
         self._causes: set[str] = set()
         self._lock = threading.Lock()
 
@@ -73,7 +75,7 @@ class Tally:
             self.changed = True
 
     def refuse(self, step: int, error: HoldfastError) -> None:
-        """Count a save that was skipped or failed; log it unless its cause was logged before."""
+        """Count a skipped or failed save, and log its cause unless that was logged before."""
         skipped = isinstance(error, SnapshotSkippedError)
         with self._lock:
             if skipped:
@@ -92,13 +94,18 @@ class Tally:
             _log.log(level, "step %d was not saved: %s", step, error)
 
     def forgive(self) -> None:
-        """Forget the logged causes, as the daemon is back: later failures are logged again."""
+        """Forget the logged causes, so that later failures are logged again. The pipeline calls it
+        when the daemon is back."""
         with self._lock:
             self._causes.clear()
 
     def report(self, session: str, problem: HoldfastError | None) -> TrainerReport:
-        """Make the report for the daemon; `problem` is the reason why nothing can be saved any
-        more."""
+        """Make the report for the daemon.
+
+        Args:
+            session: key of the session with the daemon; empty without one.
+            problem: why no further save can succeed; None while saves can.
+        """
         with self._lock:
             self.changed = False
             counters = self.counters

@@ -1,4 +1,4 @@
-"""Task of taking a snapshot, shared by the training thread and the saver's thread."""
+"""The task of taking one save, shared by the training thread and the saver's thread."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from holdfast._state.in_place import InPlaceCheck
 
 
 class Task:
-    """One snapshot to take, shared by the training thread and the worker.
+    """One save to take, shared by the training thread and the worker (the saver's thread).
 
-    Tensors may change whenever the worker does not hold the task. `hold` succeeds until the
-    training thread has given the task up; `wait` lets the training thread wait for the hold to end.
+    While the worker holds the task, training does not change the tensors: it waits in `wait` until
+    the worker releases the task for good. If the worker takes too long to begin, the training
+    thread abandons the task, and `hold` fails from then on.
     """
 
     def __init__(
@@ -38,77 +39,85 @@ class Task:
     ) -> None:
         self.handle, self.call = handle, call
         self.sources = sources
-        """Tensors of this rank; None while they are the same as for the previous task."""
+        """Tensors of this rank; None if they are the same as in the previous task."""
         self.gradients = gradients
-        """Where `sources` are given: their gradients, which the saves of windows hold."""
+        """Gradients of `sources` that the saves of a window capture."""
         self.extras_bytes = len(call.extras) + more_extras_bytes
-        """Most bytes that this save adds to the extras of its snapshot."""
+        """Upper bound of the bytes that this save adds to the extras of its snapshot."""
         self.fence = fence
+        """Point in the device's queue after which the tensors have the state to capture."""
         self.copies = copies
-        """Whether to copy; False only prepares the session."""
+        """Whether the task captures the tensors. If not, it only opens the session."""
         self.tokens = tokens if tokens is not None else Tokens()
-        """Tokens routed since the last save."""
+        """Tokens routed to experts since the previous save."""
         self.reseated = reseated
-        """Whether experts have changed ranks since the last task."""
+        """Whether experts have changed ranks since the previous task."""
         self.unchanged = unchanged
-        """Check of whether tensors have changed in place since `save`; None for none."""
+        """Check that tensors have not changed in place since `save`; None for no check."""
         self.began_s = time.monotonic()
-        self.let_go = threading.Event()
+        self.tensors_released = threading.Event()
         """Set when the worker no longer needs the live tensors."""
-        self.needed: Fence = None
-        """Point at which training waits for the tensors, once it does; None on the host."""
+        self.waiting_fence: Fence = None
+        """Point in the device's queue at which training began to wait for the tensors; None before,
+        and on the host."""
         self.hashed = threading.Event()
-        """Set when what the worker has copied is hashed."""
+        """Set when the worker has hashed the bytes that it copied."""
         self.ended = threading.Event()
         """Set when the worker is done with the task."""
         self._free = threading.Condition()
         self._held = False
-        self._over = False
-        self.given_up = False
-        """Whether the training thread has given the task up, and refuses its save."""
+        self._closed = False
+        self.abandoned = False
+        """Whether the training thread has abandoned the task; it then refuses the save itself."""
 
     def hold(self) -> bool:
-        """Keep training from changing the tensors from here on; False when the task was given
-        up."""
+        """Keep training from changing the tensors until `release`. Return False if that is too
+        late, because training has abandoned the task. The worker calls it."""
         with self._free:
-            self._held = not self._over
+            self._held = not self._closed
             return self._held
 
-    def release(self, *, over: bool) -> None:
-        """Let tensors change; with `over` the worker does not need them again. For the worker."""
+    def release(self, *, for_good: bool) -> None:
+        """Let training change the tensors. The worker calls it; with `for_good` it does not need
+        them again."""
         with self._free:
             self._held = False
-            self._over = self._over or over
-            if over:
-                self.let_go.set()
+            self._closed = self._closed or for_good
+            if for_good:
+                self.tensors_released.set()
             self._free.notify_all()
 
     @contextmanager
-    def held(self) -> Iterator[bool]:
-        """Hold the task meanwhile, so that the training thread waits; yield False when it has
-        given the task up."""
+    def holding(self) -> Iterator[bool]:
+        """Hold the task within the block; yield False if training has abandoned it."""
         held = self.hold()
         try:
             yield held
         finally:
-            self.release(over=False)
+            self.release(for_good=False)
 
     def wait(self, start_wait_s: float) -> bool:
-        """Return when tensors may change. False when the task was given up, because the worker did
-        not hold it within `start_wait_s`, or not again within that time after a hold."""
+        """Wait until tensors may change. The training thread calls it.
+
+        Returns:
+            False if this has abandoned the task, because the worker did not hold it within
+            `start_wait_s`, or did not hold it again within that time after a hold.
+        """
         deadline = time.monotonic() + start_wait_s
         with self._free:
-            while not self._over:
+            while not self._closed:
                 if self._held:
                     self._free.wait()
                     deadline = time.monotonic() + start_wait_s
                 elif not self._free.wait(max(deadline - time.monotonic(), 0.0)):
-                    if self._held:  # the worker began at the last moment
+                    if self._held:  # The worker began at the last moment.
                         continue
-                    self._over = self.given_up = True
+                    self._closed = self.abandoned = True
                     return False
             return True
 
     @property
-    def over(self) -> bool:
-        return self._over
+    def closed(self) -> bool:
+        """Whether the worker has released the tensors for good, or training has abandoned the
+        task."""
+        return self._closed

@@ -1,1 +1,1 @@
-"""Sessions: what a training script asks for, with a daemon and without one."""
+"""Sessions: the interface of training scripts, with a daemon and without one."""

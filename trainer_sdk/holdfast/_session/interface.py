@@ -1,7 +1,7 @@
-"""Interface of a session: what a training script may ask for, and what it is promised. And what
-`holdfast.elastic` asks of the session of one world, which it replaces in the next.
+"""The interface of a session: `Session` for training scripts, and `WorldSession` for
+`holdfast.elastic`, which makes a new session for each world.
 
-`protected` implements it with a daemon, `unprotected` without one. This module decides nothing.
+`protected` implements both with a daemon, `unprotected` without one. This module decides nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast._daemon.handles import SaveHandle
 from holdfast._save.tally import SaveCounters
 from holdfast._state.capture import LiveState
 from holdfast._state.collect import Stateful
-from holdfast._steps import Restarting, TrainStep, steps_of
+from holdfast._steps import RestartRunner, TrainStep, steps_of
 from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.errors import HoldfastError, NoRecoveryLineError
 from holdfast_core.protection.standing import StandingVerdict
@@ -28,138 +28,144 @@ from holdfast_core.topology import Topology
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingState:
-    """What one rank trains, as its session captures it."""
+    """The training state of one rank, which its session captures."""
 
     live: LiveState
     """State of the model and the optimizers."""
     stateful: Mapping[str, Stateful]
-    """Other objects, by name."""
+    """The other objects to capture, by name."""
     topology: Topology
     """Topology of the present world."""
     rank: int
-    """Rank of this process in it."""
+    """Rank of this process in the present world."""
 
 
 class Session(ABC):
-    """One rank's protection, from `holdfast.init` to `close`; as a context manager it closes."""
+    """The protection of one rank, from `holdfast.init` to `close`. As a context manager, it closes
+    itself at the end of the block."""
 
     @property
     @abstractmethod
     def epoch(self) -> int:
-        """Membership epoch of this training world; 0 before it is known or without a daemon."""
+        """Membership epoch of this training world; 0 without a daemon, or before it is known."""
 
     @property
     @abstractmethod
     def problem(self) -> HoldfastError | None:
-        """Reason why no save can succeed any more, or until replicas are equal again; None when all
-        is well."""
+        """Why saves cannot succeed; None if they can. The problem is permanent, except that
+        replicas which differ may become equal again."""
 
     @property
     @abstractmethod
     def counters(self) -> SaveCounters:
-        """Numbers of saves that were committed, skipped and failed, and the newest cause."""
+        """Counts of committed, skipped and failed saves, and the newest cause of a failure."""
 
     @property
     def holds(self) -> TrainingState | None:
-        """State that this session captures; None without a daemon."""
+        """The state that this session captures; None without a daemon."""
         return None
 
     @abstractmethod
     def restore(self) -> int | None:
         """Load the recovery line into the model, the optimizers and the stateful objects.
 
-        Every rank calls it, once, before its first save. All ranks restore the same step, or all
-        raise. Tensors are copied into place; optimizer state that does not exist yet is allocated.
+        Every rank calls it once, before its first save. Either all ranks restore the same step, or
+        all raise. Tensors are filled in place. Optimizer state that does not exist yet is
+        allocated.
 
         Returns:
-            The last completed step, or None for a fresh start.
+            The last completed step; None for a fresh start.
 
         Raises:
-            LayoutMismatchError: a tensor differs in name, shape or dtype from the snapshot's.
+            LayoutMismatchError: a tensor differs from the snapshot in name, shape or dtype.
             CorruptError: bytes do not match their checksums. The state is then undefined.
-            NoRecoveryLineError: the ranks' daemons named different generations, or training has
-                gone on: this session has restored or saved before.
+            NoRecoveryLineError: the daemons of the ranks named different generations, or this
+                session has restored or saved before.
             UnreachableError: the daemon or another rank did not answer in time.
-            StaleEpochError: this process belongs to a training world that has ended.
+            StaleEpochError: the training world of this process has ended.
         """
 
     def steps(self, total: int, *, seed: int | None = None) -> Iterator[TrainStep]:
-        """Restore, then yield the number of each step to run, from 1 to `total`.
+        """Restore, and yield each step to run, from the first one after the restored step to
+        `total`.
 
             for step in session.steps(total):
                 with step:
                     train_one_step()
 
         The end of the `with` block saves the state after the step. With a `world` of
-        `holdfast.elastic`, a failure elsewhere unwinds to it: this process restores in place, and
-        the loop goes on after the restored step, whose `resumed` is then true. Every rank calls it,
-        once, instead of `restore` and `save`.
+        `holdfast.elastic`, a failure elsewhere also ends the block: this process then recovers in
+        place, and the loop continues with the next step to run, whose `resumed` is true. Every rank
+        calls this once, instead of `restore` and `save`.
 
         Args:
             total: number of steps of the whole run.
-            seed: equal on all ranks. The random generators of Python, numpy and torch are seeded
-                from it, the step and the present rank when a step begins: a process that takes the
-                place of a lost one then draws what that would have drawn.
+            seed: equal on all ranks; None seeds nothing. When a step begins, the random generators
+                of Python, numpy and torch are seeded from this number, the step and the present
+                rank, so that a process that replaces a lost one draws the same random numbers.
 
         Raises:
-            HoldfastError: as `restore`; also where a world has nothing to restore, because this
-                process cannot begin again.
+            HoldfastError: as for `restore`; or a later world has nothing to restore, and this
+                process cannot start from the beginning again.
         """
-        return steps_of(Restarting(self), total, seed)
+        return steps_of(RestartRunner(self), total, seed)
 
     @abstractmethod
     def save(self, step: int) -> SaveHandle:
-        """Begin to capture the state after `step` completed steps. Returns at once, never raises.
+        """Begin to capture the state after `step` completed steps. Returns at once, and does not
+        raise (with one exception, below): the handle reports failures.
 
-        After a restore from a sparse window it loads what the window holds of `step`, until the
-        window's last step is repeated, and raises StepOrderError when a step was left out.
+        Tensors must not change before the handle's `staged` is done. The hook on the optimizer's
+        `step` waits for it; before any other change, call `wait_staged`. If tensors changed in
+        place before they were copied, and the change can be detected, the save is dropped. Buffers
+        and extras are copied before this returns.
 
-        Tensors must not change until the handle's `staged`: the hook on the optimizer's `step`
-        waits for it, and `wait_staged` does so before any other change. A save whose tensors
-        changed in place before they were copied is dropped, where the change can be detected.
-        Buffers and extras are copied before this returns.
+        After a restore from a sparse window, the steps of the window are repeated. Before the last
+        of them, `save` captures nothing; it loads the window's state for the next step instead, and
+        raises StepOrderError if a step was left out.
 
-        With an optimizer that is not torch's, this returns only when the tensors are copied, until
-        the loop calls `wait_staged` between saves.
+        If an optimizer is not torch's, this returns only when the tensors are copied, until the
+        loop has called `wait_staged` between two saves.
         """
 
     @abstractmethod
     def count_tokens(
         self, layer: int, counts: Sequence[float] | torch.Tensor, assignments: int | None = None
     ) -> None:
-        """Count this rank's tokens that went to each expert of a layer since the last call.
+        """Count the tokens that this rank has sent to each expert of a layer since the last call.
 
-        Snapshots that leave experts out use the counts to measure what a recovery loses. Without
-        them only these numbers are missing. Sparse windows order experts by them, where the policy
-        says so. The call is cheap: counts on a device are added up
-        there, without waiting.
+        Snapshots that leave experts out need the counts to measure the tokens that a recovery
+        loses; without counts, only these measurements are missing. Sparse windows order experts by
+        the counts if the policy says so. The call is cheap: counts on a device are added up there,
+        without waiting.
 
         Args:
-            counts: for each expert of the layer, over all ranks, the tokens that it processed;
-                whole numbers [experts], on any device. With SparseWindows(order="SoftCount"), the
-                sums of the gate's probabilities of these tokens.
-            assignments: tokens times the experts that each was sent to, dropped ones included; by
-                default the sum of `counts`.
+            counts: the tokens that each expert of the layer processed, for the experts of all
+                ranks: whole numbers [experts], on any device. With
+                SparseWindows(order="SoftCount"), the sums of the gate's probabilities for these
+                tokens.
+            assignments: number of tokens times the number of experts to which each was sent,
+                including dropped ones; by default the sum of `counts`.
         """
 
     @abstractmethod
     def bubble(self) -> AbstractContextManager[None]:
         """Mark a time in which this pipeline stage is idle: `with session.bubble(): recv()`.
 
-        Copies of a snapshot are kept for such times, as far as recent steps had them. Without
-        pipeline parallelism it does nothing.
+        Snapshots are copied at such times, as far as the idle time of recent steps allows. Without
+        pipeline parallelism, this does nothing.
         """
 
     @abstractmethod
     def capacity_factors(self, layer: int, experts: int) -> list[float]:
-        """Factors for the capacity of each expert of a layer in the next step.
+        """Return the factor for the capacity of each expert of a layer in the next step.
 
-        A factor is 1.1 for an expert that a recovery returned to an older version, until this rank
-        has made up for the tokens lost by it (MoEtion §6), as counted by `count_tokens`; otherwise
-        it is 1.0. Ranks finish this at different steps, so buffers for tokens from other ranks need
-        the room that `capacity_room` gives, whatever this rank's factors are. While this rank has
-        tokens to make up for, the first call after `count_tokens` waits for all counts that are on
-        a device at once.
+        If a recovery returned an expert to an older version, its factor is 1.1 until this rank has
+        made up for the lost tokens (MoEtion §6), according to `count_tokens`. Otherwise the factor
+        is 1.0. Ranks make up for their tokens at different steps, so give buffers for tokens from
+        other ranks the room of `capacity_room`, whatever the factors of this rank are. While this
+        rank has tokens to make up for, the first call after `count_tokens` waits for the counts on
+        all devices.
 
         Args:
             experts: number of the layer's experts, over all ranks.
@@ -176,16 +182,17 @@ class Session(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Allocate the arena now rather than in the background of the first save.
+        """Allocate the arena now, rather than in the background of the first save.
 
-        Every rank calls it, after the first optimizer step. It returns when the session is open, or
-        when opening failed, which is logged.
+        Every rank calls it after the first optimizer step. It returns when the session is open. If
+        the session cannot be opened, this logs the reason and returns.
         """
 
     @abstractmethod
     def wait_staged(self) -> None:
-        """Return when tensors may change. Call it before every step of an optimizer that is not
-        torch's, and before any other change of weights: swapping in averages, clamping."""
+        """Wait until tensors may change. Call it before every step of an optimizer that is not
+        torch's, and before every other change of weights, such as clamping or swapping in
+        averages."""
 
     @abstractmethod
     def close(self) -> None:
@@ -204,13 +211,13 @@ class Session(ABC):
 
 
 class WorldSession(Session):
-    """Session of one training world. What it does not override is that of a session without a
-    daemon, which holds nothing."""
+    """The session of one training world. `holdfast.elastic` calls the methods below. Their defaults
+    suit a session without a daemon, which captures nothing."""
 
     @property
     def repeats(self) -> bool:
-        """Whether steps of a sparse window are being repeated, so that units are of different
-        steps."""
+        """Whether the steps of a sparse window are being repeated. Until the end of the window,
+        units have the states of different steps."""
         return False
 
     @abstractmethod
@@ -218,21 +225,22 @@ class WorldSession(Session):
         """Restore; see `Session.restore`.
 
         Args:
-            no_replay: why no pipeline stage repeats steps alone, for people.
+            no_replay: why no pipeline stage repeats steps alone, for the log and the status.
         """
 
     def before_step(self, optimizer: object) -> None:
-        """Return when `optimizer` may step."""
+        """Wait until `optimizer` may step. The hook on its `step` calls it."""
 
     def go_on(self, verdict: StandingVerdict, problem: str) -> bool:
-        """Go on after a step from what the ranks have, before the first save. Collective.
+        """Continue live after the step of `verdict`, from the state that the ranks have. Called
+        before the first save of this world. Collective.
 
         Args:
-            verdict: LIVE; equal on all ranks.
-            problem: why this rank cannot, after all; empty when it can.
+            verdict: its action is LIVE; equal on all ranks.
+            problem: why this rank cannot continue after all; empty if it can.
 
         Returns:
-            Whether all ranks have the state after the step; if not, it has to be restored.
+            Whether all ranks now have the state after the step. If not, they must restore.
 
         Raises:
             UnreachableError: a rank did not take part.
@@ -240,48 +248,51 @@ class WorldSession(Session):
         del verdict, problem
         return False
 
-    def reseated(self, plan: PlanReport, *, moved: bool) -> None:
-        """Note the experts' plan, and whether they have moved since the last save."""
+    def on_reseated(self, plan: PlanReport, *, moved: bool) -> None:
+        """Note the expert plan, and whether experts have moved since the last save."""
 
     def follow(self, kept: PartialState) -> None:
-        """Take what the session of the world before has left."""
+        """Take over the state of the policy that the session of the previous world left."""
 
     def leave(self) -> PartialState:
-        """Close the session of a world that has ended, and return the state of its policy for the
-        next one to `follow`."""
+        """Close the session of a world that has ended. Return the state of its policy, which the
+        session of the next world takes over (`follow`)."""
         self.close()
         return START
 
     # --- localized recovery -----------------------------------------------------------------------
 
     def line(self) -> tuple[int, int]:
-        """Steps of the recovery line from which lost stages are to be restored; see
+        """Return the steps of the recovery line from which lost stages can be restored; see
         `Restore.line`.
 
         Raises:
-            HoldfastError: there is none, or it cannot be found out.
+            HoldfastError: there is no such line, or the daemon did not answer.
         """
         raise NoRecoveryLineError("no daemon protects this process, so there is no recovery line")
 
     def restore_stages(self, *, own: bool) -> None:
-        """Restore the recovery line on some ranks, before they repeat steps. Collective.
+        """Restore the recovery line on some ranks, which will then repeat steps. Collective.
 
         Args:
-            own: whether this rank restores it; the others change nothing.
+            own: whether this rank restores the line. If not, its state does not change.
 
         Raises:
-            HoldfastError: a rank could not; then all raise.
+            HoldfastError: a rank could not restore. Then all ranks raise.
         """
 
-    def repeated(self, step: int) -> None:
-        """Go on after a step that this rank has repeated alone, with what a sparse window holds of
-        it."""
+    def on_step_repeated(self, step: int) -> None:
+        """Note that this rank has repeated `step` alone. Within a sparse window, load the window's
+        state for the next step."""
 
     def end_replay(self, step: int, repeated_after: int | None) -> bool:
-        """Go on after a step, once lost stages have repeated it. Collective; as `go_on`.
+        """Continue after `step`, which lost stages have now reached by repeating steps. Collective.
 
         Args:
-            repeated_after: step after which this rank has repeated steps; None for none.
+            repeated_after: the step from which this rank repeated steps; None if it repeated none.
+
+        Returns:
+            Whether all ranks now have the state after the step. If not, they must restore.
         """
         del step, repeated_after
         return False

@@ -1,6 +1,7 @@
-"""Session with a daemon.
+"""The session of a process with a daemon.
 
-Everything here runs on the training thread, so `save` must be quick, and it never raises.
+Everything here runs on the training thread. So `save` must be quick, and it must not raise: the
+handle reports failures.
 """
 
 from __future__ import annotations
@@ -110,27 +111,27 @@ class ProtectedSession(WorldSession):
         self._eager: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
         self._last_step: int | None = None
         self._began = ""
-        """Newest call after which it is too late to restore."""
+        """The newest call after which a restore is refused; empty before one."""
         self._number, self._last_save_s = 0, 0.0
         self._tokens = Tokens(strategy.token_parts)
         self._capacity = Capacity()
         self._closed, self._kept = False, START
         self._replay: Replay | None = None
-        """Replay of a sparse window, until its last step is repeated."""
+        """The replay of a sparse window; None once its last step is repeated."""
         unheld = [one for one in live.optimizers if not notices_steps(one)]
         self._unheld, self._unseen = unheld, UnseenState(live.optimizers)
         before = self.before_step if hooks else None
         self._hooks = StepHooks(live.optimizers, before, self._after_step)
         self._held = not unheld
-        """Whether a hook makes every optimizer wait until a save is staged."""
+        """Whether a hook lets every optimizer wait until a save is staged."""
         self._asked = False
-        """Whether the loop has called `wait_staged` since the save before."""
+        """Whether the loop has called `wait_staged` since the previous save."""
         if unheld:
-            _warn_unheld(unheld)
+            _warn_of_unheld_state(unheld)
 
     @property
     def live(self) -> LiveState:
-        """State of the model and the optimizers that is captured."""
+        """The captured state of the model and the optimizers."""
         return self._live
 
     @property
@@ -162,9 +163,9 @@ class ProtectedSession(WorldSession):
     def restore(self, no_replay: str = "") -> int | None:
         if self._began:
             raise NoRecoveryLineError(
-                f"restore() after {self._began} of this session: call it once, before the first "
-                f"save; to go back to the newest protected step, end the process and let the job "
-                f"start it again"
+                f"restore() was called after {self._began} of this session: call it once, before "
+                f"the first save; to return to the newest protected step, end the process and let "
+                f"the job start it again"
             )
         self._saver.wait_staged()
         return self._resume(self._restore.run(no_replay), "restore()")
@@ -173,7 +174,7 @@ class ProtectedSession(WorldSession):
         outcome = self._restore.go_on(verdict, problem, self._kept)
         return outcome is not None and self._goes_on(outcome)
 
-    def reseated(self, plan: PlanReport, *, moved: bool) -> None:
+    def on_reseated(self, plan: PlanReport, *, moved: bool) -> None:
         self.counters.plan = plan
         self._stale, self._reseated = self._stale or moved, self._reseated or moved
 
@@ -183,7 +184,7 @@ class ProtectedSession(WorldSession):
     def leave(self) -> PartialState:
         self.close()
         if self._began:
-            tokens, self._tokens = self._tokens, self._tokens.emptied()
+            tokens, self._tokens = self._tokens, self._tokens.empty_copy()
             self._kept = self._saver.leave(self._number, tokens, self._capacity.tracker)
         return self._kept
 
@@ -197,15 +198,15 @@ class ProtectedSession(WorldSession):
         else:
             self._restore.attend()
 
-    def repeated(self, step: int) -> None:
+    def on_step_repeated(self, step: int) -> None:
         if self._replay is not None:
-            self._repeated(self._replay, step)
+            self._continue_replay(self._replay, step)
 
     def end_replay(self, step: int, repeated_after: int | None) -> bool:
         return self._goes_on(self._restore.live_after(step), repeated_after)
 
     def _goes_on(self, outcome: Restored, repeated_after: int | None = None) -> bool:
-        """Go on live if all replicas have equal states. Collective."""
+        """Continue live from `outcome`, if all replicas have equal states. Collective."""
         problem = self._compare()
         if problem:
             _log.warning("training does not go on live: %s", problem)
@@ -218,7 +219,8 @@ class ProtectedSession(WorldSession):
         return True
 
     def _compare(self) -> str:
-        """Compare the state of all replicas; return in what they differ, or nothing. Collective."""
+        """Compare the states of all replicas; return how they differ, empty if they are equal.
+        Collective."""
         restore, fence = self._restore, self._device.fence()
         sources, topology = self._live.sources(), restore.topology
         own = digests_of(sources, topology, restore.rank, self._engine, fence)
@@ -228,7 +230,7 @@ class ProtectedSession(WorldSession):
         return "; ".join(f"ranks {ranks} differ in {unit}" for unit, ranks in wrong[:3])
 
     def _resume(self, outcome: Restored, began: str) -> int | None:
-        """Begin where `outcome` has brought this rank."""
+        """Begin training after a recovery that has brought this rank to `outcome`."""
         self._stale = True
         self._saver.pipeline.resume(outcome)
         self._number = outcome.experts.ledger.snapshots
@@ -243,11 +245,13 @@ class ProtectedSession(WorldSession):
         return outcome.step
 
     def save(self, step: int) -> SaveHandle:
-        if self._replay is not None and self._repeated(self._replay, step):
+        # A repeated step of a window was captured in its first execution.
+        if self._replay is not None and self._continue_replay(self._replay, step):
             handle = SaveHandle(completed_steps(step))
-            why = f"step {step} was repeated; the window that was restored holds it"
+            why = f"step {step} was repeated; the restored window holds it"
             handle._fail(SnapshotSkippedError(why))
             return handle
+        # Any other failure goes into the handle: training must not end for it.
         handle, began_s = SaveHandle(self._last_step or 0), time.monotonic()
         try:
             handle = SaveHandle(completed_steps(step))
@@ -258,11 +262,11 @@ class ProtectedSession(WorldSession):
             _log.debug("unexpected failure of save(%d)", handle.step, exc_info=True)
             why = f"save({handle.step}) failed with {type(error).__name__}: {error}"
             self._saver.refuse(handle, SnapshotSkippedError(why))
-        self._waited(began_s)
+        self._count_wait(began_s)
         return handle
 
-    def _repeated(self, replay: Replay, step: int) -> bool:
-        """Go on with a replay after its completed `step`; return False after its last one."""
+    def _continue_replay(self, replay: Replay, step: int) -> bool:
+        """Advance a replay after its completed `step`; return False after its last step."""
         replay.advance(step)
         if not replay.over:
             self._last_step = step
@@ -271,6 +275,8 @@ class ProtectedSession(WorldSession):
         return False
 
     def _save(self, handle: SaveHandle) -> None:
+        """Hand the save to the saver's thread. Raises the reason if it is skipped."""
+        # Steps must increase, because a generation is named by its step.
         if self._closed:
             raise SnapshotSkippedError("the session is closed")
         self._began = f"save({handle.step})"
@@ -279,6 +285,7 @@ class ProtectedSession(WorldSession):
             raise StepOrderError(
                 f"save({step}) after step {last}: steps must increase; pass the completed steps"
             )
+        # Count the save, also if it is skipped: the n-th save must be the n-th on every rank.
         self._last_step = step
         now = time.monotonic()
         self._saver.tally.begin(step, now - self._last_save_s if self._last_save_s else 0.0)
@@ -287,6 +294,7 @@ class ProtectedSession(WorldSession):
             return
         self._number += 1
         self._saver.on_save_called(self._number - 1, step, now)
+        # Refuse saves that cannot succeed.
         if self._saver.problem is not None:
             self._saver.refuse(handle, self._saver.problem)
             return
@@ -295,23 +303,24 @@ class ProtectedSession(WorldSession):
             raise self._unseen.problem
         if self._saver.busy:
             raise SnapshotSkippedError("the previous save is still in progress")
+        # Start the save. If nothing else makes optimizers wait for the copy, wait for it here.
         self._saver.submit(self._task(handle, copies=True))
         asked, self._asked = self._asked, False
         if not (self._held or asked):
             self._saver.wait_staged()
 
     def _is_due(self, handle: SaveHandle, now: float) -> bool:
-        """Whether to take the snapshot; if not, the handle has the reason.
+        """Whether to take this save. If not, the handle fails with the reason.
 
         Raises:
             SnapshotSkippedError: the ranks have not agreed on the interval yet.
         """
-        called = self._interval.called(handle, now)
+        called = self._interval.on_save_called(handle, now)
         steps = self.counters.interval_steps = self._interval.steps
-        for missed in called.missed:  # other ranks have counted them
+        for missed in called.missed:  # Saves that other ranks have counted.
             self._number += 1
             self._saver.on_save_called(self._number - 1, missed, now)
-            self._saver.replica_check.missed(missed)
+            self._saver.replica_check.on_save_failed(missed)
         if called.undecided:
             raise SnapshotSkippedError("the ranks have not agreed on the interval yet")
         if not called.due:
@@ -322,14 +331,14 @@ class ProtectedSession(WorldSession):
             )
         return called.due
 
-    def _waited(self, began_s: float) -> None:
-        """Count the time since `began_s` as time in which training only waited."""
-        self._interval.waited(time.monotonic() - began_s)
+    def _count_wait(self, began_s: float) -> None:
+        """Count the time since `began_s` as time in which training waited."""
+        self._interval.add_wait(time.monotonic() - began_s)
 
     @torch.inference_mode(False)  # what is made in that mode cannot be written outside of it
     def _task(self, handle: SaveHandle, *, copies: bool) -> Task:
         with torch.no_grad():
-            if self._stale or self._live.changed():
+            if self._stale or self._live.has_changed():
                 self._stale = True  # until all of this has succeeded
                 self._live.begun.forms.check()
                 found = self._live.discover()
@@ -351,7 +360,7 @@ class ProtectedSession(WorldSession):
         # The saver's thread takes them over; kept here until a task has carried them there.
         sources, self._sources = self._sources, None
         reseated, self._reseated = self._reseated, False
-        tokens, self._tokens = self._tokens, self._tokens.emptied()
+        tokens, self._tokens = self._tokens, self._tokens.empty_copy()
         call = SaveCall(
             number=self._number - 1,
             step=handle.step,
@@ -406,18 +415,18 @@ class ProtectedSession(WorldSession):
         self._asked = True
         began_s = time.monotonic()
         self._saver.wait_staged()
-        self._waited(began_s)
+        self._count_wait(began_s)
 
     def before_step(self, optimizer: object) -> None:
         began_s = time.monotonic()
         self._saver.wait_staged()
-        self._waited(began_s)
+        self._count_wait(began_s)
         self._gradients.before_step(optimizer)
         due = self._saver.strategy.gradients_due((self._last_step or 0) + 1)
         self._optimizer_steps.before_step(optimizer, due, frozen=self._replay is not None)
         if self._replay is not None:
             self._replay.before_step(optimizer)
-        self._live.begun.stepped()
+        self._live.begun.note_modes()
         self._unseen.before_step(optimizer)
 
     def _after_step(self, optimizer: object) -> None:
@@ -436,7 +445,7 @@ class ProtectedSession(WorldSession):
         self._interval.close(self._settings.rpc_timeout_s)
 
 
-def _warn_unheld(optimizers: Sequence[object]) -> None:
+def _warn_of_unheld_state(optimizers: Sequence[object]) -> None:
     kinds = {type(one).__qualname__ for one in optimizers}
     _log.warning(
         "%s is not a torch.optim.Optimizer, so nothing holds it back while a save is copied: call "

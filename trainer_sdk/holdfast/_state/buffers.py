@@ -1,10 +1,10 @@
-"""Buffers whose form differs from the one that they have whenever the program starts.
+"""Buffers whose form has changed since the program started.
 
-A program that starts again has the buffers of its beginning, and a snapshot has those of its step:
-observers get a shape with the first batch, a cache is registered in a forward pass, statistics are
-dropped. So a snapshot records for each buffer whose form has changed what it was when the program
-began, and a restore gives it the snapshot's form where the program began alike. Otherwise the
-program itself is another one, and that is an error.
+A program that starts again has the buffers of its start, but a snapshot has those of its step: an
+observer gets a shape with the first batch, a cache is registered in a forward pass, statistics are
+dropped. So for each buffer whose form has changed, a snapshot records its form when the program
+started. If the present program started with the same form, a restore gives the buffer the form of
+the snapshot. Otherwise it is a different program, and the restore fails.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from holdfast._state.dtensors import is_dtensor, raw
-from holdfast._state.extras import dtype_name, dtype_named
+from holdfast._state.extras import dtype_name, dtype_of_name
 from holdfast_core.errors import InvalidJobError, LayoutMismatchError
 
 ABSENT = "absent"
@@ -26,48 +26,48 @@ NONE = "None"
 _LAZY = "lazy"
 
 ChangedBuffers = Mapping[str, Sequence[str]]
-"""Name of each buffer whose form has changed → its form when the program began, its present form,
+"""Name of each buffer whose form has changed → its form when the program started, its present form,
 and the type of its device."""
 
 
 class BufferForms:
-    """Forms of a model's persistent buffers, compared with those that they have whenever the
-    program starts: a process that stays goes from world to world with the same ones."""
+    """The forms of a model's persistent buffers, compared with their forms when the program
+    started. A process that stays uses the same object in all of its worlds."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self.begin()
 
     def begin(self) -> None:
-        """Take the present forms."""
+        """Take the present forms as those of the program's start."""
         self._first, self._modules = self._present()
 
-    def begun(self, path: str) -> str:
-        """Form that the buffer at `path` has when the program starts."""
+    def first_form(self, path: str) -> str:
+        """Return the form of the buffer at `path` when the program started."""
         return self._first.get(path, ABSENT)
 
     def _present(self) -> tuple[dict[str, str], frozenset[str]]:
         modules = frozenset(path for path, _ in self._model.named_modules())
         return dict(_buffer_forms(self._model)), modules
 
-    def changed(self) -> dict[str, tuple[str, str]]:
+    def changed_forms(self) -> dict[str, tuple[str, str]]:
         """Map the path of each buffer whose form has changed to its first and its present form."""
         now = dict(_buffer_forms(self._model))
         return {
-            path: (self.begun(path), now.get(path, ABSENT))
+            path: (self.first_form(path), now.get(path, ABSENT))
             for path in self._first.keys() | now.keys()
-            if self.begun(path) != now.get(path, ABSENT)
+            if self.first_form(path) != now.get(path, ABSENT)
         }
 
     def check(self) -> None:
-        """Check that a restore could make the buffers that there are.
+        """Check that a restore could create the present buffers.
 
         Raises:
-            InvalidJobError: when a buffer is in a module that the program adds while it trains, or
-                had no shape at all when it began; the message names it.
+            InvalidJobError: a buffer is in a module that the program added during training, or had
+                no shape when the program started. The message names it.
         """
         for path in dict(_buffer_forms(self._model)):
-            if self.begun(path) == _LAZY:
+            if self.first_form(path) == _LAZY:
                 raise InvalidJobError(
                     f"{path} had no shape when the session restored: a program that starts again "
                     f"could not restore it; run a forward pass before holdfast.init"
@@ -81,7 +81,7 @@ class BufferForms:
 
 
 def form_of(tensor: torch.Tensor) -> str:
-    """Form of a tensor's part on this rank, such as `float32[4, 8]`."""
+    """Return the form of a tensor's part on this rank, such as `float32[4, 8]`."""
     if torch.nn.parameter.is_lazy(tensor):
         return _LAZY
     local = raw(tensor)
@@ -89,12 +89,12 @@ def form_of(tensor: torch.Tensor) -> str:
 
 
 def form(dtype: str, shape: Sequence[int]) -> str:
-    """Form of a tensor that is described."""
+    """Return the form of a tensor with this dtype and shape."""
     return f"{dtype}{list(shape)}"
 
 
 def _buffer_forms(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Path and form of each persistent buffer, those that are None included."""
+    """Yield the path and the form of each persistent buffer, including buffers that are None."""
     for path, module in model.named_modules():
         for key, buffer in module._buffers.items():
             if key not in module._non_persistent_buffers_set:
@@ -103,13 +103,14 @@ def _buffer_forms(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def put_form(model: nn.Module, path: str, dtype: str, shape: Sequence[int], device: str) -> None:
-    """Give the buffer at `path` this form, and arbitrary content; make it where there is none.
+    """Give the buffer at `path` this form, with arbitrary content. Register it if it does not
+    exist.
 
     Args:
-        device: type of its device; empty for that of the tensors beside it.
+        device: type of its device; empty for the device of its module's tensors.
 
     Raises:
-        LayoutMismatchError: when the buffer is distributed.
+        LayoutMismatchError: the buffer is distributed.
     """
     head, _, key = path.rpartition(".")
     module = model.get_submodule(head)
@@ -120,18 +121,18 @@ def put_form(model: nn.Module, path: str, dtype: str, shape: Sequence[int], devi
     home = beside.device
     if device and device != home.type:
         home = torch.device(device)
-    made = torch.empty(tuple(shape), dtype=dtype_named(dtype), device=home)
+    made = torch.empty(tuple(shape), dtype=dtype_of_name(dtype), device=home)
     if old is not None:
-        old.data = made  # the same object: other modules, and the program, may refer to it
+        old.data = made  # Keep the object: other modules and the program may refer to it.
     elif key in module._buffers:
         module._buffers[key] = made
     else:
-        vars(module).pop(key, None)  # a placeholder until then, as the program's own would be
+        vars(module).pop(key, None)  # The program may have a placeholder in its place.
         module.register_buffer(key, made)
 
 
 def drop_buffer(model: nn.Module, path: str, how: str) -> None:
-    """Remove the buffer at `path`: make it None, or unregister it where `how` is `ABSENT`."""
+    """Set the buffer at `path` to None or, if `how` is `ABSENT`, unregister it."""
     head, _, key = path.rpartition(".")
     buffers: dict[str, Any] = model.get_submodule(head)._buffers
     buffers[key] = None

@@ -1,12 +1,12 @@
-"""Tensors to capture: those of a model and its optimizers, unit by unit.
+"""Discovery of the tensors to capture: all tensors of a model and its optimizers, unit by unit.
 
-`LiveState` finds them and notices cheaply when they change. Stacked expert weights, and the
-optimizer state of the same shape, appear as one tensor for each expert: views, never copies. Tied
-weights appear once. Sharded tensors (DTensor, FSDP2) appear as their local shard, which no other
-rank is assumed to hold.
+`LiveState` finds them, and notices cheaply when they change. Stacked expert weights, and optimizer
+states of the same shape, appear as one tensor for each expert, which is a view and never a copy.
+Tied weights appear once. Sharded tensors (DTensor, FSDP2) appear as their local shards, and no
+other rank is assumed to hold the same shard.
 
-Finding tensors must not copy a byte. It only allocates staging, which a save fills: for tensors
-that are not contiguous, and for buffers, which forward passes change.
+The discovery must not copy any bytes. It only allocates staging memory, which each save fills: for
+tensors that are not contiguous, and for buffers, which forward passes change.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from holdfast_core.topology import Topology
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Whole:
-    """Part of the whole tensor that a local one is: see the fields of `Entry` with these names."""
+    """The place of a local tensor in the whole one: see the fields of `Entry` with these names."""
 
     global_shape: tuple[int, ...] = ()
     global_offsets: tuple[int, ...] = ()
@@ -57,14 +57,14 @@ class Whole:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TensorSource:
-    """One tensor of one unit, live."""
+    """A live tensor of a unit."""
 
     unit: UnitKey
     name: str
     """Text of its `TensorName`: unique in the model."""
     role: TensorRole
     tensor: torch.Tensor
-    """Local bytes: a detached view of the live tensor."""
+    """The local part: a detached view of the live tensor."""
     private: bool
     """Whether no other rank holds these bytes."""
     eager: bool = False
@@ -73,25 +73,27 @@ class TensorSource:
     """Contiguous copy of a tensor that is not contiguous, or is eager."""
     whole: Whole = field(default=Whole())
     seats: Seats | None = None
-    """Module in whose seats its expert lies, of which other ranks may have copies."""
+    """Module with seats that holds its expert; other ranks may have copies of the expert. None for
+    all other tensors."""
     of_stack: bool = False
-    """Whether it is one number that an optimizer keeps for all experts of a stack on this rank."""
+    """Whether it is a number that an optimizer keeps once for all experts of a stack."""
     captured: bool = True
-    """Whether this rank captures it in snapshots, or another one that has a copy."""
+    """Whether this rank captures it in snapshots. If not, another rank with a copy does."""
 
     @property
     def nbytes(self) -> int:
         return self.tensor.numel() * self.tensor.element_size()
 
     def flat(self) -> torch.Tensor:
-        """Bytes to copy: uint8 [nbytes], sharing memory with the tensor or its staging."""
+        """Return the bytes to copy: uint8 [nbytes], which shares the memory of the tensor or of its
+        staging copy."""
         tensor = self.tensor if self.staging is None else self.staging
         return tensor.reshape(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Anchor:
-    """Parameter, or slice of one, for which an optimizer keeps states."""
+    """A parameter, or a slice of one, for which an optimizer keeps states."""
 
     optimizer: int
     parameter: torch.Tensor
@@ -101,18 +103,18 @@ class Anchor:
 
 
 class LiveState:
-    """State of a model and its optimizers, as units.
+    """The state of a model and its optimizers, divided into units.
 
     Args:
         optimizers: any objects with torch's `state` and `param_groups`.
         rank: this rank in `topology`, which determines the experts that it holds.
         units: see `holdfast.init`.
-        private: names of tensors that no other rank holds: paths in the model, of optimizer states
-            as `path:key`.
-        begun: what the program has whenever it starts; what it has now when None.
+        private: names of tensors that no other rank holds: paths in the model, or `path:key` for
+            optimizer states.
+        begun: state of the program at its start; None takes the present state.
 
     Raises:
-        InvalidJobError: when the model has no parameters, or an optimizer lacks `state` or
+        InvalidJobError: the model has no parameters, or an optimizer lacks `state` or
             `param_groups`.
     """
 
@@ -132,14 +134,14 @@ class LiveState:
         check_optimizers(self.optimizers)
         self._saved_keys: dict[int, Sequence[Collection[str]]] = {}
         self.holders = self._holders()
-        """For each optimizer, it and those within it."""
+        """Each optimizer with its inner optimizers."""
         self._ep_index = topology.coordinates(rank).ep
         self._units = units
         self._private = private
         self._parameter_groups: list[Mapping[str, torch.Tensor | None]] = []
         self._module_groups: list[Mapping[str, nn.Module | None]] = []
         self._wrapped: frozenset[str] = frozenset()
-        """Paths in the model that keep the names of wrappers."""
+        """Paths in the model in which the names of wrappers are kept."""
         self._empty: list[Mapping[str, object]] = []
         """Dictionaries of modules that were empty at the last `discover`."""
         self._inventory: TensorInventory | None = None
@@ -166,7 +168,7 @@ class LiveState:
         the program began."""
         self.begun = begun or ProgramStart(model, self.optimizers)
         self.unrestorable = ""
-        """Why this program could not restore what the model has now; empty when it could."""
+        """Why this program could not restore the present state of the model; empty if it could."""
         self.changed_buffers: ChangedBuffers = {}
         self._first = {name: weakref.ref(p) for name, p in model.named_parameters()}
         """Name → parameter of the model when the session began."""
@@ -180,7 +182,8 @@ class LiveState:
         )
 
     def takes_state(self, anchor: Anchor, key: str) -> bool:
-        """Whether an optimizer of this rank holds a state of the anchor's parameter, or is to."""
+        """Whether an optimizer of this rank has, or would create, a state of the anchor's
+        parameter."""
         return anchor.optimizer >= 0 and self.holders[anchor.optimizer].takes(anchor.parameter, key)
 
     def expect(self, index: int, saved: Sequence[Mapping[str, Any]]) -> None:
@@ -194,19 +197,19 @@ class LiveState:
         self.holders = self._holders()
 
     def state_of(self, anchor: Anchor, key: str) -> dict[Any, Any] | None:
-        """State of the anchor's parameter; see `Holders.state_of`."""
+        """Return the state of the anchor's parameter; see `Holders.state_of`."""
         return self.holders[anchor.optimizer].state_of(anchor.parameter, key)
 
     # --- finding ----------------------------------------------------------------------------------
 
-    def changed(self) -> bool:
+    def has_changed(self) -> bool:
         """Whether any tensor has moved, appeared, vanished or changed its form since `discover`."""
         known = self._inventory
         return known is None or any(self._empty) or known.differs(self._objects())
 
-    def compared(self, device_bytes_max: int) -> dict[str, torch.Tensor]:
-        """Local bytes of all parameters and optimizer states by name, since `discover`: without the
-        states on a device that have more than `device_bytes_max`."""
+    def compared_tensors(self, device_bytes_max: int) -> dict[str, torch.Tensor]:
+        """Return the local parts of all parameters and optimizer states by name, as of the last
+        `discover`, without states on a device that have more than `device_bytes_max` bytes."""
         return {
             name: local_of(tensor)
             for name, tensor in self._tensors.items()
@@ -240,8 +243,8 @@ class LiveState:
         self._inventory = TensorInventory(self._objects())
 
     def sources(self) -> tuple[TensorSource, ...]:
-        """All tensors, discovered again only when something has changed."""
-        return self.discover() if self.changed() else self._found
+        """Return all tensors. They are discovered again only if something has changed."""
+        return self.discover() if self.has_changed() else self._found
 
     def discover(self) -> tuple[TensorSource, ...]:
         """Find all tensors, in the order of the model.
@@ -263,7 +266,7 @@ class LiveState:
         found = [*self._parameters(modules), *self._foreign_parameters()]
         own = {id(p): p for p in self.model.parameters()}
         self.unrestorable = self.begun.look(self.names)
-        self.changed_groups = self.begun.groups.changed(self.names, own)
+        self.changed_groups = self.begun.groups.changed_groups_of(self.names, own)
         found += [
             *self._states(),
             *self._buffers(modules),
@@ -310,7 +313,7 @@ class LiveState:
         for i, unit, name in _slices_of(place, local.shape[0]):
             self.anchors[name] = Anchor(optimizer, parameter, i, place)
             found = self._source(unit, name, kind, local[i], parameter, sliced=True, group=group)
-            yield _seated(found, place)
+            yield _with_seat(found, place)
 
     def _foreign_parameters(self) -> Iterator[TensorSource]:
         """Yield the parameters that optimizers hold and the model does not: usually float32
@@ -319,7 +322,7 @@ class LiveState:
         When an optimizer's parameters match the model's one by one in shape, they are its masters;
         otherwise they are private tensors without a layer.
         """
-        match = self.begun.trained()
+        match = self.begun.trainable_parameters()
         for index, holders in enumerate(self.holders):
             foreign = [p for p in holders.parameters() if id(p) not in self.names]
             self._refuse_replaced(index, foreign)
@@ -338,8 +341,8 @@ class LiveState:
                 yield from self._add(index, parameter, place, TensorRole.MASTER)
 
     def _refuse_replaced(self, optimizer: int, foreign: Sequence[torch.Tensor]) -> None:
-        """Raise InvalidJobError when one of `foreign` was in the model before: the optimizer would
-        train a tensor that the model no longer uses, and a restore could not fill it."""
+        """Raise InvalidJobError if one of `foreign` was in the model before. The optimizer would
+        train a tensor that the model no longer uses, and that a restore could not fill."""
         before = {id(ref()): name for name, ref in self._first.items() if ref() is not None}
         for parameter in foreign:
             if id(parameter) in before:
@@ -386,7 +389,7 @@ class LiveState:
             for i, unit, name in _slices_of(place, local.shape[0]):
                 part = str(TensorName.parse(name).state(key))
                 found = self._source(unit, part, role, local[i], value, parameter, sliced=True)
-                yield _seated(found, place)
+                yield _with_seat(found, place)
         elif place.stacked and place.seats is None and local.numel() == 1:
             # It belongs to no expert, so it must not be left out with one. Ranks have other stacks.
             unit = UnitKey(place.unit.layer, UnitKind.DENSE)
@@ -433,7 +436,7 @@ class LiveState:
         devices = {path: buffer.device.type for path, buffer in self.model.named_buffers()}
         return {
             self._buffer_name(path, modules): (first, now, devices.get(path, ""))
-            for path, (first, now) in self.begun.forms.changed().items()
+            for path, (first, now) in self.begun.forms.changed_forms().items()
         }
 
     def _buffer_name(self, path: str, modules: Mapping[str, nn.Module]) -> str:
@@ -554,8 +557,8 @@ def _slices_of(place: TensorKey, count: int) -> Iterator[tuple[int, UnitKey, str
             yield i, UnitKey(unit.layer, UnitKind.EXPERT, expert), name
 
 
-def _seated(source: TensorSource, place: TensorKey) -> TensorSource:
-    """`source`, a slice of a stacked tensor, with what follows from its seats."""
+def _with_seat(source: TensorSource, place: TensorKey) -> TensorSource:
+    """Complete `source`, a slice of a stacked tensor, with the properties of its seat."""
     if place.seats is None:
         return source
     captured = source.unit.expert in place.seats.captured

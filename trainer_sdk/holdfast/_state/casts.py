@@ -1,12 +1,13 @@
-"""Compute weights that are the rounded copies of their float32 masters.
+"""Compute weights that equal their rounded float32 masters.
 
 Mixed-precision optimizers keep a float32 master of each 16-bit parameter, update the master, and
-round it into the parameter: the parameter has no information of its own. So a snapshot need not
-hold it, 2 bytes of 14 with Adam. A restore rounds the masters again, which gives the same bits:
-rounding to nearest, ties to even, is exact arithmetic. NaN are the exception, since their bits
-depend on the processor; a parameter that holds one does not count as a rounded copy.
+round it into the parameter. So the parameter has no information of its own, and a snapshot need not
+contain it: with Adam, that saves 2 bytes of 14. A restore rounds the masters again, which gives the
+same bits, because rounding to nearest with ties to even is exact arithmetic. NaN are an exception,
+since their bits depend on the processor; a parameter with a NaN does not count as a rounded copy.
 
-This module finds such pairs, compares them, and rounds. It must not decide what is captured.
+This module finds such pairs, compares them, and rounds. It must not decide which bytes are
+captured.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from holdfast_core.snapshots.layouts import TensorRole
 from holdfast_core.snapshots.names import NameKind, TensorName
 
 AT_ONCE = 1 << 15
-"""Elements that are compared at once in host memory: few enough for a core's cache, and for torch
-to work on the calling thread alone."""
+"""Number of elements to compare at a time in host memory: few enough for a core's cache, and for
+torch to use only the calling thread."""
 
 AT_ONCE_ON_DEVICE = 1 << 26
-"""Elements that are compared at once on a device: bounds the temporary memory, to 128 MiB."""
+"""Number of elements to compare at a time on a device, which bounds the temporary memory to 128
+MiB."""
 
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -47,14 +49,14 @@ class Pair:
     """float32 [elements]."""
 
     def pieces(self) -> Iterator[Pair]:
-        """Yield the pair in parts that are compared at once."""
+        """Yield the pair in pieces, each of which is compared at a time."""
         at_once = AT_ONCE if self.weights.device.type == "cpu" else AT_ONCE_ON_DEVICE
         parts = zip(self.weights.split(at_once), self.master.split(at_once), strict=True)
         for weights, master in parts:
             yield Pair(self.name, self.unit, weights, master)
 
     def holds(self) -> bool:
-        """Whether the weights are the master, rounded: every bit, and no NaN."""
+        """Whether the weights equal the rounded master in every bit, without any NaN."""
         rounded = self.master.to(self.weights.dtype)
         return _same_bytes(rounded, self.weights) and not has_nan(self.master)
 
@@ -67,17 +69,17 @@ def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def find_masters(sources: Sequence[TensorSource]) -> dict[str, str]:
-    """Find the 16-bit parameters that have a float32 master of the same form: name of the parameter
-    → name of its master. Their values are not compared."""
+    """Find the 16-bit parameters that have a float32 master of the same shape. Return name of the
+    parameter → name of its master. This does not compare values."""
     weights = {s.name: s for s in sources if s.role is TensorRole.COMPUTE}
-    found: dict[str, str] = {}
+    masters: dict[str, str] = {}
     for master in sources:
         if master.role is not TensorRole.MASTER:
             continue
-        one = weights.get(_name_of_weights(master.name))
-        if one is not None and one.name not in found and _alike(one, master):
-            found[one.name] = master.name
-    return found
+        weight = weights.get(_name_of_weights(master.name))
+        if weight is not None and weight.name not in masters and _alike(weight, master):
+            masters[weight.name] = master.name
+    return masters
 
 
 def pair_of(weights: TensorSource, master: TensorSource, start: int, nbytes: int) -> Pair:
@@ -99,7 +101,7 @@ def fill(pair: Pair) -> None:
 
 
 def _name_of_weights(master: str) -> str:
-    """Name of the parameter that belongs to a master: `w[5]` for `w/master[5]` and for
+    """Return the name of the parameter that belongs to a master: `w[5]` for `w/master[5]` and for
     `w[5]:master_param`."""
     name = TensorName.parse(master)
     return str(name.base if name.is_state else replace(name, kind=NameKind.PARAMETER))

@@ -1,8 +1,8 @@
-"""Extras: state that is not a tensor of a unit, collected and put back.
+"""Collecting and loading extras: the state that is not a tensor of a unit.
 
 Extras are the user's stateful objects, the states of the random number generators, and the
-optimizers' hyperparameters and scalar states. Each rank has its own. They are collected within
-`save`, because training changes them right after, so they should be small.
+hyperparameters and scalar states of optimizers. Each rank has its own. `save` collects them before
+it returns, because training then changes them. So they should be small.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RandomGenerators:
-    """States of this process's random generators, to be put back later."""
+    """The states of this process's random generators, to be restored later."""
 
     states: Mapping[str, Any]
 
     @classmethod
     def now(cls) -> RandomGenerators:
-        """Present states: of the CPU, and of all devices where CUDA is in use."""
+        """Take the present states: of the CPU and, if CUDA is in use, of all devices."""
         used = torch.cuda.is_available() and torch.cuda.is_initialized()
         return cls(_rng_states(range(torch.cuda.device_count() if used else 0)))
 
     def put_back(self) -> None:
-        """Let the generators go on from these states."""
+        """Set the generators to these states."""
         _load_rng_states(self.states, range(torch.cuda.device_count()))
 
 
@@ -70,8 +70,9 @@ def put_back(live: LiveState, stateful: Mapping[str, Stateful], extras: Mapping[
     """Load `extras` into the objects that `collect` reads.
 
     Raises:
-        LayoutMismatchError: when the names or groups differ.
+        LayoutMismatchError: the names of stateful objects, the optimizers or their groups differ.
     """
+    # Check that the snapshot fits, before anything is loaded.
     saved = extras["stateful"]
     if saved.keys() != stateful.keys():
         raise LayoutMismatchError(
@@ -83,6 +84,7 @@ def put_back(live: LiveState, stateful: Mapping[str, Stateful], extras: Mapping[
             f"the snapshot holds {len(extras['optimizers'])} optimizers, this session has "
             f"{len(live.optimizers)}"
         )
+    # Load in the order in which parts depend on each other; stateful objects may use the rest.
     _put_back_trains(live, extras)
     for index, state in enumerate(extras["optimizers"]):
         _load_optimizer(live, index, state)
@@ -94,8 +96,8 @@ def put_back(live: LiveState, stateful: Mapping[str, Stateful], extras: Mapping[
         default = torch.nn.Module.set_extra_state
         if name not in modules or type(modules[name]).set_extra_state is default:
             raise LayoutMismatchError(
-                f"the snapshot has the extra state of a module {name!r}, and the model none that "
-                f"could load it"
+                f"the snapshot has the extra state of a module {name!r}, but the model has no such "
+                f"module that could load it"
             )
         modules[name].set_extra_state(state)
     for name, item in stateful.items():
@@ -103,9 +105,10 @@ def put_back(live: LiveState, stateful: Mapping[str, Stateful], extras: Mapping[
     _load_rng_states(extras["rng"], live.cuda_devices)
 
 
-def drop_unscaled(optimizers: Sequence[Any], stateful: Mapping[str, Stateful]) -> None:
-    """Let gradient scalers forget a step that was cut off. Which gradients they have divided by
-    their scale is no part of their `state_dict`, nor is what they tell a fused optimizer."""
+def reset_scalers(optimizers: Sequence[Any], stateful: Mapping[str, Stateful]) -> None:
+    """Let gradient scalers forget a step that was cut off. Otherwise a scaler takes the repeated
+    step for the one that was cut off, and does not unscale its gradients: that is not part of its
+    `state_dict`, nor are the values that it sets on a fused optimizer."""
     forget_scaling(optimizers)
     for item in stateful.values():
         if isinstance(item, torch.amp.GradScaler):
@@ -119,8 +122,8 @@ def generators_of(live: LiveState) -> bytes:
 
 
 def seed_generators(*numbers: int) -> None:
-    """Seed the random generators of this process from integers, such as a step and a rank: other
-    ones, or in another order, give other draws."""
+    """Seed the random generators of this process from integers, such as a step and a rank. Other
+    integers, or another order, give other random numbers."""
     seed = xxhash.xxh3_64_intdigest(" ".join(map(str, numbers)).encode()) % 2**63
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -128,32 +131,32 @@ def seed_generators(*numbers: int) -> None:
 
 
 def devices_of(extras: Mapping[str, Any]) -> dict[str, str]:
-    """Device types of optimizer states that are not where their parameter is."""
+    """Return the device types of the optimizer states that are not on their parameter's device."""
     return {name: kind for state in extras["optimizers"] for name, kind in state["devices"].items()}
 
 
 def buffers_of(extras: Mapping[str, Any]) -> ChangedBuffers:
-    """Buffers whose form had changed since the program began."""
-    found: ChangedBuffers = extras.get("buffers", {})  # snapshots of earlier versions have none
-    return found
+    """Return the buffers whose form had changed since the start of the program that saved them."""
+    changed: ChangedBuffers = extras.get("buffers", {})  # Snapshots of earlier versions lack them.
+    return changed
 
 
 def expect_states(live: LiveState, extras: Mapping[str, Any]) -> None:
-    """Let states that do not exist yet be made in the optimizers that held them.
+    """Let states that do not exist yet be created in the (inner) optimizers that held them.
 
     Raises:
-        LayoutMismatchError: when optimizers hold others than those in the snapshot did.
+        LayoutMismatchError: optimizers have other inner optimizers than in the snapshot.
     """
     for index, state in enumerate(extras["optimizers"][: len(live.optimizers)]):
         live.expect(index, _each(state))
 
 
 def put_back_groups(live: LiveState, extras: Mapping[str, Any]) -> None:
-    """Give optimizers the parameter groups of the snapshot, where the program had changed them
-    since it began, and let the same parameters train. Call it before anything else is put back.
+    """Give optimizers the parameter groups of the snapshot, if the program had changed them, and
+    freeze and unfreeze parameters as in the snapshot. Called before anything else is loaded.
 
     Raises:
-        LayoutMismatchError: when a parameter is unknown.
+        LayoutMismatchError: a parameter is unknown.
     """
     live.sources()
     _put_back_trains(live, extras)
@@ -168,7 +171,7 @@ def put_back_groups(live: LiveState, extras: Mapping[str, Any]) -> None:
 
 
 def put_back_scalars(live: LiveState, extras: Mapping[str, Any]) -> None:
-    """Load what optimizers hold for parameters and is no tensor. `extras` fit the live state."""
+    """Load the plain values in the states of optimizers. `extras` must fit the live state."""
     for holders, saved in zip(live.holders, extras["optimizers"], strict=True):
         for optimizer, one in zip(holders.optimizers, _each(saved), strict=True):
             for name, values in one["scalars"].items():
@@ -176,32 +179,32 @@ def put_back_scalars(live: LiveState, extras: Mapping[str, Any]) -> None:
 
 
 def _put_back_trains(live: LiveState, extras: Mapping[str, Any]) -> None:
-    if "model" in extras:  # not in snapshots of older versions
+    if "model" in extras:  # Snapshots of older versions lack it.
         live.begun.put_back_trains(extras["model"])
 
 
 def _each(saved: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Saved values of an optimizer, and of those within it."""
+    """List the saved values of an optimizer and of its inner optimizers."""
     return [saved, *saved.get("within", ())]
 
 
 def _optimizer_state(live: LiveState, index: int) -> dict[str, Any]:
     holders, values = live.holders[index], live.begun.values
     state = _values_of(live, holders.optimizers[0])
-    state |= {"devices": live.devices[index], **values.changed(index, 0, live.names)}
+    state |= {"devices": live.devices[index], **values.changed_values(index, 0, live.names)}
     if index in live.changed_groups:
         state["members"] = live.changed_groups[index]
     if len(holders.optimizers) > 1:
         state["keys"], *keys = holders.tensor_keys()
         state["within"] = [
-            {**_values_of(live, one), "keys": own, **values.changed(index, at, live.names)}
+            {**_values_of(live, one), "keys": own, **values.changed_values(index, at, live.names)}
             for at, (one, own) in enumerate(zip(holders.optimizers[1:], keys, strict=True), 1)
         ]
     return state
 
 
 def _values_of(live: LiveState, optimizer: Any) -> dict[str, Any]:
-    """What an optimizer holds that is no tensor of a unit."""
+    """Collect the state of an optimizer that is not a tensor of a unit."""
     scalars: dict[str, dict[Any, Any]] = {}
     for parameter, state in optimizer.state.items():
         kept = {key: value for key, value in state.items() if not _is_captured(key, value)}

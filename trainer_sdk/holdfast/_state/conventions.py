@@ -1,11 +1,12 @@
 """Conventions that recognise the parts of a model by their names and shapes.
 
 Almost all MoE models follow a few conventions: a ModuleList called `experts`, or stacked weights
-`[experts, …]` of a grouped GEMM; a `gate` or `router`; numbered layers; embeddings; a head. For a
-model that differs, the caller passes the `units` argument of `holdfast.init`.
+`[experts, …]` of a grouped GEMM; a `gate` or `router`; numbered layers; embeddings; a head. For
+other models, the script passes the `units` argument of `holdfast.init`.
 
-A wrong guess costs balance, not correctness, with one exception: experts taken for dense weights
-would be taken for replicas. The first save detects that and refuses (`_agree.replicas`).
+A wrong guess costs balance, but not correctness, with one exception: experts that are mistaken for
+dense weights would be mistaken for replicas. The first save detects that and refuses
+(`_agree.replicas`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from holdfast_core.snapshots.names import TensorName
 from holdfast_core.snapshots.units import NUMBER_DIGITS_MAX, UnitKey, UnitKind
 
 UnitNamer = Callable[[str, torch.Tensor], UnitKey | None]
-"""(name, tensor) → its unit, or None to follow the conventions."""
+"""Function of (name, tensor) that returns the tensor's unit, or None to follow the conventions."""
 
 _GATES = frozenset({"gate", "router"})
 _EMBEDDINGS = frozenset(
@@ -35,26 +36,26 @@ _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped
 
 @dataclass(frozen=True, slots=True)
 class TensorKey:
-    """Unit and name of a tensor of the model."""
+    """The unit and the name of a tensor of the model."""
 
     unit: UnitKey
-    """Unit of the tensor; for stacked weights that of the first expert in the stack."""
+    """Unit of the tensor; for stacked weights, the unit of the first expert in the stack."""
     name: str
-    """Text of its `TensorName`: unique in the model and the same on every rank that holds the
-    tensor, since experts are numbered over all ranks."""
+    """Text of its `TensorName`: unique in the model, and equal on every rank that holds the tensor,
+    because experts are numbered over all ranks."""
     stacked: bool = False
     """Whether the first dimension counts experts."""
     seats: Seats | None = None
-    """Module that knows which experts the stack holds, where they may be any; `unit` is then that
-    of what is equal for all of them."""
+    """Module that knows which experts the stack holds, if any experts may have its seats. `unit` is
+    then the unit of the state that all of them share."""
 
 
 @runtime_checkable
 class Seats(Protocol):
-    """Module with stacked experts of any numbers, such as `holdfast.moe.SeatedExperts`."""
+    """A module with stacked experts of any numbers, such as `holdfast.moe.SeatedExperts`."""
 
     seat_experts: tuple[int | None, ...]
-    """For each seat, which the first dimension of its parameters counts, its expert, or None."""
+    """The expert in each seat, or None. The first dimension of its parameters counts the seats."""
     captured: frozenset[int]
     """Experts that this rank captures in snapshots; other ranks capture the others."""
 
@@ -80,9 +81,9 @@ def key_of_tensor(
         tensor: the local tensor.
         modules: all modules of the model by path.
         ep_index: number of the share of experts that this rank holds.
-        first_in_stack: global index of the first expert of a stack, where the sharding determines
-            it; otherwise it is `ep_index` times the number of experts in the stack.
-        wrapped: whether wrappers stay in the name, because it would meet another one without them.
+        first_in_stack: global index of the first expert of a stack, if the sharding determines it;
+            by default `ep_index` times the number of experts in the stack.
+        wrapped: whether wrappers stay in the name, because without them two names would be equal.
     """
     plain = name if wrapped else plain_name(name)
     parts = plain.split(".")
@@ -119,7 +120,8 @@ def key_of_tensor(
 
 
 def _children(name: str, called: str, modules: Mapping[str, nn.Module]) -> list[str]:
-    """Names of the numbered modules in the first list below the module `called` on the path."""
+    """Return the names of the numbered modules in the first list below the module `called`, which
+    is on the path `name`."""
     parts = name.split(".")
     at = parts.index(called)
     inner = next(i for i in range(at + 1, len(parts)) if _is_number(parts[i]))
@@ -128,8 +130,8 @@ def _children(name: str, called: str, modules: Mapping[str, nn.Module]) -> list[
 
 
 def _is_number(part: str) -> bool:
-    """Whether a component of a path numbers a layer or an expert. Names are any text: other
-    scripts' digits, and numbers that no unit can have, are names."""
+    """Whether a component of a path is the number of a layer or an expert. Digits of other scripts,
+    and numbers too large for a unit, are names."""
     return part.isascii() and part.isdigit() and len(part) <= NUMBER_DIGITS_MAX
 
 

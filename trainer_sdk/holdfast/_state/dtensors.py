@@ -1,6 +1,7 @@
-"""Recognition of DTensors without importing them, and the parts of them that this rank holds.
+"""Recognition of DTensors without importing their module, and access to their local parts.
 
-The import costs a second of CPU in every process; until some code has imported them there are none.
+The import would take a second of CPU in every process. Until other code has imported the module,
+there are no DTensors.
 """
 
 from __future__ import annotations
@@ -22,26 +23,27 @@ def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
 
 
 def global_box(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Pair (shape of the whole, index of the local tensor's first element in it) of a DTensor.
+    """Return the shape of the whole DTensor, and the index in it of the local tensor's first
+    element.
 
-    Both are empty for plain tensors and where this rank is not in the mesh. None when the local
-    tensor is not a box of the whole.
+    Both are empty for plain tensors, and if this rank is not in the mesh. The result is None if the
+    local tensor is not a box of the whole one.
     """
     if not is_dtensor(tensor) or tensor.device_mesh.get_coordinate() is None:
         return (), ()
     if not is_box(tensor.placements, tensor.device_mesh.shape):
         return None
-    # torch's own checkpoints call this; it handles shards of shards, which FSDP2 makes of
+    # Torch's own checkpoints call this. It handles shards of shards, which FSDP2 creates from
     # tensor-parallel weights.
     (chunk,) = tensor.__create_chunk_list__()
     return tuple(tensor.shape), tuple(chunk.offsets)
 
 
 def is_box(placements: Sequence[Any], sizes: Sequence[int]) -> bool:
-    """Whether shards of these placements over a mesh of `sizes` are boxes of the whole.
+    """Whether shards with these placements over a mesh of `sizes` are boxes of the whole tensor.
 
-    A strided shard consists of separate slices, unless later mesh dimensions cut the tensor's
-    dimension into as many parts: then the two together give one slice, as in FSDP2.
+    A strided shard consists of separate slices, unless later mesh dimensions split the same tensor
+    dimension into equally many parts. Then both together give one slice, as in FSDP2.
     """
     for at, placement in enumerate(placements):
         factor = getattr(placement, "split_factor", 1)
@@ -57,7 +59,7 @@ def is_box(placements: Sequence[Any], sizes: Sequence[int]) -> bool:
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor on this rank: `tensor` itself, or the local part of a DTensor."""
-    # The public `to_local` builds an autograd node, 100 times slower; this runs in `save`.
+    # This runs in `save`; the public `to_local` builds an autograd node and is 100 times slower.
     return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
@@ -67,8 +69,8 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def with_placement_of(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return `local` as the part on this rank of a tensor that is distributed like `tensor`; as it
-    is where that is a plain one."""
+    """Return `local` as this rank's part of a tensor that is distributed like `tensor`. If `tensor`
+    is a plain tensor, return `local` itself."""
     if not is_dtensor(tensor):
         return local
     return type(tensor).from_local(

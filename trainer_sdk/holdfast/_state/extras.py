@@ -1,11 +1,12 @@
 """Codec for extras, the state that is not a tensor of a unit, as bytes that can execute nothing.
 
-State dicts hold nested containers of numbers, strings, tensors and arrays. Pickle would accept them
-all, and would run code from a snapshot when it is read. This codec writes a closed set of types in
-MessagePack and refuses the rest by name, when the state is saved rather than when it is needed.
+State dicts contain nested containers of numbers, strings, tensors and arrays. Pickle would accept
+all of them, but would run code from a snapshot when it is read. This codec writes a closed set of
+types in MessagePack. It refuses all others by name, when the state is saved rather than when it is
+needed.
 
-A value is a scalar as it is, or an array `[tag, ...]`; mappings are lists of pairs, so that keys of
-any scalar type keep their type and their order.
+A value is either a plain scalar or an array `[tag, ...]`. Mappings are lists of pairs, so that keys
+of any scalar type keep their type and order.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from holdfast_core.errors import CorruptError, HoldfastError
 
 _DEPTH_MAX = 200
 _DTYPE = re.compile(r"[<>|=][biufcSUmM][0-9]{1,9}(\[[0-9]{0,9}[a-zA-Z]{1,2}\])?|[<>|=][mM]8")
-"""numpy's names of the dtypes written here. numpy itself would accept much more, even literals of
-Python."""
+"""numpy's names of the dtypes that this codec writes. numpy itself would accept much more, even
+Python literals."""
 _EMPTY_ELEMENTS_MAX = 1 << 20
 _INTEGER_BITS_MAX = 8192
 """Limit on integers: Python reads decimal numbers of at most 4300 digits."""
@@ -42,16 +43,16 @@ _dtypes: dict[str, torch.dtype] = {
 
 
 class UnsupportedValueError(HoldfastError):
-    """A state dict holds a value that extras cannot carry; the message names its path."""
+    """A state dict contains a value that extras cannot carry; the message names its path."""
 
     code = "unsupported_value"
 
 
-def dtype_named(name: str) -> torch.dtype:
+def dtype_of_name(name: str) -> torch.dtype:
     """Look up the torch dtype that prints as `torch.<name>`.
 
     Raises:
-        CorruptError: when there is none.
+        CorruptError: torch has no such dtype.
     """
     try:
         return _dtypes[name]
@@ -60,7 +61,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Name of `dtype` in layouts and extras, such as `float32`."""
+    """Return the name of `dtype` in layouts and extras, such as `float32`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -73,7 +74,7 @@ def encode_extras(value: object) -> bytes:
     plain dtypes.
 
     Raises:
-        UnsupportedValueError: for anything else, naming the path to it.
+        UnsupportedValueError: `value` contains anything else; the message names the path to it.
     """
     return _OPENING + msgspec.msgpack.encode(_pack(value, "extras", 0))
 
@@ -82,7 +83,7 @@ def decode_extras(data: bytes | bytearray | memoryview) -> Any:
     """Decode the bytes that `encode_extras` wrote. Tensors are on the CPU and own their memory.
 
     Raises:
-        CorruptError: when `encode_extras` cannot have written the bytes.
+        CorruptError: `encode_extras` cannot have written `data`.
     """
     raw = bytes(data)
     if not raw.startswith(_OPENING):
@@ -105,17 +106,18 @@ def decode_extras(data: bytes | bytearray | memoryview) -> Any:
 
 
 def join_extras(first: bytes, second: bytes) -> bytes:
-    """Join an encoded value and other bytes, which may be empty; `split_extras` separates them."""
+    """Join an encoded value with other bytes, which may be empty. `split_extras` separates them."""
     if not second:
         return first
     return _JOINED + len(first).to_bytes(8, "little") + first + second
 
 
 def split_extras(data: bytes) -> tuple[bytes, bytes]:
-    """Separate the parts that `join_extras` joined; (data, b"") for bytes that were not joined.
+    """Separate the parts that `join_extras` joined. Return (data, b"") for bytes that were not
+    joined.
 
     Raises:
-        CorruptError: when the first part is longer than `data`.
+        CorruptError: the first part is longer than `data`.
     """
     if not data.startswith(_JOINED):
         return data, b""
@@ -231,7 +233,7 @@ def _tensor(dtype: str, shape: list[int], data: bytes, depth: int) -> torch.Tens
     raw = torch.empty(0, dtype=torch.uint8, device="cpu")
     if data:
         raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    return raw.view(dtype_named(dtype)).reshape(shape)
+    return raw.view(dtype_of_name(dtype)).reshape(shape)
 
 
 def _array(dtype: str, shape: list[int], data: bytes, depth: int) -> np.ndarray[Any, Any]:
@@ -261,6 +263,6 @@ _UNPACKERS: dict[str, Callable[..., Any]] = {
     "x": _tensor,
     "a": _array,
     "n": lambda dtype, shape, data, depth: _array(dtype, shape, data, depth)[()],
-    "T": lambda name, depth: dtype_named(name),
+    "T": lambda name, depth: dtype_of_name(name),
     "D": lambda name, depth: torch.device(name),
 }

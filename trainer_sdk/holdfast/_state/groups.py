@@ -1,9 +1,10 @@
-"""Parameter groups that a program changes while it runs, such as layers that it unfreezes late.
+"""Parameter groups that a program changes while it runs, for example when it unfreezes layers.
 
-A program that starts again has its initial groups, and snapshots taken with later groups do not fit
-them. So a snapshot names the parameters of groups that have changed, and a restore recreates these
-groups before it looks for their state. Parameters are found by their names in the model; a
-parameter that is created late and given only to an optimizer has no name that a restore could find.
+A program that starts again has its initial groups, which do not fit snapshots with later groups. So
+a snapshot names the parameters of the groups that have changed, and a restore recreates these
+groups before it looks for their state. Parameters are found by their names in the model. A
+parameter that is created late, and that only an optimizer has, has no name by which a restore could
+find it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from holdfast._state.nested import is_optimizer, with_nested
 from holdfast_core.errors import InvalidJobError, LayoutMismatchError
 
 Members = list[list[str]]
-"""Names of the parameters in each parameter group of an optimizer."""
+"""Names of the parameters in each group of an optimizer."""
 
 
 def check_optimizers(optimizers: Sequence[Any]) -> None:
@@ -32,15 +33,15 @@ def check_optimizers(optimizers: Sequence[Any]) -> None:
 
 
 class ParamGroups:
-    """Parameter groups of `optimizers`, compared with those that the program has whenever it
-    starts: a process that stays goes from world to world with the same ones."""
+    """The parameter groups of `optimizers`, compared with those when the program started. A process
+    that stays uses the same object in all of its worlds."""
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
         self._optimizers = optimizers
         self.begin()
 
     def begin(self) -> None:
-        """Take the present groups."""
+        """Take the present groups as those of the program's start."""
         self._begun = [_members(optimizer) for optimizer in self._optimizers]
         self._within = [
             [(one, _members(one)) for one in _with_own_groups(optimizer, self._optimizers)]
@@ -48,8 +49,8 @@ class ParamGroups:
         ]
 
     def go_back(self, index: int, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Give optimizer `index` the groups that it has whenever the program starts, with the
-        hyperparameters of a snapshot, if the program has other ones now."""
+        """Give optimizer `index` the groups that it had when the program started, if they have
+        changed, with the hyperparameters of a snapshot."""
         optimizer = self._optimizers[index]
         found = [[ref() for ref in refs] for refs in self._begun[index]]
         begun = [[p for p in group if p is not None] for group in found]
@@ -57,7 +58,7 @@ class ParamGroups:
         if whole and len(begun) == len(saved) and not _has(optimizer, found):
             _give(optimizer, begun, saved)
 
-    def changed(
+    def changed_groups_of(
         self, names: Mapping[int, str], own: Mapping[int, torch.Tensor]
     ) -> dict[int, Members]:
         """Map the number of each optimizer whose groups have changed to its current groups.
@@ -67,7 +68,7 @@ class ParamGroups:
             own: the model's parameters, by `id`.
 
         Raises:
-            InvalidJobError: when a restore could not recreate these groups.
+            InvalidJobError: a restore could not recreate these groups.
         """
         found: dict[int, Members] = {}
         for index, (optimizer, begun) in enumerate(zip(self._optimizers, self._begun, strict=True)):
@@ -108,13 +109,13 @@ def _members(optimizer: Any) -> list[list[weakref.ref[torch.Tensor]]]:
 
 
 def _with_own_groups(optimizer: Any, others: Sequence[Any]) -> list[Any]:
-    """Optimizers within `optimizer` that do not share its list of groups."""
+    """Return the inner optimizers of `optimizer` that do not share its list of groups."""
     shared = optimizer.param_groups
     return [one for one in with_nested(optimizer, others)[1:] if one.param_groups is not shared]
 
 
 def _has(optimizer: Any, groups: Sequence[Sequence[torch.Tensor | None]]) -> bool:
-    """Whether these are the parameters in the optimizer's groups."""
+    """Whether the optimizer's groups have exactly these parameters."""
     now = [list(map(id, group["params"])) for group in optimizer.param_groups]
     return now == [list(map(id, group)) for group in groups]
 
@@ -133,7 +134,7 @@ def regroup(
         parameters: parameters of the live model and its optimizers, by name.
 
     Raises:
-        LayoutMismatchError: when a parameter is unknown; the message names it.
+        LayoutMismatchError: a parameter is unknown; the message names it.
     """
     for name in (name for names in members for name in names):
         if name not in parameters:
@@ -149,7 +150,7 @@ def _give(
     given: Sequence[Sequence[torch.Tensor]],
     saved: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Give `optimizer` groups of these parameters; it forgets the states of others."""
+    """Give `optimizer` groups with these parameters, and drop the states of all others."""
     groups = optimizer.param_groups
     del groups[len(given) :]
     groups += [dict(values) for values in saved[len(groups) :]]

@@ -68,38 +68,38 @@ class Watched:
 
 
 class InPlaceCheck:
-    """Record of `watched` at construction, on the training thread.
+    """The state of `watched` at construction, which happens on the training thread.
 
     Args:
-        watched: tensors that have not moved since it was made.
+        watched: tensors that have not moved since `Watched` was constructed.
     """
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
         self._versions = list(map(_version, watched.counted))
-        self._sample = _joined(watched.samples)
+        self._sample = _join(watched.samples)
 
     def check(self) -> None:
-        """Check that nothing has changed. Call it before tensors may change.
+        """Check that no tensor has changed. Called before tensors may change.
 
         Raises:
-            SnapshotSkippedError: when a tensor has changed; the message names it.
+            SnapshotSkippedError: a tensor has changed; the message names it.
         """
-        name = self.changed()
+        name = self.first_changed()
         if name is not None:
             raise SnapshotSkippedError(
                 f"{name} was changed in place before it was copied, so this snapshot would mix two "
                 f"moments; call session.wait_staged() before parameters or optimizer state change"
             )
 
-    def changed(self) -> str | None:
-        """Name of a tensor that has changed; None when there is none."""
+    def first_changed(self) -> str | None:
+        """Return the name of a tensor that has changed; None if there is none."""
         watched = self._watched
         versions = list(map(_version, watched.counted))
         if versions != self._versions:
             pairs = zip(versions, self._versions, strict=True)
             return watched.names[next(i for i, (now, then) in enumerate(pairs) if now != then)]
-        sample = _joined(watched.samples)
+        sample = _join(watched.samples)
         if torch.equal(sample, self._sample):
             return None
         sizes = [len(part) for part in watched.samples]
@@ -107,7 +107,7 @@ class InPlaceCheck:
         return watched.sampled[next(i for i, (a, b) in enumerate(both) if not torch.equal(a, b))]
 
 
-def _joined(samples: Sequence[torch.Tensor]) -> torch.Tensor:
+def _join(samples: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([*samples]) if samples else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 

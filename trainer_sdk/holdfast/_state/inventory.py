@@ -1,11 +1,11 @@
-"""Inventory that detects live tensors other than those that a snapshot was planned for.
+"""An inventory that detects changes of the live tensors for which a snapshot was planned.
 
 A snapshot is planned once, by addresses and shapes, and taken many times. So every `save` checks
-whether any tensor has moved, appeared, vanished or changed its form: a tensor whose `data` became
-another view of the same memory keeps its address but has other bytes.
+whether any tensor has moved, appeared, vanished or changed its form. The form matters because a
+tensor whose `data` became another view of the same memory keeps its address, but has other bytes.
 
-This module has no notion of units or names, and reads no byte of a tensor. All of it runs in
-`save`, so it takes less than a microsecond a tensor.
+This module does not know units or names, and reads no byte of a tensor. It runs in `save`, so it
+takes less than a microsecond per tensor.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ _FORM: tuple[Callable[[torch.Tensor], Any], ...] = (
     torch.Tensor.size,
     attrgetter("dtype"),
 )
-"""Properties that determine which bytes a tensor has, and in which order; the address includes the
-offset in the storage, and no two devices share one."""
+"""Properties that determine which bytes a tensor has, and in which order. The address includes the
+offset in the storage, and no two devices share an address."""
 
 _AT_ONCE = 256
-"""Tensors whose properties are read in turn, few enough to stay in the processor's cache: reading
-one property of 20,000 tensors after the other takes 1.7 times as long."""
+"""Number of tensors whose properties are read in turn: few enough to stay in the processor's cache.
+Reading one property of 20,000 tensors, and then the next, takes 1.7 times as long."""
 
 
 class TensorInventory:
     """Objects in a fixed order, with the addresses and forms of the tensors among them.
 
     Args:
-        objects: tensors, and all other objects whose identity must stay the same.
+        objects: tensors, and other objects that must stay the same objects.
     """
 
     def __init__(self, objects: Sequence[object]) -> None:
-        # Kept alive, so that no new object can be mistaken for an old one.
+        # Keep the objects alive, so that no new object can be mistaken for an old one.
         self._kept = [*objects]
         tensors = {id(item): item for item in self._kept if isinstance(item, torch.Tensor)}
         sharded = [tensor for tensor in tensors.values() if is_dtensor(tensor)]
@@ -50,7 +50,7 @@ class TensorInventory:
         self._parts = [(part, [[*map(read, part)] for read in _FORM]) for part in parts]
 
     def differs(self, objects: Sequence[object]) -> bool:
-        """Whether `objects` are not the same ones, or a tensor among them has other bytes."""
+        """Whether `objects` are other objects, or a tensor among them refers to other bytes."""
         return (
             len(objects) != len(self._kept)
             or not all(map(is_, objects, self._kept))

@@ -1,10 +1,10 @@
 """Optimizers within optimizers: SAM, Lookahead, ZeroRedundancyOptimizer, wrappers of frameworks.
 
-A wrapper holds the optimizer that it wraps in an attribute, or several in a list. Its own `state`
-is empty, or has what it adds; the moments are in those within. So the state of an optimizer is
-that of all of them. Usually they share their parameter groups. Where one within has groups of its
-own, it may hold the parameters of this rank alone, as ZeroRedundancyOptimizer does: then no other
-rank is assumed to hold its states.
+A wrapper holds its inner optimizer in an attribute, or several of them in a list. The moments are
+in the inner optimizers; the wrapper's own `state` is empty, or has only additions. So the state of
+an optimizer is the state of the wrapper and of all inner optimizers. Usually they share their
+parameter groups. If an inner optimizer has groups of its own, it may hold only the parameters of
+this rank, as in ZeroRedundancyOptimizer. Then no other rank is assumed to hold its states.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def is_optimizer(value: object) -> bool:
 
 
 def with_nested(optimizer: Any, others: Collection[Any] = ()) -> tuple[Any, ...]:
-    """List an optimizer and those within it: itself first, each before those within it.
+    """List an optimizer and its inner optimizers, each before its own inner ones.
 
     Args:
-        others: optimizers that are not within this one, though it may have references to them.
+        others: optimizers that do not count as inner ones, although this one may refer to them.
     """
     found: list[Any] = []
     seen = {id(other) for other in others if other is not optimizer}
@@ -58,7 +58,8 @@ def with_nested(optimizer: Any, others: Collection[Any] = ()) -> tuple[Any, ...]
 
 
 def _items(value: object) -> Iterable[object]:
-    """`value`, or what a container holds. Long ones, as of parameters, are not looked through."""
+    """Return `value`, or the items of a container if one of its first items is an optimizer: long
+    containers, such as lists of parameters, are not searched."""
     if isinstance(value, Mapping):
         value = value.values()
     elif not isinstance(value, list | tuple):
@@ -68,11 +69,11 @@ def _items(value: object) -> Iterable[object]:
 
 
 class Holders:
-    """An optimizer of the session and those within it, which together hold its state.
+    """An optimizer of the session and its inner optimizers, which together hold its state.
 
     Args:
         others: see `with_nested`.
-        keys: of a snapshot that is restored, the keys of the states that each of them holds.
+        keys: keys of the states that each optimizer holds in the snapshot to restore.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Holders:
         shared = {id(group) for group in optimizer.param_groups}
         inner = self.optimizers[1:]
         self.parted = any(id(g) not in shared for one in inner for g in one.param_groups)
-        """Whether one within has parameter groups of its own."""
+        """Whether an inner optimizer has parameter groups of its own."""
         self._keys = keys
         self._members = [
             {id(p) for group in one.param_groups for p in group["params"]}
@@ -93,7 +94,7 @@ class Holders:
         ]
 
     def states(self) -> Iterator[Mapping[Any, Any]]:
-        """Yield each state mapping once: a wrapper may show that of the optimizer within."""
+        """Yield each state mapping once, since a wrapper may share that of its inner optimizer."""
         seen = set()
         for one in self.optimizers:
             if id(one.state) not in seen:
@@ -101,8 +102,8 @@ class Holders:
                 yield one.state
 
     def state_of(self, parameter: torch.Tensor, key: str) -> dict[Any, Any] | None:
-        """State of a parameter that holds `key`, or is to hold it. None when no optimizer holds the
-        parameter here, but one on another rank does."""
+        """Return the state of a parameter that has `key`, or in which `key` belongs. Return None if
+        only an optimizer of another rank holds the parameter."""
         present = [one.state[parameter] for one in self.optimizers if one.state.get(parameter)]
         for state in present:
             if key in state:
@@ -111,12 +112,12 @@ class Holders:
         return None if at is None else self.optimizers[at].state.setdefault(parameter, {})
 
     def takes(self, parameter: torch.Tensor, key: str) -> bool:
-        """Whether an optimizer holds this state here, or is to hold it."""
+        """Whether an optimizer of this rank has this state, or it belongs to one."""
         return self._place_of(parameter, key) is not None
 
     def _place_of(self, parameter: torch.Tensor, key: str) -> int | None:
-        """Number of the optimizer that is to hold a state: the innermost that has the parameter, if
-        the snapshot does not know better."""
+        """Return the number of the optimizer to which a state belongs: the one in the snapshot or,
+        if that does not say, the innermost one with the parameter."""
         holding = [at for at, ids in enumerate(self._members) if id(parameter) in ids] or [0]
         if self.parted:
             return None if holding == [0] else holding[-1]
@@ -124,16 +125,17 @@ class Holders:
         return (named or holding)[-1]
 
     def holds(self, at: int, parameter: torch.Tensor) -> bool:
-        """Whether optimizer number `at`, the outer one being 0, has a parameter in its groups."""
+        """Whether optimizer number `at` has a parameter in its groups; the outer one is number
+        0."""
         return id(parameter) in self._members[at]
 
     def parameters(self) -> list[torch.Tensor]:
-        """Parameters in the groups of the optimizer and those within it, each once."""
+        """Return the parameters in the groups of all these optimizers, each once."""
         groups = (group for one in self.optimizers for group in one.param_groups)
         return [*{id(p): p for group in groups for p in group["params"]}.values()]
 
     def tensor_keys(self) -> list[list[str]]:
-        """Keys of the tensors that each optimizer holds."""
+        """Return the keys of the tensors in the state of each optimizer."""
         return [
             sorted(
                 {
@@ -147,21 +149,21 @@ class Holders:
         ]
 
     def check_alike(self, index: int, saved: Sequence[object]) -> None:
-        """Raise LayoutMismatchError unless a snapshot has `saved` values of as many optimizers."""
+        """Raise LayoutMismatchError unless the snapshot has values of equally many optimizers."""
         if len(saved) != len(self.optimizers):
             raise LayoutMismatchError(
                 f"optimizer {index} holds {len(self.optimizers) - 1} others "
                 f"({type(self.optimizers[0]).__qualname__}), in the snapshot it holds "
-                f"{len(saved) - 1}: make it as it was"
+                f"{len(saved) - 1}: build it in the same way as before"
             )
 
 
 def check_nested(optimizers: Sequence[Any], repeats: Repeats | None, *, stays: bool) -> None:
-    """Refuse optimizers within optimizers where a session could not deal with them.
+    """Refuse nested optimizers that a session cannot handle.
 
     Args:
-        repeats: what a recovery repeats of sparse windows; None where there are none.
-        stays: whether this process is to train in later worlds, too.
+        repeats: whose steps a recovery repeats in sparse windows; None without windows.
+        stays: whether this process will also train in later worlds.
 
     Raises:
         InvalidJobError: the message names the optimizer.
@@ -170,37 +172,37 @@ def check_nested(optimizers: Sequence[Any], repeats: Repeats | None, *, stays: b
         name, held = type(optimizer).__qualname__, with_nested(optimizer)
         if getattr(optimizer, "_overlap_with_ddp", False):
             raise InvalidJobError(
-                f"{name} with overlap_with_ddp steps within the backward pass, where nothing can "
-                f"hold it back while a save is copied: leave overlap_with_ddp out"
+                f"{name} with overlap_with_ddp steps within the backward pass, where it cannot be "
+                f"delayed while a save is copied: leave overlap_with_ddp out"
             )
         if stays and any(map(_has_group, held)):
             raise InvalidJobError(
-                f"{name} keeps the process group that it was made with, which does not change with "
-                f"a world: leave `world` out, so that all processes start again after a failure"
+                f"{name} keeps its first process group, which does not change with the world: "
+                f"leave `world` out, so that all processes start again after a failure"
             )
         if repeats is None or len(held) == 1:
             continue
         inner = type(held[1]).__qualname__
         if not divides_parameters(optimizer):
             raise InvalidJobError(
-                f"{name} holds another optimizer ({inner}) and does more than that one's step, "
-                f"which sparse windows could not repeat: use snapshot.policy.type Full"
+                f"{name} holds another optimizer ({inner}) and does more than the step of that "
+                f"one, which sparse windows cannot repeat: use snapshot.policy.type Full"
             )
         if repeats is Repeats.OPTIMIZER:
             raise InvalidJobError(
-                f"{name} gives each rank the steps of other parameters, and ranks repeat those of "
-                f"their own: use snapshot.policy.sparse.repeats Training"
+                f"{name} divides the parameters over ranks, but each rank can only repeat the "
+                f"steps of its own: use snapshot.policy.sparse.repeats Training"
             )
 
 
 def divides_parameters(optimizer: Any) -> bool:
-    """Whether it is torch's ZeroRedundancyOptimizer, which does nothing else than to let the one
-    within step the parameters of this rank, and to send them to the others."""
+    """Whether it is torch's ZeroRedundancyOptimizer, which only lets its inner optimizer step the
+    parameters of this rank, and sends them to the other ranks."""
     return any(kind.__module__ == _ZERO for kind in type(optimizer).__mro__)
 
 
 def _has_group(optimizer: Any) -> bool:
-    """Whether an optimizer, or what it averages with, keeps a process group."""
+    """Whether an optimizer, or an object in its attributes, keeps a process group."""
     if not torch.distributed.is_available():
         return False
     values = list(getattr(optimizer, "__dict__", {}).values())
@@ -209,12 +211,12 @@ def _has_group(optimizer: Any) -> bool:
 
 
 class StepHooks:
-    """Hooks around the steps of optimizers: `before` and `after` are called once for a step of each
-    of `optimizers`, whichever of those within it steps first.
+    """Hooks around the steps of optimizers. `before` and `after` are called once for each step of
+    one of `optimizers`, whichever of its inner optimizers steps first.
 
     Args:
         before: called with the optimizer before it changes anything.
-        after: called with it afterwards.
+        after: called with the optimizer after its step.
     """
 
     def __init__(
@@ -225,7 +227,7 @@ class StepHooks:
     ) -> None:
         self._before, self._after = before, after
         self._within: dict[int, Any] = {}
-        """Number of an optimizer that steps → the one that began the step."""
+        """Number of an optimizer that is stepping → the (inner) optimizer that began the step."""
         self._handles: list[RemovableHandle] = []
         for index, optimizer in enumerate(optimizers):
             for one in notices_steps(optimizer, optimizers):
@@ -253,8 +255,8 @@ class StepHooks:
 
 
 def notices_steps(optimizer: Any, others: Collection[Any] = ()) -> list[Any]:
-    """List the optimizers in which a hook notices that `optimizer` steps. A wrapper that is made
-    without torch's constructor calls no hooks, but the one within it does."""
+    """List the optimizers whose hooks notice that `optimizer` steps. A wrapper that was made
+    without torch's constructor calls no hooks, but its inner optimizer does."""
     return [
         one
         for one in with_nested(optimizer, others)
@@ -263,7 +265,7 @@ def notices_steps(optimizer: Any, others: Collection[Any] = ()) -> list[Any]:
 
 
 def forget_scaling(optimizers: Sequence[Any]) -> None:
-    """Let optimizers forget what a gradient scaler tells them about one step."""
+    """Let optimizers forget the values that a gradient scaler sets on them for one step."""
     for one in (one for optimizer in optimizers for one in with_nested(optimizer)):
         for name in ("grad_scale", "found_inf"):
             getattr(one, "__dict__", {}).pop(name, None)

@@ -1,10 +1,10 @@
-"""What optimizers keep in attributes of their own: counters, slow weights, averagers.
+"""State that optimizers keep in attributes of their own: counters, slow weights, averagers.
 
-Torch's optimizers keep everything in `state` and `param_groups`. Others also count steps in an
-attribute, or hold averages in a list. Captured are numbers and texts that have changed since the
-program began, and all tensors that are neither parameters nor states. They travel in the extras, so
-tensors have to be small. Of objects that a snapshot cannot carry, such as an averager that counts
-its steps, the attributes are looked at.
+Torch's optimizers keep everything in `state` and `param_groups`. Other optimizers also count steps
+in an attribute, or hold averages in a list. Snapshots capture numbers and texts that have changed
+since the program started, and all tensors that are neither parameters nor states. They are part of
+the extras, so tensors must be small. If a snapshot cannot carry an object, such as an averager that
+counts its steps, the attributes of the object are captured.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ _LEFT_OUT = frozenset(
     | {"grad_scale", "found_inf"}  # of one step
 )
 _KEEP_NOTHING = ("torch.optim.", "torch.distributed.optim.zero_redundancy_optimizer")
-"""Modules whose optimizers keep nothing in attributes."""
+"""Modules whose optimizers keep no state in attributes."""
 _DEPTH_MAX = 4
 
 
 class OwnValues:
-    """Attributes of `optimizers` and of those within them, compared with those that the program has
-    whenever it starts."""
+    """The attributes of `optimizers` and their inner optimizers, compared with their values when
+    the program started."""
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
         self._optimizers = optimizers
         self.begin()
 
     def begin(self) -> None:
-        """Take the present values."""
+        """Take the present values as those of the program's start."""
         self._begun = {
-            (index, at): {path: _encoded(holder[name]) for path, holder, name in _places(one)}
+            (index, at): {path: _encode(holder[name]) for path, holder, name in _places(one)}
             for index in range(len(self._optimizers))
             for at, one in enumerate(self._within(index))
         }
@@ -51,11 +51,12 @@ class OwnValues:
     def _within(self, index: int) -> tuple[Any, ...]:
         return with_nested(self._optimizers[index], self._optimizers)
 
-    def changed(self, index: int, at: int, known: Collection[int]) -> dict[str, Any]:
-        """What to capture of optimizer number `at` of those within optimizer `index`, itself being
-        0, for its part of the extras.
+    def changed_values(self, index: int, at: int, known: Collection[int]) -> dict[str, Any]:
+        """Return the changed attributes of an optimizer, for its part of the extras.
 
         Args:
+            index: number of the optimizer in the session.
+            at: number of the inner optimizer within it; 0 for the optimizer itself.
             known: `id` of each parameter.
 
         Raises:
@@ -69,7 +70,7 @@ class OwnValues:
             value = holder[name]
             tensors = list(_tensors(value))
             if not tensors:
-                encoded = _encoded(value)
+                encoded = _encode(value)
                 if encoded is not None and encoded != begun.get(path):
                     values[path] = {"value": value, "device": "cpu"}
                 continue
@@ -82,32 +83,32 @@ class OwnValues:
 
     @torch.no_grad()
     def put_back(self, index: int, at: int, saved: Mapping[str, Any]) -> None:
-        """Give an optimizer the attributes of a snapshot; others that have changed since the
-        program began become what they were."""
+        """Give an optimizer the attributes of a snapshot. Other attributes get the values that they
+        had when the program started."""
         one = self._within(index)[at]
         begun = self._begun.get((index, at), {})
         wanted = saved.get("attributes", {})
         places = {path: (holder, name) for path, holder, name in _places(one)}
         for path, (holder, name) in places.items():
             before = begun.get(path)
-            if path not in wanted and before is not None and before != _encoded(holder[name]):
+            if path not in wanted and before is not None and before != _encode(holder[name]):
                 holder[name] = decode_extras(before)
         for path, item in wanted.items():
             holder, name = places[path] if path in places else _new_place(one, path)
             device = _device_of(one, item["device"])
-            holder[name] = _filled(holder.get(name), item["value"], device)
+            holder[name] = _fill(holder.get(name), item["value"], device)
 
     @staticmethod
     def has_tensors(optimizer: Any) -> bool:
-        """Whether an optimizer keeps tensors in its attributes, which snapshots hold."""
+        """Whether an optimizer keeps tensors in attributes that snapshots capture."""
         captured = _Captured(optimizer, ())
         values = [holder[name] for _, holder, name in _places(optimizer)]
         return any(not captured.has(one) for value in values for one in _tensors(value))
 
 
 class _Captured:
-    """Tensors that are captured as parameters of an optimizer or as states, or share their
-    memory."""
+    """The tensors that snapshots capture as parameters or states of an optimizer, including tensors
+    that share their memory."""
 
     def __init__(self, optimizer: Any, known: Collection[int]) -> None:
         self._known, held = known, with_nested(optimizer)
@@ -122,7 +123,7 @@ class _Captured:
 
 
 def _places(optimizer: Any) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """(path, dictionary, key) of each attribute that may hold state."""
+    """Yield the path, the dictionary and the key of each attribute that may hold state."""
     if type(optimizer).__module__.startswith(_KEEP_NOTHING):
         return
     own = getattr(optimizer, "__dict__", {})
@@ -136,21 +137,21 @@ def _places(optimizer: Any) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 
 def _new_place(optimizer: Any, path: str) -> tuple[dict[str, Any], str]:
-    """Place of an attribute that is not there."""
+    """Return the dictionary and the key of an attribute that does not exist yet."""
     name, dot, key = path.partition(".")
     if not dot:
         return vars(optimizer), name
     inner = getattr(vars(optimizer).get(name), "__dict__", None)
     if inner is None:
         raise LayoutMismatchError(
-            f"in the snapshot {type(optimizer).__qualname__} has the attribute {path!r}, and this "
-            f"session's has no {name!r} that could hold it"
+            f"in the snapshot {type(optimizer).__qualname__} has the attribute {path!r}, but the "
+            f"optimizer of this session has no {name!r} that could hold it"
         )
     return inner, key
 
 
 def _tensors(value: object, depth: int = 0) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a value, and in containers in it."""
+    """Yield the tensors in a value and in its nested containers."""
     if isinstance(value, torch.Tensor):
         yield value
     elif depth < _DEPTH_MAX and isinstance(value, Mapping):
@@ -169,8 +170,8 @@ def _memory(tensor: torch.Tensor) -> int:
     return local.untyped_storage().data_ptr()
 
 
-def _encoded(value: object) -> bytes | None:
-    """Encode a value without tensors; None when it has some, or a snapshot cannot carry it."""
+def _encode(value: object) -> bytes | None:
+    """Encode a value. Return None if it contains tensors, or if a snapshot cannot carry it."""
     if callable(value) or next(_tensors(value), None) is not None:
         return None
     try:
@@ -186,7 +187,7 @@ def _check(
     own: Sequence[torch.Tensor],
     tensors: Sequence[torch.Tensor],
 ) -> None:
-    """Raise InvalidJobError when a snapshot cannot carry an attribute that holds `own` tensors."""
+    """Raise InvalidJobError if a snapshot cannot carry an attribute with `own` tensors."""
     advice = "keep them in its state, under the parameter that they belong to"
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in own)
     if nbytes > BYTES_MAX:
@@ -209,16 +210,16 @@ def _device_of(optimizer: Any, kind: str) -> torch.device:
     return next((p.device for p in parameters if p.device.type == kind), torch.device(kind))
 
 
-def _filled(old: Any, new: Any, device: torch.device) -> Any:
-    """`new`, with its tensors in the memory of those of `old` where they fit."""
+def _fill(old: Any, new: Any, device: torch.device) -> Any:
+    """Return `new`, with its tensors in the memory of the tensors of `old` that fit."""
     if isinstance(new, torch.Tensor):
         fits = isinstance(old, torch.Tensor) and (old.shape, old.dtype) == (new.shape, new.dtype)
         return old.copy_(new) if fits else new.to(device)
     if isinstance(new, dict):
         known = old if isinstance(old, dict) else {}
-        return type(new)({key: _filled(known.get(key), v, device) for key, v in new.items()})
+        return type(new)({key: _fill(known.get(key), v, device) for key, v in new.items()})
     if type(new) in (list, tuple):
         fits = isinstance(old, list | tuple) and len(old) == len(new)
         beside = old if fits else [None] * len(new)
-        return type(new)(_filled(a, b, device) for a, b in zip(beside, new, strict=True))
+        return type(new)(_fill(a, b, device) for a, b in zip(beside, new, strict=True))
     return new

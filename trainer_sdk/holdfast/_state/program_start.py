@@ -1,14 +1,14 @@
-"""What a program has whenever it starts, and what a restore has to change in it.
+"""The state of a program when it starts, and the differences that a restore must apply to it.
 
-A program that starts again has its model as it builds it: with the layers that it freezes at first,
-in the modes that it begins with, without the modules that it adds later. So a snapshot states how
-the model differs: which parameters are trained or frozen since, and which modules are in another
-mode. A restore puts that back. What it could not put back is refused when it is saved: parameters
-that appeared, vanished or changed their form.
+A program that starts again has its model as it builds it: with the layers that it freezes at the
+start, in the modes in which it starts, and without the modules that it adds later. So a snapshot
+records how the model differs from that: which parameters were frozen or unfrozen since, and which
+modules are in another mode. A restore applies these differences. Saves refuse differences that a
+restore could not apply: parameters that have appeared, vanished or changed their form.
 
-The mode of a module decides what a step does to buffers (BatchNorm) and whether it draws random
-numbers (Dropout). It is that of the moment of the save, except where the whole model is in another
-mode than in the step before, as in an evaluation: then it is that of the step.
+The mode of a module decides how a step changes buffers (BatchNorm), and whether it draws random
+numbers (Dropout). A snapshot records the modes at the time of the save. But if the whole model is
+in another mode than in the last step, as in an evaluation, it records the modes of that step.
 """
 
 from __future__ import annotations
@@ -35,48 +35,54 @@ _Form = tuple[tuple[int, ...] | None, torch.dtype]
 
 
 class ProgramStart:
-    """State at construction, or at the first restore, of what snapshots describe by differences. A
-    process that stays goes from world to world with the same one."""
+    """The state of a program at construction, or at the first restore. Snapshots describe the
+    differences from it. A process that stays uses the same object in all of its worlds."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Any]) -> None:
         self._model = model
         self.groups = ParamGroups(optimizers)
         self.values = OwnValues(optimizers)
-        """What optimizers hold in attributes of their own."""
+        """Values that optimizers keep in attributes of their own."""
         self.forms = BufferForms(model)
         """Forms of buffers."""
         self._restores = False
         self._stepped: tuple[bool, list[nn.Module], list[bool]] | None = None
-        """Mode of the model in the newest step, its modules, and theirs."""
+        """The mode of the model in the newest step, its modules, and their modes."""
         self._note()
 
     def _note(self) -> None:
         self._forms = _forms(self._model)
-        self._trained = {name: p.requires_grad for name, p in _named(self._model).items()}
+        self._trained = {
+            name: p.requires_grad for name, p in _parameters_by_name(self._model).items()
+        }
         self._paths: list[str] = []
         self._modules: list[nn.Module] = []
         self._remember({})
 
     def _remember(self, names: Mapping[int, str]) -> None:
         """Remember the parameters and modules, so that no save has to walk through them."""
-        parameters = _named(self._model)
+        parameters = _parameters_by_name(self._model)
         self._parameters = [*parameters.values()]
         self._names = [names.get(id(one), name) for name, one in parameters.items()]
         self._first = [self._trained.get(name, True) for name in parameters]
         modules = [*self._model.modules()]
         if self._modules != modules:
-            # As texts of names, which any encoding can hold.
+            # Encode the paths as texts of names, because paths may contain any character.
             named = self._model.named_modules()
             self._paths = [str(TensorName(plain_name(path))) for path, _ in named]
             self._modules = modules
 
-    def trained(self) -> list[nn.Parameter]:
-        """Parameters of the model that train when the program starts."""
-        return [p for name, p in _named(self._model).items() if self._trained.get(name, True)]
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of the model that the program trains when it starts."""
+        return [
+            p
+            for name, p in _parameters_by_name(self._model).items()
+            if self._trained.get(name, True)
+        ]
 
     def begin(self) -> None:
-        """Take what is there now, as the first restore finds it. Later restores find what the
-        program has changed since."""
+        """Take the present state as that of the program's start. Only the first call has an effect:
+        the first restore makes it, and before later ones the program has changed its state."""
         if not self._restores:
             self.groups.begin()
             self.values.begin()
@@ -85,8 +91,8 @@ class ProgramStart:
             self._restores = True
 
     def look(self, names: Mapping[int, str]) -> str:
-        """Look at the model again, whose tensors have changed; return why a program that starts
-        again could not restore it, or nothing.
+        """Inspect the model again, because its tensors have changed. Return why a program that
+        starts again could not restore it; empty if it could.
 
         Args:
             names: `id` of each parameter → its name.
@@ -123,12 +129,12 @@ class ProgramStart:
 
     # --- differences ------------------------------------------------------------------------------
 
-    def stepped(self) -> None:
+    def note_modes(self) -> None:
         """Note the modes of the modules in a step."""
         self._stepped = self._model.training, self._modules, [*map(_mode, self._modules)]
 
     def differences(self) -> dict[str, Any]:
-        """How the model differs from the program's start, and the modes of its modules."""
+        """Describe how the model differs from the program's start, and the modes of its modules."""
         trains = [*map(_trains, self._parameters)]
         changed: dict[str, bool] = {}
         if trains != self._first:
@@ -143,7 +149,7 @@ class ProgramStart:
         return {"trains": changed, "mode": mode, "other_mode": others}
 
     def put_back_trains(self, saved: Mapping[str, Any]) -> None:
-        """Train and freeze the parameters that a snapshot names, and all others as at the start."""
+        """Freeze and unfreeze parameters: as the snapshot says, or else as at the start."""
         changed = saved["trains"]
         for name, one, first in zip(self._names, self._parameters, self._first, strict=True):
             wanted = changed.get(name, first)
@@ -151,23 +157,24 @@ class ProgramStart:
                 one.requires_grad_(wanted)
 
     def put_back_modes(self, saved: Mapping[str, Any]) -> None:
-        """Bring modules into the modes of a snapshot."""
+        """Set the modes of modules to those of a snapshot."""
         others, mode = set(saved["other_mode"]), saved["mode"]
         for path, module in zip(self._paths, self._modules, strict=True):
             module.training = mode != (path in others)
 
 
-def _named(model: nn.Module) -> dict[str, nn.Parameter]:
+def _parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
     named = list(model.named_parameters())
     counts = Counter(plain_name(path) for path, _ in named)
     return {path if counts[plain_name(path)] > 1 else plain_name(path): one for path, one in named}
 
 
 def _forms(model: nn.Module) -> dict[str, _Form]:
-    """Shape on this rank and dtype of each parameter; without a shape where it has none yet."""
-    found: dict[str, _Form] = {}
-    for name, one in _named(model).items():
+    """Return the shape on this rank and the dtype of each parameter. The shape is None if the
+    parameter has none yet."""
+    forms: dict[str, _Form] = {}
+    for name, one in _parameters_by_name(model).items():
         local = raw(one)
         shape = None if nn.parameter.is_lazy(local) else tuple(local.shape)
-        found[name] = (shape, local.dtype)
-    return found
+        forms[name] = (shape, local.dtype)
+    return forms

@@ -1,7 +1,7 @@
-"""Check that a tensor has bytes that can be copied, with the reason in words when it has not.
+"""Checks that a tensor has bytes that can be copied, with the reason if it has none.
 
-This module reads no byte. Callers check here before they copy: for some such tensors torch raises
-an error that names no tensor, and for freed memory the process crashes.
+This module reads no bytes. Callers check here before they copy, because for some tensors torch
+raises an error that does not name the tensor, and for freed memory the process crashes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ def readable(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return the part of `tensor` on this rank, detached and sharing memory.
 
     Raises:
-        InvalidJobError: when its bytes cannot be copied; the message has the name, the reason and
-            what to do.
+        InvalidJobError: the bytes cannot be copied; the message has the name, the reason and the
+            remedy.
     """
     local = raw(tensor)
     why = why_without_bytes(local)
@@ -32,8 +32,8 @@ def readable(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def why_without_bytes(tensor: torch.Tensor) -> str | None:
-    """Explain why a tensor on this rank has no bytes in a plain order, and what to do: the end of a
-    sentence that begins with its name. None when it has them."""
+    """Explain why a tensor on this rank has no bytes in a plain order, and what to do about it, as
+    the end of a sentence that begins with its name. Return None if it has such bytes."""
     if torch.nn.parameter.is_lazy(tensor):
         return "has no shape yet; run a forward pass before anything is saved"
     if tensor.is_meta:

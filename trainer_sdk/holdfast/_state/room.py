@@ -1,7 +1,7 @@
-"""Room beside live tensors: contiguous copies that a save or a restore fills.
+"""Room for contiguous copies of live tensors, which saves and restores fill.
 
-A device whose memory is full with training state refuses more. Then the room is in host memory,
-which costs time in each of them, and the log states it once for each device.
+If the memory of a device is full, the room is in host memory. That takes more time in each save and
+restore, so it is logged once for each device.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ _log = logging.getLogger("holdfast")
 
 
 def room_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Allocate a contiguous tensor of the shape and dtype of `tensor`: on its device, or in host
-    memory where the device has none left. The content is arbitrary."""
+    """Allocate a contiguous tensor with the shape and dtype of `tensor`: on its device or, if that
+    has no memory left, in host memory. The content is arbitrary."""
     try:
         return torch.empty_like(tensor, memory_format=torch.contiguous_format)
     except torch.OutOfMemoryError:

@@ -1,12 +1,12 @@
-"""Optimizers whose state is nowhere to be seen, although their hyperparameters mean that they have
-some: their moments would be missing after a restore, and nothing would say so.
+"""Detection of optimizers whose state a session cannot find, although their hyperparameters show
+that they have some. Their moments would be missing after a restore, without any error.
 
-An optimizer with betas or a momentum other than zero has state for every parameter that it has
-changed. If it has none in `state`, nor tensors in its attributes, nor another optimizer that has
-some, it keeps it where no session finds it. So each step is watched until there is state: only a
-step that changed parameters which had gradients shows anything. SGD without momentum has no state
-and none is expected; neither is any for parameters that are frozen, had no gradient, belong to
-other ranks, or did not move.
+An optimizer with betas, or with a momentum other than zero, has state for every parameter that it
+has changed. If it has none in `state`, no tensors in its attributes, and no inner optimizer with
+state, it keeps its state where no session finds it. So each step is watched until there is state.
+Only a step that changed parameters with gradients proves anything. SGD without momentum has no
+state. Nor is state expected for parameters that are frozen, had no gradient, belong to other ranks,
+or did not change.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from holdfast._state.own_values import OwnValues
 from holdfast_core.errors import InvalidJobError
 
 _MOMENTA = ("momentum", "beta", "beta1", "beta2", "betas")
-"""Hyperparameters that, unless they are zero, mean averages over steps."""
+"""Hyperparameters that, unless they are zero, imply averages over steps."""
 _WATCHED_MAX = 16
-"""Most parameters of an optimizer that are watched: the smallest."""
+"""Largest number of watched parameters of an optimizer: the smallest ones are watched."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Watched:
-    """A parameter that is about to be changed."""
+    """A parameter before a step that may change it."""
 
     parameter: torch.Tensor
     before: torch.Tensor
 
 
 class UnseenState:
-    """Watch over optimizers and those within them."""
+    """Watches the steps of optimizers and their inner optimizers."""
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
         self._optimizers = optimizers
         self.problem: InvalidJobError | None = None
-        """Why nothing may be saved; None while nothing was found."""
+        """Why nothing may be saved; None if no optimizer hides its state."""
         self._watched: list[tuple[Any, str, list[_Watched]]] = []
         self._saved: list[tuple[Any, str, list[_Watched]]] = []
 
@@ -52,14 +52,14 @@ class UnseenState:
         self._watched = [*self._suspects(optimizer)] if self.problem is None else []
 
     def after_step(self) -> None:
-        """Look whether the step has left state for what it changed."""
+        """Check that the step has left state for the parameters that it changed."""
         watched, self._watched = self._watched, []
         self._judge(watched)
 
     @torch.no_grad()
     def before_save(self, optimizers: Sequence[Any]) -> None:
-        """Look at optimizers of which no hook notices the steps: at what changed since the save
-        before."""
+        """Check optimizers whose steps no hook notices, by the parameters that have changed since
+        the previous save."""
         if self.problem is None:
             saved, self._saved = self._saved, []
             self._judge(saved)
@@ -67,7 +67,8 @@ class UnseenState:
                 self._saved += self._suspects(optimizer)
 
     def _suspects(self, optimizer: Any) -> Iterator[tuple[Any, str, list[_Watched]]]:
-        """Optimizers that should have state and have none, and parameters that they may change."""
+        """Yield the optimizers that should have state but have none, with the hyperparameter that
+        implies it and parameters that they may change."""
         for one in with_nested(optimizer, self._optimizers):
             why = _means_state(one)
             if not why or _has_state(one) or len(with_nested(one, self._optimizers)) > 1:
@@ -84,8 +85,8 @@ class UnseenState:
             if any(not torch.equal(local_of(each.parameter), each.before) for each in parameters):
                 name = type(one).__qualname__
                 self.problem = InvalidJobError(
-                    f"{name} has {why} and has changed parameters, and its state is empty: it "
-                    f"keeps its moments where a snapshot does not find them, and they would be "
+                    f"{name} has {why} and has changed parameters, but its state is empty: it "
+                    f"keeps its moments where a snapshot does not find them, so they would be "
                     f"missing after a restore; pass the optimizer that has them in its state, or "
                     f"let {name} keep them there"
                 )
@@ -96,7 +97,7 @@ def _has_state(optimizer: Any) -> bool:
 
 
 def _means_state(optimizer: Any) -> str:
-    """The hyperparameter that means that an optimizer has state; empty when none does."""
+    """Return the hyperparameter that implies that an optimizer has state; empty if none does."""
     for group in optimizer.param_groups:
         for name in _MOMENTA:
             if _is_momentum(group.get(name)):

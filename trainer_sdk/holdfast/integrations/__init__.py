@@ -1,4 +1,4 @@
-"""Holdfast in training frameworks: a module for each, which needs that framework.
+"""Holdfast in training frameworks: one module for each, which needs that framework.
 
-They use only what the framework documents, and the public API of Holdfast.
+The modules use only documented features of the framework, and the public API of Holdfast.
 """

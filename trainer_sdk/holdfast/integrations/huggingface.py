@@ -4,12 +4,12 @@
     trainer = Trainer(model, arguments, train_dataset=data, callbacks=[protection])
     trainer.train(resume_from_checkpoint=protection.restore(trainer))
 
-`Trainer` asks for the step to resume at before it builds what a session needs. So `restore` makes
-the session first, from the trainer's model and optimizer, and returns a folder in the format of
-the trainer's own checkpoints whose index names every tensor and whose files hold none: the trainer
-takes from it where it was, skips the batches that were trained on, and loads nothing. Of a model of
-peft it would load adapters, which have no such index, and not where there is a file of weights:
-that file holds nothing.
+`Trainer` asks where to resume before it builds the optimizer and the scheduler that a session
+needs. So `restore` makes the session first, from the trainer's model and optimizer. It returns a
+folder in the format of the trainer's own checkpoints, whose index names every tensor and whose
+files contain none. The trainer reads its position from the folder, skips the batches that it has
+trained on, and loads no tensors. For a model of peft the trainer would load adapters, which have no
+index, unless there is a file of weights; so the folder then has an empty file of weights.
 """
 
 from __future__ import annotations
@@ -43,14 +43,15 @@ _LEFT_OUT = frozenset({"log_history", "stateful_callbacks"})
 
 
 class HoldfastTrainerCallback(TrainerCallback):  # type: ignore[misc]  # the package is not type-checked
-    """Protects a `Trainer` after each optimizer step, with what follows it: evaluation, and the
-    trainer's own checkpoint.
+    """Protects a `Trainer` after each optimizer step, and after the evaluation and the checkpoint
+    of its own that may follow the step.
 
-    A restart resumes at the batch after the restored step, with the scheduler, the gradient scaler
-    and the random generators as they were; `trainer.state.log_history` begins anew.
+    A restart resumes with the batch after the restored step. The scheduler, the gradient scaler and
+    the random generators continue from their states at that step; `trainer.state.log_history`
+    starts empty.
 
     Args:
-        stateful: other objects that a restore must bring back, by name, as for `holdfast.init`.
+        stateful: other objects to restore, by name, as for `holdfast.init`.
         arguments: further arguments of `holdfast.init`: `topology`, `settings`, `units`, …
     """
 
@@ -59,25 +60,27 @@ class HoldfastTrainerCallback(TrainerCallback):  # type: ignore[misc]  # the pac
         self._arguments = arguments
         self._session: Session | None = None
         self._unsaved = False
-        """Whether the newest step waits to be saved until what follows it is done."""
+        """Whether the newest step is still to be saved, after the evaluation that may follow it."""
         self._scheduler = _KeptState()
         self._groups: list[dict[str, Any]] = []
         self._generators: RandomGenerators | None = None
-        """Random generators after the restored step, until training has arrived there."""
+        """States of the random generators after the restored step, until training resumes."""
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._quiet = _NothingIsMissing()
 
     def restore(self, trainer: Trainer) -> str | None:
-        """Restore the state of `trainer`. Every rank calls it, right before `trainer.train`.
+        """Restore the state of `trainer`. Every rank calls it right before `trainer.train`.
 
         Returns:
-            What to pass to `trainer.train` as `resume_from_checkpoint`; None for a fresh start.
+            The folder to pass to `trainer.train` as `resume_from_checkpoint`; None for a fresh
+            start.
 
         Raises:
-            InvalidJobError: the trainer shards its state by FSDP or DeepSpeed, makes its model
-                later, or draws the order of its data so that it cannot be repeated.
-            HoldfastError: as `Session.restore`.
+            InvalidJobError: the trainer shards its state with FSDP or DeepSpeed, creates its model
+                only in `train`, or draws an order of its data that cannot be repeated.
+            HoldfastError: as for `Session.restore`.
         """
+        # Make the session from everything that exists before `train`, and restore into it.
         _check(trainer)
         optimizer = trainer.create_optimizer()
         at, self._scheduler = _Position(trainer), _KeptState()
@@ -92,13 +95,16 @@ class HoldfastTrainerCallback(TrainerCallback):  # type: ignore[misc]  # the pac
         )
         if self._session.restore() is None:
             return None
+        # Keep what the trainer will overwrite until training begins: random generators, and the
+        # rates in the optimizer.
         self._generators = RandomGenerators.now()
         self._groups = [
             {key: value for key, value in group.items() if key != "params"}
             for group in optimizer.param_groups
         ]
+        # Write the folder without tensors. The trainer looks up the state of each other callback
+        # in it.
         self._folder = tempfile.TemporaryDirectory(prefix="holdfast-")
-        # The trainer's own checkpoints look each of the other callbacks up in there.
         others = {"stateful_callbacks": trainer.state.stateful_callbacks}
         _write_position(Path(self._folder.name), trainer.model, at.restored | others)
         _TRAINER_LOG.addFilter(self._quiet)
@@ -107,11 +113,11 @@ class HoldfastTrainerCallback(TrainerCallback):  # type: ignore[misc]  # the pac
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._session is None:
             raise InvalidJobError(
-                "HoldfastTrainerCallback has not restored: call "
+                "HoldfastTrainerCallback has not restored yet: call "
                 "trainer.train(resume_from_checkpoint=callback.restore(trainer))"
             )
         self._scheduler.attach(kwargs["lr_scheduler"])
-        # The scheduler that was made meanwhile has written its own rates into the optimizer.
+        # The new scheduler has written its initial rates into the optimizer; undo that.
         for group, kept in zip(kwargs["optimizer"].param_groups, self._groups, strict=False):
             group.update(kept)
         self._groups = []
@@ -122,7 +128,7 @@ class HoldfastTrainerCallback(TrainerCallback):  # type: ignore[misc]  # the pac
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._save(state)
-        if float(state.epoch).is_integer():  # a resumed epoch draws its order as it did before
+        if float(state.epoch).is_integer():  # A resumed epoch draws the same order again.
             self._put_back_generators()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -130,13 +136,13 @@ class HoldfastTrainerCallback(TrainerCallback):  # type: ignore[misc]  # the pac
         self._put_back_generators()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # An evaluation that follows draws random numbers, and may change rates; a restart at this
-        # step would leave it out.
+        # Save later: a restart from here would leave out the evaluation that may follow, which
+        # draws random numbers and may change rates.
         self._unsaved = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # The last step is not saved: a trainer that resumes after it trains one step more, and the
-        # model may be the best one by now.
+        # Do not save the last step: a trainer that resumed after it would train one step more, and
+        # the model may already have been replaced by the best one.
         if self._session is not None:
             self._session.close()
             self._session = None
@@ -153,38 +159,38 @@ class HoldfastTrainerCallback(TrainerCallback):  # type: ignore[misc]  # the pac
 
 
 class _NothingIsMissing(logging.Filter):
-    """Filter of the warning that a folder without tensors lacks them: Holdfast has restored
-    them."""
+    """Filter of the trainer's warning that tensors are missing: the folder has none, because
+    Holdfast has restored them."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith(_MISSING)
 
 
 class _KeptState:
-    """Stateful object that stands for one which is made after the restore."""
+    """Placeholder for a stateful object that is created only after the restore."""
 
     def __init__(self) -> None:
         self._object: Stateful | None = None
         self._restored: list[Any] = []
 
     def attach(self, item: Stateful) -> None:
-        """Stand for `item` from now on, and give it what was restored."""
+        """Stand for `item` from now on, and load the restored state into it."""
         self._object = item
         if self._restored:
             item.load_state_dict(self._restored.pop())
 
     def state_dict(self) -> Any:
-        """State of the object; it has to be attached."""
+        """Return the state of the attached object."""
         assert self._object is not None, "a save before anything was attached"
         return self._object.state_dict()
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Keep the state for the object."""
+        """Keep the state until the object is attached."""
         self._restored = [state_dict]
 
 
 class _Position:
-    """Position of a trainer: the fields of its `TrainerState`."""
+    """The position of a trainer: the fields of its `TrainerState`."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -207,7 +213,7 @@ def _check(trainer: Trainer) -> None:
         )
     if trainer.model_init is not None:
         raise InvalidJobError(
-            "Trainer(model_init=…) makes another model in train, after what was restored: give "
+            "Trainer(model_init=…) creates another model in `train`, after the restore: give "
             "Trainer the model itself"
         )
     strategy = trainer.args.train_sampling_strategy
@@ -221,7 +227,7 @@ def _check(trainer: Trainer) -> None:
 
 
 def _write_position(folder: Path, model: torch.nn.Module, state: dict[str, Any]) -> None:
-    """Write a checkpoint of a trainer's position, and of no tensor."""
+    """Write a checkpoint that has the position of a trainer, but no tensors."""
     if hasattr(model, "peft_config") and not isinstance(model, PreTrainedModel):
         save_file({}, folder / _WHOLE)
         if not hasattr(model, "_keys_to_ignore_on_save"):  # the trainer reads it of such a folder

@@ -3,9 +3,9 @@
     trainer = Trainer(callbacks=[HoldfastCallback()], …)
     trainer.fit(module)
 
-The callback restores when the strategy has made the optimizers and before the loops begin; then
-Lightning goes on as it does from a checkpoint of its own. The position in the data is the loader's,
-so it must have one: torchdata's `StatefulDataLoader`, or any loader with `state_dict`. It is made
+The callback restores after the strategy has created the optimizers and before the loops begin.
+Lightning then continues as from a checkpoint of its own. The position in the data belongs to the
+loader, so the loader must have a `state_dict`, as torchdata's `StatefulDataLoader` does. Create it
 in `train_dataloader`, which Lightning calls after the restore.
 """
 
@@ -26,13 +26,13 @@ with needing("holdfast.integrations.lightning", PackageGroup.LIGHTNING):
 
 
 class HoldfastCallback(Callback):  # type: ignore[misc]  # the package is not type-checked
-    """Protects a `Trainer` after each optimizer step, and the validation that follows it.
+    """Protects a `Trainer` after each optimizer step, and after the validation that may follow it.
 
-    A restart resumes after the restored step, with the schedulers, the loops, the loader and the
-    random generators as they were.
+    A restart resumes after the restored step. The schedulers, the loops, the loader and the random
+    generators continue from their states at that step.
 
     Args:
-        stateful: other objects that a restore must bring back, by name, as for `holdfast.init`.
+        stateful: other objects to restore, by name, as for `holdfast.init`.
         arguments: further arguments of `holdfast.init`: `topology`, `settings`, `units`, …
     """
 
@@ -42,15 +42,16 @@ class HoldfastCallback(Callback):  # type: ignore[misc]  # the package is not ty
         self._session: Session | None = None
         self._loops: _Loops | None = None
         self._saved = 0
-        """Newest step that was saved or restored."""
+        """Newest step that this callback has saved or restored."""
         self._generators: RandomGenerators | None = None
-        """Random generators after the restored step, until the next batch has been loaded."""
+        """States of the random generators after the restored step, until the next batch is
+        loaded."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.ckpt_path is not None:
             raise InvalidJobError(
-                f"fit(ckpt_path={str(trainer.ckpt_path)!r}) would load over what HoldfastCallback "
-                f"restores; leave ckpt_path out"
+                f"fit(ckpt_path={str(trainer.ckpt_path)!r}) would overwrite the state that "
+                f"HoldfastCallback restores; leave ckpt_path out"
             )
         loops = self._loops = _Loops(trainer)
         stateful: dict[str, Stateful] = {"loops": loops}
@@ -67,7 +68,7 @@ class HoldfastCallback(Callback):  # type: ignore[misc]  # the package is not ty
         step = self._session.restore()
         if step is not None:
             self._saved = step
-            if not loops.at_epoch_end:  # what begins the next epoch draws as it would have
+            if not loops.at_epoch_end:  # At an epoch's end, the start of the next one uses them.
                 self._generators = RandomGenerators.now()
 
     def on_train_batch_start(
@@ -86,14 +87,14 @@ class HoldfastCallback(Callback):  # type: ignore[misc]  # the package is not ty
         batch: Any,
         batch_idx: int,
     ) -> None:
-        # Validation may follow, which draws random numbers and may change rates, and then the next
-        # batch is loaded: the position is this one, and all else is saved when that is done.
+        # Keep the position of this batch, but save later: validation may follow, which draws random
+        # numbers and may change rates, and then the loader loads the next batch.
         if self._loops is not None and trainer.global_step > self._saved:
             self._loops.keep()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._loops is not None and trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
-            self._loops.drop()  # they now count the epoch as done
+            self._loops.drop()  # The loops now count the epoch as completed.
         self._save(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -110,7 +111,7 @@ class HoldfastCallback(Callback):  # type: ignore[misc]  # the package is not ty
 
 
 class _Loops:
-    """Progress of a trainer's loops, and the position of its loader."""
+    """The progress of a trainer's loops, and the position of its loader."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -119,11 +120,11 @@ class _Loops:
         """Whether the restored step was the last one of an epoch."""
 
     def keep(self) -> None:
-        """Keep the present state as the one that is saved, until it is dropped."""
+        """Keep the present state: saves capture it until `drop`."""
         self._kept = copy.deepcopy(self._trainer.fit_loop.state_dict())
 
     def drop(self) -> None:
-        """Forget the state that was kept."""
+        """Forget the kept state: saves capture the present one again."""
         self._kept = None
 
     def state_dict(self) -> dict[str, Any]:

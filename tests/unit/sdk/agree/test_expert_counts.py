@@ -241,11 +241,11 @@ def nothing(counts: AgreedCounts) -> Selection:
 
 def test_a_rank_that_waited_in_vain_does_not_wait_again_before_a_choice_arrives() -> None:
     counting = ExpertCounts(Alone(), 0, 1)
-    assert counting.chosen(5, 0.01) is None
-    assert counting.chosen(6, 1e9) is None
+    assert counting.wait_choice(5, 0.01) is None
+    assert counting.wait_choice(6, 1e9) is None
     counting.start(7, TABLE.units, statement, nothing)
     counting.close(WAIT_S)  # after the first sum
-    found = counting.chosen(7, 0.0)
+    found = counting.wait_choice(7, 0.0)
     assert found is not None
     assert found.counts.number == 6
 
@@ -256,8 +256,8 @@ def test_all_saves_that_were_called_are_added_up_before_the_end() -> None:
     for counting in both:
         counting.start(0, TABLE.units, statement, nothing)
         for number in range(4):
-            counting.called(number)
-    both[0].attempted(3)  # the other skipped it, and comes to its end
+            counting.on_save_called(number)
+    both[0].on_save_decided(3)  # the other skipped it, and comes to its end
     ends = [threading.Thread(target=counting.close, args=(WAIT_S,)) for counting in both]
     for end in ends:
         end.start()

@@ -58,13 +58,13 @@ class Ranks:
         waits_s = 0.0
         for rank, pacing in enumerate(self.pacings):
             handle = SaveHandle(self.step)
-            called = pacing.called(handle, self.now_s)
+            called = pacing.on_save_called(handle, self.now_s)
             self.known[rank] += called.missed
             if called.due:
                 self.taken[rank].append(self.step)
                 self.known[rank].append(self.step)
                 handle._reach(handle.protected)
-                pacing.waited(self.blocked_s[rank])
+                pacing.add_wait(self.blocked_s[rank])
                 waits_s = max(waits_s, self.blocked_s[rank])
         self.now_s += 1.0 + waits_s
 
@@ -130,26 +130,26 @@ def test_a_snapshot_that_was_not_taken_is_not_measured() -> None:
     pacing = SaveInterval(Alone(), A_DAY)
     for step in range(1, WARMING_UP + MEASURED + LEAD_CALLS + 50):
         handle = SaveHandle(step)
-        pacing.called(handle, float(step))
+        pacing.on_save_called(handle, float(step))
         handle._fail(SnapshotSkippedError("no slot"))
-        pacing.waited(0.9)
+        pacing.add_wait(0.9)
     pacing.close(WAIT_S)
     assert pacing.steps == 1
 
 
 @pytest.mark.parametrize("pacing", [DueSaves(), SaveInterval(Alone(), A_DAY)])
 def test_the_first_save_is_due_whatever_the_choice(pacing: DueSaves) -> None:
-    called = pacing.called(SaveHandle(1), 0.0)
+    called = pacing.on_save_called(SaveHandle(1), 0.0)
     assert called == Called(due=True)
-    pacing.waited(0.5)
+    pacing.add_wait(0.5)
     pacing.close(WAIT_S)
 
 
 def test_every_save_is_due_where_nothing_is_measured() -> None:
     pacing = DueSaves()
     for step in (1, 2, 50, 1000):
-        assert pacing.called(SaveHandle(step), float(step)) == Called(due=True)
-        pacing.waited(0.9)
+        assert pacing.on_save_called(SaveHandle(step), float(step)) == Called(due=True)
+        pacing.add_wait(0.9)
         assert pacing.steps == 0
     pacing.close(WAIT_S)
 
@@ -205,7 +205,7 @@ class Counted(ReplicaCheck):
         self.saves: list[tuple[int, int]] = []
         """(number, step)."""
 
-    def called(self, number: int, step: int) -> None:
+    def on_save_called(self, number: int, step: int) -> None:
         self.saves.append((number, step))
 
 
@@ -235,10 +235,10 @@ def test_saves_are_numbered_alike_on_ranks_that_get_the_decision_late(tmp_path: 
     assert "have not agreed on the interval" in str(error)
     other = SaveInterval(Seat(meeting, 1), A_DAY)  # takes nothing, so that the interval stays 1
     for late in range(1, step + 1):
-        other.called(SaveHandle(late), float(late))
+        other.on_save_called(SaveHandle(late), float(late))
     until = time.monotonic() + WAIT_S
     while session.save(step := step + 1).committed.exception(WAIT_S) is not None:
-        other.called(SaveHandle(step), float(step))
+        other.on_save_called(SaveHandle(step), float(step))
         assert time.monotonic() < until
     assert counted.saves == [(n, n + 1) for n in range(step)]
     meeting.break_up()

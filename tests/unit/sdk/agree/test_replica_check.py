@@ -72,16 +72,16 @@ class World:
 
     def _one(self, rank: int, number: int, fate: Fate) -> HoldfastError | None:
         comparing, step = self.ranks[rank], 10 * number
-        comparing.called(number, step)
+        comparing.on_save_called(number, step)
         if fate is None:
-            comparing.missed(step)
+            comparing.on_save_failed(step)
             return SnapshotSkippedError("refused")
         try:
             if comparing.due(number, WAIT_S):
                 comparing.hand_over(number, fate)
             comparing.settle(number)
         except HoldfastError as error:
-            comparing.missed(step)
+            comparing.on_save_failed(step)
             return error
         return None
 
@@ -204,9 +204,9 @@ def test_waiting_for_the_verdict_does_not_wait_for_a_rank_whose_save_was_refused
 def test_a_session_that_ends_takes_part_in_what_it_has_called() -> None:
     world = World(every=1)
     for comparing in world.ranks[:3]:
-        comparing.called(0, 0)
+        comparing.on_save_called(0, 0)
         comparing.hand_over(0, held(0))
-    world.ranks[3].called(0, 0)
+    world.ranks[3].on_save_called(0, 0)
     world.close()
     assert world.meeting.done == [1] * RANKS
     with pytest.raises(SnapshotSkippedError, match=r"ranks \[3\]"):
@@ -215,9 +215,9 @@ def test_a_session_that_ends_takes_part_in_what_it_has_called() -> None:
 
 def test_a_verdict_that_comes_before_the_digests_is_not_waited_for_again() -> None:
     comparing = ReplicaCheck(Seat(Meeting(1), 0), Topology(dp=1), 1)
-    comparing.called(0, 0)
+    comparing.on_save_called(0, 0)
     assert comparing.due(0, WAIT_S)
-    comparing.missed(0)
+    comparing.on_save_failed(0)
     while comparing.due(0, WAIT_S):  # until the ranks have concluded without this one
         pass
     comparing.hand_over(0, held(0))
@@ -243,12 +243,12 @@ class Garbling(Seat):
 
 def test_a_statement_that_cannot_be_read_ends_the_comparisons_and_nobody_waits() -> None:
     comparing = ReplicaCheck(Garbling(Meeting(1), 0), Topology(dp=1), 1)
-    comparing.called(0, 0)
+    comparing.on_save_called(0, 0)
     assert comparing.due(0, WAIT_S)
     comparing.hand_over(0, held(0))
     with pytest.raises(SnapshotSkippedError, match="neither compared nor complete"):
         comparing.settle(0)
-    comparing.called(1, 10)
+    comparing.on_save_called(1, 10)
     assert not comparing.due(1, WAIT_S)
     comparing.close(WAIT_S)
 
@@ -268,9 +268,9 @@ def test_replicas_that_differed_before_an_exchange_failed_stay_unsaved() -> None
     [ReplicaCheck(Alone(), TOPOLOGY, 1), ReplicaCheck(Seat(Meeting(RANKS), 0), TOPOLOGY, 0)],
 )
 def test_a_rank_that_is_alone_or_does_not_want_it_compares_nothing(comparing: ReplicaCheck) -> None:
-    comparing.called(0, 0)
+    comparing.on_save_called(0, 0)
     assert not comparing.due(0, WAIT_S)
-    comparing.missed(0)
+    comparing.on_save_failed(0)
     comparing.settle(0)
     comparing.close(WAIT_S)
 
@@ -340,7 +340,7 @@ def test_a_save_that_training_overtook_is_no_divergence(tmp_path: Path) -> None:
         interval=DueSaves(),
     )
     other = ReplicaCheck(Seat(meeting, 1), pair, 1)
-    other.called(0, 1)
+    other.on_save_called(0, 1)
     other.hand_over(0, held_by_both)
     error = session.save(1).committed.exception(WAIT_S)
     assert isinstance(error, SnapshotSkippedError), error

@@ -85,7 +85,7 @@ def test_the_end_makes_the_rounds_that_can_begin_and_no_more() -> None:
 
 def test_rounds_that_never_started_end_at_once() -> None:
     user = Numbers()
-    assert not user.rounds.started
+    assert not user.rounds.has_started
     user.rounds.close(WAIT_S)
     assert user.made == []
 

@@ -66,7 +66,7 @@ def test_the_order_follows_what_all_ranks_have_counted(
     for window in range(50):
         assert schedule(deciding, window + 1) == FIRST
         deciding.count({UNITS[1]: 5}, {0: 5})
-        deciding.ended(window + 1)
+        deciding.on_windows_ended(window + 1)
     assert schedule(deciding, 51) == OTHER
 
 
@@ -74,7 +74,7 @@ def test_a_window_that_is_not_decided_yet_is_left_out(
     deciding: WindowDecisions, exchange: Any
 ) -> None:
     assert schedule(deciding, 0, 0.0) == schedule(deciding, 1, 0.0) == FIRST
-    deciding.ended(1)
+    deciding.on_windows_ended(1)
     with pytest.raises(SnapshotSkippedError, match="have not agreed in time on this window"):
         deciding.decision(2, 0.0)
     exchange.open.set()
@@ -86,7 +86,7 @@ def test_a_rank_that_missed_a_sum_captures_no_later_window(
 ) -> None:
     """Others may have got it, and order experts otherwise."""
     exchange.fails = True
-    deciding.ended(1)
+    deciding.on_windows_ended(1)
     exchange.open.set()
     for window in (2, 3, 60):
         with pytest.raises(SnapshotSkippedError):
@@ -103,7 +103,7 @@ def test_without_an_order_to_lose_windows_go_on_after_a_sum_that_failed(
     deciding = WindowDecisions(exchange, policy)
     deciding.start(ORIGIN, FIRST, groups)
     deciding.want_whole(100)
-    deciding.ended(70)
+    deciding.on_windows_ended(70)
     assert [schedule(deciding, window) for window in (2, 70)] == [FIRST, FIRST]
     deciding.close(WAIT_S)
 
@@ -118,7 +118,7 @@ def test_a_snapshot_of_one_step_that_any_rank_wants_takes_the_place_of_the_windo
     deciding.start(ORIGIN, FIRST, [UNITS])
     if own:
         deciding.want_whole(ORIGIN)
-    deciding.ended(1)
+    deciding.on_windows_ended(1)
     assert deciding.decision(1, 0.0) == WindowDecision(schedule=FIRST)
     assert deciding.decision(2, WAIT_S) == WindowDecision(schedule=FIRST, whole=True)
     deciding.close(WAIT_S)
@@ -133,7 +133,7 @@ def test_one_snapshot_of_one_step_answers_all_wishes_for_one_after_an_earlier_st
     whole = []
     for window, wish in enumerate((10, 13, 15, 15, 16, 16, 16)):
         deciding.want_whole(wish)
-        deciding.ended(window + 1)
+        deciding.on_windows_ended(window + 1)
         if deciding.decision(window + 2, WAIT_S).whole:
             whole.append(ORIGIN + 2 * (window + 2) + 1)
     assert whole == [18]

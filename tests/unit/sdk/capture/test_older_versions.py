@@ -40,7 +40,7 @@ def version(unit: UnitKey, step: int) -> ExpertVersion:
 
 def test_what_an_old_version_lacks_is_counted_exactly_when_storage_has_its_record() -> None:
     reminded = state().with_versions([version(A, 3), version(B, 7)])
-    after, lost = reminded.returned({str(A): "1.3", str(B): "1.7"})
+    after, lost = reminded.return_experts({str(A): "1.3", str(B): "1.7"})
     assert lost == {str(A): 40}
     assert after.ledger.tokens == {A: 30, B: 70}
     assert after.ledger.versions[A][-1].generation == Generation(1, 3)
@@ -49,12 +49,12 @@ def test_what_an_old_version_lacks_is_counted_exactly_when_storage_has_its_recor
 def test_an_expert_that_came_back_older_goes_first_where_tokens_decide() -> None:
     newest = {A: Mark(6, 140), B: Mark(6, 140)}
     found = replace(state(), marks=newest).with_versions([version(A, 3)])
-    after, _ = found.returned({str(A): "1.3", str(B): "1.7"})
+    after, _ = found.return_experts({str(A): "1.3", str(B): "1.7"})
     assert after.marks == {A: Mark(2, 0), B: newest[B]}
 
 
 def test_without_a_record_of_it_all_tokens_count_as_lost() -> None:
-    _, lost = state().returned({str(A): "1.3", str(B): "1.7"})
+    _, lost = state().return_experts({str(A): "1.3", str(B): "1.7"})
     assert lost == {str(A): 70}
 
 

@@ -16,7 +16,7 @@ from holdfast._capture.gradients import NO_GRADIENTS
 from holdfast._capture.partial import PartialCapture
 from holdfast._capture.partial_state import START, PartialState
 from holdfast._capture.strategy import SaveCall
-from holdfast._restoring.restore import agreed_versions
+from holdfast._restoring.restore import find_agreed_versions
 from holdfast_core.errors import CorruptError, SnapshotSkippedError
 from holdfast_core.experts.tables import Expert, ExpertTable, MoeLayer
 from holdfast_core.job.snapshots import ExpertChoice, LossyPolicy, PartialExperts, Selective
@@ -59,8 +59,8 @@ class Deaf(ExpertCounts):
 
     deaf = False
 
-    def chosen(self, number: int, wait_s: float) -> Chosen | None:
-        found = super().chosen(number, wait_s)
+    def wait_choice(self, number: int, wait_s: float) -> Chosen | None:
+        found = super().wait_choice(number, wait_s)
         return None if self.deaf else found
 
 
@@ -294,14 +294,14 @@ def test_when_sums_end_no_rank_captures_by_a_choice_that_another_does_not_have()
 
 def test_a_restore_refuses_parts_of_different_generations() -> None:
     alike = [{"layer0/expert0": "1.5", f"layer0/expert{i}": "1.4"} for i in (1, 2)]
-    assert agreed_versions(alike) == {
+    assert find_agreed_versions(alike) == {
         "layer0/expert0": "1.5",
         "layer0/expert1": "1.4",
         "layer0/expert2": "1.4",
     }
     torn_apart = [*alike, {"layer0/expert0": "1.3"}]
     with pytest.raises(CorruptError, match=r"parts of layer0/expert0 .* 1\.5 and 1\.3"):
-        agreed_versions(torn_apart)
+        find_agreed_versions(torn_apart)
 
 
 def test_a_rank_states_nothing_about_experts_that_it_captured_before_a_restart() -> None:

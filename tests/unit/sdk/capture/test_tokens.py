@@ -128,7 +128,7 @@ def test_sums_of_probabilities_are_added_up_in_parts_of_one() -> None:
     tokens.add(0, [0.25, 1.0])
     first, second = (UnitKey(0, UnitKind.EXPERT, number) for number in range(2))
     assert tokens.read()[0] == {first: 1 << 19, second: 3 << 19}
-    again = tokens.emptied()
+    again = tokens.empty_copy()
     assert not again
     again.add(0, [1.0, 0.0])
     assert again.read()[0] == {first: 1 << 20, second: 0}

@@ -688,5 +688,5 @@ def test_a_replay_follows_the_order_in_which_its_window_was_captured(
 
 
 def test_an_interval_that_is_measured_is_refused() -> None:
-    with pytest.raises(holdfast.InvalidJobError, match="a window needs every step"):
+    with pytest.raises(holdfast.InvalidJobError, match="a window needs the save of every step"):
         holdfast.Settings(policy=SparseWindows(), recoveries_per_day=3.0)

@@ -332,7 +332,7 @@ def test_what_fails_beside_a_step_fails_its_save_and_not_training(
 def test_masters_beside_the_model_are_refused(daemon: FakeDaemon) -> None:
     model = torch.nn.Linear(2, 2).bfloat16()
     masters = [p.detach().float() for p in model.parameters()]
-    with pytest.raises(holdfast.InvalidJobError, match="parameters that the model does not"):
+    with pytest.raises(holdfast.InvalidJobError, match="parameters that the model lacks"):
         holdfast.init(
             model=model,
             optimizer=torch.optim.SGD(masters),

@@ -329,12 +329,12 @@ def test_what_a_request_leaves_out_is_absent(client: GrpcClient, service: Traine
 def test_a_rank_without_a_session_reports_its_step_and_why_nothing_is_saved(
     client: GrpcClient, service: Trainer
 ) -> None:
-    client.trained(TrainedRequest.of(REPORT, epoch=2, closed=False))
+    client.report_without_session(TrainedRequest.of(REPORT, epoch=2, closed=False))
     sent = service.seen[-1]
     assert (sent.job, sent.rank, sent.epoch, sent.step) == ("moe", 3, 2, 7)
     assert (sent.skipped, sent.failed, sent.failure) == (2, 3, "no room")
     assert (sent.failure_code, sent.closed) == ("memory_budget", False)
-    client.trained(TrainedRequest.of(REPORT, epoch=2, closed=True))
+    client.report_without_session(TrainedRequest.of(REPORT, epoch=2, closed=True))
     assert service.seen[-1].closed
 
 

@@ -79,7 +79,7 @@ def test_keys_differ_and_are_hard_to_guess() -> None:
 
 
 def test_without_a_key_the_daemons_are_named_as_too_old(plain: HashStore) -> None:
-    with pytest.raises(ProtocolError, match="older than this image; renew all daemons before"):
+    with pytest.raises(ProtocolError, match="older than this image; upgrade all daemons before"):
         _sealed(plain, key="")
 
 

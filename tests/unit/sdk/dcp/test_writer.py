@@ -93,8 +93,8 @@ def test_a_skipped_snapshot_fails_its_handle_and_nothing_else(
     ("more", "message"),
     [
         ({"step": None}, 'no number "step"'),
-        ({"ema": {"w": torch.zeros(3)}}, "'ema' holds what the session does not capture"),
-        ({"sampler": {"position": 3}}, "'sampler' holds what the session does not capture"),
+        ({"ema": {"w": torch.zeros(3)}}, "'ema' has state that the session does not capture"),
+        ({"sampler": {"position": 3}}, "'sampler' has state that the session does not capture"),
     ],
 )
 def test_a_state_dict_with_more_than_the_session_captures_is_refused(

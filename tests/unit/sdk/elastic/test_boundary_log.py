@@ -121,14 +121,14 @@ def test_a_replay_that_sends_something_else_differs(what: str) -> None:
     if what == "twice":
         replay.compare(BELOW, out, 5)
     replay.compare(BELOW, out, 6 if what == "another digest" else 5)
-    assert replay.divergence == "activation 0 of step 2 is not what rank 2 had received"
+    assert replay.divergence == "activation 0 of step 2 is not the message that rank 2 had received"
 
 
 def test_a_replay_that_asks_for_something_else_differs() -> None:
     replay = BoundaryReplay(PLAN, {BELOW: given((key(2), torch.zeros(2)))})
     into = torch.ones(3)
     replay.take(BELOW, key(2), into)
-    assert replay.divergence == "gradient 0 of step 2 has 12 bytes now, and 8 are logged"
+    assert replay.divergence == "gradient 0 of step 2 has 12 bytes now, but 8 are logged"
     assert not into.any()
 
 

@@ -92,7 +92,7 @@ def test_a_tensor_to_receive_into_is_contiguous() -> None:
 
 def test_a_session_is_for_the_stages_of_its_pipeline() -> None:
     model = nn.Linear(1, 1)
-    with pytest.raises(InvalidJobError, match="topology dp1·ep1·tp1·pp2, and topology= is None"):
+    with pytest.raises(InvalidJobError, match="topology dp1·ep1·tp1·pp2, but topology= is None"):
         holdfast.init(model=model, optimizer=torch.optim.SGD(model.parameters()), pipeline=make(0))
 
 
@@ -122,8 +122,8 @@ def test_a_replay_is_answered_by_the_log_of_the_neighbour(wrong: str) -> None:
     pipeline.log.complete(1)
     differs = {
         "": "",
-        "activation": "rank 0: activation 0 of step 1 is not what rank 1 had received",
-        "gradient": "rank 0: gradient 1 of step 1 has 4 bytes now, and 0 are logged",
+        "activation": "rank 0: activation 0 of step 1 is not the message that rank 1 had received",
+        "gradient": "rank 0: gradient 1 of step 1 has 4 bytes now, but 0 are logged",
         "sum": "rank 0: shared 0 of step 1, a sum of all ranks, was not repeated",
     }
     assert pipeline.end_replay() == differs[wrong]
@@ -187,7 +187,7 @@ def test_a_schedule_is_repeated_from_the_neighbours_log(wrong: str) -> None:
     assert schedule(again, torch.ones(1) * (2 if wrong else 1)) == found
     world = again.world
     assert not world.sent and not world.came
-    text = "rank 0: tensor 0 of step 1 is not what rank 1 had received" if wrong else ""
+    text = "rank 0: tensor 0 of step 1 is not the message that rank 1 had received" if wrong else ""
     assert again.end_replay() == text
     if not wrong:
         assert again.log.part_for([1], after=0, to=1) == mine
@@ -229,7 +229,7 @@ def test_what_opens_connections_is_no_message() -> None:
     fake: Any = world
     assert not fake.sent and not fake.came
     assert not pipeline.log.part_for([1], after=0, to=1).sent
-    with pytest.raises(InvalidJobError, match="int32 tensor of one number"):
+    with pytest.raises(InvalidJobError, match="int32 tensor with one element"):
         group.send([torch.ones(1, dtype=torch.int32)], 1)
 
 

@@ -117,7 +117,7 @@ def test_a_log_that_was_handed_over_answers() -> None:
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        (b"", "ranks [] have handed over logs, and those of [1] are needed"),
+        (b"", "ranks [] have handed over logs, but the logs of ranks [1] are needed"),
         (encode_part(part())[:-3], "the log of a neighbour cannot be read"),
         (msgspec.msgpack.encode([1, 2]), "the log of a neighbour cannot be read"),
         (encode_part(part(digest=1)), "the log of gradient 0 of step 2 does not match its"),
@@ -139,8 +139,8 @@ def test_a_log_that_lacks_what_was_stated_is_noticed_at_the_end_of_the_replay() 
     into = torch.full((4,), 9, dtype=torch.uint8)
     replay.take(1, Key(2, Crossing.GRADIENT, 0), into)
     assert not into.any()
-    assert replay.divergence == "gradient 0 of step 2 has 4 bytes now, and 0 are logged"
+    assert replay.divergence == "gradient 0 of step 2 has 4 bytes now, but 0 are logged"
     replay = handed_over(encode_part(LogPart(sent=part().sent)))
     assert isinstance(replay, BoundaryReplay)
     replay.compare(1, Key(2, Crossing.ACTIVATION, 0), 7)
-    assert replay.divergence == "activation 0 of step 2 is not what rank 1 had received"
+    assert replay.divergence == "activation 0 of step 2 is not the message that rank 1 had received"

@@ -115,7 +115,7 @@ class PlayedDaemon:
             self.lose_replies -= 1
             raise UnreachableError("the reply is lost")
 
-    def worker_exited(
+    def report_worker_exit(
         self, epoch: int, rank: int, exit_code: int, last_lines: str, reason: EndReason
     ) -> None:
         if self.deaf:
@@ -124,7 +124,7 @@ class PlayedDaemon:
         self.lines.append(last_lines)
         self.reasons.append(reason)
 
-    def worked(self, epoch: int, ranks: Collection[int]) -> None:
+    def report_work(self, epoch: int, ranks: Collection[int]) -> None:
         if self.deaf:
             raise UnreachableError("away")
         self.work.append((epoch, *ranks))

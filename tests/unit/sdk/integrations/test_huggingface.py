@@ -198,7 +198,7 @@ def test_a_trainer_that_makes_its_model_later_is_refused() -> None:
         train_huggingface.parse_args(["--steps", "1"]), protection
     )
     trainer.model_init = lambda: trainer.model
-    with pytest.raises(InvalidJobError, match="makes another model in train"):
+    with pytest.raises(InvalidJobError, match="creates another model in `train`"):
         protection.restore(trainer)
 
 

@@ -18,8 +18,13 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from holdfast._daemon.sealed_store import SealedStore, new_store_key
-from holdfast._launch.agent import RESTARTS_MAX, EpochEndedError, HoldfastAgent
-from holdfast._launch.exit_barrier import FINISHED, ExitBarrier
+from holdfast._launch.agent import (
+    FINISHED,
+    RESTARTS_MAX,
+    EpochEndedError,
+    ExitBarrier,
+    HoldfastAgent,
+)
 from holdfast._launch.rendezvous import AnnouncedWorld, HoldfastRendezvous
 from holdfast_core.errors import UnreachableError
 from holdfast_core.states import EndReason
@@ -49,12 +54,12 @@ class OneEpoch:
     def publish_store(self, epoch: int, store_address: str, store_key: str) -> None:
         self.address, self.key = store_address, store_key
 
-    def worker_exited(
+    def report_worker_exit(
         self, epoch: int, rank: int, exit_code: int, last_lines: str, reason: EndReason
     ) -> None:
         raise AssertionError("no worker runs here")
 
-    def worked(self, epoch: int, ranks: Collection[int]) -> None:
+    def report_work(self, epoch: int, ranks: Collection[int]) -> None:
         raise AssertionError("no worker runs here")
 
     def end(self, world: AnnouncedWorld) -> None:
@@ -232,16 +237,16 @@ def test_workers_run_until_one_of_them_has_died_or_returned(
 ) -> None:
     worlds.begin(1)
     here = node(PlayedDaemon(worlds), forked=forked)
-    assert not here.agent.workers_run()
+    assert not here.agent.are_workers_running()
     (pid,) = here.agent.start()
-    assert here.agent.workers_run()
+    assert here.agent.are_workers_running()
     os.kill(pid, signal.SIGKILL)
-    until(lambda: not here.agent.workers_run())  # before torchrun has looked
+    until(lambda: not here.agent.are_workers_running())  # before torchrun has looked
     worlds.begin(2)
     here.agent.restart()
-    assert here.agent.workers_run()
+    assert here.agent.are_workers_running()
     here.finish()
-    assert not here.agent.workers_run()
+    assert not here.agent.are_workers_running()
 
 
 def test_a_worker_that_has_finished_waits_for_nobody(
@@ -253,7 +258,7 @@ def test_a_worker_that_has_finished_waits_for_nobody(
     here = node(PlayedDaemon(worlds), forked=True)
     here.agent.start()
     here.fifo.write_bytes(b"")  # once the worker reads
-    until(lambda: not here.agent.workers_run())  # before torchrun has looked
+    until(lambda: not here.agent.are_workers_running())  # before torchrun has looked
     until(lambda: here.agent.state() is WorkerState.SUCCEEDED)
 
 

@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported by torch
 
 from holdfast._daemon.sealed_store import SealedStore, new_store_key
-from holdfast._launch.exit_barrier import FINISHED, LEFT, ExitBarrier
+from holdfast._launch.agent import FINISHED, LEFT, ExitBarrier
 
 NODES, TIMEOUT = 3, timedelta(seconds=20)
 FAKES: dict[str, Callable[[TCPStore, str], object]] = {

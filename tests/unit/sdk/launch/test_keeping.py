@@ -177,7 +177,7 @@ def test_a_worker_that_is_seen_dead_once_the_store_is_published_has_the_others_k
         assert workers.killed.wait(TIMEOUT_S)
         assert handler.num_nodes_waiting() == 1
         assert handler.epoch == 1
-        handler.worker_exited(0, -9, "")
+        handler.report_worker_exit(0, -9, "")
         assert daemon.exits == []  # epoch 1 is over for all
         handler.next_rendezvous()
         assert handler.epoch == 2
@@ -275,7 +275,7 @@ def test_workers_that_do_not_arrive_in_time_are_killed_and_reported_in_the_new_e
         assert handler.epoch == 2
         assert handler.num_nodes_waiting() == 0  # torchrun's thread sees them fail
         assert not handler.wait_arrived(TIMEOUT_S)
-        handler.worker_exited(0, -9, "")
+        handler.report_worker_exit(0, -9, "")
         assert daemon.exits == [(2, 0, 137)]
         worlds.begin(3)
         handler.next_rendezvous()

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.utils import macros  # type: ignore[attr-defined]
 
-from holdfast.launch import _kept_from_torch, _record_waiting, main, script_of
+from holdfast.launch import _escape_macros, _record_waiting, main, script_of
 from holdfast_core.errors import AccessDeniedError
 from holdfast_core.exit_codes import DENIED
 
@@ -54,7 +54,7 @@ DOLLARS = ["${local_rank}", "$local_rank", "$$", "$(STEPS)", "a$", "--", "$$$x"]
 
 
 def test_torch_leaves_arguments_as_they_are() -> None:
-    assert macros.substitute(list(_kept_from_torch(DOLLARS)), "1") == DOLLARS
+    assert macros.substitute(list(_escape_macros(DOLLARS)), "1") == DOLLARS
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_a_node_whose_daemon_hands_out_no_key_says_that_it_is_too_old() -> None:
         worlds.begin(3)
         first.next_rendezvous()
         worlds.keys[3] = ""  # a daemon that does not know it drops it
-        with pytest.raises(RendezvousConnectionError, match=r"no key .* renew all daemons"):
+        with pytest.raises(RendezvousConnectionError, match=r"no key .* upgrade all daemons"):
             second.next_rendezvous()
 
 
@@ -163,15 +163,15 @@ def test_the_exit_code_of_a_worker_is_reported_and_signals_are_128_and_more() ->
     with rendezvous(daemon) as (handler, killed):
         worlds.begin(1)
         handler.next_rendezvous()
-        handler.worker_exited(0, 3, "why")
-        handler.worker_exited(0, -9, "")
+        handler.report_worker_exit(0, 3, "why")
+        handler.report_worker_exit(0, -9, "")
         assert daemon.exits == [(1, 0, 3), (1, 0, 137)]
         assert daemon.lines == ["why", ""]
         worlds.begin(2)
         assert killed.wait(30.0)
-        handler.worker_exited(0, -9, "")  # killed because epoch 1 has ended
+        handler.report_worker_exit(0, -9, "")  # killed because epoch 1 has ended
         assert len(daemon.exits) == 2
-        handler.worker_exited(0, -9, "", EndReason.OOM_KILLED)  # the kernel was faster
+        handler.report_worker_exit(0, -9, "", EndReason.OOM_KILLED)  # the kernel was faster
         assert (daemon.exits[2:], daemon.reasons[2:]) == ([(1, 0, 137)], [EndReason.OOM_KILLED])
 
 
@@ -181,11 +181,11 @@ def test_work_is_reported_with_the_present_epoch_and_a_daemon_that_is_away_misse
     with rendezvous(daemon) as (handler, _):
         worlds.begin(1)
         handler.next_rendezvous()
-        handler.worked([4, 5])
+        handler.report_work([4, 5])
         daemon.deaf = True
-        handler.worked([4])
+        handler.report_work([4])
         daemon.deaf = False
-        handler.worked([5])
+        handler.report_work([5])
     assert daemon.work == [(1, 4, 5), (1, 5)]
 
 
@@ -198,5 +198,5 @@ def test_a_daemon_that_is_away_is_not_needed_to_report_an_exit_code(
         worlds.begin(1)
         handler.next_rendezvous()
         daemon.deaf = True
-        handler.worker_exited(0, 3, "why")
+        handler.report_worker_exit(0, 3, "why")
     assert "rank 0 exited with code 3, which was not reported: away" in caplog.text

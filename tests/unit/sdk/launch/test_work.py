@@ -45,7 +45,7 @@ class Started:
     def workers(self) -> Mapping[int, int]:
         return {lane: process.pid for lane, process in enumerate(self.running)}
 
-    def worked(self, ranks: Collection[int]) -> None:
+    def report_work(self, ranks: Collection[int]) -> None:
         self.reports.append(list(ranks))
 
     def close(self) -> None:

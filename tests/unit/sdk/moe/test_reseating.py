@@ -15,7 +15,7 @@ from torch import nn
 
 from holdfast import elastic, moe
 from holdfast._agree.exchange import make_exchange
-from holdfast._moe.reseating import Reseating
+from holdfast._moe.reseating import SeatChanges
 from holdfast._state.capture import LiveState
 from holdfast_core.elastic_experts.reports import PlanCause
 from holdfast_core.errors import InvalidJobError, NoRecoveryLineError
@@ -94,7 +94,7 @@ def move(rank: int, port: int, make: Any, new: int) -> None:
     seats = [layer.experts.seat_experts for layer in trainer.layers]
     parameters = [id(p) for p in trainer.layers.parameters()]
 
-    reseating = Reseating(trainer.layers)
+    reseating = SeatChanges(trainer.layers)
     live = LiveState(trainer.layers, [trainer.optimizer], Topology(dp=RANKS), rank)
     exchange = make_exchange(RANKS, WAIT_S)
     reseating.follow(live, exchange, rank, outlived=rank != new, moves=True)
@@ -140,7 +140,7 @@ def rebalance(rank: int, port: int, directory: str) -> None:
     world, group = join(rank, port, RANKS)
     trainer = Trainer(group, make_adamw, [[1] * EXPERTS] * LAYERS)
     trainer.train(rank)
-    reseating = Reseating(trainer.layers)
+    reseating = SeatChanges(trainer.layers)
     exchange = make_exchange(RANKS, WAIT_S)
     before: dict[str, torch.Tensor] = {}
     for of_rank in every(trainer.state()):
@@ -176,9 +176,9 @@ def test_experts_move_in_a_world_that_stays_when_their_loads_are_worth_it() -> N
 def refuse(rank: int, port: int, directory: str) -> None:
     world, group = join(rank, port, RANKS)
     trainer = Trainer(group, make_adamw, SKEWED)
-    reseating = Reseating(trainer.layers)
+    reseating = SeatChanges(trainer.layers)
     with pytest.raises(InvalidJobError, match=r"layers \[0\] of an expert plan with 2"):
-        Reseating(nn.ModuleList([trainer.layers[0]]))
+        SeatChanges(nn.ModuleList([trainer.layers[0]]))
     exchange = make_exchange(RANKS, WAIT_S)
     reseating.follow(trainer.live, exchange, rank, outlived=False, moves=False)  # all are new
     for layer in trainer.layers:

@@ -21,7 +21,7 @@ import holdfast
 from holdfast import elastic, moe
 from holdfast._agree.exchange import make_exchange
 from holdfast._capture.partial_state import START, PartialState
-from holdfast._moe.reseating import Reseating
+from holdfast._moe.reseating import SeatChanges
 from holdfast._session.protected import ProtectedSession
 from holdfast.dcp import HoldfastReader
 from holdfast.export import main
@@ -142,7 +142,7 @@ def reseat(trainer: Trainer, loads: Any, rank: int, **more: Any) -> PlanReport:
     """Have the experts take the seats of a plan for other loads."""
     for layer in trainer.layers:
         layer.history.add([1000 * tokens for tokens in loads[layer.layer]])
-    reseating, exchange = Reseating(trainer.layers), make_exchange(RANKS, WAIT_S)
+    reseating, exchange = SeatChanges(trainer.layers), make_exchange(RANKS, WAIT_S)
     live = trainer.session.live
     if more:
         reseating.follow(live, exchange, rank, moves=True, **more)
@@ -170,7 +170,7 @@ def restore_and_reseat(rank: int, port: int, directory: str, policy: str) -> Non
 
     states = {5: again.step(5), 6: again.step(6)}
     captured = [layer.experts.captured for layer in again.layers]
-    again.session.reseated(reseat(again, OTHERWISE, rank), moved=True)
+    again.session.on_reseated(reseat(again, OTHERWISE, rank), moved=True)
     found = [layer.experts.captured for layer in again.layers]
     assert any(every(found != captured))
     states |= {7: again.step(7)}
@@ -229,7 +229,7 @@ def check_loads_densely(directory: Path, state: State) -> None:
 
 def policy_state(session: ProtectedSession) -> PartialState:
     """What the session would leave to the next world's, as it is."""
-    return session._saver.leave(session._number, session._tokens.emptied(), START.replenishing)
+    return session._saver.leave(session._number, session._tokens.empty_copy(), START.replenishing)
 
 
 def go_on_live(rank: int, port: int, directory: str, policy: str) -> None:

@@ -36,7 +36,7 @@ def test_statements_of_one_model_are_read() -> None:
     said = [HONEST, NEW, replace(HONEST, held=((3,), (0,)))]
     assert read(*said) == said
     check_all_held(said, EXPERTS)
-    with pytest.raises(ProtocolError, match=r"hold experts \[3\] of layer 0"):
+    with pytest.raises(ProtocolError, match=r"holds experts \[3\] of layer 0"):
         check_all_held([HONEST, NEW], EXPERTS)
 
 

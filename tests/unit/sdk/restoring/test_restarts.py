@@ -152,7 +152,7 @@ DIFFERENCES: dict[Callable[[Program], None], str] = {
     another_dtype: r"head\.weight is bfloat16\[2, 4\], in the snapshot it is float32\[2, 4\]",
     one_parameter_more: r"the snapshot lacks more\.weight, which the model has",
     one_parameter_less: r"the snapshot has head\.bias, which the model and its optimizers do not",
-    no_extra_state: r"extra state of a module 'body%3A1', and the model none that could",
+    no_extra_state: r"extra state of a module 'body%3A1', but the model has no such module",
     more_optimizers: r"the snapshot lacks optimizer/1/parameter0",
     more_groups: r"2 parameter groups, in the snapshot it has 1",
     other_stateful: r"holds stateful \['sampler'\], this session has \['loader'\]",

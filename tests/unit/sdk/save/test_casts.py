@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from holdfast._agree.plan import agreed_casts
+from holdfast._agree.plan import find_agreed_casts
 from holdfast._copying.devices import Fence
 from holdfast._copying.engine import CopyEngine
 from holdfast._save.casts import Casts
@@ -179,6 +179,6 @@ def test_after_a_change_of_form_only_weights_in_another_place_are_compared() -> 
 def test_a_weight_is_left_out_only_where_all_that_hold_it_agree() -> None:
     tables = {0: {"a", "b"}, 1: {"a", "b"}, 2: {"c"}}
     claims = {0: {"a": "a:m", "b": "b:m"}, 1: {"a": "a:m"}, 2: {"c": "c:m"}}
-    assert agreed_casts(claims, tables) == {"a": "a:m", "c": "c:m"}
+    assert find_agreed_casts(claims, tables) == {"a": "a:m", "c": "c:m"}
     claims[1]["b"] = "b/master"
-    assert "b" not in agreed_casts(claims, tables)
+    assert "b" not in find_agreed_casts(claims, tables)

@@ -26,7 +26,7 @@ def test_a_task_that_the_worker_does_not_take_is_given_up() -> None:
 def test_time_in_which_the_worker_holds_a_task_uses_up_no_patience() -> None:
     task = task_of(1)
     with ThreadPoolExecutor(1) as training:
-        with task.held():
+        with task.holding():
             waits = training.submit(task.wait, PATIENCE_S)
             end_s = time.monotonic() + PATIENCE_S
             while time.monotonic() < end_s:
@@ -36,5 +36,5 @@ def test_time_in_which_the_worker_holds_a_task_uses_up_no_patience() -> None:
         given_up = not task.hold()
         # Later only where this thread was not run for so long.
         assert not given_up or time.monotonic() - let_go_s >= PATIENCE_S
-        task.release(over=True)
+        task.release(for_good=True)
         assert waits.result(HUNG_S) is not given_up

@@ -170,33 +170,33 @@ def test_changes_of_tensors_are_noticed(trainer: Any) -> None:
 
     def becomes_known() -> None:
         live.discover()
-        assert not live.changed()
+        assert not live.has_changed()
 
-    assert live.changed()
+    assert live.has_changed()
     becomes_known()
     trainer.train()  # optimizer state appears
-    assert live.changed()
+    assert live.has_changed()
     becomes_known()
     trainer.train()
-    assert not live.changed()
+    assert not live.has_changed()
     weight = trainer.model.head.weight
     weight.data = torch.zeros(weight.shape)
-    assert live.changed()
+    assert live.has_changed()
     becomes_known()
     trainer.model.extra = nn.Linear(2, 2)
-    assert live.changed()
+    assert live.has_changed()
     becomes_known()
     trainer.model.head.register_buffer("first", torch.zeros(2))
-    assert live.changed()
+    assert live.has_changed()
     becomes_known()
     trainer.model.head.child = nn.Linear(2, 2)
-    assert live.changed()
+    assert live.has_changed()
     becomes_known()
     trainer.model.layers[0].norm.running_mean = torch.zeros(8)
-    assert live.changed()
+    assert live.has_changed()
     becomes_known()
     trainer.optimizer.state[weight]["exp_avg"] = torch.zeros(weight.shape)
-    assert live.changed()
+    assert live.has_changed()
 
 
 def test_a_model_without_parameters_is_refused() -> None:

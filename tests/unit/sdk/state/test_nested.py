@@ -188,7 +188,8 @@ def test_an_optimizer_that_keeps_a_process_group_is_refused_in_a_world_that_stay
         else:
             averager = PeriodicModelAverager(period=2)
             optimizer = PostLocalSGDOptimizer(torch.optim.SGD(model.parameters()), averager)
-        with pytest.raises(InvalidJobError, match=f"{kind} keeps the process group .* `world` out"):
+        why = f"{kind} keeps its first process group, .* leave `world` out"
+        with pytest.raises(InvalidJobError, match=why):
             holdfast.init(
                 model=model, optimizer=optimizer, world=world, socket=tmp_path / "none", job="a/b"
             )

@@ -55,11 +55,11 @@ def test_memory_that_is_read_in_another_way_is_a_change(way: Callable[..., None]
     model.weight.requires_grad_(False)
     live = LiveState(model, [], Topology(dp=1), 0)
     live.discover()
-    assert not live.changed()
+    assert not live.has_changed()
     way(model.weight, model.memory)
-    assert live.changed()
+    assert live.has_changed()
     live.discover()
-    assert not live.changed()
+    assert not live.has_changed()
 
 
 def test_what_only_an_optimizer_holds_is_followed_when_it_moves() -> None:
@@ -67,9 +67,9 @@ def test_what_only_an_optimizer_holds_is_followed_when_it_moves() -> None:
     masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
     live = LiveState(model, [torch.optim.SGD(masters, lr=0.1)], Topology(dp=1), 0)
     live.discover()
-    assert not live.changed()
+    assert not live.has_changed()
     masters[0].data = torch.ones(2, 2)
-    assert live.changed()
+    assert live.has_changed()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast._elastic.beginning import STATE_BYTES_MAX, Beginning
+from holdfast._elastic.step_start import STATE_BYTES_MAX, StepStart
 from holdfast._state.capture import LiveState
 from holdfast_core.errors import LayoutMismatchError
 from holdfast_core.topology import Topology
@@ -38,8 +38,8 @@ class Trained:
         self.optimizer.param_groups[0]["lr"] *= 0.5
         return loss.item()
 
-    def begin(self, step: int = 0) -> Beginning:
-        return Beginning(self.live, {"sampler": self.sampler}, step)
+    def begin(self, step: int = 0) -> StepStart:
+        return StepStart(self.live, {"sampler": self.sampler}, step)
 
 
 @pytest.mark.parametrize("steps", [0, 2], ids=["before the first step", "later"])
@@ -100,7 +100,7 @@ class Forgetful:
 
 def test_an_object_that_does_not_load_its_own_state_is_named() -> None:
     trained = Trained()
-    beginning = Beginning(trained.live, {"odd": Forgetful()}, 0)
+    beginning = StepStart(trained.live, {"odd": Forgetful()}, 0)
     with pytest.raises(LayoutMismatchError, match="KeyError: 'velocity'"):
         beginning.put_back()
 
@@ -126,7 +126,7 @@ class Large:
         self.optimizer.step()
         self.live = LiveState(self.model, [self.optimizer], Topology(dp=1), 0)
         self.live.discover()
-        self.beginning = Beginning(self.live, {}, 1)
+        self.beginning = StepStart(self.live, {}, 1)
 
     def assert_noticed(self, name: str, tensor: torch.Tensor, at: int) -> None:
         """Change one element as torch does not count it; the check names it. Then change it
@@ -179,7 +179,7 @@ def test_parameters_of_any_dtype_and_stride_are_compared(dtype: torch.dtype) -> 
     model.weight.data = model.weight.data.t().contiguous().t()
     live = LiveState(model, [torch.optim.SGD(model.parameters(), lr=0.1)], Topology(dp=1), 0)
     live.discover()
-    beginning = Beginning(live, {}, 0)
+    beginning = StepStart(live, {}, 0)
     beginning.check()
     model.weight.data[3, 5] += 1
     with pytest.raises(LayoutMismatchError, match="weight was changed since"):
@@ -196,6 +196,6 @@ def test_of_states_on_a_device_the_large_ones_are_left_out() -> None:
     trained = Large()
     for name, tensor in trained.live._tensors.items():
         trained.live._tensors[name] = tensor.detach().as_subclass(NotOnHost)
-    compared = trained.live.compared(STATE_BYTES_MAX)
+    compared = trained.live.compared_tensors(STATE_BYTES_MAX)
     left_out = trained.live._tensors.keys() - compared.keys()
     assert left_out == {f"large.{i}:{key}" for i in range(4) for key in ("exp_avg", "exp_avg_sq")}

@@ -1,7 +1,7 @@
-"""Committed saves that wait for later stages: protected, persisted.
+"""Committed saves that wait for their later stages: protected and persisted.
 
-The saver adds them, the watching thread passes the daemon's events. Any thread may call anything
-here.
+The saver adds them, and the thread that watches the daemon applies its events. Any thread may call
+anything here.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ from holdfast._daemon.handles import SaveHandle
 from holdfast_core.errors import SnapshotSkippedError
 from holdfast_core.snapshots.generations import Generation
 
-AWAITING_MAX = 64
-"""Most handles that wait. An arena holds three snapshots, so older ones no longer exist."""
+PENDING_MAX = 64
+"""Largest number of waiting handles. An arena holds three snapshots, so the snapshots of older
+handles no longer exist."""
 
 
-class Awaiting:
-    """Waiting handles by generation.
+class PendingSaves:
+    """The handles of committed saves, by generation.
 
     Args:
-        on_protected: called with each generation that became protected, before its handle is
-            completed.
+        on_protected: called with each generation that is protected, before its handle is completed.
     """
 
     def __init__(self, on_protected: Callable[[Generation], None]) -> None:
         self._on_protected = on_protected
         self._handles: dict[Generation, SaveHandle] = {}
-        # Storage may be far behind, or there is none: only handles that the caller still holds can
-        # wait.
+        # Durable storage may lag far behind, or there may be none. So keep only those handles to
+        # which the caller still has a reference.
         self._unstored: weakref.WeakValueDictionary[Generation, SaveHandle] = (
             weakref.WeakValueDictionary()
         )
         self._lock = threading.Lock()
 
     def add(self, generation: Generation, handle: SaveHandle) -> None:
-        """Add a generation that is about to be committed: its events may arrive before the answer
+        """Add a generation that is about to be committed. Its events may arrive before the answer
         to the commit."""
         oldest: SaveHandle | None = None
         with self._lock:
             self._handles[generation] = self._unstored[generation] = handle
-            if len(self._handles) > AWAITING_MAX:
+            if len(self._handles) > PENDING_MAX:
                 oldest = self._handles.pop(next(iter(self._handles)))
         if oldest is not None:
-            why = f"no outcome was reported while {AWAITING_MAX} newer snapshots were committed"
+            why = f"no outcome was reported while {PENDING_MAX} newer snapshots were committed"
             oldest._fail(SnapshotSkippedError(why))
 
     def drop(self, generation: Generation) -> None:
@@ -56,8 +56,8 @@ class Awaiting:
             self._unstored.pop(generation, None)
 
     def apply(self, event: DaemonEvent) -> None:
-        """Apply an event to the handles; a protected or complete generation implies the same for
-        older ones."""
+        """Apply an event to the handles. If a generation is protected or complete, so are all older
+        ones."""
         assert event.generation is not None
         if event.stage is Stage.PERSISTED:
             self._apply_persisted(event.generation)
@@ -79,7 +79,7 @@ class Awaiting:
                 why = f"generation {generation} will not be completed by all ranks"
                 handle._fail(SnapshotSkippedError(why))
             else:
-                handle._reach(handle.committed)  # the event may arrive before Commit's answer
+                handle._reach(handle.committed)  # The event may arrive before Commit's answer.
                 why = f"generation {generation} is complete, but the job has no redundancy"
                 handle._fail_protection(SnapshotSkippedError(why))
 
@@ -92,7 +92,7 @@ class Awaiting:
             handle._persist()
 
     def close(self) -> None:
-        """Fail the handles that still wait: no further events will come."""
+        """Fail the handles that still wait, because no further events will come."""
         with self._lock:
             handles = list(self._handles.values())
             unstored = list(self._unstored.values())

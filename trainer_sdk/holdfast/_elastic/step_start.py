@@ -1,13 +1,15 @@
-"""State at the beginning of a step, put back when the step is cut off before its vote.
+"""The state at the start of a step, to which training returns if the step is cut off before its
+vote.
 
-A forward and a backward pass leave parameters and optimizer states alone. What else they may change
-is small: random generators, stateful objects, buffers, parameter groups.
+A forward and a backward pass should not change parameters or optimizer states. Everything else that
+they may change is small: random generators, stateful objects, buffers, parameter groups.
 
-That they were left alone is proved: a script may write to a parameter in its forward pass, such as
-the bias of a router, and `.data` and numpy increment no counter. So each step begins with a digest
-of every byte of them; a change leads to the recovery line. Large optimizer states on a device are
-left out, since reading them costs too much of a step: torch's counters watch over them, and an
-optimizer that steps within the backward pass changes parameters, too (decision 0087).
+That parameters and optimizer states did not change is verified, because a script may write to a
+parameter in its forward pass, such as the bias of a router, and writes through `.data` and numpy
+increment no counter. So each step starts with a digest of all of their bytes, and after a change
+training returns to the recovery line. Large optimizer states on a device are not digested, because
+reading them would take too much of a step. Torch's counters watch them, and an optimizer that steps
+within the backward pass also changes parameters, which are digested (decision 0087).
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ from holdfast._state.in_place import InPlaceCheck
 from holdfast_core.errors import HoldfastError, LayoutMismatchError
 
 STATE_BYTES_MAX = 64 * 2**10
-"""Largest optimizer state on a device that is compared whole: step counters, and those of biases
-and norms."""
+"""Largest optimizer state on a device that is digested: step counters, and the states of biases and
+norms."""
 
 
-class Beginning:
-    """The state at construction, on the training thread.
+class StepStart:
+    """The state at construction. Only the training thread uses it.
 
     Args:
         step: number of completed steps.
@@ -45,33 +47,34 @@ class Beginning:
         self._buffers = [(buffer, buffer.clone()) for buffer in buffers]
         self._extras = encode_extras(collect(live, stateful, step))
         self._unchanged = InPlaceCheck(live.watched)
-        self._compared = live.compared(STATE_BYTES_MAX)
+        self._compared = live.compared_tensors(STATE_BYTES_MAX)
         self._marks = {name: mark_of(tensor) for name, tensor in self._compared.items()}
 
     def check(self) -> None:
-        """Check that no parameter and no optimizer state has changed since; it reads them.
+        """Check that no parameter and no optimizer state has changed since construction. This reads
+        all of them.
 
         Raises:
-            LayoutMismatchError: one has; the message names it.
+            LayoutMismatchError: a tensor has changed; the message names it.
         """
-        if self._live.changed():
+        if self._live.has_changed():
             raise LayoutMismatchError("tensors were replaced since the step began")
-        name = self._unchanged.changed() or self._differing()
+        name = self._unchanged.first_changed() or self._differing()
         if name is not None:
             raise LayoutMismatchError(f"{name} was changed since the step began")
 
     def _differing(self) -> str | None:
-        """Name of a tensor with other bytes than at construction; None when there is none."""
+        """Return the name of a tensor whose bytes have changed; None if there is none."""
         both = ((name, tensor, self._marks[name]) for name, tensor in self._compared.items())
         return next((name for name, tensor, m in both if not same_mark(mark_of(tensor), m)), None)
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Put back what the step may have changed.
+        """Restore the state at construction.
 
         Raises:
-            LayoutMismatchError: a parameter or an optimizer state has changed as well, or an object
-                does not load its own state.
+            LayoutMismatchError: a parameter or an optimizer state has changed, or an object fails
+                to load its own state.
         """
         self.check()
         for buffer, before in self._buffers:
