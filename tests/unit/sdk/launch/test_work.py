@@ -88,8 +88,8 @@ def test_a_worker_that_reads_works_though_it_sleeps_most_of_the_time(tmp_path: P
     launch = Started(READS)
     try:
         pid, watch = launch.workers()[0], WorkWatch(launch, 1, kills(tmp_path))
-        first = usage_below([pid])[pid].moved_bytes
         watch.look()
+        first = usage_below([pid])[pid].moved_bytes  # after the look, which counts from less
         while usage_below([pid])[pid].moved_bytes < first + 4_000_000:
             pass
         watch.look()
