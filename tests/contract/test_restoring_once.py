@@ -119,19 +119,25 @@ def test_a_world_that_went_on_is_not_asked_to_go_back(world: World) -> None:
 def test_a_second_restore_of_a_session_is_refused(world: World) -> None:
     with session_of(world.begin()) as session:
         assert session.restore() is None
-        with pytest.raises(NoRecoveryLineError, match=r"restore\(\) after restore\(\) of this"):
+        with pytest.raises(
+            NoRecoveryLineError, match=r"restore\(\) was called after restore\(\) of this"
+        ):
             session.restore()
     saved_two_steps(world)
     with session_of(world.begin()) as session:
         assert session.restore() == 2
-        with pytest.raises(NoRecoveryLineError, match=r"restore\(\) after restore\(\) of this"):
+        with pytest.raises(
+            NoRecoveryLineError, match=r"restore\(\) was called after restore\(\) of this"
+        ):
             session.restore()
 
 
 def test_a_restore_after_a_save_is_refused_whatever_became_of_the_save(world: World) -> None:
     with session_of(world.begin()) as session:
         handle = session.save(7)
-        with pytest.raises(NoRecoveryLineError, match=r"restore\(\) after save\(7\) of this"):
+        with pytest.raises(
+            NoRecoveryLineError, match=r"restore\(\) was called after save\(7\) of this"
+        ):
             session.restore()
         handle.committed.result(WAIT_S)
         with pytest.raises(NoRecoveryLineError, match="end the process"):

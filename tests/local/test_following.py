@@ -113,7 +113,7 @@ def test_the_key_of_a_store_reaches_the_ranks_of_other_nodes_and_nothing_that_pe
     for member in range(2):
         daemon = job.daemon(member)
         assert key not in str(daemon.status()) and key not in daemon.log.read_text()
-    with pytest.raises(grpc.RpcError, match="a key of 301 characters"):
+    with pytest.raises(grpc.RpcError, match="a text of 301 characters"):
         publish(job, "127.0.0.1:1", "k" * 301)
 
 

@@ -43,7 +43,7 @@ Path("holdfast/_job_settings.py").write_text(generated("--settings"), encoding="
 
 import holdfast
 from holdfast._environment import read_environment
-from holdfast._init import _tuned
+from holdfast._init import _complete_settings as complete
 from holdfast_core.errors import HoldfastError
 from holdfast_core.job.parsing import parse_job
 
@@ -69,9 +69,9 @@ print(json.dumps({
     "beyond": refused(1_001),
     "broken": refused(5, snapshot={"policy": {"type": "Selective"}}),
     "external": refused(5, trainer={"external": True}),
-    "of the job": _tuned(None, environment).copy_pause_ms,
-    "of the script": _tuned(holdfast.Settings(copy_pause_ms=7), environment).copy_pause_ms,
-    "of neither": _tuned(None, read_environment({})).copy_pause_ms,
+    "of the job": complete(None, environment).copy_pause_ms,
+    "of the script": complete(holdfast.Settings(copy_pause_ms=7), environment).copy_pause_ms,
+    "of neither": complete(None, read_environment({})).copy_pause_ms,
     "wrong setting": wrong_setting,
     "help": holdfast.Settings.__mro__[1].__annotations__["copy_pause_ms"],
 }))

@@ -99,8 +99,8 @@ class Settings(JobSettings):
                 )
             if self.window:
                 raise InvalidJobError(
-                    f"{type(self.policy).__name__} and recoveries_per_day are given; a window "
-                    f"needs every step, so that every save has to be taken"
+                    f"{type(self.policy).__name__} and recoveries_per_day exclude each other: a "
+                    f"window needs the save of every step; give only one of them"
                 )
             if self.policy is not None and self.policy.recompute:
                 raise InvalidJobError(

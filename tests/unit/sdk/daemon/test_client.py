@@ -283,7 +283,7 @@ def test_calls_carry_what_they_should(client: GrpcClient, service: Trainer) -> N
         ),
         ("abort", AbortRequest(session="s", epoch=2, step=9, reason="why")),
         ("progress", replace(REPORT, loss=LOSS, plan=PLAN)),
-        ("trained", TrainedRequest.of(REPORT, epoch=2, closed=True)),
+        ("report_without_session", TrainedRequest.of(REPORT, epoch=2, closed=True)),
     ],
 )
 def test_every_field_of_a_request_arrives(
