@@ -31,7 +31,8 @@ def cluster() -> Iterator[RawCluster]:
 
 @pytest.fixture
 def tmpfs() -> Iterator[Path]:
-    """A small tmpfs of the test's own; needs root."""
+    """A small tmpfs of the test's own; needs root. Ask for it before `cluster`, whose daemons have
+    to end first."""
     with mounted() as where:
         yield where
 

@@ -48,7 +48,7 @@ def test_a_daemon_starts_on_an_arena_that_was_cut(cluster: RawCluster) -> None:
 
 @pytest.mark.slow
 def test_a_trainer_that_fills_memory_by_its_arena_costs_its_own_job_only(
-    cluster: RawCluster, tmpfs: Path
+    tmpfs: Path, cluster: RawCluster
 ) -> None:
     shared = cluster.make_node("--budget", str(8 << 20), root=tmpfs / "node")
     shared.start()
@@ -97,7 +97,7 @@ def start_when_welcome(job: RawJob) -> list[Restored]:
 
 @pytest.mark.slow
 def test_a_trainer_that_keeps_a_removed_arena_cannot_fill_memory_by_it(
-    cluster: RawCluster, tmpfs: Path
+    tmpfs: Path, cluster: RawCluster
 ) -> None:
     shared = cluster.make_node("--budget", str(8 << 20), root=tmpfs / "node")
     shared.start()

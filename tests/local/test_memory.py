@@ -33,7 +33,7 @@ def _fill(where: Path) -> Path:
 
 
 def test_a_budget_beyond_the_tmpfs_is_refused_at_the_start_with_both_numbers(
-    cluster: RawCluster, tmpfs: Path
+    tmpfs: Path, cluster: RawCluster
 ) -> None:
     daemon = cluster.make_node("--budget", str(64 << 20), root=tmpfs / "node")
     daemon.start()
@@ -46,7 +46,7 @@ def test_a_budget_beyond_the_tmpfs_is_refused_at_the_start_with_both_numbers(
 
 
 def test_a_tmpfs_that_fills_up_costs_snapshots_and_not_training(
-    cluster: RawCluster, tmpfs: Path, combination: Combination
+    tmpfs: Path, cluster: RawCluster, combination: Combination
 ) -> None:
     full = cluster.make_node("--budget", str(8 << 20), root=tmpfs / "node")
     full.start()

@@ -128,7 +128,7 @@ def _watch_first_save(faults: Faults) -> None:
     """Make the first commit after experts have taken seats a point."""
     session: Any = ProtectedSession
     client: Any = GrpcClient
-    reseated, commit = session.reseated, client.commit
+    reseated, commit = session.on_reseated, client.commit
     first = False
 
     def note(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -143,7 +143,7 @@ def _watch_first_save(faults: Faults) -> None:
         first = False
         return commit(self, *args, **kwargs)
 
-    session.reseated, client.commit = note, call
+    session.on_reseated, client.commit = note, call
 
 
 def main() -> None:
