@@ -8,6 +8,7 @@ store holds, so this module watches the memory of the process, which otherwise d
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import socket
@@ -88,7 +89,16 @@ def _watch(store: Callable[[], object], on_full: Callable[[], None], never: Any)
         least_bytes = min(least_bytes, now_bytes)
         if now_bytes - least_bytes > STORE_BYTES_MAX:
             on_full()
+            while store() is not None:  # Another thread is in a call of it.
+                never.wait(WATCH_S)
+            _return_free_memory()
             return
+
+
+def _return_free_memory() -> None:
+    """Let the C library return freed memory to the system, which it may keep otherwise."""
+    with suppress(AttributeError):  # Only glibc has this function, and only glibc needs it.
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _memory_bytes() -> int:
