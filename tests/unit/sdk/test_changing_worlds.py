@@ -75,24 +75,8 @@ def members(tmp_path: Path) -> Iterator[Members]:
 def test_ranks_and_groups_follow_the_number_of_members(members: Members, tmp_path: Path) -> None:
     clock = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     clock.set_timeout(timedelta(seconds=TIMEOUT_S))
-    stores = []
-
-    def begin_all() -> None:
-        for epoch, present in WORLDS.items():
-            stores.append(members.begin())
-            clock.set(f"began-{epoch}", "")
-            while clock.add(f"done-{epoch}", 0) < len(present) and not over.wait(0.01):
-                pass
-        clock.set(f"began-{max(WORLDS) + 1}", "")
-
-    over = threading.Event()
-    beginning = threading.Thread(target=begin_all)
-    beginning.start()
-    try:
+    with members.begin_all(clock):
         run_ranks(train, (str(tmp_path / "socket"), str(clock.port)), len(PROCESSES))
-    finally:
-        over.set()
-        beginning.join()
     assert {epoch: sorted(ranks) for epoch, ranks in members.greeted.items()} == {
         epoch: list(range(len(present))) for epoch, present in WORLDS.items()
     }

@@ -89,7 +89,7 @@ class WorldDDP(nn.Module):
         made = self._present()
         if not made.ready and torch.is_grad_enabled():
             made.ready = True  # also when it fails: that ends this world
-            if not self._options.get("find_unused_parameters"):  # such a DDP keeps its first order
+            if self._sorts_buckets():
                 self._pass_first(made)
         return made.ddp(*inputs, **named)
 
@@ -110,6 +110,12 @@ class WorldDDP(nn.Module):
         self._made = None
 
     # --- inside -----------------------------------------------------------------------------------
+
+    def _sorts_buckets(self) -> bool:
+        """Whether DDP will sort its buckets. One that looks for unused parameters keeps its first
+        order, unless its graph is static."""
+        find, static = "find_unused_parameters", "static_graph"
+        return bool(self._options.get(static)) or not self._options.get(find)
 
     def _present(self) -> _Made:
         """The DDP of the present world, for the parameters that train now. Makes no collective."""

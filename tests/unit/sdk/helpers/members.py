@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,28 @@ class Members(trainer_pb2_grpc.TrainerServicer):
             self._epoch += 1
             self._changed.notify_all()
         return store
+
+    @contextmanager
+    def begin_all(self, clock: TCPStore) -> Iterator[None]:
+        """Begin one world after the other, each once all ranks of the one before have added to
+        `done-<epoch>` in `clock`; `began-<epoch>` says so there. The last one is no world."""
+        stores, over = [], threading.Event()
+
+        def begin() -> None:
+            for epoch, present in self.worlds.items():
+                stores.append(self.begin())
+                clock.set(f"began-{epoch}", "")
+                while clock.add(f"done-{epoch}", 0) < len(present) and not over.wait(0.01):
+                    pass
+            clock.set(f"began-{max(self.worlds) + 1}", "")
+
+        beginning = threading.Thread(target=begin)
+        beginning.start()
+        try:
+            yield
+        finally:
+            over.set()
+            beginning.join()
 
     def stop(self) -> None:
         with self._changed:
