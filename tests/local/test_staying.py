@@ -9,6 +9,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -246,11 +247,11 @@ def runner() -> Iterator[asyncio.Runner]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def run(runner: asyncio.Runner) -> Iterator[Run]:
-    """A run that all rows of a table disturb, one after the other."""
+@contextmanager
+def running(runner: asyncio.Runner, *options: str) -> Iterator[Run]:
+    """A run that trains and saves every tenth step until the block ends."""
     with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
-        made = Run(Path(path), ENDLESS, "--every", "10")
+        made = Run(Path(path), ENDLESS, "--every", "10", *options)
         runner.run(made.cluster.start())
         try:
             runner.run(made.wait_works(0, "the first steps"))
@@ -258,6 +259,13 @@ def run(runner: asyncio.Runner) -> Iterator[Run]:
         finally:
             runner.run(made.cluster.stop())
             print(made.report())
+
+
+@pytest.fixture(scope="module")
+def run(runner: asyncio.Runner) -> Iterator[Run]:
+    """A run that all rows of a table disturb, one after the other."""
+    with running(runner) as made:
+        yield made
 
 
 @pytest.mark.slow

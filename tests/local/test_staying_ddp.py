@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from test_staying import ENDLESS, RANKS, Run, disturb
+from test_staying import RANKS, Run, disturb, running
 
 from holdfast_core.states import RestoreSource
 
@@ -26,15 +24,8 @@ def runner() -> Iterator[asyncio.Runner]:
 @pytest.fixture(scope="module")
 def run(runner: asyncio.Runner) -> Iterator[Run]:
     """A run that all rows disturb, one after the other."""
-    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
-        made = Run(Path(path), ENDLESS, "--every", "10", "--ddp")
-        runner.run(made.cluster.start())
-        try:
-            runner.run(made.wait_works(0, "the first steps"))
-            yield made
-        finally:
-            runner.run(made.cluster.stop())
-            print(made.report())
+    with running(runner, "--ddp") as made:
+        yield made
 
 
 @pytest.mark.timeout(240)

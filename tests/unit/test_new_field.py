@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import ast
-import json
-import os
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from changed_sources import ROOT, copy_packages, insert_member, run_with
 
-ROOT = Path(__file__).resolve().parents[2]
 SECTION = (
     (ROOT / "CONTRIBUTING.md")
     .read_text(encoding="utf-8")
@@ -82,15 +77,7 @@ def declare(sources: Path) -> None:
     """Write what the section says where it says it."""
     place = re.search(r"in `class (\w+)` of\s`core/(\S+)`, after its last field", SECTION)
     assert place is not None
-    path = sources / place[2]
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    (found,) = (
-        node
-        for node in ast.parse("".join(lines)).body
-        if isinstance(node, ast.ClassDef) and node.name == place[1]
-    )
-    last = max(node.end_lineno or 0 for node in found.body if isinstance(node, ast.AnnAssign))
-    path.write_text("".join([*lines[:last], DECLARATION, *lines[last:]]), encoding="utf-8")
+    insert_member(sources / place[2], place[1], ast.AnnAssign, DECLARATION)
     rules = sources / "holdfast_core/job/rules.py"
     before, opening, after = rules.read_text(encoding="utf-8").partition('    "spec": (\n')
     assert opening
@@ -101,9 +88,7 @@ def declare(sources: Path) -> None:
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What there is of the field once it is declared."""
     sources = tmp_path_factory.mktemp("sources")
-    for package in PACKAGES:
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / package, sources / Path(package).name, ignore=ignored)
+    copy_packages(PACKAGES, sources)
     declare(sources)
     document = {
         "apiVersion": "holdfast.dev/v1alpha1",
@@ -115,17 +100,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             "trainer": {"template": {"spec": {"containers": [{"command": ["x"]}]}}},
         },
     }
-    output = subprocess.run(
-        [sys.executable, "-c", FIND],
-        input=json.dumps([str(ROOT / "docs" / "job.md"), document]),
-        env={**os.environ, "PYTHONPATH": str(sources)},
-        cwd=sources,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    ).stdout
-    values: dict[str, Any] = json.loads(output)
-    return values
+    return run_with(sources, FIND, str(ROOT / "docs" / "job.md"), document)
 
 
 def test_the_parser_reads_it_and_refuses_it_in_its_own_words(found: dict[str, Any]) -> None:

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import ast
-import json
-import os
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from changed_sources import ROOT, copy_packages, insert_member, run_with
 
-ROOT = Path(__file__).resolve().parents[2]
 SECTION = (
     (ROOT / "CONTRIBUTING.md")
     .read_text(encoding="utf-8")
@@ -138,14 +133,8 @@ def declare(sources: Path) -> None:
     assert folder is not None and name is not None and place is not None
     (sources / folder[1] / f"{name[1]}.py").write_text(MODULE, encoding="utf-8")
     path = sources / place[2]
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    (registered,) = (
-        node
-        for node in ast.parse("".join(lines)).body
-        if isinstance(node, ast.ClassDef) and node.name == place[1]
-    )
-    last = max(node.end_lineno or 0 for node in registered.body if isinstance(node, ast.Assign))
-    text = "".join([*lines[:last], MEMBER, *lines[last:]])
+    insert_member(path, place[1], ast.Assign, MEMBER)
+    text = path.read_text(encoding="utf-8")
     package = folder[1].replace("/", ".")
     class_name = MEMBER.partition(" = ")[2].strip()
     line = f"from {package}.{name[1]} import {class_name}\n"
@@ -158,26 +147,9 @@ def declare(sources: Path) -> None:
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Copy of the sources that has the policy."""
     folder = tmp_path_factory.mktemp("sources")
-    for package in PACKAGES:
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / package, folder / Path(package).name, ignore=ignored)
+    copy_packages(PACKAGES, folder)
     declare(folder)
     return folder
-
-
-def run(sources: Path, program: str, *values: object) -> dict[str, Any]:
-    """What a program prints that runs with the sources."""
-    output = subprocess.run(
-        [sys.executable, "-c", program],
-        input=json.dumps(values),
-        env={**os.environ, "PYTHONPATH": str(sources)},
-        cwd=sources,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    ).stdout
-    printed: dict[str, Any] = json.loads(output)
-    return printed
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +166,8 @@ def found(sources: Path) -> dict[str, Any]:
             "trainer": {"template": {"spec": {"containers": [{"command": ["x"]}]}}},
         },
     }
-    return run(sources, RESOURCE, str(ROOT / "docs" / "job.md"), document, str(sources / "job"))
+    reference, job_file = str(ROOT / "docs" / "job.md"), str(sources / "job")
+    return run_with(sources, RESOURCE, reference, document, job_file)
 
 
 def test_the_parser_reads_it_and_refuses_it_in_its_own_words(found: dict[str, Any]) -> None:
@@ -242,7 +215,7 @@ def test_the_plan_compares_it_by_what_it_chooses(found: dict[str, Any]) -> None:
 def test_a_pod_gets_it_and_its_trainer_captures_what_it_chooses(
     found: dict[str, Any], sources: Path
 ) -> None:
-    trained = run(sources, TRAINING, str(sources / "daemon"), found["variables"])
+    trained = run_with(sources, TRAINING, str(sources / "daemon"), found["variables"])
     assert trained["wrong"].startswith("policy=Oldest(") and "experts" in trained["wrong"]
     assert trained["step"] == 3
     # The first save captures all; the second the experts 0 and 1, the third 2 and, of the others,
