@@ -91,8 +91,8 @@ def plan_batch(
             `size`; there is no such rank; a number of samples is below 1.
     """
     for name, samples in (("global_batch", global_batch), ("micro_batch", micro_batch)):
-        if samples is not None and samples < 1:
-            raise InvalidJobError(f"{name}={samples} is no number of samples; give at least 1")
+        if samples is not None and (not isinstance(samples, int) or samples < 1):
+            raise InvalidJobError(f"{name}={samples!r} is no number of samples; give at least 1")
     present = (topology or Topology(dp=1)).resized(size)
     ranks, place = present.dp, present.coordinates(rank).dp
     if global_batch < ranks:

@@ -83,6 +83,7 @@ def test_the_ranks_of_one_replica_have_the_same_part() -> None:
     [
         ({"global_batch": 2}, "a batch of 2 samples over 3 ranks leaves some without any"),
         ({"global_batch": 0}, "global_batch=0 is no number of samples"),
+        ({"global_batch": 8.0}, "global_batch=8.0 is no number of samples"),
         ({"micro_batch": 0}, "micro_batch=0 is no number of samples"),
         ({"topology": Topology(dp=2, tp=2)}, "does not fit a training world of 3 ranks"),
         ({"rank": 3}, "has no rank 3; its ranks are 0 to 2"),
