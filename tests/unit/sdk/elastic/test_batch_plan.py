@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +31,13 @@ LIMITS = (None, 2, 1)
 """Of samples in a pass. With 1, ranks with fewer samples than others repeat one."""
 TOLERANCE = 1e-13
 WORLDS = {1: (0, 1, 2), 2: (0, 2), 3: (0, 1, 2)}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "views": {"gradient_as_bucket_view": True},
+    "unused": {"find_unused_parameters": True},
+    "static": {"static_graph": True, "first_pass": lambda ddp: mean_loss(ddp, data()[:4])},
+}
+"""Options of a DDP."""
 PROCESSES = [(0, 1), (1, 1), (2, 1), (1, 3)]
 """(member, epoch in which it starts) of each process."""
 
@@ -139,10 +147,11 @@ def train(process: int, socket: str, port: str) -> None:
     clock = TCPStore("127.0.0.1", int(port), timeout=timedelta(seconds=TIMEOUT_S))
     clock.get(f"began-{first}")
     world = elastic.init("gloo", any_size=True)
-    module, samples = model_of_seed(), data()
-    ddp = world.ddp(module)
+    samples = data()
+    models = [world.ddp(model_of_seed(), **options) for options in VARIANTS.values()]
     while True:
-        for limit in LIMITS:
+        for limit, ddp in product(LIMITS, models):
+            module = ddp.module
             sampler = ElasticSampler(samples, BATCH, world, micro_batch=limit)
             whole = iter(ElasticSampler(samples, BATCH, Place()))
             batches, plan = iter(sampler), world.batch_plan(BATCH, micro_batch=limit)
