@@ -288,9 +288,9 @@ class RankState(_message.Message):
     follows: _builtins.bool
     """its worker stays in its process when its world changes"""
     repeated_after: _builtins.int
-    """Step after which the rank repeated steps alone, up to the step of `restored`."""
+    """Step that the rank restored alone, and after which it repeated steps up to that of `restored`."""
     no_replay: _builtins.str
-    """why no pipeline stage repeated steps alone in this epoch"""
+    """why lost ranks did not recover alone in this epoch"""
     since_work_s: _builtins.float
     """Since the rank's launcher last saw it work in this epoch; absent when it has not."""
     unprotected: _builtins.bool

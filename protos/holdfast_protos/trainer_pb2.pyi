@@ -117,9 +117,9 @@ class RestoreRequest(_message.Message):
     a line.
     """
     repeated_after: _builtins.int
-    """With `live`: the step that the rank restored before it repeated the steps after it alone."""
+    """With `live`: the step that the rank restored alone, before it repeated the steps after it."""
     no_replay: _builtins.str
-    """why no pipeline stage repeats steps alone, where one might have"""
+    """why lost ranks do not recover alone, where they might have"""
     def __init__(
         self,
         *,

@@ -715,16 +715,17 @@ class JobEngine:
         self.memory.rank(rank).restored = (state.line.generation, state.source)
 
     def no_replay(self, rank: int, why: str) -> None:
-        """Record why no pipeline stage repeats steps alone, as the trainer of `rank` stated."""
+        """Record why lost ranks do not recover alone, as the trainer of `rank` stated."""
         self.memory.rank(rank).no_replay = why
 
     def went_live(
         self, rank: int, epoch: int, step: int, repeated_after: int | None, now: float
     ) -> list[Effect]:
-        """Record that the trainer of `rank` keeps its state after `step`, and restores nothing.
+        """Record that the trainer of `rank` continues live after `step`.
 
         Args:
-            repeated_after: step after which it has repeated steps alone; None for none.
+            repeated_after: step that it restored, and after which it repeated steps, alone; None
+                if it kept its state.
 
         Raises:
             StaleEpochError: the epoch has ended.

@@ -125,9 +125,9 @@ class RankRecord:
     restored: tuple[Generation | None, RestoreSource] | None = None
     """Generation that the rank was given to restore in this epoch, and its source."""
     repeated_after: int | None = None
-    """Step after which the rank has repeated steps alone in this epoch."""
+    """Step that the rank restored alone in this epoch, and after which it repeated steps."""
     no_replay: str = ""
-    """Why no pipeline stage repeated steps alone in this epoch, in the SDK's words."""
+    """Why lost ranks did not recover alone in this epoch, in the SDK's words."""
 
     @property
     def is_live(self) -> bool:

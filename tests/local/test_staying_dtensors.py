@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import sharded_trainer
+import dtensor_trainer
 
 from holdfast._elastic.staying_groups import can_stay
 from holdfast_cli.local import LocalCluster, LocalSettings
@@ -43,7 +43,7 @@ class Run:
 
     def __init__(self, directory: Path, layout: str, *options: str) -> None:
         self.directory = directory
-        command = [sys.executable, sharded_trainer.__file__, "--layout", layout, *options]
+        command = [sys.executable, dtensor_trainer.__file__, "--layout", layout, *options]
         command += ["--steps", str(STEPS), "--directory", str(directory)]
         parallelism = {"dp": RANKS // 2, "tp": 2} if layout == "tp" else {"dp": RANKS}
         job = parse_job(
