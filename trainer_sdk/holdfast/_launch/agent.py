@@ -18,7 +18,6 @@ from __future__ import annotations
 import errno
 import logging
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -61,8 +60,6 @@ ROOM_S = 1.0
 """Pause between attempts to start workers while /dev/shm is full."""
 NO_ROOM = "starting them needs a few pages of /dev/shm (`df /dev/shm`): remove what fills it"
 
-PASSED_ON = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
-"""Variables of the launcher that torchrun passes on to workers by name."""
 TIMER_FILE = ("TORCHELASTIC_TIMER_FILE",)
 
 FINISHED, LEFT = "holdfast/finished", "holdfast/left"
@@ -179,7 +176,7 @@ class HoldfastAgent(LocalElasticAgent):
         return True
 
     def _environments(self, worker_group: WorkerGroup) -> dict[int, dict[str, str]]:
-        """The variables that torchrun gives to each worker, by its lane."""
+        """The variables that torchrun gives to each worker besides its own, by its lane."""
         workers = worker_group.workers
         return {each.local_rank: self._environment(worker_group, each) for each in workers}
 
@@ -201,10 +198,8 @@ class HoldfastAgent(LocalElasticAgent):
             "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
             "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
             "TORCHELASTIC_USE_AGENT_STORE": spec.rdzv_handler.use_agent_store,
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1,
         }
-        given = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-        return {name: str(value) for name, value in env.items()} | given | self._timer
+        return {name: str(value) for name, value in env.items()} | self._timer
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Start the workers that a new world lacks, report those that have failed, and return the

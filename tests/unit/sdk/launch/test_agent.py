@@ -449,6 +449,7 @@ class TorchrunsAgent(LocalElasticAgent):
 def test_workers_get_the_variables_that_torchrun_gives(
     worlds: Worlds, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # else the launcher sets it
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     worlds.begin(1)
