@@ -45,7 +45,7 @@ def job_of(shape: Shape, directory: Path, *options: str) -> Any:
                 "nodes": shape.nodes,
                 "nprocPerNode": shape.nproc,
                 "parallelism": {"dp": shape.ranks, "ep": shape.ep},
-                "redundancy": {"type": "RAIM5"},
+                "redundancy": {"type": "RAIM5" if shape.nodes > 1 else "None"},
                 "snapshot": {"memoryPerNode": "16Mi"},
                 "failurePolicy": {
                     "maxRestarts": 3,
@@ -83,6 +83,21 @@ async def survive(shape: Shape, directory: Path, killed: int, point: str, *optio
         return await cluster.wait_for(recovered, timeout_s=WAIT_S, what="steps after the kill")
     finally:
         await cluster.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_neighbours_that_hold_what_a_lost_rank_held_stay_although_nothing_is_protected(
+    tmp_path: Path,
+) -> None:
+    """All of the job is on one node, whose loss would leave nothing."""
+    shape = Shape(1, 4, 2)
+    status = asyncio.run(survive(shape, tmp_path, 3, "forward"))
+    assert status.epoch == 2
+    for rank in range(shape.ranks):
+        processes = {pid for _, _, pid in lines(tmp_path, rank)}
+        assert len(processes) == 1 and lines(tmp_path, rank)[-1][1] == 2
+    assert lines(tmp_path, 0)[0][0] == 1 and lines(tmp_path, 3)[0][0] in (1, 2)
 
 
 ALONE, TOGETHER = Shape(4, 1, 4), Shape(2, 2, 4)

@@ -61,6 +61,7 @@ ROOM_S = 1.0
 NO_ROOM = "starting them needs a few pages of /dev/shm (`df /dev/shm`): remove what fills it"
 
 TIMER_FILE = ("TORCHELASTIC_TIMER_FILE",)
+"""Variable that torchrun adds to those of workers if its watchdog is on."""
 
 FINISHED, LEFT = "holdfast/finished", "holdfast/left"
 """Names in the store, before the number of a node."""

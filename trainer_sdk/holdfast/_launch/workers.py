@@ -130,13 +130,14 @@ class NodeWorkers:
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = CLOSE_S) -> None:
         """End all workers at the same time with `death_sig`, or with SIGKILL after `timeout`, and
-        forget them; torchrun's agent calls it."""
-        contexts, self._contexts = self._contexts, {}
-        self._results.clear()
-        self._killed.clear()
+        forget them; torchrun's agent calls it. Until they have ended, `kill` still reaches them."""
+        contexts = list(self._contexts.values())
         if contexts:
             with ThreadPoolExecutor(len(contexts)) as pool:
-                list(pool.map(lambda one: one.close(death_sig, timeout), contexts.values()))
+                list(pool.map(lambda one: one.close(death_sig, timeout), contexts))
+        self._contexts = {}
+        self._results.clear()
+        self._killed.clear()
 
     def _end(self, lane: int) -> None:
         """Kill the process of a lane, if it has one, and forget it."""

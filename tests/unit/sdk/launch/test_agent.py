@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -27,6 +28,7 @@ from holdfast._launch.agent import (
     HoldfastAgent,
 )
 from holdfast._launch.rendezvous import AnnouncedWorld, HoldfastRendezvous
+from holdfast._launch.workers import CLOSE_S
 from holdfast_core.errors import UnreachableError
 from holdfast_core.states import EndReason
 
@@ -93,6 +95,9 @@ class FinishedAgent(HoldfastAgent):
 
     def end(self) -> None:
         self._stop_workers(self._worker_group)
+
+    def terminate(self) -> None:
+        self._shutdown()
 
 
 @pytest.fixture
@@ -542,3 +547,20 @@ def test_a_failure_is_reported_again_to_a_daemon_that_was_away(
     until(lambda: here.agent.state() is WorkerState.HEALTHY and len(here.daemon.exits) > 0)
     assert here.daemon.exits == [(1, 3, 137)]
     assert here.agent.running_workers().keys() == {0, 1, 2}
+
+
+@pytest.mark.parametrize("forked", [False, True], ids=["program", "fork"])
+def test_an_agent_that_ends_kills_workers_that_do_not_end_in_the_time_that_they_get(
+    worlds: Worlds, node: Callable[..., Node], forked: bool
+) -> None:
+    worlds.begin(1)
+    here = node(PlayedDaemon(worlds), forked=forked, lanes=3)
+    pids = here.agent.start()
+    for pid in pids[1:]:
+        os.kill(pid, signal.SIGSTOP)
+    began_s = time.monotonic()
+    here.agent.terminate()
+    assert time.monotonic() - began_s < CLOSE_S, "torchrun would have waited for each of them"
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
