@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -385,6 +386,10 @@ def replaced(here: Node, before: list[int]) -> list[int]:
     return [lane for lane, pid in here.agent.running_workers().items() if pid != before[lane]]
 
 
+def _is_in(here: Node, epoch: int) -> bool:
+    return here.rendezvous.epoch == epoch
+
+
 def environment(pid: int) -> dict[str, str]:
     """The variables that a program was started with. While it is being started, it has none."""
     environ = Path(f"/proc/{pid}/environ")
@@ -407,7 +412,7 @@ def test_a_lost_worker_starts_anew_beside_the_others_that_follow_their_worlds(
         assert here.agent.state() is WorkerState.HEALTHY
         assert here.daemon.exits == [(epoch - 1, lane, 137)]
         worlds.begin(epoch)
-        worlds.wait(lambda epoch=epoch: here.rendezvous.epoch == epoch)
+        worlds.wait(partial(_is_in, here, epoch))
         assert replaced(here, before) == [lane]
         before = list(here.agent.running_workers().values())
         here.daemon.arrived_lanes[epoch] = set(LANES) - {lane}
