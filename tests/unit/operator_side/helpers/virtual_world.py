@@ -138,6 +138,8 @@ class World:
         self.state = ControlState()
         self.decision = Decision(state=self.state)
         self.step, self.idle_s = 0, 0.0
+        self.idler_s: dict[int, float] = {}
+        """Rank → for how much longer than others it has been idle."""
         self.protected: Generation | None = None
         self.line: Line | None = None
         self.following: set[int] = set()
@@ -279,7 +281,7 @@ class World:
                         else RankHealth.OFFLINE
                     ),
                     step=self.step,
-                    idle_s=self.idle_s,
+                    idle_s=self.idle_s + self.idler_s.get(rank, 0.0),
                     lost=rank in daemon.lost,
                     exit_code=daemon.exits.get(rank),
                     last_lines=daemon.last_lines.get(rank, ""),

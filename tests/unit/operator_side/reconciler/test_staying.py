@@ -191,12 +191,20 @@ def test_ranks_that_fail_restart_and_their_neighbours_stay(
     assert len(world.state.restarts) <= 1, "a recovery counts once, however many ranks it restarts"
 
 
-def test_a_hung_rank_restarts_and_its_neighbours_stay() -> None:
+@pytest.mark.parametrize(
+    ("idlest", "members", "ranks"),
+    [((6,), set(), {6}), ((1, 2), set(), {1, 2}), ((3, 4), set(), {3}), ((), {0}, set())],
+    ids=["one", "two of a member", "two of two members", "all alike"],
+)
+def test_a_rank_that_hangs_restarts_and_its_neighbours_stay(
+    idlest: tuple[int, ...], members: set[int], ranks: set[int]
+) -> None:
     world = wide()
-    world.idle_s = 10_000.0
-    world.settle(10.0)
-    (ranks, whole) = world.membership.restarting_ranks, world.membership.restarting
-    assert ranks or whole == {0}, "all ranks are idle for equally long here"
+    world.idle_s, world.idler_s = 10_000.0, dict.fromkeys(idlest, 1.0)
+    world.settle(2.0)
+    assert world.membership.epoch == 2
+    assert world.membership.restarting == members
+    assert world.membership.restarting_ranks == ranks
 
 
 def test_neighbours_that_do_not_follow_are_not_promised_to_stay() -> None:
