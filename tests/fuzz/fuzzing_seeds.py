@@ -106,6 +106,7 @@ MEMBERSHIP = Membership(
     groups=((0, 1, 2),),
     tier=Tier(uri="s3://bucket/run", every_steps=10, restore_from="1.7"),
     restarting=frozenset({1}),
+    restarting_ranks=frozenset({4}),
 )
 REPORT = MemberReport(
     job=JOB,

@@ -167,12 +167,23 @@ def can_lose_member(own: RankStanding, ranks: int, nproc: int) -> bool:
         ranks: number of ranks of the world.
         nproc: ranks of each member.
     """
+    first = own.rank // nproc * nproc
+    return _can_lose(own, ranks, range(first, first + nproc))
+
+
+def can_lose_rank(own: RankStanding, ranks: int) -> bool:
+    """Whether other ranks, perhaps of the same member, hold all state of this rank, so that
+    training could continue live without it. Arguments as in `can_lose_member`."""
+    return _can_lose(own, ranks, range(own.rank, own.rank + 1))
+
+
+def _can_lose(own: RankStanding, ranks: int, lost: range) -> bool:
+    """Whether the ranks of the world that are not `lost` hold the state of those that are."""
     if own.torn:
         return False
     if own.held:  # where copies of experts are, the plan says
         return True
-    topology, first = Topology.parse(own.topology), own.rank // nproc * nproc
-    lost = range(first, first + nproc)
+    topology = Topology.parse(own.topology)
     live = {rank: own for rank in range(ranks) if rank not in lost}
     return not any(isinstance(_sources_of(rank, topology, live), str) for rank in lost)
 

@@ -612,10 +612,21 @@ class JobEngine:
         record.follower = Follower(self._followers_made, pid, size, since=self.memory.epoch)
         return self._followers_made
 
-    def begins_alone(self, rank: int) -> None:
+    def begins_alone(self, rank: int, *, held_beside: bool = False) -> None:
         """Record that the process of `rank` has begun from the beginning, and that what its member
-        holds is nowhere else."""
-        self.memory.rank(rank).began_alone = True
+        holds is nowhere else.
+
+        Args:
+            held_beside: whether another rank, perhaps of its member, holds what this rank holds.
+        """
+        record = self.memory.rank(rank)
+        record.began_alone, record.held_beside = True, held_beside
+
+    @property
+    def following_lanes(self) -> list[int]:
+        """Lanes of this node whose workers follow their worlds."""
+        ranks = self.memory.my_ranks()
+        return [lane for lane, rank in enumerate(ranks) if self.memory.rank(rank).follower]
 
     def unfollows(self, rank: int, number: int) -> None:
         """Record that the stream `number` of `rank` has ended; one that was replaced is ignored."""

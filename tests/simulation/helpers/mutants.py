@@ -807,7 +807,7 @@ MUTANTS = (
     ),
     Mutant(
         name="keep processes that have nothing to go on with and nothing to go back to",
-        edits=((f"{ENGINE}/state.py", "(protected or not self.began_alone)", "True"),),
+        edits=((f"{ENGINE}/state.py", "(protected or held)", "True"),),
         test="daemon/engine/test_following.py",
     ),
     Mutant(

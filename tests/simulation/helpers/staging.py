@@ -484,7 +484,7 @@ class PipelineWorld:
     def ended(self) -> bool:
         return self._left or self._cluster.epoch > self.epoch
 
-    def begin_alone(self) -> None:
+    def begin_alone(self, *, held_beside: bool) -> None:
         """The model's processes always stay."""
 
     def begin_step(self, step: int) -> None:

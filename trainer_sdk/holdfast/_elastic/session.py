@@ -54,6 +54,7 @@ from holdfast_core.protection.standing import (
     StandingAction,
     StandingVerdict,
     can_lose_member,
+    can_lose_rank,
 )
 from holdfast_core.snapshots.units import UnitKind
 
@@ -525,13 +526,11 @@ class ElasticSession(Session):
         step = session.restore(no_replay)
         if step is not None or held.step is None:
             self._hold_after(step or 0)
-        # A fresh start: the control loop must know if losing this member would lose everything.
-        if (
-            step is None
-            and held.step is None
-            and not can_lose_member(self._standing(), self._world.size, self._world.nproc)
-        ):
-            self._world.begin_alone()
+        # A fresh start: the daemon must know if losing this member would lose everything.
+        if step is None and held.step is None:
+            own, world = self._standing(), self._world
+            if not can_lose_member(own, world.size, world.nproc):
+                world.begin_alone(held_beside=can_lose_rank(own, world.size))
         return step
 
     def _hold(self, body: StepBody) -> None:

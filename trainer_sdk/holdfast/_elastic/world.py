@@ -401,15 +401,21 @@ class World:
         if self._staying is not None:
             self._staying.go_back_to(step)
 
-    def begin_alone(self) -> None:
+    def begin_alone(self, *, held_beside: bool) -> None:
         """Report that training started from the beginning and could not continue live without this
         member. If the report does not arrive, the daemon keeps this process when its world changes,
-        and the process then ends by itself."""
+        and the process then ends by itself.
+
+        Args:
+            held_beside: whether training could continue live without this rank alone.
+        """
         following = self._following
         if following is None:
             return
         try:
-            following.arrive(self._rank, self._store_address, began_alone=True)
+            following.arrive(
+                self._rank, self._store_address, began_alone=True, held_beside=held_beside
+            )
         except HoldfastError as error:
             _log.info("the daemon was not told that this member cannot be kept: %s", error)
 

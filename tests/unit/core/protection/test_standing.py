@@ -18,6 +18,7 @@ from holdfast_core.protection.standing import (
     RankStanding,
     StandingAction,
     can_lose_member,
+    can_lose_rank,
     read_standings,
     standing,
 )
@@ -336,5 +337,26 @@ def test_a_member_can_be_lost_where_the_others_would_go_on_live(step: int) -> No
     assert seen == {False, True}
 
 
+@pytest.mark.parametrize("step", [0, K])
+def test_a_rank_can_be_lost_where_the_others_would_go_on_live(step: int) -> None:
+    seen = set()
+    for topology, ranks, nproc, unshared, experts in shapes():
+        own = [
+            RankStanding(
+                step=step, topology=topology, rank=rank, unshared=unshared, experts=experts
+            )
+            for rank in range(ranks)
+        ]
+        for lost in range(ranks):
+            left = [RankStanding() if rank == lost else own[rank] for rank in range(ranks)]
+            lives = standing(left).action is StandingAction.LIVE
+            assert can_lose_rank(own[lost], ranks) is lives, topology
+            whole = can_lose_member(own[lost], ranks, nproc)
+            assert lives or not whole, "a member that can be lost has no rank that cannot"
+            seen.add((lives, whole))
+    assert seen == {(False, False), (True, False), (True, True)}
+
+
 def test_what_is_the_state_of_no_step_is_nothing_to_go_on_with() -> None:
-    assert not can_lose_member(RankStanding(step=0, topology="dp3·ep1·tp1·pp1", torn="x"), 3, 1)
+    torn = RankStanding(step=0, topology="dp3·ep1·tp1·pp1", torn="x")
+    assert not can_lose_member(torn, 3, 1) and not can_lose_rank(torn, 3)

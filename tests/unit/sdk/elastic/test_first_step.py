@@ -71,7 +71,7 @@ class FirstStep:
         self._statements = statements
         self.epoch = 1
         self.verdicts: list[StandingVerdict] = []
-        self.began_alone = 0
+        self.began_alone: list[bool] = []
 
     def check_process(self) -> None: ...
 
@@ -83,8 +83,8 @@ class FirstStep:
 
     def go_back_to(self, step: int) -> None: ...
 
-    def begin_alone(self) -> None:
-        self.began_alone += 1
+    def begin_alone(self, *, held_beside: bool) -> None:
+        self.began_alone.append(held_beside)
 
     def survives(self, error: Exception) -> bool:
         return isinstance(error, UnreachableError)
@@ -148,7 +148,7 @@ def test_a_process_that_begins_alone_reports_it_once(
     for step in session.steps(2):
         with step:
             trainer.train()
-    assert world.began_alone == 1, "the only rank of a world has no replica"
+    assert world.began_alone == [False], "the only rank of a world has no replica"
 
 
 def test_the_step_counter_of_a_stack_keeps_nobody_from_going_live(
