@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
 import dtensor_trainer
+import pytest
 
 from holdfast._elastic.staying_groups import can_stay
 from holdfast_cli.local import LocalCluster, LocalSettings
