@@ -351,6 +351,19 @@ class ElasticSession(Session):
             return False
         return True
 
+    @property
+    def rank(self) -> int:
+        """Rank of this process in the present world."""
+        return self._world.rank
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Gather the `data` of each rank of the present world, between two steps. Collective.
+
+        Raises:
+            UnreachableError: a rank does not take part.
+        """
+        return self._exchange.gather(data)
+
     # --- the vote ---------------------------------------------------------------------------------
 
     def _before_optimizer(self, optimizer: object) -> None:

@@ -123,6 +123,7 @@ class World:
         self._timeout_s, self._reform_s = timeout_s, reform_s
         self._groups: list[WorldGroup] = []
         self._ddps: list[WorldDDP] = []
+        self._wakes_default = False
         self._exchanges: list[GlooExchange] = []
         self._point: groups.MeetingPoint | None = None
         self._rank, self._size, self._epoch = 0, 1, 0
@@ -242,7 +243,7 @@ class World:
                 "world.ddp returns"
             )
         made = WorldDDP(module, partial(self._group_now, group), prepare, first_pass, options)
-        if not self._ddps and "nccl" not in self._backend:
+        if not (self._ddps or self._wakes_default or "nccl" in self._backend):
             self._wake_at_its_end()
         self._ddps.append(made)
         return made
@@ -299,6 +300,13 @@ class World:
         if self._following is not None:
             self._following.close()
         self.leave()
+
+    def wake_default_group(self) -> None:
+        """From now on, also end collectives of the default group that torch waits for by itself,
+        once their world has ended: a framework reduces gradients in it."""
+        wakes, self._wakes_default = self._wakes_default, True
+        if not (wakes or self._ddps or "nccl" in self._backend):
+            self._wake_at_its_end()
 
     # --- called by the session --------------------------------------------------------------------
 
@@ -457,7 +465,7 @@ class World:
         self._meeting, self._left, self.failure = None, False, None
         # Collectives that torch waits for by itself do not notice the end of a world, so a thread
         # wakes them.
-        if "nccl" in self._backend or self._ddps:
+        if "nccl" in self._backend or self._ddps or self._wakes_default:
             self._wake_at_its_end()
         self._log_formed(began_s)
 
@@ -599,7 +607,10 @@ class World:
         while not following.wait_newer(epoch, _WAIT_S):
             if self._epoch != epoch or self._left:
                 return
+        default = dist.group.WORLD
         if self._epoch == epoch:
             groups.wake()
             for each in self._ddps:
                 each.wake()
+            if self._wakes_default and default is not None:
+                groups.disconnect(default)
