@@ -172,23 +172,38 @@ def _lasting(line: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in line.items() if name not in ("pid", "time")}
 
 
+HUGGING_FACE = LOCAL / "staying_huggingface_trainer.py"
+LIGHTNING = LOCAL / "staying_lightning_trainer.py"
+FAULTS = [
+    Fault(1, "forward"),
+    Fault(2, "backward"),
+    Fault(0, "before-optimizer"),
+    Fault(3, "in-optimizer"),
+    Fault(1, "evaluation"),
+    Fault(2, "step-end"),
+]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("options", [(), ("--sorts",)], ids=["as usual", "sorted buckets"])
-def test_the_trainer_of_hugging_face_keeps_the_processes_that_are_left(
-    directory: Path, options: tuple[str, ...]
+@pytest.mark.parametrize(
+    ("script", "faults", "options"),
+    [
+        pytest.param(HUGGING_FACE, [*FAULTS, Fault(0, "save")], (), id="huggingface"),
+        pytest.param(
+            HUGGING_FACE,
+            FAULTS[:2],
+            ("--sorts",),
+            id="huggingface, sorted buckets",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(LIGHTNING, FAULTS, (), id="lightning"),
+    ],
+)
+def test_the_loop_of_a_framework_keeps_the_processes_that_are_left(
+    directory: Path, script: Path, faults: list[Fault], options: tuple[str, ...]
 ) -> None:
-    pytest.importorskip("transformers")
-    script = LOCAL / "staying_huggingface_trainer.py"
-    faults = [
-        Fault(1, "forward"),
-        Fault(2, "backward"),
-        Fault(0, "before-optimizer"),
-        Fault(3, "in-optimizer"),
-        Fault(1, "evaluation"),
-        Fault(0, "save"),
-        Fault(2, "step-end"),
-    ]
-    asyncio.run(run_disturbed(script, directory / "killed", directory / "memory", faults, *options))
-    run_undisturbed(script, directory / "whole", *options)
-    check_alike(directory / "killed", directory / "whole")
+    killed, whole = directory / "killed", directory / "whole"
+    asyncio.run(run_disturbed(script, killed, directory / "memory", faults, *options))
+    run_undisturbed(script, whole, *options)
+    check_alike(killed, whole)

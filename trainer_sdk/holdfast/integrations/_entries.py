@@ -25,10 +25,14 @@ class Entries:
 
     Args:
         session: of this process.
+        in_closures: whether the framework computes gradients within the `step` of an optimizer, in
+            a closure. It then calls `before_update`.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, *, in_closures: bool = False) -> None:
         self._stays = session if isinstance(session, ElasticSession) else None
+        if self._stays is not None and in_closures:
+            self._stays.vote_in_closures()
         self._runner: Runner = self._stays or RestartRunner(session)
         self._begun: int | None = None
 
@@ -37,6 +41,15 @@ class Entries:
         if self._begun != step:
             self._begun = step
             self._runner.begin(step)
+
+    def before_update(self) -> None:
+        """Called when the gradients of a step are complete, before they change anything.
+
+        Raises:
+            UnreachableError: its world has ended; let it end the framework's loop.
+        """
+        if self._stays is not None:
+            self._stays.before_update()
 
     def complete(self, step: int) -> None:
         """Save the state after `step`.

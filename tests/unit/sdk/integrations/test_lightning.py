@@ -45,7 +45,7 @@ class KillAfter(pytorch.Callback):  # type: ignore[misc, name-defined]
     def on_train_batch_start(self, trainer: Any, *rest: Any) -> None:
         self._look(trainer)
 
-    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
         self._look(trainer)
 
     def _look(self, trainer: Any) -> None:
@@ -99,7 +99,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dic
     return train(folder, FakeDaemon(folder / "memory")), losses(folder)
 
 
-@pytest.mark.parametrize("step", [2, 6], ids=["in the first epoch", "in the next"])
+@pytest.mark.parametrize("step", [2, 4, 6], ids=["in the first epoch", "at its end", "in the next"])
 def test_training_that_dies_after_a_step_ends_with_the_same_losses_and_bytes(
     tmp_path: Path, undisturbed: tuple[str, list[dict[str, float]]], step: int
 ) -> None:
