@@ -80,11 +80,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--sorts", action="store_true", help="let DDP sort its buckets")
+    parser.add_argument("--restarts", action="store_true", help="end with the world")
     args = parser.parse_args()
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     faults = Faults(args.directory, rank)
-    world = holdfast.elastic.init("gloo")
+    world = holdfast.elastic.init("gloo", stay=not args.restarts)
     arguments = TrainingArguments(
         output_dir=str(args.directory / "checkpoints"),
         max_steps=args.steps,

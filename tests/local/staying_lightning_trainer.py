@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import EarlyStopping
 from staying_trainer import Faults
 from torch.utils.data import DataLoader, TensorDataset
@@ -67,6 +67,9 @@ class Lines(Callback):  # type: ignore[misc]  # the package is not type-checked
     def __init__(self, path: Path, faults: Faults) -> None:
         self._path, self._faults, self._step = path, faults, 0
 
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self._step = trainer.global_step
+
     def on_train_batch_end(self, trainer: Any, module: Any, *rest: Any) -> None:
         if trainer.global_step == self._step:  # gradients still add up
             return
@@ -91,12 +94,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--restarts", action="store_true", help="end with the world")
     args = parser.parse_args()
     torch.set_num_threads(1)
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     on_node = int(os.environ["LOCAL_WORLD_SIZE"])
     faults = Faults(args.directory, rank)
-    world = holdfast.elastic.init("gloo")
+    world = holdfast.elastic.init("gloo", stay=not args.restarts)
     protection = HoldfastCallback(world=world)
     stopping = EarlyStopping("drawn", patience=10**6)
     trainer = Trainer(
@@ -115,7 +119,7 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    torch.manual_seed(1)
+    seed_everything(1, verbose=False)
     protection.fit(trainer, Model(faults))
     end = {
         "pid": os.getpid(),

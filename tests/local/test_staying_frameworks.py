@@ -91,16 +91,18 @@ class Fault:
 async def run_disturbed(
     script: Path, folder: Path, memory: Path, faults: list[Fault], *options: str
 ) -> None:
-    """Run the job to its end with one fault after the other; check after each that the processes
-    of the other node have stayed."""
+    """Run the job to its end with one fault after the other, the first of them in the first step;
+    check after each other one that the processes of the other node have stayed."""
     folder.mkdir()
+    early, *faults = faults
+    (folder / f"fault-{early.rank}").write_text(f"{early.point} SIGKILL")
     cluster = LocalCluster(make_job(script, folder, options), LocalSettings(directory=memory))
     try:
         async with cluster:
             for fault in faults:
                 await _suffer(cluster, folder, fault)
             assert await cluster.finished(timeout_s=WAIT_S) is Outcome.COMPLETE
-            assert cluster.status.recoveries == len(faults)
+            assert cluster.status.recoveries == 1 + len(faults)
     finally:
         for log in sorted((memory / "logs").glob("*")):
             print(f"--- {log.name}\n{log.read_text()[-6000:]}")
@@ -175,6 +177,7 @@ def _lasting(line: Mapping[str, Any]) -> dict[str, Any]:
 HUGGING_FACE = LOCAL / "staying_huggingface_trainer.py"
 LIGHTNING = LOCAL / "staying_lightning_trainer.py"
 FAULTS = [
+    Fault(3, "forward"),  # before anything is protected
     Fault(1, "forward"),
     Fault(2, "backward"),
     Fault(0, "before-optimizer"),
@@ -192,7 +195,7 @@ FAULTS = [
         pytest.param(HUGGING_FACE, [*FAULTS, Fault(0, "save")], (), id="huggingface"),
         pytest.param(
             HUGGING_FACE,
-            FAULTS[:2],
+            FAULTS[:3],
             ("--sorts",),
             id="huggingface, sorted buckets",
             marks=pytest.mark.exhaustive,

@@ -93,7 +93,8 @@ class HoldfastCallback(Callback):  # type: ignore[misc]  # the package is not ty
             nonlocal entered
             del history
             self._saved = done
-            if done or entered:
+            assert self._loops is not None
+            if done or entered or self._loops.loaded:
                 self._resume(trainer)
             entered = True
             trainer.fit(module, **arguments)
@@ -242,6 +243,8 @@ class _Loops:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._kept: dict[str, Any] | None = None
+        self.loaded = False
+        """Whether a recovery has given this rank a state."""
         self._pending = False
         """Whether the trainer takes over the kept state when it begins to train."""
 
@@ -256,7 +259,7 @@ class _Loops:
         return self._kept
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._kept = state_dict
+        self._kept, self.loaded = state_dict, True
 
     def hold(self) -> None:
         """Let the trainer take over the kept state in `put_back`."""
