@@ -32,6 +32,7 @@ import holdfast
 from holdfast._agree.exchange import GlooExchange
 from holdfast._daemon.client import GrpcClient
 from holdfast._elastic import groups
+from holdfast._elastic.staying_groups import StayingGroups, can_stay
 from holdfast._elastic.world import World
 from holdfast._restoring import live
 from holdfast._session.protected import ProtectedSession
@@ -219,9 +220,12 @@ def watch_calls(faults: Faults) -> None:
     faults.before(GrpcClient, "grant", "before-grant", "after-grant")
     faults.before(GrpcClient, "commit", "before-commit", "after-commit")
     faults.before(GrpcClient, "restore", "before-restore", "after-restore")
-    faults.before(groups, "leave", "before-leave", "after-leave")
-    faults.before(groups.MeetingPoint, "form", "before-form", "after-form")
-    faults.before(dist, "init_process_group", "in-form")
+    # Groups stay, or each world makes them again.
+    for leaves in (groups, StayingGroups):
+        faults.before(leaves, "leave", "before-leave", "after-leave")
+    for forms in (groups.MeetingPoint, StayingGroups):
+        faults.before(forms, "form", "before-form", "after-form")
+    faults.before(dist, "_reconfigure" if can_stay("gloo") else "init_process_group", "in-form")
     faults.before(World, "stand", "before-stand", "after-stand")
     faults.before(live.HandOver, "run", "before-hand-over", "after-hand-over")
     faults.before(live, "scatter", "before-scatter", "after-scatter")

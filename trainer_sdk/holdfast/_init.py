@@ -171,7 +171,7 @@ class _Maker:
 
     def elastic_session(self, world: World, pipeline: Pipeline | None) -> ElasticSession:
         """Make a session for `world` and for the worlds that follow it. Collective."""
-        check_staying(self.model)
+        check_staying(self.model, world)
         given = self.environment.elastic
         uneven = any(isinstance(module, MoELayer) for module in self.model.modules())
         if given is not None and not uneven:
@@ -188,6 +188,7 @@ class _Maker:
             self.optimizers,
             # A vote waits for the slowest rank, as training's own collectives do.
             max(self.settings.exchange_timeout_s, world.timeout_s),
+            model=self.model,
             votes=self.can_go_on_live,
             pipeline=pipeline,
             reseats=SeatChanges(self.model) if uneven else None,

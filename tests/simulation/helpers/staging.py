@@ -449,6 +449,12 @@ class PipelineWorld:
     def begin_alone(self) -> None:
         """The model's processes always stay."""
 
+    def begin_step(self, step: int) -> None:
+        """The model's scripts make no groups."""
+
+    def go_back_to(self, step: int) -> None:
+        """As `begin_step`."""
+
     def check_process(self) -> None:
         """Threads do not fork."""
 

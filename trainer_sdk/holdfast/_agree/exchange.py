@@ -93,6 +93,11 @@ class Alone:
         taken.copy_(given)
 
 
+def _plainly(backend: str | None) -> AbstractContextManager[None]:
+    del backend
+    return nullcontext()
+
+
 class GlooExchange:
     """Exchange between all ranks of torch's default process group. Constructing one is a
     collective.
@@ -101,7 +106,8 @@ class GlooExchange:
         timeout_s: time that each collective may take.
         ended: returns whether the training world has ended, so that waiting is useless.
         form_s: time that forming a group may take; None for `timeout_s`.
-        forming: context in which gloo groups are formed; it stops that once the world has ended.
+        forming: context in which groups of a backend are formed, which it is given; None is the
+            backend of training. It stops that once the world has ended.
     """
 
     together = True
@@ -111,11 +117,11 @@ class GlooExchange:
         timeout_s: float,
         ended: Callable[[], bool] = lambda: False,
         form_s: float | None = None,
-        forming: Callable[[], AbstractContextManager[None]] = nullcontext,
+        forming: Callable[[str | None], AbstractContextManager[None]] = _plainly,
     ) -> None:
         self._timeout = timedelta(seconds=timeout_s)
         self._ended = ended
-        self._forming: Callable[[], AbstractContextManager[None]] | None = forming
+        self._forming: Callable[[str | None], AbstractContextManager[None]] | None = forming
         self._form_timeout = self._timeout if form_s is None else timedelta(seconds=form_s)
         self._group: dist.ProcessGroup | None = self._new_group(None, "gloo")
         set_timeout(self._group, timeout_s)
@@ -203,7 +209,7 @@ class GlooExchange:
         forming = self._forming
         if forming is None:
             raise UnreachableError("the training world has ended")
-        with forming() if backend == "gloo" else nullcontext():
+        with forming(backend):
             group: Any = dist.new_group(ranks, backend=backend, timeout=self._form_timeout)
         return cast(dist.ProcessGroup, group)  # on ranks outside the group it is a constant
 

@@ -107,6 +107,28 @@ class MeetingPoint:
         """
         self._come(b"", lambda said: b"", inf)
 
+    @property
+    def forming_store(self) -> FormingStore:
+        """The store of this world's gloo groups."""
+        return self._forming
+
+    def gather_from(
+        self, name: str, ranks: Sequence[int], text: str, timeout_s: float
+    ) -> list[str]:
+        """Gather the `text` of each of `ranks`, in this order. These ranks call it, once for each
+        `name`.
+
+        Raises:
+            StaleEpochError: the world ended first.
+            UnreachableError: some rank did not call it in time, or a stranger wrote its text.
+            RuntimeError: the store was lost.
+        """
+        keys = [f"of-{name}-{rank}" for rank in ranks]
+        self._sealed.set(f"of-{name}-{self._rank}", text.encode())
+        late = f"epoch {self._epoch}: some rank of {list(ranks)} did not make group {name}"
+        wait_for_keys(self._sealed, keys, timeout_s, self._check_lasts, late)
+        return [said.decode() for said in self._sealed.multi_get(keys)]
+
     def gather(self, text: str, timeout_s: float = inf) -> list[str]:
         """Gather the `text` of each rank, without a process group. All ranks call it.
 
@@ -160,14 +182,14 @@ class MeetingPoint:
         set_timeout(dist.group.WORLD, timeout_s)
 
     @contextmanager
-    def forming(self, backend: str) -> Iterator[None]:
-        """Form groups of `backend` within the block. Forming a gloo group stops once the world has
-        ended.
+    def forming(self, backend: str | None) -> Iterator[None]:
+        """Form groups of `backend` within the block; None is the backend of training. Forming a
+        gloo group stops once the world has ended.
 
         Raises:
             StaleEpochError: the world has ended.
         """
-        if _has_nccl(backend):
+        if _has_nccl(backend or dist.get_backend()):
             yield
             return
         with self._forming.watch():
@@ -212,12 +234,17 @@ def _has_nccl(backend: str) -> bool:
 
 
 def split(
-    partition: Sequence[Sequence[int]], rank: int, timeout_s: float, carrier: Carrier | None = None
+    partition: Sequence[Sequence[int]],
+    rank: int,
+    timeout_s: float,
+    carrier: Carrier | None = None,
+    form_s: float = FORM_S,
 ) -> dist.ProcessGroup:
     """Form one group for each part, on all ranks; return the group of `rank`. Collective.
 
     Args:
         timeout_s: time that each collective may take.
+        form_s: time that forming a group may take.
         carrier: carries the messages of these groups, which then have no collectives; None for
             torch's own groups.
     """
@@ -225,7 +252,7 @@ def split(
     for part in partition:
         group: Any = dist.new_group(
             list(part),
-            timeout=timedelta(seconds=FORM_S),
+            timeout=timedelta(seconds=form_s),
             backend=None if carrier is None else stage_group.BACKEND,
             pg_options=carrier,
         )
@@ -259,9 +286,18 @@ def leave(given: Iterable[Any] = ()) -> None:
     for group in (dist.group.WORLD, *given):
         _retire(group)
     wake()
-    # Destroy the groups, and drop the last references on a thread, since that may take long.
-    if dist.is_initialized():  # An abort has already destroyed them.
+    # Destroy the groups. An abort has already done that.
+    if dist.is_initialized():
         dist.destroy_process_group()
+    drop(held)
+
+
+def drop(held: list[Any]) -> None:
+    """Drop the last references to destroyed groups on a thread, since that may take long.
+
+    Args:
+        held: the only list that still holds them.
+    """
     dropping = threading.Thread(target=held.clear, name="holdfast-leave", daemon=True)
     dropping.start()
     dropping.join(SETTLE_S)

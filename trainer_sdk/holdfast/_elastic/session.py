@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast._agree.exchange import Exchange
@@ -30,6 +31,7 @@ from holdfast._causes import drop_frames
 from holdfast._daemon.handles import SaveHandle
 from holdfast._elastic.pipeline import Pipeline
 from holdfast._elastic.stage_replay import agree_on_replay, hand_over_logs
+from holdfast._elastic.staying_groups import NEEDS
 from holdfast._elastic.step_start import StepStart
 from holdfast._elastic.world import World
 from holdfast._save.tally import SaveCounters
@@ -58,23 +60,33 @@ from holdfast_core.snapshots.units import UnitKind
 _log = logging.getLogger("holdfast")
 
 
-def check_staying(model: nn.Module) -> None:
-    """Refuse a model that holds process groups of its own, because they cannot be formed again.
+def check_staying(model: nn.Module, world: World) -> None:
+    """Refuse a model that holds process groups of its own, if they cannot be formed again.
 
     Raises:
-        InvalidJobError: DDP wraps the model, or its parameters are DTensors.
+        InvalidJobError: DDP wraps the model, or its parameters are DTensors in a world whose groups
+            do not stay.
     """
     if any(isinstance(part, DistributedDataParallel) for part in model.modules()):
         raise InvalidJobError(
-            "this DistributedDataParallel keeps the process group of one world: wrap the module by "
+            "this DistributedDataParallel keeps the buckets of one world: wrap the module by "
             "`world.ddp(module, …)` instead, which makes another one in each world"
         )
-    if any(is_dtensor(each) for each in model.parameters()):
+    if not world.groups_stay and any(is_dtensor(each) for each in model.parameters()):
         raise InvalidJobError(
-            "this model keeps process groups of its own (FSDP2 or another use of DTensor), which "
-            "do not change with a world: leave `world` out, so that all processes start again "
-            "after a failure"
+            f"this model keeps process groups (FSDP2 or another use of DTensor), which stay when a "
+            f"world changes only with {NEEDS}, in worlds of one size (without any_size); this is "
+            f"torch {torch.__version__}. Otherwise leave `world` out, so that all processes start "
+            f"again after a failure"
         )
+
+
+def reset_sharded(model: nn.Module) -> None:
+    """Undo what a forward or backward pass that was cut off has left in FSDP2's modules: gathered
+    parameters, gradients and the order of the pass."""
+    for part in model.modules():
+        if isinstance(part, FSDPModule) and part._get_fsdp_state()._is_root is not False:
+            part.reset_iter_state()
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +178,7 @@ class ElasticSession(Session):
         make: makes the session of the present world. Collective.
         optimizers: drop their gradients when a step is cut off.
         exchange_timeout_s: time that the fastest rank waits for the slowest at the end of training.
+        model: whose modules of FSDP2 are reset when a step is cut off.
         votes: whether ranks vote before each optimizer step, so that training can continue live.
             Equal on all ranks.
         pipeline: the boundaries between the script's pipeline stages; None if it has none.
@@ -181,6 +194,7 @@ class ElasticSession(Session):
         optimizers: Sequence[Any],
         exchange_timeout_s: float,
         *,
+        model: nn.Module | None = None,
         votes: bool = False,
         pipeline: Pipeline | None = None,
         reseats: Reseats | None = None,
@@ -193,7 +207,7 @@ class ElasticSession(Session):
         self._began_s = 0.0
         """Time at which the newest body began."""
         self._optimizers, self._timeout_s = tuple(optimizers), exchange_timeout_s
-        self._votes = votes and world.stays
+        self._model, self._votes = model, votes and world.stays
         self._pipeline = pipeline
         self._replaying: ReplayPlan | None = None
         """The replay in which this rank repeats steps; None outside of a replay."""
@@ -249,6 +263,7 @@ class ElasticSession(Session):
     def begin(self, step: int) -> None:
         """Keep the state before `step`; see `Runner`."""
         self._body, self._began_s = StepBody(step), time.monotonic()
+        self._world.begin_step(step)
         if self._pipeline is not None:
             self._pipeline.log.drop_to(self._protected)
             self._pipeline.begin(step)
@@ -493,6 +508,8 @@ class ElasticSession(Session):
         """Undo the step that was cut off, if there is one. If that is impossible, the state of this
         process is torn from then on."""
         body, self._body = self._body, None
+        if self._model is not None and self._world.groups_stay:
+            reset_sharded(self._model)
         for optimizer in self._optimizers:
             optimizer.zero_grad()
         if (holds := self._session.holds) is not None:
@@ -500,6 +517,7 @@ class ElasticSession(Session):
         if body is not None and self._held.step is not None:
             problem = body.undo() if self._votes else ""
             self._held = replace(self._held, torn=self._held.torn or problem)
+        self._world.go_back_to(self._held.step or 0)
 
     def _enter(self, verdict: StandingVerdict | None, no_replay: str = "") -> int | None:
         """Carry out the verdict in a world whose groups are formed. Collective.
@@ -555,6 +573,7 @@ class ElasticSession(Session):
     def _hold_after(self, step: int, *, keeps_log: bool = False) -> None:
         """Note that a recovery has brought this process to the state after `step`."""
         self._held = HeldState(step)
+        self._world.go_back_to(step)
         if self._reseats is not None and self._session.holds is not None:
             self._session.on_reseated(self._reseats.report(self.epoch, step), moved=False)
         if self._pipeline is not None and not keeps_log:

@@ -30,6 +30,7 @@ from holdfast._daemon.following import Meeting, WorldFollower
 from holdfast._elastic import groups
 from holdfast._elastic.ddp import FirstPass, Prepare, WorldDDP
 from holdfast._elastic.stage_group import Carrier
+from holdfast._elastic.staying_groups import StayingGroups, can_stay
 from holdfast_core.errors import (
     HoldfastError,
     InvalidJobError,
@@ -62,6 +63,8 @@ class WorldGroup:
         self._world = world
         self._partition, self._carrier = partition, carrier
         self._now: dist.ProcessGroup | None = None
+        self._stays: dist.ProcessGroup | None = None
+        """The group, if it is the same one in all worlds."""
 
     @property
     def now(self) -> dist.ProcessGroup:
@@ -121,6 +124,10 @@ class World:
         self._backend, self._following, self._any_size = backend, following, any_size
         self._local_rank, self._nproc = local_rank, nproc
         self._timeout_s, self._reform_s = timeout_s, reform_s
+        self._staying: StayingGroups | None = None
+        """The groups of this process, if they stay; None if each world makes them again."""
+        if following is not None and not any_size and can_stay(backend):
+            self._staying = StayingGroups(timeout_s)
         self._groups: list[WorldGroup] = []
         self._ddps: list[WorldDDP] = []
         self._wakes_default = False
@@ -184,6 +191,12 @@ class World:
         return self._following is not None
 
     @property
+    def groups_stay(self) -> bool:
+        """Whether process groups stay as objects when this world changes, also those that
+        libraries made: of device meshes, FSDP2 and DTensors."""
+        return self._staying is not None
+
+    @property
     def ended(self) -> bool:
         """Whether this world has ended: its collectives fail, and its saves are refused."""
         return self._left or (self._following is not None and self._following.epoch > self._epoch)
@@ -243,7 +256,7 @@ class World:
                 "world.ddp returns"
             )
         made = WorldDDP(module, partial(self._group_now, group), prepare, first_pass, options)
-        if not (self._ddps or self._wakes_default or "nccl" in self._backend):
+        if not self._wakes:
             self._wake_at_its_end()
         self._ddps.append(made)
         return made
@@ -300,12 +313,14 @@ class World:
         if self._following is not None:
             self._following.close()
         self.leave()
+        if self._staying is not None:
+            self._staying.close()
 
     def wake_default_group(self) -> None:
         """From now on, also end collectives of the default group that torch waits for by itself,
         once their world has ended: a framework reduces gradients in it."""
-        wakes, self._wakes_default = self._wakes_default, True
-        if not (wakes or self._ddps or "nccl" in self._backend):
+        wakes, self._wakes_default = self._wakes, True
+        if not wakes:
             self._wake_at_its_end()
 
     # --- called by the session --------------------------------------------------------------------
@@ -339,7 +354,7 @@ class World:
             timeout_s,
             lambda: self.ended or self._epoch != epoch,
             form_s=groups.FORM_S,
-            forming=partial(self._point.forming, "gloo"),
+            forming=self._point.forming if self._staying is None else self._staying.forming,
         )
         self._exchanges.append(made)
         return made
@@ -355,6 +370,16 @@ class World:
         if self._point is None:
             raise UnreachableError("the training world has ended")
         return self._point.gather(text)
+
+    def begin_step(self, step: int) -> None:
+        """Note that the body of `step` begins; see `go_back_to`."""
+        if self._staying is not None:
+            self._staying.begin(step)
+
+    def go_back_to(self, step: int) -> None:
+        """Undo that groups were made after `step`: the steps that made them are repeated."""
+        if self._staying is not None:
+            self._staying.go_back_to(step)
 
     def begin_alone(self) -> None:
         """Report that training started from the beginning and could not continue live without this
@@ -454,7 +479,10 @@ class World:
         self._rank, self._size = self._rank_in(meeting), meeting.nodes * self._nproc
         # The default group first, then the groups of the script, in the order of its calls.
         try:
-            self._point.form(self._backend, self._timeout_s)
+            if self._staying is None:
+                self._point.form(self._backend, self._timeout_s)
+            else:
+                self._staying.form(self._point, epoch=self._epoch, rank=self._rank, size=self._size)
             for group in self._groups:
                 self._split(group)
         except (RuntimeError, OSError, HoldfastError) as error:
@@ -465,7 +493,7 @@ class World:
         self._meeting, self._left, self.failure = None, False, None
         # Collectives that torch waits for by itself do not notice the end of a world, so a thread
         # wakes them.
-        if "nccl" in self._backend or self._ddps or self._wakes_default:
+        if self._wakes:
             self._wake_at_its_end()
         self._log_formed(began_s)
 
@@ -483,7 +511,10 @@ class World:
             exchange.leave()
         self._exchanges.clear()
         self._point = self._meeting = None
-        groups.leave(given)
+        if self._staying is None:
+            groups.leave(given)
+        else:
+            self._staying.leave()
 
     def survives(self, error: Exception) -> bool:
         """Whether `error` results from the end of this world, so that this process continues in the
@@ -522,6 +553,7 @@ class World:
             if meeting is None:
                 _log.info("waiting for a world newer than epoch %d", self._reached)
             elif meeting.keep or not self._reached:
+                self._check_same_rank(meeting)
                 return meeting
             else:
                 # A new process replaces this one, which its launcher is about to end.
@@ -535,6 +567,17 @@ class World:
                     "(any_size)",
                 )
                 following.wait_newer(meeting.epoch, _WAIT_S)
+
+    def _check_same_rank(self, meeting: Meeting) -> None:
+        """Raise UnreachableError if groups stay, but belong to another rank than this process would
+        have in the world of `meeting`."""
+        rank, size = self._rank_in(meeting), meeting.nodes * self._nproc
+        if self._staying is not None and self._staying.is_other(rank, size):
+            raise UnreachableError(
+                f"epoch {meeting.epoch}: this process would be rank {rank} of {size}, but its "
+                f"groups and shards are those of rank {self._rank} of {self._size}; a new process "
+                f"takes its place"
+            )
 
     def _meet(self, following: WorldFollower, meeting: Meeting) -> None:
         """Join the meeting point of a world."""
@@ -558,6 +601,13 @@ class World:
     def _split(self, group: WorldGroup) -> None:
         """Form the process groups of `group` in the present world. Collective."""
         parts = group._parts(self._size)
+        if self._staying is not None:
+            if group._stays is None:
+                group._stays = groups.split(
+                    parts, self._rank, self._timeout_s, group._carrier, form_s=self._timeout_s
+                )
+            group._now = group._stays
+            return
         forming: AbstractContextManager[None] = nullcontext()
         if self._point is not None:
             self._point.meet()
@@ -594,6 +644,12 @@ class World:
             raise UnreachableError("the training world has ended; its groups are formed again")
         return dist.group.WORLD
 
+    @property
+    def _wakes(self) -> bool:
+        """Whether a thread wakes this process at the end of the present world."""
+        waited_for = "nccl" in self._backend or bool(self._ddps) or self._wakes_default
+        return waited_for or self._staying is not None
+
     def _wake_at_its_end(self) -> None:
         """Have a thread wake this process out of collectives that torch waits for by itself, on a
         device or in a backward pass, once the present world has ended."""
@@ -608,7 +664,9 @@ class World:
             if self._epoch != epoch or self._left:
                 return
         default = dist.group.WORLD
-        if self._epoch == epoch:
+        if self._staying is not None:
+            self._staying.wake(epoch)
+        elif self._epoch == epoch:
             groups.wake()
             for each in self._ddps:
                 each.wake()

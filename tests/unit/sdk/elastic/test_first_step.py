@@ -79,6 +79,10 @@ class FirstStep:
         del timeout_s
         return Alone()
 
+    def begin_step(self, step: int) -> None: ...
+
+    def go_back_to(self, step: int) -> None: ...
+
     def begin_alone(self) -> None:
         self.began_alone += 1
 

@@ -149,7 +149,7 @@ def meet_twice(rank: int, dies: str, group: str, port: str) -> None:
         with pytest.raises(StaleEpochError):
             if group == "of the session":
                 first.meet()
-                GlooExchange(TIMEOUT_S, forming=lambda: first.forming("gloo"))
+                GlooExchange(TIMEOUT_S, forming=first.forming)
             else:
                 first.form("gloo", TIMEOUT_S)
         groups.leave()  # a connection that it made itself may have completed the group
@@ -198,7 +198,8 @@ def test_a_group_that_lacks_a_rank_is_given_up_when_its_world_ends_and_leaves_no
 class Entering:
     """Context in which a group is formed, as that of a meeting point with a store."""
 
-    def __call__(self) -> AbstractContextManager[None]:
+    def __call__(self, backend: str | None) -> AbstractContextManager[None]:
+        del backend
         return nullcontext()
 
 

@@ -127,7 +127,7 @@ class LateMeetingPoint(MeetingPoint):
     clock: Any
 
     @contextmanager
-    def forming(self, backend: str) -> Iterator[None]:
+    def forming(self, backend: str | None) -> Iterator[None]:
         with super().forming(backend):
             self.clock.get("changed")
             yield
