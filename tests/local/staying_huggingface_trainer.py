@@ -53,17 +53,17 @@ class Lines(TrainerCallback):  # type: ignore[misc]  # the package is not type-c
     """Appends a line for each step."""
 
     def __init__(self, path: Path, faults: Faults) -> None:
-        self._path, self._faults, self.trainer = path, faults, None
+        self._path, self._faults = path, faults
+        self.trainer: Any = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        trainer: Any = self.trainer
         line = {
             "step": state.global_step,
             "epoch": state.epoch,
             "pid": os.getpid(),
             "rate": kwargs["lr_scheduler"].get_last_lr(),
-            "seen": trainer.model.seen[-2:],
-            "hash": state_sha256(trainer),
+            "seen": self.trainer.model.seen[-2:],
+            "hash": state_sha256(self.trainer),
             "time": time.time(),
         }
         with self._path.open("a") as file:

@@ -138,6 +138,7 @@ class HoldfastTrainerCallback(TrainerCallback):  # type: ignore[misc]  # the pac
             # What was not put back yet belongs to the step to which training has recovered.
             self._unsaved = False
             self._put_back_generators()
+            self._put_back_groups(optimizer)
             self._end_resume()
             _unwrap(trainer, optimizer)
 
@@ -180,10 +181,7 @@ class HoldfastTrainerCallback(TrainerCallback):  # type: ignore[misc]  # the pac
                 "instead of trainer.train()"
             )
         self._scheduler.attach(kwargs["lr_scheduler"])
-        # The new scheduler has written its initial rates into the optimizer; undo that.
-        for group, kept in zip(kwargs["optimizer"].param_groups, self._groups, strict=False):
-            group.update(kept)
-        self._groups = []
+        self._put_back_groups(kwargs["optimizer"])
         self._end_resume()
         if self._at is not None and self._world is not None:
             self._at.sort_buckets()
@@ -281,6 +279,12 @@ class HoldfastTrainerCallback(TrainerCallback):  # type: ignore[misc]  # the pac
         if self._unsaved and self._entries is not None:
             self._entries.complete(state.global_step)
         self._unsaved = False
+
+    def _put_back_groups(self, optimizer: Any) -> None:
+        """Undo that a new scheduler has written its initial rates into the optimizer."""
+        for group, kept in zip(optimizer.param_groups, self._groups, strict=False):
+            group.update(kept)
+        self._groups = []
 
     def _put_back_generators(self) -> None:
         if self._generators is not None:

@@ -187,7 +187,7 @@ def test_the_trainer_resumes_any_model_from_the_folder_and_loads_nothing_over_it
     assert "missing keys" not in caplog.text
 
 
-class Counts(transformers.TrainerCallback, ExportableState):  # type: ignore[misc]
+class Counts(transformers.TrainerCallback, ExportableState):  # type: ignore[misc, name-defined]
     """Counts evaluations."""
 
     def __init__(self, evaluations: int = 0) -> None:
