@@ -434,7 +434,7 @@ def _check(trainer: Trainer, world: World | None) -> None:
             "Trainer(model_init=…) creates another model in `train`, after the restore: give "
             "Trainer the model itself"
         )
-    if world is not None and trainer.args.ddp_static_graph:
+    if world is not None and getattr(trainer.args, "ddp_static_graph", None):
         raise InvalidJobError(
             "ddp_static_graph: DDP learns the graph from its first pass in each world, which "
             "HoldfastTrainerCallback(world=…) cannot make; leave out one of the two"
