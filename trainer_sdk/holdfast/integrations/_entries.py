@@ -63,7 +63,7 @@ class Entries:
 
     def run(
         self,
-        enter: Callable[[int, str], T],
+        enter: Callable[[int, bytes], T],
         unwind: Callable[[], None],
         history: Callable[[], bytes],
     ) -> T:
