@@ -58,10 +58,12 @@ site = -c 'import site; print(site.getsitepackages()[0])'
 chain = "$(1)/bin/python" -m venv --without-pip "$(2)"; \
 	"$(1)/bin/python" $(site) > "$$("$(2)/bin/python" $(site))/deps.pth"
 
-# Makes, once, the folder $$overlay: an environment with the extra $(1) on top of the shared one.
+# Makes, once, the folder $$overlay: an environment with the extra $(1) on top of the shared one. The
+# package $(2), if given, may be of another version than the shared one's.
 define overlay
 mkdir -p build
 	$(call requirements,extra == "$(1)") > build/$(1)-requirements.txt
+	grep -v "^$(or $(2),#)==" constraints.txt > build/$(1)-constraints.txt
 	deps=$$(<$(STAMP))
 	key=$$({ echo "$$deps"; cat build/$(1)-requirements.txt; } | sha256sum | cut -c1-16)
 	overlay="$(HOLDFAST_CACHE)/$(1)-$$key"
@@ -71,7 +73,7 @@ mkdir -p build
 	    rm -rf "$$overlay.new"
 	    $(call chain,$$deps,$$overlay.new)
 	    "$$overlay.new/bin/python" -m pip install --quiet --no-warn-script-location \
-	      -c constraints.txt -r build/$(1)-requirements.txt
+	      -c build/$(1)-constraints.txt -r build/$(1)-requirements.txt
 	    mv -T "$$overlay.new" "$$overlay"
 	  fi
 	  exec 9>&-
@@ -200,6 +202,13 @@ test-stores: $(STAMP) ## Run the tests of durable storage on emulators of Google
 	HOLDFAST_CACHE="$(HOLDFAST_CACHE)" PYTHONPATH="$$("$$overlay/bin/python" $(site))" \
 	  GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT=false $(BIN)/python -m pytest tests/contract/storage \
 	  -k "[gs or [abfs" --every-combination $(ARGS)
+
+# torchtitan allows only versions of datasets that allow only an older fsspec than ours.
+.PHONY: test-torchtitan
+test-torchtitan: $(STAMP) ## Run the tests that train with torchtitan, which has an environment of its own
+	@$(call overlay,torchtitan,fsspec)
+	PYTHONPATH="$$("$$overlay/bin/python" $(site))" $(BIN)/python -m pytest -n $(PYTEST_WORKERS) \
+	  --dist worksteal tests/unit/sdk/integrations/test_torchtitan.py tests/local/test_torchtitan.py $(ARGS)
 
 .PHONY: test-schedules
 test-schedules: $(STAMP) ## Run ten thousand schedules of the simulation, and more of its models (long)
@@ -387,7 +396,7 @@ $(STAMP): constraints.txt pyproject.toml Makefile
 	  exit 1
 	}
 	mkdir -p build "$(HOLDFAST_CACHE)"
-	$(call requirements,extra not in {"bench"$(comma) "docs"$(comma) "fuzz"$(comma) "release"$(comma) "stores"}) > build/requirements.txt
+	$(call requirements,extra not in {"bench"$(comma) "docs"$(comma) "fuzz"$(comma) "release"$(comma) "stores"$(comma) "torchtitan"}) > build/requirements.txt
 	key=$$({ $(PYTHON) -VV; uname -m; cat build/requirements.txt constraints.txt; } \
 	  | sha256sum | cut -c1-16)
 	deps="$(HOLDFAST_CACHE)/deps-$$key"

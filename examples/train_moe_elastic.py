@@ -6,7 +6,9 @@ Start it with `torchrun --nproc-per-node 2 examples/train_moe_elastic.py`, or pr
 nodes with `holdfast run examples/moe-elastic-job.yaml`.
 
 A step has `--batch` sequences whatever the number of ranks, so losses depend on that number only by
-rounding (least with `--dtype float64`). A rank with fewer sequences has less weight.
+rounding (least with `--dtype float64`). A rank with fewer sequences has less weight. With fewer
+ranks each has more of them: `--micro-batch` limits those of one pass, and a rank then adds up the
+gradients of several.
 
 With `--stay`, processes stay when nodes are lost or join (`minNodes`): experts move to other seats,
 and training continues with the next step as long as every expert has a copy left. Each expert is
@@ -114,6 +116,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="sequences in a step, over all ranks")
     parser.add_argument("--per-rank", action="store_true", help="--batch counts for each rank")
     parser.add_argument(
+        "--micro-batch", type=int, help="sequences that fit one pass of a rank (default: all)"
+    )
+    parser.add_argument(
         "--dtype",
         choices=["bfloat16", "float32", "float64"],
         default="bfloat16" if torch.cuda.is_available() else "float32",
@@ -148,7 +153,12 @@ def main(argv: list[str] | None = None) -> None:
     gradients = moe.SummedGradients(model, group)
     data = Passages(args.seq + 1)
     sampler = holdfast.ElasticSampler(
-        data, args.batch, world, per_rank=args.per_rank, seed=args.seed
+        data,
+        args.batch,
+        world,
+        per_rank=args.per_rank,
+        micro_batch=args.micro_batch,
+        seed=args.seed,
     )
     loader = DataLoader(data, batch_sampler=sampler)
 
@@ -161,21 +171,23 @@ def main(argv: list[str] | None = None) -> None:
             if step.resumed:
                 moe.check_copies(model, optimizer, group)
                 batches = iter(loader)
-            bytes_BT = next(batches)
-            loss, balance = model(bytes_BT.to(device))
+            batch, mean_loss = sampler.plan, torch.zeros((), device=device)
             optimizer.zero_grad()
-            loss = loss * (len(bytes_BT) / sampler.global_batch)  # a part, as the balance is
-            (loss + BALANCE_WEIGHT * balance).backward()
+            for part in batch.micro_batches:
+                loss, balance = model(next(batches).to(device))
+                loss = loss * part.summed_weight  # a part of all ranks' loss, as the balance is
+                (loss + BALANCE_WEIGHT * balance / batch.passes).backward()
+                mean_loss = mean_loss + loss.detach()
+                for total, layer in zip(loads, layers, strict=True):
+                    total[:] = map(sum, zip(total, layer.tokens_E, strict=True))
+                    session.count_tokens(layer.layer, layer.routed_E)
             gradients.sum()
             norm = gradients.clip(CLIP_NORM)
             optimizer.step()
             sampler.advance()
-            for total, layer in zip(loads, layers, strict=True):
-                total[:] = map(sum, zip(total, layer.tokens_E, strict=True))
-                session.count_tokens(layer.layer, layer.routed_E)
-            line: dict[str, Any] = {"step": step, "loss": sum_over(world, loss), "norm": norm}
+            line: dict[str, Any] = {"step": step, "loss": sum_over(world, mean_loss), "norm": norm}
             line |= {"time": time.time(), "epoch": session.epoch, "ranks": world.size}
-            line["least_nodes"] = layers[0].plan.least_nodes
+            line |= {"least_nodes": layers[0].plan.least_nodes, "passes": batch.passes}
             if world.rank == 0:
                 report(args, **line)
     moe.check_copies(model, optimizer, group)

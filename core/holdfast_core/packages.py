@@ -28,6 +28,7 @@ class PackageGroup(StrEnum):
     CLI = "cli"
     HUGGINGFACE = "huggingface"
     LIGHTNING = "lightning"
+    TORCHTITAN = "torchtitan"
     ALL = "all"
 
 

@@ -15,7 +15,7 @@ from holdfast_protos import codec, control_pb2, values_pb2
 
 def change_between(base: Membership, value: Membership) -> control_pb2.MembershipChange | None:
     """The change from `base` to `value`; None when they differ in more than versions, members'
-    nodes and addresses, and the members that restart: another world is sent whole."""
+    nodes and addresses, and what restarts: another world is sent whole."""
     if [place.index for place in base.members] != [place.index for place in value.members]:
         return None
     like = replace(
@@ -24,6 +24,7 @@ def change_between(base: Membership, value: Membership) -> control_pb2.Membershi
         revision=value.revision,
         members=value.members,
         restarting=value.restarting,
+        restarting_ranks=value.restarting_ranks,
     )
     if like != value:
         return None
@@ -35,6 +36,7 @@ def change_between(base: Membership, value: Membership) -> control_pb2.Membershi
         revision=value.revision,
         members=[codec.member_to_proto(after) for before, after in pairs if before != after],
         restarting=sorted(value.restarting),
+        restarting_ranks=sorted(value.restarting_ranks),
     )
 
 
@@ -48,6 +50,7 @@ def changed(
     membership.CopyFrom(base)
     membership.epoch, membership.revision = change.epoch, change.revision
     membership.restarting[:] = change.restarting
+    membership.restarting_ranks[:] = change.restarting_ranks
     members = {member.index: member for member in membership.members}
     for member in change.members:
         if member.index not in members:

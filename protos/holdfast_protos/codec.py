@@ -189,6 +189,7 @@ def membership_to_proto(value: Membership) -> values_pb2.Membership:
         slots=value.slots,
         protection_bytes_s=value.protection_bytes_s,
         restarting=sorted(value.restarting),
+        restarting_ranks=sorted(value.restarting_ranks),
         since=value.since,
         external=value.external,
         order=value.order,
@@ -229,6 +230,7 @@ def membership_from_proto(message: values_pb2.Membership) -> Membership:
             slots=message.slots,
             protection_bytes_s=message.protection_bytes_s,
             restarting=frozenset(message.restarting),
+            restarting_ranks=frozenset(message.restarting_ranks),
             since=message.since,
             past=tuple(_past_world(world, message.nproc_per_node) for world in message.past),
         )

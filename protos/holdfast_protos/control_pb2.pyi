@@ -288,9 +288,9 @@ class RankState(_message.Message):
     follows: _builtins.bool
     """its worker stays in its process when its world changes"""
     repeated_after: _builtins.int
-    """Step after which the rank repeated steps alone, up to the step of `restored`."""
+    """Step that the rank restored alone, and after which it repeated steps up to that of `restored`."""
     no_replay: _builtins.str
-    """why no pipeline stage repeated steps alone in this epoch"""
+    """why lost ranks did not recover alone in this epoch"""
     since_work_s: _builtins.float
     """Since the rank's launcher last saw it work in this epoch; absent when it has not."""
     unprotected: _builtins.bool
@@ -392,6 +392,7 @@ class MembershipChange(_message.Message):
     REVISION_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
     RESTARTING_FIELD_NUMBER: _builtins.int
+    RESTARTING_RANKS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     base_digest: _builtins.bytes
     """of the base's encoding; versions alone do not identify it"""
@@ -405,6 +406,10 @@ class MembershipChange(_message.Message):
     def restarting(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """as in Membership; not a difference"""
 
+    @_builtins.property
+    def restarting_ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """likewise"""
+
     def __init__(
         self,
         *,
@@ -414,10 +419,11 @@ class MembershipChange(_message.Message):
         revision: _builtins.int = ...,
         members: _abc.Iterable[_values_pb2.Member] | None = ...,
         restarting: _abc.Iterable[_builtins.int] | None = ...,
+        restarting_ranks: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_digest", b"base_digest", "epoch", b"epoch", "job", b"job", "members", b"members", "restarting", b"restarting", "revision", b"revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_digest", b"base_digest", "epoch", b"epoch", "job", b"job", "members", b"members", "restarting", b"restarting", "restarting_ranks", b"restarting_ranks", "revision", b"revision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -38,6 +38,7 @@ class HelloRequest(_message.Message):
     STORE_ADDRESS_FIELD_NUMBER: _builtins.int
     WORLD_FIELD_NUMBER: _builtins.int
     BEGAN_ALONE_FIELD_NUMBER: _builtins.int
+    HELD_BESIDE_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     job: _builtins.str
     rank: _builtins.int
@@ -52,6 +53,8 @@ class HelloRequest(_message.Message):
     """Training started from the beginning, and nobody else holds the state of this member's ranks:
     until something is protected, there is nothing for a process to stay for.
     """
+    held_beside: _builtins.bool
+    """With began_alone: another rank, perhaps of this member, holds the state of this rank."""
     def __init__(
         self,
         *,
@@ -61,10 +64,11 @@ class HelloRequest(_message.Message):
         store_address: _builtins.str = ...,
         world: _builtins.str = ...,
         began_alone: _builtins.bool = ...,
+        held_beside: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["began_alone", b"began_alone", "job", b"job", "protocol_version", b"protocol_version", "rank", b"rank", "store_address", b"store_address", "world", b"world"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["began_alone", b"began_alone", "held_beside", b"held_beside", "job", b"job", "protocol_version", b"protocol_version", "rank", b"rank", "store_address", b"store_address", "world", b"world"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -117,9 +121,9 @@ class RestoreRequest(_message.Message):
     a line.
     """
     repeated_after: _builtins.int
-    """With `live`: the step that the rank restored before it repeated the steps after it alone."""
+    """With `live`: the step that the rank restored alone, before it repeated the steps after it."""
     no_replay: _builtins.str
-    """why no pipeline stage repeats steps alone, where one might have"""
+    """why lost ranks do not recover alone, where they might have"""
     def __init__(
         self,
         *,
@@ -762,6 +766,8 @@ class World(_message.Message):
     KEEP_FIELD_NUMBER: _builtins.int
     ARRIVED_FIELD_NUMBER: _builtins.int
     STORE_KEY_FIELD_NUMBER: _builtins.int
+    KEPT_LANES_FIELD_NUMBER: _builtins.int
+    ARRIVED_LANES_FIELD_NUMBER: _builtins.int
     ready: _builtins.bool
     epoch: _builtins.int
     node_rank: _builtins.int
@@ -775,11 +781,19 @@ class World(_message.Message):
     finished: _builtins.bool
     """the job has ended, and this agent has had a world of it; do not wait"""
     keep: _builtins.bool
-    """this node's workers can be kept: all of them follow their worlds"""
+    """To an agent: all of this node's workers can be kept. To a follower: it is kept."""
     arrived: _builtins.bool
     """all of this node's ranks have called Hello in this epoch"""
     store_key: _builtins.str
     """for the job's ranks only: proves who wrote a value of the store"""
+    @_builtins.property
+    def kept_lanes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """lanes of this node whose workers can be kept"""
+
+    @_builtins.property
+    def arrived_lanes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """lanes of this node that have called Hello in this epoch"""
+
     def __init__(
         self,
         *,
@@ -794,10 +808,12 @@ class World(_message.Message):
         keep: _builtins.bool = ...,
         arrived: _builtins.bool = ...,
         store_key: _builtins.str = ...,
+        kept_lanes: _abc.Iterable[_builtins.int] | None = ...,
+        arrived_lanes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived", b"arrived", "epoch", b"epoch", "finished", b"finished", "keep", b"keep", "node_host", b"node_host", "node_rank", b"node_rank", "nodes", b"nodes", "ready", b"ready", "serves_store", b"serves_store", "store_address", b"store_address", "store_key", b"store_key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived", b"arrived", "arrived_lanes", b"arrived_lanes", "epoch", b"epoch", "finished", b"finished", "keep", b"keep", "kept_lanes", b"kept_lanes", "node_host", b"node_host", "node_rank", b"node_rank", "nodes", b"nodes", "ready", b"ready", "serves_store", b"serves_store", "store_address", b"store_address", "store_key", b"store_key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -921,12 +937,19 @@ Global___WorkerExitedRequest: _TypeAlias = WorkerExitedRequest  # noqa: Y015
 class WorkerExitedReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    FOLLOWING_LANES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def following_lanes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Lanes of this node whose workers follow their worlds: the agent need not end them."""
+
     def __init__(
         self,
+        *,
+        following_lanes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["following_lanes", b"following_lanes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

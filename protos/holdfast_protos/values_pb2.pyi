@@ -146,6 +146,7 @@ class Membership(_message.Message):
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
     RESTARTING_FIELD_NUMBER: _builtins.int
+    RESTARTING_RANKS_FIELD_NUMBER: _builtins.int
     SINCE_FIELD_NUMBER: _builtins.int
     PAST_FIELD_NUMBER: _builtins.int
     PROTECTION_BYTES_S_FIELD_NUMBER: _builtins.int
@@ -181,6 +182,10 @@ class Membership(_message.Message):
         """Members whose workers are started again in this epoch, even if they could be kept."""
 
     @_builtins.property
+    def restarting_ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Ranks of other members whose workers are started again; the rest of these members is kept."""
+
+    @_builtins.property
     def past(self) -> _containers.RepeatedCompositeFieldContainer[Global___PastWorld]:
         """worlds before it, oldest first"""
 
@@ -203,6 +208,7 @@ class Membership(_message.Message):
         memory_bytes: _builtins.int = ...,
         slots: _builtins.int = ...,
         restarting: _abc.Iterable[_builtins.int] | None = ...,
+        restarting_ranks: _abc.Iterable[_builtins.int] | None = ...,
         since: _builtins.int = ...,
         past: _abc.Iterable[Global___PastWorld] | None = ...,
         protection_bytes_s: _builtins.int = ...,
@@ -211,7 +217,7 @@ class Membership(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tier", b"tier"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "external", b"external", "groups", b"groups", "job", b"job", "members", b"members", "memory_bytes", b"memory_bytes", "nproc_per_node", b"nproc_per_node", "order", b"order", "past", b"past", "protection_bytes_s", b"protection_bytes_s", "redundancy", b"redundancy", "replicas", b"replicas", "restarting", b"restarting", "revision", b"revision", "since", b"since", "slots", b"slots", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "external", b"external", "groups", b"groups", "job", b"job", "members", b"members", "memory_bytes", b"memory_bytes", "nproc_per_node", b"nproc_per_node", "order", b"order", "past", b"past", "protection_bytes_s", b"protection_bytes_s", "redundancy", b"redundancy", "replicas", b"replicas", "restarting", b"restarting", "restarting_ranks", b"restarting_ranks", "revision", b"revision", "since", b"since", "slots", b"slots", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

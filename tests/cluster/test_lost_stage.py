@@ -133,8 +133,11 @@ def test_a_spare_takes_over(outcome: Outcome) -> None:
 def test_status_and_event_say_which_ranks_have_repeated_which_steps(outcome: Outcome) -> None:
     first, last = ranks_of(LOST)
     repeated = next(each.repeated for each in outcome.report.ranks if each.rank == first)
-    which = "no step" if repeated is None else f"steps {repeated[0]} to {repeated[1]} alone"
-    text = f"ranks {first}, {last} repeated {which}; the others repeated none"
+    assert repeated is not None
+    text = (
+        f"ranks {first}, {last} repeated steps {repeated[0]} to {repeated[1]} alone; "
+        f"the others kept their state"
+    )
     print(f"{text}; next step {outcome.report.next_step_seconds} s after the power was cut")
     assert text in outcome.after.status["lastRecoveries"][0]["replay"]
     assert any(reason == "Running" and text in message for reason, message in outcome.events)

@@ -106,6 +106,7 @@ MEMBERSHIP = Membership(
     groups=((0, 1, 2),),
     tier=Tier(uri="s3://bucket/run", every_steps=10, restore_from="1.7"),
     restarting=frozenset({1}),
+    restarting_ranks=frozenset({4}),
 )
 REPORT = MemberReport(
     job=JOB,
@@ -353,7 +354,7 @@ def standings() -> list[bytes]:
         held=((0, 1, 2), (3, 4, 5)),
         layer_experts=6,
     )
-    staged = RankStanding(step=7, ready=True, topology="dp2·ep1·tp1·pp2", rank=1, logs=True)
+    staged = RankStanding(step=7, ready=True, topology="dp2·ep1·tp1·pp2", rank=1)
     return [msgspec.json.encode(one) for one in (seated, RankStanding(), staged)]
 
 

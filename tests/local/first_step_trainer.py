@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--stay", action="store_true", help="never report that nothing can be kept")
     args = parser.parse_args()
     if args.stay:
-        World.begin_alone = lambda self: None  # type: ignore[method-assign]
+        World.begin_alone = lambda self, *, held_beside: None  # type: ignore[method-assign]
     world = holdfast.elastic.init("gloo")
     faults = Faults(args.directory, world.rank)
     faults.at("before-init")

@@ -45,7 +45,7 @@ def job_of(shape: Shape, directory: Path, *options: str) -> Any:
                 "nodes": shape.nodes,
                 "nprocPerNode": shape.nproc,
                 "parallelism": {"dp": shape.ranks, "ep": shape.ep},
-                "redundancy": {"type": "RAIM5"},
+                "redundancy": {"type": "RAIM5" if shape.nodes > 1 else "None"},
                 "snapshot": {"memoryPerNode": "16Mi"},
                 "failurePolicy": {
                     "maxRestarts": 3,
@@ -69,13 +69,16 @@ def lines(directory: Path, rank: int) -> list[list[int]]:
 
 async def survive(shape: Shape, directory: Path, killed: int, point: str, *options: str) -> Status:
     """Run a job whose rank `killed` dies at its first arrival at `point`, until it has protected
-    something in a later epoch."""
+    something in a later epoch, or all ranks run steps there where one node protects nothing."""
     (directory / f"fault-{killed}").write_text(f"{point} SIGKILL")
     job = job_of(shape, directory, *options)
     cluster = LocalCluster(job, LocalSettings(directory=directory / "run"))
 
     def recovered(status: Status) -> bool:
         assert status.phase is not Phase.FAILED, status.local.reason
+        last = [lines(directory, rank)[-1:] for rank in range(shape.ranks)]
+        if shape.nodes == 1:
+            return status.epoch > 1 and all(one and one[0][1] == status.epoch for one in last)
         return status.epoch > 1 and status.protected.startswith(f"{status.epoch}.")
 
     await cluster.start()
@@ -83,6 +86,21 @@ async def survive(shape: Shape, directory: Path, killed: int, point: str, *optio
         return await cluster.wait_for(recovered, timeout_s=WAIT_S, what="steps after the kill")
     finally:
         await cluster.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_neighbours_that_hold_what_a_lost_rank_held_stay_although_nothing_is_protected(
+    tmp_path: Path,
+) -> None:
+    """All of the job is on one node, whose loss would leave nothing."""
+    shape = Shape(1, 4, 2)
+    status = asyncio.run(survive(shape, tmp_path, 3, "forward"))
+    assert status.epoch == 2
+    for rank in range(shape.ranks):
+        processes = {pid for _, _, pid in lines(tmp_path, rank)}
+        assert len(processes) == 1 and lines(tmp_path, rank)[-1][1] == 2
+    assert lines(tmp_path, 0)[0][0] == 1 and lines(tmp_path, 3)[0][0] in (1, 2)
 
 
 ALONE, TOGETHER = Shape(4, 1, 4), Shape(2, 2, 4)

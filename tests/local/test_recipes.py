@@ -44,33 +44,6 @@ class Recipe:
 
 RECIPES = (
     Recipe(
-        title="torchtitan",
-        package="torchtitan",
-        uses=(
-            "torchtitan.config:ConfigManager.parse_args()",
-            "torchtitan.tools.logging:init_logger()",
-            "torchtitan.trainer:Trainer.train()",
-            "torchtitan.trainer:Trainer.close()",
-            "torchtitan.trainer:Trainer.state_dict()",
-            "torchtitan.trainer:Trainer.load_state_dict()",
-            "torchtitan.trainer:Trainer.parallel_dims",
-            "torchtitan.trainer:Trainer.model_parts",
-            "torchtitan.trainer:Trainer.optimizers",
-            "torchtitan.trainer:Trainer.lr_schedulers",
-            "torchtitan.trainer:Trainer.dataloader",
-            "torchtitan.trainer:Trainer.checkpointer",
-            "torchtitan.distributed.parallel_dims:ParallelDims.dp_replicate",
-            "torchtitan.distributed.parallel_dims:ParallelDims.dp_shard",
-            "torchtitan.distributed.parallel_dims:ParallelDims.cp",
-            "torchtitan.distributed.parallel_dims:ParallelDims.tp",
-            "torchtitan.distributed.parallel_dims:ParallelDims.pp",
-            "torchtitan.distributed.parallel_dims:ParallelDims.ep",
-            "torchtitan.components.optimizer:OptimizersContainer.__iter__()",
-            "torchtitan.components.checkpointer:BaseCheckpointManager.load(step)",
-            "torchtitan.components.checkpointer:BaseCheckpointManager.save(curr_step, last_step)",
-        ),
-    ),
-    Recipe(
         title="Megatron-LM",
         package="megatron-core",
         uses=(

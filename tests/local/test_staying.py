@@ -90,10 +90,10 @@ class Run:
         self.directory = directory
         self.lost = 0
         """Steps that processes which stayed have completed more than once."""
-        self._replay, self._expected = replay(RANKS), list[tuple[str, list[list[int]]]]()
-        self.cluster = LocalCluster(
-            make_job(directory, steps, *options, **spec), LocalSettings(directory=directory / "run")
-        )
+        job = make_job(directory, steps, *options, **spec)
+        self.ranks = job.spec.nodes * job.spec.nproc_per_node
+        self._replay, self._expected = replay(self.ranks), list[tuple[str, list[list[int]]]]()
+        self.cluster = LocalCluster(job, LocalSettings(directory=directory / "run"))
 
     def fail(self, rank: int, point: str, what: str = "SIGKILL") -> None:
         """Have the rank suffer a fault at its next arrival at a point."""
@@ -127,7 +127,7 @@ class Run:
 
     def last(self) -> list[Line | None]:
         """The newest step of each rank; cheap, because the control loop waits meanwhile."""
-        return [self._last(self.directory / f"log-{rank}") for rank in range(RANKS)]
+        return [self._last(self.directory / f"log-{rank}") for rank in range(self.ranks)]
 
     def _last(self, path: Path) -> Line | None:
         if not path.exists():
@@ -146,7 +146,7 @@ class Run:
             last = [one for one in self.last() if one is not None]
             epochs = {one.epoch for one in last}
             return (
-                len(last) == RANKS
+                len(last) == self.ranks
                 and epochs == {status.epoch}
                 and status.epoch > after_epoch
                 and not self.pending()
@@ -167,7 +167,7 @@ class Run:
     def check(self) -> None:
         """Check what must hold of every history; count the steps that processes have run again."""
         self.lost = 0
-        histories = [self.lines(rank) for rank in range(RANKS)]
+        histories = [self.lines(rank) for rank in range(self.ranks)]
         expected = self.expected(max(line.step for lines in histories for line in lines))
         begins: dict[int, set[int]] = {}
         for rank, lines in enumerate(histories):
@@ -192,7 +192,7 @@ class Run:
                 final[line.step] = line
             assert list(final) == list(range(1, len(final) + 1))
         assert all(len(steps) == 1 for steps in begins.values()), begins
-        per_pass = SAMPLES // RANKS // staying_trainer.BATCH
+        per_pass = SAMPLES // self.ranks // staying_trainer.BATCH
         done = min(lines[-1].step for lines in histories)
         for first in range(0, done - per_pass + 1, per_pass):
             used = [
@@ -248,10 +248,10 @@ def runner() -> Iterator[asyncio.Runner]:
 
 
 @contextmanager
-def running(runner: asyncio.Runner, *options: str) -> Iterator[Run]:
+def running(runner: asyncio.Runner, *options: str, **spec: Any) -> Iterator[Run]:
     """A run that trains and saves every tenth step until the block ends."""
     with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
-        made = Run(Path(path), ENDLESS, "--every", "10", *options)
+        made = Run(Path(path), ENDLESS, "--every", "10", *options, **spec)
         runner.run(made.cluster.start())
         try:
             runner.run(made.wait_works(0, "the first steps"))
@@ -337,7 +337,7 @@ async def disturb(run: Run, what: str, faults: dict[int, tuple[str, str]]) -> li
     await run.wait_works(epoch, f"recovery from {what}")
     after = [one.pid for one in run.last() if one is not None]
     await asyncio.to_thread(run.check)  # the control loop goes on meanwhile
-    return [rank for rank in range(RANKS) if before[rank] != after[rank]]
+    return [rank for rank in range(run.ranks) if before[rank] != after[rank]]
 
 
 @pytest.mark.timeout(240)

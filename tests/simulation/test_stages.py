@@ -1,4 +1,5 @@
-"""Seeded schedules in which pipeline stages are lost, in sparse windows and in their replays.
+"""Seeded schedules in which pipeline stages are lost, in sparse windows and in their replays, or
+shards that no other rank has.
 
 `make test` runs the first of them, and `make test-schedules` five times as many as `make test-all`.
 """
@@ -29,6 +30,37 @@ def test_every_rank_has_the_bytes_of_a_run_without_losses(first_seed: int, seeds
     assert counts["step alone"] > 0
     assert counts["goes on"] > seeds
     assert counts["frozen step"] > 0
+
+
+@pytest.mark.timeout(300)
+def test_lost_shards_are_restored_alone_where_the_line_is_of_the_others_step(
+    first_seed: int, seeds: int
+) -> None:
+    counts = staging.run(first_seed, seeds, shards=True)
+    assert counts["alone"] + counts["global"] > 0
+    assert counts["step"] > 20 * seeds
+
+
+@pytest.mark.parametrize(("every", "event"), [(1, "alone"), (3, "global")])
+def test_ranks_that_have_their_shards_go_back_only_to_a_line_that_is_older(
+    every: int, event: str
+) -> None:
+    with staging.surroundings():
+        cluster = staging.play(
+            staging.Schedule(
+                seed=-1,
+                topology=Topology(dp=staging.RANKS),
+                window=1,
+                steps=12,
+                every=every,
+                losses=tuple(
+                    staging.Loss(step=step, point="reduce", victims=victims)
+                    for step, victims in ((5, (1,)), (9, (0, 3)))
+                ),
+            )
+        )
+    assert cluster.counts[event] == 2 * staging.RANKS - 3
+    assert cluster.counts["goes back" if every == 1 else "goes on"] == 0
 
 
 def test_a_stage_that_repeats_a_window_alone_leaves_all_others_where_they_are() -> None:

@@ -1,4 +1,5 @@
-"""After every death of a rank in a step, the others go on live, with the right bytes."""
+"""After every death of a rank in a step, the others go on live, with the right bytes; a lost shard
+comes from the line, for its rank alone where the line is of the others' step."""
 
 from __future__ import annotations
 
@@ -46,3 +47,40 @@ def test_what_a_script_does_otherwise_never_leads_to_wrong_bytes(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", str(voting.RANKS))
     voting.run(voting.crash_of(script), script)
+
+
+@pytest.mark.parametrize(
+    "crash",
+    [
+        pytest.param(crash, marks=[] if crash.rank == 1 else pytest.mark.exhaustive)
+        for crash in voting.crashes()
+    ],
+    ids=lambda crash: f"{crash.rank} {crash.point} {sorted(crash.unseen)}",
+)
+def test_a_lost_shard_comes_from_the_line(crash: voting.Crash, monkeypatch: Any) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(voting.RANKS))
+    voting.run_sharded(crash)
+
+
+@pytest.mark.parametrize(
+    "crash",
+    [
+        pytest.param(crash, marks=pytest.mark.slow if crash == SHORT else pytest.mark.exhaustive)
+        for crash in voting.crashes()
+    ],
+    ids=lambda crash: f"{crash.rank} {crash.point} {sorted(crash.unseen)}",
+)
+def test_lost_shards_come_from_the_line_after_a_second_death_in_the_reform(
+    crash: voting.Crash, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(voting.RANKS))
+    for second in voting.second_crashes():
+        voting.run_sharded(crash, second=second)
+
+
+@pytest.mark.parametrize("script", voting.SHARDED_SCRIPTS)
+def test_a_shard_is_restored_alone_only_where_the_others_are_what_they_saved(
+    script: str, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(voting.RANKS))
+    voting.run_sharded(voting.crash_of(script), script)

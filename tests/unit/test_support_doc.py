@@ -30,6 +30,12 @@ def test_what_is_tested_is_what_is_pinned(row: str, package: str) -> None:
     assert tested == version
 
 
+def test_the_torchtitan_that_is_tested_is_the_one_that_its_group_asks_for() -> None:
+    (required,) = PROJECT["optional-dependencies"]["torchtitan"]
+    (tested,) = re.findall(r"(?m)^\| torchtitan \|[^|]*\| ([\w.]+) \|", TEXT)
+    assert required == f"torchtitan=={tested}"
+
+
 def test_the_second_torch_and_python_are_those_of_the_bundle() -> None:
     machine = tomllib.loads((ROOT / "gpu/machine.toml").read_text(encoding="utf-8"))
     rows = re.findall(r"(?m)^\| \| \| ([\w.]+) \| `make test-py312` \|$", TEXT)

@@ -121,7 +121,9 @@ def set_for_workers(*, socket: Path, job: str, nproc: int, reform_s: float) -> N
     # All nodes start equally many workers. So the agent need not ask for their numbers through the
     # store, where it would wait for a node that was just lost.
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
-    if nproc > 1:  # Torchrun does the same.
+    # Torchrun does the same.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    if nproc > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 

@@ -20,8 +20,9 @@ from holdfast._elastic.pipeline import Pipeline
 from holdfast._elastic.world import World, WorldGroup
 from holdfast._environment import read_environment
 from holdfast._exits import set_exit_codes
+from holdfast_core.batches import BatchPlan, MicroBatch
 
-__all__ = ["Pipeline", "World", "WorldDDP", "WorldGroup", "init"]
+__all__ = ["BatchPlan", "MicroBatch", "Pipeline", "World", "WorldDDP", "WorldGroup", "init"]
 
 TIMEOUT_S = 600.0
 

@@ -167,7 +167,7 @@ def _run_agent(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
     # With a log directory, its files keep everything that workers write to stderr.
     stderr = None if settings.log_dir else WorkerStderr(settings.nproc, read_secrets())
     paths = () if stderr is None else stderr.paths
-    arguments = _escape_macros(script or settings.command[1:])
+    arguments = script or settings.command[1:]
     spec = WorkerSpec(
         role="trainer",
         local_world_size=settings.nproc,
@@ -183,7 +183,6 @@ def _run_agent(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
         else StderrLogs(stderr, forked=script is not None)
     )
     # Watch whether workers work, and whether the kernel kills one for its memory.
-    last_lines = stderr.last_lines if stderr is not None else lambda local_rank: ""
     kills = MemoryKills()
     watch = WorkWatch(rendezvous, settings.nproc, kills)
     watch.start()
@@ -196,7 +195,7 @@ def _run_agent(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
                 logs,
                 "forkserver",
                 settings.grace_s,
-                last_lines,
+                stderr,
                 partial(_record_waiting, settings.wait_file),
                 kills.any_recent,
             )
@@ -220,12 +219,6 @@ def _run_agent(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
     finally:
         watch.close()
         rendezvous.shutdown()
-
-
-def _escape_macros(arguments: Sequence[str]) -> tuple[str, ...]:
-    """Escape `arguments`, so that workers get them unchanged: torch replaces macros in them, such
-    as `${local_rank}`, and turns `$$` into `$`."""
-    return tuple(argument.replace("$", "$$") for argument in arguments)
 
 
 def _record_waiting(file: Path | None, why: str) -> None:

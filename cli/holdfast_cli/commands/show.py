@@ -212,8 +212,8 @@ def _rank(rank: RankStatus) -> tuple[str, Text, str, str, str]:
 def _origin(rank: RankStatus) -> str:
     """Generation or source from which the rank began this epoch."""
     origin = f"{rank.restored or '-'} {rank.restored_from}".strip()
-    repeated = "" if rank.repeated_after is None else f", repeated from {rank.repeated_after + 1}"
-    return origin + repeated
+    alone = "" if rank.repeated_after is None else f", restored {rank.repeated_after} alone"
+    return origin + alone
 
 
 def _agent(state: str, member: LocalMemberStatus) -> str:

@@ -36,7 +36,7 @@ class RankStatus(Struct, frozen=True, kw_only=True, rename="camel"):
     """Generation that the rank restored in this epoch; empty for none."""
     restored_from: RestoreSource
     repeated_after: int | None = None
-    """Step after which it has repeated steps alone in this epoch."""
+    """Step that it restored alone in this epoch, and after which it repeated steps."""
 
 
 class LocalMemberStatus(Struct, frozen=True, kw_only=True, rename="camel"):

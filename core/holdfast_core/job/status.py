@@ -117,8 +117,8 @@ class RecoveryStatus(_Part, frozen=True, kw_only=True):
         Annotated[
             str,
             Meta(
-                description="which ranks of lost pipeline stages repeated which steps alone, or "
-                "why none did; only for a job with elastic.Pipeline"
+                description="which ranks restored and repeated which steps alone while the others "
+                "kept their state, or why none did; empty where none were to"
             ),
         ]
         | None

@@ -1,10 +1,12 @@
-"""Plan of the steps that lost pipeline stages repeat alone, while the other stages still have their
+"""Plan of how ranks whose state is lost reach the step of the others alone, while these keep their
 state.
 
-A lost stage restores the recovery line and repeats the steps after it alone, with what its
-neighbours have logged at its boundaries (MoEvement §3.4). The plan follows from statements of all
-ranks, and is the same on each of them. It relies only on what the statements show: if one is
-missing or contradicts another, there is no plan, and all ranks restore the line.
+They restore the recovery line. If it is of the step that the others have, that is all: whichever
+ranks are lost, such as those whose shards nobody else holds. If it is older, they have to repeat
+the steps after it, which only whole pipeline stages can do alone, with what their neighbours have
+logged at their boundaries (MoEvement §3.4). The plan follows from statements of all ranks, and is
+the same on each of them. It relies only on what the statements show: if one is missing or
+contradicts another, there is no plan, and all ranks restore the line.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ from holdfast_core.errors import CorruptError, HoldfastError
 from holdfast_core.topology import Topology
 
 NO_LINE = -1
-"""Step of a line that does not exist, or from which no stage can be restored by itself."""
+"""Step of a line that does not exist, or from which no rank can be restored by itself."""
 
 
 class ReplayEvidence(msgspec.Struct, frozen=True, kw_only=True):
-    """Statement of one rank of a world in which stages are missing."""
+    """Statement of one rank of a world in which the state of some ranks is lost."""
 
     step: int | None = None
     """Step whose state it has, whole; None for a new process."""
@@ -65,14 +67,15 @@ def decode_evidence(data: bytes) -> ReplayEvidence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayPlan:
-    """Replay of lost stages; equal on all ranks."""
+    """Recovery of the lost ranks alone; equal on all ranks."""
 
     scope: tuple[int, ...]
-    """Ranks that restore the line and repeat steps, ascending: all ranks of the lost stages."""
+    """Ranks that restore the line and repeat steps, ascending: all ranks whose state is lost."""
     line: int
     """Step that they restore."""
     target: int
-    """Last step that they repeat: the one whose state the other ranks have."""
+    """Last step that they repeat: the one whose state the other ranks have. If it is `line`, they
+    repeat none."""
     sources: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Rank in the scope → its neighbours outside, whose logs it needs, ascending. Neighbours inside
     the scope compute again what they send."""
@@ -94,31 +97,31 @@ def plan_replay(ranks: Sequence[ReplayEvidence]) -> ReplayPlan | str:
         topology.check_world(len(ranks))
     except HoldfastError as error:
         return str(error)
-    stage_of = [topology.coordinates(rank).pp for rank in range(len(ranks))]
-    lost = {stage_of[rank] for rank, evidence in enumerate(ranks) if evidence.step is None}
-    scope = tuple(rank for rank, stage in enumerate(stage_of) if stage in lost)
-    for rank in scope:
-        if ranks[rank].step is not None:
-            return f"stage {stage_of[rank]} is not lost as a whole: rank {rank} has its state"
+    scope = tuple(rank for rank, evidence in enumerate(ranks) if evidence.step is None)
     kept = {evidence.step for evidence in ranks if evidence.step is not None}
     lines = {(evidence.line, evidence.whole) for evidence in ranks}
-    if not lost or len(kept) != 1 or len(lines) != 1:
+    if not scope or len(kept) != 1 or len(lines) != 1:
         return (
-            f"lost stages {sorted(lost)}, states of steps {sorted(kept)} and lines "
-            f"{sorted(lines)} fit no replay"
+            f"lost ranks {list(scope)}, states of steps {sorted(kept)} and lines {sorted(lines)} "
+            f"fit no recovery of some ranks alone"
         )
     [target], [(line, whole)] = kept, lines
     assert target is not None
     if not 0 <= line <= whole <= target:
         return f"from line {line}, whole after {whole}, no stage can repeat steps to {target}"
+    shared_by = next(rank for rank in range(len(ranks)) if rank not in scope)
+    if line == target:
+        return ReplayPlan(scope=scope, line=line, target=target, shared_by=shared_by)
+    if not stages_lost(scope, topology):
+        return (
+            f"the line is of step {line} and the others have step {target}, but lost ranks "
+            f"{list(scope)} are not whole pipeline stages, which could repeat steps alone"
+        )
     ring = any(evidence.ring for evidence in ranks)
     sources = {rank: _outside(rank, topology, scope, ring) for rank in scope}
-    shared_by = next(rank for rank, stage in enumerate(stage_of) if stage not in lost)
     for giver in sorted({shared_by, *(rank for givers in sources.values() for rank in givers)}):
         evidence = ranks[giver]
-        if line < target and not (
-            evidence.logged_from <= line + 1 and target <= evidence.logged_to
-        ):
+        if not (evidence.logged_from <= line + 1 and target <= evidence.logged_to):
             return (
                 f"rank {giver} has logged steps {evidence.logged_from} to {evidence.logged_to}, "
                 f"and {line + 1} to {target} are needed"

@@ -18,7 +18,6 @@ from itertools import count
 import msgspec
 
 from holdfast_core.errors import HoldfastError, ProtocolError
-from holdfast_core.protection.replaying import stages_lost
 from holdfast_core.topology import Topology
 
 NEW = -1
@@ -42,8 +41,6 @@ class RankStanding(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it has tensors that no other rank holds."""
     experts: bool = False
     """Whether it has experts, which only ranks of its expert coordinate hold."""
-    logs: bool = False
-    """Whether it has logged the tensors that cross the boundaries of its pipeline stage."""
     held: tuple[tuple[int, ...], ...] = ()
     """Experts in its seats, for each layer whose experts have uneven copies."""
     layer_experts: int = 0
@@ -79,8 +76,8 @@ class StandingAction(StrEnum):
     FORWARD = "forward"
     """First finish `step` on the ranks that have not; then all state again."""
     REPLAY = "replay"
-    """Let the ranks of lost stages repeat steps alone if the evidence of all ranks allows it;
-    otherwise do as for `LINE`."""
+    """Let the ranks whose state is lost restore the recovery line alone, and repeat the steps after
+    it alone, if the evidence of all ranks allows it; otherwise do as for `LINE`."""
     LINE = "line"
     """Restore the recovery line."""
 
@@ -135,28 +132,21 @@ def standing(ranks: Sequence[RankStanding]) -> StandingVerdict:
     if wrong:
         return _back(wrong)
     lacking = [rank for rank in range(len(ranks)) if rank not in live]
-    replays = (
-        before == topology
-        and all(statement.logs and statement.rank == rank for rank, statement in live.items())
-        and stages_lost(lacking, topology)
-    )
-    sources = {}
-    for rank in () if replays else lacking:
-        givers = _sources_of(rank, topology, live)
-        if isinstance(givers, str):
-            return _back(givers)
-        sources[rank] = givers
+    givers = {rank: _sources_of(rank, topology, live) for rank in lacking}
+    lost = next((reason for reason in givers.values() if isinstance(reason, str)), "")
+    # A line that can be restored on some ranks alone has their places in this world.
+    if lost and (before != topology or any(live[rank].rank != rank for rank in live)):
+        return _back(lost)
     if behind:
         return StandingVerdict(
             action=StandingAction.FORWARD,
             reason=f"ranks {behind} finish step {newest}, whose vote has passed",
             step=newest,
         )
-    if replays:
+    if lost:
         return StandingVerdict(
             action=StandingAction.REPLAY,
-            reason=f"ranks {sorted(live)} have the state after step {newest}, and the stages of "
-            f"ranks {lacking} are lost",
+            reason=f"ranks {sorted(live)} have the state after step {newest}, and {lost}",
             step=newest,
         )
     given = f", and give ranks {lacking} theirs" if lacking else ""
@@ -164,7 +154,7 @@ def standing(ranks: Sequence[RankStanding]) -> StandingVerdict:
         action=StandingAction.LIVE,
         reason=f"ranks {sorted(live)} have the state after step {newest}{given}",
         step=newest,
-        sources=sources,
+        sources={rank: pair for rank, pair in givers.items() if not isinstance(pair, str)},
     )
 
 
@@ -177,12 +167,23 @@ def can_lose_member(own: RankStanding, ranks: int, nproc: int) -> bool:
         ranks: number of ranks of the world.
         nproc: ranks of each member.
     """
+    first = own.rank // nproc * nproc
+    return _can_lose(own, ranks, range(first, first + nproc))
+
+
+def can_lose_rank(own: RankStanding, ranks: int) -> bool:
+    """Whether other ranks, perhaps of the same member, hold all state of this rank, so that
+    training could continue live without it. Arguments as in `can_lose_member`."""
+    return _can_lose(own, ranks, range(own.rank, own.rank + 1))
+
+
+def _can_lose(own: RankStanding, ranks: int, lost: range) -> bool:
+    """Whether the ranks of the world that are not `lost` hold the state of those that are."""
     if own.torn:
         return False
     if own.held:  # where copies of experts are, the plan says
         return True
-    topology, first = Topology.parse(own.topology), own.rank // nproc * nproc
-    lost = range(first, first + nproc)
+    topology = Topology.parse(own.topology)
     live = {rank: own for rank in range(ranks) if rank not in lost}
     return not any(isinstance(_sources_of(rank, topology, live), str) for rank in lost)
 

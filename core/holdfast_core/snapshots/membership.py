@@ -100,6 +100,9 @@ class Membership:
     restarting: frozenset[int] = frozenset()
     """Members whose workers are started again in this epoch, even if they could be kept: the causes
     of the recovery, and members that move. Agents of the others keep workers that can stay."""
+    restarting_ranks: frozenset[int] = frozenset()
+    """Ranks of other members whose workers are started again in this epoch: causes of the recovery
+    whose agents keep the rest of their workers."""
 
     external: bool = False
     """Whether another controller makes the pods and starts the processes: any pod of the job's
@@ -131,6 +134,13 @@ class Membership:
         if strangers := self.restarting.difference(indices):
             raise InvalidJobError(
                 f"{min(strangers)} is to be restarted but is not a member of {self.job}: "
+                f"{list(indices)}"
+            )
+        if strange := [
+            rank for rank in sorted(self.restarting_ranks) if not world.has(world.member_of(rank))
+        ]:
+            raise InvalidJobError(
+                f"rank {strange[0]} is to be restarted but belongs to no member of {self.job}: "
                 f"{list(indices)}"
             )
         begun = [past.since for past in self.past] + [self.since]

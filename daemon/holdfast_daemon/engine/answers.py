@@ -74,11 +74,23 @@ class WorldState:
     store_address: str
     store_key: str
     serves_store: bool
-    keep: bool
-    """Whether this node's workers can be kept in this epoch: all of them follow their worlds, and
-    the member is not to be restarted."""
-    arrived: bool
-    """Whether the workers of all ranks of this node have joined this epoch's world."""
+    lanes: int
+    """Number of ranks of this node."""
+    kept: frozenset[int]
+    """Lanes whose workers can be kept in this epoch: they follow their worlds, and neither their
+    rank nor the member is to be restarted."""
+    arrived_lanes: frozenset[int]
+    """Lanes whose workers have joined this epoch's world."""
+
+    @property
+    def keep(self) -> bool:
+        """Whether all workers of this node can be kept."""
+        return len(self.kept) == self.lanes
+
+    @property
+    def arrived(self) -> bool:
+        """Whether the workers of all ranks of this node have joined this epoch's world."""
+        return len(self.arrived_lanes) == self.lanes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -277,7 +289,6 @@ def world_state(memory: JobMemory, after_epoch: int) -> WorldState | None:
         return None
     position, store_address = epoch.membership.position(epoch.me), epoch.directive.rendezvous
     records = [memory.rank(rank) for rank in epoch.ranks]
-    size = epoch.membership.world_size
     return WorldState(
         epoch=epoch.number,
         node_rank=position,
@@ -285,7 +296,26 @@ def world_state(memory: JobMemory, after_epoch: int) -> WorldState | None:
         store_address=store_address,
         store_key=epoch.directive.store_key,
         serves_store=position == 0 and not store_address,
-        keep=epoch.me not in epoch.membership.restarting
-        and all(record.can_stay(size, protected=memory.protects) for record in records),
-        arrived=all(record.arrived_in == epoch.number for record in records),
+        lanes=len(records),
+        kept=_kept_lanes(memory, epoch),
+        arrived_lanes=frozenset(
+            lane for lane, record in enumerate(records) if record.arrived_in == epoch.number
+        ),
+    )
+
+
+def _kept_lanes(memory: JobMemory, epoch: Epoch) -> frozenset[int]:
+    """The lanes of this node whose workers can be kept in `epoch`."""
+    membership = epoch.membership
+    if epoch.me in membership.restarting:
+        return frozenset()
+    return frozenset(
+        lane
+        for lane, rank in enumerate(epoch.ranks)
+        if rank not in membership.restarting_ranks
+        and memory.rank(rank).can_stay(
+            membership.world_size,
+            protected=memory.protects,
+            members_changed=epoch.members_changed,
+        )
     )

@@ -37,6 +37,12 @@ class Epoch:
         return self.membership.ranks_of(self.me)
 
     @property
+    def members_changed(self) -> bool:
+        """Whether whole members restart, move, leave or join in this epoch, and not only ranks
+        restart."""
+        return bool(self.membership.restarting) or self.membership.since == self.number
+
+    @property
     def line(self) -> Line | None:
         """The recovery line, as the leader has announced it."""
         return self.directive.line

@@ -612,10 +612,21 @@ class JobEngine:
         record.follower = Follower(self._followers_made, pid, size, since=self.memory.epoch)
         return self._followers_made
 
-    def begins_alone(self, rank: int) -> None:
+    def begins_alone(self, rank: int, *, held_beside: bool = False) -> None:
         """Record that the process of `rank` has begun from the beginning, and that what its member
-        holds is nowhere else."""
-        self.memory.rank(rank).began_alone = True
+        holds is nowhere else.
+
+        Args:
+            held_beside: whether another rank, perhaps of its member, holds what this rank holds.
+        """
+        record = self.memory.rank(rank)
+        record.began_alone, record.held_beside = True, held_beside
+
+    @property
+    def following_lanes(self) -> list[int]:
+        """Lanes of this node whose workers follow their worlds."""
+        ranks = self.memory.my_ranks()
+        return [lane for lane, rank in enumerate(ranks) if self.memory.rank(rank).follower]
 
     def unfollows(self, rank: int, number: int) -> None:
         """Record that the stream `number` of `rank` has ended; one that was replaced is ignored."""
@@ -715,16 +726,17 @@ class JobEngine:
         self.memory.rank(rank).restored = (state.line.generation, state.source)
 
     def no_replay(self, rank: int, why: str) -> None:
-        """Record why no pipeline stage repeats steps alone, as the trainer of `rank` stated."""
+        """Record why lost ranks do not recover alone, as the trainer of `rank` stated."""
         self.memory.rank(rank).no_replay = why
 
     def went_live(
         self, rank: int, epoch: int, step: int, repeated_after: int | None, now: float
     ) -> list[Effect]:
-        """Record that the trainer of `rank` keeps its state after `step`, and restores nothing.
+        """Record that the trainer of `rank` continues live after `step`.
 
         Args:
-            repeated_after: step after which it has repeated steps alone; None for none.
+            repeated_after: step that it restored, and after which it repeated steps, alone; None
+                if it kept its state.
 
         Raises:
             StaleEpochError: the epoch has ended.

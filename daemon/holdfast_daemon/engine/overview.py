@@ -362,7 +362,11 @@ def _rank(memory: JobMemory, rank: int, committed: set[Generation]) -> RankOverv
         pid=record.session.pid if record.session else 0,
         lost=record.lost_in == memory.epoch,
         follows=record.follower is not None
-        and record.can_stay(record.follower.size, protected=memory.protects),
+        and record.can_stay(
+            record.follower.size,
+            protected=memory.protects,
+            members_changed=memory.current is not None and memory.current.members_changed,
+        ),
         restored=record.restored,
         repeated_after=record.repeated_after,
         no_replay=record.no_replay,

@@ -88,6 +88,8 @@ class RankRecord:
     began_alone: bool = False
     """Whether its process started training from the beginning, nobody else holds its member's
     state, and nothing was protected in an earlier epoch."""
+    held_beside: bool = False
+    """With `began_alone`: whether another rank, perhaps of its member, holds the state of it."""
     arrived_in: int = 0
     """Epoch whose world its worker has joined most recently."""
     passed: Generation | None = None
@@ -125,23 +127,25 @@ class RankRecord:
     restored: tuple[Generation | None, RestoreSource] | None = None
     """Generation that the rank was given to restore in this epoch, and its source."""
     repeated_after: int | None = None
-    """Step after which the rank has repeated steps alone in this epoch."""
+    """Step that the rank restored alone in this epoch, and after which it repeated steps."""
     no_replay: str = ""
-    """Why no pipeline stage repeated steps alone in this epoch, in the SDK's words."""
+    """Why lost ranks did not recover alone in this epoch, in the SDK's words."""
 
     @property
     def is_live(self) -> bool:
         """Whether the rank went live in this epoch: it restored nothing."""
         return self.restored is not None and self.restored[1] is RestoreSource.LIVE
 
-    def can_stay(self, size: int, *, protected: bool) -> bool:
+    def can_stay(self, size: int, *, protected: bool, members_changed: bool) -> bool:
         """Whether its process can stay for a world of `size` ranks.
 
         Args:
             protected: whether the job could go back to a generation known to be protected.
+            members_changed: see `Epoch.members_changed`.
         """
         follows = self.follower is not None and self.follower.fits(size)
-        return follows and (protected or not self.began_alone)
+        held = not self.began_alone or (self.held_beside and not members_changed)
+        return follows and (protected or held)
 
     def stayed(self, session: TrainerSession) -> bool:
         """Whether the process of `session` followed its worlds before the session's epoch."""

@@ -110,7 +110,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         request_limits.check_address(request.world)
         membership = host.hello(rank, request.store_address, request.world)
         if request.began_alone:
-            host.engine.begins_alone(rank)
+            host.engine.begins_alone(rank, held_beside=request.held_beside)
         return trainer_pb2.HelloReply(
             protocol_version=codec.PROTOCOL_VERSION,
             epoch=membership.epoch,
@@ -375,9 +375,9 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         if state is None:
             return trainer_pb2.World()
         ready = request.peek or state.serves_store or bool(state.store_address)
-        return self._message_of(state, ready)
+        return self._message_of(state, ready, keep=state.keep)
 
-    def _message_of(self, state: WorldState, ready: bool) -> trainer_pb2.World:
+    def _message_of(self, state: WorldState, ready: bool, *, keep: bool) -> trainer_pb2.World:
         return trainer_pb2.World(
             ready=ready,
             epoch=state.epoch,
@@ -387,8 +387,10 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             store_key=state.store_key,
             serves_store=state.serves_store,
             node_host=self._node_host,
-            keep=state.keep,
+            keep=keep,
             arrived=state.arrived,
+            kept_lanes=sorted(state.kept),
+            arrived_lanes=sorted(state.arrived_lanes),
         )
 
     async def Follow(
@@ -411,6 +413,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     ) -> AsyncIterator[trainer_pb2.World]:
         """The worlds of a rank, until its job is dropped here. Raises as `followed_world` does."""
         rank = host.engine.rank_of_lane(request.rank)  # the stream outlives the world of its number
+        lane = host.engine.ranks.index(rank)
         number = host.follows(rank, request.pid, request.size)
         sent: tuple[int, str] | None = None
         try:
@@ -418,7 +421,9 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
                 state = host.engine.followed_world(rank, number)
                 if state is not None and (state.epoch, state.store_address) != sent:
                     sent = state.epoch, state.store_address
-                    yield self._message_of(state, ready=bool(state.store_address))
+                    yield self._message_of(
+                        state, ready=bool(state.store_address), keep=lane in state.kept
+                    )
                 await host.changed(ASK_AGAIN_S)
         finally:
             host.engine.unfollows(rank, number)
@@ -445,7 +450,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             request.last_lines,
             EndReason.of(request.reason),
         )
-        return trainer_pb2.WorkerExitedReply()
+        return trainer_pb2.WorkerExitedReply(following_lanes=host.engine.following_lanes)
 
     @_translating
     async def Worked(self, request: trainer_pb2.WorkedRequest, context: Any) -> Any:

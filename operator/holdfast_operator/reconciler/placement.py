@@ -167,7 +167,13 @@ def following(
     Raises:
         InvalidJobError: when parity groups of `members` cannot be formed.
     """
-    like = replace(membership, epoch=epoch, revision=0, restarting=frozenset())
+    like = replace(
+        membership,
+        epoch=epoch,
+        revision=0,
+        restarting=frozenset(),
+        restarting_ranks=frozenset(),
+    )
     like = _with_limits(job, like)
     same = [member.index for member in members] == list(membership.world.members)
     if same and order == membership.order:

@@ -298,10 +298,12 @@ def publish_next(
     failed: Collection[int],
     leaving: Collection[int] = (),
     order: tuple[int, ...] = (),
+    *,
+    failed_ranks: Collection[int] = (),
 ) -> RuleResult:
     """Publish the next epoch: without the members that are `leaving`, with `moved` members on new
     nodes, those that join among them, and all others where their daemons report that they are now.
-    Workers of `moved` and `failed` members are not kept."""
+    Workers of `moved` and `failed` members are not kept, and neither are `failed_ranks`."""
     # The members of the epoch, and those among them whose memory is new.
     nodes = moved | {
         member.index: moved.get(member.index) or node_of(observation.cluster, member)
@@ -316,10 +318,16 @@ def publish_next(
     after = following(
         observation.job, membership, members, epoch=epoch, saved=state.saved, order=order
     )
+    restarting = frozenset(moved).union(failed).difference(leaving)
     after = replace(
         after,
         tier=_tier(observation, state, membership),
-        restarting=frozenset(moved).union(failed).difference(leaving),
+        restarting=restarting,
+        restarting_ranks=frozenset(
+            rank
+            for rank in failed_ranks
+            if membership.member_of(rank) not in restarting.union(leaving)
+        ),
     )
     resized = after.since != membership.since
     begun = replace(

@@ -486,6 +486,39 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        name="shards: keep the state of the others although the line is older",
+        votes=True,
+        edits=(
+            (
+                "core/holdfast_core/protection/replaying.py",
+                "    if line == target:\n",
+                "    if line <= target:\n",
+            ),
+        ),
+    ),
+    Mutant(
+        name="shards: keep a state that the line does not have",
+        votes=True,
+        edits=(
+            (
+                f"{RESTORING}/restore.py",
+                "            if plan.line == plan.target:\n",
+                "            if plan.line < plan.target:\n",
+            ),
+        ),
+    ),
+    Mutant(
+        name="shards: give the lost rank nothing of what all ranks hold",
+        votes=True,
+        edits=(
+            (
+                f"{RESTORING}/restore.py",
+                "            offers = self._offers(found, plan)\n        try",
+                "        try",
+            ),
+        ),
+    ),
+    Mutant(
         name="stages: drop logs up to the last save of a protected window, not to its first",
         stages=True,
         edits=((f"{ELASTIC}/session.py", "handle._first)", "handle.step)"),),
@@ -774,7 +807,7 @@ MUTANTS = (
     ),
     Mutant(
         name="keep processes that have nothing to go on with and nothing to go back to",
-        edits=((f"{ENGINE}/state.py", "(protected or not self.began_alone)", "True"),),
+        edits=((f"{ENGINE}/state.py", "(protected or held)", "True"),),
         test="daemon/engine/test_following.py",
     ),
     Mutant(

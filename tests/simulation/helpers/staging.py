@@ -5,6 +5,10 @@ boundaries and real snapshots; what is played is the world: messages, deaths, an
 protected. One seed decides who dies when, together or one after another, in a step, a replay or a
 restore, and what a replay does wrong. After every completed step each rank must have the bytes of
 an undisturbed run; a stage whose neighbours have logged enough must repeat steps alone.
+
+Other schedules have shards in place of stages: each rank holds a layer that nobody else has, and
+there is a snapshot of all at every n-th step. Then lost ranks must restore alone exactly where the
+line is of the others' step.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ from holdfast._session.interface import WorldSession
 from holdfast._session.protected import ProtectedSession
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import UnreachableError
-from holdfast_core.job.snapshots import Repeats, SparseWindows
+from holdfast_core.job.snapshots import Full, Repeats, SparseWindows
 from holdfast_core.protection.standing import (
     RankStanding,
     StandingAction,
@@ -97,6 +101,9 @@ class Schedule:
     log_bytes: int = ROOM
     repeats: Repeats = Repeats.TRAINING
     """What a restore of a window repeats."""
+    every: int = 0
+    """Steps from one snapshot of all to the next, where ranks have shards; 0 where they have
+    stages, and windows."""
 
     @classmethod
     def of(cls, seed: int) -> Schedule:
@@ -124,13 +131,34 @@ class Schedule:
             repeats=rng.choice(tuple(Repeats)),
         )
 
+    @classmethod
+    def of_shards(cls, seed: int) -> Schedule:
+        rng = random.Random(f"shards {seed}")
+        losses: list[Loss] = []
+        every = rng.choice((1, 1, 1, 3))
+        step = every + rng.choice((2, 3, 4))  # something is protected
+        for _ in range(rng.choice((1, 2, 3))):
+            loss = _loss(rng, step, lies=False)
+            if losses and rng.random() < 0.3:  # while ranks restore
+                loss = replace(loss, step=2, point="restore", unseen=frozenset())
+            losses.append(loss)
+            step = max(step, loss.step) + rng.choice((1, 2, 5))
+        return cls(
+            seed=seed,
+            topology=Topology(dp=RANKS),
+            window=1,
+            steps=step + 4,
+            losses=tuple(losses),
+            every=every,
+        )
 
-def _loss(rng: random.Random, step: int) -> Loss:
+
+def _loss(rng: random.Random, step: int, *, lies: bool = True) -> Loss:
     victims = tuple(rng.sample(range(RANKS), rng.choice((1, 1, 1, 1, 2, 2, 4))))
     point = rng.choice(POINTS)
     others = [rank for rank in range(RANKS) if rank not in victims]
     unseen = rng.sample(others, rng.randint(0, len(others))) if point == "vote" else ()
-    kind = rng.random()
+    kind = rng.random() if lies else 1.0
     return Loss(
         step=step,
         point=point,
@@ -277,6 +305,8 @@ class Cluster:
         """Where `loss` is to lead, if that is plain."""
         if not living:
             return "global"
+        if self.schedule.every:
+            return self._expected_of_shards(loss)
         doubtful = loss.corrupts or loss.diverges or loss.lies or self.lied
         if not self._settled or self.schedule.log_bytes < ROOM or doubtful:
             return ""
@@ -285,6 +315,14 @@ class Cluster:
         if not whole:
             return "live"
         return "alone" if whole == set(stages) else "global"
+
+    def _expected_of_shards(self, loss: Loss) -> str:
+        """Where the loss of shards is to lead, if that is plain: the step before was saved on all
+        ranks when the one began in which they died, and its vote has not passed."""
+        early = loss.point in ("forward", "backward", "reduce") or loss.point == "vote"
+        if not self._settled or not early or loss.unseen:
+            return ""
+        return "global" if self._settled % self.schedule.every else "alone"
 
     # --- between processes ------------------------------------------------------------------------
 
@@ -381,7 +419,7 @@ class Cluster:
 
     def completes(self, process: Process, epoch: int, step: int, *, alone: bool) -> None:
         """Check what a process has after a step that it has completed."""
-        assert process.session is not None and process.pipeline is not None
+        assert process.session is not None
         process.completed = max(step, process.completed or 0)
         inner = process.session._session
         assert isinstance(inner, ProtectedSession)
@@ -392,12 +430,12 @@ class Cluster:
         if alone and (epoch in self.diverging or self.lied):
             return  # what it has computed is compared when the replay ends
         if self.schedule.losses:
-            wanted = undisturbed(self.topology, self.schedule.window)
+            wanted = undisturbed(self.topology, self.schedule.window, self.schedule.every)
             assert digest == wanted[process.rank, step], (
                 f"rank {process.rank} has another state after step {step} in epoch {epoch}"
             )
         self.states[process.rank, step] = digest
-        if not self.recoveries and self.schedule.log_bytes == ROOM:
+        if process.pipeline and not self.recoveries and self.schedule.log_bytes == ROOM:
             kept = process.pipeline.log.last - process.pipeline.log.first + 1
             most = 2 * self.schedule.window + 1
             assert kept <= most, f"rank {process.rank} logs {kept} steps after step {step}"
@@ -446,7 +484,7 @@ class PipelineWorld:
     def ended(self) -> bool:
         return self._left or self._cluster.epoch > self.epoch
 
-    def begin_alone(self) -> None:
+    def begin_alone(self, *, held_beside: bool) -> None:
         """The model's processes always stay."""
 
     def begin_step(self, step: int) -> None:
@@ -589,6 +627,22 @@ class Stage(nn.Module):
         return x
 
 
+class Shards(Stage):
+    """A layer of a rank's own, and one that all ranks have."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(1, rank)
+        self.layers.append(Stage(1, RANKS).layers[0])
+
+
+OF_RANK = [
+    name
+    for path in ("layers.0.weight", "layers.0.bias")
+    for name in (path, *(f"{path}:{key}" for key in ("exp_avg", "exp_avg_sq", "step")))
+]
+"""What no other rank has of `Shards`."""
+
+
 def unit_of(name: str, tensor: torch.Tensor) -> UnitKey:
     del tensor
     return UnitKey(int(name.split(".")[1]), UnitKind.DENSE)
@@ -636,7 +690,7 @@ def make_session(
     optimizer: torch.optim.Optimizer,
     stateful: dict[str, Any],
 ) -> WorldSession:
-    world = process.world
+    world, every = process.world, cluster.schedule.every
     assert world is not None
     process.daemon = FakeDaemon(
         cluster.directory,
@@ -655,8 +709,11 @@ def make_session(
         job="j",
         topology=cluster.topology,
         units=unit_of,
+        private=OF_RANK if every else [],
         settings=holdfast.Settings(
-            policy=SparseWindows(window=cluster.schedule.window, repeats=cluster.schedule.repeats),
+            policy=Full()
+            if every
+            else SparseWindows(window=cluster.schedule.window, repeats=cluster.schedule.repeats),
             check_replicas=False,
             start_wait_s=WAIT_S,
             nan_check_every=0,
@@ -670,6 +727,9 @@ def make_session(
     save, process.newest = made.save, None
 
     def noted(step: int) -> SaveHandle:
+        if every and step % every:
+            process.newest = None
+            return SaveHandle(step)
         process.newest = save(step)
         return process.newest
 
@@ -688,10 +748,11 @@ def settle(cluster: Cluster, process: Process, session: ElasticSession, step: in
     if handle.error is not None:  # a step that was repeated
         return
     handle.staged.result(WAIT_S)
-    windows = inner._saver.strategy  # type: ignore[attr-defined]
-    slot = windows.slot(handle.step)
-    if slot is not None and slot != windows._schedule.window - 1:
-        return
+    if not cluster.schedule.every:
+        windows = inner._saver.strategy  # type: ignore[attr-defined]
+        slot = windows.slot(handle.step)
+        if slot is not None and slot != windows._schedule.window - 1:
+            return
     cluster.at("settle", process, step)
     handle.committed.result(WAIT_S)
     process.world.gather("settle", None)
@@ -752,16 +813,48 @@ def run_step(
     optimizer.zero_grad()
 
 
+def run_step_of_shards(
+    cluster: Cluster,
+    process: Process,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    position: Position,
+) -> None:
+    """Train one step, in which the layers of all ranks are added up."""
+    world = process.world
+    assert world is not None
+    position.step += 1
+    assert isinstance(model, Shards)
+    step, own, shared = position.step, model.layers[0], model.layers[1]
+    cluster.at("forward", process, step)
+    x = torch.arange(2 * WIDTH).view(2, WIDTH) / 7 + step / 5 + process.rank / 3
+    part = torch.tanh(own(x))
+    parts = world.gather("parts", part.detach().clone())
+    together = functools.reduce(torch.add, parts)
+    cluster.at("backward", process, step)
+    shared(together + part - part.detach()).square().sum().backward()
+    cluster.at("reduce", process, step)
+    for parameter in shared.parameters():
+        assert parameter.grad is not None
+        given = world.gather("gradients", parameter.grad.clone())
+        parameter.grad = functools.reduce(torch.add, given)
+    optimizer.step()
+    cluster.at("optimizer", process, step)
+    optimizer.zero_grad()
+
+
 def train(cluster: Cluster, process: Process) -> None:
     """One process."""
     schedule = cluster.schedule
     world: Any = PipelineWorld(cluster, process)
     at = cluster.topology.coordinates(process.rank)
-    model, position = Stage(schedule.window, at.pp), Position()
+    model = Shards(process.rank) if schedule.every else Stage(schedule.window, at.pp)
+    position, run = Position(), run_step_of_shards if schedule.every else run_step
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
     stateful = {"position": position, "scheduler": scheduler}
-    process.pipeline = Pipeline(world, cluster.topology, log_bytes=schedule.log_bytes)
+    if not schedule.every:
+        process.pipeline = Pipeline(world, cluster.topology, log_bytes=schedule.log_bytes)
     session = process.session = ElasticSession(
         world,
         lambda: make_session(cluster, process, model, optimizer, stateful),
@@ -776,7 +869,7 @@ def train(cluster: Cluster, process: Process) -> None:
         with step:
             cluster.begins(process, world.epoch, int(step))
             settle(cluster, process, session, int(step))
-            run_step(cluster, process, model, optimizer, position)
+            run(cluster, process, model, optimizer, position)
             scheduler.step()
         if step._completed:
             if frozen:
@@ -792,16 +885,17 @@ def train(cluster: Cluster, process: Process) -> None:
 
 
 @functools.cache
-def undisturbed(topology: Topology, window: int) -> dict[tuple[int, int], int]:
+def undisturbed(topology: Topology, window: int, every: int = 0) -> dict[tuple[int, int], int]:
     """State of each rank after each step of a run without losses."""
-    return play(Schedule(seed=-1, topology=topology, window=window, steps=STEPS_MAX)).states
+    schedule = Schedule(seed=-1, topology=topology, window=window, steps=STEPS_MAX, every=every)
+    return play(schedule).states
 
 
 def play(schedule: Schedule) -> Cluster:
     """Train through one schedule, and check it."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
         if schedule.losses:
-            undisturbed(schedule.topology, schedule.window)
+            undisturbed(schedule.topology, schedule.window, schedule.every)
         cluster = Cluster(schedule, Path(path))
         for rank in range(RANKS):
             cluster.start(rank)
@@ -832,8 +926,8 @@ def surroundings() -> Iterator[None]:
             os.environ["WORLD_SIZE"] = size
 
 
-def run(first: int, count: int) -> Counter[str]:
-    """Run `count` schedules; the summed counts of their events.
+def run(first: int, count: int, *, shards: bool = False) -> Counter[str]:
+    """Run `count` schedules, of stages or of `shards`; the summed counts of their events.
 
     Raises:
         AssertionError: when an invariant broke; the message begins with the seed.
@@ -841,7 +935,7 @@ def run(first: int, count: int) -> Counter[str]:
     total: Counter[str] = Counter()
     with surroundings():
         for seed in range(first, first + count):
-            schedule = Schedule.of(seed)
+            schedule = Schedule.of_shards(seed) if shards else Schedule.of(seed)
             try:
                 total.update(play(schedule).counts)
             except Exception as error:
@@ -853,8 +947,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=150)
+    parser.add_argument("--shards", action="store_true", help="ranks have shards, not stages")
     options = parser.parse_args()
-    for name, count in sorted(run(options.first, options.count).items()):
+    counts = run(options.first, options.count, shards=options.shards)
+    for name, count in sorted(counts.items()):
         print(f"  {name:20} {count}")
 
 

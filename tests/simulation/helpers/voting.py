@@ -5,6 +5,9 @@ world: collectives, deaths, and who sees the result of a collective in which ano
 crash ends the epoch, and a new process takes the place of the lost one. A second rank, or the new
 process itself, may die at any point of the reform that follows. After each, training must go on
 live, with the state of an undisturbed run.
+
+In a sharded run no rank has the weight of another one, and each step is saved. Then the lost rank
+alone must restore the line where it is of the step that the others have, and otherwise all ranks.
 """
 
 from __future__ import annotations
@@ -13,8 +16,9 @@ import itertools
 import os
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +28,7 @@ from torch import nn
 
 import holdfast
 from holdfast._agree.exchange import Broadcast
+from holdfast._daemon.handles import SaveHandle
 from holdfast._elastic.session import ElasticSession
 from holdfast._session.interface import WorldSession
 from holdfast._session.protected import ProtectedSession
@@ -35,10 +40,12 @@ from holdfast_core.protection.standing import (
     StandingVerdict,
     standing,
 )
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.units import UnitKey, UnitKind
 
 RANKS, STEPS, FAULTY_STEP = 3, 5, 3
 WAIT_S = 30.0
-LEARNING_RATE = 0.25
+LEARNING_RATE, MOMENTUM = 0.25, 0.5
 CHANGE = 0.125
 """What a script adds to the parameter by itself."""
 
@@ -67,6 +74,9 @@ class SecondCrash:
     """Number of points that the rank survives: before and after it takes part in a collective, and
     in its optimizer's step."""
 
+
+SAVES = "saves"
+"""Name of the exchange in which ranks agree on who captures what."""
 
 SECOND_POINTS = 24
 """Points of a rank from the first crash to the end of its reform."""
@@ -103,6 +113,14 @@ def second_crashes() -> Iterator[SecondCrash]:
         yield SecondCrash(rank, point)
 
 
+SHARDED_SCRIPTS = {
+    "": True,
+    "changes its shard between steps": False,
+    "changes a hyperparameter between steps": False,
+}
+"""What a script of a sharded run may do → whether the lost rank then restores alone."""
+
+
 def crash_of(script: str) -> Crash:
     """The death that meets what `script` does."""
     match script:
@@ -125,14 +143,22 @@ class Cluster:
     script: str = ""
     """What the script does otherwise than others; see `SCRIPTS`."""
     second: SecondCrash | None = None
+    sharded: bool = False
+    """Whether each rank has a weight of its own, which it saves at each step."""
+    lines: dict[int, Generation | None] = field(default_factory=dict)
+    """Epoch → the newest generation of which every rank had its snapshot when it began."""
+    daemons: dict[int, list[FakeDaemon]] = field(default_factory=dict)
+    """Epoch → the daemon of each session."""
+    ahead: set[int] = field(default_factory=set)
+    """Ranks for which the vote of `FAULTY_STEP` passed in its first execution."""
     survived: int = 0
     """Points that the rank of `second` has survived in epoch 2."""
     epoch: int = 1
     changed: threading.Condition = field(default_factory=threading.Condition)
     said: dict[tuple[Any, ...], dict[int, Any]] = field(default_factory=dict)
     verdicts: list[StandingAction] = field(default_factory=list)
-    states: dict[int, dict[int, float]] = field(default_factory=dict)
-    """Step → rank → the parameter after it, as its newest process has it."""
+    states: dict[int, dict[int, tuple[float, float]]] = field(default_factory=dict)
+    """Step → rank → weight and bias after it, as its newest process has them."""
     threads: list[threading.Thread] = field(default_factory=list)
     failures: list[BaseException] = field(default_factory=list)
 
@@ -147,6 +173,8 @@ class Cluster:
         """Exchange values between `ranks`; UnreachableError when the epoch ends before."""
         point, step = what[0], what[-1]
         with self.changed:
+            if point == SAVES:  # on a thread of the session, which does not die by itself
+                return self._collect(epoch, what, rank, value, ranks)
             self._pass_point(epoch, rank)
             values = self.said.setdefault((epoch, *what), {})
             values[rank] = value
@@ -162,6 +190,18 @@ class Cluster:
             if len(values) < len(ranks):
                 raise UnreachableError("the training world has ended")
             return [values[other] for other in ranks]
+
+    def _collect(
+        self, epoch: int, what: tuple[Any, ...], rank: int, value: Any, ranks: Sequence[int]
+    ) -> list[Any]:
+        """Exchange values. With the lock held."""
+        values = self.said.setdefault((epoch, *what), {})
+        values[rank] = value
+        self.changed.notify_all()
+        self.changed.wait_for(lambda: len(values) == len(ranks) or self.epoch > epoch, WAIT_S)
+        if len(values) < len(ranks):
+            raise UnreachableError("the training world has ended")
+        return [values[other] for other in ranks]
 
     def _dies(self, point: str, rank: int, step: Any) -> bool:
         crash = (self.crash.rank, self.crash.point, FAULTY_STEP)
@@ -193,6 +233,17 @@ class Cluster:
         self.start(rank)
         raise Killed
 
+    def line(self, epoch: int) -> Generation | None:
+        """The line of an epoch, decided once."""
+        with self.changed:
+            if epoch not in self.lines:
+                held = [
+                    set(FakeDaemon(self.directory, rank=rank, world_size=RANKS).sealed())
+                    for rank in range(RANKS)
+                ]
+                self.lines[epoch] = max(set.intersection(*held), default=None)
+            return self.lines[epoch]
+
     def start(self, rank: int) -> None:
         """Start a process."""
         thread = threading.Thread(target=self._run, args=(rank,), daemon=True)
@@ -217,7 +268,7 @@ class ReplicasExchange:
 
     def __init__(self, cluster: Cluster, epoch: int, rank: int, name: str) -> None:
         self._cluster, self._epoch, self._rank, self._name = cluster, epoch, rank, name
-        self._calls = self._sent = 0
+        self._calls, self._sent = 0, Counter[tuple[int, ...]]()
 
     def gather(self, data: bytes) -> list[bytes]:
         self._calls += 1
@@ -227,7 +278,8 @@ class ReplicasExchange:
     def add(self, numbers: Sequence[int]) -> list[int]:
         self._calls += 1
         # Votes are told apart by their step: it is what ranks add up.
-        what = ("vote", numbers[0]) if self._name == "loop" else (self._name, "add", self._calls)
+        votes = self._name.startswith("loop")
+        what = ("vote", numbers[0]) if votes else (self._name, "add", self._calls)
         values = self._cluster.meet(self._epoch, what, self._rank, list(numbers))
         return [sum(column) for column in zip(*values, strict=True)]
 
@@ -242,8 +294,8 @@ class ReplicasExchange:
             def broadcast(
                 buffer: torch.Tensor, source: int, ranks: tuple[int, ...] = ranks
             ) -> None:
-                self._sent += 1
-                what = (self._name, "broadcast", ranks, self._sent)
+                self._sent[ranks] += 1
+                what = (self._name, "broadcast", ranks, self._sent[ranks])
                 data = bytes(buffer.tolist())
                 found = self._cluster.meet(self._epoch, what, self._rank, data, ranks)
                 buffer.copy_(torch.tensor(list(found[ranks.index(source)]), dtype=torch.uint8))
@@ -263,6 +315,10 @@ class ReplicasWorld:
     def __init__(self, cluster: Cluster, rank: int) -> None:
         self._cluster, self.rank = cluster, rank
         self.epoch, self._met, self._rounds, self._left = 0, 0, 0, True
+        self.sessions = 0
+        """Sessions in this epoch."""
+        self.handles: list[SaveHandle] = []
+        """Saves of this process."""
         while self._left:
             self.verdict = self.stand(RankStanding())
             if self.verdict.action is not StandingAction.FORWARD:
@@ -273,7 +329,7 @@ class ReplicasWorld:
     def ended(self) -> bool:
         return self._left or self._cluster.epoch > self.epoch
 
-    def begin_alone(self) -> None:
+    def begin_alone(self, *, held_beside: bool) -> None:
         """The model's processes always stay."""
 
     def begin_step(self, step: int) -> None:
@@ -305,17 +361,20 @@ class ReplicasWorld:
                 verdict = standing(self._cluster.meet(self._met, what, self.rank, own))
                 break
         self._cluster.verdicts.append(verdict.action)
-        if verdict.action is StandingAction.LINE and self._met > 1:
+        if verdict.action is StandingAction.LINE and self._met > 1 and not self._cluster.sharded:
             raise Killed  # the model has no line
         return verdict
 
+    def gather_patiently(self, text: str) -> list[str]:
+        return self._cluster.meet(self.epoch, ("patiently", 0), self.rank, text)
+
     def form(self) -> None:
         self._cluster.meet(self._met, ("form", 0), self.rank, None)
-        self.epoch, self._left = self._met, False
+        self.epoch, self._left, self.sessions = self._met, False, 0
 
     def exchange(self, timeout_s: float) -> ReplicasExchange:
         del timeout_s
-        return ReplicasExchange(self._cluster, self.epoch, self.rank, "loop")
+        return ReplicasExchange(self._cluster, self.epoch, self.rank, f"loop {self.sessions}")
 
 
 def make_session(
@@ -325,7 +384,12 @@ def make_session(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
 ) -> WorldSession:
-    daemon = FakeDaemon(cluster.directory, rank=world.rank, world_size=RANKS, epoch=world.epoch)
+    line = cluster.line(world.epoch) if cluster.sharded else None
+    daemon = FakeDaemon(
+        cluster.directory, rank=world.rank, world_size=RANKS, epoch=world.epoch, line=line
+    )
+    with cluster.changed:
+        cluster.daemons.setdefault(world.epoch, []).append(daemon)
     made = holdfast.init(
         model=model,
         optimizer=optimizer,
@@ -333,11 +397,39 @@ def make_session(
         daemon=daemon,
         rank=world.rank,
         job="j",
+        private=["weight", "weight:momentum_buffer"] if cluster.sharded else [],
+        units=unit_of if cluster.sharded else None,
+        settings=holdfast.Settings(check_replicas=False),
     )
     assert isinstance(made, ProtectedSession)
-    exchange = ReplicasExchange(cluster, world.epoch, world.rank, "restore")
+    world.sessions += 1
+    name = f"restore {world.sessions}"
+    exchange = ReplicasExchange(cluster, world.epoch, world.rank, name)
     made._restore = replace(made._restore, exchange=exchange)
+    if cluster.sharded:
+        saver = made._saver.pipeline
+        saver._exchange = ReplicasExchange(cluster, world.epoch, world.rank, SAVES)
+        save, handles = made.save, world.handles
+
+        def noted(step: int) -> SaveHandle:
+            handles.append(save(step))
+            return handles[-1]
+
+        made.save = noted  # type: ignore[method-assign]
     return made
+
+
+def unit_of(name: str, tensor: torch.Tensor) -> UnitKey:
+    """A unit that is a rank's own, and one that one rank captures for all."""
+    del tensor
+    return UnitKey(0 if name == "weight" else 1, UnitKind.DENSE)
+
+
+def settle(cluster: Cluster, world: ReplicasWorld, step: int) -> None:
+    """Wait until every rank has saved the step before `step`."""
+    if world.handles and world.handles[-1].step == step - 1:
+        world.handles[-1].committed.result(WAIT_S)
+    cluster.meet(world.epoch, ("settle", step), world.rank, None)
 
 
 def gradient(step: int, rank: int) -> float:
@@ -345,13 +437,18 @@ def gradient(step: int, rank: int) -> float:
     return ((step * 7 + rank * 3) % 11) / 8
 
 
-def expected(step: int, script: str) -> float:
-    """The parameter after `step` steps."""
-    value = 1.0
+def expected(step: int, script: str, shard: int = 0, momentum: float = 0.0) -> tuple[float, float]:
+    """Weight and bias after `step` steps. The weight of a `shard` differs from others from the
+    beginning, and by its gradients."""
+    weight, bias, of_weight, of_bias = 1.0 + shard, 0.0, 0.0, 0.0
     for one in range(1, step + 1):
-        value += CHANGE if script == "changes a parameter after the vote" else 0.0
-        value -= LEARNING_RATE * sum(gradient(one, rank) for rank in range(RANKS))
-    return value
+        total = sum(gradient(one, rank) for rank in range(RANKS))
+        of_weight = momentum * of_weight + total + shard
+        of_bias = momentum * of_bias + total
+        weight += CHANGE if script == "changes a parameter after the vote" else 0.0
+        weight -= LEARNING_RATE * of_weight
+        bias -= LEARNING_RATE * of_bias
+    return weight, bias
 
 
 def run_step(
@@ -374,7 +471,9 @@ def run_step(
         session._body.voted = True
     total = scaler.scale(torch.tensor([[sum(parts)]]))
     before = model.weight.grad
-    model.weight.grad = total if before is None else total + before
+    own = total + (rank if cluster.sharded else 0)
+    model.weight.grad = own if before is None else own + before
+    model.bias.grad = total[0].clone() if before is None else total[0] + model.bias.grad
     if script == "adds gradients up over steps" and number == FAULTY_STEP - 1:
         return
     cluster.at("before-vote", rank, number)
@@ -383,6 +482,7 @@ def run_step(
             model.weight.add_(0.0)
     if script == "steps twice":
         model.weight.grad /= 2
+        model.bias.grad /= 2
         optimizer.step()
     for _ in range(2 if script.startswith("swallows") else 0):  # it tries again, too
         with suppress(UnreachableError):
@@ -394,22 +494,40 @@ def run_step(
             scaler.update()
     if script == "reduces after its optimizer":
         cluster.meet(world.epoch, ("report", number), rank, 0)
-    model.weight.grad = None
+    model.weight.grad = model.bias.grad = None
 
 
 def train(cluster: Cluster, rank: int) -> None:
     """One process."""
     world: Any = ReplicasWorld(cluster, rank)
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.ones_(model.weight)
+    model = nn.Linear(1, 1)
+    nn.init.constant_(model.weight, 1 + rank if cluster.sharded else 1)
+    nn.init.zeros_(model.bias)
     scales, fused = "scales" in cluster.script, "fused" in cluster.script
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, fused=fused)
+    momentum = MOMENTUM if cluster.sharded else 0.0
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=LEARNING_RATE, momentum=momentum, fused=fused
+    )
     scaler = torch.amp.GradScaler("cpu", enabled=scales)
 
     def make() -> WorldSession:
         return make_session(cluster, world, model, optimizer, scaler)
 
     session = ElasticSession(world, make, [optimizer], 30.0, votes=True)
+    with closing(session):  # the kernel closes the claim of the arena of a process that dies
+        run_steps(cluster, world, session, model, optimizer, scaler)
+
+
+def run_steps(
+    cluster: Cluster,
+    world: Any,
+    session: ElasticSession,
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+) -> None:
+    """Run the loop of a process."""
+    rank, now = world.rank, [0]
 
     def after_vote(*_: Any) -> None:
         cluster.at("in-optimizer", rank, now[0])
@@ -418,16 +536,58 @@ def train(cluster: Cluster, rank: int) -> None:
                 model.weight.add_(CHANGE)
 
     optimizer.register_step_pre_hook(after_vote)
-    now = [0]
     for step in session.steps(STEPS):
         with step:
             now[0] = int(step)
+            if cluster.sharded:
+                settle(cluster, world, int(step))
             cluster.at("before-reduce", rank, step)
             run_step(cluster, world, session, model, optimizer, scaler, step)
-            cluster.states.setdefault(int(step), {})[rank] = model.weight.item()
+            if (world.epoch, step) == (1, FAULTY_STEP):
+                cluster.ahead.add(rank)
+            cluster.states.setdefault(int(step), {})[rank] = state_of(model)
             cluster.at("after-optimizer", rank, step)
-    cluster.states.setdefault(STEPS, {})[rank] = model.weight.item()
-    session.close()
+        if world.ended:
+            continue
+        if cluster.script == "changes its shard between steps":
+            session.wait_staged()
+            with torch.no_grad():
+                model.weight.add_(CHANGE)
+        if cluster.script == "changes a hyperparameter between steps":
+            optimizer.param_groups[0]["dampening"] += 2.0**-20
+    cluster.states.setdefault(STEPS, {})[rank] = state_of(model)
+
+
+def state_of(model: Any) -> tuple[float, float]:
+    """Weight and bias."""
+    return model.weight.item(), model.bias.item()
+
+
+def run_sharded(crash: Crash, script: str = "", second: SecondCrash | None = None) -> None:
+    """Train shards with a crash, and perhaps a second one, and check where it leads."""
+    what = f"crash {crash} of shards, then {second}"
+    with tempfile.TemporaryDirectory() as path:
+        cluster = Cluster(crash, Path(path), script, second, sharded=True)
+        play(cluster, what)
+    alone = SHARDED_SCRIPTS[script] and cluster.ahead <= {crash.rank}
+    for step, values in cluster.states.items() if not script else ():
+        wanted = {rank: expected(step, script, rank, MOMENTUM) for rank in range(RANKS)}
+        assert values == wanted, f"{what}: {step}: {values}"
+    assert len(cluster.states[STEPS]) == RANKS
+    assert second is None or cluster.epoch == 3, f"{what}: the second one does not come"
+    if second is None:
+        live = ["go_live" in daemon.calls for daemon in cluster.daemons[2]]
+        assert live[-RANKS:] == [alone] * RANKS, f"{what}: {live}"
+
+
+def play(cluster: Cluster, what: str) -> None:
+    """Run the processes of a cluster to their ends."""
+    for rank in range(RANKS):
+        cluster.start(rank)
+    for thread in iter(cluster.threads):
+        thread.join(WAIT_S)
+        assert not thread.is_alive(), f"{what}: a rank does not end"
+    assert not cluster.failures, f"{what}: {cluster.failures[0]!r}"
 
 
 def run(crash: Crash, script: str = "", second: SecondCrash | None = None) -> None:
@@ -435,12 +595,7 @@ def run(crash: Crash, script: str = "", second: SecondCrash | None = None) -> No
     what = f"crash {crash}" if second is None else f"crash {crash}, then {second}"
     with tempfile.TemporaryDirectory() as path:
         cluster = Cluster(crash, Path(path), script, second)
-        for rank in range(RANKS):
-            cluster.start(rank)
-        for thread in iter(cluster.threads):
-            thread.join(WAIT_S)
-            assert not thread.is_alive(), f"{what}: a rank does not end"
-    assert not cluster.failures, f"{what}: {cluster.failures[0]!r}"
+        play(cluster, what)
     later = cluster.verdicts[RANKS:]
     assert later, f"{what}: nobody stands"
     if SCRIPTS.get(script) is StandingAction.LINE:
@@ -458,6 +613,9 @@ def main() -> None:
     os.environ["WORLD_SIZE"] = str(RANKS)
     for crash in crashes():
         run(crash)
+        run_sharded(crash)
+    for script in SHARDED_SCRIPTS:
+        run_sharded(crash_of(script), script)
     for crash, second in itertools.product(crashes(), second_crashes()):
         run(crash, "", second)
     for script in SCRIPTS:

@@ -68,6 +68,19 @@ def test_losses_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.timeout(300)
+def test_several_passes_of_a_step_learn_what_one_does(tmp_path: Path) -> None:
+    """Up to the balance of experts, which is that of each pass."""
+    arguments = ["--dtype", "float64", "--seats", "4", "--min-copies", "1", "--batch", "5"]
+    whole = losses(tmp_path, "whole", *arguments, ranks=1)
+    for name, limit, ranks in (("alone", 2, 1), ("two", 1, 2)):  # of two ranks, one repeats one
+        in_passes = losses(tmp_path, name, *arguments, "--micro-batch", str(limit), ranks=ranks)
+        log = (tmp_path / f"{name}.jsonl").read_text().splitlines()
+        assert [json.loads(line)["passes"] for line in log] == [3] * len(whole)
+        assert in_passes[0] == pytest.approx(whole[0], rel=1e-6)
+        assert in_passes == pytest.approx(whole, rel=1e-3)
+
+
 @dataclass(frozen=True)
 class Ranks:
     """What a plan needs of a world."""

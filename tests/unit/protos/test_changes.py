@@ -53,9 +53,15 @@ def test_only_the_places_that_differ_are_in_it() -> None:
     assert arrive(MOVED, change_between(MOVED, BASE) or change) == BASE
 
 
-def test_the_members_that_restart_are_those_of_the_new_epoch_alone() -> None:
-    recovered = replace(BASE, epoch=4, revision=0, restarting=frozenset({2, 7}))
-    again = replace(recovered, epoch=5, restarting=frozenset({0}))
+def test_the_members_and_ranks_that_restart_are_those_of_the_new_epoch_alone() -> None:
+    recovered = replace(
+        BASE,
+        epoch=4,
+        revision=0,
+        restarting=frozenset({2, 7}),
+        restarting_ranks=frozenset({BASE.ranks_of(5).start}),
+    )
+    again = replace(recovered, epoch=5, restarting=frozenset({0}), restarting_ranks=frozenset())
     for before, after in ((BASE, recovered), (recovered, again), (again, BASE)):
         change = change_between(before, after)
         assert change is not None and not change.members

@@ -233,6 +233,11 @@ def memberships(draw: st.DrawFn) -> Membership:
         tier=draw(st.none() | TIERS),
         # in the order of the wire, which repr shows
         restarting=frozenset(sorted(draw(st.sets(st.sampled_from(indices))))),
+        restarting_ranks=frozenset(
+            index * nproc_per_node
+            for index in sorted(draw(st.sets(st.sampled_from(indices))))
+            if index * nproc_per_node < 2**32
+        ),
     )
 
 
@@ -299,6 +304,7 @@ def _membership(**changes: Any) -> values_pb2.Membership:
         ({"groups": [values_pb2.ParityGroup(members=[0])]}, "parity groups"),
         ({"nproc_per_node": 0}, "no ranks"),
         ({"restarting": [1, 7]}, "7 is to be restarted but is not a member"),
+        ({"restarting_ranks": [0, 99]}, "rank 99 is to be restarted but belongs to no member"),
         ({"redundancy": "RAIM7"}, "RAIM7"),
     ],
 )

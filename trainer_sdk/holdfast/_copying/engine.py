@@ -222,6 +222,36 @@ class CopyEngine:
         with torch.no_grad():  # on the calling thread's stream: before what it does next
             plan.gather.distribute()
 
+    def first_differing(
+        self, ranges: Sequence[tuple[int, torch.Tensor]], source: Placed
+    ) -> int | None:
+        """Compare tensors with the bytes of a snapshot.
+
+        Args:
+            ranges: (first byte in the payload, uint8 tensor), each within one tensor of the
+                snapshot.
+            source: the snapshot; it must not be written meanwhile.
+
+        Returns:
+            Index of the first range that differs; None if all are equal.
+        """
+        step = source.layout.piece_bytes * BLOCK_PIECES
+        parts = [
+            (index, at + low, flat[low : low + step])
+            for index, (at, flat) in enumerate(ranges)
+            for low in range(0, flat.numel(), step)
+        ]
+        differing: list[int] = []
+
+        def compare(number: int) -> None:
+            index, at, part = parts[number]
+            held = np.frombuffer(source.view(at, part.numel()), dtype=np.uint8)
+            if not np.array_equal(held, part.cpu().numpy()):
+                differing.append(index)
+
+        self.each(compare, len(parts), self._device.fence())
+        return min(differing, default=None)
+
     def each(self, work: Callable[[int], None], count: int, fence: Fence = None) -> None:
         """Call `work` for 0 … count - 1 on all threads, after `fence` on the device; raise the
         first error of a call."""

@@ -23,7 +23,7 @@ from holdfast._copying.devices import DeviceMove
 from holdfast_core.snapshots.layouts import TENSOR_ALIGNMENT, round_up
 
 GATHERED_BYTES_MAX = 128 * 1024
-"""Size of the largest tensors to gather. `python -m benchmarks.gpu.saving` measured it: on an H100,
+"""Size of the largest tensors to gather. `python -m benchmarks.gpu.saving` measured it: on an H200,
 gathering reduces the time of a snapshot to 0.6 for tensors of 64 KiB and to 0.8 for tensors of 128
 KiB, and changes nothing for tensors of 256 KiB."""
 

@@ -138,18 +138,19 @@ class RestoreRequest:
 
     epoch: int
     no_replay: str = ""
-    """Why no pipeline stage repeats steps alone, for people."""
+    """Why lost ranks do not recover alone, for people."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LiveRequest:
-    """Notice that this rank keeps the state that it has, and restores nothing."""
+    """Notice that this rank continues live from the state that it has."""
 
     epoch: int
     live: int
     """Step after which the rank has that state."""
     repeated_after: int | None = None
-    """Step after which it has repeated steps alone; None for none."""
+    """Step that it restored alone, and after which it repeated steps; None if it kept its
+    state."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

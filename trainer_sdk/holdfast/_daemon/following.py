@@ -39,7 +39,7 @@ class Meeting:
     store_key: str = field(default="", repr=False)
     """Key with which ranks recognise each other's values in the store; see `SealedStore`."""
     keep: bool
-    """Whether the workers of this node are kept. If not, new workers replace them."""
+    """Whether this worker is kept. If not, a new worker replaces it."""
 
 
 class WorldFollower:
@@ -100,7 +100,14 @@ class WorldFollower:
                 raise self._problem
             return self._newest if ready() else None
 
-    def arrive(self, rank: int, store_address: str, *, began_alone: bool = False) -> None:
+    def arrive(
+        self,
+        rank: int,
+        store_address: str,
+        *,
+        began_alone: bool = False,
+        held_beside: bool = False,
+    ) -> None:
         """Report that this worker has left its old world and has reached the store of the new one,
         in which it has `rank`.
 
@@ -108,6 +115,8 @@ class WorldFollower:
             began_alone: whether training started there from the beginning, and no other member has
                 the state of this one. Until something is protected, the worker then need not stay,
                 because a loss would leave nothing to continue from.
+            held_beside: whether another rank, perhaps of the same member, has the state of this
+                one, so that the worker may stay if only ranks are lost.
 
         Raises:
             HoldfastError: the daemon does not answer, or the new world has ended.
@@ -118,6 +127,7 @@ class WorldFollower:
             rank=rank,
             store_address=store_address,
             began_alone=began_alone,
+            held_beside=held_beside,
         )
         self._calls.ask(self._calls.stub.Hello, request, _HELLO_S)
 

@@ -14,7 +14,9 @@ from typing import Any, Protocol
 from torch.utils.data import Sampler
 
 from holdfast._sampler import check_order, order_of
+from holdfast_core.batches import BatchPlan, plan_batch
 from holdfast_core.errors import InvalidJobError
+from holdfast_core.topology import Topology
 
 
 class Ranks(Protocol):
@@ -32,9 +34,8 @@ class Ranks(Protocol):
 class ElasticSampler(Sampler[list[int]]):
     """The batches of one rank, for `DataLoader(data, batch_sampler=…)`.
 
-    Of a global batch of B samples, rank i of n takes the samples from B·i/n to B·(i+1)/n. If n does
-    not divide B, some ranks have one sample more. So multiply the mean loss of this rank's samples
-    by their number over `global_batch`; then the sum over ranks does not depend on their number.
+    A step takes one batch for each of `plan.micro_batches`, and multiplies the mean loss of its
+    samples by the weight there. Then gradients do not depend on the number of ranks.
 
     Iteration never ends. It starts at the position of training and in the present world, so start a
     new iteration after a recovery (`step.resumed`). Call `advance` in each step, before its save.
@@ -43,8 +44,10 @@ class ElasticSampler(Sampler[list[int]]):
         data: anything whose length is the number of samples.
         batch: number of samples in one step, over all ranks.
         world: the ranks that train together, which may change.
-        per_rank: True if `batch` is the number for each rank, so that a step has fewer samples with
-            fewer ranks.
+        per_rank: True if `batch` is the number for each data-parallel rank, so that a step has
+            fewer samples with fewer ranks.
+        micro_batch: largest number of samples in one batch of a rank; None: one batch a step.
+        topology: as for `holdfast.init`, if tp or pp is above 1.
         seed: seed of the shuffle; equal on all ranks.
         shuffle: False keeps the order of the data set.
 
@@ -59,11 +62,15 @@ class ElasticSampler(Sampler[list[int]]):
         world: Ranks,
         *,
         per_rank: bool = False,
+        micro_batch: int | None = None,
+        topology: Topology | None = None,
         seed: int = 0,
         shuffle: bool = True,
     ) -> None:
         self._total, self._batch, self._world = len(data), batch, world
-        self._per_rank, self._seed, self._shuffle = per_rank, seed, shuffle
+        self._per_rank, self._micro_batch = per_rank, micro_batch
+        self._topology = topology or Topology(dp=1)
+        self._seed, self._shuffle = seed, shuffle
         if min(self._total, batch) < 1:
             raise InvalidJobError(
                 f"batches of {batch} samples out of {self._total}: give at least 1 of each"
@@ -73,7 +80,25 @@ class ElasticSampler(Sampler[list[int]]):
     @property
     def global_batch(self) -> int:
         """Number of samples in one step, over all ranks of the present world."""
-        return self._batch * self._world.size if self._per_rank else self._batch
+        if not self._per_rank:
+            return self._batch
+        return self._batch * self._topology.resized(self._world.size).dp
+
+    @property
+    def plan(self) -> BatchPlan:
+        """This rank's part of a step in the present world.
+
+        Raises:
+            InvalidJobError: a batch has fewer samples than there are data-parallel ranks, or the
+                topology does not fit this world.
+        """
+        return plan_batch(
+            self.global_batch,
+            rank=self._world.rank,
+            size=self._world.size,
+            micro_batch=self._micro_batch,
+            topology=self._topology,
+        )
 
     @property
     def position(self) -> int:
@@ -84,26 +109,21 @@ class ElasticSampler(Sampler[list[int]]):
         """Yield the batches of this rank, from the position of training on.
 
         Raises:
-            InvalidJobError: a batch has fewer samples than there are ranks.
+            InvalidJobError: as `plan`.
         """
-        rank, size, batch = self._world.rank, self._world.size, self.global_batch
-        if batch < size:
-            raise InvalidJobError(
-                f"a batch of {batch} samples over {size} ranks leaves some without any; give at "
-                f"least one for each rank that the job may have"
-            )
-        start, end = batch * rank // size, batch * (rank + 1) // size
+        plan, position = self.plan, self._position
         epoch, order = -1, list[int]()
-        position = self._position
         while True:
-            mine = []
-            for at in range(position + start, position + end):
-                if at // self._total != epoch:
-                    epoch = at // self._total
-                    order = order_of(self._total, self._seed, epoch, shuffle=self._shuffle).tolist()
-                mine.append(order[at % self._total])
-            yield mine
-            position += batch
+            for part in plan.micro_batches:
+                batch = []
+                for at in range(position + part.start, position + part.end):
+                    if at // self._total != epoch:
+                        epoch = at // self._total
+                        shuffled = order_of(self._total, self._seed, epoch, shuffle=self._shuffle)
+                        order = shuffled.tolist()
+                    batch.append(order[at % self._total])
+                yield batch
+            position += plan.global_batch
 
     def advance(self) -> None:
         """Count one more global batch as consumed by training."""

@@ -6,7 +6,7 @@ stateful objects stay; a restore writes into them.
 
 A lost rank ends the world. The step that it cuts off is undone (`_undo`). The ranks of the next
 world state what they have and reach a verdict (`World.stand`), and `_enter` carries it out:
-training continues live, lost stages replay, or all ranks restore the recovery line.
+training continues live, lost ranks recover alone, or all ranks restore the recovery line.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from holdfast._agree.exchange import Exchange
 from holdfast._capture.partial_state import START, PartialState
 from holdfast._causes import drop_frames
 from holdfast._daemon.handles import SaveHandle
-from holdfast._elastic.pipeline import Pipeline
+from holdfast._elastic.pipeline import BoundaryReplay, Pipeline
 from holdfast._elastic.stage_replay import agree_on_replay, hand_over_logs
 from holdfast._elastic.staying_groups import NEEDS
 from holdfast._elastic.step_start import StepStart
@@ -54,6 +54,7 @@ from holdfast_core.protection.standing import (
     StandingAction,
     StandingVerdict,
     can_lose_member,
+    can_lose_rank,
 )
 from holdfast_core.snapshots.units import UnitKind
 
@@ -499,7 +500,6 @@ class ElasticSession(Session):
             rank=holds.rank,
             unshared=any(one.private and not (one.eager or one.of_stack) for one in given),
             experts=any(one.unit.kind is UnitKind.EXPERT for one in given),
-            logs=self._pipeline is not None and not self._tried_replay,
             held=() if self._reseats is None else self._reseats.seated_experts(),
             layer_experts=0 if self._reseats is None else self._reseats.experts,
         )
@@ -524,7 +524,7 @@ class ElasticSession(Session):
 
         Args:
             verdict: how to continue; None to restore the recovery line.
-            no_replay: why lost stages do not repeat steps alone, if they should have.
+            no_replay: why lost ranks do not recover alone, if they should have.
 
         Returns:
             The number of completed steps; None if nothing was protected.
@@ -541,7 +541,7 @@ class ElasticSession(Session):
         if live and verdict is not None and session.go_on(verdict, held.torn):
             self._hold_after(verdict.step, keeps_log=held.step is not None)
             return verdict.step
-        # Replay: lost stages repeat steps alone. If they cannot, all ranks restore.
+        # Replay: lost ranks recover alone. If they cannot, all ranks restore.
         if verdict is not None and verdict.action is StandingAction.REPLAY:
             outcome = self._replay(held)
             if not isinstance(outcome, str):
@@ -555,13 +555,11 @@ class ElasticSession(Session):
         step = session.restore(no_replay)
         if step is not None or held.step is None:
             self._hold_after(step or 0)
-        # A fresh start: the control loop must know if losing this member would lose everything.
-        if (
-            step is None
-            and held.step is None
-            and not can_lose_member(self._standing(), self._world.size, self._world.nproc)
-        ):
-            self._world.begin_alone()
+        # A fresh start: the daemon must know if losing this member would lose everything.
+        if step is None and held.step is None:
+            own, world = self._standing(), self._world
+            if not can_lose_member(own, world.size, world.nproc):
+                world.begin_alone(held_beside=can_lose_rank(own, world.size))
         return step
 
     def _hold(self, body: StepBody) -> None:
@@ -609,31 +607,37 @@ class ElasticSession(Session):
     # --- localized recovery -----------------------------------------------------------------------
 
     def _replay(self, held: HeldState) -> int | str:
-        """Let lost stages repeat steps alone. Collective.
+        """Let lost ranks restore the line, and repeat the steps after it, alone. Collective.
 
         Returns:
             The number of completed steps, or the reason why all ranks have to restore instead.
         """
-        # Agree on who repeats which steps, and collect the messages that the others have logged.
+        # Agree on who restores, and repeats which steps. A step that is tried a second time is not
+        # repeated with logs again.
         session, pipeline = self._session, self._pipeline
-        if pipeline is None:
-            return "this rank's script has no pipeline"
-        self._tried_replay = True
-        plan = agree_on_replay(session, pipeline, self._exchange, held.step, held.torn)
+        logged = None if self._tried_replay else pipeline
+        plan = agree_on_replay(session, logged, self._exchange, held.step, held.torn)
         if isinstance(plan, str):
             return plan
-        replay = hand_over_logs(plan, pipeline, self._exchange, self._world.rank)
-        if isinstance(replay, str):
-            return replay
-        # Restore the lost stages. All other ranks keep their state and wait for the replay's end.
+        # Collect the messages that the others have logged, if there are steps to repeat.
+        repeats = plan.line < plan.target
+        replay: BoundaryReplay | None = None
+        if repeats and pipeline is not None:
+            self._tried_replay = True
+            given = hand_over_logs(plan, pipeline, self._exchange, self._world.rank)
+            if isinstance(given, str):
+                return given
+            replay = given
+        # Restore the lost ranks. All others keep their state, if it proves to be that of the line.
         own = self._world.rank in plan.scope
-        session.restore_stages(own=own)
-        if not own:
-            return self._end_replay(plan)
-        # This rank repeats steps from the line on, unless the line is the step of the others.
-        self._hold_after(plan.line)
-        if plan.line == plan.target:
-            return self._end_replay(plan)
+        differs = session.restore_lost(plan, own=own)
+        if own:
+            self._hold_after(plan.line)
+        if differs:
+            self._held = replace(self._held, torn=differs)
+        # A restored rank repeats steps from the line on, unless the line is the step of the others.
+        if not own or pipeline is None or not repeats:
+            return self._end_replay(plan, differs)
         self._replaying, pipeline.replay = plan, replay
         return plan.line
 
@@ -657,28 +661,29 @@ class ElasticSession(Session):
             self._restored = step
         return step == plan.target
 
-    def _end_replay(self, plan: ReplayPlan) -> int:
-        """Wait until all lost stages have reached the step of the others, and continue with it. If
-        a replay differed from the first execution, restore the line on all ranks. Collective.
+    def _end_replay(self, plan: ReplayPlan, problem: str = "") -> int:
+        """Wait until all lost ranks have reached the step of the others, and continue with it. If a
+        replay differed from the first execution, or a rank has a `problem`, restore the line on all
+        ranks. Collective.
 
         Returns:
             The number of completed steps.
         """
         # Wait for every rank: a replay takes as long as the steps that it repeats.
-        assert self._pipeline is not None
-        texts = self._world.gather_patiently(self._pipeline.end_replay())
-        problems = [text for text in texts if text]
+        replayed = "" if self._pipeline is None else self._pipeline.end_replay()
+        texts = self._world.gather_patiently(problem or replayed)
+        problems = list(dict.fromkeys(text for text in texts if text))
         for text in problems:
-            _log.error("a replay differs from the first execution: %s", text)
-        # All replays were exact: continue with the next step.
+            _log.error("the lost ranks did not recover alone: %s", text)
+        # All states belong together: continue with the next step.
         repeated_after = plan.line if self._world.rank in plan.scope else None
         if not problems and self._session.end_replay(plan.target, repeated_after):
             self._held = HeldState(plan.target)
             return plan.target
-        # Some replay differed: restore on all ranks, with new sessions in the same world.
+        # Some state differs: restore on all ranks, with new sessions in the same world.
         self._session.close()
         self._begin()
-        step = self._enter(None, problems[0] if problems else "replicas of a stage differ")
+        step = self._enter(None, problems[0] if problems else "replicas differ")
         assert step is not None, "the line of an epoch stays"
         return step
 

@@ -1,7 +1,8 @@
-"""The recovery of lost pipeline stages alone: agreement on a plan, and hand-over of logs.
+"""The recovery of lost ranks alone: agreement on a plan, and hand-over of logs to lost pipeline
+stages that repeat steps.
 
-Every rank of the new world takes part. The ranks of surviving stages hand over their logs and then
-wait; their state does not change.
+Every rank of the new world takes part. The surviving ranks hand over their logs and then wait;
+their state does not change.
 """
 
 from __future__ import annotations
@@ -31,11 +32,16 @@ _LENGTHS = msgspec.json.Decoder(list[int])
 
 
 def agree_on_replay(
-    session: WorldSession, pipeline: Pipeline, exchange: Exchange, step: int | None, torn: str
+    session: WorldSession,
+    pipeline: Pipeline | None,
+    exchange: Exchange,
+    step: int | None,
+    torn: str,
 ) -> ReplayPlan | str:
     """Agree on a replay, or on the reason why all ranks must restore the line. Collective.
 
     Args:
+        pipeline: holds the logs of this rank; None if it has none that could be used.
         step: step whose state this rank has; None for a new process.
         torn: why that state is not whole; empty if it is.
 
@@ -52,18 +58,25 @@ def agree_on_replay(
         step=step,
         line=line,
         whole=whole,
-        logged_from=pipeline.log.first,
-        logged_to=pipeline.log.last,
-        topology=str(pipeline.topology if session.holds is None else session.holds.topology),
-        ring=pipeline.is_ring,
+        topology="" if session.holds is None else str(session.holds.topology),
         problem=torn or problem,
     )
+    if pipeline is not None:
+        own = msgspec.structs.replace(
+            own,
+            logged_from=pipeline.log.first,
+            logged_to=pipeline.log.last,
+            ring=pipeline.is_ring,
+            topology=own.topology or str(pipeline.topology),
+        )
     # Every rank computes the same plan from the evidence of all ranks.
     plan = _plan(exchange.gather(encode_evidence(own)))
     if isinstance(plan, str):
-        _log.warning("no stage repeats steps alone: %s", plan)
-        return plan
-    _log.info("ranks %s repeat steps %d to %d", plan.scope, plan.line + 1, plan.target)
+        _log.warning("the lost ranks cannot recover alone: %s", plan)
+    elif plan.line == plan.target:
+        _log.info("ranks %s restore step %d alone", plan.scope, plan.line)
+    else:
+        _log.info("ranks %s repeat steps %d to %d", plan.scope, plan.line + 1, plan.target)
     return plan
 
 
@@ -123,5 +136,5 @@ def hand_over_logs(
     # All ranks use the logs, or none does.
     problems = [text.decode() for text in exchange.gather(problem.encode()) if text]
     for text in problems:
-        _log.warning("no stage repeats steps alone: %s", text)
+        _log.warning("the lost ranks cannot recover alone: %s", text)
     return problems[0] if problems else replay

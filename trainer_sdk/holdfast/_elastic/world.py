@@ -31,6 +31,7 @@ from holdfast._elastic import groups
 from holdfast._elastic.ddp import FirstPass, Prepare, WorldDDP
 from holdfast._elastic.stage_group import Carrier
 from holdfast._elastic.staying_groups import StayingGroups, can_stay
+from holdfast_core.batches import BatchPlan, plan_batch
 from holdfast_core.errors import (
     HoldfastError,
     InvalidJobError,
@@ -44,6 +45,7 @@ from holdfast_core.protection.standing import (
     read_standings,
     standing,
 )
+from holdfast_core.topology import Topology
 
 _log = logging.getLogger("holdfast")
 _WAIT_S = 20.0
@@ -261,6 +263,32 @@ class World:
         self._ddps.append(made)
         return made
 
+    def batch_plan(
+        self,
+        global_batch: int,
+        *,
+        micro_batch: int | None = None,
+        topology: Topology | None = None,
+    ) -> BatchPlan:
+        """Return this rank's part of a step that has `global_batch` samples in any world. Make it
+        anew in each world (`step.resumed`).
+
+        Args:
+            micro_batch: largest number of samples that fits one pass of a rank; None: no limit.
+            topology: as for `holdfast.init`, if tp or pp is above 1.
+
+        Raises:
+            InvalidJobError: a rank of the present world would have no sample, or the topology does
+                not fit this world.
+        """
+        return plan_batch(
+            global_batch,
+            rank=self._rank,
+            size=self._size,
+            micro_batch=micro_batch,
+            topology=topology,
+        )
+
     def wait(self, work: dist.Work | None) -> None:
         """Wait for the `work` of a collective with `async_op=True`, until this world ends.
 
@@ -381,15 +409,21 @@ class World:
         if self._staying is not None:
             self._staying.go_back_to(step)
 
-    def begin_alone(self) -> None:
+    def begin_alone(self, *, held_beside: bool) -> None:
         """Report that training started from the beginning and could not continue live without this
         member. If the report does not arrive, the daemon keeps this process when its world changes,
-        and the process then ends by itself."""
+        and the process then ends by itself.
+
+        Args:
+            held_beside: whether training could continue live without this rank alone.
+        """
         following = self._following
         if following is None:
             return
         try:
-            following.arrive(self._rank, self._store_address, began_alone=True)
+            following.arrive(
+                self._rank, self._store_address, began_alone=True, held_beside=held_beside
+            )
         except HoldfastError as error:
             _log.info("the daemon was not told that this member cannot be kept: %s", error)
 

@@ -7,9 +7,8 @@ It differs from torchrun's own agent in four ways:
   store from MASTER_ADDR and MASTER_PORT.
 - It kills workers at once when they must be replaced. The daemon has their state, and a hung worker
   would make all others wait.
-- Workers that follow their worlds stay through epochs, and torchrun does not notice. Torchrun's
-  record of the epoch in which they started is right for their environment and log folders only:
-  their ranks and the number of nodes may have changed since.
+- Workers that follow their worlds stay through epochs, and torchrun does not notice. If some of a
+  node are lost and others stay, new ones start beside them (`NodeWorkers`).
 - If another node is lost before the workers of all nodes have finished, an agent whose workers have
   finished starts workers again.
 """
@@ -18,23 +17,29 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
-import signal
+import math
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from multiprocessing.synchronize import Event
-from pathlib import Path
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 from torch.distributed import DistError
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsSpecs, MultiprocessContext
+from torch.distributed.elastic.multiprocessing import LogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from holdfast._daemon.sealed_store import SealedStore
-from holdfast._launch.rendezvous import HoldfastRendezvous
+from holdfast._launch.rendezvous import HoldfastRendezvous, JoinedWorld
+from holdfast._launch.stderr import WorkerStderr
+from holdfast._launch.workers import NodeWorkers
 from holdfast_core.errors import UnreachableError
 from holdfast_core.exit_codes import HOLDFAST_DECIDED
 from holdfast_core.states import EndReason
@@ -49,9 +54,14 @@ LEAVE_S = 5.0
 """Time for which the store is still served to agents that do not know yet that all have
 finished."""
 POLL_S = 0.1
+REPORT_S = 2.0
+"""Time after which a worker's failure is reported again while its epoch lasts."""
 ROOM_S = 1.0
 """Pause between attempts to start workers while /dev/shm is full."""
 NO_ROOM = "starting them needs a few pages of /dev/shm (`df /dev/shm`): remove what fills it"
+
+TIMER_FILE = ("TORCHELASTIC_TIMER_FILE",)
+"""Variable that torchrun adds to those of workers if its watchdog is on."""
 
 FINISHED, LEFT = "holdfast/finished", "holdfast/left"
 """Names in the store, before the number of a node."""
@@ -68,7 +78,7 @@ class HoldfastAgent(LocalElasticAgent):
     Args:
         spec: workers to start; their rendezvous handler must be `rendezvous`.
         grace_s: time that workers get between SIGTERM and SIGKILL when the agent itself is stopped.
-        last_lines: returns the last lines of the stderr of the worker with a local rank.
+        stderr: the end of the stderr of each worker; None if it is not kept.
         record_waiting: called with the reason while workers cannot start, and with "" once they do.
         memory_was_short: returns whether the kernel has just killed a process here for lack of
             memory.
@@ -81,7 +91,7 @@ class HoldfastAgent(LocalElasticAgent):
         logs_specs: LogsSpecs,
         start_method: str,
         grace_s: float,
-        last_lines: Callable[[int], str] = lambda local_rank: "",
+        stderr: WorkerStderr | None = None,
         record_waiting: Callable[[str], None] = lambda why: None,
         memory_was_short: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -89,106 +99,196 @@ class HoldfastAgent(LocalElasticAgent):
             spec, logs_specs, start_method=start_method, exit_barrier_timeout=EXIT_WAIT_S
         )
         self._membership = rendezvous
-        self._grace_s, self._last_lines = grace_s, last_lines
+        self._grace_s, self._stderr = grace_s, stderr
         self._record_waiting, self._memory_was_short = record_waiting, memory_was_short
+        assert spec.entrypoint is not None
+        self._workers = NodeWorkers(spec.role, spec.entrypoint, tuple(spec.args), start_method)
+        self._pcontext = self._workers  # type: ignore[assignment]  # has what torchrun calls of it
         self._started = False
-        self._killed_here: set[int] = set()
-        """Process ids of the workers that this agent, and not the kernel, has killed."""
-        self._result_was_read: Event | None = None
-        rendezvous.kill, rendezvous.can_keep = self.kill_workers, self.are_workers_running
-        rendezvous.list_workers = self.running_workers
+        self._world = JoinedWorld()
+        """The newest world for which this agent has started the missing workers; without store."""
+        self._timer: dict[str, str] = {}
+        """Variable that names the file of torchrun's watchdog, if there is one."""
+        self._reported_s: dict[int, float] = {}
+        """Times at which the failures of workers were reported in this epoch, by their lanes."""
+        rendezvous.kill, rendezvous.list_workers = self.kill_workers, self.running_workers
 
-    def kill_workers(self) -> None:
-        """Send SIGKILL to every running worker. Safe from any thread."""
-        context = self._pcontext
-        if self._started and context is not None:
-            for pid in context.pids().values():
-                if _runs(pid):
-                    self._killed_here.add(pid)
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+    def kill_workers(self, lanes: Collection[int] | None = None) -> None:
+        """Send SIGKILL to the running workers of `lanes`; None: to all. Safe from any thread."""
+        if self._started:
+            self._workers.kill(lanes)
 
     def running_workers(self) -> dict[int, int]:
-        """Return the process id of each started worker by its local rank. Safe from any thread."""
-        context = self._pcontext
-        return dict(context.pids()) if self._started and context is not None else {}
-
-    def are_workers_running(self) -> bool:
-        """Whether all workers have started, and none has finished or died. Safe from any thread."""
-        context = self._pcontext
-        if not self._started or context is None:
-            return False
-        # A worker whose function has returned takes a moment to exit.
-        returned = isinstance(context, MultiprocessContext) and bool(context._return_values)
-        return not returned and all(_runs(pid) for pid in context.pids().values())
+        """Return the process id of each running worker by its lane, once all have started. Safe
+        from any thread."""
+        return self._workers.running() if self._started else {}
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self._started = False
         super()._rendezvous(worker_group)
-        restarts = worker_group.spec.max_restarts - self._membership.epoch
-        self._remaining_restarts = restarts
+        self._world = replace(self._membership.joined, store=None)
+        self._remaining_restarts = worker_group.spec.max_restarts - self._world.epoch
+        self._reported_s.clear()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Start the workers as soon as /dev/shm has room for their semaphores.
+        """Start all workers.
 
         Raises:
-            EpochEndedError: the epoch ended before there was room.
+            EpochEndedError: the epoch ended before there was room for them.
         """
-        reported = False
-        while True:
-            try:
-                workers: dict[int, Any] = super()._start_workers(worker_group)
-            except OSError as error:
-                if error.errno != errno.ENOSPC:
-                    raise
-                if not reported:
-                    log.warning("workers wait for room: %s; %s", error, NO_ROOM)
-                    self._record_waiting(f"NoRoom: {error.strerror}; {NO_ROOM}")
-                reported = True
+        envs = self._environments(worker_group)
+        self._setup_local_watchdog(envs=envs)
+        self._setup_healthcheck()
+        self._timer = {name: envs[0][name] for name in TIMER_FILE if name in envs[0]}
+        if not self._start_lanes(envs, envs.keys()):
+            raise EpochEndedError
+        # From now on only the rendezvous holds the store, and drops it with the epoch.
+        self._store = worker_group.store = None
+        self._started = True
+        return self._workers.pids()
+
+    def _start_lanes(self, envs: dict[int, dict[str, str]], lanes: Collection[int]) -> bool:
+        """Start the workers of `lanes` as soon as /dev/shm has room for their semaphores. Return
+        False if the epoch ended before.
+
+        Args:
+            envs: variables of all workers of the node.
+        """
+        logs, reported = self._logs_specs.reify(envs), False
+        for lane in sorted(lanes):
+            if self._stderr is not None:
+                self._stderr.forget(lane)
+            while True:
+                try:
+                    self._workers.start(lane, envs[lane], logs)
+                    break
+                except OSError as error:
+                    if error.errno != errno.ENOSPC:
+                        raise
+                    if not reported:
+                        log.warning("workers wait for room: %s; %s", error, NO_ROOM)
+                        self._record_waiting(f"NoRoom: {error.strerror}; {NO_ROOM}")
+                    reported = True
                 if self._membership.wait_ended(ROOM_S):
-                    raise EpochEndedError from error
-            else:
-                self._record_waiting("")  # The agent of an earlier epoch may have waited.
-                # From now on only the rendezvous holds the store, and drops it with the epoch.
-                self._store = worker_group.store = None
-                self._let_finished_workers_exit()
-                self._started = True
-                return workers
+                    return False
+                if self._membership.epoch != self._world.epoch:
+                    return False
+        self._record_waiting("")  # The agent of an earlier epoch may have waited.
+        return True
 
-    def _let_finished_workers_exit(self) -> None:
-        """Let workers exit as soon as their function has returned.
+    def _environments(self, worker_group: WorkerGroup) -> dict[int, dict[str, str]]:
+        """The variables that torchrun gives to each worker besides its own, by its lane."""
+        workers = worker_group.workers
+        return {each.local_rank: self._environment(worker_group, each) for each in workers}
 
-        By default torchrun lets them wait for an event until it has read their result, here None.
-        But setting an event waits until every process that sleeps on it wakes up: forever, if one
-        of them was killed. So the event is set before any worker can sleep on it, and only once.
-        """
-        context = self._pcontext
-        if isinstance(context, MultiprocessContext):
-            # Keep the event: workers that are still starting open its semaphores by name.
-            self._result_was_read = context._worker_finished_event
-            self._result_was_read.set()
-            context._worker_finished_event = threading.Event()  # type: ignore[assignment]
+    def _environment(self, worker_group: WorkerGroup, worker: Worker) -> dict[str, str]:
+        spec = worker_group.spec
+        env = {
+            "LOCAL_RANK": worker.local_rank,
+            "RANK": worker.global_rank,
+            "GROUP_RANK": worker_group.group_rank,
+            "ROLE_RANK": worker.role_rank,
+            "ROLE_NAME": spec.role,
+            "LOCAL_WORLD_SIZE": spec.local_world_size,
+            "WORLD_SIZE": worker.world_size,
+            "GROUP_WORLD_SIZE": worker_group.group_world_size,
+            "ROLE_WORLD_SIZE": worker.role_world_size,
+            "MASTER_ADDR": worker_group.master_addr,
+            "MASTER_PORT": worker_group.master_port,
+            "TORCHELASTIC_RESTART_COUNT": spec.max_restarts - self._remaining_restarts,
+            "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
+            "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
+            "TORCHELASTIC_USE_AGENT_STORE": spec.rdzv_handler.use_agent_store,
+        }
+        return {name: str(value) for name, value in env.items()} | self._timer
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Start the workers that a new world lacks, report those that have failed, and return the
+        state of all of them: a worker that others outlive is no failure of the group."""
+        # Workers that a move to another world has killed belong to it: so look at them first.
+        self._workers.poll()
+        joined = replace(self._membership.joined, store=None)
+        if joined.epoch != self._world.epoch:
+            self._replace_workers(worker_group, joined)
+        if len(self._workers.pids()) < worker_group.spec.local_world_size:
+            return RunResult(state=WorkerState.HEALTHY)  # The world ended while they were starting.
+        self._report_failures(joined)
         result: RunResult = super()._monitor_workers(worker_group)
-        if result.is_failed() and result.failures:
-            # Find the first worker that failed by itself: torchrun stopped the others after it.
-            by_themselves = [
-                each for each in result.failures.values() if each.pid not in self._killed_here
-            ]
-            first = min(
-                by_themselves or result.failures.values(), key=lambda failure: failure.timestamp
-            )
-            # Compute its present rank: torchrun knows its rank in the world in which it started.
-            lanes = worker_group.spec.local_world_size
-            rank = self._membership.node_rank * lanes + first.local_rank
-            # Report it, with the reason if the kernel killed it for lack of memory.
-            lines = self._last_lines(first.local_rank)
-            ours = not by_themselves or first.exitcode in HOLDFAST_DECIDED
-            short = not ours and self._memory_was_short()
-            reason = EndReason.OOM_KILLED if short else EndReason.UNKNOWN
-            self._membership.report_worker_exit(rank, first.exitcode, lines, reason)
         return result
+
+    def _replace_workers(self, worker_group: WorkerGroup, joined: JoinedWorld) -> None:
+        """Start new workers in the world that this node has joined with some of its workers, in
+        place of those that were not kept."""
+        spec, lanes = worker_group.spec, worker_group.spec.local_world_size
+        missing = set(range(lanes)) - joined.kept
+        # The control loop needs to know of workers that were killed for lack of memory, even now.
+        self._workers.poll()
+        for lane, failure in self._workers.failures().items():
+            known = lane in self._reported_s or self._workers.was_killed(failure.pid)
+            if lane in missing and not known:
+                self._report(self._world, lane, failure)
+        # Describe the new world to new workers, as torchrun would.
+        self._world = joined
+        self._remaining_restarts = spec.max_restarts - joined.epoch
+        host, _, port = joined.address.rpartition(":")
+        group: Any = worker_group  # Torchrun declares these without their types.
+        group.group_rank, group.group_world_size = joined.node_rank, joined.nodes
+        group.master_addr, group.master_port = host, int(port)
+        size = joined.nodes * lanes
+        worker_group.workers = [
+            Worker(
+                local_rank=rank - joined.node_rank * lanes,
+                global_rank=rank,
+                role_rank=rank,
+                world_size=size,
+                role_world_size=size,
+            )
+            for rank in range(joined.node_rank * lanes, (joined.node_rank + 1) * lanes)
+        ]
+        self._reported_s.clear()
+        if missing:
+            log.info("epoch %d: starting workers %s anew", joined.epoch, sorted(missing))
+            self._start_lanes(self._environments(worker_group), missing)
+        pids = self._workers.pids()
+        for worker in worker_group.workers:
+            worker.id = pids.get(worker.local_rank)
+
+    def _report_failures(self, joined: JoinedWorld) -> None:
+        """Report workers that have failed, and kill those that must end with them: all that do not
+        follow their worlds, because they can do nothing without the others.
+
+        A report is repeated until the epoch ends, because a daemon that restarts forgets it.
+        """
+        # Begin with the first one that failed by itself: others may have been killed after it.
+        ended = sorted(self._workers.failures().items(), key=lambda each: each[1].timestamp)
+        by_themselves = [each for each in ended if not self._workers.was_killed(each[1].pid)]
+        now_s = time.monotonic()
+        for lane, failure in by_themselves or ended[:1]:
+            if now_s < self._reported_s.get(lane, -math.inf) + REPORT_S:
+                continue
+            self._reported_s[lane] = now_s
+            following = self._report(joined, lane, failure)
+            if following is None:
+                continue
+            if others := self._workers.running().keys() - following:
+                self._workers.kill(others)
+            if not following:  # The ends of the others follow from this one.
+                lanes = range(self._worker_group.spec.local_world_size)
+                self._reported_s = dict.fromkeys(lanes, math.inf)
+                return
+
+    def _report(
+        self, world: JoinedWorld, lane: int, failure: ProcessFailure
+    ) -> frozenset[int] | None:
+        """Report a worker that failed in `world`, with the reason if the kernel killed it for lack
+        of memory. Returns as `HoldfastRendezvous.report_worker_exit` does."""
+        rank = world.node_rank * self._worker_group.spec.local_world_size + lane
+        lines = "" if self._stderr is None else self._stderr.last_lines(lane)
+        ours = self._workers.was_killed(failure.pid) or failure.exitcode in HOLDFAST_DECIDED
+        short = not ours and self._memory_was_short()
+        reason = EndReason.OOM_KILLED if short else EndReason.UNKNOWN
+        code = failure.exitcode
+        return self._membership.report_worker_exit(world.epoch, rank, code, lines, reason)
 
     def _stop_workers(self, *args: Any, **kwargs: Any) -> None:
         self.kill_workers()
@@ -293,12 +393,3 @@ class ExitBarrier:
         except UnreachableError:
             return False
         return True
-
-
-def _runs(pid: int) -> bool:
-    """Whether a process exists and is not a zombie."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in "ZX"

@@ -4,12 +4,14 @@ The control loop decides the membership and the daemons pass it on, so agents do
 agent asks for the world of the next epoch, one agent serves the store, and all start their workers.
 While workers run, a thread asks whether a newer epoch has begun. If so, one of two things happens:
 
-- If the daemon allows it (`World.keep`: all workers follow their worlds) and all workers still run,
-  they are kept. They form their groups again by themselves, perhaps with other ranks. The thread
-  enters the store of the new epoch, serves it if necessary, and continues to watch. Workers that do
-  not arrive in time are killed, which is an ordinary failure.
-- Otherwise the thread kills the workers at once. A worker that is stopped or hangs in a collective
-  does not react to SIGTERM and would hold up all others. Torchrun then starts new workers.
+- Workers that the daemon allows to stay (`World.kept_lanes`: they follow their worlds) and that
+  still run are kept. They form their groups again by themselves, perhaps with other ranks. The
+  thread enters the store of the new epoch, serves it if necessary, and continues to watch. It kills
+  the other workers of the node, and the agent starts new ones beside those that are kept. Kept
+  workers that do not arrive in time are killed, which is an ordinary failure.
+- If no worker is kept, the thread kills all at once. A worker that is stopped or hangs in a
+  collective does not react to SIGTERM and would hold up all others. Torchrun then starts new
+  workers.
 
 This module decides nothing: not when an epoch begins, not when a job is over, and not which workers
 can be kept.
@@ -84,6 +86,19 @@ class AnnouncedWorld:
     finished: bool = False
     keep: bool = False
     arrived: bool = False
+    kept_lanes: frozenset[int] = frozenset()
+    arrived_lanes: frozenset[int] = frozenset()
+
+    def kept_among(self, lanes: Collection[int]) -> frozenset[int]:
+        """Those of the running workers' `lanes` that can be kept. A daemon that is too old to
+        distinguish lanes keeps all or none."""
+        if self.finished:
+            return frozenset()
+        return frozenset(lanes) if self.keep else self.kept_lanes.intersection(lanes)
+
+    def late_among(self, lanes: Collection[int]) -> frozenset[int]:
+        """Those of the kept workers' `lanes` that have not arrived in this world."""
+        return frozenset() if self.arrived else frozenset(lanes) - self.arrived_lanes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +113,8 @@ class JoinedWorld:
     serves_store: bool = False
     store: TCPStore | None = None
     """None before the first world, after the last one, and once the store is closed."""
+    kept: frozenset[int] = frozenset()
+    """Lanes whose workers were kept when this node joined the world. The others' are new."""
 
 
 class Daemon(Protocol):
@@ -117,14 +134,24 @@ class Daemon(Protocol):
 
     def report_worker_exit(
         self, epoch: int, rank: int, exit_code: int, last_lines: str, reason: EndReason
-    ) -> None:
-        """Report to the control loop that a worker failed; code 128 + n means signal n."""
+    ) -> frozenset[int]:
+        """Report to the control loop that a worker failed; code 128 + n means signal n.
+
+        Returns:
+            The lanes of this node whose workers follow their worlds.
+        """
 
     def report_work(self, epoch: int, ranks: Collection[int]) -> None:
         """Report to the control loop which workers have worked since the last report."""
 
     def close(self) -> None:
         """Close the connection, and end all calls that wait on it."""
+
+
+class KillWorkers(Protocol):
+    """Kills the workers of `lanes` at once; None: all workers."""
+
+    def __call__(self, lanes: Collection[int] | None = None) -> object: ...
 
 
 class GrpcDaemon:
@@ -155,6 +182,8 @@ class GrpcDaemon:
             finished=reply.finished,
             keep=reply.keep,
             arrived=reply.arrived,
+            kept_lanes=frozenset(reply.kept_lanes),
+            arrived_lanes=frozenset(reply.arrived_lanes),
         )
 
     def publish_store(self, epoch: int, store_address: str, store_key: str) -> None:
@@ -165,7 +194,7 @@ class GrpcDaemon:
 
     def report_worker_exit(
         self, epoch: int, rank: int, exit_code: int, last_lines: str, reason: EndReason
-    ) -> None:
+    ) -> frozenset[int]:
         request = trainer_pb2.WorkerExitedRequest(
             job=self._job,
             epoch=epoch,
@@ -174,7 +203,8 @@ class GrpcDaemon:
             last_lines=last_lines,
             reason=reason,
         )
-        self._calls.ask(self._calls.stub.WorkerExited, request)
+        reply = self._calls.ask(self._calls.stub.WorkerExited, request)
+        return frozenset(reply.following_lanes)
 
     def report_work(self, epoch: int, ranks: Collection[int]) -> None:
         request = trainer_pb2.WorkedRequest(job=self._job, epoch=epoch, ranks=ranks)
@@ -204,21 +234,18 @@ class HoldfastRendezvous(RendezvousHandler):
         reform_s: time within which kept workers must arrive in a new epoch.
 
     Attributes:
-        list_workers: returns the process id of each running worker by its local rank. The default
-            returns none.
-        kill: kills the workers of this agent at once, whatever state they are in. If the agent has
-            children other than workers, replace it before the first rendezvous. Any thread calls
-            it.
-        can_keep: returns whether all workers run, so that they can be kept. Any thread calls it.
-            The default returns False, because torchrun's own agent waits at its exit barrier in the
-            store with which it began.
+        list_workers: returns the process id of each running worker by its lane. Any thread calls
+            it. The default returns none, so that none is kept, because torchrun's own agent waits
+            at its exit barrier in the store with which it began.
+        kill: kills workers of this agent at once, whatever state they are in: all of them, or those
+            of the lanes that it is given. If the agent has children other than workers, replace it
+            before the first rendezvous. Any thread calls it.
     """
 
     def __init__(
         self, daemon: Daemon, job: str, host: str = "", reform_s: float = REFORM_S
     ) -> None:
-        self.kill: Callable[[], None] = kill_children
-        self.can_keep: Callable[[], bool] = lambda: False
+        self.kill: KillWorkers = kill_children
         self.list_workers: Callable[[], Mapping[int, int]] = dict
         self._daemon, self._job, self._host, self._reform_s = daemon, job, host, reform_s
         self._joined = JoinedWorld()
@@ -234,6 +261,13 @@ class HoldfastRendezvous(RendezvousHandler):
         """Cleared while kept workers have yet to arrive."""
         self._arrived = False
         self._finished = False
+
+    @property
+    def joined(self) -> JoinedWorld:
+        """The newest joined world; workers that do not belong to it have been killed. Keep no
+        reference to it: its store must close in time."""
+        with self._lock:
+            return self._joined
 
     @property
     def epoch(self) -> int:
@@ -281,23 +315,29 @@ class HoldfastRendezvous(RendezvousHandler):
 
     def report_worker_exit(
         self,
+        epoch: int,
         rank: int,
         exit_code: int,
         last_lines: str,
         reason: EndReason = EndReason.UNKNOWN,
-    ) -> None:
-        """Report to the control loop that a worker failed in the present epoch, with its last
-        lines. Failure rules use the exit code, and people read the lines. A recovery needs neither,
-        so a report that does not reach the daemon is only logged."""
+    ) -> frozenset[int] | None:
+        """Report to the control loop that a worker failed in `epoch`, with its last lines. Failure
+        rules use the exit code, and people read the lines.
+
+        Returns:
+            The lanes of this node whose workers follow their worlds, and need not end with this
+            one. None if the epoch has ended, or if the report did not reach the daemon.
+        """
         if self._ended.is_set() and reason is EndReason.UNKNOWN:
-            return  # The worker was killed because the epoch has ended.
+            return None  # The worker was killed because the epoch has ended.
         code = 128 - exit_code if exit_code < 0 else exit_code
         try:
-            self._daemon.report_worker_exit(self.epoch, rank, code, last_lines, reason)
+            return self._daemon.report_worker_exit(epoch, rank, code, last_lines, reason)
         except HoldfastError as error:
             log.warning(
                 "rank %d exited with code %d, which was not reported: %s", rank, code, error
             )
+            return None
 
     def workers(self) -> Mapping[int, int]:
         """Return the process id of each running worker by its local rank."""
@@ -497,9 +537,9 @@ class HoldfastRendezvous(RendezvousHandler):
         """
         after_epoch = self.epoch
         try:
-            while self._owner is mine and self._keeps_workers(world):
+            while self._owner is mine and self._kept_in(world):
                 world = self._ask(after_epoch, KEEP_ASK_S)
-                if not world.ready or world.epoch <= after_epoch or not self._keeps_workers(world):
+                if not world.ready or world.epoch <= after_epoch or not self._kept_in(world):
                     continue
                 entered = self._enter_store(mine, world)
                 if entered is not None and self._move(mine, world, entered):
@@ -509,45 +549,52 @@ class HoldfastRendezvous(RendezvousHandler):
         self._end(mine, finished=world.finished or self._finished)
         return False
 
-    def _keeps_workers(self, world: AnnouncedWorld) -> bool:
-        """Whether the workers can continue in `world`. They have told the daemon which numbers of
-        ranks suit them, so `keep` takes account of that."""
-        return world.keep and not world.finished and self.can_keep()
+    def _kept_in(self, world: AnnouncedWorld) -> frozenset[int]:
+        """Lanes of the running workers that can continue in `world`. They have told the daemon
+        which numbers of ranks suit them, so its answer takes account of that."""
+        return world.kept_among(self.list_workers().keys())
 
     def _move(self, mine: object, world: AnnouncedWorld, entered: JoinedWorld) -> bool:
-        """Join the world of `entered` with the present workers. Return False if they can no longer
-        be kept; a worker that has exited by now belongs to the last epoch."""
+        """Join the world of `entered` with the present workers, and kill those that cannot be kept.
+        Return False if there is no longer any to keep; a worker that has exited by now belongs to
+        the last epoch."""
         with self._lock:
-            if self._owner is not mine or not self._keeps_workers(world):
+            kept = self._kept_in(world)
+            if self._owner is not mine or not kept:
                 return False
-            self._joined, self._published = entered, None
+            self._joined, self._published = replace(entered, kept=kept), None
             self._arrived = False
             self._settled.clear()
+            if others := self.list_workers().keys() - kept:
+                self.kill(others)
         log.info(
-            "epoch %d: node %d of %d, keeping its workers",
+            "epoch %d: node %d of %d, keeping its workers %s",
             entered.epoch,
             entered.node_rank,
             entered.nodes,
+            sorted(kept),
         )
         return True
 
     def _is_arrival_settled(self, mine: object, world: AnnouncedWorld, until: float) -> bool:
         """Return whether it is settled that the kept workers arrive: they have all arrived, or this
         kills them because they took too long. If it is open, pause and return False."""
-        arrived = world.arrived and world.epoch == self.epoch
-        if not arrived and time.monotonic() < until:
+        kept = self._joined.kept
+        late = world.late_among(kept) if world.epoch == self.epoch else kept
+        if late and time.monotonic() < until:
             self._closed.wait(RETRY_S)
             return False
         with self._lock:
             if self._owner is mine:
-                if not arrived:
+                if late:
                     log.warning(
-                        "epoch %d: workers have not arrived within %g s; killing them",
+                        "epoch %d: workers %s have not arrived within %g s; killing them",
                         self.epoch,
+                        sorted(late),
                         self._reform_s,
                     )
-                    self.kill()
-                self._arrived = arrived
+                    self.kill(late)
+                self._arrived = not late
                 self._settled.set()
         return True
 
@@ -592,8 +639,9 @@ def _sealed_store_of(joined: JoinedWorld) -> SealedStore:
     return SealedStore(joined.store, f"epoch-{joined.epoch}", joined.key)
 
 
-def kill_children() -> None:
-    """Send SIGKILL to every child of this process. Under plain torchrun these are the workers."""
+def kill_children(lanes: Collection[int] | None = None) -> None:
+    """Send SIGKILL to every child of this process. Under plain torchrun these are the workers, of
+    which none is ever kept."""
     for thread in Path("/proc/self/task").iterdir():
         with suppress(OSError):
             for pid in (thread / "children").read_text().split():

@@ -44,11 +44,10 @@ class WorkerStderr:
             os.set_blocking(read, False)
         threading.Thread(target=self._pass_on, name="holdfast-stderr", daemon=True).start()
 
-    def forget(self) -> None:
-        """Forget the lines of earlier workers. Called when new workers start."""
-        for local_rank in range(len(self._ends)):
-            self._drain(local_rank)
-            self._ends[local_rank] = b""
+    def forget(self, local_rank: int) -> None:
+        """Forget the lines of an earlier worker. Called when a new one starts in its place."""
+        self._drain(local_rank)
+        self._ends[local_rank] = b""
 
     def last_lines(self, local_rank: int) -> str:
         """Return the last lines of a worker that has ended, for people to read."""
@@ -92,7 +91,6 @@ class StderrLogs(DefaultLogsSpecs):
         self._stderr, self._forked = stderr, forked
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        self._stderr.forget()
         destinations: LogsDest = super().reify(envs)
         if not self._forked:
             destinations.stderrs = dict(enumerate(self._stderr.paths))

@@ -7,7 +7,7 @@ dropped, so that afterwards exactly those of the snapshot exist.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -101,6 +101,18 @@ def own_offers(
                 )
             )
     return tuple(sorted(offers, key=lambda offer: (offer.tensor, offer.start)))
+
+
+def offers_within(offers: Sequence[Offer], rank: int, scope: Collection[int]) -> tuple[Offer, ...]:
+    """Restrict the offers of `rank` to the ranks of `scope`, which are the only ones that
+    restore."""
+    narrow = [
+        msgspec.structs.replace(
+            offer, replicas=tuple(r for r in offer.replicas if r == rank or r in scope)
+        )
+        for offer in offers
+    ]
+    return tuple(offer for offer in narrow if len(offer.replicas) > 1)
 
 
 def wanted_by(

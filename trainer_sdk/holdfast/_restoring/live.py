@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
+import torch
 import xxhash
 
 from holdfast._agree.exchange import Exchange
@@ -63,6 +64,17 @@ class _Given(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _GIVEN = msgspec.msgpack.Decoder(_Given)
+
+
+@torch.no_grad()
+def packed_tensors(live: LiveState) -> dict[str, TensorSource]:
+    """Return the tensors of a rank that keeps its state, by name, and pack those that are not
+    contiguous."""
+    sources = {source.name: source for source in live.sources()}
+    for source in sources.values():
+        if source.staging is not None:
+            source.staging.copy_(source.tensor)
+    return sources
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +132,7 @@ class HandOver:
                 extras = self._extras(given)
                 sources.update(self._make_room(given, extras))
             else:
-                sources.update(self._tensors_to_fill())
+                sources.update(packed_tensors(self.live))
             return _Given()
 
         if self._agree(self._try(prepare)) is None:
@@ -226,14 +238,6 @@ class HandOver:
                     tensor=source.name, dtype=dtype, shape=shape, ranges=[]
                 )
         return make_room(self.live, wanted, extras)
-
-    def _tensors_to_fill(self) -> dict[str, TensorSource]:
-        """Return the tensors of this rank by name, and pack those that are not contiguous."""
-        sources = {source.name: source for source in self.live.sources()}
-        for source in sources.values():
-            if source.staging is not None:
-                source.staging.copy_(source.tensor)
-        return sources
 
     def _finish(
         self,

@@ -30,6 +30,7 @@ from holdfast._copying.collector import without_collector
 from holdfast._copying.engine import CopyEngine, plan_copy
 from holdfast._copying.strided import fill_strided
 from holdfast._daemon.client import DaemonClient, Hello, RestoreDecision, RestoreRequest
+from holdfast._restoring.comparing import difference
 from holdfast._restoring.fit import (
     Offer,
     Wanted,
@@ -37,10 +38,11 @@ from holdfast._restoring.fit import (
     check_cover,
     entries_of,
     make_room,
+    offers_within,
     own_offers,
     wanted_by,
 )
-from holdfast._restoring.live import HandOver
+from holdfast._restoring.live import HandOver, packed_tensors
 from holdfast._restoring.other_world import (
     OtherWorld,
     SnapshotOffer,
@@ -68,6 +70,7 @@ from holdfast_core.errors import (
     by_code,
 )
 from holdfast_core.job.snapshots import Repeats
+from holdfast_core.protection.replaying import ReplayPlan
 from holdfast_core.protection.standing import StandingVerdict
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import Entry, Layout
@@ -102,6 +105,8 @@ class RestoreStatement(msgspec.Struct, frozen=True, kw_only=True):
     """Snapshots of another world that this rank reads, and may pass on to others."""
     needs: tuple[Span, ...] = ()
     """Spans that this rank needs of all of these snapshots."""
+    differs: str = ""
+    """Why this rank's state is not that of the line, although it keeps it; see `Restore.attend`."""
     policy: bytes = b""
     """See `WorldPlan.policy`."""
     tokens: tuple[RankTokens, ...] = ()
@@ -126,6 +131,8 @@ class Restored:
     """Steps of a sparse window that training has yet to repeat, from `step` on; None for none."""
     replenishing: bool = False
     """Whether any rank has lost tokens to make up for. Equal on all ranks."""
+    differs: str = ""
+    """Why some rank that kept its state does not fit the line; equal on all ranks."""
 
 
 @dataclass(slots=True)
@@ -170,15 +177,16 @@ class Restore:
     settings: Settings
     policy: CaptureStrategy
 
-    def run(self, no_replay: str = "") -> Restored:
+    def run(self, no_replay: str = "", alone: ReplayPlan | None = None) -> Restored:
         """Run the restore; see `Session.restore`. Collective.
 
         Args:
-            no_replay: why no pipeline stage repeats steps alone, for the log and the status.
+            no_replay: why lost ranks do not recover alone, for the log and the status.
+            alone: its ranks restore, and all others `attend`; None: all ranks restore.
         """
         self.live.begun.begin()
         with without_collector():
-            return self._run(no_replay)
+            return self._run(no_replay, alone)
 
     def go_on(self, verdict: StandingVerdict, problem: str, kept: PartialState) -> Restored | None:
         """Bring this rank to the step of `verdict` from the live state of the ranks, without a
@@ -214,7 +222,7 @@ class Restore:
         return _live_after(self._hello().epoch, step)
 
     def line(self) -> tuple[int, int]:
-        """Ask the daemon for the recovery line, from which lost stages are to be restored.
+        """Ask the daemon for the recovery line, from which lost ranks are to be restored alone.
 
         Returns:
             The step to which a restore brings training back, and the step after which the state is
@@ -222,7 +230,7 @@ class Restore:
             the same step twice.
 
         Raises:
-            HoldfastError: a single stage cannot be restored from the line.
+            HoldfastError: ranks cannot be restored from the line alone.
         """
         found = self._find(self._hello().epoch)
         if found is None:
@@ -232,24 +240,67 @@ class Restore:
             raise LayoutMismatchError(
                 f"the line {found.generation} is of another world, of {found.ranks} ranks"
             )
-        step, window = found.snapshot.manifest.generation.step, found.snapshot.window
+        manifest, window = found.snapshot.manifest, found.snapshot.window
+        step = manifest.generation.step
+        if window is None and any(
+            one.generation != manifest.generation for one in manifest.experts
+        ):
+            raise LayoutMismatchError(
+                f"the line {manifest.generation} holds experts of older steps"
+            )
         return step if window is None else window.brings_back, step
 
-    def attend(self) -> None:
-        """Take part in the agreements of the ranks that restore, without changing this rank's
-        state. Collective.
+    def attend(self, plan: ReplayPlan) -> str:
+        """Take part in the agreements of the ranks of `plan`, which restore alone, and give them
+        the bytes that this rank captured for them. This rank's state does not change. Collective.
+
+        Returns:
+            Why the state of some rank is not that of the line; empty if all are, or if the ranks
+            that restore repeat steps until they have reached it. Equal on all ranks.
 
         Raises:
             HoldfastError: a rank could not restore.
         """
-        own = RestoreStatement(generation=str(self._decide(self._hello().epoch).line.generation))
-        offers = [one.offers for one in self._agree(None, own)]
+        # First agreement: all ranks have found the same generation.
+        found, error = _attempt(lambda: self._find(self._hello().epoch))
+        generation, offers = "", tuple[Offer, ...]()
+        if isinstance(found, _Found):
+            generation = str(found.snapshot.manifest.generation)
+            offers = self._offers(found, plan)
+        try:
+            own = RestoreStatement(generation=generation)
+            first = self._agree(error, msgspec.structs.replace(own, offers=offers))
+            # Compare while the others copy their bytes. They get this rank's bytes in any case: if
+            # it differs, all ranks restore afterwards.
+            sources, differs = packed_tensors(self.live), ""
+            if plan.line == plan.target:
+                assert isinstance(found, _Found), "line() has found it"
+                differs = difference(
+                    found.snapshot,
+                    found.entries,
+                    found.extras,
+                    self.live,
+                    self.stateful,
+                    sources,
+                    self.engine,
+                )
+        finally:
+            if found is not None:
+                found.close_later()
+        # Second and third agreement: all ranks know whether any of them differs before one that
+        # restores has all bytes.
+        second = self._agree(None, msgspec.structs.replace(own, differs=differs))
+        scatter(self.exchange, [one.offers for one in first], sources, self.rank)
         self._agree(None, own)
-        sources = {source.name: source for source in self.live.sources()}
-        scatter(self.exchange, offers, sources, self.rank)
-        self._agree(None, own)
+        return _first_difference(second)
 
-    def _run(self, no_replay: str) -> Restored:
+    def _offers(self, found: _Found, alone: ReplayPlan | None) -> tuple[Offer, ...]:
+        """List what this rank's snapshot has for other ranks that restore."""
+        window = found.snapshot.window
+        offers = own_offers(found.entries, self.live, self.topology, self.rank, window)
+        return offers if alone is None else offers_within(offers, self.rank, alone.scope)
+
+    def _run(self, no_replay: str, alone: ReplayPlan | None) -> Restored:
         # Find this rank's snapshot. Keep an error for the first agreement: a rank that raised here
         # would leave the others waiting.
         found: _Found | OtherWorld | None = None
@@ -261,8 +312,7 @@ class Restore:
             epoch = hello.epoch
             found = self._find(epoch, no_replay)
             if isinstance(found, _Found) and self.exchange.together:
-                window = found.snapshot.window
-                offers = own_offers(found.entries, self.live, self.topology, self.rank, window)
+                offers = self._offers(found, alone)
         except HoldfastError as raised:
             error = raised
         # Restore together with the other ranks, from whichever world captured the line.
@@ -337,6 +387,7 @@ class Restore:
             experts=state,
             replay=None if copied.replay is None or copied.replay.over else copied.replay,
             replenishing=self.policy.leaves_out and any(one.replenishes for one in statements),
+            differs=_first_difference(statements),
         )
 
     def _from_world(self, epoch: int, world: OtherWorld, error: HoldfastError | None) -> Restored:
@@ -566,6 +617,12 @@ class Restore:
                 f"the present world"
             )
         return statements
+
+
+def _first_difference(statements: Sequence[RestoreStatement]) -> str:
+    """Why the first rank that differs from the line does; empty if none does."""
+    found = ((rank, one.differs) for rank, one in enumerate(statements) if one.differs)
+    return next((f"rank {rank}: {why}" for rank, why in found), "")
 
 
 def _live_after(epoch: int, step: int) -> Restored:

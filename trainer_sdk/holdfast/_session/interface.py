@@ -22,6 +22,7 @@ from holdfast._state.collect import Stateful
 from holdfast._steps import RestartRunner, TrainStep, steps_of
 from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.errors import HoldfastError, NoRecoveryLineError
+from holdfast_core.protection.replaying import ReplayPlan
 from holdfast_core.protection.standing import StandingVerdict
 from holdfast_core.topology import Topology
 
@@ -225,7 +226,7 @@ class WorldSession(Session):
         """Restore; see `Session.restore`.
 
         Args:
-            no_replay: why no pipeline stage repeats steps alone, for the log and the status.
+            no_replay: why lost ranks do not recover alone, for the log and the status.
         """
 
     def before_step(self, optimizer: object) -> None:
@@ -263,7 +264,7 @@ class WorldSession(Session):
     # --- localized recovery -----------------------------------------------------------------------
 
     def line(self) -> tuple[int, int]:
-        """Return the steps of the recovery line from which lost stages can be restored; see
+        """Return the steps of the recovery line from which lost ranks can be restored alone; see
         `Restore.line`.
 
         Raises:
@@ -271,25 +272,32 @@ class WorldSession(Session):
         """
         raise NoRecoveryLineError("no daemon protects this process, so there is no recovery line")
 
-    def restore_stages(self, *, own: bool) -> None:
-        """Restore the recovery line on some ranks, which will then repeat steps. Collective.
+    def restore_lost(self, plan: ReplayPlan, *, own: bool) -> str:
+        """Restore the recovery line on the ranks of `plan` alone. Collective.
 
         Args:
             own: whether this rank restores the line. If not, its state does not change.
 
+        Returns:
+            Why the state of some rank is not that of the line, if it is to be: then all ranks must
+            restore. Empty if it is. Equal on all ranks.
+
         Raises:
             HoldfastError: a rank could not restore. Then all ranks raise.
         """
+        del plan, own
+        return ""
 
     def on_step_repeated(self, step: int) -> None:
         """Note that this rank has repeated `step` alone. Within a sparse window, load the window's
         state for the next step."""
 
     def end_replay(self, step: int, repeated_after: int | None) -> bool:
-        """Continue after `step`, which lost stages have now reached by repeating steps. Collective.
+        """Continue after `step`, which the lost ranks have now reached as well. Collective.
 
         Args:
-            repeated_after: the step from which this rank repeated steps; None if it repeated none.
+            repeated_after: the step that this rank restored, and after which it repeated steps;
+                None if it kept its state.
 
         Returns:
             Whether all ranks now have the state after the step. If not, they must restore.

@@ -49,6 +49,7 @@ from holdfast_core.errors import (
     SnapshotSkippedError,
     StepOrderError,
 )
+from holdfast_core.protection.replaying import ReplayPlan
 from holdfast_core.protection.standing import StandingVerdict
 from holdfast_core.topology import Topology
 
@@ -191,12 +192,13 @@ class ProtectedSession(WorldSession):
     def line(self) -> tuple[int, int]:
         return self._restore.line()
 
-    def restore_stages(self, *, own: bool) -> None:
+    def restore_lost(self, plan: ReplayPlan, *, own: bool) -> str:
         self._saver.wait_staged()
-        if own:
-            self._replay = self._restore.run().replay
-        else:
-            self._restore.attend()
+        if not own:
+            return self._restore.attend(plan)
+        outcome = self._restore.run(alone=plan)
+        self._replay = outcome.replay
+        return outcome.differs
 
     def on_step_repeated(self, step: int) -> None:
         if self._replay is not None:

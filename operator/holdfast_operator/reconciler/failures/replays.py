@@ -1,5 +1,5 @@
-"""Text on replays of lost pipeline stages, from the ranks' daemons' reports. Pure; for people
-only."""
+"""Text on ranks that recovered alone while the others kept their state, from the ranks' daemons'
+reports. Pure; for people only."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from holdfast_operator.reconciler.observe.views import RankView
 
 
 def replay_in_words(ranks: Sequence[RankView]) -> str:
-    """Which ranks repeated which steps alone in this epoch, or why none did; empty where no script
-    has pipeline stages that could."""
+    """Which ranks restored the line and repeated which steps alone in this epoch, or why none did;
+    empty where none was to."""
     repeated: dict[tuple[int, int], list[int]] = {}
     for rank in ranks:
         if rank.repeated_after is not None and rank.restored is not None:
             steps = (rank.repeated_after + 1, rank.restored.step)
             repeated.setdefault(steps, []).append(rank.rank)
     parts = [
-        f"{ranks_in_words(found)} repeated "
-        + (f"steps {first} to {last} alone" if first <= last else "no step")
+        f"{ranks_in_words(found)} "
+        + (f"repeated steps {first} to {last}" if first <= last else f"restored step {last}")
         for (first, last), found in sorted(repeated.items())
     ]
     if parts:
-        return f"{', '.join(parts)}; the others repeated none"
+        return f"{', '.join(parts)} alone; the others kept their state"
     why = next((rank.no_replay for rank in ranks if rank.no_replay), "")
-    return f"all ranks repeat steps, since no pipeline stage can alone: {why}" if why else ""
+    return f"all ranks restored the line, since the lost ones could not alone: {why}" if why else ""

@@ -5,7 +5,7 @@ Pure. Implements rules 1 to 4 of `reconcile`, which calls `recover` in every tur
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -214,11 +214,12 @@ def _begin(observation: Observation, state: ControlState, case: _Case) -> RuleRe
 def _response(observation: Observation, begun: ControlState, case: _Case) -> str:
     """Text on what happens to the members in the epoch that has begun."""
     takes = case.moves.in_words(case.membership)
-    restarting = begun.membership.restarting if begun.membership is not None else frozenset()
-    if others_stay(observation.cluster, case.membership, restarting | case.moves.leaving):
+    assert begun.membership is not None
+    restarting, ranks = begun.membership.restarting, begun.membership.restarting_ranks
+    if others_stay(observation.cluster, case.membership, restarting | case.moves.leaving, ranks):
         here = restarting.intersection(case.membership.world.members)
         in_place = here.difference(case.moves.away(case.membership))
-        return partial_restart(in_place, takes, all_stay=not restarting)
+        return partial_restart(in_place, ranks, takes, all_stay=not restarting and not ranks)
     return takes or observation.pods.restart_in_words
 
 
@@ -290,17 +291,46 @@ def begin_epoch(
     stays = [a for a in agents if membership.has(a.member) and away.get(a.member) != a.node]
     ended = [agent for agent in stays if _ends(agent)]
     result = result.then(stop(observation, result.state, ended))
-    failed = {cause.member for cause in causes if cause.member is not None}
+    gone = {agent.member for agent in ended}
+    failed, failed_ranks = failed_parts(membership, causes, gone)
     if anew:
         failed |= {member.index for member in membership.members}
     result = result.then(
         publish_next(
-            observation, result.state, membership, moves.to, failed, moves.leaving, moves.order
+            observation,
+            result.state,
+            membership,
+            moves.to,
+            failed,
+            moves.leaving,
+            moves.order,
+            failed_ranks=failed_ranks,
         )
     )
     result = result.then(stop(observation, result.state, leaving))
     assert result.state.membership is not None
     return result.then(start_missing(observation, result.state, result.state.membership))
+
+
+def failed_parts(
+    membership: Membership, causes: Sequence[Cause], gone: Collection[int]
+) -> tuple[frozenset[int], frozenset[int]]:
+    """The members that have failed as a whole, and the failed ranks of others. A member has failed
+    as a whole as well if all of its ranks have, or one of them and its agent.
+
+    Args:
+        gone: members whose agents have ended.
+    """
+    ranks = frozenset(rank for cause in causes for rank in cause.ranks)
+    members = {cause.member for cause in causes if cause.member is not None}
+    whole = frozenset(
+        member
+        for member in members
+        if member in gone
+        or any(cause.member == member and not cause.ranks for cause in causes)
+        or ranks.issuperset(membership.ranks_of(member))
+    )
+    return whole, frozenset(rank for rank in ranks if membership.member_of(rank) not in whole)
 
 
 def _joining_after(state: ControlState, membership: Membership, moves: Moves) -> dict[str, Any]:

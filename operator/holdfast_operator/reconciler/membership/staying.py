@@ -1,7 +1,7 @@
 """Which workers stay in their processes when the world changes. Pure; decides nothing.
 
-Each node's agent decides for its own workers: it keeps them if all of them follow their worlds and
-their member is not to be restarted. This module announces that to people beforehand.
+Each node's agent decides for its own workers: it keeps those that follow their worlds and whose
+rank and member are not to be restarted. This module announces that to people beforehand.
 """
 
 from __future__ import annotations
@@ -28,16 +28,22 @@ def recovery_mode(observed: ClusterView, membership: Membership | None) -> Recov
     return RecoveryMode.RESTART if training_runs(observed, membership) else None
 
 
-def others_stay(observed: ClusterView, membership: Membership, restarting: Collection[int]) -> bool:
-    """Whether there are members that do not restart, and all of their ranks follow."""
+def others_stay(
+    observed: ClusterView,
+    membership: Membership,
+    restarting: Collection[int],
+    restarting_ranks: Collection[int] = (),
+) -> bool:
+    """Whether there are ranks that do not restart, and all of them follow."""
     views = zip(membership.members, observed.views(membership), strict=True)
     others = [view for member, view in views if member.index not in restarting]
-    return bool(others) and all(
-        view is not None
-        and len(view.ranks) == membership.nproc_per_node
-        and all(rank.follows for rank in view.ranks)
-        for view in others
-    )
+    if not all(
+        view is not None and len(view.ranks) == membership.nproc_per_node for view in others
+    ):
+        return False
+    ranks = [rank for view in others if view is not None for rank in view.ranks]
+    staying = [rank for rank in ranks if rank.rank not in restarting_ranks]
+    return bool(staying) and all(rank.follows for rank in staying)
 
 
 def may_go_on_live(observed: ClusterView, membership: Membership) -> bool:
@@ -51,20 +57,27 @@ def may_go_on_live(observed: ClusterView, membership: Membership) -> bool:
         rank.follows
         and not rank.lost
         and membership.member_of(rank.rank) not in membership.restarting
+        and rank.rank not in membership.restarting_ranks
         for rank in ranks
     )
 
 
-def partial_restart(restarting: Collection[int], takes: str, *, all_stay: bool) -> str:
-    """Text on the members that restart while the workers of all others stay.
+def partial_restart(
+    restarting: Collection[int], ranks: Collection[int], takes: str, *, all_stay: bool
+) -> str:
+    """Text on the members and ranks that restart while all other workers stay.
 
     Args:
         restarting: members that restart where they are.
-        all_stay: whether no member restarts, here or elsewhere: others have left.
+        ranks: ranks of other members that restart.
+        all_stay: whether none restarts, here or elsewhere: others have left.
         takes: text on the nodes that take over other members, and on how many go on when some
             leave; empty when none moves or leaves.
     """
-    found = sorted(restarting)
-    who = f"members {listed(found)} restart" if len(found) != 1 else f"member {found[0]} restarts"
+    restarts = [
+        f"{what}s {listed(sorted(found))} restart" if len(found) > 1 else f"{what} {one} restarts"
+        for what, found in (("member", restarting), ("rank", ranks))
+        for one in sorted(found)[:1]
+    ]
     stay = "their workers stay" if all_stay else "the others' workers stay"
-    return ", ".join([*filter(None, [takes, who if found else ""]), stay])
+    return ", ".join([*filter(None, [takes, *restarts]), stay])

@@ -67,6 +67,9 @@ class Cause:
     rank."""
     text: str
     member: int | None = None
+    ranks: frozenset[int] = frozenset()
+    """The ranks of the member that have failed, and are all that has to start again of it; empty
+    where the whole member has to."""
     exit_code: int | None = None
     last_lines: str = ""
     """Last lines that the rank or agent wrote, when it ended by itself."""
@@ -281,8 +284,8 @@ def _failures(member: Member, view: JobView | None, agent: AgentView | None) -> 
 def _rank_failures(
     member: Member, view: JobView | None, agent: AgentView | None
 ) -> Iterator[Cause]:
-    """Find failed or lost ranks. An agent reports the exit code of the first worker that failed,
-    and ends the others."""
+    """Find failed or lost ranks. An agent reports the exit codes of workers that failed; if the
+    others cannot stay, it ends them, and reports only the first."""
     if view is None:
         return
     exits = [(rank, rank.exit_code) for rank in view.ranks if rank.exit_code]
@@ -292,6 +295,7 @@ def _rank_failures(
             on=On.EXIT_CODE,
             text=f"rank {rank.rank} {exit_in_words(code, rank.exit_reason)}",
             member=member.index,
+            ranks=frozenset({rank.rank}),
             exit_code=code,
             last_lines=rank.last_lines,
             counted=code == BEGINS_ANEW,
@@ -303,6 +307,7 @@ def _rank_failures(
             on=On.ANY,
             text=f"{ranks_in_words(lost)} lost",
             member=member.index,
+            ranks=frozenset(lost),
             awaits_code=agent is not None
             and agent.state is AgentState.RUNNING
             and not view.agent_waiting,
@@ -387,4 +392,6 @@ def _hang(
         f"no progress of any rank for {idle_s:.1f} s; {ranks_in_words(named)} idle for "
         f"{longest_s:.1f} s at step {behind_step}"
     )
-    yield Cause(on=On.HANG, text=text, member=membership.member_of(named[0]))
+    member = membership.member_of(named[0])
+    hung = frozenset(named).intersection(membership.ranks_of(member))
+    yield Cause(on=On.HANG, text=text, member=member, ranks=hung)

@@ -51,9 +51,9 @@ class RankView(Struct, frozen=True, kw_only=True, gc=False):
     follows: bool = False
     """Whether its worker stays in its process when its world changes."""
     repeated_after: int | None = None
-    """Step after which it has repeated steps alone, up to the step of `restored`."""
+    """Step that it restored alone, and after which it repeated steps up to that of `restored`."""
     no_replay: str = ""
-    """Why no pipeline stage repeated steps alone; empty where none was to."""
+    """Why lost ranks did not recover alone; empty where none were to."""
     since_work_s: float | None = None
     """Seconds since its launcher last saw its worker work in this epoch: use the processor, read or
     write. None when it has not, or the launcher is not Holdfast's."""

@@ -41,7 +41,7 @@ class Recovery:
     sources: tuple[tuple[int, RestoreSource], ...] = ()
     """Each rank, and the source of its state."""
     replay: str = ""
-    """Which ranks repeated which steps alone, or why none did; empty without pipeline stages."""
+    """Which ranks recovered alone, or why none did; empty where none were to."""
     advanced_at: float | None = None
     """When the first step after the restored one was completed."""
 

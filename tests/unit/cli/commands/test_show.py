@@ -143,8 +143,8 @@ def test_a_run_shows_its_ranks_and_what_a_cluster_shows_of_a_job() -> None:
     ]
     rows = [" ".join(line.split()) for line in lines]
     assert (
-        "0 n0 running (1) 0 HEALTHY 41 0.5 s 1.30 parity, repeated from 31 1.31" in rows
-        and "1 LOST 41 0.5 s 1.30 parity, repeated from 31" in rows
+        "0 n0 running (1) 0 HEALTHY 41 0.5 s 1.30 parity, restored 30 alone 1.31" in rows
+        and "1 LOST 41 0.5 s 1.30 parity, restored 30 alone" in rows
     )
     assert "rank 1 lost 3.25 - - parity" in rows
     assert "Running Unknown RanksAway 1 of 2 ranks" in rows

@@ -1,4 +1,5 @@
-"""Which stages repeat which steps: every loss of small pipelines, and every contradiction."""
+"""Which ranks restore alone, and which steps they repeat: every loss in small topologies, and every
+contradiction."""
 
 from __future__ import annotations
 
@@ -15,7 +16,6 @@ from holdfast_core.protection.replaying import (
     ReplayPlan,
     pipeline_neighbours,
     plan_replay,
-    stages_lost,
 )
 from holdfast_core.protection.standing import RankStanding, StandingAction, standing
 from holdfast_core.topology import Topology
@@ -168,15 +168,60 @@ def test_a_window_is_repeated_from_its_first_save_past_its_last(topology: Topolo
                 assert f"from line {LINE}, whole after {whole}" in plan
 
 
-def test_a_line_at_the_others_step_needs_no_logs() -> None:
-    topology = Topology(pp=2, dp=1)
-    said = [
-        msgspec.structs.replace(one, line=TARGET, whole=TARGET, logged_from=1, logged_to=0)
-        for one in evidence(topology, (1,))
+SHARDED = [Topology(dp=dp, ep=ep, tp=tp, pp=pp) for dp, ep, tp, pp in (
+    (2, 1, 1, 1), (4, 1, 1, 1), (4, 2, 1, 1), (2, 1, 2, 1), (1, 1, 4, 1), (2, 1, 1, 2)
+)]  # fmt: skip
+
+
+def sharded(
+    topology: Topology, dead: Sequence[int], line: int, whole: int | None = None
+) -> list[ReplayEvidence]:
+    """Statements where the ranks `dead` are lost, and nobody has logged anything."""
+    return [
+        ReplayEvidence(
+            step=None if rank in dead else TARGET,
+            line=line,
+            whole=line if whole is None else whole,
+            topology=str(topology),
+        )
+        for rank in range(topology.world_size)
     ]
-    plan = plan_replay(said)
-    assert isinstance(plan, ReplayPlan)
-    assert plan.line == plan.target == TARGET
+
+
+@pytest.mark.parametrize("topology", SHARDED, ids=str)
+def test_any_ranks_restore_a_line_of_the_others_step_alone(topology: Topology) -> None:
+    for count in range(1, topology.world_size):
+        for dead in itertools.combinations(range(topology.world_size), count):
+            plan = plan_replay(sharded(topology, dead, TARGET))
+            assert isinstance(plan, ReplayPlan)
+            assert (plan.scope, plan.line, plan.target) == (dead, TARGET, TARGET)
+            assert not plan.sources
+
+
+@pytest.mark.parametrize("topology", SHARDED, ids=str)
+def test_no_rank_restores_a_line_of_another_step_alone(topology: Topology) -> None:
+    for count in range(1, topology.world_size + 1):
+        for dead in itertools.combinations(range(topology.world_size), count):
+            lines = [(line, line) for line in range(NO_LINE, TARGET + 3) if line != TARGET]
+            windows = [(first, TARGET) for first in range(TARGET)]
+            for line, whole in lines + windows:
+                assert isinstance(plan_replay(sharded(topology, dead, line, whole)), str)
+    why = plan_replay(sharded(topology, (0,), TARGET - 1))
+    assert isinstance(why, str)
+    assert f"{TARGET - 1}" in why and f"{TARGET}" in why
+
+
+def test_nobody_restores_alone_where_ranks_name_different_lines_or_have_different_steps() -> None:
+    topology = Topology(dp=3)
+    for rank, changes in itertools.product(
+        range(3), [{"line": TARGET - 1, "whole": TARGET - 1}, {"whole": TARGET + 1}]
+    ):
+        said = sharded(topology, (1,), TARGET)
+        said[rank] = msgspec.structs.replace(said[rank], **changes)
+        assert isinstance(plan_replay(said), str)
+    said = sharded(topology, (1,), TARGET)
+    said[2] = msgspec.structs.replace(said[2], step=TARGET - 1)
+    assert isinstance(plan_replay(said), str)
 
 
 def test_nothing_is_planned_where_no_stage_or_every_stage_is_lost() -> None:
@@ -188,27 +233,28 @@ def test_nothing_is_planned_where_no_stage_or_every_stage_is_lost() -> None:
 @pytest.mark.parametrize(
     "topology", [*SHAPES[:-1], pytest.param(SHAPES[-1], marks=pytest.mark.slow)], ids=str
 )
-def test_ranks_stand_for_a_replay_exactly_where_whole_stages_are_lost(topology: Topology) -> None:
+def test_ranks_stand_for_a_replay_exactly_where_nobody_else_has_a_lost_state(
+    topology: Topology,
+) -> None:
     ranks = range(topology.world_size)
     for count in range(1, topology.world_size):
         for lacking in itertools.combinations(ranks, min(count, 4)):
             said = [
                 RankStanding()
                 if rank in lacking
-                else RankStanding(step=TARGET, topology=str(topology), rank=rank, logs=True)
+                else RankStanding(step=TARGET, topology=str(topology), rank=rank)
                 for rank in ranks
             ]
             verdict = standing(said)
-            whole = stages_lost(lacking, topology)
-            assert (verdict.action is StandingAction.REPLAY) == whole
-            unlogged = [msgspec.structs.replace(one, logs=False) for one in said]
-            assert standing(unlogged).action is not StandingAction.REPLAY
+            gone = any(set(topology.dense_replicas(rank)) <= set(lacking) for rank in lacking)
+            assert (verdict.action is StandingAction.REPLAY) == gone
+            assert gone or set(verdict.sources) == set(lacking)
 
 
 def test_a_step_whose_vote_has_passed_is_finished_before_a_replay() -> None:
     topology = str(Topology(pp=2, dp=2))
-    done = RankStanding(step=TARGET, topology=topology, rank=2, logs=True)
-    behind = RankStanding(step=TARGET - 1, ready=True, topology=topology, rank=3, logs=True)
+    done = RankStanding(step=TARGET, topology=topology, rank=2)
+    behind = RankStanding(step=TARGET - 1, ready=True, topology=topology, rank=3)
     said = [RankStanding(), RankStanding(), done, behind]
     assert standing(said).action is StandingAction.FORWARD
     said[3] = msgspec.structs.replace(done, rank=3)

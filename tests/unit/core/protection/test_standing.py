@@ -12,11 +12,13 @@ import msgspec
 import pytest
 
 from holdfast_core.errors import ProtocolError
+from holdfast_core.protection.replaying import ReplayEvidence, ReplayPlan, plan_replay
 from holdfast_core.protection.standing import (
     NEW,
     RankStanding,
     StandingAction,
     can_lose_member,
+    can_lose_rank,
     read_standings,
     standing,
 )
@@ -82,7 +84,7 @@ def finish(process: Process, step: int, rank: int) -> None:
     process.bytes_of += (step,)
 
 
-def settle(found: dict[int, Process]) -> None:
+def settle(found: dict[int, Process], *, sharded: bool) -> None:
     """Let those who are left follow the rule to its end, and check where that is."""
     for rank, process in found.items():
         process.said = RankStanding(
@@ -90,6 +92,7 @@ def settle(found: dict[int, Process]) -> None:
             ready=process.said.ready,
             topology=process.said.topology,
             rank=rank,
+            unshared=sharded,
         )
     verdict = standing(all_ranks(found))
     passed = any(one.said.step == K + 1 for one in found.values())
@@ -103,14 +106,39 @@ def settle(found: dict[int, Process]) -> None:
             for dead in subsets(left) if some else ():
                 rest = {rank: one for rank, one in left.items() if rank not in dead}
                 if rest:
-                    settle(rest)
+                    settle(rest, sharded=sharded)
         return
-    assert verdict.action is StandingAction.LIVE
+    lost = set(range(RANKS)) - found.keys()
+    alone = sharded and bool(lost)
+    assert verdict.action is (StandingAction.REPLAY if alone else StandingAction.LIVE)
     assert {one.said.step for one in found.values()} == {verdict.step}
     assert verdict.step == K + passed
     assert {one.bytes_of for one in found.values()} == {tuple(range(1, verdict.step + 1))}
-    lost = set(range(RANKS)) - found.keys()
-    assert verdict.sources == {rank: (min(found), min(found)) for rank in lost}
+    givers = {rank: (min(found), min(found)) for rank in lost}
+    assert verdict.sources == ({} if alone else givers)
+    if alone:
+        settle_by_line(found, verdict.step)
+
+
+def settle_by_line(found: Mapping[int, Process], step: int) -> None:
+    """With each line that may be there, the ranks that are lost restore alone if and only if it is
+    of the step that the others have; otherwise all go back to it."""
+    for line in range(-1, K + 3):
+        plan = plan_replay(
+            [
+                ReplayEvidence(
+                    step=found[rank].said.step if rank in found else None,
+                    line=line,
+                    whole=line,
+                    topology="dp3·ep1·tp1·pp1",
+                )
+                for rank in range(RANKS)
+            ]
+        )
+        assert isinstance(plan, ReplayPlan) is (line == step)
+        if isinstance(plan, ReplayPlan):
+            assert set(plan.scope) == set(range(RANKS)) - found.keys()
+            assert plan.line == plan.target == step
 
 
 def subsets(of: object) -> Iterator[tuple[int, ...]]:
@@ -119,12 +147,13 @@ def subsets(of: object) -> Iterator[tuple[int, ...]]:
         yield from itertools.combinations(items, count)
 
 
+@pytest.mark.parametrize("sharded", [False, True], ids=["replicas", "sharded"])
 @pytest.mark.parametrize("dead", [s for s in subsets(range(RANKS)) if len(s) < RANKS])
-def test_survivors_of_every_crash_end_at_one_step(dead: tuple[int, ...]) -> None:
+def test_survivors_of_every_crash_end_at_one_step(dead: tuple[int, ...], sharded: bool) -> None:
     seen = 0
     for places in itertools.product(At, repeat=RANKS):
         if possible(places):
-            settle(survivors(places, frozenset(dead)))
+            settle(survivors(places, frozenset(dead)), sharded=sharded)
             seen += 1
     assert seen == 4**3 + 5**3 - 1  # before the vote, and after all have come to it
 
@@ -153,7 +182,6 @@ def test_a_step_that_was_cut_off_after_its_vote_leads_back_to_the_line(dead: int
         ([live(), live(topology="dp3·ep3·tp1·pp1", rank=1)], "different topologies"),
         ([live(topology="nonsense")], "cannot be read"),
         ([live(topology="dp1·ep1·tp2·pp1")] * 3, "does not fit a training world of 3"),
-        ([live(unshared=True), live(rank=1), RankStanding()], "tensors that no other rank has"),
         ([RankStanding(torn="cut"), live(rank=1), live(rank=2)], "rank 0: cut"),
     ],
     ids=lambda one: one if isinstance(one, str) else "",
@@ -181,15 +209,29 @@ def test_experts_come_from_a_rank_that_has_the_same_ones() -> None:
 
 def test_experts_that_nobody_else_has_are_restored() -> None:
     verdict = standing(expert_ranks(4, "dp4·ep2·tp1·pp1", {1, 3}))
-    assert verdict.action is StandingAction.LINE
-    assert verdict.reason == "nobody is left who holds the experts of rank 1"
+    assert (verdict.action, verdict.step, verdict.sources) == (StandingAction.REPLAY, K, {})
+    assert verdict.reason.endswith("nobody is left who holds the experts of rank 1")
+
+
+def test_a_lost_state_is_restored_alone_only_in_a_world_of_the_same_places() -> None:
+    private = [live(rank=rank, unshared=True) for rank in range(RANKS)]
+    verdict = standing([*private[:2], RankStanding()])
+    assert verdict.action is StandingAction.REPLAY
+    assert verdict.reason.endswith("rank 2 is to hold tensors that no other rank has")
+    moved = [private[0], private[2], RankStanding()]
+    larger = [*private, RankStanding()]
+    for ranks in (moved, larger):
+        verdict = standing(ranks)
+        assert verdict.action is StandingAction.LINE
+        assert "tensors that no other rank has" in verdict.reason
 
 
 def test_each_pipeline_stage_needs_a_rank_that_is_left() -> None:
     ranks = expert_ranks(4, "dp2·ep1·tp1·pp2", {3})
     assert standing(ranks).sources == {3: (2, 2)}
     verdict = standing(expert_ranks(4, "dp2·ep1·tp1·pp2", {2, 3}))
-    assert verdict.reason == "nobody is left who holds what rank 2 is to hold"
+    assert verdict.action is StandingAction.REPLAY
+    assert verdict.reason.endswith("nobody is left who holds what rank 2 is to hold")
 
 
 def test_uneven_copies_go_on_live_as_long_as_each_expert_has_one() -> None:
@@ -295,5 +337,26 @@ def test_a_member_can_be_lost_where_the_others_would_go_on_live(step: int) -> No
     assert seen == {False, True}
 
 
+@pytest.mark.parametrize("step", [0, K])
+def test_a_rank_can_be_lost_where_the_others_would_go_on_live(step: int) -> None:
+    seen = set()
+    for topology, ranks, nproc, unshared, experts in shapes():
+        own = [
+            RankStanding(
+                step=step, topology=topology, rank=rank, unshared=unshared, experts=experts
+            )
+            for rank in range(ranks)
+        ]
+        for lost in range(ranks):
+            left = [RankStanding() if rank == lost else own[rank] for rank in range(ranks)]
+            lives = standing(left).action is StandingAction.LIVE
+            assert can_lose_rank(own[lost], ranks) is lives, topology
+            whole = can_lose_member(own[lost], ranks, nproc)
+            assert lives or not whole, "a member that can be lost has no rank that cannot"
+            seen.add((lives, whole))
+    assert seen == {(False, False), (True, False), (True, True)}
+
+
 def test_what_is_the_state_of_no_step_is_nothing_to_go_on_with() -> None:
-    assert not can_lose_member(RankStanding(step=0, topology="dp3·ep1·tp1·pp1", torn="x"), 3, 1)
+    torn = RankStanding(step=0, topology="dp3·ep1·tp1·pp1", torn="x")
+    assert not can_lose_member(torn, 3, 1) and not can_lose_rank(torn, 3)

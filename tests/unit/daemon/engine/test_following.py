@@ -3,7 +3,8 @@ and whether they have arrived in the new world."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -56,8 +57,13 @@ def follow_all(engine: JobEngine) -> dict[int, int]:
     return {rank: engine.follows(rank, 100 + rank) for rank in RANKS}
 
 
-def begin(engine: JobEngine, epoch: int, *restarting: int) -> None:
-    following = replace(MEMBERSHIP, epoch=epoch, restarting=frozenset(restarting))
+def begin(engine: JobEngine, epoch: int, *restarting: int, ranks: Iterable[int] = ()) -> None:
+    following = replace(
+        MEMBERSHIP,
+        epoch=epoch,
+        restarting=frozenset(restarting),
+        restarting_ranks=frozenset(ranks),
+    )
     engine.set_membership(following, 0.0)
 
 
@@ -93,6 +99,22 @@ def test_a_member_that_is_to_be_restarted_keeps_no_worker_in_that_epoch_only() -
     assert not world(engine).keep
     begin(engine, 3)
     assert world(engine).keep
+
+
+def test_a_lane_is_kept_where_its_own_worker_follows_and_nothing_of_it_restarts() -> None:
+    """Enumerated: which workers follow, which ranks restart, and whether the member does."""
+    subsets = [set(part) for n in range(3) for part in itertools.combinations(RANKS, n)]
+    for following, ranks, whole in itertools.product(subsets, subsets, (False, True)):
+        engine = member()
+        for rank in following:
+            engine.follows(rank, 100 + rank)
+        assert engine.following_lanes == sorted(rank - RANKS[0] for rank in following)
+        begin(engine, 2, *([1] if whole else []), ranks=ranks)
+        kept = set() if whole else following - ranks
+        assert world(engine).kept == {rank - RANKS[0] for rank in kept}
+        assert world(engine).keep == (kept == set(RANKS))
+        begin(engine, 3)
+        assert world(engine).kept == {rank - RANKS[0] for rank in following}
 
 
 def test_a_stream_that_ended_leaves_nothing_to_keep() -> None:
@@ -146,7 +168,7 @@ def test_ranks_have_arrived_once_all_have_greeted_the_daemon_from_the_new_world(
     engine.publish_store(1, "a:1", 0.0)
     assert not world(engine).arrived
     engine.hello(2, "a:1")
-    assert not world(engine).arrived
+    assert not world(engine).arrived and world(engine).arrived_lanes == {0}
     engine.hello(3, "a:1")
     assert world(engine).arrived
     begin(engine, 2)
@@ -273,12 +295,34 @@ def test_what_was_protected_in_an_earlier_epoch_is_worth_staying_for() -> None:
     assert world(engine).keep
 
 
-def test_one_rank_that_holds_something_elsewhere_does_not_keep_its_node() -> None:
+def test_a_rank_whose_state_others_hold_stays_beside_one_whose_state_nobody_holds() -> None:
     engine = member()
     follow_all(engine)
     engine.begins_alone(2)
     assert follows(engine) == [False, True]
-    assert not world(engine).keep
+    assert world(engine).kept == {1}
+
+
+@pytest.mark.parametrize("held_beside", [False, True])
+def test_where_only_ranks_are_lost_the_state_of_a_neighbour_is_enough(held_beside: bool) -> None:
+    """As in a member whose ranks are replicas of each other, before anything is protected."""
+    for restarting, kept in (((), held_beside), ((0,), False)):
+        engine = member()
+        follow_all(engine)
+        for rank in RANKS:
+            engine.begins_alone(rank, held_beside=held_beside)
+        begin(engine, 2, *restarting, ranks=[] if restarting else [0])
+        assert world(engine).keep == kept, "the ranks of member 0 have nothing else in common"
+
+
+def test_where_members_have_left_the_state_of_a_neighbour_is_not_enough() -> None:
+    engine = member()
+    follow_all(engine)
+    for rank in RANKS:
+        engine.begins_alone(rank, held_beside=True)
+    fewer = replace(MEMBERSHIP, epoch=2, members=MEMBERSHIP.members[1:], groups=((1, 2),), since=2)
+    engine.set_membership(fewer, 0.0)
+    assert not world(engine).kept
 
 
 def test_a_new_process_can_stay_until_it_has_begun() -> None:

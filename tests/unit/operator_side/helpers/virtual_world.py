@@ -5,9 +5,10 @@ It does what an adapter and healthy daemons would do, and nothing else: tests de
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
+from types import MappingProxyType
 from typing import Any
 
 from holdfast_core.elastic_experts.reports import PlanReport
@@ -99,7 +100,13 @@ class Daemon:
 
 
 class World:
-    """Nodes with daemons, agents on them, and a control loop that runs when a test calls it."""
+    """Nodes with daemons, agents on them, and a control loop that runs when a test calls it.
+
+    Attributes:
+        idler_s: rank → for how much longer than the others it has been idle.
+    """
+
+    idler_s: Mapping[int, float] = MappingProxyType({})
 
     def __init__(self, job: MoETrainingJob, nodes: int | None = None) -> None:
         self.job, self.now = job, 1000.0
@@ -279,7 +286,7 @@ class World:
                         else RankHealth.OFFLINE
                     ),
                     step=self.step,
-                    idle_s=self.idle_s,
+                    idle_s=self.idle_s + self.idler_s.get(rank, 0.0),
                     lost=rank in daemon.lost,
                     exit_code=daemon.exits.get(rank),
                     last_lines=daemon.last_lines.get(rank, ""),

@@ -1,4 +1,4 @@
-"""What people are told of replays of pipeline stages."""
+"""What people are told of ranks that recovered alone."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def rank(number: int, **fields: Any) -> RankView:
         ([rank(0), rank(1)], ""),
         (
             [rank(0), rank(1), rank(2, repeated_after=10), rank(3, repeated_after=10)],
-            "ranks 2, 3 repeated steps 11 to 18 alone; the others repeated none",
+            "ranks 2, 3 repeated steps 11 to 18 alone; the others kept their state",
         ),
         (
             [rank(0), rank(1, repeated_after=18)],
-            "rank 1 repeated no step; the others repeated none",
+            "rank 1 restored step 18 alone; the others kept their state",
         ),
         (
             [rank(0), rank(1, no_replay="rank 0: activation 2 of step 12 is not the same")],
-            "all ranks repeat steps, since no pipeline stage can alone: rank 0: activation 2 of "
-            "step 12 is not the same",
+            "all ranks restored the line, since the lost ones could not alone: rank 0: activation "
+            "2 of step 12 is not the same",
         ),
     ],
 )

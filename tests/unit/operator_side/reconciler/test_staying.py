@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
 from virtual_world import World, make_job, running
 
+from holdfast_core.exit_codes import BEGINS_ANEW
+from holdfast_core.job.parsing import On
 from holdfast_core.job.status import RecoveryMode
 from holdfast_core.snapshots.generations import Line
+from holdfast_operator.reconciler.membership.recovering import failed_parts
 from holdfast_operator.reconciler.membership.staying import recovery_mode
+from holdfast_operator.reconciler.observe.evidence import Cause
 from holdfast_operator.reconciler.observe.lookups import live_step
 
 
@@ -97,6 +102,137 @@ def test_causes_and_members_that_move_restart_and_the_others_stay(
     (event,) = world.messages("Recovering")
     assert event.endswith(f"; {text} in epoch 2")
     assert all(each.restarting == restarting for each in world.published if each.epoch == 2)
+
+
+def wide() -> World:
+    """A job of two members with four ranks each that trains in epoch 1; all workers stay."""
+    world = running(make_job(nodes=2, nproc=4, spares=1))
+    world.following = set(range(8))
+    return world
+
+
+def _one_exits(world: World) -> None:
+    world.exit_rank(5, 137)
+
+
+def _one_is_lost(world: World) -> None:
+    world.lose_rank(5)
+
+
+def _two_of_a_member(world: World) -> None:
+    world.lose_rank(0)
+    world.lose_rank(2)
+
+
+def _one_of_each(world: World) -> None:
+    world.exit_rank(3, 42)
+    world.exit_rank(4, 42)
+
+
+def _all_of_a_member(world: World) -> None:
+    for rank in range(4):
+        world.exit_rank(rank, 42)
+
+
+def _one_and_its_agent(world: World) -> None:
+    world.exit_rank(5, 42)
+    world.exit_agent(1, 1)
+
+
+def _one_and_a_whole_member(world: World) -> None:
+    world.exit_rank(5, 42)
+    for rank in range(4):
+        world.exit_rank(rank, 42)
+
+
+def _node_and_a_rank_of_another(world: World) -> None:
+    world.kill_node("n0")
+    world.exit_rank(5, 42)
+
+
+def _begins_anew(world: World) -> None:
+    world.exit_rank(5, BEGINS_ANEW)
+
+
+@pytest.mark.parametrize(
+    ("fault", "members", "ranks", "text"),
+    [
+        (_one_exits, set(), {5}, "rank 5 restarts, the others' workers stay"),
+        (_one_is_lost, set(), {5}, "rank 5 restarts, the others' workers stay"),
+        (_two_of_a_member, set(), {0, 2}, "ranks 0, 2 restart, the others' workers stay"),
+        (_one_of_each, set(), {3, 4}, "ranks 3, 4 restart, the others' workers stay"),
+        (_all_of_a_member, {0}, set(), "member 0 restarts, the others' workers stay"),
+        (_one_and_its_agent, {1}, set(), "member 1 restarts, the others' workers stay"),
+        (
+            _one_and_a_whole_member,
+            {0},
+            {5},
+            "member 0 restarts, rank 5 restarts, the others' workers stay",
+        ),
+        (
+            _node_and_a_rank_of_another,
+            {0},
+            {5},
+            "spare n2 takes over, rank 5 restarts, the others' workers stay",
+        ),
+        (_begins_anew, {0, 1}, set(), "restart in place"),
+    ],
+)
+def test_ranks_that_fail_restart_and_their_neighbours_stay(
+    fault: Callable[[World], None], members: set[int], ranks: set[int], text: str
+) -> None:
+    world = wide()
+    fault(world)
+    world.settle(10.0)
+    assert world.membership.epoch == 2
+    assert world.membership.restarting == members
+    assert world.membership.restarting_ranks == ranks
+    assert world.messages("Recovering")[0].endswith(f"; {text} in epoch 2")
+    assert len(world.state.restarts) <= 1, "a recovery counts once, however many ranks it restarts"
+
+
+@pytest.mark.parametrize(
+    ("idlest", "members", "ranks"),
+    [((6,), set(), {6}), ((1, 2), set(), {1, 2}), ((3, 4), set(), {3}), ((), {0}, set())],
+    ids=["one", "two of a member", "two of two members", "all alike"],
+)
+def test_a_rank_that_hangs_restarts_and_its_neighbours_stay(
+    idlest: tuple[int, ...], members: set[int], ranks: set[int]
+) -> None:
+    world = wide()
+    world.idle_s, world.idler_s = 10_000.0, dict.fromkeys(idlest, 1.0)
+    world.settle(2.0)
+    assert world.membership.epoch == 2
+    assert world.membership.restarting == members
+    assert world.membership.restarting_ranks == ranks
+
+
+def test_neighbours_that_do_not_follow_are_not_promised_to_stay() -> None:
+    world = wide()
+    world.following = {0, 1, 2, 3}
+    world.exit_rank(5, 42)
+    world.look()
+    assert world.membership.restarting_ranks == {5}
+    assert world.messages("Recovering")[0].endswith("; restart in place in epoch 2")
+
+
+def test_each_set_of_failed_parts_is_split_into_whole_members_and_ranks() -> None:
+    """Enumerated: for two members of two ranks, which ranks have failed, and which as members."""
+    membership = running(make_job(nodes=2, nproc=2)).membership
+    subsets = [frozenset(c) for n in range(5) for c in itertools.combinations(range(4), n)]
+    for ranks, whole in itertools.product(subsets, subsets[:5]):
+        causes = [
+            Cause(on=On.ANY, text="", member=membership.member_of(rank), ranks=frozenset({rank}))
+            for rank in sorted(ranks)
+        ]
+        causes += [Cause(on=On.ANY, text="", member=member) for member in whole if member < 2]
+        for gone in ((), (1,)):
+            members, single = failed_parts(membership, causes, gone)
+            for member in range(2):
+                mine = set(membership.ranks_of(member))
+                agentless = member in gone and bool(mine & ranks)
+                assert (member in members) == (member in whole or mine <= ranks or agentless)
+                assert single & mine == (set() if member in members else ranks & mine)
 
 
 def test_members_that_stay_are_not_promised_where_a_rank_does_not_follow() -> None:

@@ -71,6 +71,11 @@ class PlayedDaemon:
         self.work: list[tuple[int, ...]] = []
         """Epoch and ranks of each report of work."""
         self.deaf = False
+        self.following: set[int] = set()
+        """Lanes whose workers follow their worlds."""
+        self.kept_lanes: dict[int, set[int]] = {}
+        """For epochs in which only some workers are kept: their lanes."""
+        self.arrived_lanes: dict[int, set[int]] = {}
 
     def join_world(self, after_epoch: int, wait_s: float, *, peek: bool) -> AnnouncedWorld:
         worlds = self.worlds
@@ -95,6 +100,8 @@ class PlayedDaemon:
                 node_host="127.0.0.1",
                 keep=worlds.epoch in self.keeps,
                 arrived=worlds.epoch in self.arrived,
+                kept_lanes=frozenset(self.kept_lanes.get(worlds.epoch, ())),
+                arrived_lanes=frozenset(self.arrived_lanes.get(worlds.epoch, ())),
             )
 
     def _ready(self, after_epoch: int, peek: bool) -> bool:
@@ -117,12 +124,13 @@ class PlayedDaemon:
 
     def report_worker_exit(
         self, epoch: int, rank: int, exit_code: int, last_lines: str, reason: EndReason
-    ) -> None:
+    ) -> frozenset[int]:
         if self.deaf:
             raise UnreachableError("away")
         self.exits.append((epoch, rank, exit_code))
         self.lines.append(last_lines)
         self.reasons.append(reason)
+        return frozenset(self.following)
 
     def report_work(self, epoch: int, ranks: Collection[int]) -> None:
         if self.deaf:
@@ -142,7 +150,7 @@ def rendezvous(
     """A handler, and the event that its workers were killed."""
     handler = HoldfastRendezvous(daemon, "default.moe", reform_s=reform_s)
     killed = threading.Event()
-    handler.kill = killed.set
+    handler.kill = lambda lanes=None: killed.set()
     try:
         yield handler, killed
     finally:

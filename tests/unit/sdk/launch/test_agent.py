@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
 from played_daemon import PlayedDaemon, Worlds
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported by torch
 from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from holdfast._daemon.sealed_store import SealedStore, new_store_key
@@ -26,6 +29,7 @@ from holdfast._launch.agent import (
     HoldfastAgent,
 )
 from holdfast._launch.rendezvous import AnnouncedWorld, HoldfastRendezvous
+from holdfast._launch.workers import CLOSE_S
 from holdfast_core.errors import UnreachableError
 from holdfast_core.states import EndReason
 
@@ -56,7 +60,7 @@ class OneEpoch:
 
     def report_worker_exit(
         self, epoch: int, rank: int, exit_code: int, last_lines: str, reason: EndReason
-    ) -> None:
+    ) -> frozenset[int]:
         raise AssertionError("no worker runs here")
 
     def report_work(self, epoch: int, ranks: Collection[int]) -> None:
@@ -92,6 +96,9 @@ class FinishedAgent(HoldfastAgent):
 
     def end(self) -> None:
         self._stop_workers(self._worker_group)
+
+    def terminate(self) -> None:
+        self._shutdown()
 
 
 @pytest.fixture
@@ -171,15 +178,17 @@ def test_the_agent_ends_when_the_job_has_ended(daemon: OneEpoch, agent: Finished
 
 
 class Node:
-    """An agent with one worker that runs until `finish`, as a program or in a fork."""
+    """An agent whose workers run until `finish`, as a program or in a fork."""
 
-    def __init__(self, daemon: PlayedDaemon, folder: Path, forked: bool, reform_s: float) -> None:
+    def __init__(
+        self, daemon: PlayedDaemon, folder: Path, forked: bool, reform_s: float, lanes: int
+    ) -> None:
         self.fifo, self.daemon = folder / f"node-{daemon.rank}", daemon
         os.mkfifo(self.fifo)
         self.rendezvous = HoldfastRendezvous(daemon, "default.moe", reform_s=reform_s)
         spec = WorkerSpec(
             role="trainer",
-            local_world_size=1,
+            local_world_size=lanes,
             rdzv_handler=self.rendezvous,
             entrypoint=_read if forked else "cat",
             args=(str(self.fifo),),
@@ -222,8 +231,10 @@ def node(worlds: Worlds, tmp_path: Path) -> Iterator[Callable[..., Node]]:
     with ExitStack() as ends, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_ELASTIC_WORKER_IDENTICAL", "1")
 
-        def make(daemon: PlayedDaemon, *, forked: bool = False, reform_s: float = 60.0) -> Node:
-            node = Node(daemon, tmp_path, forked, reform_s)
+        def make(
+            daemon: PlayedDaemon, *, forked: bool = False, reform_s: float = 60.0, lanes: int = 1
+        ) -> Node:
+            node = Node(daemon, tmp_path, forked, reform_s, lanes)
             ends.callback(node.rendezvous.shutdown)
             ends.callback(node.agent.end)
             return node
@@ -237,16 +248,16 @@ def test_workers_run_until_one_of_them_has_died_or_returned(
 ) -> None:
     worlds.begin(1)
     here = node(PlayedDaemon(worlds), forked=forked)
-    assert not here.agent.are_workers_running()
+    assert not here.agent.running_workers()
     (pid,) = here.agent.start()
-    assert here.agent.are_workers_running()
+    assert here.agent.running_workers()
     os.kill(pid, signal.SIGKILL)
-    until(lambda: not here.agent.are_workers_running())  # before torchrun has looked
+    until(lambda: not here.agent.running_workers())  # before torchrun has looked
     worlds.begin(2)
     here.agent.restart()
-    assert here.agent.are_workers_running()
+    assert here.agent.running_workers()
     here.finish()
-    assert not here.agent.are_workers_running()
+    assert not here.agent.running_workers()
 
 
 def test_a_worker_that_has_finished_waits_for_nobody(
@@ -258,7 +269,7 @@ def test_a_worker_that_has_finished_waits_for_nobody(
     here = node(PlayedDaemon(worlds), forked=True)
     here.agent.start()
     here.fifo.write_bytes(b"")  # once the worker reads
-    until(lambda: not here.agent.are_workers_running())  # before torchrun has looked
+    until(lambda: not here.agent.running_workers())  # before torchrun has looked
     until(lambda: here.agent.state() is WorkerState.SUCCEEDED)
 
 
@@ -346,9 +357,215 @@ def test_an_agent_whose_workers_finished_without_arriving_joins_the_next_epoch(
     here.daemon.may_reply.clear()
     worlds.begin(2)
     worlds.wait(lambda: 2 in worlds.stores)
-    here.rendezvous.kill = lambda: None  # the deadline finds them finished
+    here.rendezvous.kill = lambda lanes=None: None  # the deadline finds them finished
     here.daemon.may_reply.set()
     worlds.wait(lambda: here.rendezvous.epoch == 2)
     here.finish()
     with pytest.raises(EpochEndedError):
         here.agent.wait_for_others()
+
+
+LANES = range(4)
+
+
+def lose(here: Node, *lanes: int) -> None:
+    """Kill workers, and let the agent see it."""
+    for lane in lanes:
+        os.kill(here.agent.running_workers()[lane], signal.SIGKILL)
+    until(lambda: here.agent.state() is not WorkerState.HEALTHY or len(here.daemon.exits) > 0)
+
+
+def replaced(here: Node, before: list[int]) -> list[int]:
+    """Wait until all lanes run; return those whose process is another one than `before`."""
+    until(
+        lambda: (
+            here.agent.state() is WorkerState.HEALTHY
+            and len(here.agent.running_workers()) == len(before)
+        )
+    )
+    return [lane for lane, pid in here.agent.running_workers().items() if pid != before[lane]]
+
+
+def _is_in(here: Node, epoch: int) -> bool:
+    return here.rendezvous.epoch == epoch
+
+
+def environment(pid: int) -> dict[str, str]:
+    """The variables that a program was started with. While it is being started, it has none."""
+    environ = Path(f"/proc/{pid}/environ")
+    until(lambda: "TORCHELASTIC_ERROR_FILE=" in environ.read_text())
+    variables = environ.read_text().split("\0")
+    return dict(variable.split("=", 1) for variable in variables if variable)
+
+
+@pytest.mark.parametrize("forked", [False, True], ids=["program", "fork"])
+def test_a_lost_worker_starts_anew_beside_the_others_that_follow_their_worlds(
+    worlds: Worlds, node: Callable[..., Node], forked: bool
+) -> None:
+    worlds.begin(1)
+    here = node(PlayedDaemon(worlds), forked=forked, lanes=len(LANES))
+    before = here.agent.start()
+    for epoch, lane in ((2, 2), (3, 0), (4, 2)):  # the same twice, and one that started in epoch 1
+        here.daemon.following = here.daemon.kept_lanes[epoch] = set(LANES) - {lane}
+        here.daemon.exits.clear()
+        lose(here, lane)
+        assert here.agent.state() is WorkerState.HEALTHY
+        assert here.daemon.exits == [(epoch - 1, lane, 137)]
+        worlds.begin(epoch)
+        worlds.wait(partial(_is_in, here, epoch))
+        assert replaced(here, before) == [lane]
+        before = list(here.agent.running_workers().values())
+        here.daemon.arrived_lanes[epoch] = set(LANES) - {lane}
+        assert here.rendezvous.wait_arrived(TIMEOUT_S)
+        assert [each.id for each in here.agent.get_worker_group().workers] == before
+
+
+def test_a_new_worker_gets_the_environment_of_its_world(
+    worlds: Worlds, node: Callable[..., Node]
+) -> None:
+    worlds.begin(1)
+    here = node(PlayedDaemon(worlds, 0, 2), lanes=2)
+    before = here.agent.start()
+    first = environment(before[1])
+    here.daemon.nodes = 3
+    here.daemon.kept_lanes[2] = {0}
+    worlds.begin(2)  # the daemon does not keep the second worker, which runs
+    worlds.wait(lambda: here.rendezvous.epoch == 2)
+    assert replaced(here, before) == [1]
+    second = environment(here.agent.running_workers()[1])
+    changed = {name: (first[name], second[name]) for name in first if first[name] != second[name]}
+    del changed["MASTER_PORT"], changed["TORCHELASTIC_ERROR_FILE"]
+    assert changed == {
+        "WORLD_SIZE": ("4", "6"),
+        "ROLE_WORLD_SIZE": ("4", "6"),
+        "GROUP_WORLD_SIZE": ("2", "3"),
+        "TORCHELASTIC_RESTART_COUNT": ("1", "2"),
+    }
+    assert f"127.0.0.1:{second['MASTER_PORT']}" == worlds.stores[2]
+    assert here.daemon.exits == []
+
+
+class TorchrunsAgent(LocalElasticAgent):
+    """The agent of torchrun itself, at the same daemon."""
+
+    def start(self) -> list[int]:
+        self._initialize_workers(self._worker_group)
+        return [worker.id for worker in self._worker_group.workers]
+
+    def end(self) -> None:
+        self._stop_workers(self._worker_group)
+
+
+def test_workers_get_the_variables_that_torchrun_gives(
+    worlds: Worlds, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # else the launcher sets it
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    worlds.begin(1)
+    here, there = (node(PlayedDaemon(worlds, rank, 2), lanes=2) for rank in range(2))
+    here.agent.start()
+    ours = environment(there.agent.start()[1])
+    spec = there.agent.get_worker_group().spec
+    spec.rdzv_handler = HoldfastRendezvous(PlayedDaemon(worlds, 1, 2), "default.moe")
+    torchruns = TorchrunsAgent(spec, DefaultLogsSpecs())
+    theirs = environment(torchruns.start()[1])
+    torchruns.end()
+    spec.rdzv_handler.shutdown()
+    for name in ("TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RESTART_COUNT"):  # of each agent
+        del ours[name], theirs[name]
+    assert ours == theirs
+
+
+def test_workers_that_follow_no_worlds_end_with_the_first_that_fails(
+    worlds: Worlds, node: Callable[..., Node]
+) -> None:
+    worlds.begin(1)
+    here = node(PlayedDaemon(worlds), lanes=len(LANES))
+    here.agent.start()
+    lose(here, 1)
+    until(lambda: here.agent.state() is WorkerState.FAILED)
+    assert here.agent.running_workers() == {}
+    assert here.daemon.exits == [(1, 1, 137)], "the others were ended because of it"
+
+
+def test_a_worker_that_does_not_follow_yet_ends_with_the_one_that_fails(
+    worlds: Worlds, node: Callable[..., Node]
+) -> None:
+    worlds.begin(1)
+    here = node(PlayedDaemon(worlds), lanes=len(LANES))
+    before = here.agent.start()
+    here.daemon.following = {0, 2}
+    lose(here, 1)
+    until(lambda: here.agent.running_workers().keys() == {0, 2})
+    here.daemon.kept_lanes[2] = {0, 2}
+    worlds.begin(2)
+    worlds.wait(lambda: here.rendezvous.epoch == 2)
+    assert replaced(here, before) == [1, 3]
+    assert {rank for _, rank, _ in here.daemon.exits} == {1}
+
+
+def test_a_worker_that_is_stopped_is_replaced_among_those_that_are_kept(
+    worlds: Worlds, node: Callable[..., Node]
+) -> None:
+    worlds.begin(1)
+    here = node(PlayedDaemon(worlds), lanes=len(LANES))
+    before = here.agent.start()
+    os.kill(before[3], signal.SIGSTOP)
+    here.daemon.kept_lanes[2] = {0, 1, 2}
+    worlds.begin(2)
+    worlds.wait(lambda: here.rendezvous.epoch == 2)
+    assert replaced(here, before) == [3]
+    with pytest.raises(ProcessLookupError):
+        os.kill(before[3], 0)
+
+
+def test_a_kept_worker_that_does_not_arrive_is_killed_alone(
+    worlds: Worlds, node: Callable[..., Node]
+) -> None:
+    worlds.begin(1)
+    here = node(PlayedDaemon(worlds), lanes=len(LANES), reform_s=1e-3)
+    here.agent.start()
+    here.daemon.following, here.daemon.kept_lanes[2] = set(LANES), {0, 1, 2}
+    here.daemon.arrived_lanes[2] = {0, 1}
+    worlds.begin(2)
+    assert not here.rendezvous.wait_arrived(0.0) or here.rendezvous.epoch == 1
+    until(lambda: here.agent.state() is WorkerState.HEALTHY and len(here.daemon.exits) > 0)
+    assert here.daemon.exits == [(2, 2, 137)]
+    assert here.agent.running_workers().keys() == {0, 1, 3}, "the new worker may take longer"
+
+
+def test_a_failure_is_reported_again_to_a_daemon_that_was_away(
+    worlds: Worlds, node: Callable[..., Node]
+) -> None:
+    worlds.begin(1)
+    here = node(PlayedDaemon(worlds), lanes=len(LANES))
+    here.agent.start()
+    here.daemon.following = {0, 1, 2}
+    here.daemon.deaf = True
+    os.kill(here.agent.running_workers()[3], signal.SIGKILL)
+    until(
+        lambda: here.agent.state() is WorkerState.HEALTHY and 3 not in here.agent.running_workers()
+    )
+    assert here.agent.state() is WorkerState.HEALTHY
+    here.daemon.deaf = False
+    until(lambda: here.agent.state() is WorkerState.HEALTHY and len(here.daemon.exits) > 0)
+    assert here.daemon.exits == [(1, 3, 137)]
+    assert here.agent.running_workers().keys() == {0, 1, 2}
+
+
+@pytest.mark.parametrize("forked", [False, True], ids=["program", "fork"])
+def test_an_agent_that_ends_kills_workers_that_do_not_end_in_the_time_that_they_get(
+    worlds: Worlds, node: Callable[..., Node], forked: bool
+) -> None:
+    worlds.begin(1)
+    here = node(PlayedDaemon(worlds), forked=forked, lanes=3)
+    pids = here.agent.start()
+    for pid in pids[1:]:
+        os.kill(pid, signal.SIGSTOP)
+    began_s = time.monotonic()
+    here.agent.terminate()
+    assert time.monotonic() - began_s < CLOSE_S, "torchrun would have waited for each of them"
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)

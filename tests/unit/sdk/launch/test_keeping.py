@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 
@@ -14,7 +15,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-expor
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousInfo
 
 from holdfast._daemon.sealed_store import SealedStore, new_store_key
-from holdfast._launch.rendezvous import HoldfastRendezvous
+from holdfast._launch.rendezvous import AnnouncedWorld, HoldfastRendezvous
 from holdfast_core.errors import UnreachableError
 
 LATE_S = 1e-3
@@ -26,11 +27,28 @@ class Workers:
 
     def __init__(self, handler: HoldfastRendezvous) -> None:
         self.run, self.killed = True, threading.Event()
-        handler.kill, handler.can_keep = self.kill, lambda: self.run
+        handler.kill, handler.list_workers = self.kill, lambda: {0: 1} if self.run else {}
 
-    def kill(self) -> None:
+    def kill(self, lanes: Collection[int] | None = None) -> None:
         self.run = False
         self.killed.set()
+
+
+def test_only_running_workers_that_the_daemon_allows_to_stay_are_kept() -> None:
+    """Enumerated: every answer of a daemon, and every set of running workers."""
+    lanes = range(3)
+    sets = [frozenset(c) for n in range(4) for c in itertools.combinations(lanes, n)]
+    for running, allowed, keep, finished in itertools.product(
+        sets, sets, (False, True), (False, True)
+    ):
+        world = AnnouncedWorld(keep=keep, kept_lanes=allowed, finished=finished)
+        kept = world.kept_among(running)
+        assert kept <= running
+        for lane in running:  # a daemon that does not know lanes keeps all or none
+            assert (lane in kept) == (not finished and (keep or lane in allowed))
+    for kept, arrived, all_arrived in itertools.product(sets, sets, (False, True)):
+        world = AnnouncedWorld(arrived=all_arrived, arrived_lanes=arrived)
+        assert world.late_among(kept) == (frozenset() if all_arrived else kept - arrived)
 
 
 @pytest.fixture
@@ -177,7 +195,7 @@ def test_a_worker_that_is_seen_dead_once_the_store_is_published_has_the_others_k
         assert workers.killed.wait(TIMEOUT_S)
         assert handler.num_nodes_waiting() == 1
         assert handler.epoch == 1
-        handler.report_worker_exit(0, -9, "")
+        handler.report_worker_exit(1, 0, -9, "")
         assert daemon.exits == []  # epoch 1 is over for all
         handler.next_rendezvous()
         assert handler.epoch == 2
@@ -275,7 +293,7 @@ def test_workers_that_do_not_arrive_in_time_are_killed_and_reported_in_the_new_e
         assert handler.epoch == 2
         assert handler.num_nodes_waiting() == 0  # torchrun's thread sees them fail
         assert not handler.wait_arrived(TIMEOUT_S)
-        handler.report_worker_exit(0, -9, "")
+        handler.report_worker_exit(2, 0, -9, "")
         assert daemon.exits == [(2, 0, 137)]
         worlds.begin(3)
         handler.next_rendezvous()

@@ -16,9 +16,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from torch.distributed.elastic.utils import macros  # type: ignore[attr-defined]
 
-from holdfast.launch import _escape_macros, _record_waiting, main, script_of
+from holdfast.launch import _record_waiting, main, script_of
 from holdfast_core.errors import AccessDeniedError
 from holdfast_core.exit_codes import DENIED
 
@@ -50,11 +49,7 @@ dist.destroy_process_group()
 """
 
 DOLLARS = ["${local_rank}", "$local_rank", "$$", "$(STEPS)", "a$", "--", "$$$x"]
-"""Arguments in which torch would resolve macros."""
-
-
-def test_torch_leaves_arguments_as_they_are() -> None:
-    assert macros.substitute(list(_escape_macros(DOLLARS)), "1") == DOLLARS
+"""Arguments in which torchrun resolves macros, and this launcher none."""
 
 
 @pytest.mark.parametrize(

@@ -163,15 +163,15 @@ def test_the_exit_code_of_a_worker_is_reported_and_signals_are_128_and_more() ->
     with rendezvous(daemon) as (handler, killed):
         worlds.begin(1)
         handler.next_rendezvous()
-        handler.report_worker_exit(0, 3, "why")
-        handler.report_worker_exit(0, -9, "")
+        handler.report_worker_exit(1, 0, 3, "why")
+        handler.report_worker_exit(1, 0, -9, "")
         assert daemon.exits == [(1, 0, 3), (1, 0, 137)]
         assert daemon.lines == ["why", ""]
         worlds.begin(2)
         assert killed.wait(30.0)
-        handler.report_worker_exit(0, -9, "")  # killed because epoch 1 has ended
+        handler.report_worker_exit(1, 0, -9, "")  # killed because epoch 1 has ended
         assert len(daemon.exits) == 2
-        handler.report_worker_exit(0, -9, "", EndReason.OOM_KILLED)  # the kernel was faster
+        handler.report_worker_exit(1, 0, -9, "", EndReason.OOM_KILLED)  # the kernel was faster
         assert (daemon.exits[2:], daemon.reasons[2:]) == ([(1, 0, 137)], [EndReason.OOM_KILLED])
 
 
@@ -198,5 +198,5 @@ def test_a_daemon_that_is_away_is_not_needed_to_report_an_exit_code(
         worlds.begin(1)
         handler.next_rendezvous()
         daemon.deaf = True
-        handler.report_worker_exit(0, 3, "why")
+        handler.report_worker_exit(1, 0, 3, "why")
     assert "rank 0 exited with code 3, which was not reported: away" in caplog.text

@@ -25,7 +25,7 @@ from holdfast._launch.rendezvous import HoldfastRendezvous
 worlds = Worlds()
 worlds.begin(1)
 handler = HoldfastRendezvous(PlayedDaemon(worlds), "default.moe")
-handler.kill = lambda: None
+handler.kill = lambda lanes=None: None
 handler.next_rendezvous()
 print(worlds.stores[1], flush=True)
 for line in sys.stdin:

@@ -47,7 +47,7 @@ def test_secrets_are_hidden_in_what_is_kept(shown: tuple[int, int]) -> None:
 def test_new_workers_do_not_begin_with_what_others_wrote(shown: tuple[int, int]) -> None:
     stderr = WorkerStderr(1, passed_to=shown[1])
     write(stderr, 0, "of an earlier epoch\n")
-    stderr.forget()
+    stderr.forget(0)
     assert stderr.last_lines(0) == ""
 
 

@@ -1,0 +1,166 @@
+"""A small trainer under DDP whose global batch is the same in worlds of any size.
+
+Each process appends a line for each step to `log-<pid>`. A file `fault-<pid>` makes it fail at a
+point, as in `staying_trainer`. Ranks compute their part of the batch in passes of at most `LIMIT`
+samples, in float64: `History` in one process, which computes each batch at once, finds the same
+losses except for rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from staying_trainer import Faults
+from torch import nn
+from torch.utils.data import DataLoader
+
+import holdfast
+from holdfast import elastic
+
+SAMPLES, BATCH, LIMIT, WIDTH, SEED = 5000, 11, 2, 8, 5
+"""Neither 3 nor 4 ranks divide the batch, and each of them needs two passes."""
+PACE_S = 0.03
+"""Part of each step in which a rank computes nothing: ranks outnumber cores."""
+
+
+def samples() -> torch.Tensor:
+    """The data set: inputs, and in the last column targets."""
+    seeded = torch.Generator().manual_seed(2)
+    return torch.randn(SAMPLES, WIDTH + 1, generator=seeded, dtype=torch.float64)
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(1)
+    layers = nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, 1)
+    return nn.Sequential(*layers).to(torch.float64)
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def mean_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = (model(batch[:, :-1]).squeeze(1) - batch[:, -1]).square().mean()
+    return loss
+
+
+def state_hash(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    found = hashlib.sha256()
+    for parameter in model.parameters():
+        found.update(parameter.detach().numpy().tobytes())
+    for state in optimizer.state.values():
+        for name in ("exp_avg", "exp_avg_sq", "step"):
+            found.update(state[name].numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One step that a process has run."""
+
+    step: int
+    epoch: int
+    rank: int
+    size: int
+    passes: list[list[int]]
+    """Samples of each pass."""
+    loss: float
+    """Mean over the global batch."""
+    hash: str
+    """State after the step."""
+
+
+@dataclass(frozen=True)
+class Alone:
+    """One rank without others."""
+
+    rank: int = 0
+    size: int = 1
+
+
+class History:
+    """Samples and losses of an undisturbed run in one process, which divides no batch."""
+
+    def __init__(self) -> None:
+        self.samples: list[list[int]] = []
+        self.losses: list[float] = []
+
+    def run(self, steps: int) -> None:
+        """Run the first `steps` steps."""
+        model, data = make_model(), samples()
+        optimizer = make_optimizer(model)
+        batches = iter(holdfast.ElasticSampler(data, BATCH, Alone(), seed=SEED))
+        for indices, _ in zip(batches, range(steps), strict=False):
+            optimizer.zero_grad()
+            loss = mean_loss(model, data[indices])
+            loss.backward()
+            optimizer.step()
+            self.samples.append(indices)
+            self.losses.append(loss.item())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--directory", type=Path, required=True)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    faults = Faults(args.directory, os.getpid())
+    world = elastic.init("gloo", any_size=True)
+    model, data = make_model(), samples()
+    ddp = world.ddp(model)
+    optimizer = make_optimizer(model)
+    sampler = holdfast.ElasticSampler(data, BATCH, world, micro_batch=LIMIT, seed=SEED)
+    loader: DataLoader[int] = DataLoader(
+        range(SAMPLES),  # type: ignore[arg-type]
+        batch_sampler=sampler,
+        collate_fn=list,
+        generator=torch.Generator(),  # each new iterator draws a number
+    )
+    session = holdfast.init(
+        model=ddp, optimizer=optimizer, stateful={"sampler": sampler}, world=world
+    )
+    with (args.directory / f"log-{os.getpid()}").open("a", buffering=1) as log:
+        for step in session.steps(10**6):
+            with step:
+                if step.resumed:
+                    plan = world.batch_plan(BATCH, micro_batch=LIMIT)
+                    batches = iter(loader)
+                time.sleep(PACE_S)
+                optimizer.zero_grad()
+                passes, total = [], torch.zeros((), dtype=torch.float64)
+                for part in plan.micro_batches:
+                    faults.at("last-pass" if part.last else "first-pass")
+                    passes.append(next(batches))
+                    with nullcontext() if part.last else ddp.no_sync():
+                        loss = mean_loss(ddp, data[passes[-1]])
+                        (loss * part.averaged_weight).backward()
+                    total += loss.detach() * part.summed_weight
+                world.wait(dist.all_reduce(total, async_op=True))
+                faults.at("before-optimizer")
+                optimizer.step()
+                sampler.advance()
+                line = {
+                    "step": int(step),
+                    "epoch": world.epoch,
+                    "rank": world.rank,
+                    "size": world.size,
+                    "passes": passes,
+                    "loss": float(total),
+                    "hash": state_hash(model, optimizer),
+                }
+                log.write(json.dumps(line) + "\n")
+    session.close()
+    world.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Processes stay with models that FSDP2, HSDP and tensor parallelism have sharded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import dtensor_trainer
+
+from holdfast._elastic.staying_groups import can_stay
+from holdfast_cli.local import LocalCluster, LocalSettings
+from holdfast_core.job.parsing import parse_job
+from holdfast_operator.reconciler.observe.counters import Outcome
+
+pytestmark = pytest.mark.skipif(not can_stay("gloo"), reason="this torch cannot do it")
+
+WAIT_S = 100.0
+RANKS = 4
+STEPS = 120
+POINTS = ("begin", "forward", "backward", "before-optimizer", "after-optimizer")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One step that a rank has run."""
+
+    step: int
+    epoch: int
+    pid: int
+    hash: str
+    graphs: int
+
+
+class Run:
+    """A job of four nodes, and what its ranks have logged."""
+
+    def __init__(self, directory: Path, layout: str, *options: str) -> None:
+        self.directory = directory
+        command = [sys.executable, dtensor_trainer.__file__, "--layout", layout, *options]
+        command += ["--steps", str(STEPS), "--directory", str(directory)]
+        parallelism = {"dp": RANKS // 2, "tp": 2} if layout == "tp" else {"dp": RANKS}
+        job = parse_job(
+            {
+                "apiVersion": "holdfast.dev/v1alpha1",
+                "kind": "MoETrainingJob",
+                "metadata": {"name": "sharded"},
+                "spec": {
+                    "nodes": RANKS,
+                    "nprocPerNode": 1,
+                    "parallelism": parallelism,
+                    "snapshot": {"memoryPerNode": "16Mi"},
+                    "redundancy": {"type": "RAIM5"},
+                    "failurePolicy": {
+                        "spares": 0,
+                        "maxRestarts": 1000,
+                        "reformSeconds": 12,
+                        "detection": {
+                            "heartbeatSeconds": 0.5,
+                            "missedHeartbeats": 8,
+                            "hangSeconds": 5,
+                        },
+                    },
+                    "trainer": {
+                        "template": {
+                            "spec": {"containers": [{"name": "trainer", "command": command}]}
+                        }
+                    },
+                },
+            }
+        )
+        self.cluster = LocalCluster(job, LocalSettings(directory=directory / "run"))
+
+    def lines(self, rank: int) -> list[Line]:
+        try:
+            text = (self.directory / f"log-{rank}").read_text()
+        except FileNotFoundError:
+            return []
+        return [Line(**json.loads(line)) for line in text.split("\n")[:-1]]
+
+    def newest(self) -> list[Line]:
+        return [self.lines(rank)[-1] for rank in range(RANKS)]
+
+    async def fail(self, rank: int, point: str, what: str) -> list[int]:
+        """Have a rank suffer a fault; return the ranks that have another process afterwards."""
+        before, epoch = self.newest(), self.cluster.status.epoch
+        written = self.directory / f"fault-{rank}.tmp"
+        written.write_text(f"{point} {what}")
+        written.replace(self.directory / f"fault-{rank}")
+        await self.cluster.wait_for(
+            lambda status: status.epoch > epoch and min(e.epoch for e in self.newest()) > epoch,
+            timeout_s=WAIT_S,
+            what=f"steps after {what} of rank {rank} at {point}",
+        )
+        return [rank for rank in range(RANKS) if self.newest()[rank].pid != before[rank].pid]
+
+    async def finish(self, faults: list[tuple[int, str, str]]) -> None:
+        async with self.cluster as cluster:
+            await cluster.wait_for(
+                lambda _: all(self.lines(rank) for rank in range(RANKS)),
+                timeout_s=WAIT_S,
+                what="the first steps",
+            )
+            for rank, point, what in faults:
+                graphs = [each.graphs for each in self.newest()]
+                changed = await self.fail(rank, point, what)
+                # A rank that waits for a stopped one may be ended with it.
+                assert rank in changed and (what == "SIGSTOP" or changed == [rank])
+                stayed = [other for other in range(RANKS) if other not in changed]
+                assert [self.newest()[other].graphs for other in stayed] == [
+                    graphs[other] for other in stayed
+                ]
+            assert await cluster.finished(timeout_s=WAIT_S) is Outcome.COMPLETE
+
+
+@contextmanager
+def made(layout: str, *options: str) -> Iterator[Run]:
+    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
+        yield Run(Path(path), layout, *options)
+
+
+ROWS = {
+    "fsdp2": ("fsdp2", (), [(1, "forward", "SIGKILL"), (3, "backward", "SIGKILL")]),
+    "fsdp2, everywhere": (
+        "fsdp2",
+        (),
+        [(at % RANKS, point, "SIGKILL") for at, point in enumerate(POINTS)],
+    ),
+    "fsdp2, hangs": ("fsdp2", (), [(0, "backward", "SIGSTOP"), (2, "forward", "SIGSTOP")]),
+    "fsdp2, compiled": ("fsdp2", ("--compile",), [(2, "backward", "SIGKILL")]),
+    "hsdp": ("hsdp", (), [(at % RANKS, point, "SIGKILL") for at, point in enumerate(POINTS)]),
+    "tp": ("tp", (), [(at % RANKS, point, "SIGKILL") for at, point in enumerate(POINTS)]),
+}
+SHORT = ("fsdp2",)
+"""Rows that always run."""
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=[] if row in SHORT else pytest.mark.slow) for row in ROWS]
+)
+def test_only_the_lost_rank_starts_again_and_all_have_the_bits_of_an_undisturbed_run(
+    row: str,
+) -> None:
+    layout, options, faults = ROWS[row]
+    with made(layout, *options) as undisturbed, made(layout, *options) as disturbed:
+        asyncio.run(undisturbed.finish([]))
+        asyncio.run(disturbed.finish(faults))
+        for rank in range(RANKS):
+            expected = {line.step: line.hash for line in undisturbed.lines(rank)}
+            assert len(expected) == STEPS
+            wrong = [line for line in disturbed.lines(rank) if expected[line.step] != line.hash]
+            assert wrong == []

@@ -1,0 +1,329 @@
+"""Groups that stay as objects, in processes of two worlds: one rank is replaced between them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.unit.sdk.helpers.members import Members
+from tests.unit.sdk.helpers.ranks import run_ranks
+from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported by torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from holdfast import elastic
+from holdfast._elastic import staying_groups
+from holdfast._elastic.session import reset_sharded
+from holdfast._elastic.staying_groups import GroupStatement, StayingGroups, can_stay, plan_groups
+from holdfast._elastic.world import World
+from holdfast_core.errors import InvalidJobError, StaleEpochError
+
+TIMEOUT_S = 30.0
+RANKS, LOST = 4, 3
+PROCESSES = [(0, 1), (1, 1), (2, 1), (3, 1), (3, 2)]
+"""Rank and first world of each process: the last one takes the place of rank 3."""
+
+pytestmark = pytest.mark.skipif(not can_stay("gloo"), reason="this torch cannot do it")
+
+
+def total_of(group: Any) -> float:
+    """Sum of 2**rank over the ranks of `group`, so that it says who they are."""
+    number = torch.tensor(float(2 ** dist.get_rank()))
+    dist.all_reduce(number, group=group)
+    return number.item()
+
+
+class Process:
+    """One process of a test, and the clock by which all of them agree."""
+
+    def __init__(self, process: int, socket: str, port: str) -> None:
+        self.rank, self.first = PROCESSES[process]
+        os.environ.update(HOLDFAST_SOCKET=socket, HOLDFAST_JOB="job", RANK=str(self.rank))
+        os.environ["WORLD_SIZE"] = str(RANKS)
+        torch.set_num_threads(1)
+        self.clock: Any = TCPStore("127.0.0.1", int(port), timeout=timedelta(seconds=TIMEOUT_S))
+        self.clock.get(f"began-{self.first}")
+        self.world: World = elastic.init("gloo")
+
+    def change_world(self) -> bool:
+        """Go from world 1 to world 2. Return False in the process that is lost."""
+        self.clock.add("done-1", 1)
+        if self.rank == LOST:
+            self.clock.get("began-2")
+            self.world.close()
+            return False
+        following = self.world._following
+        assert following is not None and following.wait_newer(1, TIMEOUT_S)
+        self.world.leave()
+        self.world.join()
+        return True
+
+    def end(self) -> None:
+        self.clock.add("done-2", 1)
+        self.clock.get("began-3")
+        self.world.close()
+
+
+def run_worlds(body: Callable[..., None], directory: Path) -> None:
+    worlds = {1: range(RANKS), 2: range(RANKS)}
+    members = Members(directory / "socket", worlds)  # type: ignore[abstract]  # it serves two calls
+    clock = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    try:
+        with members.begin_all(clock):
+            run_ranks(body, (str(directory / "socket"), str(clock.port)), len(PROCESSES))
+    finally:
+        members.stop()
+
+
+def keep_groups_of_libraries(process: int, socket: str, port: str) -> None:
+    one = Process(process, socket, port)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    pairs = one.world.group([[0, 3], [1, 2]])
+    own = [dist.new_group([3], use_local_synchronization=True)] if one.rank == LOST else []
+
+    def in_closure(group: Any = mesh.get_group("shard")) -> float:  # noqa: B008
+        return total_of(group)
+
+    def check() -> None:
+        row, column = divmod(one.rank, 2)
+        assert in_closure() == 2 ** (2 * row) + 2 ** (2 * row + 1)
+        assert total_of(mesh.get_group("replicate")) == 2**column + 2 ** (column + 2)
+        assert total_of(None) == 2**RANKS - 1
+        assert total_of(pairs.now) == (9 if one.rank in (0, 3) else 6)
+        assert [total_of(each) for each in own] == [8.0] * len(own)
+
+    check()
+    before = [dist.group.WORLD, mesh.get_group("shard"), pairs.now]
+    if one.first == 1:
+        if not one.change_world():
+            return
+        assert all(
+            new is old
+            for new, old in zip(
+                [dist.group.WORLD, mesh.get_group("shard"), pairs.now], before, strict=True
+            )
+        )
+        check()
+    one.end()
+
+
+@pytest.mark.timeout(180)
+def test_the_groups_of_meshes_closures_and_scripts_get_the_new_ranks(tmp_path: Path) -> None:
+    run_worlds(keep_groups_of_libraries, tmp_path)
+
+
+COLLECTIVES: dict[str, Callable[[Any], Any]] = {
+    "all-reduce": lambda group: dist.all_reduce(torch.ones(4), group=group),
+    "all-gather": lambda group: dist.all_gather_into_tensor(
+        torch.ones(4 * dist.get_world_size(group)), torch.ones(4), group=group
+    ),
+    "reduce-scatter": lambda group: dist.reduce_scatter_tensor(
+        torch.ones(4), torch.ones(4 * dist.get_world_size(group)), group=group
+    ),
+    "all-to-all": lambda group: dist.all_to_all_single(
+        torch.ones(4 * dist.get_world_size(group)),
+        torch.ones(4 * dist.get_world_size(group)),
+        group=group,
+    ),
+    "broadcast": lambda group: dist.broadcast(torch.ones(4), LOST, group=group),
+    "barrier": dist.barrier,
+}
+
+
+def leave_collectives(process: int, socket: str, port: str) -> None:
+    """Rank 3 never comes, but keeps its connections, as a node that is cut off does."""
+    one = Process(process, socket, port)
+    groups = {name: dist.new_group(timeout=timedelta(minutes=30)) for name in COLLECTIVES}
+    name = list(COLLECTIVES)[one.rank]
+    if one.first == 1:
+        one.clock.add("done-1", 1)
+        if one.rank == LOST:
+            one.clock.get("left-0")
+            one.clock.get("left-1")
+            one.clock.get("left-2")
+            one.world.close()
+            return
+        for name in list(COLLECTIVES)[one.rank :: LOST]:
+            with pytest.raises(RuntimeError):
+                COLLECTIVES[name](groups[name])
+        one.clock.set(f"left-{one.rank}", "")
+        assert one.world._following is not None
+        assert one.world._following.wait_newer(1, TIMEOUT_S)
+        one.world.leave()
+        with pytest.raises(RuntimeError):
+            COLLECTIVES["all-reduce"](groups["barrier"])
+        with pytest.raises(StaleEpochError):
+            dist.new_group()
+        one.world.join()
+    for name, call in COLLECTIVES.items():
+        call(groups[name])
+    assert total_of(groups["barrier"]) == 2**RANKS - 1
+    one.end()
+
+
+@pytest.mark.timeout(180)
+def test_every_collective_ends_with_its_world_whoever_it_waits_for(tmp_path: Path) -> None:
+    run_worlds(leave_collectives, tmp_path)
+
+
+def make_groups_late(process: int, socket: str, port: str) -> None:
+    one = Process(process, socket, port)
+    first = dist.new_group([0, 1])
+    if one.first == 1:
+        one.world.begin_step(1)
+        kept = dist.new_group([2, 3])
+        one.world.begin_step(2)
+        gone = dist.new_group()
+        dist.destroy_process_group(gone)
+        cut = dist.new_group([1, 3])
+        if not one.change_world():
+            return
+        one.world.go_back_to(1)  # step 2 was cut off
+        one.world.begin_step(2)
+        gone = dist.new_group()
+        assert dist.new_group([1, 3]) is cut or one.rank not in (1, 3)
+    else:
+        one.world.go_back_to(0)  # as a process that has restored
+        kept = dist.new_group([2, 3])  # as it makes it when it needs it
+        one.world.begin_step(2)
+        gone = dist.new_group()
+        cut = dist.new_group([1, 3])
+    assert total_of(gone) == 15
+    if one.rank in (0, 1):
+        assert total_of(first) == 3
+    if one.rank in (2, 3):
+        assert total_of(kept) == 12
+    if one.rank in (1, 3):
+        assert total_of(cut) == 10
+    last = dist.new_group([0, 3])
+    if one.rank in (0, 3):
+        assert total_of(last) == 9
+    one.end()
+
+
+@pytest.mark.timeout(180)
+def test_groups_that_are_made_late_or_in_a_step_that_is_repeated_are_the_same_on_all_ranks(
+    tmp_path: Path,
+) -> None:
+    run_worlds(make_groups_late, tmp_path)
+
+
+def refuse(process: int, socket: str, port: str) -> None:
+    one = Process(process, socket, port)
+    if one.first == 1:
+        once = dist.new_group()
+        dist.destroy_process_group(once)
+        other = dist.new_group([0, 3])
+        if not one.change_world():
+            return
+        assert total_of(other) == 9 or one.rank != 0
+        one.end()
+        return
+    with pytest.raises(InvalidJobError, match="was destroyed by processes that stayed"):
+        dist.new_group()
+    with pytest.raises(InvalidJobError, match="the same groups in the same order"):
+        dist.new_group([1, 3])
+    with pytest.raises(InvalidJobError, match="cannot get new ranks"):
+        dist.new_group(backend="fake")
+    kept = one.world._staying
+    assert kept is not None
+    assert total_of(kept._groups["2"].group) == 9
+    one.end()
+
+
+@pytest.mark.timeout(180)
+def test_groups_that_cannot_be_those_of_the_others_are_refused(tmp_path: Path) -> None:
+    run_worlds(refuse, tmp_path)
+
+
+def train_sharded(process: int, socket: str, port: str) -> None:
+    """Cut off a forward and a backward pass of FSDP2, and repeat them in the next world."""
+    one = Process(process, socket, port)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    torch.manual_seed(1)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(one.rank))
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        model(inputs).square().mean().backward()
+        return [parameter.grad.full_tensor() for parameter in model.parameters()]  # type: ignore[union-attr]
+
+    if one.first == 1:
+        before = gradients()
+        one.clock.add("done-1", 1)
+        if one.rank == LOST:
+            one.clock.get("cut-0")
+            one.clock.get("cut-1")
+            one.clock.get("cut-2")
+            one.world.close()
+            return
+        cut_off = model if one.rank else model[1]  # rank 0 is in another collective than others
+        with pytest.raises(RuntimeError):
+            cut_off(inputs)
+        one.clock.set(f"cut-{one.rank}", "")
+        assert one.world._following is not None
+        assert one.world._following.wait_newer(1, TIMEOUT_S)
+        one.world.leave()
+        reset_sharded(model)
+        one.world.join()
+        after = gradients()
+        assert all(map(torch.equal, before, after))
+    else:
+        gradients()
+    one.end()
+
+
+@pytest.mark.timeout(180)
+def test_fsdp2_repeats_a_pass_that_was_cut_off_without_being_wrapped_again(tmp_path: Path) -> None:
+    run_worlds(train_sharded, tmp_path)
+
+
+def stated(name: str, *ranks: int, destroyed: bool = False) -> GroupStatement:
+    return GroupStatement(
+        name=name, ranks=ranks, backend="gloo", timeout_s=1.0, destroyed=destroyed
+    )
+
+
+def test_all_ranks_form_groups_in_one_order_whoever_knows_them() -> None:
+    default, a, b, c = stated("0"), stated("1", 0, 1), stated("2", 1, 2), stated("h", 2)
+    said = [[default, a, b], [default, a, b], [], [default, c, a, b]]
+    assert plan_groups(said) == [a, c, b]
+    assert plan_groups([]) == []
+
+
+def test_a_group_is_destroyed_when_one_of_its_ranks_has_destroyed_it() -> None:
+    alive, gone = stated("1", 0, 1), stated("1", 0, 1, destroyed=True)
+    assert plan_groups([[alive], [gone]]) == [gone]
+    assert plan_groups([[alive], [alive], [gone]]) == [alive]  # rank 2 does not belong to it
+
+
+@pytest.mark.parametrize(
+    ("backend", "stays"), [("gloo", True), ("nccl", False), ("cpu:gloo,cuda:nccl", False)]
+)
+def test_groups_stay_where_torch_can_give_them_new_connections(backend: str, stays: bool) -> None:
+    assert can_stay(backend) == stays
+
+
+def test_groups_do_not_stay_where_torch_wraps_each_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    c10d: Any = vars(staying_groups)["c10d"]
+    monkeypatch.setattr(c10d, "get_debug_level", lambda: c10d.DebugLevel.DETAIL)
+    assert not can_stay("gloo")
+
+
+def test_between_two_worlds_there_is_no_store() -> None:
+    kept = StayingGroups(1.0)
+    with pytest.raises(StaleEpochError), kept.forming("gloo"):
+        pass
+    with pytest.raises(StaleEpochError):
+        kept._store.get("anything")

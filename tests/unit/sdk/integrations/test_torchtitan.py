@@ -1,0 +1,286 @@
+"""torchtitan's Trainer goes on after a restart as if nothing had happened.
+
+`make test-torchtitan` runs this in an environment that has torchtitan.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from waiting import wait_for
+
+from holdfast.testing import FakeDaemon
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.layouts import decode_layout
+from holdfast_core.snapshots.units import UnitKey, UnitKind
+from holdfast_core.topology import Topology
+
+STEPS, KILLED_AFTER, CHECKPOINT_AT = 6, 3, 2
+WAIT_S = 60.0
+ENVIRONMENT = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+
+
+class Killed(Exception):
+    """Ends training where a process would be killed."""
+
+
+@pytest.fixture
+def titan() -> Any:
+    """The integration, with torchtitan on CPU."""
+    pytest.importorskip("torchtitan")
+    import torchtitan_on_cpu  # noqa: F401
+
+    import holdfast.integrations.torchtitan
+
+    return holdfast.integrations.torchtitan
+
+
+@pytest.fixture
+def assets(tmp_path: Path) -> Path:
+    from torchtitan_assets import make_assets
+
+    return make_assets(tmp_path / "assets")
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The variables of a launcher's only rank."""
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", "0")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+class Run:
+    """Trainings of one job, whose folder they share."""
+
+    def __init__(self, titan: Any, assets: Path, folder: Path) -> None:
+        self._titan, self._assets, self._folder = titan, assets, folder
+
+    def train(self, daemon: FakeDaemon | None, kill_after: int = 0, checkpoints: int = 0) -> int:
+        """Train to the end, or until the process dies after a step; return the step before the
+        first one.
+
+        Args:
+            checkpoints: steps between two checkpoints of torchtitan's own; 0 for none.
+        """
+        trainer = self.configured(daemon, checkpoints).build()
+        save = trainer.checkpointer.save
+        started: list[int] = []
+
+        def save_and_die(step: int, last_step: bool = False) -> bool:
+            started.append(step - 1)
+            saved: bool = save(step, last_step=last_step)
+            if daemon is not None and step <= kill_after:
+                generation = Generation(daemon.epoch, step)
+                wait_for("the snapshot", lambda: generation in committed(daemon), WAIT_S)
+            if step == kill_after:
+                raise Killed
+            return saved
+
+        trainer.checkpointer.save = save_and_die
+        try:
+            trainer.train()
+        except Killed:
+            assert kill_after
+        finally:
+            trainer.close()
+            dist.destroy_process_group()
+        return started[0]
+
+    def configured(self, daemon: FakeDaemon | None, checkpoints: int) -> Any:
+        """Configuration of a trainer, which a daemon protects."""
+        import torchtitan_trainer
+
+        config = torchtitan_trainer.tiny_moe()
+        config.training.steps = STEPS
+        config.hf_assets_path = str(self._assets / "tokenizer")
+        config.dataloader.dataset_path = str(self._assets / "data")
+        config.dump_folder = str(self._folder)
+        config.checkpoint.enable = checkpoints > 0
+        config.checkpoint.interval = checkpoints or 1
+        config.checkpoint.last_save_model_only = False
+        if daemon is not None:
+            config.checkpoint = self._titan.protect(config.checkpoint, daemon=daemon)
+        return config
+
+    def outcome(self) -> tuple[dict[int, float], dict[str, str]]:
+        """Loss of each step, and digests of the state at the end."""
+        lines = map(json.loads, (self._folder / "log-0").read_text().splitlines())
+        state = json.loads((self._folder / "state-0").read_text())
+        return {line["step"]: line["loss"] for line in lines}, state
+
+
+def committed(daemon: FakeDaemon) -> list[Generation]:
+    return [manifest.generation for manifest in daemon.manifests]
+
+
+@pytest.fixture
+def run(titan: Any, assets: Path, process: None, tmp_path: Path) -> Run:
+    return Run(titan, assets, tmp_path / "run")
+
+
+@pytest.fixture
+def undisturbed(titan: Any, assets: Path, process: None, tmp_path: Path) -> Any:
+    whole = Run(titan, assets, tmp_path / "whole")
+    assert whole.train(None) == 0
+    return whole.outcome()
+
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    # What torchtitan and what it imports warn of on CPU.
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+@pytest.mark.parametrize("checkpoints", [0, CHECKPOINT_AT])
+def test_training_that_dies_after_a_step_ends_with_the_same_losses_and_bytes(
+    run: Run, undisturbed: Any, tmp_path: Path, checkpoints: int
+) -> None:
+    memory = tmp_path / "memory"
+    assert run.train(FakeDaemon(memory), KILLED_AFTER, checkpoints) == 0
+    # What torchtitan itself has saved is older.
+    assert run.train(FakeDaemon(memory, epoch=2), 0, checkpoints) == KILLED_AFTER
+    assert run.outcome() == undisturbed
+
+
+def test_without_anything_to_restore_a_checkpoint_of_torchtitans_own_is_loaded(
+    run: Run, undisturbed: Any, tmp_path: Path
+) -> None:
+    run.train(FakeDaemon(tmp_path / "lost"), KILLED_AFTER, CHECKPOINT_AT)
+    assert run.train(FakeDaemon(tmp_path / "empty"), 0, CHECKPOINT_AT) == CHECKPOINT_AT
+    assert run.outcome() == undisturbed
+
+
+def test_every_layer_has_units_and_experts_of_its_own(run: Run, tmp_path: Path) -> None:
+    import torchtitan_on_cpu
+
+    run.train(FakeDaemon(tmp_path / "memory"), kill_after=1)
+    (path,) = tmp_path.glob("memory/*/layout.json")
+    units = {UnitKey.parse(entry.unit) for entry in decode_layout(path.read_bytes()).entries}
+    experts = {(unit.layer, unit.expert) for unit in units if unit.kind is UnitKind.EXPERT}
+    numbers = range(torchtitan_on_cpu.LAYERS)
+    assert experts == {(at, e) for at in numbers for e in range(torchtitan_on_cpu.EXPERTS)}
+    assert {unit.layer for unit in units if unit.kind is UnitKind.DENSE} == set(numbers)
+
+
+def test_the_manager_inside_keeps_its_configuration_and_the_trainer_sees_it(titan: Any) -> None:
+    import torchtitan_on_cpu
+    from torchtitan.config.override import OverrideConfig, apply_overrides
+
+    config = torchtitan_on_cpu.tiny_moe()
+    config.checkpoint.interval = 7
+    configured = config.checkpoint
+    target = f"{titan.__name__}.protect"
+    apply_overrides(OverrideConfig(imports=[target]), config)
+    assert isinstance(config.checkpoint, titan.ProtectedCheckpointManager.Config)
+    assert config.checkpoint.inner is configured
+    assert (config.checkpoint.interval, config.checkpoint.enable) == (7, configured.enable)
+
+
+DEGREES = [
+    {"dp_shard": 8},
+    {"dp_shard": 4, "tp": 2},
+    {"dp_shard": 2, "tp": 2, "pp": 2},
+    {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
+    {"dp_shard": 2, "cp": 2, "tp": 2},
+    {"dp_shard": 8, "ep": 4},
+    {"dp_replicate": 2, "dp_shard": 4, "ep": 2},
+    {"dp_shard": 4, "pp": 2, "ep": 4},
+]
+
+
+@pytest.mark.parametrize("degrees", DEGREES, ids=str)
+def test_a_topology_numbers_the_ranks_as_the_meshes_of_torchtitan_do(
+    titan: Any, degrees: dict[str, int]
+) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torchtitan.distributed import ParallelDims
+
+    ones = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, "ep": 1}
+    for rank in range(8):
+        dist.init_process_group("fake", rank=rank, world_size=8, store=FakeStore())
+        try:
+            dims = ParallelDims(**ones | degrees, world_size=8, spmd_backend="partial_dtensor")
+            meshes = {name: dims.get_optional_mesh(name) for name in ("pp", "tp", "ep")}
+            at = {name: mesh.get_local_rank() if mesh else 0 for name, mesh in meshes.items()}
+            found = titan.topology_of(dims).coordinates(rank)
+        finally:
+            dist.destroy_process_group()
+        assert {name: getattr(found, name) for name in at} == at
+
+
+def test_experts_across_tensor_parallel_ranks_count_as_held_by_all(titan: Any) -> None:
+    from torchtitan.distributed import ParallelDims
+
+    dims = ParallelDims(dp_replicate=1, dp_shard=2, cp=1, tp=2, pp=1, ep=4, world_size=4)
+    assert titan.topology_of(dims) == Topology(dp=2, tp=2)
+
+
+def test_a_trainer_that_is_not_torchtitans_is_refused(titan: Any) -> None:
+    import torchtitan_on_cpu
+
+    config = titan.protect(torchtitan_on_cpu.tiny_moe().checkpoint)
+    with pytest.raises(InvalidJobError, match="made by a object, not by"):
+        config.build(states={"train_state": object()})
+
+
+def test_ranks_that_are_simulated_are_refused(
+    titan: Any, assets: Path, process: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = Run(titan, assets, tmp_path).configured(None, checkpoints=0)
+    config.checkpoint = titan.protect(config.checkpoint)
+    config.comm.mode = "fake_backend"
+    monkeypatch.setenv("NGPU", "1")
+    try:
+        with pytest.raises(InvalidJobError, match="'fake_backend' simulates ranks"):
+            config.build()
+    finally:
+        dist.destroy_process_group()
+
+
+VERSION = """
+Metadata-Version: 2.1
+Name: torchtitan
+Version: {version}
+"""
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[Any]:
+    """Imports the integration in a process that has another version of torchtitan."""
+
+    def imported(version: str) -> str:
+        distribution = tmp_path / f"torchtitan-{version}.dist-info"
+        distribution.mkdir()
+        (distribution / "METADATA").write_text(VERSION.lstrip().format(version=version))
+        done = subprocess.run(
+            [sys.executable, "-c", "import holdfast.integrations.torchtitan"],
+            env=os.environ | {"PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return done.stderr.splitlines()[-1] if done.returncode else ""
+
+    yield imported
+
+
+@pytest.mark.parametrize("version", ["0.2.1", "0.30.0", "1.0.3"])
+def test_another_version_is_refused_in_words(other: Any, version: str) -> None:
+    assert f"needs torchtitan 0.3, but {version} is installed" in other(version)
+
+
+def test_without_the_package_the_error_names_what_to_install(other: Any) -> None:
+    assert 'pip install "holdfast[torchtitan]"' in other("0.3.7")
