@@ -3,6 +3,7 @@
 Start it with `holdfast run examples/huggingface-job.yaml`, or without protection with `torchrun
 --nproc-per-node 2 examples/train_huggingface.py`. All uses of Holdfast are in `main`. A run that
 was killed and restored logs the same losses as an undisturbed run, and ends with the same bytes.
+When a rank is lost, the processes on the other nodes stay.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from transformers import (
     TrainingArguments,
 )
 
+import holdfast
 from holdfast.integrations.huggingface import HoldfastTrainerCallback
 
 CONFIG = MixtralConfig(
@@ -109,9 +111,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     torch.set_num_threads(1)
-    protection = HoldfastTrainerCallback()
+    world = holdfast.elastic.init("nccl" if torch.cuda.is_available() else "gloo")
+    protection = HoldfastTrainerCallback(world=world)
     trainer = make_trainer(args, protection)
-    trainer.train(resume_from_checkpoint=protection.restore(trainer))
+    protection.train(trainer)
+    world.close()
     if args.hash_file and trainer.is_world_process_zero():
         args.hash_file.write_text(state_sha256(trainer) + "\n")
 

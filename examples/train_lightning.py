@@ -1,9 +1,9 @@
 """Trains a small Mixture-of-Experts model with Lightning, protected by Holdfast.
 
 Start it with `holdfast run examples/lightning-job.yaml`, or without protection with `torchrun
---nproc-per-node 2 examples/train_lightning.py`. Holdfast needs only the callback in `main`. A run
-that was killed and restored logs the same losses as an undisturbed run, and ends with the same
-bytes.
+--nproc-per-node 2 examples/train_lightning.py`. Holdfast needs only what `main` and `fit` do with
+the callback. A run that was killed and restored logs the same losses as an undisturbed run, and
+ends with the same bytes. When a rank is lost, the processes on the other nodes stay.
 
 Shape suffixes: N bytes, D model width, E experts.
 """
@@ -20,12 +20,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+import holdfast
 from holdfast.integrations.lightning import HoldfastCallback
 
 EXPERTS, WIDTH, BATCH = 4, 32, 64
@@ -123,17 +124,20 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def fit(args: argparse.Namespace, trainer: Trainer) -> None:
+def fit(args: argparse.Namespace, trainer: Trainer, protection: HoldfastCallback) -> None:
     """Train to the end."""
-    torch.manual_seed(1)
-    trainer.fit(NextByte(args.log_file, args.bytes))
+    seed_everything(1, verbose=False)
+    protection.fit(trainer, NextByte(args.log_file, args.bytes))
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     torch.set_num_threads(1)
-    trainer = make_trainer(args, HoldfastCallback())
-    fit(args, trainer)
+    world = holdfast.elastic.init("nccl" if torch.cuda.is_available() else "gloo")
+    protection = HoldfastCallback(world=world)
+    trainer = make_trainer(args, protection)
+    fit(args, trainer, protection)
+    world.close()
     if args.hash_file and trainer.is_global_zero:
         args.hash_file.write_text(state_sha256(trainer) + "\n")
 

@@ -1,4 +1,5 @@
-"""A small Qwen3 MoE of Hugging Face in a loop of its own, in a process that stays.
+"""A small Qwen3 MoE of Hugging Face in a loop of its own, in a process that stays. With
+`--accelerate`, the loop is one for accelerate, and DDP reduces the gradients.
 
 Rank 0 appends the loss of each step to `--log-file`; each rank appends its process id to `pids` in
 the same folder.
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch.utils.data import DataLoader, default_collate
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, set_seed
 
@@ -69,11 +71,20 @@ def state_sha256(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> st
     return digest.hexdigest()
 
 
+def average_gradients(model: torch.nn.Module, world: holdfast.elastic.World) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        world.wait(dist.all_reduce(parameter.grad, async_op=True))
+        parameter.grad /= world.size
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--log-file", type=Path, required=True)
     parser.add_argument("--hash-file", type=Path, required=True)
+    parser.add_argument("--accelerate", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     world = holdfast.elastic.init("gloo")
@@ -81,16 +92,24 @@ def main() -> None:
     model = Qwen3MoeForCausalLM(CONFIG).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=args.steps)
+    ddp: torch.nn.Module | None = None
+    if args.accelerate:
+        accelerator = Accelerator(cpu=True)
+        ddp = world.ddp(model)
     data = Passages()
     sampler = holdfast.RecoverableSampler(data, rank=world.rank, replicas=world.size)
     own = torch.Generator()  # each new iterator draws a number
     loader = DataLoader(data, BATCH, sampler=sampler, drop_last=True, generator=own)
     session = holdfast.init(
-        model=model,
+        model=ddp or model,
         optimizer=optimizer,
         stateful={"sampler": sampler, "schedule": schedule},
         world=world,
     )
+    if args.accelerate:
+        steps, rates = accelerator.prepare(optimizer, schedule)
+    else:
+        steps, rates = optimizer, schedule
     with (args.log_file.parent / "pids").open("a") as pids:
         pids.write(f"{world.rank} {os.getpid()}\n")
     with args.log_file.open("a", buffering=1) as log:
@@ -98,16 +117,16 @@ def main() -> None:
             with step:
                 if step.resumed:
                     batches = itertools.chain.from_iterable(itertools.repeat(loader))
-                optimizer.zero_grad()
-                loss = model(**next(batches)).loss
-                loss.backward()
-                for parameter in model.parameters():
-                    if parameter.grad is None:
-                        parameter.grad = torch.zeros_like(parameter)
-                    world.wait(dist.all_reduce(parameter.grad, async_op=True))
-                    parameter.grad /= world.size
-                optimizer.step()
-                schedule.step()
+                steps.zero_grad()
+                if ddp is not None:
+                    loss = ddp(**next(batches)).loss
+                    accelerator.backward(loss)
+                else:
+                    loss = model(**next(batches)).loss
+                    loss.backward()
+                    average_gradients(model, world)
+                steps.step()
+                rates.step()
                 sampler.advance(BATCH)
                 if world.rank == 0:
                     log.write(json.dumps({"step": int(step), "loss": loss.item()}) + "\n")

@@ -34,10 +34,10 @@ def directory() -> Iterator[Path]:
         yield Path(path)
 
 
-def options(folder: Path) -> list[str]:
+def options(folder: Path, *others: str) -> list[str]:
     folder.mkdir(exist_ok=True)
     files = ["--log-file", str(folder / "log"), "--hash-file", str(folder / "hash")]
-    return ["--steps", str(STEPS), *files]
+    return ["--steps", str(STEPS), *files, *others]
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -51,13 +51,15 @@ def by_step(folder: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines(folder)}
 
 
-async def run_killed(name: str, script: Path, folder: Path, memory: Path) -> RecoveryMode | None:
+async def run_killed(
+    name: str, script: Path, folder: Path, memory: Path, *others: str
+) -> RecoveryMode | None:
     """Run the example's job with a script, and kill a rank once some steps are logged. Return what
     the job had announced for that case."""
     document = yaml.safe_load((EXAMPLES / f"{name}-job.yaml").read_text(encoding="utf-8"))
     (container,) = document["spec"]["trainer"]["template"]["spec"]["containers"]
     container["command"] = [sys.executable, str(script)]
-    container["args"] = options(folder)
+    container["args"] = options(folder, *others)
     cluster = LocalCluster(parse_job(document), LocalSettings(directory=memory))
     async with cluster:
         await cluster.wait_for(
@@ -73,10 +75,10 @@ async def run_killed(name: str, script: Path, folder: Path, memory: Path) -> Rec
     return announced
 
 
-def check_undisturbed(script: Path, directory: Path) -> None:
+def check_undisturbed(script: Path, directory: Path, *others: str) -> None:
     """Check that a run which nothing disturbs has the losses and the state of `killed`."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2"]
-    arguments = [*launcher, str(script), *options(directory / "whole")]
+    arguments = [*launcher, str(script), *options(directory / "whole", *others)]
     subprocess.run(arguments, check=True, timeout=WAIT_S)
     assert by_step(directory / "killed") == by_step(directory / "whole")
     hashes = [(directory / one / "hash").read_text() for one in ("killed", "whole")]
@@ -102,13 +104,15 @@ def test_an_example_that_is_killed_ends_like_one_that_was_not(directory: Path, n
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("others", [(), ("--accelerate",)], ids=["plain", "accelerate"])
 def test_a_model_of_transformers_in_a_loop_of_its_own_keeps_the_processes_that_are_left(
-    directory: Path,
+    directory: Path, others: tuple[str, ...]
 ) -> None:
     script, killed = Path(__file__).with_name("huggingface_trainer.py"), directory / "killed"
-    announced = asyncio.run(run_killed("huggingface", script, killed, directory / "memory"))
+    memory = directory / "memory"
+    announced = asyncio.run(run_killed("huggingface", script, killed, memory, *others))
     assert announced is RecoveryMode.IN_PLACE
-    check_undisturbed(script, directory)
+    check_undisturbed(script, directory, *others)
     processes = [line.split()[0] for line in (killed / "pids").read_text().splitlines()]
     assert sorted(processes) == ["0", "1", "1"]
 

@@ -145,21 +145,12 @@ class WorldDDP(nn.Module):
     def _pass_first(self, made: _Made) -> None:
         """Let the DDP sort its buckets. Parameters, gradients, buffers and random generators are
         afterwards as before."""
-        tensors = list(self.module.parameters())
-        gradients = [parameter.grad for parameter in tensors]
-        for parameter in tensors:
-            parameter.grad = None
-        reduces, made.ddp.require_backward_grad_sync = made.ddp.require_backward_grad_sync, True
-        try:
+        with _without_gradients(made.ddp):
             if self._first_pass is None:
                 with made.body.computing_nothing():
                     made.ddp().backward()
             else:
                 self._pass_of_script(made.ddp, self._first_pass)
-        finally:
-            made.ddp.require_backward_grad_sync = reduces
-            for parameter, gradient in zip(tensors, gradients, strict=True):
-                parameter.grad = gradient
 
     def _pass_of_script(self, ddp: DistributedDataParallel, first_pass: FirstPass) -> None:
         generators = RandomGenerators.now()
@@ -171,6 +162,36 @@ class WorldDDP(nn.Module):
             for buffer, before in buffers:
                 buffer.copy_(before)
         generators.put_back()
+
+
+def sort_buckets(ddp: DistributedDataParallel) -> None:
+    """Let a DDP that has just been made sort its buckets by a pass that computes nothing, if it
+    sorts them at all. Collective."""
+    if ddp.find_unused_parameters:
+        return
+    module = ddp.module
+    ddp.module = body = _Body(module)
+    try:
+        with _without_gradients(ddp), body.computing_nothing():
+            ddp().backward()
+    finally:
+        ddp.module = module
+
+
+@contextmanager
+def _without_gradients(ddp: DistributedDataParallel) -> Iterator[None]:
+    """Let passes within the block reduce gradients, which are afterwards as before."""
+    tensors = list(ddp.parameters())
+    gradients = [parameter.grad for parameter in tensors]
+    for parameter in tensors:
+        parameter.grad = None
+    reduces, ddp.require_backward_grad_sync = ddp.require_backward_grad_sync, True
+    try:
+        yield
+    finally:
+        ddp.require_backward_grad_sync = reduces
+        for parameter, gradient in zip(tensors, gradients, strict=True):
+            parameter.grad = gradient
 
 
 @dataclass(kw_only=True, slots=True)

@@ -224,6 +224,8 @@ class ElasticSession(Session):
         """The failure that ended the present world; None before one."""
         self._saves = False
         """Whether the loop of `steps` calls `save`, so that the script must not."""
+        self._in_closures = False
+        """Whether gradients are computed within the `step` of an optimizer."""
         self._held = HeldState()
         self._body: StepBody | None = None
         """The step whose body runs now or was cut off; None between steps."""
@@ -367,17 +369,44 @@ class ElasticSession(Session):
             return False
         return True
 
+    @property
+    def rank(self) -> int:
+        """Rank of this process in the present world."""
+        return self._world.rank
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Gather the `data` of each rank of the present world, between two steps. Collective.
+
+        Raises:
+            UnreachableError: a rank does not take part.
+        """
+        return self._exchange.gather(data)
+
     # --- the vote ---------------------------------------------------------------------------------
 
     def _before_optimizer(self, optimizer: object) -> None:
         """Vote before the first optimizer of a step changes anything, and wait until the previous
         save has copied its tensors. The hook on each optimizer's `step` calls it."""
+        if not self._in_closures:
+            self.before_update()
+        self._session.before_step(optimizer)
+
+    def vote_in_closures(self) -> None:
+        """From now on, vote in `before_update` rather than in the hook: gradients are computed
+        within the `step` of an optimizer."""
+        self._in_closures = True
+
+    def before_update(self) -> None:
+        """Vote on the gradients of the present step, unless that was done. Collective.
+
+        Raises:
+            UnreachableError: the step is cut off.
+        """
         body = self._body
         if body is not None and not body.stepped:
             if self._votes and not body.voted and self._replaying is None:
                 self._vote(body)
             body.stepped = True
-        self._session.before_step(optimizer)
 
     def _vote(self, body: StepBody) -> None:
         """Return once it is proved that all ranks have complete gradients of this step: the vote

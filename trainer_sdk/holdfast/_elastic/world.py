@@ -132,6 +132,7 @@ class World:
             self._staying = StayingGroups(timeout_s)
         self._groups: list[WorldGroup] = []
         self._ddps: list[WorldDDP] = []
+        self._wakes_default = False
         self._exchanges: list[GlooExchange] = []
         self._point: groups.MeetingPoint | None = None
         self._rank, self._size, self._epoch = 0, 1, 0
@@ -257,7 +258,7 @@ class World:
                 "world.ddp returns"
             )
         made = WorldDDP(module, partial(self._group_now, group), prepare, first_pass, options)
-        if not self._ddps and "nccl" not in self._backend and self._staying is None:
+        if not self._wakes:
             self._wake_at_its_end()
         self._ddps.append(made)
         return made
@@ -342,6 +343,13 @@ class World:
         self.leave()
         if self._staying is not None:
             self._staying.close()
+
+    def wake_default_group(self) -> None:
+        """From now on, also end collectives of the default group that torch waits for by itself,
+        once their world has ended: a framework reduces gradients in it."""
+        wakes, self._wakes_default = self._wakes, True
+        if not wakes:
+            self._wake_at_its_end()
 
     # --- called by the session --------------------------------------------------------------------
 
@@ -519,7 +527,7 @@ class World:
         self._meeting, self._left, self.failure = None, False, None
         # Collectives that torch waits for by itself do not notice the end of a world, so a thread
         # wakes them.
-        if "nccl" in self._backend or self._ddps or self._staying is not None:
+        if self._wakes:
             self._wake_at_its_end()
         self._log_formed(began_s)
 
@@ -670,6 +678,12 @@ class World:
             raise UnreachableError("the training world has ended; its groups are formed again")
         return dist.group.WORLD
 
+    @property
+    def _wakes(self) -> bool:
+        """Whether a thread wakes this process at the end of the present world."""
+        waited_for = "nccl" in self._backend or bool(self._ddps) or self._wakes_default
+        return waited_for or self._staying is not None
+
     def _wake_at_its_end(self) -> None:
         """Have a thread wake this process out of collectives that torch waits for by itself, on a
         device or in a backward pass, once the present world has ended."""
@@ -683,9 +697,12 @@ class World:
         while not following.wait_newer(epoch, _WAIT_S):
             if self._epoch != epoch or self._left:
                 return
+        default = dist.group.WORLD
         if self._staying is not None:
             self._staying.wake(epoch)
         elif self._epoch == epoch:
             groups.wake()
             for each in self._ddps:
                 each.wake()
+            if self._wakes_default and default is not None:
+                groups.disconnect(default)

@@ -2,7 +2,7 @@
 
     protection = HoldfastTrainerCallback()
     trainer = Trainer(model, arguments, train_dataset=data, callbacks=[protection])
-    trainer.train(resume_from_checkpoint=protection.restore(trainer))
+    protection.train(trainer)
 
 `Trainer` asks where to resume before it builds the optimizer and the scheduler that a session
 needs. So `restore` makes the session first, from the trainer's model and optimizer. It returns a
@@ -10,6 +10,9 @@ folder in the format of the trainer's own checkpoints, whose index names every t
 files contain none. The trainer reads its position from the folder, skips the batches that it has
 trained on, and loads no tensors. For a model of peft the trainer would load adapters, which have no
 index, unless there is a file of weights; so the folder then has an empty file of weights.
+
+In a process that stays when its world changes, `train` enters the trainer's loop again in the same
+way after each recovery.
 """
 
 from __future__ import annotations
@@ -23,53 +26,133 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
+from holdfast._elastic.ddp import sort_buckets
+from holdfast._elastic.world import World
 from holdfast._init import init
 from holdfast._session.interface import Session
 from holdfast._state.collect import RandomGenerators, Stateful
+from holdfast._state.extras import (
+    UnsupportedValueError,
+    decode_extras,
+    encode_extras,
+)
+from holdfast.integrations._entries import Entries
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.packages import PackageGroup, needing
 
 with needing("holdfast.integrations.huggingface", PackageGroup.HUGGINGFACE):
     from safetensors.torch import save_file
     from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerState
+    from transformers.trainer_callback import ExportableState, TrainerControl
+    from transformers.trainer_utils import TrainOutput
 
 _INDEX, _SHARD, _STATE = "model.safetensors.index.json", "nothing.safetensors", "trainer_state.json"
 _WHOLE = "model.safetensors"
 _MISSING = "There were missing keys in the checkpoint model loaded"
+_LOG = logging.getLogger("holdfast")
 _TRAINER_LOG = logging.getLogger("transformers.trainer")
 _LEFT_OUT = frozenset({"log_history", "stateful_callbacks"})
 """Fields of `TrainerState` that grow with training, or that belong to other callbacks."""
+_COUNTS, _CALLBACKS = "counts", "callbacks"
+"""Further parts of a position."""
+_COUNTED = (
+    "_tr_loss",
+    "_total_loss_scalar",
+    "_globalstep_last_logged",
+    "_initial_global_step",
+    "_initial_num_input_tokens_seen",
+    "current_flos",
+)
+"""Attributes of a trainer from which it computes what it logs. It resets them in `train`."""
 
 
 class HoldfastTrainerCallback(TrainerCallback):  # type: ignore[misc]  # the package is not type-checked
     """Protects a `Trainer` after each optimizer step, and after the evaluation and the checkpoint
     of its own that may follow the step.
 
-    A restart resumes with the batch after the restored step. The scheduler, the gradient scaler and
-    the random generators continue from their states at that step; `trainer.state.log_history`
-    starts empty.
+    A recovery resumes with the batch after the restored step. The scheduler, the gradient scaler,
+    the random generators, and callbacks that can export their state (`ExportableState`), such as
+    early stopping, continue from their states at that step.
 
     Args:
         stateful: other objects to restore, by name, as for `holdfast.init`.
+        world: the world from `holdfast.elastic.init`, to stay when other ranks are lost. Train with
+            `train` then.
         arguments: further arguments of `holdfast.init`: `topology`, `settings`, `units`, …
     """
 
-    def __init__(self, *, stateful: Mapping[str, Stateful] | None = None, **arguments: Any) -> None:
-        self._own = dict(stateful or {})
+    def __init__(
+        self,
+        *,
+        stateful: Mapping[str, Stateful] | None = None,
+        world: World | None = None,
+        **arguments: Any,
+    ) -> None:
+        self._own, self._world = dict(stateful or {}), world
         self._arguments = arguments
         self._session: Session | None = None
+        self._entries: Entries | None = None
         self._unsaved = False
         """Whether the newest step is still to be saved, after the evaluation that may follow it."""
         self._scheduler = _KeptState()
+        self._at: _Position | None = None
         self._groups: list[dict[str, Any]] = []
         self._generators: RandomGenerators | None = None
         """States of the random generators after the restored step, until training resumes."""
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._quiet = _NothingIsMissing()
 
+    def train(self, trainer: Trainer, **arguments: Any) -> TrainOutput:
+        """Restore the state of `trainer` and train. Every rank calls it, instead of
+        `trainer.train`.
+
+        With a `world`, this process stays when other ranks are lost: it unwinds out of the loop of
+        `trainer`, recovers, and enters the loop again after the step to which that leads. The
+        model and the optimizer stay.
+
+        Args:
+            arguments: of `trainer.train`, but not `resume_from_checkpoint`.
+
+        Returns:
+            What `trainer.train` returns. Its times are of the newest entry into the loop.
+
+        Raises:
+            InvalidJobError: as for `restore`.
+            HoldfastError: as for `Session.steps`.
+        """
+        entries, optimizer = self._make_session(trainer), trainer.optimizer
+        entered = False
+
+        def enter(done: int, history: bytes) -> TrainOutput:
+            nonlocal entered
+            assert self._at is not None
+            folder = None
+            if done or entered or self._at.pending:
+                folder = self._resume(trainer, done, history)
+            entered = True
+            return trainer.train(resume_from_checkpoint=folder, **arguments)
+
+        def unwind() -> None:
+            # What was not put back yet belongs to the step to which training has recovered.
+            self._unsaved = False
+            self._put_back_generators()
+            self._put_back_groups(optimizer)
+            self._end_resume()
+            _unwrap(trainer, optimizer)
+
+        def history() -> bytes:
+            logged = trainer.state.log_history
+            return encode_extras(logged) if entered and logged else b""
+
+        output = entries.run(enter, unwind, history)
+        self._close()
+        return output
+
     def restore(self, trainer: Trainer) -> str | None:
-        """Restore the state of `trainer`. Every rank calls it right before `trainer.train`.
+        """Restore the state of `trainer`. Every rank calls it right before `trainer.train`; see
+        also `train`.
 
         Returns:
             The folder to pass to `trainer.train` as `resume_from_checkpoint`; None for a fresh
@@ -77,63 +160,45 @@ class HoldfastTrainerCallback(TrainerCallback):  # type: ignore[misc]  # the pac
 
         Raises:
             InvalidJobError: the trainer shards its state with FSDP or DeepSpeed, creates its model
-                only in `train`, or draws an order of its data that cannot be repeated.
+                only in `train`, or draws an order of its data that cannot be repeated; or this
+                callback has a `world`.
             HoldfastError: as for `Session.restore`.
         """
-        # Make the session from everything that exists before `train`, and restore into it.
-        _check(trainer)
-        optimizer = trainer.create_optimizer()
-        at, self._scheduler = _Position(trainer), _KeptState()
-        stateful: dict[str, Stateful] = {"trainer": at, "scheduler": self._scheduler}
-        if getattr(trainer.accelerator, "scaler", None) is not None:
-            stateful["scaler"] = trainer.accelerator.scaler
-        self._session = init(
-            model=trainer.model,
-            optimizer=optimizer,
-            stateful=stateful | self._own,
-            **self._arguments,
-        )
-        if self._session.restore() is None:
-            return None
-        # Keep what the trainer will overwrite until training begins: random generators, and the
-        # rates in the optimizer.
-        self._generators = RandomGenerators.now()
-        self._groups = [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in optimizer.param_groups
-        ]
-        # Write the folder without tensors. The trainer looks up the state of each other callback
-        # in it.
-        self._folder = tempfile.TemporaryDirectory(prefix="holdfast-")
-        others = {"stateful_callbacks": trainer.state.stateful_callbacks}
-        _write_position(Path(self._folder.name), trainer.model, at.restored | others)
-        _TRAINER_LOG.addFilter(self._quiet)
-        return self._folder.name
+        if self._world is not None:
+            raise InvalidJobError(
+                "HoldfastTrainerCallback(world=…) enters the loop of the trainer again after each "
+                "recovery: call protection.train(trainer) instead of restore and trainer.train"
+            )
+        self._make_session(trainer)
+        assert self._session is not None
+        step = self._session.restore()
+        return None if step is None else self._resume(trainer, step, b"")
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._session is None:
             raise InvalidJobError(
-                "HoldfastTrainerCallback has not restored yet: call "
-                "trainer.train(resume_from_checkpoint=callback.restore(trainer))"
+                "HoldfastTrainerCallback has not restored yet: call protection.train(trainer) "
+                "instead of trainer.train()"
             )
         self._scheduler.attach(kwargs["lr_scheduler"])
-        # The new scheduler has written its initial rates into the optimizer; undo that.
-        for group, kept in zip(kwargs["optimizer"].param_groups, self._groups, strict=False):
-            group.update(kept)
-        self._groups = []
-        _TRAINER_LOG.removeFilter(self._quiet)
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
+        self._put_back_groups(kwargs["optimizer"])
+        self._end_resume()
+        if self._at is not None and self._world is not None:
+            self._at.sort_buckets()
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._at is not None:  # All other callbacks have begun to train by now.
+            self._at.put_back()
         self._save(state)
         if float(state.epoch).is_integer():  # A resumed epoch draws the same order again.
             self._put_back_generators()
+        if self._generators is None:
+            self._begin(state)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._save(state)
         self._put_back_generators()
+        self._begin(state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # Save later: a restart from here would leave out the evaluation that may follow, which
@@ -143,19 +208,93 @@ class HoldfastTrainerCallback(TrainerCallback):  # type: ignore[misc]  # the pac
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # Do not save the last step: a trainer that resumed after it would train one step more, and
         # the model may already have been replaced by the best one.
-        if self._session is not None:
-            self._session.close()
-            self._session = None
+        if self._world is None:
+            self._close()
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _make_session(self, trainer: Trainer) -> Entries:
+        """Make the session from everything that exists before `train`."""
+        _check(trainer, self._world)
+        if self._world is not None:
+            self._world.wake_default_group()
+            # The order of the data must not depend on the generators of a rank that is new.
+            loading = trainer.accelerator.dataloader_config
+            if loading.data_seed is None:
+                loading.data_seed = trainer.args.seed
+        optimizer = trainer.create_optimizer()
+        self._at, self._scheduler = _Position(trainer), _KeptState()
+        stateful: dict[str, Stateful] = {"trainer": self._at, "scheduler": self._scheduler}
+        if getattr(trainer.accelerator, "scaler", None) is not None:
+            stateful["scaler"] = trainer.accelerator.scaler
+        self._session = init(
+            model=trainer.model,
+            optimizer=optimizer,
+            stateful=stateful | self._own,
+            world=self._world,
+            **self._arguments,
+        )
+        self._entries = Entries(self._session)
+        return self._entries
+
+    def _resume(self, trainer: Trainer, done: int, history: bytes) -> str | None:
+        """Keep what the trainer will overwrite until training begins, and return the folder from
+        which it reads its position; None if no step is completed."""
+        assert self._at is not None
+        self._generators = RandomGenerators.now()
+        self._groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in trainer.optimizer.param_groups
+        ]
+        self._scheduler.keep()
+        position = self._at.keep()
+        if not done:
+            return None
+        trainer.args.eval_on_start = False
+        # Write the folder without tensors. The trainer looks up the state of each other callback
+        # in it.
+        self._folder = tempfile.TemporaryDirectory(prefix="holdfast-")
+        others = {
+            "stateful_callbacks": trainer.state.stateful_callbacks,
+            "log_history": [line for line in decode_extras(history) if line["step"] <= done]
+            if history
+            else [],
+        }
+        _write_position(Path(self._folder.name), trainer.model, position | others)
+        _TRAINER_LOG.addFilter(self._quiet)
+        return self._folder.name
+
+    def _end_resume(self) -> None:
+        """Drop the folder."""
+        _TRAINER_LOG.removeFilter(self._quiet)
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def _begin(self, state: Any) -> None:
+        if self._entries is not None:
+            self._entries.begin(state.global_step + 1)
 
     def _save(self, state: Any) -> None:
-        if self._unsaved and self._session is not None:
-            self._session.save(state.global_step)
+        if self._unsaved and self._entries is not None:
+            self._entries.complete(state.global_step)
         self._unsaved = False
+
+    def _put_back_groups(self, optimizer: Any) -> None:
+        """Undo that a new scheduler has written its initial rates into the optimizer."""
+        for group, kept in zip(optimizer.param_groups, self._groups, strict=False):
+            group.update(kept)
+        self._groups = []
 
     def _put_back_generators(self) -> None:
         if self._generators is not None:
             self._generators.put_back()
             self._generators = None
+
+    def _close(self) -> None:
+        if self._session is not None:
+            self._session.close()
+            self._session = self._entries = None
 
 
 class _NothingIsMissing(logging.Filter):
@@ -167,45 +306,124 @@ class _NothingIsMissing(logging.Filter):
 
 
 class _KeptState:
-    """Placeholder for a stateful object that is created only after the restore."""
+    """Placeholder for a stateful object that each entry into the trainer's loop creates anew."""
 
     def __init__(self) -> None:
         self._object: Stateful | None = None
-        self._restored: list[Any] = []
+        self._pending: list[Any] = []
 
     def attach(self, item: Stateful) -> None:
-        """Stand for `item` from now on, and load the restored state into it."""
+        """Stand for `item` from now on, and load the kept state into it."""
         self._object = item
-        if self._restored:
-            item.load_state_dict(self._restored.pop())
+        if self._pending:
+            item.load_state_dict(self._pending.pop())
+
+    def keep(self) -> None:
+        """Keep the present state for the object to come."""
+        if not self._pending and self._object is not None:
+            self._pending = [self._object.state_dict()]
 
     def state_dict(self) -> Any:
-        """Return the state of the attached object."""
-        assert self._object is not None, "a save before anything was attached"
-        return self._object.state_dict()
+        """Return the kept state, or that of the attached object."""
+        if self._pending:
+            return self._pending[0]
+        return None if self._object is None else self._object.state_dict()
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Keep the state until the object is attached."""
-        self._restored = [state_dict]
+        """Keep the state until an object is attached."""
+        self._pending = [] if state_dict is None else [state_dict]
 
 
 class _Position:
-    """The position of a trainer: the fields of its `TrainerState`."""
+    """The position of a trainer: the fields of its `TrainerState`, what it has counted since it
+    logged last, and what its callbacks export."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self.restored: dict[str, Any] = {}
+        self.pending: dict[str, Any] = {}
+        """The position that the trainer takes over when it begins to train."""
 
     def state_dict(self) -> dict[str, Any]:
+        if self.pending:
+            return self.pending
         fields = dataclasses.fields(TrainerState)
-        state = self._trainer.state
-        return {one.name: getattr(state, one.name) for one in fields if one.name not in _LEFT_OUT}
+        state, trainer = self._trainer.state, self._trainer
+        position = {
+            one.name: getattr(state, one.name) for one in fields if one.name not in _LEFT_OUT
+        }
+        position[_COUNTS] = {
+            name: getattr(trainer, name) for name in _COUNTED if hasattr(trainer, name)
+        }
+        position[_CALLBACKS] = [_exported(one) for one in self._exporting()]
+        return position
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.restored = state_dict
+        self.pending = state_dict
+
+    def keep(self) -> dict[str, Any]:
+        """Keep the present position until `put_back`, and return the fields of its
+        `TrainerState`."""
+        self.pending = self.state_dict()
+        further = (_COUNTS, _CALLBACKS)
+        return {name: value for name, value in self.pending.items() if name not in further}
+
+    def put_back(self) -> None:
+        """Give the trainer what it does not read from its folder."""
+        position, self.pending = self.pending, {}
+        for name, value in position.get(_COUNTS, {}).items():
+            own = (
+                value.to(self._trainer.args.device, copy=True)
+                if isinstance(value, torch.Tensor)
+                else value
+            )
+            setattr(self._trainer, name, own)
+        for callback, attributes in zip(
+            self._exporting(), position.get(_CALLBACKS, ()), strict=False
+        ):
+            for name, value in attributes.items():
+                setattr(callback, name, value)
+
+    def sort_buckets(self) -> None:
+        """Let the DDP of this entry sort its buckets. Collective."""
+        model = self._trainer.model_wrapped
+        model = getattr(model, "_orig_mod", model)  # of a compiled one
+        if isinstance(model, DistributedDataParallel):
+            sort_buckets(model)
+
+    def _exporting(self) -> list[Any]:
+        return [
+            one
+            for one in self._trainer.callback_handler.callbacks
+            if isinstance(one, ExportableState) and not isinstance(one, TrainerControl)
+        ]
 
 
-def _check(trainer: Trainer) -> None:
+def _exported(callback: Any) -> dict[str, Any]:
+    """The attributes that a callback exports; none if a snapshot cannot carry them."""
+    attributes: dict[str, Any] = callback.state().get("attributes", {})
+    try:
+        encode_extras(attributes)
+    except UnsupportedValueError as error:
+        _LOG.warning("the state of %s is not saved: %s", type(callback).__name__, error)
+        return {}
+    return attributes
+
+
+def _unwrap(trainer: Trainer, optimizer: Any) -> None:
+    """Drop what the trainer has wrapped around its model and its optimizer."""
+    accelerator = trainer.accelerator
+    trainer.model_wrapped = accelerator.unwrap_model(
+        trainer.model_wrapped, keep_fp32_wrapper=False, keep_torch_compile=False
+    )
+    trainer.optimizer = optimizer
+    noise = getattr(trainer, "neftune_hook_handle", None)
+    if noise is not None:
+        noise.remove()
+    accelerator.gradient_state.dataloader_references = [None]  # those that were being iterated
+    accelerator.free_memory()
+
+
+def _check(trainer: Trainer, world: World | None) -> None:
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         raise InvalidJobError(
             "HoldfastTrainerCallback restores before FSDP or DeepSpeed shard the model; train with "
@@ -215,6 +433,11 @@ def _check(trainer: Trainer) -> None:
         raise InvalidJobError(
             "Trainer(model_init=…) creates another model in `train`, after the restore: give "
             "Trainer the model itself"
+        )
+    if world is not None and getattr(trainer.args, "ddp_static_graph", None):
+        raise InvalidJobError(
+            "ddp_static_graph: DDP learns the graph from its first pass in each world, which "
+            "HoldfastTrainerCallback(world=…) cannot make; leave out one of the two"
         )
     strategy = trainer.args.train_sampling_strategy
     seedable = trainer.args.accelerator_config.use_seedable_sampler

@@ -1,51 +1,106 @@
 """Holdfast in the `Trainer` of Lightning.
 
-    trainer = Trainer(callbacks=[HoldfastCallback()], …)
-    trainer.fit(module)
+    protection = HoldfastCallback()
+    trainer = Trainer(callbacks=[protection], …)
+    protection.fit(trainer, module)
 
 The callback restores after the strategy has created the optimizers and before the loops begin.
 Lightning then continues as from a checkpoint of its own. The position in the data belongs to the
 loader, so the loader must have a `state_dict`, as torchdata's `StatefulDataLoader` does. Create it
 in `train_dataloader`, which Lightning calls after the restore.
+
+In a process that stays when its world changes, `fit` enters Lightning's loops again in the same way
+after each recovery.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping
 from typing import Any
 
+from torch.nn.parallel import DistributedDataParallel
+
+from holdfast._elastic.ddp import sort_buckets
+from holdfast._elastic.world import World
 from holdfast._init import init
 from holdfast._session.interface import Session
 from holdfast._state.collect import RandomGenerators, Stateful
+from holdfast._state.extras import UnsupportedValueError, encode_extras
+from holdfast.integrations._entries import Entries
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.packages import PackageGroup, needing
 
 with needing("holdfast.integrations.lightning", PackageGroup.LIGHTNING):
     from lightning.pytorch import Callback, LightningModule, Trainer
 
+_LOG = logging.getLogger("holdfast")
+
 
 class HoldfastCallback(Callback):  # type: ignore[misc]  # the package is not type-checked
     """Protects a `Trainer` after each optimizer step, and after the validation that may follow it.
 
-    A restart resumes after the restored step. The schedulers, the loops, the loader and the random
-    generators continue from their states at that step.
+    A recovery resumes after the restored step. The schedulers, the loops, the loader, the random
+    generators and the other callbacks continue from their states at that step.
 
     Args:
         stateful: other objects to restore, by name, as for `holdfast.init`.
+        world: the world from `holdfast.elastic.init`, to stay when other ranks are lost. Train with
+            `fit` then.
         arguments: further arguments of `holdfast.init`: `topology`, `settings`, `units`, …
     """
 
-    def __init__(self, *, stateful: Mapping[str, Stateful] | None = None, **arguments: Any) -> None:
-        self._own = dict(stateful or {})
+    def __init__(
+        self,
+        *,
+        stateful: Mapping[str, Stateful] | None = None,
+        world: World | None = None,
+        **arguments: Any,
+    ) -> None:
+        self._own, self._world = dict(stateful or {}), world
         self._arguments = arguments
         self._session: Session | None = None
+        self._entries: Entries | None = None
         self._loops: _Loops | None = None
+        self._callbacks: _Callbacks | None = None
         self._saved = 0
         """Newest step that this callback has saved or restored."""
         self._generators: RandomGenerators | None = None
         """States of the random generators after the restored step, until the next batch is
         loaded."""
+
+    def fit(self, trainer: Trainer, module: LightningModule, **arguments: Any) -> None:
+        """Restore the state of `module` and fit it. Every rank calls it, instead of `trainer.fit`.
+
+        With a `world`, this process stays when other ranks are lost: it unwinds out of the loops of
+        `trainer`, recovers, and enters them again after the step to which that leads. The module,
+        the optimizers and the schedulers stay.
+
+        Args:
+            arguments: of `trainer.fit`.
+
+        Raises:
+            InvalidJobError: `ckpt_path` is given; or, with a `world`, DDP has a static graph.
+            HoldfastError: as for `Session.steps`.
+        """
+        if self._world is None:
+            trainer.fit(module, **arguments)
+            return
+        entries, entered = self._prepare(trainer, module, self._world), False
+
+        def enter(done: int, history: bytes) -> None:
+            nonlocal entered
+            del history
+            self._saved = done
+            assert self._loops is not None
+            if done or entered or self._loops.loaded:
+                self._resume(trainer)
+            entered = True
+            trainer.fit(module, **arguments)
+
+        entries.run(enter, self._put_back_generators, bytes)
+        self._close()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.ckpt_path is not None:
@@ -53,31 +108,45 @@ class HoldfastCallback(Callback):  # type: ignore[misc]  # the package is not ty
                 f"fit(ckpt_path={str(trainer.ckpt_path)!r}) would overwrite the state that "
                 f"HoldfastCallback restores; leave ckpt_path out"
             )
-        loops = self._loops = _Loops(trainer)
-        stateful: dict[str, Stateful] = {"loops": loops}
-        for index, config in enumerate(trainer.lr_scheduler_configs):
-            stateful[f"scheduler{index}"] = config.scheduler
-        if trainer.precision_plugin.state_dict():
-            stateful["precision"] = trainer.precision_plugin
-        self._session = init(
-            model=trainer.strategy.model,
-            optimizer=trainer.optimizers,
-            stateful=stateful | self._own,
-            **self._arguments,
-        )
-        step = self._session.restore()
-        if step is not None:
-            self._saved = step
-            if not loops.at_epoch_end:  # At an epoch's end, the start of the next one uses them.
-                self._generators = RandomGenerators.now()
+        if self._world is None:
+            session = self._make_session(trainer, trainer.strategy.model)
+            step = session.restore()
+            if step is not None:
+                self._saved = step
+                self._resume(trainer)
+        elif self._session is None:
+            raise InvalidJobError(
+                "HoldfastCallback(world=…) enters the loops again after each recovery: call "
+                "protection.fit(trainer, module) instead of trainer.fit(module)"
+            )
+        assert self._loops is not None
+        self._loops.put_back()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert self._callbacks is not None
+        self._callbacks.put_back()
+        if self._world is not None and isinstance(trainer.strategy.model, DistributedDataParallel):
+            sort_buckets(trainer.strategy.model)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._loops is not None and trainer.global_step > self._saved:
+            self._loops.keep()  # The loops now count the epoch before as completed.
+        self._save(trainer)
+        self._put_back_generators()
+        self._begin(trainer)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._save(trainer)
-        if self._generators is not None:
-            self._generators.put_back()
-            self._generators = None
+        self._put_back_generators()
+        self._begin(trainer)
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
+    ) -> None:
+        if self._entries is not None:
+            self._entries.before_update()
 
     def on_train_batch_end(
         self,
@@ -92,47 +161,173 @@ class HoldfastCallback(Callback):  # type: ignore[misc]  # the package is not ty
         if self._loops is not None and trainer.global_step > self._saved:
             self._loops.keep()
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._loops is not None and trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
-            self._loops.drop()  # The loops now count the epoch as completed.
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._loops is not None and trainer.global_step > self._saved:
+            self._loops.keep()
         self._save(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self._session is not None:
-            self._session.close()
-            self._session = None
+        if self._world is None:
+            self._close()
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _prepare(self, trainer: Trainer, module: LightningModule, world: World) -> Entries:
+        """Make the optimizers and the session before Lightning's loops, whose collectives all ranks
+        make in each world."""
+        if getattr(trainer.strategy, "_ddp_kwargs", {}).get("static_graph"):
+            raise InvalidJobError(
+                "static_graph: DDP learns the graph from its first pass in each world, which "
+                "HoldfastCallback(world=…) cannot make; leave out one of the two"
+            )
+        world.wake_default_group()
+        strategy = trainer.strategy
+        module.trainer = trainer
+        strategy.connect(module)
+        module.to(strategy.root_device)
+        made = module.configure_optimizers()
+        module.configure_optimizers = lambda: _copied(made)
+        strategy.setup_optimizers(trainer)
+        self._make_session(trainer, module)
+        assert self._entries is not None
+        return self._entries
+
+    def _make_session(self, trainer: Trainer, model: Any) -> Session:
+        self._loops, self._callbacks = _Loops(trainer), _Callbacks(trainer, self)
+        stateful: dict[str, Stateful] = {"loops": self._loops, "callbacks": self._callbacks}
+        for index, config in enumerate(trainer.lr_scheduler_configs):
+            stateful[f"scheduler{index}"] = config.scheduler
+        if trainer.precision_plugin.state_dict():
+            stateful["precision"] = trainer.precision_plugin
+        self._session = init(
+            model=model,
+            optimizer=trainer.optimizers,
+            stateful=stateful | self._own,
+            world=self._world,
+            **self._arguments,
+        )
+        self._entries = Entries(self._session, in_closures=True)
+        return self._session
+
+    def _resume(self, trainer: Trainer) -> None:
+        """Keep what Lightning will overwrite until training begins."""
+        assert self._loops is not None and self._callbacks is not None
+        self._generators = RandomGenerators.now()
+        self._loops.hold()
+        self._callbacks.hold()
+        trainer.num_sanity_val_steps = 0
+
+    def _begin(self, trainer: Trainer) -> None:
+        if self._entries is not None:
+            self._entries.begin(trainer.global_step + 1)
 
     def _save(self, trainer: Trainer) -> None:
-        if self._session is not None and trainer.global_step > self._saved:
+        if self._entries is not None and trainer.global_step > self._saved:
             self._saved = trainer.global_step
-            self._session.save(self._saved)
-            if self._loops is not None:
-                self._loops.drop()
+            self._entries.complete(self._saved)
+
+    def _put_back_generators(self) -> None:
+        if self._generators is not None:
+            self._generators.put_back()
+            self._generators = None
+
+    def _close(self) -> None:
+        if self._session is not None:
+            self._session.close()
+            self._session = self._entries = None
 
 
 class _Loops:
-    """The progress of a trainer's loops, and the position of its loader."""
+    """The progress of a trainer's loops, and the position of its loader, after the newest step."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._kept: dict[str, Any] | None = None
-        self.at_epoch_end = False
-        """Whether the restored step was the last one of an epoch."""
+        self.loaded = False
+        """Whether a recovery has given this rank a state."""
+        self._pending = False
+        """Whether the trainer takes over the kept state when it begins to train."""
 
     def keep(self) -> None:
-        """Keep the present state: saves capture it until `drop`."""
+        """Keep the present state: saves capture it until the next call."""
         self._kept = copy.deepcopy(self._trainer.fit_loop.state_dict())
 
-    def drop(self) -> None:
-        """Forget the kept state: saves capture the present one again."""
-        self._kept = None
-
     def state_dict(self) -> dict[str, Any]:
-        if self._kept is not None:
-            return self._kept
-        state: dict[str, Any] = self._trainer.fit_loop.state_dict()
-        return state
+        if self._kept is None:
+            self.keep()
+        assert self._kept is not None
+        return self._kept
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._trainer.fit_loop.load_state_dict(state_dict)
-        self.at_epoch_end = self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        self._kept, self.loaded = state_dict, True
+
+    def hold(self) -> None:
+        """Let the trainer take over the kept state in `put_back`."""
+        self._pending = True
+
+    def put_back(self) -> None:
+        """Give the loops the kept state, if they are to take it over."""
+        if not self._pending:
+            return
+        self._pending = False
+        fit = self._trainer.fit_loop
+        fit.load_state_dict(copy.deepcopy(self._kept))
+        if not fit.epoch_loop.batch_progress.is_last_batch:
+            return
+        # The step was the last one of an epoch. Lightning would count the end of that epoch again:
+        # let it begin the next one as if nothing had been loaded.
+        for each in (fit.epoch_progress.total, fit.epoch_progress.current):
+            each.ready = each.started = each.completed = each.processed
+        fit.epoch_loop.restarting = False
+        fit._restarting = fit._loaded_from_state_dict = False
+
+
+class _Callbacks:
+    """The states of all other callbacks of a trainer."""
+
+    def __init__(self, trainer: Trainer, own: HoldfastCallback) -> None:
+        self._trainer, self._self = trainer, own
+        self._pending: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._pending is not None:
+            return self._pending
+        return {name: _state(one) for name, one in self._others().items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._pending = state_dict
+
+    def hold(self) -> None:
+        """Keep the present states until `put_back`."""
+        self._pending = copy.deepcopy(self.state_dict())
+
+    def put_back(self) -> None:
+        """Give the callbacks the states that were kept."""
+        states, self._pending = self._pending or {}, None
+        for name, one in self._others().items():
+            if states.get(name):
+                one.load_state_dict(states[name])
+
+    def _others(self) -> dict[str, Any]:
+        others = [one for one in self._trainer.callbacks if one is not self._self]
+        return {f"{index} {type(one).__name__}": one for index, one in enumerate(others)}
+
+
+def _state(callback: Any) -> dict[str, Any]:
+    """The state of a callback; none if a snapshot cannot carry it."""
+    state: dict[str, Any] = callback.state_dict()
+    try:
+        encode_extras(state)
+    except UnsupportedValueError as error:
+        _LOG.warning("the state of %s is not saved: %s", type(callback).__name__, error)
+        return {}
+    return state
+
+
+def _copied(made: Any) -> Any:
+    """Return what `configure_optimizers` has made, with new containers and the same objects."""
+    if isinstance(made, dict):
+        return {name: _copied(value) for name, value in made.items()}
+    if isinstance(made, list | tuple):
+        return type(made)(map(_copied, made))
+    return made

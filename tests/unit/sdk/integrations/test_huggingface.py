@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from holdfast._elastic.world import World
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.snapshots.generations import Generation
@@ -17,6 +18,7 @@ from holdfast_core.snapshots.generations import Generation
 transformers = pytest.importorskip("transformers")
 import train_huggingface  # noqa: E402
 from train_huggingface import CONFIG  # noqa: E402
+from transformers.trainer_callback import ExportableState  # noqa: E402
 from waiting import wait_for  # noqa: E402
 
 from holdfast.integrations.huggingface import HoldfastTrainerCallback  # noqa: E402
@@ -183,6 +185,80 @@ def test_the_trainer_resumes_any_model_from_the_folder_and_loads_nothing_over_it
     old, new = (trainer.model.state_dict() for trainer in trainers)
     assert all(torch.equal(old[name], new[name]) for name in old)
     assert "missing keys" not in caplog.text
+
+
+class Counts(transformers.TrainerCallback, ExportableState):  # type: ignore[misc, name-defined]
+    """Counts evaluations."""
+
+    def __init__(self, evaluations: int = 0) -> None:
+        self.evaluations = evaluations
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.evaluations += 1
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"evaluations": self.evaluations}}
+
+
+def counted(
+    tmp_path: Path, daemon: FakeDaemon, kill_after: int = 0, world: World | None = None
+) -> Any:
+    """Train with a line in the log for every third step; return what was counted at the end."""
+    given: dict[str, Any] = {"daemon": daemon} if world is None else {"world": world}
+    protection, counts = HoldfastTrainerCallback(**given), Counts()
+    args = train_huggingface.parse_args(["--steps", str(STEPS), "--passages", str(PASSAGES)])
+    trainer = train_huggingface.make_trainer(args, protection)
+    trainer.args.logging_steps = 3
+    trainer.args.eval_strategy, trainer.args.eval_steps = "steps", 2
+    trainer.eval_dataset = train_huggingface.Passages(4)
+    for each in (counts, KillAfter(kill_after, daemon)):
+        trainer.add_callback(each)
+    try:
+        output = protection.train(trainer)
+    except Killed:
+        protection.on_train_end(trainer.args, trainer.state, trainer.control)  # frees the arena
+        raise
+    logged = [
+        line["loss"]
+        for line in trainer.state.log_history
+        if line.get("step") == 6 and "loss" in line
+    ]
+    state = train_huggingface.state_sha256(trainer)
+    return output.training_loss, counts.evaluations, logged, state
+
+
+@pytest.mark.slow
+def test_counters_and_callbacks_continue_after_a_restart(tmp_path: Path) -> None:
+    whole, memory = counted(tmp_path, FakeDaemon(tmp_path / "whole")), tmp_path / "memory"
+    with pytest.raises(Killed):
+        counted(tmp_path, FakeDaemon(memory), kill_after=4)
+    assert counted(tmp_path, FakeDaemon(memory, epoch=2)) == whole
+
+
+@pytest.fixture
+def alone() -> Iterator[World]:
+    world = World(
+        "gloo", None, store_address="", local_rank=0, nproc=1, timeout_s=30.0, reform_s=30.0
+    )
+    world.join()
+    yield world
+    world.close()
+
+
+def test_training_in_a_world_is_the_same_training(tmp_path: Path, alone: World) -> None:
+    daemon = FakeDaemon(tmp_path / "memory")
+    assert counted(tmp_path, daemon, world=alone) == counted(tmp_path, daemon)
+
+
+def test_what_cannot_be_entered_again_is_refused_with_a_world(alone: World) -> None:
+    protection = HoldfastTrainerCallback(world=alone)
+    args = train_huggingface.parse_args(["--steps", "1"])
+    trainer = train_huggingface.make_trainer(args, protection)
+    with pytest.raises(InvalidJobError, match=r"call protection\.train\(trainer\)"):
+        protection.restore(trainer)
+    trainer.args.ddp_static_graph = True
+    with pytest.raises(InvalidJobError, match="ddp_static_graph"):
+        protection.train(trainer)
 
 
 def test_training_without_a_restore_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from holdfast._elastic.world import World
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.snapshots.generations import Generation
@@ -45,7 +47,7 @@ class KillAfter(pytorch.Callback):  # type: ignore[misc, name-defined]
     def on_train_batch_start(self, trainer: Any, *rest: Any) -> None:
         self._look(trainer)
 
-    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
         self._look(trainer)
 
     def _look(self, trainer: Any) -> None:
@@ -99,7 +101,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dic
     return train(folder, FakeDaemon(folder / "memory")), losses(folder)
 
 
-@pytest.mark.parametrize("step", [2, 6], ids=["in the first epoch", "in the next"])
+@pytest.mark.parametrize("step", [2, 4, 6], ids=["in the first epoch", "at its end", "in the next"])
 def test_training_that_dies_after_a_step_ends_with_the_same_losses_and_bytes(
     tmp_path: Path, undisturbed: tuple[str, list[dict[str, float]]], step: int
 ) -> None:
@@ -109,6 +111,45 @@ def test_training_that_dies_after_a_step_ends_with_the_same_losses_and_bytes(
     state = train(tmp_path, FakeDaemon(memory, epoch=2))
     assert losses(tmp_path) == undisturbed[1]
     assert state == undisturbed[0]
+
+
+@pytest.fixture
+def alone() -> Iterator[World]:
+    world = World(
+        "gloo", None, store_address="", local_rank=0, nproc=1, timeout_s=30.0, reform_s=30.0
+    )
+    world.join()
+    yield world
+    world.close()
+
+
+def test_training_in_a_world_is_the_same_training(
+    tmp_path: Path, undisturbed: tuple[str, list[dict[str, float]]], alone: World
+) -> None:
+    args = train_lightning.parse_args(
+        ["--steps", str(STEPS), "--bytes", str(BYTES), "--log-file", str(tmp_path / "log")]
+    )
+    protection = HoldfastCallback(world=alone)
+    trainer = train_lightning.make_trainer(args, protection)
+    trainer.val_check_interval = 2
+    torch.manual_seed(1)
+    protection.fit(trainer, Validated(args.log_file, args.bytes))
+    assert losses(tmp_path) == undisturbed[1]
+    assert train_lightning.state_sha256(trainer) == undisturbed[0]
+
+
+def test_fitting_past_the_callback_in_a_world_is_refused(alone: World) -> None:
+    args = train_lightning.parse_args(["--steps", "1"])
+    trainer = train_lightning.make_trainer(args, HoldfastCallback(world=alone))
+    with pytest.raises(InvalidJobError, match=r"call protection\.fit\(trainer, module\)"):
+        trainer.fit(train_lightning.NextByte())
+
+
+def test_a_static_graph_in_a_world_is_refused(alone: World) -> None:
+    strategy = pytest.importorskip("lightning.pytorch.strategies").DDPStrategy(static_graph=True)
+    trainer = pytorch.Trainer(accelerator="cpu", strategy=strategy, logger=False)
+    with pytest.raises(InvalidJobError, match="static_graph"):
+        HoldfastCallback(world=alone).fit(trainer, train_lightning.NextByte())
 
 
 def test_a_checkpoint_beside_it_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,101 @@
+"""The loop of a framework, entered again from its top after each recovery.
+
+A framework owns its loop, so a process that stays cannot jump to a step of it. But it can unwind
+out of the loop and enter it again: all ranks do, those that stayed and those that are new, so that
+all of them make the same collectives again (the constructor of DDP, the preparation of loaders).
+The model, the optimizer and everything that was imported stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from holdfast._causes import drop_frames
+from holdfast._elastic.session import ElasticSession
+from holdfast._session.interface import Session
+from holdfast._steps import RestartRunner, Runner
+from holdfast_core.errors import StaleEpochError
+
+T = TypeVar("T")
+
+
+class Entries:
+    """The entries into the loop of a framework.
+
+    Args:
+        session: of this process.
+        in_closures: whether the framework computes gradients within the `step` of an optimizer, in
+            a closure. It then calls `before_update`.
+    """
+
+    def __init__(self, session: Session, *, in_closures: bool = False) -> None:
+        self._stays = session if isinstance(session, ElasticSession) else None
+        if self._stays is not None and in_closures:
+            self._stays.vote_in_closures()
+        self._runner: Runner = self._stays or RestartRunner(session)
+        self._begun: int | None = None
+
+    def begin(self, step: int) -> None:
+        """Note that `step` begins now, unless it has begun already."""
+        if self._begun != step:
+            self._begun = step
+            self._runner.begin(step)
+
+    def before_update(self) -> None:
+        """Called when the gradients of a step are complete, before they change anything.
+
+        Raises:
+            UnreachableError: its world has ended; let it end the framework's loop.
+        """
+        if self._stays is not None:
+            self._stays.before_update()
+
+    def complete(self, step: int) -> None:
+        """Save the state after `step`.
+
+        Raises:
+            StaleEpochError: its world has ended; let it end the framework's loop.
+        """
+        self._begun = None
+        if not self._runner.complete(step):
+            raise StaleEpochError(f"the training world has ended after step {step}")
+
+    def run(
+        self,
+        enter: Callable[[int, bytes], T],
+        unwind: Callable[[], None],
+        history: Callable[[], bytes],
+    ) -> T:
+        """Restore, run the framework's loop to its end on all ranks, and return what it returns.
+
+        Args:
+            enter: runs the loop, given the number of completed steps, and what `history` returned
+                on a rank that has lived through them.
+            unwind: drops what refers to the groups of a world, after its end.
+            history: returns what a new rank takes from one that stayed; empty on a new rank.
+        """
+        done = self._runner.begin_steps()
+        while True:
+            try:
+                result = enter(done, self._share(history()) if done else b"")
+                if self._runner.finish_steps():
+                    return result
+            except Exception as error:
+                if not self._runner.survives(error):
+                    raise
+                drop_frames(error)
+            self._begun = None
+            unwind()
+            done = self._runner.go_back()
+
+    def _share(self, own: bytes) -> bytes:
+        """Return `own`, or that of the lowest rank which has any. Collective."""
+        if self._stays is None:
+            return own
+        having = [bool(one) for one in self._stays.gather(b"1" if own else b"")]
+        if all(having) or not any(having):
+            return own
+        giver = having.index(True)
+        given = self._stays.gather(own if self._stays.rank == giver else b"")[giver]
+        return own or given
