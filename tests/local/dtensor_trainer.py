@@ -93,7 +93,8 @@ def shard(model: Model, layout: str, ranks: int) -> None:
 def state_hash(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     digest = hashlib.sha256()
     for parameter in model.parameters():
-        for tensor in (parameter, *optimizer.state[parameter].values()):
+        state = optimizer.state[parameter]
+        for tensor in (parameter, *(state[name] for name in sorted(state))):
             local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
             digest.update(local.detach().numpy().tobytes())
     return digest.hexdigest()[:16]

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not can_stay("gloo"), reason="this torch cannot 
 
 WAIT_S = 100.0
 RANKS = 4
-STEPS = 120
+STEPS = 150
 POINTS = ("begin", "forward", "backward", "before-optimizer", "after-optimizer")
 
 
@@ -108,6 +108,11 @@ class Run:
                 what="the first steps",
             )
             for rank, point, what in faults:
+                await cluster.wait_for(  # otherwise all begin again
+                    lambda status: status.protected.startswith(f"{status.epoch}."),
+                    timeout_s=WAIT_S,
+                    what="a snapshot of this epoch",
+                )
                 graphs = [each.graphs for each in self.newest()]
                 changed = await self.fail(rank, point, what)
                 # A rank that waits for a stopped one may be ended with it.

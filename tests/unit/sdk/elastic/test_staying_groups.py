@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.unit.sdk.helpers.members import Members
-from tests.unit.sdk.helpers.ranks import run_ranks
+from members import Members
+from ranks import run_ranks
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported by torch
 from torch.distributed.device_mesh import init_device_mesh
