@@ -91,6 +91,7 @@ def check_undisturbed(script: Path, directory: Path, *others: str) -> None:
     "name",
     [
         "huggingface",
+        "fsdp2",
         pytest.param("lightning", marks=pytest.mark.exhaustive),
         pytest.param("accelerate", marks=pytest.mark.exhaustive),
     ],

@@ -65,15 +65,16 @@ def check_staying(model: nn.Module, world: World) -> None:
     """Refuse a model that holds process groups of its own, if they cannot be formed again.
 
     Raises:
-        InvalidJobError: DDP wraps the model, or its parameters are DTensors in a world whose groups
-            do not stay.
+        InvalidJobError: DDP wraps the model, or its parameters are DTensors and this process stays
+            in a world whose groups do not.
     """
     if any(isinstance(part, DistributedDataParallel) for part in model.modules()):
         raise InvalidJobError(
             "this DistributedDataParallel keeps the buckets of one world: wrap the module by "
             "`world.ddp(module, …)` instead, which makes another one in each world"
         )
-    if not world.groups_stay and any(is_dtensor(each) for each in model.parameters()):
+    cannot = world.stays and not world.groups_stay
+    if cannot and any(is_dtensor(each) for each in model.parameters()):
         raise InvalidJobError(
             f"this model keeps process groups (FSDP2 or another use of DTensor), which stay when a "
             f"world changes only with {NEEDS}, in worlds of one size (without any_size); this is "

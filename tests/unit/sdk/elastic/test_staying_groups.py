@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 
 from holdfast import elastic
 from holdfast._elastic import staying_groups
-from holdfast._elastic.session import reset_sharded
+from holdfast._elastic.session import check_staying, reset_sharded
 from holdfast._elastic.staying_groups import GroupStatement, StayingGroups, can_stay, plan_groups
 from holdfast._elastic.world import World
 from holdfast_core.errors import InvalidJobError, StaleEpochError
@@ -252,6 +253,10 @@ def train_sharded(process: int, socket: str, port: str) -> None:
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    check_staying(model, one.world)
+    older: Any = SimpleNamespace(stays=True, groups_stay=False)
+    with pytest.raises(InvalidJobError, match=r"only with torch 2\.15 and the backend gloo"):
+        check_staying(model, older)
     inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(one.rank))
 
     def gradients() -> list[torch.Tensor]:
