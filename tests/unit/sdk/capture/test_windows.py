@@ -251,6 +251,10 @@ class OneRank:
 
     def check_process(self) -> None: ...
 
+    def begin_step(self, step: int) -> None: ...
+
+    def go_back_to(self, step: int) -> None: ...
+
     def exchange(self, timeout_s: float) -> Alone:
         del timeout_s
         return Alone()
