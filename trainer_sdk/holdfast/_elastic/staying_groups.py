@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch.distributed as dist
@@ -41,6 +41,8 @@ NEEDS = "torch 2.15 and the backend gloo"
 """What processes need whose groups stay, in messages."""
 _torch: Any = dist
 """torch.distributed, whose stubs lack what is private."""
+_FAKE = "fake"
+"""Torch's backend without messages."""
 _DEFAULT = "0"
 """Torch's name of the default group: the first one that it makes."""
 _OWN_COUNT = 2**40
@@ -78,6 +80,7 @@ class GroupStatement(msgspec.Struct, frozen=True, kw_only=True):
 
 _STATEMENTS = msgspec.json.Decoder(list[GroupStatement])
 _HANDLES = msgspec.json.Decoder(dict[str, str])
+_T = TypeVar("_T")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -94,9 +97,10 @@ class _Group:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The group; None if this rank does not belong to it."""
+        """The group; None if this rank does not belong to it, or it has no messages."""
         made = self.result[0]
-        return made if isinstance(made, dist.ProcessGroup) else None
+        connects = isinstance(made, dist.ProcessGroup) and self.statement.backend != _FAKE
+        return made if connects else None
 
     def states(self) -> GroupStatement:
         """The present statement about it."""
@@ -184,6 +188,7 @@ class StayingGroups:
         Raises:
             StaleEpochError: the world has ended.
             InvalidJobError: ranks made different groups.
+            ProtocolError: what a rank says cannot be decoded, because it has another version.
             RuntimeError: a rank was lost meanwhile.
         """
         if self._make is None:
@@ -194,7 +199,8 @@ class StayingGroups:
         self._store.enter(point.forming_store)
         # All ranks meet here, the late ones too, and learn which groups there are.
         said = point.gather(_encode([each.states() for each in self._groups.values()]))
-        plan = plan_groups([_STATEMENTS.decode(text) for text in said])
+        stated = _read(_STATEMENTS, said)
+        plan = plan_groups(stated)
         if _DEFAULT not in self._groups:
             self._make_default()
         for statement in plan:
@@ -204,7 +210,7 @@ class StayingGroups:
         mine = [each for each in (self._groups[_DEFAULT], *mine) if each.group is not None]
         handles = {each.statement.name: _torch._get_reconfigure_handle(each.group) for each in mine}
         texts = point.gather(_encode(handles), FORM_S)
-        of_ranks = [_HANDLES.decode(text) for text in texts]
+        of_ranks = _read(_HANDLES, texts)
         with point.forming_store.watch():
             for each in mine:
                 self._connect(each, [of_ranks[one] for one in self._ranks_of(each.statement)])
@@ -247,7 +253,8 @@ class StayingGroups:
         with self._lock:
             if self._formed and self._epoch == epoch:
                 for group in (*self._own, *self._connected()):
-                    disconnect(group)
+                    with suppress(RuntimeError):  # the training thread is destroying it
+                        disconnect(group)
 
     @contextmanager
     def forming(self, backend: str | None) -> Iterator[None]:
@@ -308,9 +315,8 @@ class StayingGroups:
         if here is not None and not here.asked and (taken := self._take(here, ranks)) is not None:
             return taken
         backends = c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map().values()
-        if set(backends) == {"fake"} and size == 1:  # no messages: torchtitan's axes of one rank
-            return self._make(size, rank, ranks, backend, store, group_name, *more, **named)
-        if set(backends) != {"gloo"}:
+        # torchtitan makes groups without messages for axes of one rank.
+        if set(backends) != {"gloo"} and (str(backend), size) != (_FAKE, 1):
             raise InvalidJobError(
                 f"a process group with backend {str(backend)!r}: such groups cannot get new ranks, "
                 f"so this process could not stay when its world changes. Use gloo, or "
@@ -468,7 +474,8 @@ class StayingGroups:
 
     def _connected(self) -> list[dist.ProcessGroup]:
         """The groups of the script that still exist."""
-        groups = [each.group for each in self._groups.values()]
+        # A copy: the training thread may be making a group while another one wakes it.
+        groups = [each.group for each in [*self._groups.values()]]
         return [each for each in groups if each is not None and each in c10d._world.pg_map]
 
 
@@ -489,6 +496,16 @@ def plan_groups(said: Sequence[Sequence[GroupStatement]]) -> list[GroupStatement
             if each.destroyed and rank in each.ranks and not known.destroyed:
                 named[each.name] = msgspec.structs.replace(known, destroyed=True)
     return [named[name] for name in sorted(named, key=lambda name: (place[name], name))]
+
+
+def _read(decoder: msgspec.json.Decoder[_T], texts: Sequence[str]) -> list[_T]:
+    try:
+        return [decoder.decode(text) for text in texts]
+    except msgspec.DecodeError as error:
+        raise ProtocolError(
+            f"cannot decode what a rank says about its process groups: {error}; run the same "
+            f"version of holdfast on all ranks"
+        ) from error
 
 
 def _encode(value: Any) -> str:

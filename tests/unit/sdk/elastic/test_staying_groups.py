@@ -233,6 +233,7 @@ def refuse(process: int, socket: str, port: str) -> None:
         dist.new_group([1, 3])
     with pytest.raises(InvalidJobError, match="cannot get new ranks"):
         dist.new_group(backend="fake")
+    dist.new_group([3], backend="fake")  # an axis of one rank
     kept = one.world._staying
     assert kept is not None
     assert total_of(kept._groups["2"].group) == 9
