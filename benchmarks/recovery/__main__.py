@@ -35,6 +35,7 @@ from benchmarks.measure import REPETITIONS, Figure
 from benchmarks.recovery.figures import AFTER_NOTICED, Results, key
 from benchmarks.recovery.picture import draw
 from benchmarks.recovery.runs import RANKS, Kind, Mode, Plan, carry_out
+from benchmarks.recovery.stacks import measure as measure_stacks
 from benchmarks.recovery.traces import Phase
 from benchmarks.recovery.votes import measure as measure_votes
 from benchmarks.report import verdict, write_json
@@ -67,6 +68,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     add("--steps", type=int, default=STEPS, help="steps of each run (default: %(default)s)")
     add("--votes", action="store_true", help="measure only what the vote costs a step")
+    add(
+        "--stacks",
+        action="store_true",
+        help="measure only loops under DDP, FSDP2 and HSDP on two nodes of two ranks each",
+    )
     add("--output", type=Path, default=ROOT / "build" / "bench" / "recovery.json")
     options = parser.parse_args(argv)
     if options.repetitions < 1 or options.steps < STEPS_MIN:
@@ -78,6 +84,11 @@ def main(argv: list[str] | None = None) -> int:
         for name, found in measure_votes(folder / "votes", options.steps).items():
             spread = f"{found.low:.1f} – {found.high:.1f}, {found.repetitions} pairs of steps"
             console.print(f"{name}: {found.value:.1f} ms ({spread})")
+        console.print(f"{machine['cores']} cores, load {machine['load_before']:.1f} before")
+        return 0
+    if options.stacks:
+        for layout, mode, took in measure_stacks(folder / "stacks", options.repetitions):
+            console.print(f"{layout}, {mode}: {shown(took)} s, {took.repetitions} runs")
         console.print(f"{machine['cores']} cores, load {machine['load_before']:.1f} before")
         return 0
     results = Results()

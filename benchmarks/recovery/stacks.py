@@ -1,0 +1,127 @@
+"""Time from the kill of a rank to the next step of all ranks, for loops under DDP, FSDP2 and HSDP
+on two nodes of two ranks each: with processes that stay, and with all of them started again.
+
+A run counts only if its final state has the bytes of an undisturbed run, and exactly the processes
+stayed that should.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.measure import Figure
+from benchmarks.recovery.figures import figure
+from benchmarks.recovery.runs import WITHIN_S, Mode
+from holdfast_cli.local import LocalCluster, LocalSettings
+from holdfast_core.errors import UnreachableError
+from holdfast_core.job.parsing import MoETrainingJob, parse_job
+from holdfast_operator.reconciler.observe.counters import Outcome
+
+WORKER = Path(__file__).with_name("stacks_worker.py")
+LAYOUTS = ("ddp", "fsdp2", "hsdp")
+NODES, NPROC = 2, 2
+RANKS = NODES * NPROC
+STEPS = 200
+KILL_AT = 60
+
+
+def measure(folder: Path, repetitions: int) -> Iterator[tuple[str, Mode, Figure]]:
+    """Yield the seconds of each layout and mode.
+
+    Raises:
+        UnreachableError: a run failed a check, or did not end.
+    """
+    for layout in LAYOUTS:
+        expected = asyncio.run(_run(layout, Mode.STAY, folder / f"{layout}-undisturbed", None))[1]
+        seconds: dict[Mode, list[float]] = {mode: [] for mode in Mode}
+        for repetition in range(repetitions):
+            for mode in list(Mode)[:: 1 if repetition % 2 == 0 else -1]:
+                where = folder / f"{layout}-{mode}-{repetition + 1}"
+                took_s, hashes = asyncio.run(_run(layout, mode, where, repetition % RANKS))
+                if hashes != expected:
+                    raise UnreachableError(f"{where.name}: other bytes than an undisturbed run")
+                seconds[mode].append(took_s)
+        for mode in Mode:
+            yield layout, mode, figure(seconds[mode])
+
+
+def _make_job(layout: str, mode: Mode, folder: Path) -> MoETrainingJob:
+    command = [sys.executable, str(WORKER), layout, str(STEPS), str(folder)]
+    command += ["--restart"] if mode is Mode.RESTART else []
+    containers = [{"name": "trainer", "command": command}]
+    return parse_job(
+        {
+            "apiVersion": "holdfast.dev/v1alpha1",
+            "kind": "MoETrainingJob",
+            "metadata": {"name": "stacks"},
+            "spec": {
+                "nodes": NODES,
+                "nprocPerNode": NPROC,
+                "parallelism": {"dp": RANKS},
+                "snapshot": {"memoryPerNode": "64Mi"},
+                "redundancy": {"type": "RAIM5", "raim5": {"groupSize": NODES}},
+                "failurePolicy": {
+                    "spares": 0,
+                    "detection": {"heartbeatSeconds": 0.5, "missedHeartbeats": 8},
+                },
+                "trainer": {"template": {"spec": {"containers": containers}}},
+            },
+        }
+    )
+
+
+async def _run(
+    layout: str, mode: Mode, folder: Path, victim: int | None
+) -> tuple[float, list[str]]:
+    """Carry out a run in which `victim` is killed. Return the seconds to the next step of all
+    ranks, and the hash of each rank's final state."""
+    folder.mkdir(parents=True)
+    settings = LocalSettings(directory=folder / "run")
+    took_s = 0.0
+    async with LocalCluster(_make_job(layout, mode, folder), settings) as cluster:
+        status = await cluster.wait_for(
+            lambda status: (
+                status.protected.startswith(f"{status.epoch}.")
+                and all(len(_steps(folder, rank)) > KILL_AT for rank in range(RANKS))
+            ),
+            timeout_s=WITHIN_S,
+            what=f"step {KILL_AT}",
+        )
+        if victim is not None:
+            before, at = [_steps(folder, rank)[-1] for rank in range(RANKS)], time.time()
+            await cluster.kill_rank(victim)
+            first = await _first_steps(folder, status.epoch)
+            took_s = max(float(line[3]) for line in first) - at
+            changed = [rank for rank in range(RANKS) if first[rank][2] != before[rank][2]]
+            if changed != ([victim] if mode is Mode.STAY else list(range(RANKS))):
+                raise UnreachableError(f"{folder.name}: ranks {changed} have another process")
+        if await cluster.finished(timeout_s=WITHIN_S) is not Outcome.COMPLETE:
+            raise UnreachableError(f"{folder.name}: the job did not complete")
+    ends = [(folder / f"{rank}").read_text().splitlines()[-1] for rank in range(RANKS)]
+    return took_s, ends
+
+
+async def _first_steps(folder: Path, epoch: int) -> list[list[str]]:
+    """Wait for the first step of each rank in an epoch after `epoch`."""
+    async with asyncio.timeout(WITHIN_S):
+        while True:
+            newer = [
+                [line for line in _steps(folder, rank) if int(line[1]) > epoch]
+                for rank in range(RANKS)
+            ]
+            if all(newer):
+                return [lines[0] for lines in newer]
+            await asyncio.sleep(0.05)
+
+
+def _steps(folder: Path, rank: int) -> list[list[str]]:
+    """The lines that a rank has written about steps."""
+    try:
+        text = (folder / f"{rank}").read_text()
+    except FileNotFoundError:
+        return []
+    return [line.split() for line in text.split("\n")[:-1] if not line.startswith("end")]
