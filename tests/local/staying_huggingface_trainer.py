@@ -56,13 +56,16 @@ class Lines(TrainerCallback):  # type: ignore[misc]  # the package is not type-c
         self._path, self._faults = path, faults
         self.trainer: Any = None
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.model.seen.clear()  # the last step of an epoch may have fewer batches
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         line = {
             "step": state.global_step,
             "epoch": state.epoch,
             "pid": os.getpid(),
             "rate": kwargs["lr_scheduler"].get_last_lr(),
-            "seen": self.trainer.model.seen[-2:],
+            "seen": list(self.trainer.model.seen),
             "hash": state_sha256(self.trainer),
             "time": time.time(),
         }
