@@ -12,6 +12,7 @@ training continues live, lost ranks recover alone, or all ranks restore the reco
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -22,7 +23,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast._agree.exchange import Exchange
@@ -86,8 +86,11 @@ def check_staying(model: nn.Module, world: World) -> None:
 def reset_sharded(model: nn.Module) -> None:
     """Undo what a forward or backward pass that was cut off has left in FSDP2's modules: gathered
     parameters, gradients and the order of the pass."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:  # The script has not imported it, and importing it takes long.
+        return
     for part in model.modules():
-        if isinstance(part, FSDPModule) and part._get_fsdp_state()._is_root is not False:
+        if isinstance(part, fsdp.FSDPModule) and part._get_fsdp_state()._is_root is not False:
             part.reset_iter_state()
 
 
