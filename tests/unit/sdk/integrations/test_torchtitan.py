@@ -261,13 +261,16 @@ Version: {version}
 def other(tmp_path: Path) -> Iterator[Any]:
     """Imports the integration in a process that has another version of torchtitan."""
 
+    # Holdfast may be on the path only, and torchtitan may be as well.
+    others = [each for each in sys.path if each and not Path(each, "torchtitan").exists()]
+
     def imported(version: str) -> str:
         distribution = tmp_path / f"torchtitan-{version}.dist-info"
         distribution.mkdir()
         (distribution / "METADATA").write_text(VERSION.lstrip().format(version=version))
         done = subprocess.run(
             [sys.executable, "-c", "import holdfast.integrations.torchtitan"],
-            env=os.environ | {"PYTHONPATH": str(tmp_path)},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *others])},
             capture_output=True,
             text=True,
             check=False,
