@@ -82,6 +82,8 @@ class Run:
     """Kind of fault → the newest protected step that the status knew before it."""
     behind: dict[str, int] = field(default_factory=dict)
     """Kind of fault → by how many steps parity was behind training then, as the status showed."""
+    replays: dict[str, str] = field(default_factory=dict)
+    """Kind of fault → which ranks recovered alone afterwards, or why none did."""
     safe_beside: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Status of each job beside it before the operator was killed."""
     broken: str = ""
@@ -164,15 +166,17 @@ class Run:
         last = [line for line in self.log() if line.time <= at][-1]
         done = Injected(kind=fault.kind, what=what, step=last.step, epoch=last.epoch, time=at)
         self.injected.append(done)
-        recoveries = before.get("recoveries", 0) + fault.restarts
+        count = before.get("recoveries", 0) + fault.restarts
 
         def survived(status: dict[str, Any]) -> bool:
             on = status.get("phase") in ("Running", "Complete")
-            enough = status.get("recoveries", 0) >= recoveries
+            enough = status.get("recoveries", 0) >= count
             return on and enough and status.get("protectedStep", 0) > done.step + 1
 
         job.wait(f"{what} to be survived", survived, RECOVERY_S)
-        report = account(done, self.log(), recoveries_in(job.status()), job.events())
+        recoveries = recoveries_in(job.status())
+        self.replays[fault.kind] = recoveries[-1].replay if recoveries else ""
+        report = account(done, self.log(), recoveries, job.events())
         self.faults.append(report)
         self.say(
             f"  {what}: noticed after {report.detected_seconds} s, next step after "
