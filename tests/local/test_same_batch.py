@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import same_batch_trainer
+from fault_files import fail_at
 from same_batch_trainer import BATCH, LIMIT, History, Line
 from test_fewer_nodes import START_S, Run, lose
 from world_sizes import is_protected
@@ -52,9 +53,7 @@ async def kill_in(run: Run, point: str, rank: int) -> Status:
     """Have a rank die at a point of a step; wait until all ranks train again."""
     before = run.cluster.status
     process = newest(run.directory, rank, before.epoch)
-    written = run.directory / "fault.tmp"
-    written.write_text(f"{point} SIGKILL")
-    written.replace(run.directory / f"fault-{process}")
+    fail_at(run.directory, process, point)
     size = len(before.local.members)
     return await run.cluster.wait_for(
         lambda status: is_protected(status, size, before.epoch), timeout_s=WAIT_S, what=point

@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
+from fault_files import fail_at
 from test_fewer_nodes import START_S, Run, lose, running
 from waiting import state_of, wait_for
 from world_sizes import is_recovered
@@ -56,9 +57,7 @@ class Change:
         """Have a process suffer a fault at its next arrival at a point; `new` is the next process
         that starts."""
         self._before, self._stops = self._have_suffered(), what == "SIGSTOP"
-        written = self.run.directory / f"tmp-{who}"
-        written.write_text(f"{point} {what}")
-        written.replace(self.run.directory / f"fault-{who}")
+        fail_at(self.run.directory, who, point, what)
 
     async def renew_daemons(self) -> None:
         """End the daemon of each node that is there, one after the other, as in an upgrade; return

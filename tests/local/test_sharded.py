@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import sharded_trainer
+from fault_files import fail_at, pending_faults
 from world_sizes import is_recovered
 
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
@@ -101,7 +102,7 @@ class Run:
         return (
             epochs == {status.epoch}
             and status.epoch > after_epoch
-            and not [p for p in self.directory.glob("fault-*") if p.suffix != ".tmp"]
+            and not pending_faults(self.directory)
             and status.protected.startswith(f"{status.epoch}.")
             and is_recovered(status)
         )
@@ -115,9 +116,7 @@ class Run:
         """Have ranks die at points, or the node of a member; return what came of it."""
         before, epoch = self.pids(), self.cluster.status.epoch
         for rank, point in faults:
-            written = self.directory / f"fault-{rank}.tmp"
-            written.write_text(f"{point} SIGKILL")
-            written.replace(self.directory / f"fault-{rank}")
+            fail_at(self.directory, rank, point)
         if node is not None:
             await self.cluster.kill_node(self.cluster.status.local.members[node].node)
         await self.wait_works(epoch, f"recovery from {faults or node}")

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import staying_trainer
 from daemons import logged_in
+from fault_files import fail_at, pending_faults
 from staying_trainer import SAMPLES, replay
 from world_sizes import is_recovered
 
@@ -97,13 +98,11 @@ class Run:
 
     def fail(self, rank: int, point: str, what: str = "SIGKILL") -> None:
         """Have the rank suffer a fault at its next arrival at a point."""
-        written = self.directory / f"fault-{rank}.tmp"
-        written.write_text(f"{point} {what}")
-        written.replace(self.directory / f"fault-{rank}")
+        fail_at(self.directory, rank, point, what)
 
     def pending(self) -> list[Path]:
         """Faults that have not happened yet."""
-        return [p for p in self.directory.glob("fault-*") if p.suffix != ".tmp"]
+        return pending_faults(self.directory)
 
     def lines(self, rank: int) -> list[Line]:
         """Steps that the rank has run, in its processes one after the other."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import dtensor_trainer
 import pytest
+from fault_files import fail_at
 
 from holdfast._elastic.staying_groups import can_stay
 from holdfast_cli.local import LocalCluster, LocalSettings
@@ -90,9 +91,7 @@ class Run:
     async def fail(self, rank: int, point: str, what: str) -> list[int]:
         """Have a rank suffer a fault; return the ranks that have another process afterwards."""
         before, epoch = self.newest(), self.cluster.status.epoch
-        written = self.directory / f"fault-{rank}.tmp"
-        written.write_text(f"{point} {what}")
-        written.replace(self.directory / f"fault-{rank}")
+        fail_at(self.directory, rank, point, what)
         await self.cluster.wait_for(
             lambda status: status.epoch > epoch and min(e.epoch for e in self.newest()) > epoch,
             timeout_s=WAIT_S,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fault_files import fail_at
 from world_sizes import is_recovered
 
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
@@ -123,9 +124,7 @@ async def _suffer(cluster: LocalCluster, folder: Path, fault: Fault) -> None:
     await cluster.wait_for(works, timeout_s=WAIT_S, what=f"the steps before {fault}")
     epoch = cluster.status.epoch
     before = [lines(folder, rank)[-1]["pid"] for rank in range(RANKS)]
-    written = folder / "fault.tmp"
-    written.write_text(f"{fault.point} SIGKILL")
-    written.replace(folder / f"fault-{fault.rank}")
+    fail_at(folder, fault.rank, fault.point)
     await cluster.wait_for(
         lambda status: status.epoch > epoch, timeout_s=WAIT_S, what=f"the end of {fault}"
     )

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import staying_moe_trainer
+from fault_files import fail_at, pending_faults
 from staying_moe_trainer import ASTRAY_FROM
 from world_sizes import is_recovered
 
@@ -91,9 +92,7 @@ class Run:
 
     def fail(self, rank: int, point: str, what: str = "SIGKILL") -> None:
         """Have the rank suffer a fault at its next arrival at a point."""
-        written = self.directory / f"fault-{rank}.tmp"
-        written.write_text(f"{point} {what}")
-        written.replace(self.directory / f"fault-{rank}")
+        fail_at(self.directory, rank, point, what)
 
     def lines(self, rank: int) -> list[Line]:
         try:
@@ -117,7 +116,7 @@ class Run:
             return (
                 status.epoch > after_epoch
                 and all(one and one[0].epoch == status.epoch for one in last)
-                and not [p for p in self.directory.glob("fault-*") if p.suffix != ".tmp"]
+                and not pending_faults(self.directory)
                 and (not self.protects or status.protected.startswith(f"{status.epoch}."))
                 and is_recovered(status)
                 and all(one[0].step > 12 for one in last)

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import uneven_trainer
+from fault_files import fail_at, pending_faults
 from torch.distributed.checkpoint import state_dict_loader
 from world_sizes import is_protected, is_recovered
 
@@ -182,13 +183,11 @@ class Run:
     def arm(self, rank: int, point: str, what: str) -> None:
         """Have a rank suffer a fault at its next arrival at a point."""
         pid = self.newest()[rank].pid
-        written = self.directory / f"fault-{pid}.tmp"
-        written.write_text(f"{point} {what}")
-        written.replace(self.directory / f"fault-{pid}")
+        fail_at(self.directory, pid, point, what)
 
     def pending(self) -> list[Path]:
         """Faults that have not happened yet."""
-        return [path for path in self.directory.glob("fault-*") if path.suffix != ".tmp"]
+        return pending_faults(self.directory)
 
     async def fail(self, *faults: tuple[int, str] | tuple[int, str, str]) -> None:
         """Have ranks suffer faults (SIGKILL unless given) where they come to a point, and wait

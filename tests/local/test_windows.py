@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import windows_trainer
+from fault_files import fail_at, pending_faults
 
 from holdfast.dcp import load_into
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
@@ -149,25 +150,20 @@ class Run:
     def fail(self, point: str, ranks: tuple[int, ...]) -> None:
         """Have the ranks suffer SIGKILL at their next arrival at a point."""
         for rank in ranks:
-            self._prepare(rank, f"{point} SIGKILL")
+            fail_at(self.directory, rank, point)
 
     def renew(self, point: str, rank: int) -> NodeStatus:
         """Have a rank's daemon end at the rank's next arrival at a point, as Kubernetes ends it
         when the operator renews daemons; return what it is now."""
         node = self.cluster.status.local.node(self.cluster.status.local.members[rank].node)
         assert node is not None
-        self._prepare(rank, f"{point} SIGTERM {node.daemon_pid}")
+        fail_at(self.directory, rank, point, f"SIGTERM {node.daemon_pid}")
         return node
-
-    def _prepare(self, rank: int, fault: str) -> None:
-        written = self.directory / f"fault-{rank}.tmp"
-        written.write_text(fault)
-        written.replace(self.directory / f"fault-{rank}")
 
     def have_struck(self, status: Status) -> bool:
         """Whether all faults have happened."""
         del status
-        return not [path for path in self.directory.glob("fault-*") if path.suffix != ".tmp"]
+        return not pending_faults(self.directory)
 
     def protects(self, epoch: int, step: int) -> Callable[[Status], bool]:
         """Whether a step of an epoch that is newer is protected."""

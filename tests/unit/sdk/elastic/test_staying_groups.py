@@ -60,11 +60,26 @@ class Process:
             self.clock.get("began-2")
             self.world.close()
             return False
+        self.leave_world()
+        self.world.join()
+        return True
+
+    def is_cut_off(self) -> bool:
+        """End world 1. In the process that is lost, keep its connections until all others have left
+        what they were waiting in, as those of a node that is cut off, and return True."""
+        self.clock.add("done-1", 1)
+        if self.rank == LOST:
+            for other in range(LOST):
+                self.clock.get(f"left-{other}")
+            self.world.close()
+        return self.rank == LOST
+
+    def leave_world(self) -> None:
+        """Leave world 1, once it has ended."""
+        self.clock.set(f"left-{self.rank}", "")
         following = self.world._following
         assert following is not None and following.wait_newer(1, TIMEOUT_S)
         self.world.leave()
-        self.world.join()
-        return True
 
     def end(self) -> None:
         self.clock.add("done-2", 1)
@@ -139,25 +154,16 @@ COLLECTIVES: dict[str, Callable[[Any], Any]] = {
 
 
 def leave_collectives(process: int, socket: str, port: str) -> None:
-    """Rank 3 never comes, but keeps its connections, as a node that is cut off does."""
     one = Process(process, socket, port)
     groups = {name: dist.new_group(timeout=timedelta(minutes=30)) for name in COLLECTIVES}
     name = list(COLLECTIVES)[one.rank]
     if one.first == 1:
-        one.clock.add("done-1", 1)
-        if one.rank == LOST:
-            one.clock.get("left-0")
-            one.clock.get("left-1")
-            one.clock.get("left-2")
-            one.world.close()
+        if one.is_cut_off():
             return
         for name in list(COLLECTIVES)[one.rank :: LOST]:
             with pytest.raises(RuntimeError):
                 COLLECTIVES[name](groups[name])
-        one.clock.set(f"left-{one.rank}", "")
-        assert one.world._following is not None
-        assert one.world._following.wait_newer(1, TIMEOUT_S)
-        one.world.leave()
+        one.leave_world()
         with pytest.raises(RuntimeError):
             COLLECTIVES["all-reduce"](groups["barrier"])
         with pytest.raises(StaleEpochError):
@@ -267,20 +273,12 @@ def train_sharded(process: int, socket: str, port: str) -> None:
 
     if one.first == 1:
         before = gradients()
-        one.clock.add("done-1", 1)
-        if one.rank == LOST:
-            one.clock.get("cut-0")
-            one.clock.get("cut-1")
-            one.clock.get("cut-2")
-            one.world.close()
+        if one.is_cut_off():
             return
         cut_off = model if one.rank else model[1]  # rank 0 is in another collective than others
         with pytest.raises(RuntimeError):
             cut_off(inputs)
-        one.clock.set(f"cut-{one.rank}", "")
-        assert one.world._following is not None
-        assert one.world._following.wait_newer(1, TIMEOUT_S)
-        one.world.leave()
+        one.leave_world()
         reset_sharded(model)
         one.world.join()
         after = gradients()
