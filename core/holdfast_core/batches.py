@@ -1,10 +1,10 @@
 """The part that each rank has in a step whose samples are the same in any world.
 
-A job that goes on with fewer nodes, and with more again, should not change what it learns: neither
-the samples of a step, nor the weight of any of them. So the global batch is constant, and each
-world divides it anew. Two things go wrong easily there. Ranks that do not divide the batch get
-parts of different sizes, and the mean of their means is not the mean of the batch. And larger parts
-may not fit a rank's memory, so a rank computes them in several passes.
+A job that continues with fewer nodes, and later with more, should not change what it learns:
+neither the samples of a step, nor the weight of any of them. So the global batch is constant, and
+each world divides it again. Two things easily go wrong there. Ranks that do not divide the batch
+get parts of different sizes, and the mean of their means is not the mean of the batch. And larger
+parts may not fit a rank's memory, so a rank computes them in several passes.
 """
 
 from __future__ import annotations

@@ -89,7 +89,8 @@ class RankRecord:
     """Whether its process started training from the beginning, nobody else holds its member's
     state, and nothing was protected in an earlier epoch."""
     held_beside: bool = False
-    """With `began_alone`: whether another rank, perhaps of its member, holds the state of it."""
+    """Whether another rank, perhaps of the same member, has the state of this one. It matters only
+    with `began_alone`."""
     arrived_in: int = 0
     """Epoch whose world its worker has joined most recently."""
     passed: Generation | None = None

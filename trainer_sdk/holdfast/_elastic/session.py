@@ -396,8 +396,8 @@ class ElasticSession(Session):
         self._session.before_step(optimizer)
 
     def vote_in_closures(self) -> None:
-        """From now on, vote in `before_update` rather than in the hook: gradients are computed
-        within the `step` of an optimizer."""
+        """Let `before_update` vote, and not the hook on the `step` of optimizers: a framework
+        computes gradients within `step`."""
         self._in_closures = True
 
     def before_update(self) -> None:

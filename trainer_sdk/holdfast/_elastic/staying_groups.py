@@ -213,7 +213,7 @@ class StayingGroups:
         of_ranks = _read(_HANDLES, texts)
         with point.forming_store.watch():
             for each in mine:
-                self._connect(each, [of_ranks[one] for one in self._ranks_of(each.statement)])
+                self._connect(each, self._handles_of(each.statement, of_ranks))
         with self._lock:
             self._formed = True
 
@@ -342,20 +342,15 @@ class StayingGroups:
     def _take(self, here: _Group, ranks: Sequence[int]) -> Any:
         """Give the script a group for which it asks, and which is there already. Return None if
         it must be made: it was destroyed in a step that is repeated now."""
-        name, statement = here.statement.name, here.states()
-        if statement.ranks != tuple(ranks):
-            raise InvalidJobError(
-                f"this rank makes group {name} of ranks {list(ranks)}, but processes that stayed "
-                f"made it of ranks {list(statement.ranks)}: let all ranks make the same groups in "
-                f"the same order"
-            )
+        statement = here.states()
+        _check_ranks(statement, ranks)
         if statement.destroyed and statement.step:
             return None
         if statement.destroyed:
             raise InvalidJobError(
-                f"group {name} of ranks {list(ranks)} was destroyed by processes that stayed, so "
-                f"a process that joins later cannot use it: keep the groups that are made before "
-                f"the first step"
+                f"group {statement.name} of ranks {list(ranks)} was destroyed by processes that "
+                f"stayed, so a process that joins later cannot use it: keep the groups that are "
+                f"made before the first step"
             )
         here.asked, here.number = True, c10d._world.group_count - 1
         here.statement = msgspec.structs.replace(here.statement, step=self._step)
@@ -403,26 +398,19 @@ class StayingGroups:
         has not asked for it yet."""
         here = self._groups.get(statement.name)
         if here is not None:
-            if here.statement.ranks != statement.ranks:
-                raise InvalidJobError(
-                    f"ranks made group {statement.name} of ranks {list(statement.ranks)} and of "
-                    f"{list(here.statement.ranks)}: let all ranks make the same groups in the same "
-                    f"order"
-                )
+            _check_ranks(here.statement, statement.ranks)
             return
         if statement.destroyed:
             kept = _Group(statement=statement, result=(None, None), number=0, asked=False)
             self._groups[statement.name] = kept
             return
-        default, named = (
-            dist.group.WORLD,
-            {
-                "timeout": timedelta(seconds=statement.timeout_s),
-                "pg_tag": statement.tag or None,
-                "group_desc": statement.description or None,
-                "enable_reconfigure": True,
-            },
-        )
+        default = dist.group.WORLD
+        named: dict[str, Any] = {
+            "timeout": timedelta(seconds=statement.timeout_s),
+            "pg_tag": statement.tag or None,
+            "group_desc": statement.description or None,
+            "enable_reconfigure": True,
+        }
         assert default is not None and self._make is not None
         ranks = list(statement.ranks)
         made = self._make(
@@ -449,28 +437,30 @@ class StayingGroups:
         handle = _torch._get_reconfigure_handle(group.group)
         handles = point.gather_from(name, ranks, handle, group.statement.timeout_s)
         with point.forming_store.watch():
-            self._connect(group, [{name: each} for each in handles])
+            self._connect(group, handles)
 
-    def _connect(self, group: _Group, handles: Sequence[dict[str, str]]) -> None:
-        name = group.statement.name
-        try:
-            named = [each[name] for each in handles]
-        except KeyError:
-            raise ProtocolError(
-                f"a rank of group {name} says nothing of it: run the same script and the same "
-                f"version of holdfast on all ranks"
-            ) from None
+    def _connect(self, group: _Group, handles: list[str]) -> None:
+        """Give `group` connections to the ranks that stated `handles`, in their order."""
         _torch._reconfigure(
             uuid=self._epoch,
-            handles=named,
+            handles=handles,
             group=group.group,
             timeout=timedelta(seconds=FORM_S),
         ).wait()
         assert group.group is not None
         set_timeout(group.group, group.statement.timeout_s)
 
-    def _ranks_of(self, statement: GroupStatement) -> Sequence[int]:
-        return statement.ranks or range(self._size)
+    def _handles_of(
+        self, statement: GroupStatement, of_ranks: Sequence[dict[str, str]]
+    ) -> list[str]:
+        """What the ranks of a group have stated of it, from what each rank has stated of all."""
+        try:
+            return [of_ranks[rank][statement.name] for rank in statement.ranks or range(self._size)]
+        except KeyError:
+            raise ProtocolError(
+                f"a rank of group {statement.name} says nothing of it: run the same script and the "
+                f"same version of holdfast on all ranks"
+            ) from None
 
     def _connected(self) -> list[dist.ProcessGroup]:
         """The groups of the script that still exist."""
@@ -496,6 +486,15 @@ def plan_groups(said: Sequence[Sequence[GroupStatement]]) -> list[GroupStatement
             if each.destroyed and rank in each.ranks and not known.destroyed:
                 named[each.name] = msgspec.structs.replace(known, destroyed=True)
     return [named[name] for name in sorted(named, key=lambda name: (place[name], name))]
+
+
+def _check_ranks(statement: GroupStatement, ranks: Sequence[int]) -> None:
+    """Raise InvalidJobError if a group of other ranks than `ranks` has the name of theirs."""
+    if statement.ranks != tuple(ranks):
+        raise InvalidJobError(
+            f"ranks made group {statement.name} of ranks {list(ranks)} and of "
+            f"{list(statement.ranks)}: let all ranks make the same groups in the same order"
+        )
 
 
 def _read(decoder: msgspec.json.Decoder[_T], texts: Sequence[str]) -> list[_T]:

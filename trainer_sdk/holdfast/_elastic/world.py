@@ -345,8 +345,8 @@ class World:
             self._staying.close()
 
     def wake_default_group(self) -> None:
-        """From now on, also end collectives of the default group that torch waits for by itself,
-        once their world has ended: a framework reduces gradients in it."""
+        """Let the thread that watches for the end of a world also end collectives of the default
+        group, in which a framework reduces gradients: torch waits for them by itself."""
         wakes, self._wakes_default = self._wakes, True
         if not wakes:
             self._wake_at_its_end()

@@ -8,16 +8,29 @@ The model, the optimizer and everything that was imported stay.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from holdfast._causes import drop_frames
 from holdfast._elastic.session import ElasticSession
 from holdfast._session.interface import Session
+from holdfast._state.extras import UnsupportedValueError, encode_extras
 from holdfast._steps import RestartRunner, Runner
 from holdfast_core.errors import StaleEpochError
 
 T = TypeVar("T")
+_LOG = logging.getLogger("holdfast")
+
+
+def what_can_be_saved(callback: object, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the `state` of a callback; nothing, with a warning, if a snapshot cannot carry it."""
+    try:
+        encode_extras(state)
+    except UnsupportedValueError as error:
+        _LOG.warning("the state of %s is not saved: %s", type(callback).__name__, error)
+        return {}
+    return state
 
 
 class Entries:

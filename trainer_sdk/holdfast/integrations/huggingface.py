@@ -34,11 +34,10 @@ from holdfast._init import init
 from holdfast._session.interface import Session
 from holdfast._state.collect import RandomGenerators, Stateful
 from holdfast._state.extras import (
-    UnsupportedValueError,
     decode_extras,
     encode_extras,
 )
-from holdfast.integrations._entries import Entries
+from holdfast.integrations._entries import Entries, what_can_be_saved
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.packages import PackageGroup, needing
 
@@ -51,7 +50,6 @@ with needing("holdfast.integrations.huggingface", PackageGroup.HUGGINGFACE):
 _INDEX, _SHARD, _STATE = "model.safetensors.index.json", "nothing.safetensors", "trainer_state.json"
 _WHOLE = "model.safetensors"
 _MISSING = "There were missing keys in the checkpoint model loaded"
-_LOG = logging.getLogger("holdfast")
 _TRAINER_LOG = logging.getLogger("transformers.trainer")
 _LEFT_OUT = frozenset({"log_history", "stateful_callbacks"})
 """Fields of `TrainerState` that grow with training, or that belong to other callbacks."""
@@ -354,7 +352,9 @@ class _Position:
         position[_COUNTS] = {
             name: getattr(trainer, name) for name in _COUNTED if hasattr(trainer, name)
         }
-        position[_CALLBACKS] = [_exported(one) for one in self._exporting()]
+        position[_CALLBACKS] = [
+            what_can_be_saved(one, one.state().get("attributes", {})) for one in self._exporting()
+        ]
         return position
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -396,17 +396,6 @@ class _Position:
             for one in self._trainer.callback_handler.callbacks
             if isinstance(one, ExportableState) and not isinstance(one, TrainerControl)
         ]
-
-
-def _exported(callback: Any) -> dict[str, Any]:
-    """The attributes that a callback exports; none if a snapshot cannot carry them."""
-    attributes: dict[str, Any] = callback.state().get("attributes", {})
-    try:
-        encode_extras(attributes)
-    except UnsupportedValueError as error:
-        _LOG.warning("the state of %s is not saved: %s", type(callback).__name__, error)
-        return {}
-    return attributes
 
 
 def _unwrap(trainer: Trainer, optimizer: Any) -> None:

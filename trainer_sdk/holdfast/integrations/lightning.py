@@ -16,7 +16,6 @@ after each recovery.
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,15 +26,12 @@ from holdfast._elastic.world import World
 from holdfast._init import init
 from holdfast._session.interface import Session
 from holdfast._state.collect import RandomGenerators, Stateful
-from holdfast._state.extras import UnsupportedValueError, encode_extras
-from holdfast.integrations._entries import Entries
+from holdfast.integrations._entries import Entries, what_can_be_saved
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.packages import PackageGroup, needing
 
 with needing("holdfast.integrations.lightning", PackageGroup.LIGHTNING):
     from lightning.pytorch import Callback, LightningModule, Trainer
-
-_LOG = logging.getLogger("holdfast")
 
 
 class HoldfastCallback(Callback):  # type: ignore[misc]  # the package is not type-checked
@@ -292,7 +288,9 @@ class _Callbacks:
     def state_dict(self) -> dict[str, Any]:
         if self._pending is not None:
             return self._pending
-        return {name: _state(one) for name, one in self._others().items()}
+        return {
+            name: what_can_be_saved(one, one.state_dict()) for name, one in self._others().items()
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._pending = state_dict
@@ -311,17 +309,6 @@ class _Callbacks:
     def _others(self) -> dict[str, Any]:
         others = [one for one in self._trainer.callbacks if one is not self._self]
         return {f"{index} {type(one).__name__}": one for index, one in enumerate(others)}
-
-
-def _state(callback: Any) -> dict[str, Any]:
-    """The state of a callback; none if a snapshot cannot carry it."""
-    state: dict[str, Any] = callback.state_dict()
-    try:
-        encode_extras(state)
-    except UnsupportedValueError as error:
-        _LOG.warning("the state of %s is not saved: %s", type(callback).__name__, error)
-        return {}
-    return state
 
 
 def _copied(made: Any) -> Any:
