@@ -83,7 +83,7 @@ async def _run(
     settings = LocalSettings(directory=folder / "run")
     took_s = 0.0
     async with LocalCluster(_make_job(layout, mode, folder), settings) as cluster:
-        status = await cluster.wait_for(
+        await cluster.wait_for(
             lambda status: (
                 status.protected.startswith(f"{status.epoch}.")
                 and all(len(_steps(folder, rank)) > KILL_AT for rank in range(RANKS))
@@ -94,7 +94,7 @@ async def _run(
         if victim is not None:
             before, at = [_steps(folder, rank)[-1] for rank in range(RANKS)], time.time()
             await cluster.kill_rank(victim)
-            first = await _first_steps(folder, status.epoch)
+            first = await _first_steps(folder, before)
             took_s = max(float(line[3]) for line in first) - at
             changed = [rank for rank in range(RANKS) if first[rank][2] != before[rank][2]]
             if changed != ([victim] if mode is Mode.STAY else list(range(RANKS))):
@@ -105,12 +105,13 @@ async def _run(
     return took_s, ends
 
 
-async def _first_steps(folder: Path, epoch: int) -> list[list[str]]:
-    """Wait for the first step of each rank in an epoch after `epoch`."""
+async def _first_steps(folder: Path, before: list[list[str]]) -> list[list[str]]:
+    """Wait for the first step of each rank in another epoch or another process than `before`: a
+    process that does not stay does not know its epoch."""
     async with asyncio.timeout(WITHIN_S):
         while True:
             newer = [
-                [line for line in _steps(folder, rank) if int(line[1]) > epoch]
+                [line for line in _steps(folder, rank) if line[1:3] != before[rank][1:3]]
                 for rank in range(RANKS)
             ]
             if all(newer):
