@@ -21,6 +21,7 @@ from shortages import STEPS_WITHOUT, Shortages
 from survival import DETECTION_S, EVERYTHING, Fault, Run
 
 from holdfast_cli.demo.report import FaultReport
+from holdfast_operator.kube.job.status import recoveries_of
 
 STEPS = 300
 ARGUMENTS = ("--seq", "32")
@@ -136,7 +137,8 @@ def test_what_training_does_not_need_does_not_stop_it(outcome: Outcome, kind: st
 
 def test_restarts_are_counted_as_the_rules_say(outcome: Outcome) -> None:
     counted = [fault for fault in EVERYTHING if fault.kind not in UNCOUNTED]
-    assert outcome.status["restarts"] == len(counted)
+    causes = [recovery.cause for recovery in recoveries_of(outcome.status)]
+    assert outcome.status["restarts"] == len(counted), causes
 
 
 def test_a_crash_is_decided_upon_within_a_second(outcome: Outcome) -> None:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import pkgutil
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,20 @@ def test_everything_public_is_in_the_package_itself() -> None:
     assert {name for name in modules if not name.startswith("_")} == PUBLIC_MODULES
     here = {name for name in vars(holdfast) if not name.startswith("_")}
     assert here - set(holdfast.__all__) <= PUBLIC_MODULES
+
+
+def test_importing_it_imports_nothing_that_a_trainer_may_not_use() -> None:
+    """Each of these takes about a second, in every new process of a recovery."""
+    heavy = {"torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint"}
+    program = (
+        "import sys, torch; before = set(sys.modules); import holdfast, holdfast.elastic; "
+        "print(*(sys.modules.keys() - before))"
+    )
+    output = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+    imported = set(output.stdout.decode().split())
+    assert "holdfast.elastic" in imported
+    frameworks = {"transformers", "accelerate", "lightning", "pandas", "matplotlib"}
+    assert imported.isdisjoint(heavy | frameworks)
 
 
 def test_the_environment_has_the_rank_and_the_daemons_socket() -> None:
