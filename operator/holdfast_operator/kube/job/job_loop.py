@@ -276,6 +276,10 @@ class JobLoop:
 
         # Decide, and tell people about it.
         decision = reconcile(job, observed, before, now, world.locations)
+        if decision.state.counted > before.counted and await self._look_again(decision, pods):
+            pods = self._pods()
+            observed = self._observe(job, wants, pods)
+            decision = reconcile(job, observed, before, now, world.locations)
         decision = replace(decision, conditions=(*decision.conditions, *self._surroundings()))
         self._state = decision.state
         world.metrics.observe("reconcile_seconds", world.clock() - self._woken_at)
@@ -354,6 +358,18 @@ class JobLoop:
         nodes = {name: server.view(name, self.key) or NodeView(name=name) for name in names}
         observed = ClusterView(nodes=nodes, suspension=self._suspension)
         return requirements_of(self._job, self._state, observed, now)
+
+    async def _look_again(self, decision: Decision, pods: list[TrainerPod]) -> bool:
+        """Before a recovery counts, read the pods of the members that have failed: daemons may
+        report that ranks died before the watch reports that the cluster took their pod away, which
+        does not count. Returns whether one of the pods has changed."""
+        before, now = self._state.membership, decision.state.membership
+        if before is None or now is None:
+            return False
+        failed = {*now.restarting, *map(now.member_of, now.restarting_ranks)}
+        nodes = {member.node for member in before.members if member.index in failed}
+        unexplained = [pod for pod in pods if pod.node in nodes and not pod.disruption]
+        return await self._world.trainers.look_again(unexplained)
 
     def _pods(self) -> list[TrainerPod]:
         return self._source.pods(self.key, self.uid)

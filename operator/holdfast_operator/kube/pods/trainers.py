@@ -7,7 +7,8 @@ the previous one. This module decides nothing.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_operator.kube.client.api import NOT_FOUND, ApiError, KubeApi
@@ -22,6 +23,9 @@ from holdfast_operator.reconciler.observe.views import AgentState
 AT_ONCE_MAX = 16
 """Number of pods of all jobs that are created at once, and likewise of pods that are deleted at
 once: a deletion does not wait for thousands of creations."""
+
+LOOK_AGAIN_S = 1.0
+"""Time limit for reading pods anew: a recovery waits for it."""
 
 TRIED = {"dryRun": "All", "fieldValidation": "Strict"}
 """How a pod is tried out."""
@@ -124,6 +128,18 @@ class Trainers:
                     return False
                 self._cache.put(there)
         return True
+
+    async def look_again(self, pods: Collection[TrainerPod]) -> bool:
+        """Read pods from the API server, since the watch may be behind. Returns whether one of them
+        has changed; pods that cannot be read within `LOOK_AGAIN_S` stay as they are known."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_AGAIN_S):
+                await asyncio.gather(*(self._look_again(pod) for pod in pods))
+        return any(self._cache.get(pod.namespace, pod.name) != pod for pod in pods)
+
+    async def _look_again(self, pod: TrainerPod) -> None:
+        with suppress(ApiError):
+            self._cache.put(await self._api.get(PODS, pod.namespace, pod.name))
 
     async def stop(self, pods: Iterable[TrainerPod], *, force: bool = False) -> None:
         """Delete pods; with `force`, without waiting for their nodes.

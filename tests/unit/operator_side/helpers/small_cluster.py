@@ -409,6 +409,14 @@ class SmallCluster:
         daemon.lost.add(job)
         daemon.beat()
 
+    def evict_unseen(self, name: str, namespace: str = "team") -> None:
+        """Evict a pod, and keep it from the watch, as if its news were still on the way."""
+        pod = deepcopy(self.api.objects[PODS.plural, namespace, name])
+        why = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
+        pod["status"].setdefault("conditions", []).append(why)
+        pod["metadata"]["deletionTimestamp"] = "2099-01-01T00:00:00Z"
+        FakeApi.put(self.api, PODS, pod)
+
     # --- conditions to wait for ---------------------------------------------------------------
 
     async def until(self, condition: Callable[[], object]) -> None:

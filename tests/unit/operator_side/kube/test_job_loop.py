@@ -123,6 +123,32 @@ def test_a_lost_rank_leads_to_one_new_epoch_with_the_same_pods() -> None:
     on_a_cluster(test)
 
 
+def test_an_eviction_does_not_count_even_if_its_ranks_deaths_are_reported_before() -> None:
+    async def test(cluster: SmallCluster) -> None:
+        cluster.apply(JOB)
+        await cluster.runs(JOB)
+        member = cluster.job(JOB)["status"]["members"][1]
+        cluster.evict_unseen(member["pod"])
+        cluster.lose_rank(member["node"], KEY)
+        await cluster.until(lambda: cluster.job(JOB)["status"]["epoch"] == 2)
+        assert "EvictionByEvictionAPI" in last_recovery(cluster)["cause"]
+        assert cluster.job(JOB)["status"].get("restarts", 0) == 0
+
+    on_a_cluster(test)
+
+
+def test_pods_that_cannot_be_read_again_do_not_hold_up_a_recovery() -> None:
+    async def test(cluster: SmallCluster) -> None:
+        cluster.apply(JOB)
+        await cluster.runs(JOB)
+        cluster.api.refuse_always("get", PODS, ApiError("overloaded", status=503))
+        cluster.lose_rank(cluster.job(JOB)["status"]["members"][1]["node"], KEY)
+        await cluster.until(lambda: cluster.job(JOB)["status"]["epoch"] == 2)
+        assert cluster.job(JOB)["status"]["restarts"] == 1
+
+    on_a_cluster(test)
+
+
 def test_a_look_without_changes_writes_no_status() -> None:
     async def test(cluster: SmallCluster) -> None:
         cluster.apply(JOB)
