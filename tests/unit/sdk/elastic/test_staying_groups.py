@@ -240,8 +240,8 @@ def refuse(process: int, socket: str, port: str) -> None:
     with pytest.raises(InvalidJobError, match="cannot get new ranks"):
         dist.new_group(backend="fake")
     dist.new_group([3], backend="fake")  # an axis of one rank
-    kept = one.world._staying
-    assert kept is not None
+    kept = one.world._all
+    assert isinstance(kept, StayingGroups)
     assert total_of(kept._groups["2"].group) == 9
     one.end()
 
