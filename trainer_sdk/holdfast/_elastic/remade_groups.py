@@ -83,7 +83,7 @@ class WorldGroups(Protocol):
         """
 
     def close(self) -> None:
-        """Destroy all groups, after `leave`. No world follows."""
+        """Destroy all groups, after `leave`. A world that follows begins without groups."""
 
 
 class RemadeGroups:

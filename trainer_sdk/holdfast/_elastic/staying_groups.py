@@ -254,8 +254,10 @@ class StayingGroups:
         drop(own)
 
     def close(self) -> None:
-        """Destroy all groups, and let torch make groups as usual. No world follows."""
+        """Destroy all groups, and let torch make groups as usual. A world that follows begins
+        without groups, as in a new process."""
         self.leave()
+        self._rank, self._size, self._step = 0, 0, 0
         held = [each.group for each in self._groups.values() if each.group is not None]
         self._groups.clear()
         if self._make is not None:

@@ -29,8 +29,9 @@ from holdfast._daemon.following import Meeting, WorldFollower
 from holdfast._elastic import groups
 from holdfast._elastic.ddp import FirstPass, Prepare, WorldDDP
 from holdfast._elastic.remade_groups import RemadeGroups, WorldGroups
+from holdfast._elastic.sharded import Replaced, WorldSharded
 from holdfast._elastic.stage_group import Carrier
-from holdfast._elastic.staying_groups import StayingGroups, can_stay
+from holdfast._elastic.staying_groups import NEEDS, StayingGroups, can_stay
 from holdfast_core.batches import BatchPlan, plan_batch
 from holdfast_core.errors import (
     HoldfastError,
@@ -128,10 +129,11 @@ class World:
         self._timeout_s, self._reform_s = timeout_s, reform_s
         self._all: WorldGroups = RemadeGroups(backend, timeout_s)
         """All groups of this process."""
-        if following is not None and not any_size and can_stay(backend):
+        if following is not None and can_stay(backend):
             self._all = StayingGroups(timeout_s)
         self._groups: list[WorldGroup] = []
         self._ddps: list[WorldDDP] = []
+        self._sharded: list[WorldSharded] = []
         self._wakes_default = False
         self._exchanges: list[GlooExchange] = []
         self._point: groups.MeetingPoint | None = None
@@ -188,14 +190,19 @@ class World:
         return self._store_address
 
     @property
+    def any_size(self) -> bool:
+        """Whether this process also stays for worlds of another size."""
+        return self._any_size
+
+    @property
     def stays(self) -> bool:
         """Whether this process stays when its world changes."""
         return self._following is not None
 
     @property
     def groups_stay(self) -> bool:
-        """Whether process groups stay as objects when this world changes, also those that
-        libraries made: of device meshes, FSDP2 and DTensors."""
+        """Whether process groups stay as objects when this world changes and keeps its size, also
+        those that libraries made: of device meshes, FSDP2 and DTensors."""
         return self._all.stay
 
     @property
@@ -261,6 +268,34 @@ class World:
         if not self._wakes:
             self._wake_at_its_end()
         self._ddps.append(made)
+        return made
+
+    def sharded(self, build: Callable[[], nn.Module]) -> WorldSharded:
+        """Build a model that is sharded over the ranks of the present world: by FSDP2, HSDP or
+        another use of DTensors. In a world of another size it is built again.
+
+        All ranks call it, before `holdfast.init`.
+
+        Args:
+            build: builds the model from the seed, makes meshes for `world.size` ranks, and shards
+                the model over them. It makes no other collective, and is also called later.
+
+        Raises:
+            InvalidJobError: groups do not stay in this process; after `holdfast.init`.
+        """
+        if self._has_session:
+            raise InvalidJobError(
+                "world.sharded after holdfast.init: build the model first, and give holdfast.init "
+                "what world.sharded returns"
+            )
+        if self.stays and not self.groups_stay:
+            raise InvalidJobError(
+                f"world.sharded needs {NEEDS}; this is torch {torch.__version__} with "
+                f"{self._backend}. Otherwise leave `world` out, so that all processes start again "
+                f"after a failure"
+            )
+        made = WorldSharded(build)
+        self._sharded.append(made)
         return made
 
     def batch_plan(
@@ -352,8 +387,22 @@ class World:
 
     # --- called by the session --------------------------------------------------------------------
 
+    def build_again(
+        self, optimizers: Sequence[Any], on_replaced: Callable[[Replaced], None]
+    ) -> str:
+        """Build the models whose meshes belong to another world; see `WorldSharded.build_again`.
+        Collective. Return why they lack the values of the old ones; empty if they have them."""
+        stale = [each for each in self._sharded if each.stale]
+        problems = [each.build_again(optimizers, on_replaced) for each in stale]
+        return next((problem for problem in problems if problem), "")
+
     def form_group(self, partition: Partition, carrier: Carrier | None) -> WorldGroup:
         """Form groups as `group` does. If `carrier` is given, it sends and receives for them."""
+        if self._sharded:
+            raise InvalidJobError(
+                "world.group was called after world.sharded: worlds of another size form the "
+                "groups of world.group first; call it before world.sharded"
+            )
         if self._has_session:
             raise InvalidJobError(
                 "world.group was called after holdfast.init: processes that stay would form groups "
@@ -510,6 +559,9 @@ class World:
         self._rank, self._size = self._rank_in(meeting), meeting.nodes * self._nproc
         # The default group first, then the groups of the script, in the order of its calls.
         try:
+            stale = any(each.stale for each in self._sharded)  # building one was cut off
+            if stale or self._all.is_other(self._rank, self._size):
+                self._drop_groups()
             self._all.form(self._point, epoch=self._epoch, rank=self._rank, size=self._size)
             for group in self._groups:
                 self._split(group)
@@ -597,7 +649,7 @@ class World:
         """Raise UnreachableError if groups stay, but belong to another rank than this process would
         have in the world of `meeting`."""
         rank, size = self._rank_in(meeting), meeting.nodes * self._nproc
-        if self._all.is_other(rank, size):
+        if self._all.is_other(rank, size) and not self._any_size:
             raise UnreachableError(
                 f"epoch {meeting.epoch}: this process would be rank {rank} of {size}, but its "
                 f"groups and shards are those of rank {self._rank} of {self._size}; a new process "
@@ -629,6 +681,15 @@ class World:
         group._now = group._newest = self._all.split(
             parts, self._rank, group._carrier, group._newest
         )
+
+    def _drop_groups(self) -> None:
+        """Forget the groups of the script: they belong to another rank, or to a world of another
+        size, and this process makes all of them again, as a new one does."""
+        self._all.close()
+        for group in self._groups:
+            group._newest = None
+        for each in self._sharded:
+            each.stale = True
 
     def _form_alone(self) -> None:
         """Form the groups of torchrun's environment or, without one, a world of one process."""
