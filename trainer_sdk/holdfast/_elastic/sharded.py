@@ -182,7 +182,7 @@ def _give(optimizer: Any, replaced: Replaced, *, keeps: bool) -> None:
     states = [*optimizer.state.items()]
     optimizer.state.clear()
     for parameter, state in states if keeps else ():
-        after = replaced[id(parameter)]
+        after = replaced.get(id(parameter), parameter)
         optimizer.state[after] = {
             key: with_placement_of(after, raw(value)) if is_dtensor(value) else value
             for key, value in state.items()
