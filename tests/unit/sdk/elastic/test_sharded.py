@@ -79,6 +79,7 @@ def test_training_goes_on_as_if_the_model_had_not_been_built_again(alone: World,
             optimizer.step()
             optimizer.param_groups[0]["lr"] *= 0.5
             losses.append(loss.item())
+            del loss  # its graph refers to the model
         own = {id(parameter): parameter for parameter in model.parameters()}
         names = {each: str(each) for each in own}
         assert groups.changed_groups_of(names, own) == {}  # as when the program began
@@ -91,7 +92,12 @@ def test_what_cannot_be_built_again_is_refused() -> None:
     )
     try:
         builds = SimpleNamespace(now=build)
-        model = WorldSharded(lambda: builds.now())
+
+        def build_now() -> nn.Module:
+            made: nn.Module = builds.now()
+            return made
+
+        model = WorldSharded(build_now)
         for wrong, says in (
             (lambda: nn.Linear(WIDTH, 1), "let build return the same model in each world"),
             (lambda: nn.Sequential(*reversed([*build()])), "is .* before"),
