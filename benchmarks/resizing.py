@@ -18,13 +18,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.recovery.runs import WITHIN_S, Mode
+from benchmarks.recovery.runs import Mode
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
 from holdfast_core.errors import UnreachableError
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
 
 WORKER = Path(__file__).with_name("resizing_worker.py")
 NODES, LOST = 3, 1
+WITHIN_S = 600.0
 RANKS_OF_NODE = {"fsdp2": 1, "hsdp": 2}
 CHANGES = ("fewer nodes", "more nodes")
 
