@@ -32,6 +32,7 @@ BENCHMARKS = {
     "policies": ("policies", "what partial snapshots save, for the sizes of real models"),
     "recovery": ("recovery", "each phase of a recovery, with processes that stay and without"),
     "redundancy": ("redundancy", "parity from the network, beside parity from replicas"),
+    "resizing": ("resizing", "a sharded model over fewer nodes, and over more again"),
     "s3": ("object_storage", "our requests to S3, beside those of obstore; needs Go"),
     "sparse": ("sparse", "sparse windows, and pipeline stages that repeat steps alone"),
     "windows": ("windows", "what restoring a window repeats: training, or the optimizer"),

@@ -1,4 +1,5 @@
-"""A small trainer under DDP whose global batch is the same in worlds of any size.
+"""A small trainer whose global batch is the same in worlds of any size, under DDP or with a model
+that torch shards over the ranks.
 
 Each process appends a line for each step to `log-<pid>`. A file `fault-<pid>` makes it fail at a
 point, as in `staying_trainer`. Ranks compute their part of the batch in passes of at most `LIMIT`
@@ -16,15 +17,23 @@ import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from staying_trainer import Faults
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils.data import DataLoader
 
 import holdfast
-from holdfast import elastic
+from holdfast import Topology, elastic
 
 SAMPLES, BATCH, LIMIT, WIDTH, SEED = 5000, 11, 2, 8, 5
 """Neither 3 nor 4 ranks divide the batch, and each of them needs two passes."""
@@ -56,11 +65,28 @@ def mean_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 def state_hash(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     found = hashlib.sha256()
     for parameter in model.parameters():
-        found.update(parameter.detach().numpy().tobytes())
-    for state in optimizer.state.values():
-        for name in ("exp_avg", "exp_avg_sq", "step"):
-            found.update(state[name].numpy().tobytes())
+        state = optimizer.state[parameter]
+        for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"], state["step"]):
+            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            found.update(whole.detach().numpy().tobytes())
     return found.hexdigest()[:16]
+
+
+def shard(model: nn.Module, layout: str, ranks: int) -> nn.Module:
+    """Shard `model` as people do, over ordinary device meshes."""
+    over: Any
+    if layout == "fsdp2":
+        over = init_device_mesh("cpu", (ranks,))
+    elif layout == "hsdp":
+        over = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        # None: a process that joins later makes no collective here.
+        parallelize_module(model, mesh["tp"], plan, src_data_rank=None)
+        over = mesh["dp"]
+    fully_shard(model, mesh=over)
+    return model
 
 
 @dataclass(frozen=True)
@@ -111,14 +137,23 @@ class History:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--layout", choices=["ddp", "fsdp2", "hsdp", "tp"], default="ddp")
     args = parser.parse_args()
     torch.set_num_threads(1)
     faults = Faults(args.directory, os.getpid())
     world = elastic.init("gloo", any_size=True)
-    model, data = make_model(), samples()
-    ddp = world.ddp(model)
+    data, sharded = samples(), args.layout != "ddp"
+    model: Any
+    if sharded:
+        model = world.sharded(lambda: shard(make_model(), args.layout, world.size))
+    else:
+        model = world.ddp(make_model())
     optimizer = make_optimizer(model)
-    sampler = holdfast.ElasticSampler(data, BATCH, world, micro_batch=LIMIT, seed=SEED)
+    tp = 2 if args.layout == "tp" else 1
+    topology = Topology(dp=world.size // tp, tp=tp)
+    sampler = holdfast.ElasticSampler(
+        data, BATCH, world, micro_batch=LIMIT, seed=SEED, topology=topology
+    )
     loader: DataLoader[int] = DataLoader(
         range(SAMPLES),  # type: ignore[arg-type]
         batch_sampler=sampler,
@@ -126,13 +161,17 @@ def main() -> None:
         generator=torch.Generator(),  # each new iterator draws a number
     )
     session = holdfast.init(
-        model=ddp, optimizer=optimizer, stateful={"sampler": sampler}, world=world
+        model=model,
+        optimizer=optimizer,
+        stateful={"sampler": sampler},
+        topology=topology,
+        world=world,
     )
     with (args.directory / f"log-{os.getpid()}").open("a", buffering=1) as log:
         for step in session.steps(10**6):
             with step:
                 if step.resumed:
-                    plan = world.batch_plan(BATCH, micro_batch=LIMIT)
+                    plan = world.batch_plan(BATCH, micro_batch=LIMIT, topology=topology)
                     batches = iter(loader)
                 time.sleep(PACE_S)
                 optimizer.zero_grad()
@@ -140,10 +179,12 @@ def main() -> None:
                 for part in plan.micro_batches:
                     faults.at("last-pass" if part.last else "first-pass")
                     passes.append(next(batches))
-                    with nullcontext() if part.last else ddp.no_sync():
-                        loss = mean_loss(ddp, data[passes[-1]])
+                    if sharded:
+                        model.module.set_requires_gradient_sync(part.last)
+                    with model.no_sync() if not (sharded or part.last) else nullcontext():
+                        loss = mean_loss(model, data[passes[-1]])
                         (loss * part.averaged_weight).backward()
-                    total += loss.detach() * part.summed_weight
+                    total += loss.detach() * part.summed_weight / tp
                 world.wait(dist.all_reduce(total, async_op=True))
                 faults.at("before-optimizer")
                 optimizer.step()

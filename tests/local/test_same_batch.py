@@ -10,6 +10,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import same_batch_trainer
@@ -21,15 +22,17 @@ from world_sizes import is_protected
 from holdfast_cli.local import Status
 from holdfast_core.batches import plan_batch
 from holdfast_core.states import RestoreSource
+from holdfast_core.topology import Topology
 
 WAIT_S = 100.0
 TOLERANCE = 1e-9
 
 
-def make_run(directory: Path) -> Run:
+def make_run(directory: Path, layout: str = "ddp", **spec: Any) -> Run:
     command = [sys.executable, same_batch_trainer.__file__, "--directory", str(directory)]
-    containers = [{"name": "trainer", "command": command}]
-    return Run(directory, stay=True, trainer={"template": {"spec": {"containers": containers}}})
+    containers = [{"name": "trainer", "command": [*command, "--layout", layout]}]
+    trainer = {"template": {"spec": {"containers": containers}}}
+    return Run(directory, stay=True, trainer=trainer, **spec)
 
 
 def lines_of(directory: Path) -> dict[int, list[Line]]:
@@ -60,14 +63,20 @@ async def kill_in(run: Run, point: str, rank: int) -> Status:
     )
 
 
-def check(lines: dict[int, list[Line]]) -> list[int]:
+def check(lines: dict[int, list[Line]], tp: int = 1) -> list[int]:
     """Check each step against an undisturbed run; return the sizes of the worlds, in order."""
     history = History()
     history.run(max(line.step for each in lines.values() for line in each))
     steps: dict[tuple[int, int], list[Line]] = defaultdict(list)
     for line in (line for each in lines.values() for line in each):
         steps[line.epoch, line.step].append(line)
-        plan = plan_batch(BATCH, rank=line.rank, size=line.size, micro_batch=LIMIT)
+        plan = plan_batch(
+            BATCH,
+            rank=line.rank,
+            size=line.size,
+            micro_batch=LIMIT,
+            topology=Topology(dp=line.size // tp, tp=tp),
+        )
         whole = history.samples[line.step - 1]
         assert line.passes == [whole[part.start : part.end] for part in plan.micro_batches], line
         assert line.loss == pytest.approx(history.losses[line.step - 1], rel=TOLERANCE), line

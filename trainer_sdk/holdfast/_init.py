@@ -21,6 +21,7 @@ from holdfast._copying.devices import device_of
 from holdfast._daemon.client import DaemonClient, GrpcClient
 from holdfast._elastic.pipeline import Pipeline
 from holdfast._elastic.session import ElasticSession, check_staying
+from holdfast._elastic.sharded import WorldSharded
 from holdfast._elastic.world import World
 from holdfast._environment import Environment, read_environment
 from holdfast._exits import set_exit_codes
@@ -172,6 +173,9 @@ class _Maker:
     def elastic_session(self, world: World, pipeline: Pipeline | None) -> ElasticSession:
         """Make a session for `world` and for the worlds that follow it. Collective."""
         check_staying(self.model, world)
+        for part in self.model.modules():
+            if isinstance(part, WorldSharded) and world.any_size:
+                part.check(self.optimizers)
         given = self.environment.elastic
         uneven = any(isinstance(module, MoELayer) for module in self.model.modules())
         if given is not None and not uneven:
@@ -188,6 +192,7 @@ class _Maker:
             self.optimizers,
             # A vote waits for the slowest rank, as training's own collectives do.
             max(self.settings.exchange_timeout_s, world.timeout_s),
+            begun=begun,
             model=self.model,
             votes=self.can_go_on_live,
             pipeline=pipeline,

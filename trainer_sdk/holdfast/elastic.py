@@ -17,12 +17,22 @@ from __future__ import annotations
 from holdfast._daemon.following import WorldFollower
 from holdfast._elastic.ddp import WorldDDP
 from holdfast._elastic.pipeline import Pipeline
+from holdfast._elastic.sharded import WorldSharded
 from holdfast._elastic.world import World, WorldGroup
 from holdfast._environment import read_environment
 from holdfast._exits import set_exit_codes
 from holdfast_core.batches import BatchPlan, MicroBatch
 
-__all__ = ["BatchPlan", "MicroBatch", "Pipeline", "World", "WorldDDP", "WorldGroup", "init"]
+__all__ = [
+    "BatchPlan",
+    "MicroBatch",
+    "Pipeline",
+    "World",
+    "WorldDDP",
+    "WorldGroup",
+    "WorldSharded",
+    "init",
+]
 
 TIMEOUT_S = 600.0
 

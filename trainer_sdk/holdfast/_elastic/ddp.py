@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from holdfast._elastic import groups
 from holdfast._state.collect import RandomGenerators
 from holdfast_core.errors import InvalidJobError
 
@@ -99,11 +98,11 @@ class WorldDDP(nn.Module):
         with self._present().ddp.no_sync():
             yield
 
-    def wake(self) -> None:
-        """End the collectives of the present DDP: their world has ended. Any thread."""
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The group of the present DDP; None if there is none yet. Any thread."""
         made = self._made
-        if made is not None:
-            groups.disconnect(made.group)
+        return None if made is None else made.group
 
     def drop(self) -> None:
         """Forget the DDP of a world that this process leaves."""

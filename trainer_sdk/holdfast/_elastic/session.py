@@ -30,6 +30,7 @@ from holdfast._capture.partial_state import START, PartialState
 from holdfast._causes import drop_frames
 from holdfast._daemon.handles import SaveHandle
 from holdfast._elastic.pipeline import BoundaryReplay, Pipeline
+from holdfast._elastic.sharded import Replaced, WorldSharded
 from holdfast._elastic.stage_replay import agree_on_replay, hand_over_logs
 from holdfast._elastic.staying_groups import NEEDS
 from holdfast._elastic.step_start import StepStart
@@ -40,6 +41,7 @@ from holdfast._state.capture import LiveState
 from holdfast._state.collect import reset_scalers
 from holdfast._state.dtensors import is_dtensor
 from holdfast._state.nested import StepHooks
+from holdfast._state.program_start import ProgramStart
 from holdfast._steps import TrainStep, steps_of
 from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.errors import (
@@ -66,20 +68,29 @@ def check_staying(model: nn.Module, world: World) -> None:
 
     Raises:
         InvalidJobError: DDP wraps the model, or its parameters are DTensors and this process stays
-            in a world whose groups do not.
+            in a world whose groups do not, or in worlds of any size without `world.sharded`.
     """
     if any(isinstance(part, DistributedDataParallel) for part in model.modules()):
         raise InvalidJobError(
             "this DistributedDataParallel keeps the buckets of one world: wrap the module by "
             "`world.ddp(module, …)` instead, which makes another one in each world"
         )
-    cannot = world.stays and not world.groups_stay
-    if cannot and any(is_dtensor(each) for each in model.parameters()):
+    if not world.stays:
+        return
+    built = (part for part in model.modules() if isinstance(part, WorldSharded))
+    again = {id(each) for part in built for each in part.parameters()}
+    sharded = [each for each in model.parameters() if is_dtensor(each)]
+    if sharded and not world.groups_stay:
         raise InvalidJobError(
             f"this model keeps process groups (FSDP2 or another use of DTensor), which stay when a "
-            f"world changes only with {NEEDS}, in worlds of one size (without any_size); this is "
-            f"torch {torch.__version__}. Otherwise leave `world` out, so that all processes start "
-            f"again after a failure"
+            f"world changes only with {NEEDS}; this is torch {torch.__version__}. Otherwise leave "
+            f"`world` out, so that all processes start again after a failure"
+        )
+    if world.any_size and not again.issuperset(map(id, sharded)):
+        raise InvalidJobError(
+            "this model is sharded over the ranks of one world (FSDP2 or another use of DTensor), "
+            "and this process stays in worlds of any size (any_size=True): let a function build "
+            "it, and give holdfast.init what `world.sharded(build)` returns"
         )
 
 
@@ -181,7 +192,9 @@ class ElasticSession(Session):
     Args:
         world: the training world.
         make: makes the session of the present world. Collective.
-        optimizers: drop their gradients when a step is cut off.
+        optimizers: drop their gradients when a step is cut off, and get the parameters of a model
+            that is built again.
+        begun: state of the program at its start; None without a daemon.
         exchange_timeout_s: time that the fastest rank waits for the slowest at the end of training.
         model: whose modules of FSDP2 are reset when a step is cut off.
         votes: whether ranks vote before each optimizer step, so that training can continue live.
@@ -199,6 +212,7 @@ class ElasticSession(Session):
         optimizers: Sequence[Any],
         exchange_timeout_s: float,
         *,
+        begun: ProgramStart | None = None,
         model: nn.Module | None = None,
         votes: bool = False,
         pipeline: Pipeline | None = None,
@@ -212,7 +226,7 @@ class ElasticSession(Session):
         self._began_s = 0.0
         """Time at which the newest body began."""
         self._optimizers, self._timeout_s = tuple(optimizers), exchange_timeout_s
-        self._model, self._votes = model, votes and world.stays
+        self._begun, self._model, self._votes = begun, model, votes and world.stays
         self._pipeline = pipeline
         self._replaying: ReplayPlan | None = None
         """The replay in which this rank repeats steps; None outside of a replay."""
@@ -350,6 +364,7 @@ class ElasticSession(Session):
             kept = self._session.leave()
             try:
                 self._world.form()
+                self._build_again()
                 self._begin(kept)
                 step = self._enter(verdict)
             except Exception as error:
@@ -522,6 +537,17 @@ class ElasticSession(Session):
             problem = body.undo() if self._votes else ""
             self._held = replace(self._held, torn=self._held.torn or problem)
         self._world.go_back_to(self._held.step or 0)
+
+    def _build_again(self) -> None:
+        """Build the sharded models again in a world of another size. If they lack the values of the
+        old ones, the state of this process is torn from then on. Collective."""
+        problem = self._world.build_again(self._optimizers, self._on_replaced)
+        if problem and self._held.step is not None:
+            self._held = replace(self._held, torn=self._held.torn or problem)
+
+    def _on_replaced(self, replaced: Replaced) -> None:
+        if self._begun is not None:
+            self._begun.follow(replaced)
 
     def _enter(self, verdict: StandingVerdict | None, no_replay: str = "") -> int | None:
         """Carry out the verdict in a world whose groups are formed. Collective.

@@ -34,7 +34,9 @@ from torch.distributed import (  # type: ignore[attr-defined]  # re-exported by 
 
 from holdfast._agree.exchange import set_timeout
 from holdfast._elastic import stage_group
-from holdfast._elastic.groups import FORM_S, MeetingPoint, disconnect, drop
+from holdfast._elastic.groups import FORM_S, MeetingPoint, disconnect, drop, split
+from holdfast._elastic.remade_groups import Forming
+from holdfast._elastic.stage_group import Carrier
 from holdfast_core.errors import InvalidJobError, ProtocolError, StaleEpochError
 
 NEEDS = "torch 2.15 and the backend gloo"
@@ -157,6 +159,8 @@ class StayingGroups:
         timeout_s: time that each collective of the default group may take.
     """
 
+    stay = always_wakes = True
+
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s, self._store = timeout_s, WorldStore()
         self._groups: dict[str, _Group] = {}
@@ -221,9 +225,22 @@ class StayingGroups:
         """Whether the groups belong to another rank than `rank` of `size`."""
         return self._size > 0 and (rank, size) != (self._rank, self._size)
 
-    def leave(self) -> None:
+    def split(
+        self,
+        parts: Sequence[Sequence[int]],
+        rank: int,
+        carrier: Carrier | None,
+        kept: dist.ProcessGroup | None,
+    ) -> dist.ProcessGroup:
+        """See `WorldGroups`."""
+        if kept is not None:
+            return kept
+        return split(parts, rank, self._timeout_s, carrier, form_s=self._timeout_s)
+
+    def leave(self, given: Sequence[dist.ProcessGroup] = ()) -> None:
         """Close all connections, which ends pending collectives here and on other ranks. Destroy
         Holdfast's own groups. The groups of the script stay, without connections."""
+        del given
         with self._lock:
             self._formed = False
             own, self._own = self._own, []
@@ -237,8 +254,10 @@ class StayingGroups:
         drop(own)
 
     def close(self) -> None:
-        """Destroy all groups, and let torch make groups as usual. No world follows."""
+        """Destroy all groups, and let torch make groups as usual. A world that follows begins
+        without groups, as in a new process."""
         self.leave()
+        self._rank, self._size, self._step = 0, 0, 0
         held = [each.group for each in self._groups.values() if each.group is not None]
         self._groups.clear()
         if self._make is not None:
@@ -248,16 +267,22 @@ class StayingGroups:
             dist.destroy_process_group()
         drop(held)
 
-    def wake(self, epoch: int) -> None:
+    def wake(self, epoch: int, waited: Sequence[dist.ProcessGroup] = ()) -> None:
         """Close all connections of world `epoch`, which has ended. Any thread."""
+        del waited
         with self._lock:
             if self._formed and self._epoch == epoch:
                 for group in (*self._own, *self._connected()):
                     with suppress(RuntimeError):  # the training thread is destroying it
                         disconnect(group)
 
+    @property
+    def forming(self) -> Forming:
+        """See `_forming`."""
+        return self._forming
+
     @contextmanager
-    def forming(self, backend: str | None) -> Iterator[None]:
+    def _forming(self, backend: str | None) -> Iterator[None]:
         """Form groups of Holdfast within the block: they end with their world.
 
         Raises:

@@ -11,7 +11,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from math import inf
@@ -29,8 +28,10 @@ from holdfast._agree.exchange import Exchange, GlooExchange, make_exchange, wait
 from holdfast._daemon.following import Meeting, WorldFollower
 from holdfast._elastic import groups
 from holdfast._elastic.ddp import FirstPass, Prepare, WorldDDP
+from holdfast._elastic.remade_groups import RemadeGroups, WorldGroups
+from holdfast._elastic.sharded import Replaced, WorldSharded
 from holdfast._elastic.stage_group import Carrier
-from holdfast._elastic.staying_groups import StayingGroups, can_stay
+from holdfast._elastic.staying_groups import NEEDS, StayingGroups, can_stay
 from holdfast_core.batches import BatchPlan, plan_batch
 from holdfast_core.errors import (
     HoldfastError,
@@ -65,8 +66,8 @@ class WorldGroup:
         self._world = world
         self._partition, self._carrier = partition, carrier
         self._now: dist.ProcessGroup | None = None
-        self._stays: dist.ProcessGroup | None = None
-        """The group, if it is the same one in all worlds."""
+        self._newest: dist.ProcessGroup | None = None
+        """The group of the newest world that had one."""
 
     @property
     def now(self) -> dist.ProcessGroup:
@@ -126,12 +127,13 @@ class World:
         self._backend, self._following, self._any_size = backend, following, any_size
         self._local_rank, self._nproc = local_rank, nproc
         self._timeout_s, self._reform_s = timeout_s, reform_s
-        self._staying: StayingGroups | None = None
-        """The groups of this process, if they stay; None if each world makes them again."""
-        if following is not None and not any_size and can_stay(backend):
-            self._staying = StayingGroups(timeout_s)
+        self._all: WorldGroups = RemadeGroups(backend, timeout_s)
+        """All groups of this process."""
+        if following is not None and can_stay(backend):
+            self._all = StayingGroups(timeout_s)
         self._groups: list[WorldGroup] = []
         self._ddps: list[WorldDDP] = []
+        self._sharded: list[WorldSharded] = []
         self._wakes_default = False
         self._exchanges: list[GlooExchange] = []
         self._point: groups.MeetingPoint | None = None
@@ -188,15 +190,20 @@ class World:
         return self._store_address
 
     @property
+    def any_size(self) -> bool:
+        """Whether this process also stays for worlds of another size."""
+        return self._any_size
+
+    @property
     def stays(self) -> bool:
         """Whether this process stays when its world changes."""
         return self._following is not None
 
     @property
     def groups_stay(self) -> bool:
-        """Whether process groups stay as objects when this world changes, also those that
-        libraries made: of device meshes, FSDP2 and DTensors."""
-        return self._staying is not None
+        """Whether process groups stay as objects when this world changes and keeps its size, also
+        those that libraries made: of device meshes, FSDP2 and DTensors."""
+        return self._all.stay
 
     @property
     def ended(self) -> bool:
@@ -261,6 +268,34 @@ class World:
         if not self._wakes:
             self._wake_at_its_end()
         self._ddps.append(made)
+        return made
+
+    def sharded(self, build: Callable[[], nn.Module]) -> WorldSharded:
+        """Build a model that is sharded over the ranks of the present world: by FSDP2, HSDP or
+        another use of DTensors. In a world of another size it is built again.
+
+        All ranks call it, before `holdfast.init`.
+
+        Args:
+            build: builds the model from the seed, makes meshes for `world.size` ranks, and shards
+                the model over them. It makes no other collective, and is also called later.
+
+        Raises:
+            InvalidJobError: groups do not stay in this process; after `holdfast.init`.
+        """
+        if self._has_session:
+            raise InvalidJobError(
+                "world.sharded after holdfast.init: build the model first, and give holdfast.init "
+                "what world.sharded returns"
+            )
+        if self.stays and not self.groups_stay:
+            raise InvalidJobError(
+                f"world.sharded needs {NEEDS}; this is torch {torch.__version__} with "
+                f"{self._backend}. Otherwise leave `world` out, so that all processes start again "
+                f"after a failure"
+            )
+        made = WorldSharded(build)
+        self._sharded.append(made)
         return made
 
     def batch_plan(
@@ -341,8 +376,7 @@ class World:
         if self._following is not None:
             self._following.close()
         self.leave()
-        if self._staying is not None:
-            self._staying.close()
+        self._all.close()
 
     def wake_default_group(self) -> None:
         """Let the thread that watches for the end of a world also end collectives of the default
@@ -353,8 +387,22 @@ class World:
 
     # --- called by the session --------------------------------------------------------------------
 
+    def build_again(
+        self, optimizers: Sequence[Any], on_replaced: Callable[[Replaced], None]
+    ) -> str:
+        """Build the models whose meshes belong to another world; see `WorldSharded.build_again`.
+        Collective. Return why they lack the values of the old ones; empty if they have them."""
+        stale = [each for each in self._sharded if each.stale]
+        problems = [each.build_again(optimizers, on_replaced) for each in stale]
+        return next((problem for problem in problems if problem), "")
+
     def form_group(self, partition: Partition, carrier: Carrier | None) -> WorldGroup:
         """Form groups as `group` does. If `carrier` is given, it sends and receives for them."""
+        if self._sharded:
+            raise InvalidJobError(
+                "world.group was called after world.sharded: worlds of another size form the "
+                "groups of world.group first; call it before world.sharded"
+            )
         if self._has_session:
             raise InvalidJobError(
                 "world.group was called after holdfast.init: processes that stay would form groups "
@@ -382,7 +430,7 @@ class World:
             timeout_s,
             lambda: self.ended or self._epoch != epoch,
             form_s=groups.FORM_S,
-            forming=self._point.forming if self._staying is None else self._staying.forming,
+            forming=self._all.forming,
         )
         self._exchanges.append(made)
         return made
@@ -401,13 +449,11 @@ class World:
 
     def begin_step(self, step: int) -> None:
         """Note that the body of `step` begins; see `go_back_to`."""
-        if self._staying is not None:
-            self._staying.begin(step)
+        self._all.begin(step)
 
     def go_back_to(self, step: int) -> None:
         """Undo that groups were made after `step`: the steps that made them are repeated."""
-        if self._staying is not None:
-            self._staying.go_back_to(step)
+        self._all.go_back_to(step)
 
     def begin_alone(self, *, held_beside: bool) -> None:
         """Report that training started from the beginning and could not continue live without this
@@ -513,10 +559,10 @@ class World:
         self._rank, self._size = self._rank_in(meeting), meeting.nodes * self._nproc
         # The default group first, then the groups of the script, in the order of its calls.
         try:
-            if self._staying is None:
-                self._point.form(self._backend, self._timeout_s)
-            else:
-                self._staying.form(self._point, epoch=self._epoch, rank=self._rank, size=self._size)
+            stale = any(each.stale for each in self._sharded)  # building one was cut off
+            if stale or self._all.is_other(self._rank, self._size):
+                self._drop_groups()
+            self._all.form(self._point, epoch=self._epoch, rank=self._rank, size=self._size)
             for group in self._groups:
                 self._split(group)
         except (RuntimeError, OSError, HoldfastError) as error:
@@ -545,10 +591,7 @@ class World:
             exchange.leave()
         self._exchanges.clear()
         self._point = self._meeting = None
-        if self._staying is None:
-            groups.leave(given)
-        else:
-            self._staying.leave()
+        self._all.leave(given)
 
     def survives(self, error: Exception) -> bool:
         """Whether `error` results from the end of this world, so that this process continues in the
@@ -606,7 +649,7 @@ class World:
         """Raise UnreachableError if groups stay, but belong to another rank than this process would
         have in the world of `meeting`."""
         rank, size = self._rank_in(meeting), meeting.nodes * self._nproc
-        if self._staying is not None and self._staying.is_other(rank, size):
+        if self._all.is_other(rank, size) and not self._any_size:
             raise UnreachableError(
                 f"epoch {meeting.epoch}: this process would be rank {rank} of {size}, but its "
                 f"groups and shards are those of rank {self._rank} of {self._size}; a new process "
@@ -635,19 +678,18 @@ class World:
     def _split(self, group: WorldGroup) -> None:
         """Form the process groups of `group` in the present world. Collective."""
         parts = group._parts(self._size)
-        if self._staying is not None:
-            if group._stays is None:
-                group._stays = groups.split(
-                    parts, self._rank, self._timeout_s, group._carrier, form_s=self._timeout_s
-                )
-            group._now = group._stays
-            return
-        forming: AbstractContextManager[None] = nullcontext()
-        if self._point is not None:
-            self._point.meet()
-            forming = self._point.forming(self._backend)
-        with forming:
-            group._now = groups.split(parts, self._rank, self._timeout_s, group._carrier)
+        group._now = group._newest = self._all.split(
+            parts, self._rank, group._carrier, group._newest
+        )
+
+    def _drop_groups(self) -> None:
+        """Forget the groups of the script: they belong to another rank, or to a world of another
+        size, and this process makes all of them again, as a new one does."""
+        self._all.close()
+        for group in self._groups:
+            group._newest = None
+        for each in self._sharded:
+            each.stale = True
 
     def _form_alone(self) -> None:
         """Form the groups of torchrun's environment or, without one, a world of one process."""
@@ -681,8 +723,7 @@ class World:
     @property
     def _wakes(self) -> bool:
         """Whether a thread wakes this process at the end of the present world."""
-        waited_for = "nccl" in self._backend or bool(self._ddps) or self._wakes_default
-        return waited_for or self._staying is not None
+        return self._all.always_wakes or bool(self._ddps) or self._wakes_default
 
     def _wake_at_its_end(self) -> None:
         """Have a thread wake this process out of collectives that torch waits for by itself, on a
@@ -697,12 +738,7 @@ class World:
         while not following.wait_newer(epoch, _WAIT_S):
             if self._epoch != epoch or self._left:
                 return
-        default = dist.group.WORLD
-        if self._staying is not None:
-            self._staying.wake(epoch)
-        elif self._epoch == epoch:
-            groups.wake()
-            for each in self._ddps:
-                each.wake()
-            if self._wakes_default and default is not None:
-                groups.disconnect(default)
+        waited = [each.group for each in self._ddps]
+        if self._wakes_default:
+            waited.append(dist.group.WORLD)
+        self._all.wake(epoch, [group for group in waited if group is not None])

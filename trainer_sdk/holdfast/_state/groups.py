@@ -48,6 +48,18 @@ class ParamGroups:
             for optimizer in self._optimizers
         ]
 
+    def follow(self, replaced: Mapping[int, torch.Tensor]) -> None:
+        """Note that other parameters have replaced those with these ids, which still exist."""
+
+        def new(groups: list[list[weakref.ref[torch.Tensor]]]) -> Any:
+            return [
+                [weakref.ref(replaced.get(id(p), p)) for ref in group if (p := ref()) is not None]
+                for group in groups
+            ]
+
+        self._begun = [new(groups) for groups in self._begun]
+        self._within = [[(one, new(groups)) for one, groups in each] for each in self._within]
+
     def go_back(self, index: int, saved: Sequence[Mapping[str, Any]]) -> None:
         """Give optimizer `index` the groups that it had when the program started, if they have
         changed, with the hyperparameters of a snapshot."""

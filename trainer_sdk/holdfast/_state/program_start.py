@@ -90,6 +90,17 @@ class ProgramStart:
             self._note()
             self._restores = True
 
+    def follow(self, replaced: Mapping[int, torch.Tensor]) -> None:
+        """Note that the model was built again, as a program would that starts in a world of this
+        size.
+
+        Args:
+            replaced: `id` of each parameter of the old model → parameter of the new one.
+        """
+        self.groups.follow(replaced)
+        self.forms.begin()
+        self._forms = _forms(self._model)
+
     def look(self, names: Mapping[int, str]) -> str:
         """Inspect the model again, because its tensors have changed. Return why a program that
         starts again could not restore it; empty if it could.

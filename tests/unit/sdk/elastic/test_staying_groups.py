@@ -240,8 +240,8 @@ def refuse(process: int, socket: str, port: str) -> None:
     with pytest.raises(InvalidJobError, match="cannot get new ranks"):
         dist.new_group(backend="fake")
     dist.new_group([3], backend="fake")  # an axis of one rank
-    kept = one.world._staying
-    assert kept is not None
+    kept = one.world._all
+    assert isinstance(kept, StayingGroups)
     assert total_of(kept._groups["2"].group) == 9
     one.end()
 
@@ -261,7 +261,7 @@ def train_sharded(process: int, socket: str, port: str) -> None:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     check_staying(model, one.world)
-    older: Any = SimpleNamespace(stays=True, groups_stay=False)
+    older: Any = SimpleNamespace(stays=True, groups_stay=False, any_size=False)
     with pytest.raises(InvalidJobError, match=r"only with torch 2\.15 and the backend gloo"):
         check_staying(model, older)
     inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(one.rank))

@@ -1,0 +1,87 @@
+"""A sharded model goes on over fewer nodes, and over more again, in the processes that survive, and
+learns from the same batches: its losses are those of one process that divides nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_fewer_nodes import START_S, Run, lose
+from test_same_batch import check, kill_in, lines_of, make_run
+
+from holdfast._elastic.staying_groups import can_stay
+from holdfast_core.states import RestoreSource
+
+pytestmark = pytest.mark.skipif(not can_stay("gloo"), reason="this torch cannot do it")
+
+NODES = 3
+ROWS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fsdp2": ("fsdp2", {"nprocPerNode": 1, "parallelism": {"dp": NODES}}),
+    "hsdp": ("hsdp", {"nprocPerNode": 2, "parallelism": {"dp": 2 * NODES}}),
+    "tp": ("tp", {"nprocPerNode": 2, "parallelism": {"dp": NODES, "tp": 2}}),
+}
+SHORT = ("fsdp2", "hsdp")
+"""Rows that always run."""
+
+
+async def change(run: Run, *, thorough: bool) -> None:
+    """Let a node go, and return."""
+    first = await run.wait_size(NODES, 0, "the first steps", START_S)
+    (home,) = [one.node for one in run.cluster.status.local.members if one.index == 1]
+    smaller = await lose(run, 1, left=NODES - 1)
+    if thorough:  # in a world whose model was built again, a lost rank alone restores
+        smaller = await kill_in(run, "last-pass", 0)
+    await run.cluster.start_node(home)
+    grown = await run.wait_size(NODES, smaller.epoch, "all members again", START_S)
+    if thorough:
+        grown = await kill_in(run, "before-optimizer", 1)
+    assert grown.epoch == first.epoch + (4 if thorough else 2)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("row", "thorough"),
+    [
+        *(pytest.param(row, False, id=row, marks=pytest.mark.slow) for row in SHORT),
+        *(
+            pytest.param(
+                row,
+                True,
+                id=f"{row}, with lost ranks",
+                marks=[pytest.mark.slow, pytest.mark.exhaustive],
+            )
+            for row in ROWS
+        ),
+    ],
+)
+def test_a_sharded_model_is_divided_over_the_nodes_that_are_left(row: str, thorough: bool) -> None:
+    layout, spec = ROWS[row]
+
+    async def train(run: Run) -> None:
+        try:
+            await run.cluster.start()
+            await change(run, thorough=thorough)
+        finally:
+            await run.cluster.stop()
+            print(run.report())
+
+    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
+        run = make_run(Path(path), layout, nodes=NODES, **spec)
+        asyncio.run(train(run))
+        recoveries = run.cluster.status.local.recoveries
+        if layout == "hsdp":  # the rows that are left have all shards
+            assert (recoveries[0].source, recoveries[0].lost_steps) == (RestoreSource.LIVE, 0)
+        else:
+            assert recoveries[0].source is not RestoreSource.LIVE
+        lines = lines_of(run.directory)
+        nproc, tp = spec["nprocPerNode"], spec["parallelism"].get("tp", 1)
+        assert check(lines, tp) == [NODES * nproc, (NODES - 1) * nproc, NODES * nproc]
+        # The ranks of member 2 were in all worlds, in the processes that they began with.
+        through = [each for each in lines.values() if each[0].rank >= 2 * nproc]
+        kept = [each for each in through if each[0].epoch == 1]
+        assert len(kept) == nproc
+        for member in kept:
+            assert {line.size for line in member} == {NODES * nproc, (NODES - 1) * nproc}
