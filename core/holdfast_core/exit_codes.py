@@ -1,9 +1,9 @@
 """Exit codes with a meaning of their own: of trainers, and of the launchers that start them.
 
 Those from 79 on belong to Holdfast alone. A trainer exits with 79 or 80 when Holdfast, and not the
-script, has decided that it ends; so these never count as failures of the script. They lie outside the ranges
-that others use: 1 and 2 (Python, shells), 64 to 78 (sysexits), 126 and 127 (shells), 128 + n
-(signal n).
+script, has decided that it ends; so these never count as failures of the script. They lie outside
+the ranges that others use: 1 and 2 (Python, shells), 64 to 78 (sysexits), 126 and 127 (shells),
+128 + n (signal n).
 """
 
 from __future__ import annotations

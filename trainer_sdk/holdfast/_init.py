@@ -39,7 +39,7 @@ from holdfast._state.dtensors import raw
 from holdfast._state.groups import check_optimizers
 from holdfast._state.nested import check_nested, notices_steps, with_nested
 from holdfast._state.program_start import ProgramStart
-from holdfast_core.errors import HoldfastError, InvalidJobError, ProtectionRequiredError
+from holdfast_core.errors import InvalidJobError, ProtectionRequiredError
 from holdfast_core.job.snapshots import Full, Repeats
 from holdfast_core.topology import Topology
 
@@ -106,22 +106,12 @@ def init(
         world=world,
         environment=environment,
     )
-    try:
+    with OF_PROCESS.making_session():
         maker.check()
         _check_pipeline(pipeline, topology, world)
         if world is None:
-            session: Session = maker.session()
-        elif daemon is not None:
-            raise InvalidJobError(
-                "daemon= is one client, but each world needs its own: leave out daemon= or world="
-            )
-        else:
-            session = maker.elastic_session(world, pipeline)
-    except HoldfastError as error:
-        OF_PROCESS.on_refused(error)
-        raise
-    OF_PROCESS.on_session()
-    return session
+            return maker.session()
+        return maker.elastic_session(world, pipeline)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,6 +154,10 @@ class _Maker:
             InvalidJobError: a session cannot be made of them.
         """
         _check_stateful(self.stateful)
+        if self.daemon is not None and self.world is not None:
+            raise InvalidJobError(
+                "daemon= is one client, but each world needs its own: leave out daemon= or world="
+            )
         if self.protects and self.topology is not None:
             self.topology.check_world(_world(self.environment, self.rank)[1])
         if self.protects:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
 import torch
@@ -91,12 +92,15 @@ class UnsavedSteps:
         """
         self._connect, self._required = connect, required
 
-    def on_refused(self, error: HoldfastError) -> None:
-        """Note that `holdfast.init` has refused to make a session. The script may go on."""
-        self._refusal, self._why = error, f"holdfast.init refused to make a session: {error}"
-
-    def on_session(self) -> None:
-        """Note that there is a session."""
+    @contextmanager
+    def making_session(self) -> Iterator[None]:
+        """Note whether the block makes a session. If it refuses to, the script may go on without
+        one."""
+        try:
+            yield
+        except HoldfastError as error:
+            self._refusal, self._why = error, f"holdfast.init refused to make a session: {error}"
+            raise
         self._has_session, self._refusal, self._why = True, None, _NO_SAVE
 
     def on_restored(self, step: int | None) -> None:
@@ -104,7 +108,8 @@ class UnsavedSteps:
         self._restored = step or 0
 
     def on_save(self) -> None:
-        """Note that `save` was called: from now on the session reports the steps."""
+        """Note that `save` was called, or will be after the steps that are repeated now: the
+        session reports the steps."""
         self._saves.set()
 
     def on_step(self, optimizer: Optimizer, *_: object) -> None:

@@ -205,6 +205,7 @@ class ProtectedSession(WorldSession):
         return outcome.differs
 
     def on_step_repeated(self, step: int) -> None:
+        OF_PROCESS.on_save()  # Steps that were captured in their first execution are not saved.
         if self._replay is not None:
             self._continue_replay(self._replay, step)
 

@@ -39,8 +39,6 @@ _REASONS = {
 """Code of a problem's cause → reason of the event, if it is not `SnapshotsRefused`."""
 
 
-
-
 def is_unprotected(condition: Condition) -> bool:
     """Whether a condition tells that ranks train while their saves are refused."""
     return condition.type is ConditionType.PROTECTED and condition.reason in UNPROTECTED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,12 @@ class Process:
         self.steps = UnsavedSteps()
         self.steps.begin(lambda: daemon, required=required)
         self.optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+
+    def make_session(self, refusal: InvalidJobError | None = None) -> None:
+        """Call `holdfast.init`, and go on if it refuses to make a session."""
+        with suppress(InvalidJobError), self.steps.making_session():
+            if refusal is not None:
+                raise refusal
 
     def train(self, steps: int = STEPS_SEEN) -> None:
         for _ in range(steps):
@@ -66,7 +73,7 @@ def test_a_process_without_a_session_reports_its_steps_and_what_to_call(tmp_path
 def test_a_session_that_restored_and_does_not_save_counts_on_from_its_step(tmp_path: Path) -> None:
     daemon = FakeDaemon(tmp_path)
     process = Process(daemon)
-    process.steps.on_session()
+    process.make_session()
     process.steps.on_restored(100)
     process.train()
     report = report_of(daemon)
@@ -77,7 +84,7 @@ def test_a_session_that_restored_and_does_not_save_counts_on_from_its_step(tmp_p
 def test_a_refusal_of_init_that_the_script_has_caught_is_reported(tmp_path: Path) -> None:
     daemon = FakeDaemon(tmp_path)
     process = Process(daemon)
-    process.steps.on_refused(InvalidJobError("dp x tp is 8, and 4 ranks train"))
+    process.make_session(InvalidJobError("dp x tp is 8, and 4 ranks train"))
     process.train()
     assert report_of(daemon).failure.endswith("dp x tp is 8, and 4 ranks train")
     process.steps.on_save()
@@ -96,13 +103,15 @@ def test_several_optimizers_that_step_together_count_as_one(tmp_path: Path) -> N
 def test_the_first_save_ends_it(tmp_path: Path) -> None:
     daemon = FakeDaemon(tmp_path)
     process = Process(daemon, required=True)
-    process.steps.on_session()
+    process.make_session()
     process.steps.on_save()
     process.train(10)
     assert daemon.calls == []
 
 
-@pytest.mark.parametrize("error", [UnreachableError("away"), StaleEpochError("has ended")], ids=repr)
+@pytest.mark.parametrize(
+    "error", [UnreachableError("away"), StaleEpochError("has ended")], ids=repr
+)
 def test_only_the_end_of_its_epoch_silences_it(error: Exception, tmp_path: Path) -> None:
     daemon = FakeDaemon(tmp_path)
     daemon.fail("hello", error)
@@ -124,7 +133,7 @@ def test_required_protection_ends_training_without_a_session(
 ) -> None:
     process = Process(FakeDaemon(tmp_path), required=True)
     if caught is not None:
-        process.steps.on_refused(caught)
+        process.make_session(caught)
     process.train(STEPS_SEEN - 1)
     reason = "of 8 ranks" if caught else "holdfast.init was not called"
     with pytest.raises(ProtectionRequiredError, match=reason) as raised:
@@ -135,7 +144,7 @@ def test_required_protection_ends_training_without_a_session(
 def test_a_session_that_has_yet_to_save_is_not_ended(tmp_path: Path) -> None:
     daemon = FakeDaemon(tmp_path)
     process = Process(daemon, required=True)
-    process.steps.on_session()
+    process.make_session()
     process.train(100)
     assert report_of(daemon).step <= 100
     process.steps.on_save()
