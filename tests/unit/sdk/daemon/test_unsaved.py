@@ -14,6 +14,7 @@ from holdfast._daemon.client import TrainedRequest
 from holdfast._daemon.unsaved import STEPS_SEEN, UnsavedSteps
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import (
+    HoldfastError,
     InvalidJobError,
     ProtectionRequiredError,
     StaleEpochError,
@@ -112,7 +113,7 @@ def test_the_first_save_ends_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "error", [UnreachableError("away"), StaleEpochError("has ended")], ids=repr
 )
-def test_only_the_end_of_its_epoch_silences_it(error: Exception, tmp_path: Path) -> None:
+def test_only_the_end_of_its_epoch_silences_it(error: HoldfastError, tmp_path: Path) -> None:
     daemon = FakeDaemon(tmp_path)
     daemon.fail("hello", error)
     process = Process(daemon)
