@@ -17,18 +17,23 @@ class HoldfastError(Exception):
     """Base of everything that Holdfast raises on purpose."""
 
     code: ClassVar[str] = "error"
+    refuses_saves: ClassVar[bool] = False
+    """Whether saves that end with it go on doing so until somebody changes something. After any
+    other error the next save may succeed."""
 
 
 class InvalidJobError(HoldfastError):
     """The job document, topology or settings contradict themselves or name something unknown."""
 
     code = "invalid_job"
+    refuses_saves = True
 
 
 class MissingPackageError(HoldfastError, ImportError):
     """A package of an optional group is not installed."""
 
     code = "missing_package"
+    refuses_saves = True
 
 
 class ProtocolError(HoldfastError):
@@ -41,6 +46,7 @@ class VersionMismatchError(ProtocolError):
     """The SDK and the daemon, or two daemons, speak different versions of the protocol."""
 
     code = "version_mismatch"
+    refuses_saves = True
 
 
 class UnknownSessionError(ProtocolError):
@@ -74,6 +80,7 @@ class MemoryBudgetError(HoldfastError):
     """
 
     code = "memory_budget"
+    refuses_saves = True
 
     def __init__(self, message: str, *, needed_bytes: int, available_bytes: int) -> None:
         super().__init__(message)
@@ -109,6 +116,7 @@ class AccessDeniedError(HoldfastError):
     """The caller is known, but may not act for this job."""
 
     code = "access_denied"
+    refuses_saves = True
 
 
 class UnauthenticatedError(AccessDeniedError):
@@ -134,24 +142,48 @@ class ReplicaMismatchError(HoldfastError):
     """Ranks that the topology declares to be replicas of a unit hold different bytes for it."""
 
     code = "replica_mismatch"
+    refuses_saves = True
 
 
 class ReplicasDivergedError(HoldfastError):
     """Ranks that held the same bytes of a unit no longer do; a snapshot would be a mixture."""
 
     code = "replicas_diverged"
+    refuses_saves = True
 
 
 class LayoutMismatchError(HoldfastError):
     """A snapshot's tensors differ in name, shape or dtype from the live ones."""
 
     code = "layout_mismatch"
+    refuses_saves = True
 
 
 class SnapshotSkippedError(HoldfastError):
     """A snapshot was not taken or did not survive; training continues without it."""
 
     code = "snapshot_skipped"
+
+
+class SaveFailedError(HoldfastError):
+    """A save ended with an error that Holdfast did not expect, such as one of the script's own
+    `state_dict`."""
+
+    code = "save_failed"
+    refuses_saves = True
+
+
+class UnsavedError(HoldfastError):
+    """A process trains and has not called `save`: it has no session, or does not use it."""
+
+    code = "unsaved"
+    refuses_saves = True
+
+
+class ProtectionRequiredError(HoldfastError):
+    """Training would continue unprotected, and `require_protection` forbids that."""
+
+    code = "protection_required"
 
 
 def by_code(code: str, message: str) -> HoldfastError:
@@ -170,8 +202,14 @@ def known_code(code: str) -> str:
     return code if code in _CODES else ""
 
 
+def refuses_saves(code: str) -> bool:
+    """Whether an error with `code` refuses saves until somebody changes something."""
+    return code in _REFUSING
+
+
 def _kinds(root: type[HoldfastError]) -> list[type[HoldfastError]]:
     return [root, *(kind for child in root.__subclasses__() for kind in _kinds(child))]
 
 
 _CODES = frozenset(kind.code for kind in _kinds(HoldfastError))
+_REFUSING = frozenset(kind.code for kind in _kinds(HoldfastError) if kind.refuses_saves)

@@ -1,9 +1,9 @@
 """Exit codes with a meaning of their own: of trainers, and of the launchers that start them.
 
-Two of them belong to Holdfast alone. A trainer exits with them when Holdfast, and not the script,
-has decided that it ends; so they never count as failures of the script. They lie outside the ranges
-that others use: 1 and 2 (Python, shells), 64 to 78 (sysexits), 126 and 127 (shells), 128 + n
-(signal n).
+Those from 79 on belong to Holdfast alone. A trainer exits with 79 or 80 when Holdfast, and not the
+script, has decided that it ends; so these never count as failures of the script. They lie outside
+the ranges that others use: 1 and 2 (Python, shells), 64 to 78 (sysexits), 126 and 127 (shells),
+128 + n (signal n).
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ daemon, or ranks that it needs, cannot be reached."""
 BEGINS_ANEW = 80
 """Training starts from the beginning, which only new processes can do. All processes exit together,
 so none of them is kept."""
+PROTECTION_REQUIRED = 81
+"""Saves are refused, and the job or the script requires protection. Only a person can change that,
+so the job fails, unless a failure rule names this code."""
 
 HOLDFAST_DECIDED = frozenset({PROCESS_ENDS, BEGINS_ANEW})
 """Codes with which Holdfast ends a trainer."""

@@ -44,6 +44,43 @@ with holdfast.init(model=model, optimizer=optimizer) as session:
         session.save(step)
 """
 
+BARE = """
+import sys, time, torch
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(model.parameters())
+until = time.monotonic() + float(sys.argv[1])
+while time.monotonic() < until:
+    model(torch.ones(1, 4)).sum().backward()
+    time.sleep(0.2)
+    optimizer.step()
+"""
+"""Takes steps, and does not call holdfast.init."""
+
+UNSAVEABLE = """
+import sys, time, torch, holdfast
+
+class Lock:
+    def state_dict(self):
+        raise TypeError("a lock has no state")
+
+    load_state_dict = None
+
+torch.distributed.init_process_group("gloo")
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(model.parameters())
+until, step = time.monotonic() + float(sys.argv[1]), 0
+session = holdfast.init(model=model, optimizer=optimizer, stateful={"lock": Lock()})
+assert session.restore() is None
+while time.monotonic() < until:
+    model(torch.ones(1, 4)).sum().backward()
+    step += 1
+    time.sleep(0.2)
+    optimizer.step()
+    session.save(step)
+session.close()
+"""
+"""Every save fails on the training thread."""
+
 HANGS = """
 import pathlib, sys, time
 mark = pathlib.Path(sys.argv[1])
@@ -59,7 +96,9 @@ def directory() -> Iterator[Path]:
         yield Path(path)
 
 
-def job_of(directory: Path, script: str, argument: object, memory: str = "64Mi") -> MoETrainingJob:
+def job_of(
+    directory: Path, script: str, argument: object, memory: str = "64Mi", **snapshot: object
+) -> MoETrainingJob:
     file = directory / "script.py"
     file.write_text(script)
     container = {"name": "trainer", "command": [sys.executable, str(file), str(argument)]}
@@ -73,7 +112,7 @@ def job_of(directory: Path, script: str, argument: object, memory: str = "64Mi")
                 "nodes": 1,
                 "nprocPerNode": 1,
                 "parallelism": {"dp": 1},
-                "snapshot": {"memoryPerNode": memory},
+                "snapshot": {"memoryPerNode": memory, **snapshot},
                 "redundancy": {"type": "None"},
                 "failurePolicy": {"detection": detection},
                 "trainer": {"template": {"spec": {"containers": [container]}}},
@@ -127,3 +166,36 @@ def test_a_script_whose_saves_are_refused_trains_to_its_end(directory: Path) -> 
 def test_a_script_that_sleeps_before_its_session_is_restarted(directory: Path) -> None:
     outcome, status, _ = run(directory, job_of(directory, HANGS, directory / "mark"))
     assert (outcome, status.recoveries) == (Outcome.COMPLETE, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("script", "event", "reason"),
+    [
+        (BARE, "NothingSaved", "holdfast.init was not called: call it before the training loop"),
+        (UNSAVEABLE, "SnapshotsRefused", "failed with TypeError: a lock has no state"),
+    ],
+    ids=["without-init", "refused-by-the-script"],
+)
+def test_training_whose_state_nobody_saves_says_so_in_its_first_steps(
+    script: str, event: str, reason: str, directory: Path
+) -> None:
+    outcome, status, seen = run(directory, job_of(directory, script, 8))
+    assert (outcome, status.recoveries) == (Outcome.COMPLETE, 0)
+    assert "1 ranks train in epoch 1" in seen["Running TrainsUnprotected"]
+    assert reason in seen["Protected TrainsUnprotected"]
+    (text,) = [each.message for each in status.local.events if each.reason == event]
+    assert reason in text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("script", [BARE, UNSAVEABLE], ids=["without-init", "refused"])
+def test_a_job_that_requires_protection_fails_with_the_reason(script: str, directory: Path) -> None:
+    job = job_of(directory, script, 600, requireProtection=True)
+    outcome, status, _ = run(directory, job)
+    assert (outcome, status.recoveries) == (Outcome.FAILED, 0)
+    assert "requires protection and its saves are refused (code 81)" in status.local.reason
+    assert status.last_failure is not None
+    assert "ProtectionRequiredError: " in str(status.last_failure.last_lines)

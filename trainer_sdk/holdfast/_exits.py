@@ -13,11 +13,12 @@ from types import TracebackType
 from holdfast_core.errors import (
     BeginsAnewError,
     NoRecoveryLineError,
+    ProtectionRequiredError,
     RankInUseError,
     StaleEpochError,
     UnreachableError,
 )
-from holdfast_core.exit_codes import BEGINS_ANEW, PROCESS_ENDS
+from holdfast_core.exit_codes import BEGINS_ANEW, PROCESS_ENDS, PROTECTION_REQUIRED
 
 _ENDS_PROCESS = (NoRecoveryLineError, RankInUseError, StaleEpochError, UnreachableError)
 """Errors that concern the world of this process or its restore, and not its script."""
@@ -27,6 +28,8 @@ def exit_code_of(error: BaseException) -> int | None:
     """Return the exit code of a process that ends with `error`; None for Python's own."""
     if isinstance(error, BeginsAnewError):
         return BEGINS_ANEW
+    if isinstance(error, ProtectionRequiredError):
+        return PROTECTION_REQUIRED
     return PROCESS_ENDS if isinstance(error, _ENDS_PROCESS) else None
 
 

@@ -19,6 +19,7 @@ from holdfast._agree.replica_check import ReplicaCheck
 from holdfast._capture.registered import RankOfWorld, make_strategy
 from holdfast._copying.devices import device_of
 from holdfast._daemon.client import DaemonClient, GrpcClient
+from holdfast._daemon.unsaved import OF_PROCESS
 from holdfast._elastic.pipeline import Pipeline
 from holdfast._elastic.session import ElasticSession, check_staying
 from holdfast._elastic.sharded import WorldSharded
@@ -39,7 +40,7 @@ from holdfast._state.dtensors import raw
 from holdfast._state.groups import check_optimizers
 from holdfast._state.nested import check_nested, notices_steps, with_nested
 from holdfast._state.program_start import ProgramStart
-from holdfast_core.errors import InvalidJobError
+from holdfast_core.errors import InvalidJobError, ProtectionRequiredError
 from holdfast_core.job.snapshots import Full, Repeats
 from holdfast_core.topology import Topology
 
@@ -88,6 +89,7 @@ def init(
         InvalidJobError: the topology does not fit the training world, an optimizer lacks
             `param_groups` or `state`, an object in `stateful` lacks `state_dict` or
             `load_state_dict`, or arguments contradict each other.
+        ProtectionRequiredError: there is no daemon, and the settings require protection.
     """
     environment = read_environment()
     maker = _Maker(
@@ -105,15 +107,12 @@ def init(
         world=world,
         environment=environment,
     )
-    maker.check()
-    _check_pipeline(pipeline, topology, world)
-    if world is None:
-        return maker.session()
-    if daemon is not None:
-        raise InvalidJobError(
-            "daemon= is one client, but each world needs its own: leave out daemon= or world="
-        )
-    return maker.elastic_session(world, pipeline)
+    with OF_PROCESS.making_session():
+        maker.check()
+        _check_pipeline(pipeline, topology, world)
+        if world is None:
+            return maker.session()
+        return maker.elastic_session(world, pipeline)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,6 +155,10 @@ class _Maker:
             InvalidJobError: a session cannot be made of them.
         """
         _check_stateful(self.stateful)
+        if self.daemon is not None and self.world is not None:
+            raise InvalidJobError(
+                "daemon= is one client, but each world needs its own: leave out daemon= or world="
+            )
         if self.protects and self.topology is not None:
             self.topology.check_world(_world(self.environment, self.rank)[1])
         if self.protects:
@@ -207,6 +210,13 @@ class _Maker:
             begun: the state of the program at its start; None takes the present state.
         """
         if not self.protects:
+            if self.settings.require_protection:
+                set_exit_codes()
+                raise ProtectionRequiredError(
+                    "no daemon protects this process, and require_protection is set: start the "
+                    "script as a job, with `holdfast run` or in a cluster, or set HOLDFAST_SOCKET "
+                    "and HOLDFAST_JOB"
+                )
             return UnprotectedSession()
         # A recovery repeats the steps of a window; refuse a model for which that is impossible.
         if self.settings.window:

@@ -23,3 +23,9 @@ class JobSettings:
     with Adam's state needs 12 bytes for each parameter instead of 14. A weight is left out only
     while it equals its rounded master, which every save verifies bit for bit. None takes the job's
     `snapshot.storeComputeWeights`, through `HOLDFAST_STORE_COMPUTE_WEIGHTS`, or True."""
+    require_protection: bool | None = None
+    """Whether training ends rather than continues while its saves are refused. true: a trainer
+    whose saves are refused, or whose script opens no session, raises ProtectionRequiredError and
+    exits with code 81. The job then fails with the refusal as its reason, unless a failure rule
+    names this code. A save that is only skipped ends nothing. None takes the job's
+    `snapshot.requireProtection`, through `HOLDFAST_REQUIRE_PROTECTION`, or False."""

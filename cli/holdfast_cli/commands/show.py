@@ -58,7 +58,9 @@ def progress_line(status: Status) -> str:
         f"recoveries {status.recoveries}",
         *_strength(status.job_document),
     ]
-    if status.phase is not Phase.RUNNING and not status.ended:
+    if status.phase is Phase.RUNNING:
+        parts += [f"UNPROTECTED: {status.problem}"] if status.problem else []
+    elif not status.ended:
         parts.append(status.local.reason)
     return "  ".join(parts)
 
@@ -115,8 +117,12 @@ def status_view(
         parts.append(Text("insecure: daemons and trainers are not authenticated", style="bold red"))
     if stale:
         parts.append(Text(stale, style="yellow"))
-    problem = status.get("problem") if local is None or phase == Phase.COMPLETE else local.reason
-    if problem:
+    problem = status.get("problem")
+    if problem and phase == Phase.RUNNING:
+        parts.append(Text(f"UNPROTECTED: {problem}", style="bold red"))
+    elif local is not None and phase != Phase.COMPLETE:
+        problem = local.reason
+    if problem and phase != Phase.RUNNING:
         parts.append(Text(problem, style="dim"))
     if status.get("keptUntil"):
         text = (

@@ -275,7 +275,8 @@ class FailurePolicy(Document, frozen=True, kw_only=True):
                 "title": "What to do about each kind of failure; the first match wins.",
                 "more": "If no rule matches, exit codes from 1 to 127, except 42, 69, 75, 79 "
                 "and 80, fail the job; after any other failure the job restarts in place, a lost "
-                "node is replaced, and the restart counts.",
+                "node is replaced, and the restart counts. Exit code 81 "
+                "(snapshot.requireProtection) fails the job unless `values` of a rule name it.",
             },
         ),
     ] = DEFAULT_RULES

@@ -109,6 +109,19 @@ class Snapshot(Document, frozen=True, kw_only=True):
             },
         ),
     ] = True
+    require_protection: Annotated[
+        bool,
+        Meta(
+            description="whether training ends rather than continues while its saves are refused",
+            extra={
+                "more": "true: a trainer whose saves are refused, or whose script opens no "
+                "session, raises ProtectionRequiredError and exits with code 81. The job then "
+                "fails with the refusal as its reason, unless a failure rule names this code. A "
+                "save that is only skipped ends nothing.",
+                "setting": True,
+            },
+        ),
+    ] = False
     memory_per_node: (
         Annotated[
             str,

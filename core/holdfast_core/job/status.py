@@ -294,7 +294,13 @@ class JobStatus(_Part, frozen=True, kw_only=True):
         | None
     ) = None
     problem: (
-        Annotated[str, Meta(description="what keeps the job from running, in words")] | None
+        Annotated[
+            str,
+            Meta(
+                description="what keeps the job from running or its saves from succeeding, in words"
+            ),
+        ]
+        | None
     ) = None
     observed_generation: (
         Annotated[int, Meta(description="the generation of the spec that this status applies to")]

@@ -24,6 +24,7 @@ from holdfast_core.errors import (
     StepOrderError,
     UnknownSessionError,
     UnreachableError,
+    UnsavedError,
 )
 from holdfast_core.experts.loss_reports import LossReport
 from holdfast_core.snapshots.generations import Generation, Line
@@ -667,10 +668,16 @@ class JobEngine:
 
     def worked(self, epoch: int, world_ranks: Collection[int], now: float) -> None:
         """Record that an agent recently saw workers of `epoch` at work. Does nothing when that
-        epoch has ended. Raises as `rank_in_world` does."""
+        epoch has ended. Raises as `rank_in_world` does.
+
+        For a worker that has never saved, work is progress, as it was before its first step: its
+        script did not agree to report steps."""
         if epoch == self.memory.epoch:
             for rank in [self.rank_in_world(each) for each in set(world_ranks)]:
-                self.memory.rank(rank).worked = (epoch, now)
+                record = self.memory.rank(rank)
+                record.worked = (epoch, now)
+                if record.unprotected_in == epoch and record.failure_code == UnsavedError.code:
+                    record.last_sign = now
 
     def trained(
         self,

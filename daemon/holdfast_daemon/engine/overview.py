@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from holdfast_core.elastic_experts.reports import PlanReport
-from holdfast_core.errors import MemoryBudgetError
+from holdfast_core.errors import MemoryBudgetError, refuses_saves
 from holdfast_core.experts.loss_reports import LossReport, merged
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.membership import Membership, Redundancy
@@ -312,9 +312,11 @@ def problem(memory: JobMemory) -> ProtectionProblem:
             )
     if epoch.line is None:
         return ProtectionProblem("the recovery line of this epoch is not decided yet")
-    failed = next((record for record in memory.ranks.values() if record.failure), None)
-    if failed is not None:
-        return ProtectionProblem(failed.failure, failed.failure_code)
+    failed = [record for record in memory.ranks.values() if record.failure]
+    if failed:
+        # What somebody has to change comes before saves that are only skipped.
+        worst = next((each for each in failed if refuses_saves(each.failure_code)), failed[0])
+        return ProtectionProblem(worst.failure, worst.failure_code)
     if memory.parity_failure:
         return ProtectionProblem(f"the newest snapshots have no parity: {memory.parity_failure}")
     if epoch.membership.redundancy is Redundancy.NONE:

@@ -57,7 +57,9 @@ DEFINITIONS: tuple[Definition, ...] = (
     _gauge("job_phase", "1 for the phase that a job is in.", *JOB_LABELS, "phase"),
     _gauge("job_recoveries", "Recoveries of a job so far.", *JOB_LABELS),
     _gauge("job_members_missing", "Members without which a job goes on.", *JOB_LABELS),
-    _gauge("job_unprotected", "1 while ranks of a job train without sessions.", *JOB_LABELS),
+    _gauge(
+        "job_unprotected", "1 while ranks of a job train and their saves are refused.", *JOB_LABELS
+    ),
     _gauge(
         "oldest_look_seconds",
         "Time since the last look at the job that has gone longest without one.",

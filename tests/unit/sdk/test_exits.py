@@ -16,11 +16,17 @@ from holdfast_core.errors import (
     InvalidJobError,
     LayoutMismatchError,
     NoRecoveryLineError,
+    ProtectionRequiredError,
     RankInUseError,
     StaleEpochError,
     UnreachableError,
 )
-from holdfast_core.exit_codes import BEGINS_ANEW, HOLDFAST_DECIDED, PROCESS_ENDS
+from holdfast_core.exit_codes import (
+    BEGINS_ANEW,
+    HOLDFAST_DECIDED,
+    PROCESS_ENDS,
+    PROTECTION_REQUIRED,
+)
 
 CODES = {
     BeginsAnewError: BEGINS_ANEW,
@@ -28,6 +34,7 @@ CODES = {
     RankInUseError: PROCESS_ENDS,
     StaleEpochError: PROCESS_ENDS,
     UnreachableError: PROCESS_ENDS,
+    ProtectionRequiredError: PROTECTION_REQUIRED,
     CorruptError: None,
     InvalidJobError: None,
     LayoutMismatchError: None,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from concurrent.futures import wait
 from pathlib import Path
@@ -17,7 +18,9 @@ from holdfast_core.errors import (
     InvalidJobError,
     LayoutMismatchError,
     MemoryBudgetError,
+    ProtectionRequiredError,
     RankInUseError,
+    SaveFailedError,
     StaleEpochError,
     StepOrderError,
     StorageError,
@@ -131,6 +134,70 @@ def test_a_rank_of_an_ended_epoch_reports_no_step(
     session.prepare()
     session.close()
     assert daemon.unprotected == [] and "trained" not in daemon.calls
+
+
+class Unsaveable:
+    """An object whose state cannot be collected, so that every save fails on the training thread:
+    the saver's thread never gets a task."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise TypeError("a lock has no state")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+def test_saves_that_fail_before_the_savers_thread_sees_them_are_reported(
+    trainer: Any, open_session: Any, daemon: FakeDaemon
+) -> None:
+    session = open_session(trainer, daemon, report_interval_s=0.0)
+    session._stateful["lock"] = Unsaveable()
+    for step in (1, 2):
+        trainer.train()
+        error = error_of(session.save(step))
+        assert isinstance(error, SaveFailedError) and "a lock has no state" in str(error)
+        until = time.monotonic() + WAIT_S
+        while not any(each and each.step == step for each in daemon.unprotected):
+            assert time.monotonic() < until, "the refused save is not reported"
+            time.sleep(0.01)
+    report = daemon.unprotected[-1]
+    assert report is not None and report.failure_code == SaveFailedError.code
+    assert "open" not in daemon.calls
+
+
+def test_required_protection_raises_what_refuses_a_save_and_nothing_that_passes(
+    trainer: Any, open_session: Any, daemon: FakeDaemon
+) -> None:
+    session = open_session(trainer, daemon, require_protection=True, reopen_backoff_s=0.0)
+    daemon.fail("commit", StorageError("full"))
+    trainer.train()
+    error_of(session.save(1))
+    trainer.train()
+    session.save(2).committed.result(WAIT_S)
+    session._stateful["lock"] = Unsaveable()
+    with pytest.raises(ProtectionRequiredError, match="a lock has no state") as raised:
+        session.save(3)
+    assert isinstance(raised.value.__cause__, SaveFailedError)
+
+
+def test_required_protection_raises_a_refusal_of_the_daemon_before_the_next_step(
+    trainer: Any, open_session: Any, daemon: FakeDaemon
+) -> None:
+    session = open_session(trainer, daemon, require_protection=True)
+    daemon.fail("open", MemoryBudgetError("too big", needed_bytes=9, available_bytes=1))
+    trainer.train()
+    error_of(session.save(1))
+    with pytest.raises(ProtectionRequiredError, match="too big"):
+        trainer.train()
+
+
+def test_required_protection_refuses_a_process_without_a_daemon(trainer: Any) -> None:
+    with pytest.raises(ProtectionRequiredError, match="HOLDFAST_SOCKET"):
+        holdfast.init(
+            model=trainer.model,
+            optimizer=trainer.optimizer,
+            settings=holdfast.Settings(require_protection=True),
+        )
 
 
 def test_each_cause_is_logged_once(

@@ -2,8 +2,8 @@
 
 The fork server has imported torch once, and each worker is a fork of it, so restarts need no
 import. The script must find the same environment as in a new interpreter: its arguments, its folder
-on the path, `__name__ == "__main__"`, and its exit code. Nothing here may import torch, or start a
-thread before the fork.
+on the path, `__name__ == "__main__"`, and its exit code. Nothing here may start a thread
+before the fork.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ import runpy
 import signal
 import sys
 import threading
+from contextlib import suppress
 from multiprocessing import connection
 from pathlib import Path
 from types import TracebackType
 
-from holdfast._environment import read_local_rank
+from holdfast._daemon.unsaved import OF_PROCESS
+from holdfast._environment import read_environment, read_local_rank
 from holdfast._exits import exit_code_of
+from holdfast_core.errors import InvalidJobError
 
 MODULE = "-m"
 STDERR = 2
@@ -45,6 +48,8 @@ def run_script(stderr_paths: tuple[str, ...], *command: str) -> None:
     if stderr_paths:
         with Path(stderr_paths[read_local_rank()]).open("wb", buffering=0) as stderr:
             os.dup2(stderr.fileno(), STDERR)
+    with suppress(InvalidJobError):  # `holdfast.init` raises it, if the script calls that.
+        OF_PROCESS.watch(read_environment())
     try:
         if command[0] == MODULE:
             sys.argv = list(command[1:])

@@ -34,6 +34,7 @@ from holdfast._settings import Settings
 from holdfast_core.errors import (
     HoldfastError,
     ReplicaMismatchError,
+    SaveFailedError,
     SnapshotSkippedError,
     StaleEpochError,
 )
@@ -82,6 +83,8 @@ class Saver:
             pending=self._pending,
             refuse=self.refuse,
         )
+        self.refusal: HoldfastError | None = None
+        """Newest error that refuses saves until somebody changes something; None before one."""
         self._reported_s = 0.0
         self._unprotected = False
         """Whether this rank has been reported to train without a session."""
@@ -156,6 +159,8 @@ class Saver:
         """Fail `handle` with `error`, and count the refused save. Any thread may call it."""
         self.replica_check.on_save_failed(handle.step)
         self.tally.refuse(handle.step, error)
+        if error.refuses_saves:
+            self.refusal = error
         handle._fail(error)
 
     def close(self, timeout_s: float) -> None:
@@ -209,7 +214,7 @@ class Saver:
                 time.sleep(IDLE_S)
             else:
                 why = f"the save failed with {type(error).__name__}: {error}"
-                task.handle._fail(SnapshotSkippedError(why))
+                task.handle._fail(SaveFailedError(why))
         return True
 
     def _take(self, task: Task) -> None:
@@ -233,7 +238,7 @@ class Saver:
             except Exception as error:
                 why = f"{type(error).__name__}: {error}"
                 _log.debug("unexpected failure of a save", exc_info=True)
-                self._give_up(task, SnapshotSkippedError(f"the save failed with {why}"))
+                self._give_up(task, SaveFailedError(f"the save failed with {why}"))
 
     def _give_up(self, task: Task, error: HoldfastError) -> None:
         if isinstance(error, StaleEpochError | ReplicaMismatchError):
@@ -267,11 +272,9 @@ class Saver:
 
     # --- reports ----------------------------------------------------------------------------------
 
-    def _report_due_s(self) -> float | None:
-        """Seconds until a report may be due; None before the first save. A skipped save does not
-        wake this thread, so it checks at least every `IDLE_S`."""
-        if not self.tally.counters.step:
-            return None
+    def _report_due_s(self) -> float:
+        """Seconds until a report may be due. A save that is skipped or refused on the training
+        thread does not wake this one, so it checks at least every `IDLE_S`."""
         elapsed = time.monotonic() - self._reported_s
         return max(
             self._settings.report_interval_s - elapsed, 0.001 if self.tally.changed else IDLE_S
@@ -281,8 +284,8 @@ class Saver:
         """Report to the daemon, if that is due and anything has changed."""
         now = time.monotonic()
         due = now - self._reported_s >= self._settings.report_interval_s
-        if not (due and self.tally.changed):
-            return
+        if not (due and self.tally.changed and self.tally.counters.step):
+            return  # Before the first save, nothing shows that this rank trains.
         self._reported_s = now
         report = self.tally.report(self._link.session, self.problem)
         try:

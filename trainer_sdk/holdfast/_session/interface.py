@@ -114,7 +114,7 @@ class Session(ABC):
     @abstractmethod
     def save(self, step: int) -> SaveHandle:
         """Begin to capture the state after `step` completed steps. Returns at once, and does not
-        raise (with one exception, below): the handle reports failures.
+        raise (with two exceptions, below): the handle reports failures.
 
         Tensors must not change before the handle's `staged` is done. The hook on the optimizer's
         `step` waits for it; before any other change, call `wait_staged`. If tensors changed in
@@ -124,6 +124,9 @@ class Session(ABC):
         After a restore from a sparse window, the steps of the window are repeated. Before the last
         of them, `save` captures nothing; it loads the window's state for the next step instead, and
         raises StepOrderError if a step was left out.
+
+        If the settings require protection, and this or an earlier save was refused, this raises
+        ProtectionRequiredError. So does the hook on the optimizer's `step`.
 
         If an optimizer is not torch's, this returns only when the tensors are copied, until the
         loop has called `wait_staged` between two saves.

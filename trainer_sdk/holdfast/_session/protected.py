@@ -1,7 +1,8 @@
 """The session of a process with a daemon.
 
 Everything here runs on the training thread. So `save` must be quick, and it must not raise: the
-handle reports failures.
+handle reports failures. If the settings require protection, a refusal is raised as well, by `save`
+or before the next step of an optimizer.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from holdfast._copying.devices import Device
 from holdfast._copying.engine import CopyEngine
 from holdfast._daemon.client import DaemonClient, LiveRequest
 from holdfast._daemon.handles import SaveHandle, completed_steps
+from holdfast._daemon.unsaved import OF_PROCESS
 from holdfast._restoring.replay import Replay
 from holdfast._restoring.restore import Restore, Restored
 from holdfast._save.saver import Saver
@@ -46,6 +48,8 @@ from holdfast_core.errors import (
     HoldfastError,
     InvalidJobError,
     NoRecoveryLineError,
+    ProtectionRequiredError,
+    SaveFailedError,
     SnapshotSkippedError,
     StepOrderError,
 )
@@ -201,6 +205,7 @@ class ProtectedSession(WorldSession):
         return outcome.differs
 
     def on_step_repeated(self, step: int) -> None:
+        OF_PROCESS.on_save()  # Steps that were captured in their first execution are not saved.
         if self._replay is not None:
             self._continue_replay(self._replay, step)
 
@@ -239,6 +244,7 @@ class ProtectedSession(WorldSession):
         self._capacity.resume(outcome.experts.replenishing, someone=outcome.replenishing)
         self._last_step, self._replay = outcome.step, outcome.replay
         self._began = began
+        OF_PROCESS.on_restored(outcome.step)
         if self._replay is not None and not self._held:
             raise InvalidJobError(
                 "the recovery line is a sparse window, whose steps are repeated with frozen units: "
@@ -247,6 +253,7 @@ class ProtectedSession(WorldSession):
         return outcome.step
 
     def save(self, step: int) -> SaveHandle:
+        OF_PROCESS.on_save()
         # A repeated step of a window was captured in its first execution.
         if self._replay is not None and self._continue_replay(self._replay, step):
             handle = SaveHandle(completed_steps(step))
@@ -263,9 +270,18 @@ class ProtectedSession(WorldSession):
         except Exception as error:
             _log.debug("unexpected failure of save(%d)", handle.step, exc_info=True)
             why = f"save({handle.step}) failed with {type(error).__name__}: {error}"
-            self._saver.refuse(handle, SnapshotSkippedError(why))
+            self._saver.refuse(handle, SaveFailedError(why))
         self._count_wait(began_s)
+        self._check_protection()
         return handle
+
+    def _check_protection(self) -> None:
+        """Raise ProtectionRequiredError if protection is required and a save was refused."""
+        refusal = self._saver.refusal
+        if self._settings.require_protection and refusal is not None:
+            raise ProtectionRequiredError(
+                f"{refusal} (training ends because require_protection is set)"
+            ) from refusal
 
     def _continue_replay(self, replay: Replay, step: int) -> bool:
         """Advance a replay after its completed `step`; return False after its last step."""
@@ -423,6 +439,7 @@ class ProtectedSession(WorldSession):
         began_s = time.monotonic()
         self._saver.wait_staged()
         self._count_wait(began_s)
+        self._check_protection()
         self._gradients.before_step(optimizer)
         due = self._saver.strategy.gradients_due((self._last_step or 0) + 1)
         self._optimizer_steps.before_step(optimizer, due, frozen=self._replay is not None)

@@ -18,7 +18,7 @@ from holdfast_operator.kube.job.finalizer import free_memory
 from holdfast_operator.kube.job.job_loop import JobLoop
 from holdfast_operator.kube.job.world import LoopContext
 from holdfast_operator.kube.metrics import OperatorMetrics
-from holdfast_operator.reconciler.failures.unprotected import TRAINS_UNPROTECTED
+from holdfast_operator.reconciler.failures.unprotected import UNPROTECTED
 from holdfast_operator.reconciler.observe.views import ConditionType, Event
 from holdfast_operator.reconciler.upgrade_plan import JobRequirements
 
@@ -237,11 +237,10 @@ def _is_short(status: Object) -> bool:
 
 
 def _is_unprotected(status: Object) -> bool:
-    """Whether ranks of the job train without sessions."""
-    conditions = status.get("conditions") or ()
+    """Whether ranks of the job train while their saves are refused."""
     return any(
-        (each["type"], each["reason"]) == (ConditionType.RUNNING, TRAINS_UNPROTECTED)
-        for each in conditions
+        each["type"] == ConditionType.PROTECTED and each["reason"] in UNPROTECTED
+        for each in status.get("conditions") or ()
     )
 
 

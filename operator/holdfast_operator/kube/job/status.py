@@ -32,6 +32,7 @@ from holdfast_core.states import RestoreSource
 from holdfast_operator.kube.client.resources import JOB_LABEL
 from holdfast_operator.kube.client.times import ClockPair
 from holdfast_operator.reconciler.failures.keeping import kept_until
+from holdfast_operator.reconciler.failures.unprotected import is_unprotected
 from holdfast_operator.reconciler.membership.joining import joining_state
 from holdfast_operator.reconciler.membership.shrinking import Strength, strength
 from holdfast_operator.reconciler.membership.staying import recovery_mode
@@ -335,7 +336,9 @@ def _traffic(traffic: ProtectionTraffic) -> ProtectionTrafficStatus:
 def _problem(decision: Decision, phase: Phase) -> str:
     if phase is Phase.FAILED:
         return decision.state.outcome_reason
-    if phase in (Phase.RUNNING, Phase.COMPLETE, Phase.SUSPENDED):
+    if phase is Phase.RUNNING:
+        return next((c.message for c in decision.conditions if is_unprotected(c)), "")
+    if phase in (Phase.COMPLETE, Phase.SUSPENDED):
         return ""
     refused = (c.message for c in decision.conditions if c.type is ConditionType.PODS_REFUSED)
     return next(refused, decision.reason)

@@ -14,7 +14,9 @@ The first rule that matches wins. Causes have the names that rules give after `w
   crash, and something that deletes pods again and again must come to an end, as it does for a Job.
 
 The default rules end with `Any`, so that by default every exit code leads to a restart in place
-that counts: a Python traceback (code 1) may be a bug, or a lost connection. Without a rule that
+that counts: a Python traceback (code 1) may be a bug, or a lost connection. The exception is the
+code with which trainers end because protection is required and refused: only a rule that names it
+lets the job try again. Without a rule that
 matches an exit code, codes 1 to 127 are permanent and fail the job, except those in `RETRYABLE`;
 codes from 128 on (signals) lead to a restart in place. So does any other cause without a rule (its
 node is replaced if that is lost), and it counts.
@@ -25,7 +27,7 @@ where nothing else explains it (`reconciler.evidence.principal`).
 
 from __future__ import annotations
 
-from holdfast_core.exit_codes import RETRYABLE
+from holdfast_core.exit_codes import PROTECTION_REQUIRED, RETRYABLE
 from holdfast_core.job.parsing import FailureAction, FailureRule, MoETrainingJob, On
 from holdfast_operator.reconciler.observe.evidence import Cause
 
@@ -37,6 +39,8 @@ def rule_for(job: MoETrainingJob, cause: Cause) -> FailureRule:
     """Find the first rule that matches, or the default when none does."""
     for rule in job.spec.failure_policy.rules:
         matches_code = rule.on is On.EXIT_CODE and cause.exit_code in rule.values
+        if rule.on is On.ANY and cause.exit_code == PROTECTION_REQUIRED:
+            continue
         if rule.on is On.ANY or matches_code or (rule.on is cause.on and not rule.values):
             return rule
     if cause.on is On.EXIT_CODE and is_permanent(cause.exit_code):
@@ -52,6 +56,8 @@ def is_permanent(code: int | None) -> bool:
 
 def distinguishes_exit_codes(job: MoETrainingJob) -> bool:
     """Whether the exit code of a rank can change what is done: then the code is waited for."""
+    if job.spec.snapshot.require_protection:
+        return True
     rules = job.spec.failure_policy.rules
     general = next((rule for rule in rules if rule.on is On.ANY), None)
     if general is None:

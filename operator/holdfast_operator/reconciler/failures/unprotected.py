@@ -1,50 +1,100 @@
-"""Emits one event when a job trains unprotected for a reason that a person has to remove. Pure.
+"""Jobs that train while their saves are refused, until a person removes the reason. Pure.
 
 Such reasons are: ranks find that their replicas have diverged (`holdfast._agree.replica_check`), a
-daemon has no room for a rank's snapshots, or the SDK refuses to save state that it could not
-restore. Daemons report the reason in their heartbeats. Training continues: a rank without a session
-reports its steps like any other.
+daemon has no room for a rank's snapshots, the SDK refuses to save state that it could not restore,
+or a process trains and never saves. Daemons report the reason in their heartbeats. Training
+continues: a rank without a session reports its steps like any other.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from holdfast_core.errors import MemoryBudgetError, ReplicasDivergedError
+from holdfast_core.errors import ReplicasDivergedError, UnsavedError, refuses_saves
+from holdfast_core.last_lines import essence_of
 from holdfast_core.snapshots.membership import Membership
 from holdfast_operator.reconciler.observe.text import ranks_in_words
-from holdfast_operator.reconciler.observe.views import ClusterView, ControlState, EventReason
+from holdfast_operator.reconciler.observe.views import (
+    ClusterView,
+    Condition,
+    ConditionType,
+    ControlState,
+    EventReason,
+)
 from holdfast_operator.reconciler.rules import Observation, RuleResult
 
 TRAINS_UNPROTECTED = "TrainsUnprotected"
 """Reason of conditions of a job whose ranks train without sessions."""
+SAVES_REFUSED = "SavesRefused"
+"""Reason of the condition `Protected` of a job whose ranks have sessions that refuse every save."""
+UNPROTECTED = frozenset({TRAINS_UNPROTECTED, SAVES_REFUSED})
+"""Reasons of the condition `Protected` of a job that trains while its saves are refused."""
+TEXTS_MAX = 16
+"""Different reasons of which events tell until all is well again: trainers make them up."""
 
 _REASONS = {
     ReplicasDivergedError.code: EventReason.REPLICAS_DIVERGED,
-    MemoryBudgetError.code: EventReason.SNAPSHOTS_REFUSED,
+    UnsavedError.code: EventReason.NOTHING_SAVED,
 }
-"""Code of a problem's cause → reason of the event."""
+"""Code of a problem's cause → reason of the event, if it is not `SnapshotsRefused`."""
+
+
+def is_unprotected(condition: Condition) -> bool:
+    """Whether a condition tells that ranks train while their saves are refused."""
+    return condition.type is ConditionType.PROTECTED and condition.reason in UNPROTECTED
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """Why the newest saves of a job's ranks are refused."""
+
+    reason: str
+    """One word, for conditions."""
+    text: str
+    """In words, with the ranks if they have no session."""
 
 
 def note_unprotected(
     observation: Observation, state: ControlState, membership: Membership
 ) -> RuleResult:
-    """Emit an event for each reason when daemons begin to report it. Until no problem keeps the job
-    from being protected, it is the same one, whatever else they report meanwhile."""
+    """Emit an event for each refusal when daemons begin to report it. Until no problem keeps the
+    job from being protected, a text is the same one even if its numbers, such as that of the step,
+    have changed."""
     views = observation.cluster.views(membership)
     troubled = [view for view in views if view is not None and view.problem]
-    found: dict[EventReason, str] = {}
-    for view in troubled:
-        if view.problem_code in _REASONS:
-            found.setdefault(_REASONS[view.problem_code], view.problem)
-        elif any(rank.unprotected for rank in view.ranks):
-            found.setdefault(EventReason.SNAPSHOTS_REFUSED, view.problem)
     noted = state.unprotected if troubled else frozenset()
-    new = [reason for reason in found if reason not in noted]
-    result = RuleResult(replace(state, unprotected=noted.union(new)))
-    for reason in new:
-        result = result.post(reason, found[reason], warning=True)
-    return result
+    result = RuleResult(replace(state, unprotected=noted))
+    for view in troubled:
+        if not (refuses_saves(view.problem_code) or any(rank.unprotected for rank in view.ranks)):
+            continue
+        reason = _REASONS.get(view.problem_code, EventReason.SNAPSHOTS_REFUSED)
+        text = f"{reason} {essence_of(view.problem)}"
+        if text not in noted and len(noted) < TEXTS_MAX:
+            noted = noted.union({text})
+            result = result.post(reason, view.problem, warning=True)
+    return replace(result, state=replace(state, unprotected=noted))
+
+
+def refusal_of(observed: ClusterView, membership: Membership) -> Refusal | None:
+    """Why saves are refused until somebody changes something; None where they are not, or only for
+    a while."""
+    without = unprotected_in_words(observed, membership)
+    if without and _is_refused(observed, membership, without_session=True):
+        return Refusal(reason=TRAINS_UNPROTECTED, text=without)
+    if not _is_refused(observed, membership, without_session=False):
+        return None
+    views = (view for view in observed.views(membership) if view is not None)
+    text = next(view.problem for view in views if refuses_saves(view.problem_code))
+    return Refusal(reason=SAVES_REFUSED, text=text)
+
+
+def _is_refused(observed: ClusterView, membership: Membership, *, without_session: bool) -> bool:
+    return any(
+        view is not None
+        and refuses_saves(view.problem_code)
+        and (not without_session or any(rank.unprotected for rank in view.ranks))
+        for view in observed.views(membership)
+    )
 
 
 def unprotected_in_words(observed: ClusterView, membership: Membership) -> str:

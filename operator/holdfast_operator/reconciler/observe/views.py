@@ -58,7 +58,7 @@ class RankView(Struct, frozen=True, kw_only=True, gc=False):
     """Seconds since its launcher last saw its worker work in this epoch: use the processor, read or
     write. None when it has not, or the launcher is not Holdfast's."""
     unprotected: bool = False
-    """Whether it trains without a session, because its saves are refused."""
+    """Whether it trains without a session, because its saves are refused or it makes none."""
     exit_reason: EndReason = EndReason.UNKNOWN
     """Why its worker failed, where that is known."""
     oom_killed_in: int = 0
@@ -427,6 +427,7 @@ class EventReason(StrEnum):
     EARLIER_RUN = "EarlierRun"
     REPLICAS_DIVERGED = "ReplicasDiverged"
     SNAPSHOTS_REFUSED = "SnapshotsRefused"
+    NOTHING_SAVED = "NothingSaved"
     COMPLETE = "Complete"
     FAILED = "Failed"
 
@@ -494,7 +495,7 @@ class ControlState(Counters):
     works: str = ""
     """Start or end of an epoch for which an event has reported that ranks work unprotected."""
     unprotected: frozenset[str] = frozenset()
-    """Reasons for which `unprotected` has emitted events."""
+    """Refusals about which `unprotected` has emitted events, with masked numbers."""
     late_ends: frozenset[tuple[int, str]] = frozenset()
     """(epoch, who) of agents and ranks whose reason to end an event has reported an epoch later."""
     reached: tuple[tuple[int, int], ...] = ()

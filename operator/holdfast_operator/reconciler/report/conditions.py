@@ -10,6 +10,7 @@ from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import Membership, Redundancy
 from holdfast_operator.reconciler.failures.unprotected import (
     TRAINS_UNPROTECTED,
+    refusal_of,
     unprotected_in_words,
 )
 from holdfast_operator.reconciler.observe.counters import Outcome
@@ -22,7 +23,7 @@ from holdfast_operator.reconciler.observe.lookups import (
     suspension_of,
 )
 from holdfast_operator.reconciler.observe.stalls import stall_of
-from holdfast_operator.reconciler.observe.text import listed
+from holdfast_operator.reconciler.observe.text import listed, ranks_in_words
 from holdfast_operator.reconciler.observe.views import (
     AgentState,
     ClusterView,
@@ -101,7 +102,7 @@ def conditions(
         refusal or _scheduled(job, observed, state, now, waiting),
         _running(job, observed, state, now, waiting),
         _recovering(job, observed, state, waiting),
-        _protected(job, observed, state),
+        _protected(job, observed, state, now),
         _degraded(job, observed, state, now),
         loss_condition(job, state),
         plan_condition(job, state),
@@ -294,15 +295,28 @@ def _repair(observed: ClusterView, membership: Membership) -> tuple[str, str]:
     return "Rebuilding", f"members [{listed(rebuilding)}] rebuild their snapshots from parity"
 
 
-def _protected(job: MoETrainingJob, observed: ClusterView, state: ControlState) -> Condition:
-    kind, membership = ConditionType.PROTECTED, state.membership
+def _protected(
+    job: MoETrainingJob, observed: ClusterView, state: ControlState, now: float
+) -> Condition:
+    """Whether a lost node would cost nothing but the steps since the newest snapshot, and saves
+    make newer ones. Unknown until a daemon has reported the job."""
+    kind, membership, generation = (
+        ConditionType.PROTECTED,
+        state.membership,
+        newest_protected(observed),
+    )
+    refusal = None if membership is None else refusal_of(observed, membership)
+    if refusal is not None:
+        message = refusal.text
+        if generation is not None:
+            message = f"{message}; generation {generation} is the newest that is protected"
+        return Condition(type=kind, status=False, reason=refusal.reason, message=message)
     without = "" if membership is None else unprotected_in_words(observed, membership)
-    if without and newest_protected(observed) is None:
+    if without and generation is None:
         return Condition(type=kind, status=False, reason=TRAINS_UNPROTECTED, message=without)
     if job.spec.redundancy.type is Redundancy.NONE:
         message = "spec.redundancy.type is None: a lost node loses its snapshots"
         return Condition(type=kind, status=False, reason="NoRedundancy", message=message)
-    generation = newest_protected(observed)
     if (
         generation is not None
         and membership is not None
@@ -318,9 +332,21 @@ def _protected(job: MoETrainingJob, observed: ClusterView, state: ControlState) 
         nodes = "one node" if losses == 1 else f"any {losses} nodes"
         message = f"generation {generation} survives the loss of {nodes} of each parity group"
         return Condition(type=kind, status=True, reason="ParityInPlace", message=message)
+    if state.outcome is None and not _has_reports(observed, membership):
+        message = "no daemon has reported this job yet"
+        return Condition(type=kind, status=None, reason="ReportsAwaited", message=message)
     problems = [] if membership is None else _problems(observed, membership)
     message = problems[0] if problems else "no generation is protected yet"
+    stall = None if membership is None else stall_of(job, membership, observed, state, now)
+    if stall is not None and stall.working and not stall.ending:
+        who, verb = ranks_in_words(stall.working), "works" if len(stall.working) == 1 else "work"
+        message += f"; {who} {verb} without a session, and it is not known whether to load or train"
     return Condition(type=kind, status=False, reason="NothingProtected", message=message)
+
+
+def _has_reports(observed: ClusterView, membership: Membership | None) -> bool:
+    """Whether the daemon of any member has reported the job."""
+    return membership is not None and any(v is not None for v in observed.views(membership))
 
 
 def _degraded(

@@ -247,3 +247,24 @@ def test_a_set_has_a_file_of_each_world_rank_and_lacks_those_of_ranks() -> None:
     persist_leader.lead(engine.memory, epoch, 3.0)
     (commit,) = (effect for effect in engine.memory.out if isinstance(effect, CommitSet))
     assert [file.rank for file in commit.files] == [0, 1, 2]
+
+
+def test_work_is_progress_of_a_rank_that_has_never_saved(engine: JobEngine) -> None:
+    def last_sign() -> float:
+        return next(rank.last_sign for rank in engine.overview().ranks if rank.rank == 7)
+
+    engine.trained(7, epoch=4, step=3, now=1.0, failure="no room", failure_code="memory_budget")
+    engine.worked(4, [5], 2.0)
+    assert last_sign() == 1.0
+    engine.trained(7, epoch=4, step=4, now=3.0, failure="no session", failure_code="unsaved")
+    engine.worked(4, [5], 4.0)
+    assert last_sign() == 4.0
+
+
+def test_what_somebody_has_to_change_is_the_problem_before_what_passes(engine: JobEngine) -> None:
+    in_epoch(engine, Directive(job="job", epoch=4, line=Line(generation=None, reason="fresh")))
+    engine.trained(6, epoch=4, step=3, now=1.0, failure="busy", failure_code="snapshot_skipped")
+    assert engine.overview().problem.text == "busy"
+    engine.trained(7, epoch=4, step=3, now=1.0, failure="no dp", failure_code="invalid_job")
+    found = engine.overview().problem
+    assert (found.text, found.code) == ("no dp", "invalid_job")

@@ -86,6 +86,7 @@ def edited(path: str, value: Any) -> World:
         ("snapshot.interval.steps", "auto"),
         ("snapshot.compareReplicasEvery", 1),
         ("snapshot.storeComputeWeights", False),
+        ("snapshot.requireProtection", True),
         ("snapshot.memoryPerNode", "64Mi"),
         ("snapshot.slots", 2),
         ("redundancy.bandwidth", "500M"),

@@ -25,6 +25,7 @@ WITHOUT_ANY = [{"when": "NodeLost", "action": "ReplaceNode"}]
         (75, False),
         (79, False),
         (80, False),
+        (81, True),
         (127, True),
         (128, False),
         (137, False),
@@ -45,6 +46,25 @@ def test_by_default_every_code_is_restarted_in_place_and_counts(code: int) -> No
     assert world.state.counted == 1
     how = "was killed by SIGKILL (code 137)" if code == 137 else f"exited with code {code}"
     assert world.messages("Recovering") == [f"rank 2 {how}; restart in place in epoch 2"]
+
+
+def test_required_protection_that_is_refused_fails_the_job_in_words() -> None:
+    world = running()
+    world.exit_rank(2, 81)
+    world.settle()
+    assert world.state.outcome is Outcome.FAILED and world.membership.epoch == 1
+    assert (
+        "rank 2 ended because it requires protection and its saves are refused (code 81)"
+        in world.state.outcome_reason
+    )
+
+
+def test_a_rule_on_its_code_lets_a_job_that_requires_protection_try_again() -> None:
+    again = {"when": "ExitCode", "values": [81], "action": "RestartInPlace"}
+    world = running(make_job(rules=[again, ANY]))
+    world.exit_rank(2, 81)
+    world.look()
+    assert (world.membership.epoch, world.state.counted) == (2, 1)
 
 
 def test_without_a_rule_that_matches_a_permanent_code_fails_the_job() -> None:

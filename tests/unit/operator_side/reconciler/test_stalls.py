@@ -168,6 +168,9 @@ def test_ranks_that_work_without_sessions_are_shown_and_not_restarted() -> None:
     status, reason, text = world.condition("Running")
     assert (status, reason) == (False, "NotAllRanksReady")
     assert "ranks 0, 1, 2, 3 work without protection, loading, or training without" in text
+    assert world.condition("Protected")[2].endswith(
+        "; ranks 0, 1, 2, 3 work without a session, and it is not known whether to load or train"
+    )
     assert world.messages("WorksUnprotected") == [] == world.messages("SlowStart")
     world.settle(2000.0)
     assert world.membership.epoch == 1

@@ -12,7 +12,9 @@ from holdfast_core.errors import (
     MemoryBudgetError,
     ReplicasDivergedError,
     SnapshotSkippedError,
+    UnsavedError,
 )
+from holdfast_operator.reconciler.failures.unprotected import TEXTS_MAX
 from holdfast_operator.reconciler.observe.views import NodeView
 
 
@@ -106,3 +108,66 @@ def test_a_rank_without_a_session_is_reported_whatever_refuses_its_saves() -> No
     assert made.condition("Running")[2].endswith(
         "rank 2 trains without protection (block 3 is left out of optimizer.param_groups)"
     )
+
+
+LEFT_OUT = Problem("block 3 is left out of optimizer.param_groups", InvalidJobError.code)
+
+
+def test_a_refusal_withdraws_protection_that_older_snapshots_give() -> None:
+    made = SayingWorld(make_job())
+    made.settle(2.0)
+    made.train(10)
+    made.settle(1.0)
+    assert made.condition("Protected")[:2] == (True, "ParityInPlace")
+    say(made, BUSY)
+    assert made.condition("Protected")[:2] == (True, "ParityInPlace")
+    say(made, LEFT_OUT)
+    assert made.condition("Protected") == (
+        False,
+        "SavesRefused",
+        f"{LEFT_OUT.text}; generation 1.10 is the newest that is protected",
+    )
+    made.sessionless = made.unprotected = {2}
+    made.settle(1.0)
+    status, reason, text = made.condition("Protected")
+    assert (status, reason) == (False, "TrainsUnprotected")
+    assert text == (
+        f"rank 2 trains without protection ({LEFT_OUT.text}); generation 1.10 is the newest that "
+        f"is protected"
+    )
+    made.sessionless = made.unprotected = set()
+    say(made, NONE)
+    assert made.condition("Protected")[:2] == (True, "ParityInPlace")
+
+
+def test_a_refusal_is_reported_once_for_each_text_and_not_for_each_step() -> None:
+    made = world()
+    for step in (40, 41, 42):
+        say(made, Problem(f"step {step}: no room in the layout", InvalidJobError.code))
+    say(made, LEFT_OUT)
+    assert made.messages("SnapshotsRefused") == ["step 40: no room in the layout", LEFT_OUT.text]
+
+
+def test_texts_that_trainers_make_up_cannot_flood_the_events() -> None:
+    made = world()
+    for number in range(TEXTS_MAX + 5):
+        say(made, Problem("x" * (number + 1), InvalidJobError.code))
+    assert len(made.messages("SnapshotsRefused")) == TEXTS_MAX
+
+
+def test_a_rank_that_never_saves_trains_and_is_reported() -> None:
+    made = world()
+    made.sessionless = made.unprotected = {1}
+    made.step = 3
+    say(made, Problem("holdfast.init was not called", UnsavedError.code))
+    assert made.messages("NothingSaved") == ["holdfast.init was not called"]
+    assert made.condition("Running")[:2] == (True, "TrainsUnprotected")
+    assert made.condition("Protected")[:2] == (False, "TrainsUnprotected")
+
+
+def test_before_any_daemon_has_spoken_nothing_is_known_of_protection() -> None:
+    made = SayingWorld(make_job())
+    made.look()
+    assert made.condition("Protected")[:2] == (None, "ReportsAwaited")
+    made.settle(2.0)
+    assert made.condition("Protected")[:2] == (False, "NothingProtected")
