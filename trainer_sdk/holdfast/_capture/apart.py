@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from holdfast._state.capture import LiveState
-from holdfast._state.dtensors import local_of
+from holdfast._state.dtensors import is_dtensor, local_of
+from holdfast._state.parts import is_plain
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.snapshots.names import TensorName
 from holdfast_core.snapshots.units import UnitKind
@@ -80,10 +81,16 @@ def _wrong(
     name: TensorName, parameter: torch.Tensor, state: Mapping[Any, Any], *, stacked: bool
 ) -> Iterator[str]:
     tensors = {key: local_of(one) for key, one in state.items() if isinstance(one, torch.Tensor)}
+    if stacked and not is_plain(parameter):
+        yield f"{name} consists of tensors without a part of each expert of the stack"
     coded = [key for key, one in tensors.items() if one.numel() > 1 and _is_code(one)]
     for key, value in state.items():
         shown = name.state(str(key))
-        if isinstance(value, torch.Tensor) and isinstance(key, str):
+        if isinstance(value, torch.Tensor) and not is_plain(value):
+            if stacked:
+                kind = type(value._local_tensor if is_dtensor(value) else value).__qualname__
+                yield f"{shown} is a {kind}, whose tensors have no part of each expert of the stack"
+        elif isinstance(value, torch.Tensor) and isinstance(key, str):
             if not stacked or tensors[key].shape == parameter.shape:
                 continue
             shape = list(tensors[key].shape)
