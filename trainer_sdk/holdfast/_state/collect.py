@@ -185,9 +185,6 @@ def put_back_scalars(live: LiveState, extras: Mapping[str, Any]) -> None:
         for optimizer, one in zip(holders.optimizers, _each(saved), strict=True):
             for name, values in one["scalars"].items():
                 optimizer.state.setdefault(live.anchors[name].parameter, {}).update(values)
-            for name, forms in one.get("forms", {}).items():
-                for key, form in forms.items():
-                    _put_form(optimizer, live.anchors[name].parameter, key, form)
 
 
 def _put_back_trains(live: LiveState, extras: Mapping[str, Any]) -> None:

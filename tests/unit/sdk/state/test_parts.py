@@ -19,12 +19,14 @@ from round_trips import Training, check_round_trip, refusal, seed, session_of
 from torch import nn
 from transformers import Adafactor
 
+from holdfast import Settings
 from holdfast._capture.apart import why_not_apart
 from holdfast._state.capture import LiveState
 from holdfast._state.extras import decode_extras, encode_extras
 from holdfast._state.parts import build_state, form_of_state, tensors_in
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import LayoutMismatchError
+from holdfast_core.job.snapshots import Repeats, SparseWindows
 from holdfast_core.snapshots.names import TensorName
 from holdfast_core.topology import Topology
 
@@ -257,6 +259,13 @@ def test_a_new_program_does_not_guess_what_a_context_means(tmp_path: Path) -> No
 
     build = training(lambda p: Stepping(p, start, lambda _, gradient: gradient))
     assert "0.weight:m.__tensor_flatten__()[1][0] is a" in refusal(build, tmp_path)
+
+
+def test_sparse_windows_refuse_containers_of_tensors(tmp_path: Path) -> None:
+    settings = Settings(policy=SparseWindows(window=2, repeats=Repeats.OPTIMIZER))
+    found = refusal(training(ODD["bases in lists"]), tmp_path, settings=settings)
+    assert "0.weight:Q is a list of tensors" in found
+    assert "snapshot.policy.type Full" in found
 
 
 def test_codes_of_stacked_experts_cannot_be_taken_apart() -> None:
