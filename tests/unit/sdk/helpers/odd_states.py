@@ -22,7 +22,7 @@ class Codes(torch.Tensor):
 
     @staticmethod
     def __new__(cls, codes: torch.Tensor, factors: torch.Tensor, block: int) -> Codes:
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
+        return torch.Tensor._make_wrapper_subclass(
             cls, codes.shape, dtype=torch.float32, device=codes.device
         )
 
@@ -48,7 +48,9 @@ class Codes(torch.Tensor):
         return cls(inner["codes"], inner["factors"], *context)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch passes the operator first
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.detach.default:
             made = cls(args[0].codes, args[0].factors, args[0].block)
             return return_and_correct_aliasing(func, args, kwargs or {}, made)
@@ -59,30 +61,32 @@ class Codes(torch.Tensor):
 class Labelled(torch.Tensor):
     """A tensor around a single one of its own form, as the FP8 weights of FSDP2 are."""
 
-    inner: torch.Tensor
+    held: torch.Tensor
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Labelled:
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
+        return torch.Tensor._make_wrapper_subclass(
             cls, inner.shape, dtype=inner.dtype, device=inner.device
         )
 
     def __init__(self, inner: torch.Tensor) -> None:
-        self.inner = inner
+        self.held = inner
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["inner"], None
+        return ["held"], None
 
     @classmethod
     def __tensor_unflatten__(cls, inner: Any, context: Any, shape: Any, stride: Any) -> Labelled:
-        return cls(inner["inner"])
+        return cls(inner["held"])
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch passes the operator first
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         def plain(value: Any) -> Any:
             if isinstance(value, list | tuple):
                 return [plain(one) for one in value]
-            return value.inner if isinstance(value, cls) else value
+            return value.held if isinstance(value, cls) else value
 
         found = func(*map(plain, args), **(kwargs or {}))
         if func is torch.ops.aten.detach.default:
@@ -126,7 +130,7 @@ def _rotated_start(p: torch.Tensor) -> dict[Any, Any]:
 
 def _rotated(state: Any, gradient: torch.Tensor) -> torch.Tensor:
     state["step"] += 1
-    moved = gradient
+    moved: torch.Tensor = gradient
     for dim, (basis, whole) in enumerate(zip(state["Q"], state["GG"]["all"], strict=True)):
         flat = gradient.movedim(dim, 0).reshape(gradient.shape[dim], -1)
         whole.lerp_(flat @ flat.T, 0.3)
@@ -146,15 +150,16 @@ def _queue(state: Any, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _tuples(state: Any, gradient: torch.Tensor) -> torch.Tensor:
-    count, (average, _) = state["pair"]
-    average = average.mul(0.5).add(gradient)
-    state["pair"] = (count + 1, (average, None))
-    state[0] = average.square()
-    return average / count
+    count: int = state["pair"][0]
+    average: torch.Tensor = state["pair"][1][0]
+    moved = average.mul(0.5).add(gradient)
+    state["pair"] = (count + 1, (moved, None))
+    state[0] = moved.square()
+    return moved / count
 
 
 def _coded(state: Any, gradient: torch.Tensor) -> torch.Tensor:
-    momentum = state["exp_avg"].values() * 0.9 + gradient
+    momentum: torch.Tensor = state["exp_avg"].values() * 0.9 + gradient
     state["exp_avg"] = Codes.of(momentum, state["exp_avg"].block)
     state["list"][0] = Codes.of(momentum * 2, 2)
     return momentum
@@ -162,7 +167,7 @@ def _coded(state: Any, gradient: torch.Tensor) -> torch.Tensor:
 
 def _of_dtype(dtype: torch.dtype) -> Callable[[Any, torch.Tensor], torch.Tensor]:
     def update(state: Any, gradient: torch.Tensor) -> torch.Tensor:
-        bits = state["kept"].view(torch.uint8)
+        bits: torch.Tensor = state["kept"].view(torch.uint8)
         bits += 3
         state["kept"] = bits.view(dtype)
         return gradient * bits.flatten()[0]
