@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-from holdfast._state.capture import LiveState
-from holdfast._state.dtensors import local_of
+from holdfast._state.capture import Anchor, LiveState
+from holdfast._state.dtensors import is_dtensor, local_of
+from holdfast._state.parts import has_tensors, is_plain
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.snapshots.names import TensorName
 from holdfast_core.snapshots.units import UnitKind
@@ -28,12 +29,13 @@ _WIDE = (torch.float16, torch.bfloat16, torch.bool)
 _COUNTERS = frozenset({"step", "steps"})
 
 
-def check_states_apart(live: LiveState, *, takes_apart: bool) -> None:
+def check_states_apart(live: LiveState, *, takes_apart: bool, repeats: bool = False) -> None:
     """Check what optimizers keep for experts that are captured at different steps, or in seats.
 
     Args:
         live: state as it was discovered last.
         takes_apart: whether the policy may capture experts of one generation at different steps.
+        repeats: whether a recovery repeats steps of a sparse window, with states of several steps.
 
     Raises:
         InvalidJobError: when experts cannot be taken apart; the message names the state.
@@ -41,15 +43,13 @@ def check_states_apart(live: LiveState, *, takes_apart: bool) -> None:
     for text, anchor in live.anchors.items():
         if text != anchor.place.name or anchor.optimizer < 0:  # a slice, or not trained
             continue
+        if repeats:
+            _check_repeated(TensorName.parse(text), live, anchor)
         seated = anchor.place.seats is not None
         if not seated and not (takes_apart and anchor.place.unit.kind is UnitKind.EXPERT):
             continue
         name, holders = TensorName.parse(text), live.holders[anchor.optimizer]
-        state = {
-            key: value
-            for states in holders.states()
-            for key, value in states.get(anchor.parameter, {}).items()
-        }
+        state = _state_of(live, anchor)
         wrong = why_not_apart(name, anchor.parameter, state, stacked=anchor.place.stacked)
         if any(isinstance(one, torch.optim.LBFGS) for one in holders.optimizers):
             wrong = f"{name} shares the state of all parameters, as LBFGS keeps it"
@@ -61,6 +61,26 @@ def check_states_apart(live: LiveState, *, takes_apart: bool) -> None:
                 f"{wrong}, and {how}; use an optimizer that keeps its state for each element, like "
                 f"AdamW or SGD without quantized states"
                 + ("" if seated else ", or snapshot.policy.type Full")
+            )
+
+
+def _state_of(live: LiveState, anchor: Anchor) -> dict[Any, Any]:
+    """Everything that an optimizer and its inner ones keep for a parameter."""
+    return {
+        key: value
+        for states in live.holders[anchor.optimizer].states()
+        for key, value in states.get(anchor.parameter, {}).items()
+    }
+
+
+def _check_repeated(name: TensorName, live: LiveState, anchor: Anchor) -> None:
+    """Refuse containers with tensors, which may have another form in each step of a window."""
+    for key, value in _state_of(live, anchor).items():
+        if has_tensors(value) and not isinstance(value, torch.Tensor):
+            raise InvalidJobError(
+                f"{name.state(str(key))} is a {type(value).__qualname__} of tensors, whose form "
+                f"may be another one in each step that a recovery from a sparse window repeats; "
+                f"use an optimizer that keeps tensors under texts, or snapshot.policy.type Full"
             )
 
 
@@ -80,10 +100,16 @@ def _wrong(
     name: TensorName, parameter: torch.Tensor, state: Mapping[Any, Any], *, stacked: bool
 ) -> Iterator[str]:
     tensors = {key: local_of(one) for key, one in state.items() if isinstance(one, torch.Tensor)}
+    if stacked and not is_plain(parameter):
+        yield f"{name} consists of tensors without a part of each expert of the stack"
     coded = [key for key, one in tensors.items() if one.numel() > 1 and _is_code(one)]
     for key, value in state.items():
         shown = name.state(str(key))
-        if isinstance(value, torch.Tensor) and isinstance(key, str):
+        if isinstance(value, torch.Tensor) and not is_plain(value):
+            if stacked:
+                kind = type(value._local_tensor if is_dtensor(value) else value).__qualname__
+                yield f"{shown} is a {kind}, whose tensors have no part of each expert of the stack"
+        elif isinstance(value, torch.Tensor) and isinstance(key, str):
             if not stacked or tensors[key].shape == parameter.shape:
                 continue
             shape = list(tensors[key].shape)

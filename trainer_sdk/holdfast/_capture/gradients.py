@@ -26,6 +26,7 @@ import torch
 from holdfast._state.capture import Anchor, LiveState, TensorSource, Whole
 from holdfast._state.dtensors import is_dtensor, local_of
 from holdfast._state.nested import with_nested
+from holdfast._state.parts import is_plain
 from holdfast._state.room import report_full, room_like
 from holdfast_core.experts.optimizer_updates import Floats, apply
 from holdfast_core.experts.recompute import (
@@ -292,12 +293,18 @@ class Gradients(ExpertGradients):
         return frozenset(unit for unit, sent in how.items() if sent is Transfer.GRADIENTS)
 
 
+_MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+
+
 def rule_of(group: Mapping[str, Any], state: Mapping[str, Any]) -> KnownOptimizer | None:
     """Find the arithmetic of a parameter's next step; None when it is not known.
 
     An optimizer is recognised by its state: two moments are AdamW's, one or none SGD's.
     """
     if group.get("maximize") or group.get("amsgrad") or isinstance(group.get("lr"), torch.Tensor):
+        return None
+    moments = [state[key] for key in _MOMENTS if state.get(key) is not None]
+    if not all(map(is_plain, moments)):  # quantized ones
         return None
     if "exp_avg" in state and "exp_avg_sq" in state and "betas" in group:
         tensors = any(isinstance(beta, torch.Tensor) for beta in group["betas"])

@@ -25,7 +25,7 @@ from holdfast._state.buffers import (
 )
 from holdfast._state.capture import Anchor, LiveState, TensorSource
 from holdfast._state.casts import Pair, pair_of
-from holdfast._state.collect import buffers_of, devices_of, expect_states
+from holdfast._state.collect import buffers_of, devices_of, expect_states, put_forms
 from holdfast._state.dtensors import local_of, with_placement_of
 from holdfast._state.extras import dtype_name, dtype_of_name
 from holdfast_core.errors import LayoutMismatchError
@@ -217,6 +217,7 @@ def make_room(
     devices = devices_of(extras)
     expect_states(live, extras)
     _fit_buffers(live, wanted, buffers_of(extras))
+    put_forms(live, {name: item.shape for name, item in wanted.items()}, extras)
     sources = {source.name: source for source in live.sources()}
     missing = [name for name in wanted if name not in sources]
     for name in missing:

@@ -328,12 +328,12 @@ def with_all_values(
         devices: dict[str, str] = {}
         for one in of_all:
             devices = {**one["devices"], **devices}
-        state = {**saved, "scalars": _scalars(of_all, live), "devices": devices}
+        state = {**saved, **_of_parameters(of_all, live), "devices": devices}
         if "within" in state:
             state["within"] = [
                 {
                     **inner,
-                    "scalars": _scalars(beside := [one["within"][at] for one in of_all], live),
+                    **_of_parameters(beside := [one["within"][at] for one in of_all], live),
                     "keys": sorted({key for one in beside for key in one["keys"]}),
                 }
                 for at, inner in enumerate(state["within"])
@@ -342,11 +342,15 @@ def with_all_values(
     return {**chosen, "optimizers": optimizers, "buffers": buffers}
 
 
-def _scalars(states: Iterable[Mapping[str, Any]], live: LiveState) -> dict[str, Any]:
-    """Collect the plain values of this rank's parameters from the extras of several ranks."""
-    scalars: dict[str, Any] = {}
+def _of_parameters(
+    states: Sequence[Mapping[str, Any]], live: LiveState
+) -> dict[str, dict[str, Any]]:
+    """Collect what the extras of several ranks have for this rank's parameters: plain values, and
+    forms of states."""
+    found: dict[str, dict[str, Any]] = {"scalars": {}, "forms": {}}
     for state in states:
-        for name, values in state["scalars"].items():
-            if name in live.anchors:
-                scalars.setdefault(name, values)
-    return scalars
+        for kind, of_kind in found.items():
+            for name, values in state.get(kind, {}).items():
+                if name in live.anchors:
+                    of_kind.setdefault(name, values)
+    return found

@@ -85,6 +85,7 @@ class ProtectedSession(WorldSession):
         self._engine = CopyEngine(settings.copy_threads, device)
         rules = strategy.rules
         self._takes_apart = strategy.leaves_out or bool(rules.window)
+        self._repeats = bool(rules.window)
         """Whether experts of one generation may be captured at different steps."""
         self._counts_tokens = strategy.leaves_out or rules.reorders
         self._gradients = strategy.gradients
@@ -360,7 +361,7 @@ class ProtectedSession(WorldSession):
                 self._stale = True  # until all of this has succeeded
                 self._live.begun.forms.check()
                 found = self._live.discover()
-                check_states_apart(self._live, takes_apart=self._takes_apart)
+                check_states_apart(self._live, takes_apart=self._takes_apart, repeats=self._repeats)
                 self._sources = (*found, *self._gradients.sources())
                 self._optimizer_steps.make_room()
                 self._eager = [

@@ -29,11 +29,28 @@ from holdfast._state.conventions import (
     key_of_tensor,
     plain_name,
 )
-from holdfast._state.dtensors import first_of_sharded_stack, global_box, is_sharded, local_of, raw
+from holdfast._state.dtensors import (
+    first_of_sharded_stack,
+    global_box,
+    inner_names,
+    is_dtensor,
+    is_sharded,
+    local_of,
+    raw,
+)
 from holdfast._state.groups import Members, check_optimizers
 from holdfast._state.in_place import Watched
 from holdfast._state.inventory import TensorInventory
 from holdfast._state.nested import Holders, with_nested
+from holdfast._state.parts import (
+    Form,
+    check_form,
+    check_value,
+    form_of_state,
+    has_tensors,
+    is_plain,
+    tensors_in,
+)
 from holdfast._state.program_start import ProgramStart
 from holdfast._state.readable import readable
 from holdfast._state.room import room_like
@@ -166,6 +183,11 @@ class LiveState:
         self.changed_groups: dict[int, Members] = {}
         """Number of an optimizer → its parameter groups, for those whose groups have changed since
         the program began."""
+        self.forms: dict[int, dict[torch.Tensor, dict[Any, Form]]] = {}
+        """Number of an optimizer → parameter → key → form of each state that a new program could
+        not make from its dtype and shape, except containers, whose forms may change."""
+        self._parted = False
+        """Whether a parameter consists of several tensors."""
         self.begun = begun or ProgramStart(model, self.optimizers)
         self.unrestorable = ""
         """Why this program could not restore the present state of the model; empty if it could."""
@@ -231,9 +253,25 @@ class LiveState:
         for optimizer in self.optimizers:
             optimizers = with_nested(optimizer, self.optimizers)
             found += optimizers[1:]
-            states = (state.values() for one in optimizers for state in one.state.values())
-            found += [v for v in chain.from_iterable(states) if isinstance(v, torch.Tensor)]
-        return found
+            for state in chain.from_iterable(one.state.values() for one in optimizers):
+                if not isinstance(state, Mapping):  # a value that belongs to no parameter
+                    continue
+                for value in state.values():
+                    if type(value) is torch.Tensor:
+                        found.append(value)
+                    elif has_tensors(value):
+                        found += [tensor for _, tensor in tensors_in("", value)]
+        if not self._parted:
+            return found
+        return [part for one in found for part in self._parts_of(one)]
+
+    @staticmethod
+    def _parts_of(item: object) -> Iterator[object]:
+        """Yield `item`, or the tensors in it if it is a parameter that consists of several."""
+        if isinstance(item, torch.Tensor) and inner_names(raw(item)):
+            yield from (tensor for _, tensor in tensors_in("", item))
+        else:
+            yield item
 
     def _remember(self) -> None:
         modules = list(self.model.modules())
@@ -258,6 +296,8 @@ class LiveState:
         self._tensors.clear()
         self._buffer_paths.clear()
         self.devices = {index: {} for index in range(len(self.optimizers))}
+        self.forms = {index: {} for index in range(len(self.optimizers))}
+        self._parted = False
         self.holders = self._holders()
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         self._groups = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
@@ -290,10 +330,31 @@ class LiveState:
     def _parameters(self, modules: Mapping[str, nn.Module]) -> Iterator[TensorSource]:
         owner = {id(p): i for i, held in enumerate(self.holders) for p in held.parameters()}
         for name, parameter in self.model.named_parameters():
-            local = readable(name, parameter)
+            local = raw(parameter)
+            parted = bool(inner_names(local))
+            if not parted:
+                local = readable(name, parameter)
             place = self._place(name, parameter, local, modules)
             self.names[id(parameter)] = place.name
-            yield from self._add(owner.get(id(parameter), -1), parameter, place)
+            add = self._add_parts if parted else self._add
+            yield from add(owner.get(id(parameter), -1), parameter, place)
+
+    def _add_parts(
+        self, optimizer: int, parameter: torch.Tensor, place: TensorKey
+    ) -> Iterator[TensorSource]:
+        """Yield the sources of the tensors in a parameter, and add the anchor for its states."""
+        self._parted = True
+        group = self._groups.get(id(parameter), -1)
+        name = TensorName.parse(place.name)
+        for key, tensor in tensors_in("", parameter):
+            part = str(replace(name, path=name.path + key))
+            local = readable(part, tensor)
+            self._tensors[part] = tensor
+            self.anchors[part] = Anchor(-1, parameter, None, TensorKey(place.unit, part))
+            role = TensorRole.COMPUTE
+            found = self._source(place.unit, part, role, local, tensor, parameter, group=group)
+            yield _of_one_rank(found, parameter)
+        self.anchors[place.name] = Anchor(optimizer, parameter, None, place)
 
     def _add(
         self,
@@ -358,10 +419,12 @@ class LiveState:
             states = chain.from_iterable(state.items() for state in holders.states())
             for parameter, state in states:
                 name = self.names.get(id(parameter))
+                if name is None and isinstance(parameter, str):
+                    continue  # see `own_values`
                 if name is None and not isinstance(parameter, torch.Tensor):
                     raise InvalidJobError(
                         f"an optimizer holds state under {parameter!r}, which is no parameter: "
-                        f"keep what belongs to none in its param_groups"
+                        f"keep what belongs to none in its param_groups, or under a text"
                     )
                 if name is None:
                     raise InvalidJobError(
@@ -370,22 +433,55 @@ class LiveState:
                     )
                 place = self.anchors[name].place
                 for key, value in state.items():
-                    if isinstance(value, torch.Tensor) and isinstance(key, str):
-                        if value.device.type != parameter.device.type:
-                            here = str(TensorName.parse(name).state(key))
-                            self.devices[index][here] = value.device.type
-                        for source in self._state(parameter, place, key, value):
-                            yield replace(source, private=True) if holders.parted else source
+                    for source in self._value(index, parameter, place, key, value):
+                        yield replace(source, private=True) if holders.parted else source
+
+    def _value(
+        self, index: int, parameter: torch.Tensor, place: TensorKey, key: Any, value: Any
+    ) -> Iterator[TensorSource]:
+        """Yield the sources of the tensors in a state, and note what a restore must know to build
+        it."""
+        name = TensorName.parse(place.name)
+        if not has_tensors(value):
+            check_value(str(name.state(str(key))), value)
+            return
+        if isinstance(key, str) and is_plain(value):
+            if value.device.type != parameter.device.type:
+                self.devices[index][str(name.state(key))] = value.device.type
+            sliced = place.stacked and raw(value).shape[:1] == raw(parameter).shape[:1]
+            if not (sliced and value.ndim) and not _is_made_alike(value, parameter):
+                form = form_of_state(key, value, parameter)
+                self.forms[index].setdefault(parameter, {})[key] = form
+            yield from self._state(parameter, place, key, value)
+            return
+        form = form_of_state(str(key), value, parameter)
+        check_form(str(name.state(str(key))), form)
+        if isinstance(value, torch.Tensor):
+            self.forms[index].setdefault(parameter, {})[key] = form
+        for part, tensor in tensors_in(str(key), value):
+            for source in self._state(parameter, place, part, tensor, divisible=False):
+                yield _of_one_rank(source, parameter)
 
     def _state(
-        self, parameter: torch.Tensor, place: TensorKey, key: str, value: torch.Tensor
+        self,
+        parameter: torch.Tensor,
+        place: TensorKey,
+        key: str,
+        value: torch.Tensor,
+        *,
+        divisible: bool = True,
     ) -> Iterator[TensorSource]:
+        """Yield the sources of one tensor of a state.
+
+        Args:
+            divisible: whether each expert of a stack has a slice of it, if the shape says so.
+        """
         role = TensorRole.MASTER if key in MASTER_KEYS else TensorRole.OPTIMIZER
         own = str(TensorName.parse(place.name).state(key))
         local = readable(own, value)
         first = local_of(parameter).shape[:1]
         self._tensors[own] = value
-        if place.stacked and local.ndim and local.shape[:1] == first:
+        if divisible and place.stacked and local.ndim and local.shape[:1] == first:
             for i, unit, name in _slices_of(place, local.shape[0]):
                 part = str(TensorName.parse(name).state(key))
                 found = self._source(unit, part, role, local[i], value, parameter, sliced=True)
@@ -531,6 +627,28 @@ class LiveState:
             staging=staging,
             whole=whole,
         )
+
+
+def _of_one_rank(source: TensorSource, parameter: torch.Tensor) -> TensorSource:
+    """Return the source of a tensor that is a part of a larger value. If the parameter is sharded,
+    it is not known how the part would be divided over another number of ranks."""
+    if not is_sharded(parameter):
+        return source
+    return replace(source, whole=replace(source.whole, own=True))
+
+
+def _is_made_alike(value: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether a restore makes such a tensor without its form: see `fit._allocate`."""
+    local, of = raw(value), raw(parameter)
+    if local.shape != of.shape:
+        return local.is_contiguous() and not is_dtensor(value)
+    if is_dtensor(value) != is_dtensor(parameter):
+        return False
+    if is_dtensor(value) and is_dtensor(parameter):
+        alike = (value.shape, value.placements, value.device_mesh)
+        if alike != (parameter.shape, parameter.placements, parameter.device_mesh):
+            return False
+    return local.stride() == of.stride() or (local.is_contiguous() and of.is_contiguous())
 
 
 def _meeting(model: nn.Module) -> frozenset[str]:

@@ -22,6 +22,15 @@ from holdfast._state.capture import LiveState
 from holdfast._state.extras import encode_extras
 from holdfast._state.groups import regroup
 from holdfast._state.nested import forget_scaling
+from holdfast._state.parts import (
+    Form,
+    build_state,
+    form_of_state,
+    has_tensors,
+    is_plain,
+    tensors_in,
+    tensors_of_form,
+)
 from holdfast_core.errors import InvalidJobError, LayoutMismatchError
 from holdfast_core.snapshots.names import TensorName
 
@@ -190,31 +199,103 @@ def _each(saved: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _optimizer_state(live: LiveState, index: int) -> dict[str, Any]:
     holders, values = live.holders[index], live.begun.values
-    state = _values_of(live, holders.optimizers[0])
+    state = _values_of(live, index, holders.optimizers[0])
     state |= {"devices": live.devices[index], **values.changed_values(index, 0, live.names)}
     if index in live.changed_groups:
         state["members"] = live.changed_groups[index]
     if len(holders.optimizers) > 1:
         state["keys"], *keys = holders.tensor_keys()
         state["within"] = [
-            {**_values_of(live, one), "keys": own, **values.changed_values(index, at, live.names)}
+            {
+                **_values_of(live, index, one),
+                "keys": own,
+                **values.changed_values(index, at, live.names),
+            }
             for at, (one, own) in enumerate(zip(holders.optimizers[1:], keys, strict=True), 1)
         ]
     return state
 
 
-def _values_of(live: LiveState, optimizer: Any) -> dict[str, Any]:
-    """Collect the state of an optimizer that is not a tensor of a unit."""
+def _values_of(live: LiveState, index: int, optimizer: Any) -> dict[str, Any]:
+    """Collect the state of an optimizer that is not a tensor of a unit: plain values, and the forms
+    of values with tensors inside."""
     scalars: dict[str, dict[Any, Any]] = {}
+    forms: dict[str, dict[Any, Form]] = {}
+    known = live.forms[index]
     for parameter, state in optimizer.state.items():
-        kept = {key: value for key, value in state.items() if not _is_captured(key, value)}
+        if isinstance(parameter, str):
+            continue  # see `own_values`
+        noted = known.get(parameter, {})
+        kept = {}
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                if key in noted:
+                    forms.setdefault(live.names[id(parameter)], {})[key] = noted[key]
+            elif has_tensors(value):
+                form = form_of_state(str(key), value, parameter)
+                forms.setdefault(live.names[id(parameter)], {})[key] = form
+            else:
+                kept[key] = value
         if kept:
             scalars[live.names[id(parameter)]] = kept
     groups = [
         {key: value for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
-    return {"groups": groups, "scalars": scalars}
+    return {"groups": groups, "scalars": scalars, **({"forms": forms} if forms else {})}
+
+
+def put_forms(
+    live: LiveState, shapes: Mapping[str, Sequence[int]], extras: Mapping[str, Any]
+) -> None:
+    """Give optimizers the states of the snapshot that have tensors inside, or are tensors of a form
+    of their own, and drop those that the snapshot lacks. Tensors that have the right form stay.
+
+    Args:
+        shapes: shape of each tensor to restore, by name.
+
+    Raises:
+        LayoutMismatchError: a state would have other shapes here; the message names it.
+    """
+    for holders, saved in zip(live.holders, extras["optimizers"], strict=False):
+        for at, (optimizer, one) in enumerate(zip(holders.optimizers, _each(saved), strict=False)):
+            forms = one.get("forms", {})
+            for parameter, state in optimizer.state.items():
+                if isinstance(parameter, str):
+                    continue
+                kept = forms.get(live.names.get(id(parameter), ""), {})
+                gone = [k for k, v in state.items() if has_tensors(v) and not is_plain(v)]
+                for key in (key for key in gone if key not in kept):
+                    del state[key]
+            for name, values in forms.items():
+                anchor = live.anchors.get(name)
+                if anchor is None or (at and not holders.holds(at, anchor.parameter)):
+                    continue
+                for key, form in values.items():
+                    if _fits(TensorName.parse(name), form, shapes):
+                        _put_form(optimizer, anchor.parameter, key, form)
+
+
+def _put_form(optimizer: Any, parameter: torch.Tensor, key: Any, form: Form) -> None:
+    state = optimizer.state.setdefault(parameter, {})
+    present = dict(tensors_in(str(key), state.get(key)))
+    state[key] = build_state(form, parameter, present)
+
+
+def _fits(name: TensorName, form: Form, shapes: Mapping[str, Sequence[int]]) -> bool:
+    """Whether all tensors of a form are to be restored in its shapes. If not, a state that is one
+    tensor gets another shape, or belongs to another rank."""
+    names = {str(name.state(key)): shape for key, shape in tensors_of_form(form)}
+    if all(
+        tuple(shapes.get(text, ())) == shape and text in shapes for text, shape in names.items()
+    ):
+        return True
+    if form[0] == "tensor" or not any(text in shapes for text in names):
+        return False
+    raise LayoutMismatchError(
+        f"{', '.join(names)} are parts of one state, of the shapes {[*names.values()]} in the "
+        f"snapshot, and would have others here: restore with the parallelism of the snapshot"
+    )
 
 
 def _load_optimizer(live: LiveState, index: int, saved: Mapping[str, Any]) -> None:
@@ -240,8 +321,10 @@ def _load_values(live: LiveState, index: int, at: int, saved: Mapping[str, Any])
             else:
                 group[key] = value
     for parameter, state in optimizer.state.items():
+        if isinstance(parameter, str):
+            continue
         kept = saved["scalars"].get(live.names[id(parameter)], {})
-        gone = [k for k, v in state.items() if not _is_captured(k, v) and k not in kept]
+        gone = [k for k, v in state.items() if not has_tensors(v) and k not in kept]
         for key in gone:
             del state[key]
     for name, values in saved["scalars"].items():
@@ -253,11 +336,6 @@ def _load_values(live: LiveState, index: int, at: int, saved: Mapping[str, Any])
         if at and not holders.holds(at, anchor.parameter):
             continue  # another rank's
         optimizer.state.setdefault(anchor.parameter, {}).update(values)
-
-
-def _is_captured(key: object, value: object) -> bool:
-    """Whether an optimizer state travels as a tensor of a unit rather than in the extras."""
-    return isinstance(value, torch.Tensor) and isinstance(key, str)
 
 
 def _module_states(live: LiveState) -> dict[str, Any]:

@@ -2,6 +2,10 @@
 
 The import would take a second of CPU in every process. Until other code has imported the module,
 there are no DTensors.
+
+A local part may be a tensor subclass that holds its values in other tensors, such as codes and
+their factors. If it only adds behaviour to a single tensor of its own form, as FP8 weights of FSDP2
+do, that tensor is the local part.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 if TYPE_CHECKING:
@@ -60,7 +65,27 @@ def is_box(placements: Sequence[Any], sizes: Sequence[int]) -> bool:
 def raw(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor on this rank: `tensor` itself, or the local part of a DTensor."""
     # This runs in `save`; the public `to_local` builds an autograd node and is 100 times slower.
-    return tensor._local_tensor if is_dtensor(tensor) else tensor
+    local = tensor._local_tensor if is_dtensor(tensor) else tensor
+    while len(names := inner_names(local)) == 1:
+        inner: torch.Tensor = getattr(local, names[0])
+        if (inner.shape, inner.dtype) != (local.shape, local.dtype):
+            break
+        local = inner
+    return local
+
+
+def inner_names(tensor: torch.Tensor) -> Sequence[str]:
+    """Return the names of the attributes in which a tensor subclass holds its values; empty for
+    other tensors. `tensor` is no DTensor."""
+    if not _has_inner(type(tensor)):
+        return ()
+    names: Sequence[str] = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+    return names
+
+
+@cache
+def _has_inner(kind: type) -> bool:
+    return hasattr(kind, "__tensor_flatten__")
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

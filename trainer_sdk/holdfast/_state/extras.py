@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -65,18 +65,18 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def encode_extras(value: object) -> bytes:
-    """Encode `value` as bytes.
+def encode_extras(value: object, called: str = "extras") -> bytes:
+    """Encode `value` as bytes. Errors call it `called`.
 
     Supported: None, bool, int (up to 8192 bits), float, complex, str, bytes, dict (and OrderedDict,
-    Counter) with keys of these scalar types or tuples of them, list, tuple, set, torch.Tensor
-    (copied from its device), torch.Size, torch.dtype, torch.device, numpy arrays and scalars of
-    plain dtypes.
+    Counter) with keys of these scalar types or tuples of them, list, tuple, deque, set,
+    torch.Tensor (copied from its device), torch.Size, torch.dtype, torch.device, numpy arrays and
+    scalars of plain dtypes.
 
     Raises:
         UnsupportedValueError: `value` contains anything else; the message names the path to it.
     """
-    return _OPENING + msgspec.msgpack.encode(_pack(value, "extras", 0))
+    return _OPENING + msgspec.msgpack.encode(_pack(value, called, 0))
 
 
 def decode_extras(data: bytes | bytearray | memoryview) -> Any:
@@ -155,6 +155,8 @@ def _pack(value: Any, path: str, depth: int) -> object:
         else:
             items = [_pack(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)]
         return [_SEQUENCES[kind], items]
+    if kind is deque:
+        return ["q", _pack(list(value), path, depth + 1), value.maxlen]
     if isinstance(value, torch.Tensor):
         return _pack_tensor(value, path)
     if isinstance(value, np.ndarray | np.generic):
@@ -260,6 +262,7 @@ _UNPACKERS: dict[str, Callable[..., Any]] = {
     "z": lambda values, depth: torch.Size(_items(values, depth)),
     "s": lambda values, depth: set(_items(values, depth)),
     "f": lambda values, depth: frozenset(_items(values, depth)),
+    "q": lambda values, longest, depth: deque(_unpack(values, depth), longest),
     "x": _tensor,
     "a": _array,
     "n": lambda dtype, shape, data, depth: _array(dtype, shape, data, depth)[()],

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from holdfast._state.dtensors import is_dtensor, raw
+from holdfast._state.dtensors import raw
 
 _FORM: tuple[Callable[[torch.Tensor], Any], ...] = (
     torch.Tensor.data_ptr,
@@ -43,9 +43,9 @@ class TensorInventory:
         # Keep the objects alive, so that no new object can be mistaken for an old one.
         self._kept = [*objects]
         tensors = {id(item): item for item in self._kept if isinstance(item, torch.Tensor)}
-        sharded = [tensor for tensor in tensors.values() if is_dtensor(tensor)]
-        self._sharded = [(tensor, raw(tensor)) for tensor in sharded]
         local = list(map(raw, tensors.values()))
+        pairs = zip(tensors.values(), local, strict=True)
+        self._sharded = [(tensor, part) for tensor, part in pairs if part is not tensor]
         parts = [local[first : first + _AT_ONCE] for first in range(0, len(local), _AT_ONCE)]
         self._parts = [(part, [[*map(read, part)] for read in _FORM]) for part in parts]
 

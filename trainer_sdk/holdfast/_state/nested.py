@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from holdfast._state.parts import tensors_in
 from holdfast_core.errors import InvalidJobError, LayoutMismatchError
 from holdfast_core.job.snapshots import Repeats
 
@@ -139,10 +140,11 @@ class Holders:
         return [
             sorted(
                 {
-                    key
+                    part
                     for state in one.state.values()
+                    if isinstance(state, Mapping)
                     for key, value in state.items()
-                    if isinstance(value, torch.Tensor) and isinstance(key, str)
+                    for part, _ in tensors_in(str(key), value)
                 }
             )
             for one in self.optimizers

@@ -1,14 +1,16 @@
 """State that optimizers keep in attributes of their own: counters, slow weights, averagers.
 
-Torch's optimizers keep everything in `state` and `param_groups`. Other optimizers also count steps
-in an attribute, or hold averages in a list. Snapshots capture numbers and texts that have changed
-since the program started, and all tensors that are neither parameters nor states. They are part of
-the extras, so tensors must be small. If a snapshot cannot carry an object, such as an averager that
-counts its steps, the attributes of the object are captured.
+Torch's optimizers keep everything in `state`, under parameters, and in `param_groups`. Other
+optimizers also count steps in an attribute or under a text in `state`, or hold averages in a list.
+Snapshots capture numbers and texts that have changed since the program started, and all tensors
+that are neither parameters nor states. They are part of the extras, so tensors must be small. If a
+snapshot cannot carry an object, such as an averager that counts its steps, the attributes of the
+object are captured.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,14 +29,17 @@ _LEFT_OUT = frozenset(
     {"state", "param_groups", "defaults", "step", "_opt_called", "_step_count"}
     | {"grad_scale", "found_inf"}  # of one step
 )
+_STATE = "state:"
+"""Beginning of the path of a value in `state` that belongs to no parameter."""
 _KEEP_NOTHING = ("torch.optim.", "torch.distributed.optim.zero_redundancy_optimizer")
 """Modules whose optimizers keep no state in attributes."""
 _DEPTH_MAX = 4
+_ADVICE = "keep them in its state, under the parameter that they belong to"
 
 
 class OwnValues:
-    """The attributes of `optimizers` and their inner optimizers, compared with their values when
-    the program started."""
+    """The attributes of `optimizers` and their inner optimizers, and the values in their `state`
+    that belong to no parameter, compared with their values when the program started."""
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
         self._optimizers = optimizers
@@ -72,11 +77,13 @@ class OwnValues:
             if not tensors:
                 encoded = _encode(value)
                 if encoded is not None and encoded != begun.get(path):
+                    _check_keys(type(one).__qualname__, path, value, known)
                     values[path] = {"value": value, "device": "cpu"}
                 continue
             recognises = recognises or _Captured(one, known)
             own = [tensor for tensor in tensors if not recognises.has(tensor)]
             if own:
+                _check_keys(type(one).__qualname__, path, value, known)
                 _check(type(one).__qualname__, path, value, own, tensors)
                 values[path] = {"value": value, "device": own[0].device.type}
         return {"attributes": values} if values else {}
@@ -113,7 +120,9 @@ class _Captured:
     def __init__(self, optimizer: Any, known: Collection[int]) -> None:
         self._known, held = known, with_nested(optimizer)
         groups = [group for one in held for group in one.param_groups]
-        states = [state for one in held for state in one.state.values()]
+        states = [
+            state for one in held for of, state in one.state.items() if not isinstance(of, str)
+        ]
         tensors = [p for group in groups for p in group["params"]]
         tensors += [value for state in states for value in _tensors(state)]
         self._memory = {_memory(tensor) for tensor in tensors}
@@ -124,6 +133,8 @@ class _Captured:
 
 def _places(optimizer: Any) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Yield the path, the dictionary and the key of each attribute that may hold state."""
+    state = optimizer.state
+    yield from ((f"{_STATE}{key}", state, key) for key in state if isinstance(key, str))
     if type(optimizer).__module__.startswith(_KEEP_NOTHING):
         return
     own = getattr(optimizer, "__dict__", {})
@@ -138,6 +149,8 @@ def _places(optimizer: Any) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 def _new_place(optimizer: Any, path: str) -> tuple[dict[str, Any], str]:
     """Return the dictionary and the key of an attribute that does not exist yet."""
+    if path.startswith(_STATE):
+        return optimizer.state, path.removeprefix(_STATE)
     name, dot, key = path.partition(".")
     if not dot:
         return vars(optimizer), name
@@ -158,7 +171,7 @@ def _tensors(value: object, depth: int = 0) -> Iterator[torch.Tensor]:
         for pair in value.items():
             for item in pair:
                 yield from _tensors(item, depth + 1)
-    elif depth < _DEPTH_MAX and isinstance(value, list | tuple | set):
+    elif depth < _DEPTH_MAX and isinstance(value, list | tuple | set | deque):
         for item in value:
             yield from _tensors(item, depth + 1)
 
@@ -180,6 +193,16 @@ def _encode(value: object) -> bytes | None:
         return None
 
 
+def _check_keys(optimizer: str, path: str, value: object, known: Collection[int]) -> None:
+    """Raise InvalidJobError if `value` has the `id`s of parameters as keys, which are others in a
+    new program."""
+    if isinstance(value, Mapping) and any(isinstance(k, int) and k in known for k in value):
+        raise InvalidJobError(
+            f"{optimizer} keeps values in its attribute {path!r} under the id of each parameter, "
+            f"which is another one in a new program: {_ADVICE}"
+        )
+
+
 def _check(
     optimizer: str,
     path: str,
@@ -188,12 +211,11 @@ def _check(
     tensors: Sequence[torch.Tensor],
 ) -> None:
     """Raise InvalidJobError if a snapshot cannot carry an attribute with `own` tensors."""
-    advice = "keep them in its state, under the parameter that they belong to"
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in own)
     if nbytes > BYTES_MAX:
         raise InvalidJobError(
             f"{optimizer} keeps {nbytes / 1e6:.0f} MB of tensors in its attribute {path!r}, which "
-            f"every save would copy while training waits: {advice}"
+            f"every save would copy while training waits: {_ADVICE}"
         )
     try:
         if len(own) == len(tensors):
@@ -202,7 +224,7 @@ def _check(
         why = "together with parameters or states"
     except UnsupportedValueError as error:
         why = f"in a form that a snapshot cannot carry ({error})"
-    raise InvalidJobError(f"{optimizer} keeps tensors in its attribute {path!r}, {why}: {advice}")
+    raise InvalidJobError(f"{optimizer} keeps tensors in its attribute {path!r}, {why}: {_ADVICE}")
 
 
 def _device_of(optimizer: Any, kind: str) -> torch.device:

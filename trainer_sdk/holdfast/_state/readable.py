@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from holdfast._state.dtensors import raw
+from holdfast._state.dtensors import inner_names, raw
 from holdfast_core.errors import InvalidJobError
 
 
@@ -36,6 +36,12 @@ def why_without_bytes(tensor: torch.Tensor) -> str | None:
     the end of a sentence that begins with its name. Return None if it has such bytes."""
     if torch.nn.parameter.is_lazy(tensor):
         return "has no shape yet; run a forward pass before anything is saved"
+    if names := inner_names(tensor):
+        return (
+            f"is a {type(tensor).__qualname__}, which keeps its values in {', '.join(names)}: only "
+            f"parameters and optimizer states may be of such classes; make it a plain tensor, or a "
+            f"parameter that does not require gradients"
+        )
     if tensor.is_meta:
         return "is on the meta device and has no bytes; allocate some (to_empty) and load it"
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:

@@ -19,10 +19,10 @@ from typing import Any
 from torch import nn
 
 from holdfast._init import init
+from holdfast._mesh import topology_from_device_mesh
 from holdfast._session.interface import Session
 from holdfast_core.errors import InvalidJobError, MissingPackageError
 from holdfast_core.packages import PackageGroup, needing
-from holdfast_core.topology import Topology
 
 _SUPPORTED = "0.3"
 """Version of torchtitan that this module is written for. Others have other components."""
@@ -44,7 +44,6 @@ _check_version()
 with needing("holdfast.integrations.torchtitan", PackageGroup.TORCHTITAN):
     from torchtitan.components.checkpointer import TRAIN_STATE, BaseCheckpointManager
     from torchtitan.config import derive, override
-    from torchtitan.distributed import ParallelDims
     from torchtitan.trainer import Trainer
 
 
@@ -122,23 +121,6 @@ def protect(
     return made
 
 
-def topology_of(dims: ParallelDims) -> Topology:
-    """Topology of torchtitan's degrees of parallelism.
-
-    torchtitan numbers the ranks of its dense mesh as `Topology` does: pipeline stages outermost,
-    then all that splits the data, then tensor parallelism. Its experts may also be spread over
-    tensor-parallel ranks, which `Topology` cannot say. Then every rank counts as a holder of all
-    experts. This only concerns policies that leave experts out, since the shards of experts are
-    DTensors, of which each rank captures its own.
-    """
-    return Topology(
-        dp=dims.dp_replicate * dims.dp_shard * dims.cp,
-        tp=dims.tp,
-        pp=dims.pp,
-        ep=dims.ep if dims.tp == 1 else 1,
-    )
-
-
 def _trainer_in(states: dict[str, Any]) -> Trainer:
     """Find the trainer among the states that it gives its checkpoint manager.
 
@@ -173,6 +155,6 @@ def _make_session(trainer: Trainer, arguments: dict[str, Any]) -> Session:
             "rates": trainer.lr_schedulers,
             "data": trainer.dataloader,
         },
-        topology=topology_of(trainer.parallel_dims),
+        topology=topology_from_device_mesh(trainer.parallel_dims),
         **arguments,
     )

@@ -6,6 +6,7 @@ A restart makes everything anew, from other random numbers, and restores.
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,6 +91,8 @@ def _add(found: dict[str, Any], at: str, optimizer: Any, seen: set[int]) -> None
             found[f"{at} parameter {number}.{place}"] = p
             for key, value in optimizer.state.get(p, {}).items():
                 found[f"{at} state {number}.{place} {key}"] = value
+    for text in (key for key in optimizer.state if isinstance(key, str)):
+        found[f"{at} state {text}"] = optimizer.state[text]
     for name, value in vars(optimizer).items():
         if name == "slow_weights" or (isinstance(value, int | float) and name[0] != "_"):
             found[f"{at} {name}"] = value
@@ -98,13 +101,20 @@ def _add(found: dict[str, Any], at: str, optimizer: Any, seen: set[int]) -> None
 
 
 def copied(value: Any) -> Any:
-    """A copy, with tensors as lists of numbers, which compare."""
+    """A copy, with tensors as lists of numbers, which compare. Strides are compared too: a product
+    with a transposed matrix has other bits."""
+    if hasattr(type(value), "__tensor_flatten__"):
+        names, context = value.__tensor_flatten__()
+        inner = {name: copied(getattr(value, name)) for name in names}
+        return type(value).__qualname__, tuple(value.shape), context, inner
     if isinstance(value, torch.Tensor):
-        return str(value.dtype), tuple(value.shape), value.detach().double().flatten().tolist()
+        local = value.detach()
+        flat = local.contiguous().reshape(-1).view(torch.uint8)
+        return str(value.dtype), tuple(value.shape), local.stride(), flat.tolist()
     if isinstance(value, dict):
         return {key: copied(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [copied(item) for item in value]
+    if isinstance(value, list | tuple | deque):
+        return type(value).__name__, [copied(item) for item in value]
     return value
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 from waiting import wait_for
 
+from holdfast import topology_from_device_mesh
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.snapshots.generations import Generation
@@ -215,7 +216,7 @@ def test_a_topology_numbers_the_ranks_as_the_meshes_of_torchtitan_do(
             dims = ParallelDims(**ones | degrees, world_size=8, spmd_backend="partial_dtensor")
             meshes = {name: dims.get_optional_mesh(name) for name in ("pp", "tp", "ep")}
             at = {name: mesh.get_local_rank() if mesh else 0 for name, mesh in meshes.items()}
-            found = titan.topology_of(dims).coordinates(rank)
+            found = topology_from_device_mesh(dims).coordinates(rank)
         finally:
             dist.destroy_process_group()
         assert {name: getattr(found, name) for name in at} == at
@@ -225,7 +226,7 @@ def test_experts_across_tensor_parallel_ranks_count_as_held_by_all(titan: Any) -
     from torchtitan.distributed import ParallelDims
 
     dims = ParallelDims(dp_replicate=1, dp_shard=2, cp=1, tp=2, pp=1, ep=4, world_size=4)
-    assert titan.topology_of(dims) == Topology(dp=2, tp=2)
+    assert topology_from_device_mesh(dims) == Topology(dp=2, tp=2)
 
 
 def test_a_trainer_that_is_not_torchtitans_is_refused(titan: Any) -> None:
