@@ -209,7 +209,7 @@ def _values_of(live: LiveState, optimizer: Any) -> dict[str, Any]:
     for parameter, state in optimizer.state.items():
         kept = {key: value for key, value in state.items() if not _is_captured(key, value)}
         if kept:
-            scalars[live.names[id(parameter)]] = kept
+            scalars |= dict.fromkeys(live.names_of(parameter), kept)
     groups = [
         {key: value for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
@@ -240,7 +240,8 @@ def _load_values(live: LiveState, index: int, at: int, saved: Mapping[str, Any])
             else:
                 group[key] = value
     for parameter, state in optimizer.state.items():
-        kept = saved["scalars"].get(live.names[id(parameter)], {})
+        named = (saved["scalars"].get(name, {}) for name in live.names_of(parameter))
+        kept = next((values for values in named if values), {})
         gone = [k for k, v in state.items() if not _is_captured(k, v) and k not in kept]
         for key in gone:
             del state[key]
