@@ -9,9 +9,9 @@ from typing import Any
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 
-import deepspeed  # noqa: E402
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
+import deepspeed
+import torch
+from torch import nn
 
 # It compiles C++ for minutes. The attribute `deepspeed.comm.torch` is torch.
 sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]

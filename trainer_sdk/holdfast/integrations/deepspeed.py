@@ -102,9 +102,8 @@ def _check(engine: DeepSpeedEngine) -> None:
     stage = engine.zero_optimization_stage()
     if isinstance(engine, PipelineEngine):
         raise InvalidJobError(
-            "DeepSpeed's pipeline engine numbers the layers of each stage by itself, so their names "
-            "do not tell the stages apart: use ZeRO with experts or tensor parallelism instead, or "
-            "pipeline stages of torch with holdfast.elastic"
+            "DeepSpeed's pipeline engine is not covered: use ZeRO stage 1 or 2 without a "
+            "PipelineModule, or pipeline stages of torch with holdfast.elastic"
         )
     if stage == 3:
         raise InvalidJobError(
@@ -113,9 +112,9 @@ def _check(engine: DeepSpeedEngine) -> None:
         )
     if stage and type(engine.optimizer) is not DeepSpeedZeroOptimizer:
         raise InvalidJobError(
-            f"the optimizer of ZeRO stage {stage} is a {type(engine.optimizer).__qualname__}, which "
-            f"keeps state in other places than DeepSpeed's own: remove zenflow and super_offload "
-            f"from zero_optimization"
+            f"the optimizer of ZeRO stage {stage} is a {type(engine.optimizer).__qualname__}, "
+            f"which keeps state in other places than DeepSpeedZeroOptimizer: remove zenflow from "
+            f"zero_optimization"
         )
     if engine.random_ltd_enabled():
         raise InvalidJobError(
@@ -188,8 +187,8 @@ class _EngineState:
         each = engine.gradient_accumulation_steps()
         if engine.micro_steps % each:
             raise InvalidJobError(
-                f"a save after {engine.micro_steps % each} of {each} micro-batches would lose their "
-                f"gradients: save after the engine.step() that completes the accumulation"
+                f"a save after {engine.micro_steps % each} of {each} micro-batches would lose "
+                f"their gradients: save after the engine.step() that completes the accumulation"
             )
         return {
             "counters": {name: getattr(engine, name) for name in _COUNTERS},
@@ -202,9 +201,8 @@ class _EngineState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set what `state_dict` returned."""
-        for one, values in [(self._engine, state["counters"])] + [
-            *zip(self._scaled(), state["scaling"], strict=True)
-        ]:
+        scaled = zip(self._scaled(), state["scaling"], strict=True)
+        for one, values in [(self._engine, state["counters"]), *scaled]:
             for name, value in values.items():
                 setattr(one, name, value)
         if state["scheduler"] is not None:
