@@ -77,9 +77,8 @@ def init(
             `[experts, …]`; gates are called `gate` or `router`; layers are numbered.
         private: names of tensors that no other rank holds, although the topology says so, such as
             the states of a sharded optimizer (`layer.weight:exp_avg`).
-        flat: the parameters of a sharded optimizer that are flat tensors, with the ranges of the
-            model's parameters in them. Without it such a tensor belongs to its rank as a whole: it
-            restarts exactly in a world of the same size, and in no other.
+        flat: a sharded optimizer's flat tensors, with the ranges of the model's parameters in them.
+            Such a tensor that is not named restarts only in a world of the same size.
         settings: see `Settings`.
         socket: the daemon's Unix socket; by default `HOLDFAST_SOCKET`.
         job: the job's key; by default `HOLDFAST_JOB`.
@@ -114,10 +113,6 @@ def init(
     _check_pipeline(pipeline, topology, world)
     if world is None:
         return maker.session()
-    if daemon is not None:
-        raise InvalidJobError(
-            "daemon= is one client, but each world needs its own: leave out daemon= or world="
-        )
     return maker.elastic_session(world, pipeline)
 
 
@@ -162,6 +157,10 @@ class _Maker:
             InvalidJobError: a session cannot be made of them.
         """
         _check_stateful(self.stateful)
+        if self.world is not None and self.daemon is not None:
+            raise InvalidJobError(
+                "daemon= is one client, but each world needs its own: leave out daemon= or world="
+            )
         if self.protects and self.topology is not None:
             self.topology.check_world(_world(self.environment, self.rank)[1])
         if self.protects:
