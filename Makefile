@@ -210,6 +210,12 @@ test-torchtitan: $(STAMP) ## Run the tests that train with torchtitan, which has
 	PYTHONPATH="$$("$$overlay/bin/python" $(site))" $(BIN)/python -m pytest -n $(PYTEST_WORKERS) \
 	  --dist worksteal tests/unit/sdk/integrations/test_torchtitan.py tests/local/test_torchtitan.py $(ARGS)
 
+.PHONY: test-deepspeed
+test-deepspeed: $(STAMP) ## Run the tests that train with DeepSpeed, which has an environment of its own
+	@$(call overlay,deepspeed)
+	PYTHONPATH="$$("$$overlay/bin/python" $(site))" $(BIN)/python -m pytest -n $(PYTEST_WORKERS) \
+	  --dist worksteal tests/unit/sdk/integrations/test_deepspeed.py $(ARGS)
+
 .PHONY: test-schedules
 test-schedules: $(STAMP) ## Run ten thousand schedules of the simulation, and more of its models (long)
 	@$(BIN)/python -m pytest tests/simulation/test_schedules.py tests/simulation/test_stages.py \

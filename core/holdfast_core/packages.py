@@ -29,6 +29,7 @@ class PackageGroup(StrEnum):
     HUGGINGFACE = "huggingface"
     LIGHTNING = "lightning"
     TORCHTITAN = "torchtitan"
+    DEEPSPEED = "deepspeed"
     ALL = "all"
 
 

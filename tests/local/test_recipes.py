@@ -62,19 +62,6 @@ RECIPES = (
             "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler.load_state_dict()",
         ),
     ),
-    Recipe(
-        title="DeepSpeed",
-        package="DeepSpeed",
-        uses=(
-            "deepspeed:initialize(model, optimizer, lr_scheduler, config)",
-            "deepspeed.runtime.engine:DeepSpeedEngine.zero_optimization_stage()",
-            "deepspeed.runtime.engine:DeepSpeedEngine.module",
-            "deepspeed.runtime.engine:DeepSpeedEngine.global_steps",
-            "deepspeed.runtime.engine:DeepSpeedEngine.backward(loss)",
-            "deepspeed.runtime.engine:DeepSpeedEngine.is_gradient_accumulation_boundary()",
-            "deepspeed.runtime.engine:DeepSpeedEngine.step()",
-        ),
-    ),
 )
 
 

@@ -30,10 +30,13 @@ def test_what_is_tested_is_what_is_pinned(row: str, package: str) -> None:
     assert tested == version
 
 
-def test_the_torchtitan_that_is_tested_is_the_one_that_its_group_asks_for() -> None:
-    (required,) = PROJECT["optional-dependencies"]["torchtitan"]
-    (tested,) = re.findall(r"(?m)^\| torchtitan \|[^|]*\| ([\w.]+) \|", TEXT)
-    assert required == f"torchtitan=={tested}"
+@pytest.mark.parametrize("name", ["DeepSpeed", "torchtitan"])
+def test_what_has_an_environment_of_its_own_is_tested_in_the_version_of_its_group(
+    name: str,
+) -> None:
+    (required,) = PROJECT["optional-dependencies"][name.lower()]
+    (tested,) = re.findall(rf"(?m)^\| {name} \|[^|]*\| ([\w.]+) \|", TEXT)
+    assert required == f"{name.lower()}=={tested}"
 
 
 def test_the_second_torch_and_python_are_those_of_the_bundle() -> None:

@@ -22,6 +22,7 @@ from holdfast._sampler import RecoverableSampler
 from holdfast._session.interface import Session
 from holdfast._settings import Settings
 from holdfast._state.extras import UnsupportedValueError
+from holdfast._state.flat import FlatRange, FlatTensor
 from holdfast_core.errors import (
     AccessDeniedError,
     CorruptError,
@@ -51,6 +52,8 @@ __all__ = [
     "AccessDeniedError",
     "CorruptError",
     "ElasticSampler",
+    "FlatRange",
+    "FlatTensor",
     "HoldfastError",
     "InvalidJobError",
     "LayoutMismatchError",

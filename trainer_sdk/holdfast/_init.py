@@ -37,6 +37,7 @@ from holdfast._state.capture import LiveState
 from holdfast._state.collect import Stateful
 from holdfast._state.conventions import Seats, UnitNamer
 from holdfast._state.dtensors import raw
+from holdfast._state.flat import FlatTensor
 from holdfast._state.groups import check_optimizers
 from holdfast._state.nested import check_nested, notices_steps, with_nested
 from holdfast._state.program_start import ProgramStart
@@ -53,6 +54,7 @@ def init(
     topology: Topology | None = None,
     units: UnitNamer | None = None,
     private: Collection[str] = (),
+    flat: Sequence[FlatTensor] = (),
     settings: Settings | None = None,
     socket: Path | str | None = None,
     job: str | None = None,
@@ -77,6 +79,8 @@ def init(
             `[experts, …]`; gates are called `gate` or `router`; layers are numbered.
         private: names of tensors that no other rank holds, although the topology says so, such as
             the states of a sharded optimizer (`layer.weight:exp_avg`).
+        flat: a sharded optimizer's flat tensors, with the ranges of the model's parameters in them.
+            Such a tensor that is not named restarts only in a world of the same size.
         settings: see `Settings`.
         socket: the daemon's Unix socket; by default `HOLDFAST_SOCKET`.
         job: the job's key; by default `HOLDFAST_JOB`.
@@ -99,6 +103,7 @@ def init(
         topology=topology,
         units=units,
         private=frozenset(private),
+        flat=tuple(flat),
         settings=_complete_settings(settings, environment),
         socket=Path(socket) if socket is not None else environment.socket,
         job=job if job is not None else environment.job,
@@ -125,6 +130,7 @@ class _Maker:
     topology: Topology | None
     units: UnitNamer | None
     private: frozenset[str]
+    flat: tuple[FlatTensor, ...]
     settings: Settings
     socket: Path | None
     job: str
@@ -163,6 +169,12 @@ class _Maker:
             self.topology.check_world(_world(self.environment, self.rank)[1])
         if self.protects:
             check_optimizers(self.optimizers)
+            if self.flat and self.settings.window:
+                raise InvalidJobError(
+                    "sparse windows repeat the steps of single experts, which an optimizer with "
+                    "flat tensors cannot take: use snapshot.policy.type Full, PartialExperts or "
+                    "Selective"
+                )
             check_nested(
                 self.optimizers,
                 self.settings.repeats if self.settings.window else None,
@@ -232,6 +244,7 @@ class _Maker:
             rank,
             units=self.units,
             private=self.private,
+            flat=self.flat,
             begun=begun,
         )
 

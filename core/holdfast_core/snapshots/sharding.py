@@ -225,7 +225,7 @@ def _ranges(tensor: TensorSize, limit: int) -> Iterable[Shard]:
 
 
 def _whole(tensor: TensorSize) -> Shard:
-    return Shard(unit=tensor.unit, tensor=tensor.tensor, start=0, nbytes=tensor.nbytes)
+    return Shard(unit=tensor.unit, tensor=tensor.tensor, start=tensor.start, nbytes=tensor.nbytes)
 
 
 def _coalesce(shards: Sequence[Shard]) -> tuple[Shard, ...]:

@@ -120,6 +120,9 @@ class TensorSize:
     shape: tuple[int, ...]
     """Shape of the whole local tensor (the expert's slice for stacked expert weights)."""
     nbytes: int
+    """Bytes that the rank holds: all of the tensor, or a range of a private one."""
+    start: int = 0
+    """First byte of that range within the tensor's contiguous bytes."""
     private: bool = False
     """True when no other rank holds these bytes (a local shard of FSDP2 or of a sharded
     optimizer): the rank captures all of it, whatever its replicas do."""

@@ -138,7 +138,8 @@ def table_of(sources: Sequence[TensorSource]) -> tuple[TensorSize, ...]:
             tensor=source.name,
             role=source.role,
             dtype=dtype_name(source.tensor.dtype),
-            shape=tuple(source.tensor.shape),
+            shape=source.shape,
+            start=source.start,
             nbytes=source.nbytes,
             private=source.private,
             trained=source.whole.param_group >= 0,
@@ -404,7 +405,7 @@ def own_shards(base: BasePlan, table: Sequence[TensorSize]) -> tuple[Shard, ...]
 def _own_ranges(base: BasePlan, size: TensorSize) -> tuple[tuple[int, int], ...]:
     """Return (start, bytes) of the ranges of a tensor that this rank captures."""
     # A tensor that the agreed plan contains.
-    whole = ((0, size.nbytes),)
+    whole = ((size.start, size.nbytes),)
     if base.alone or size.private:
         return whole
     if base.tables.get(size.tensor) == size:
@@ -566,7 +567,7 @@ def moves_of(layout: Layout, sources: Sequence[TensorSource]) -> CopyPlan:
         if source.staging is not None and not source.eager:
             staged.append((source.staging, source.tensor))
     for entry in layout.entries:
-        part = by_name[entry.tensor].flat()[entry.start : entry.start + entry.nbytes]
+        part = by_name[entry.tensor].part(entry.start, entry.nbytes)
         ranges.append((entry.offset, entry.start, part))
     return plan_copy(ranges, staged, layout.piece_bytes)
 

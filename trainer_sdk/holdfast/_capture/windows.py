@@ -315,7 +315,7 @@ def _plan(
     ranges, staged = [], {}
     for entry in entries:
         source = sources[entry.tensor, entry.role is TensorRole.GRADIENT]
-        flat = source.flat()[entry.start : entry.start + entry.nbytes]
+        flat = source.part(entry.start, entry.nbytes)
         ranges.append((entry.offset, entry.start, flat))
         if entry.nbytes:
             skip[entry.offset // size : -(-(entry.offset + entry.nbytes) // size)] = False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 from holdfast._restoring.fit import Wanted
@@ -47,11 +48,14 @@ class PayloadRange(NamedTuple):
 
 
 class LocalTensor(NamedTuple):
-    """A live tensor as a box of a tensor of the model."""
+    """A live tensor as a part of a tensor of the model."""
 
     whole: SetTensor
-    offsets: tuple[int, ...]
     shape: tuple[int, ...]
+    """Shape of the live tensor; of the whole one if the live one is a range in a flat tensor."""
+    boxes: tuple[tuple[Box, int], ...]
+    """Boxes of the whole tensor that make up the part, each with the number of its first element in
+    the whole tensor, if the part is a range, or else in the part."""
 
 
 def assemble(
@@ -126,8 +130,7 @@ def local_tensors(live: LiveState, tensors: Mapping[str, SetTensor]) -> dict[str
     for tensor in tensors.values():
         name = local_name(live, tensor)
         if name is not None:
-            offsets, shape = _box_of(live, sources.get(name), name, tensor)
-            found[name] = LocalTensor(tensor, offsets, shape)
+            found[name] = _local(live, sources.get(name), name, tensor)
         elif not (tensor.expert or _is_others(live, tensor)):
             raise LayoutMismatchError(
                 f"the snapshot has {tensor.name}, which the model and its optimizers do not"
@@ -135,8 +138,24 @@ def local_tensors(live: LiveState, tensors: Mapping[str, SetTensor]) -> dict[str
     return found
 
 
+def _local(
+    live: LiveState, source: TensorSource | None, name: str, tensor: SetTensor
+) -> LocalTensor:
+    """Describe this rank's part of a tensor."""
+    span = live.range_of(name)
+    if span is None or span.shape != tensor.shape:
+        offsets, shape = _box_of(live, source, name, tensor)
+        return LocalTensor(tensor, shape, ((Box(offsets, shape, ()), 0),))
+    boxes = tuple(
+        (Box(offsets, lengths, ()), span.first + first) for offsets, lengths, first in span.boxes()
+    )
+    return LocalTensor(tensor, tensor.shape, boxes)
+
+
 def _is_others(live: LiveState, tensor: SetTensor) -> bool:
     """Whether `tensor` is an optimizer state that belongs to another rank's optimizer."""
+    if live.flat and tensor.key:
+        return True
     anchor = live.anchors.get(tensor.parameter) if tensor.key else None
     return anchor is not None and anchor.optimizer >= 0 and not live.takes_state(anchor, tensor.key)
 
@@ -192,7 +211,8 @@ def payload_ranges(
     """
     ranges: dict[int, list[PayloadRange]] = {}
     for name, local in found.items():
-        for rank, one in _ranges_of(name, local):
+        parts = (_ranges_of(name, local.whole, box, first) for box, first in local.boxes)
+        for rank, one in chain.from_iterable(parts):
             end, misplaced = one.offset + one.nbytes, one.widened > 1 and one.offset % _MASTER_BYTES
             if end > layouts[rank].extras_offset or misplaced:
                 raise LayoutMismatchError(
@@ -203,10 +223,13 @@ def payload_ranges(
     return {rank: tuple(sorted(of_rank)) for rank, of_rank in ranges.items()}
 
 
-def _ranges_of(name: str, local: LocalTensor) -> Iterator[tuple[int, PayloadRange]]:
-    """Yield the rank and the payload range of each part of a local tensor."""
-    here, item = Box(local.offsets, local.shape, ()), local.whole.item_bytes
-    for box in local.whole.boxes:
+def _ranges_of(
+    name: str, whole: SetTensor, here: Box, first: int
+) -> Iterator[tuple[int, PayloadRange]]:
+    """Yield the rank and the payload range of each part of the box `here`, whose first element is
+    number `first` of the live tensor."""
+    item = whole.item_bytes
+    for box in whole.boxes:
         low = [max(pair) for pair in zip(here.offsets, box.offsets, strict=True)]
         ends = (
             min(a + n, b + m)
@@ -229,7 +252,7 @@ def _ranges_of(name: str, local: LocalTensor) -> Iterator[tuple[int, PayloadRang
                         offset=part.offset,
                         nbytes=part.nbytes * part.widened,
                         tensor=name,
-                        start=start + part.start - at,
+                        start=first * item + start + part.start - at,
                         widened=part.widened,
                     ),
                 )

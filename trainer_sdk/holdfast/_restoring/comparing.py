@@ -47,7 +47,7 @@ def difference(
     # Compare names and forms.
     for entry in entries:
         source = sources.get(entry.tensor)
-        if source is None or (dtype_name(source.tensor.dtype), tuple(source.tensor.shape)) != (
+        if source is None or (dtype_name(source.tensor.dtype), source.shape) != (
             entry.dtype,
             entry.shape,
         ):
@@ -60,8 +60,7 @@ def difference(
     # Compare bytes. The snapshot lacks weights that follow from their masters.
     whole = [entry for entry in entries if not entry.cast_of]
     ranges = [
-        (entry.offset, sources[entry.tensor].flat()[entry.start : entry.start + entry.nbytes])
-        for entry in whole
+        (entry.offset, sources[entry.tensor].part(entry.start, entry.nbytes)) for entry in whole
     ]
     differing = engine.first_differing(ranges, snapshot.placed)
     if differing is not None:

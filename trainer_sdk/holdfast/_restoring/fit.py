@@ -8,6 +8,7 @@ dropped, so that afterwards exactly those of the snapshot exist.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import msgspec
@@ -154,18 +155,29 @@ def _wanted(items: Sequence[Entry | Offer]) -> dict[str, Wanted]:
     return wanted
 
 
-def check_cover(wanted: Mapping[str, Wanted]) -> None:
-    """Check that some rank captured every byte of every tensor.
+def check_cover(wanted: Mapping[str, Wanted], live: LiveState) -> None:
+    """Check that some rank captured every byte of every tensor or, of a tensor of which this rank
+    holds a range in a flat tensor, exactly the bytes of that range.
 
     Raises:
-        LayoutMismatchError: bytes are missing; the message names the tensor.
+        LayoutMismatchError: bytes are missing, or are not this rank's; the message names the
+            tensor.
     """
+    live.sources()
     for item in wanted.values():
-        total = dtype_of_name(item.dtype).itemsize
-        for length in item.shape:
-            total *= length
-        end = 0
-        for start, nbytes in sorted(item.ranges):
+        size = dtype_of_name(item.dtype).itemsize
+        low, total = 0, size * prod(item.shape)
+        span = live.range_of(item.tensor)
+        if span is not None and span.shape == item.shape:
+            low, total = size * span.first, size * (span.first + span.count)
+        ranges = sorted(item.ranges)
+        if low and ranges[0][0] < low:
+            raise LayoutMismatchError(
+                f"{item.tensor}: this rank holds its bytes from {low} to {total}, in the snapshot "
+                f"it holds those from {ranges[0][0]} on; divide the optimizer as before"
+            )
+        end = low
+        for start, nbytes in ranges:
             if start > end:
                 break
             end = max(end, start + nbytes)
@@ -241,10 +253,30 @@ def make_room(
         state = live.state_of(anchor, key)
         if state is not None:
             state.pop(key, None)
+    numbers = {
+        (id(anchor.parameter), parts.key)
+        for parts, anchor, item in (
+            (parts, live.anchors[str(parts.base)], wanted[name])
+            for name in missing
+            for parts in (TensorName.parse(name),)
+        )
+        if anchor.span is None or anchor.span.shape != item.shape
+    }
     order = {base: place for place, base in enumerate(live.anchors)}
     states = [(str(TensorName.parse(name).base), name) for name in missing]
     for base, name in sorted(states, key=lambda state: order[state[0]]):
-        _allocate(live, live.anchors[base], TensorName.parse(name), wanted[name], devices)
+        anchor, parts = live.anchors[base], TensorName.parse(name)
+        if anchor.span is not None and (id(anchor.parameter), parts.key) not in numbers:
+            # One tensor for all ranges; padding holds zeros.
+            of_flat = Wanted(
+                tensor=name,
+                dtype=wanted[name].dtype,
+                shape=tuple(anchor.parameter.shape),
+                ranges=[],
+            )
+            _allocate(live, anchor, parts, of_flat, devices)
+        else:
+            _allocate(live, anchor, parts, wanted[name], devices)
     if not (missing or extra):
         return sources
     return {source.name: source for source in live.sources()}
@@ -286,7 +318,7 @@ def _fit_buffers(live: LiveState, wanted: Mapping[str, Wanted], changed: Changed
 
 
 def _check(wanted: Wanted, source: TensorSource) -> None:
-    here = (dtype_name(source.tensor.dtype), tuple(source.tensor.shape))
+    here = (dtype_name(source.tensor.dtype), source.shape)
     if here != (wanted.dtype, wanted.shape):
         raise LayoutMismatchError(
             f"{wanted.tensor} is {here[0]}{list(here[1])}, in the snapshot it is "
@@ -316,6 +348,7 @@ def _allocate(
     if shape != tuple(local.shape):
         state[key] = torch.empty(shape, dtype=dtype, device=device)
         return
-    # Seats without an expert hold zeros.
-    make = torch.empty_like if anchor.place.seats is None else torch.zeros_like
+    # Seats without an expert, and the padding of flat tensors, hold zeros.
+    whole = anchor.place.seats is None and anchor.span is None
+    make = torch.empty_like if whole else torch.zeros_like
     state[key] = with_placement_of(parameter, make(local, dtype=dtype, device=device))

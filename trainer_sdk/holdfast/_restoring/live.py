@@ -183,8 +183,8 @@ class HandOver:
                     Offer(
                         tensor=source.name,
                         dtype=dtype_name(source.tensor.dtype),
-                        shape=tuple(source.tensor.shape),
-                        start=0,
+                        shape=source.shape,
+                        start=source.start,
                         nbytes=source.nbytes,
                         replicas=tuple(sorted({self.rank, *to})),
                     )
@@ -230,7 +230,7 @@ class HandOver:
         """Allocate and drop tensors of this new rank, so that it has those of the others."""
         put_back_groups(self.live, extras)
         wanted = wanted_of_offers(self.rank, [given[one].offers for one in set(self._sources)])
-        check_cover(wanted)
+        check_cover(wanted, self.live)
         for source in self.live.sources():
             if source.seats is not None:
                 dtype, shape = dtype_name(source.tensor.dtype), tuple(source.tensor.shape)

@@ -81,7 +81,7 @@ class FillTargets:
                 continue
             source, part = self._sources[one.tensor], data[begin - low : stop - low]
             start = one.start + (begin - one.offset) // one.widened
-            into = source.flat()[start : start + (stop - begin) // one.widened]
+            into = source.part(start, (stop - begin) // one.widened)
             if one.widened == 1:
                 into.copy_(part)
             else:  # Round a master as training did. Clone it first, because floats must be aligned.

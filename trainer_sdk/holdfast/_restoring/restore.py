@@ -538,7 +538,7 @@ class Restore:
         # Make sure that the snapshots of all ranks together fill every tensor.
         snapshot, window = found.snapshot, found.snapshot.window
         wanted = wanted_by(self.rank, found.entries, all_offers)
-        check_cover(wanted)
+        check_cover(wanted, self.live)
         # Make room for the live tensors; optimizer states may not exist yet.
         put_back_groups(self.live, found.extras)
         of_frames = {name: live_name(name, window) for name in wanted}
@@ -563,7 +563,7 @@ class Restore:
                 replay = Replay(live=self.live, record=window, frames=loads, step=window.first)
         # Verify each piece and copy it, in one pass over the payload.
         ranges = [
-            (entry.offset, entry.start, _part(sources[entry.tensor], entry.start, entry.nbytes))
+            (entry.offset, entry.start, sources[entry.tensor].part(entry.start, entry.nbytes))
             for entry in found.entries
             if not entry.cast_of
         ]
@@ -649,10 +649,6 @@ def find_agreed_versions(of_snapshots: Iterable[Mapping[str, str]]) -> dict[str,
                     f"{version}; restore another generation"
                 )
     return agreed
-
-
-def _part(source: TensorSource, start: int, nbytes: int) -> Any:
-    return source.flat()[start : start + nbytes]
 
 
 def _attempt(work: Callable[[], _T]) -> tuple[_T | None, HoldfastError | None]:

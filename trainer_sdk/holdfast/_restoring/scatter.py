@@ -50,7 +50,7 @@ def scatter(
         for source_rank in group:
             offers = [offer for offer in all_offers[source_rank] if offer.replicas == group]
             for ranges in _buffers(offers):
-                parts = [sources[name].flat()[at : at + nbytes] for name, at, nbytes in ranges]
+                parts = [sources[name].part(at, nbytes) for name, at, nbytes in ranges]
                 lengths = [nbytes for _, _, nbytes in ranges]
                 buffer = room[: sum(lengths)]
                 packed = buffer.split(lengths)

@@ -38,6 +38,7 @@ from holdfast._state.dtensors import (
     local_of,
     raw,
 )
+from holdfast._state.flat import FlatTensor, FlatTensors, Span, slices_of
 from holdfast._state.groups import Members, check_optimizers
 from holdfast._state.in_place import Watched
 from holdfast._state.inventory import TensorInventory
@@ -89,6 +90,9 @@ class TensorSource:
     staging: torch.Tensor | None = None
     """Contiguous copy of a tensor that is not contiguous, or is eager."""
     whole: Whole = field(default=Whole())
+    span: Span | None = None
+    """The range of a tensor of the model that it is, if it lies in a flat tensor; `tensor` is then
+    [elements]. None for whole tensors and for boxes of distributed ones."""
     seats: Seats | None = None
     """Module with seats that holds its expert; other ranks may have copies of the expert. None for
     all other tensors."""
@@ -99,7 +103,24 @@ class TensorSource:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of `tensor`."""
         return self.tensor.numel() * self.tensor.element_size()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the local tensor, or of the tensor of the model of which it is a range."""
+        return tuple(self.tensor.shape) if self.span is None else self.span.shape
+
+    @property
+    def start(self) -> int:
+        """First byte of the range within the contiguous bytes of a tensor of `shape`."""
+        return 0 if self.span is None else self.span.first * self.tensor.element_size()
+
+    def part(self, start: int, nbytes: int) -> torch.Tensor:
+        """Return the bytes from `start` on of a tensor of `shape`, as `flat` does. They must lie
+        within the range."""
+        at = start - self.start
+        return self.flat()[at : at + nbytes]
 
     def flat(self) -> torch.Tensor:
         """Return the bytes to copy: uint8 [nbytes], which shares the memory of the tensor or of its
@@ -117,6 +138,8 @@ class Anchor:
     index: int | None
     """Index of the slice of a stacked parameter; None for the whole."""
     place: TensorKey
+    span: Span | None = None
+    """The range of a tensor of the model for which `parameter`, a flat tensor, stands."""
 
 
 class LiveState:
@@ -128,11 +151,12 @@ class LiveState:
         units: see `holdfast.init`.
         private: names of tensors that no other rank holds: paths in the model, or `path:key` for
             optimizer states.
+        flat: see `holdfast.init`.
         begun: state of the program at its start; None takes the present state.
 
     Raises:
-        InvalidJobError: the model has no parameters, or an optimizer lacks `state` or
-            `param_groups`.
+        InvalidJobError: the model has no parameters, an optimizer lacks `state` or
+            `param_groups`, or a flat tensor has other ranges than it may have.
     """
 
     def __init__(
@@ -144,6 +168,7 @@ class LiveState:
         *,
         units: UnitNamer | None = None,
         private: frozenset[str] = frozenset(),
+        flat: Sequence[FlatTensor] = (),
         begun: ProgramStart | None = None,
     ) -> None:
         self.model = model
@@ -194,6 +219,10 @@ class LiveState:
         self.changed_buffers: ChangedBuffers = {}
         self._first = {name: weakref.ref(p) for name, p in model.named_parameters()}
         """Name → parameter of the model when the session began."""
+        self.flat = FlatTensors(flat, {id(p): name for name, p in model.named_parameters()})
+        """Parameters of the optimizers that hold ranges of the model's."""
+        self._ranges: dict[int, tuple[str, ...]] = {}
+        """`id` of each flat tensor → names of its ranges."""
         if next(model.parameters(), None) is None:
             raise InvalidJobError("the model has no parameters; pass the module that is trained")
 
@@ -293,6 +322,7 @@ class LiveState:
         """
         self.anchors.clear()
         self.names.clear()
+        self._ranges.clear()
         self._tensors.clear()
         self._buffer_paths.clear()
         self.devices = {index: {} for index in range(len(self.optimizers))}
@@ -387,6 +417,10 @@ class LiveState:
         for index, holders in enumerate(self.holders):
             foreign = [p for p in holders.parameters() if id(p) not in self.names]
             self._refuse_replaced(index, foreign)
+            if any(map(self.flat.get, foreign)):
+                for i, parameter in enumerate(foreign):
+                    yield from self._flat_parameter(index, i, parameter)
+                continue
             masters = len(match) == len(foreign) and all(
                 a.shape == b.shape for a, b in zip(match, foreign, strict=True)
             )
@@ -400,6 +434,124 @@ class LiveState:
                     place = TensorKey(UnitKey(None, UnitKind.OTHER), str(name))
                 self.names[id(parameter)] = place.name
                 yield from self._add(index, parameter, place, TensorRole.MASTER)
+
+    def _flat_parameter(
+        self, index: int, number: int, parameter: torch.Tensor
+    ) -> Iterator[TensorSource]:
+        """Yield the ranges of an optimizer's flat tensor, and add the anchors for their states.
+
+        Raises:
+            InvalidJobError: its ranges have no names, while those of another one have.
+        """
+        name = str(TensorName.orphan(index, number))
+        flat = self.flat.get(parameter)
+        if flat is None:
+            raise InvalidJobError(
+                f"optimizer {index} holds {name} {list(parameter.shape)}, which the model does not "
+                f"have and flat= does not describe: give the ranges of all parameters of an "
+                f"optimizer that has flat ones, or leave flat= out"
+            )
+        self.names[id(parameter)], self._tensors[name] = name, parameter
+        orphan = TensorKey(UnitKey(None, UnitKind.OTHER), name)
+        self.anchors[name] = Anchor(index, parameter, None, orphan)
+        local, names = readable(name, parameter), list[str]()
+        for one in flat.ranges:
+            base = self.anchors[self.names[id(one.parameter)]].place
+            whole = replace(TensorName.parse(base.name), kind=NameKind.MASTER)
+            place = replace(base, name=str(whole))
+            # The states that are single numbers have the name of the whole stack.
+            self.anchors.setdefault(place.name, Anchor(index, parameter, None, place))
+            if base.stacked:
+                rows = int(one.parameter.shape[0])
+                experts = {i: (unit, part) for i, unit, part in _slices_of(place, rows)}
+                found = [(*experts[i], span) for i, span in slices_of(one, rows) if i in experts]
+            else:
+                shape = tuple(one.parameter.shape)
+                span = Span(shape, one.first, one.count, one.at)
+                found = [(place.unit, place.name, span)]
+            for unit, text, span in found:
+                self.anchors[text] = Anchor(index, parameter, None, place, span)
+                names.append(text)
+                yield self._range(unit, text, TensorRole.MASTER, local, span, parameter)
+        self._ranges[id(parameter)] = tuple(names)
+
+    def _range(
+        self,
+        unit: UnitKey,
+        name: str,
+        role: TensorRole,
+        local: torch.Tensor,
+        span: Span,
+        parameter: torch.Tensor,
+    ) -> TensorSource:
+        """Make the source of a range of the flat tensor `local`, which is `parameter` or a state of
+        it."""
+        whole = Whole(param_group=self._groups.get(id(parameter), -1))
+        return TensorSource(
+            unit=unit,
+            name=name,
+            role=role,
+            tensor=span.of(local),
+            private=True,
+            whole=whole,
+            span=span,
+        )
+
+    def _flat_state(
+        self, flat: torch.Tensor, key: str, value: torch.Tensor
+    ) -> Iterator[TensorSource]:
+        """Yield the ranges of a state of a flat tensor, or the single number that it is, once for
+        each of the parameters.
+
+        Raises:
+            InvalidJobError: it is neither.
+        """
+        own = str(TensorName.parse(self.names[id(flat)]).state(key))
+        local = readable(own, value)
+        self._tensors[own] = value
+        seen: set[str] = set()
+        for name in self._ranges[id(flat)]:
+            anchor, parts = self.anchors[name], TensorName.parse(name)
+            assert anchor.span is not None
+            if local.shape == flat.shape:
+                role = TensorRole.MASTER if key in MASTER_KEYS else TensorRole.OPTIMIZER
+                yield self._range(
+                    self._unit_of(name), str(parts.state(key)), role, local, anchor.span, flat
+                )
+            elif local.numel() != 1:
+                raise InvalidJobError(
+                    f"an optimizer keeps {key} {list(local.shape)} for a flat tensor of "
+                    f"{flat.numel()} elements, so it cannot be divided between the parameters: use "
+                    f"an optimizer whose states have the shape of its parameters"
+                )
+            elif str(parts.whole) not in seen:
+                seen.add(str(parts.whole))
+                unit, alone = anchor.place.unit, anchor.place.unit.kind is not UnitKind.EXPERT
+                # It belongs to all ranges, so it must not be left out with an expert.
+                yield TensorSource(
+                    unit=unit if alone else UnitKey(unit.layer, UnitKind.DENSE),
+                    name=str(parts.whole.state(key)),
+                    role=TensorRole.OPTIMIZER,
+                    tensor=local,
+                    private=True,
+                    of_stack=not alone,
+                )
+
+    def _unit_of(self, name: str) -> UnitKey:
+        """Unit of the parameter, or of the slice of a stack, with an anchor `name`."""
+        unit, expert = self.anchors[name].place.unit, TensorName.parse(name).expert
+        return unit if expert is None else UnitKey(unit.layer, UnitKind.EXPERT, expert)
+
+    def names_of(self, parameter: torch.Tensor) -> tuple[str, ...]:
+        """Names under which an optimizer's state of `parameter` is captured: of each range, if it
+        is a flat tensor."""
+        return self._ranges.get(id(parameter)) or (self.names[id(parameter)],)
+
+    def range_of(self, name: str) -> Span | None:
+        """The range of the tensor `name` that this rank holds, in elements; None if it is not in a
+        flat tensor."""
+        anchor = self.anchors.get(str(TensorName.parse(name).base))
+        return None if anchor is None else anchor.span
 
     def _refuse_replaced(self, optimizer: int, foreign: Sequence[torch.Tensor]) -> None:
         """Raise InvalidJobError if one of `foreign` was in the model before. The optimizer would
@@ -431,10 +583,37 @@ class LiveState:
                         "an optimizer holds state for a tensor that is neither in the model nor in "
                         "its parameter groups; restore the groups or clear that state"
                     )
+                if id(parameter) in self._ranges:
+                    for key, value in state.items():
+                        yield from self._flat_value(index, parameter, key, value)
+                    continue
                 place = self.anchors[name].place
                 for key, value in state.items():
                     for source in self._value(index, parameter, place, key, value):
                         yield replace(source, private=True) if holders.parted else source
+
+    def _flat_value(
+        self, index: int, flat: torch.Tensor, key: Any, value: Any
+    ) -> Iterator[TensorSource]:
+        """Yield the sources of a value in the state of a flat tensor, if it is a tensor.
+
+        Raises:
+            InvalidJobError: it has tensors inside, which cannot be divided between parameters.
+        """
+        own = str(TensorName.parse(self.names[id(flat)]).state(str(key)))
+        if not has_tensors(value):
+            check_value(own, value)
+            return
+        if not (isinstance(key, str) and is_plain(value)):
+            raise InvalidJobError(
+                f"{own} has tensors inside, which cannot be divided between the parameters of a "
+                f"flat tensor: use an optimizer whose states are plain tensors"
+            )
+        if value.device.type != flat.device.type:
+            for one in self.names_of(flat):
+                here = str(TensorName.parse(one).whole.state(key))
+                self.devices[index][here] = value.device.type
+        yield from self._flat_state(flat, key, value)
 
     def _value(
         self, index: int, parameter: torch.Tensor, place: TensorKey, key: Any, value: Any
@@ -572,6 +751,8 @@ class LiveState:
         anchor = self.anchors.get(str(parts.base))
         if anchor is not None and anchor.place.unit.kind is UnitKind.EXPERT is not unit.kind:
             return True  # of a stack: see `_state`
+        if anchor is not None and self.flat.get(anchor.parameter) is not None:
+            return True
         if anchor is None or self._declared_private(parts) or parts.kind is NameKind.ORPHAN:
             return True
         if parts.is_state and anchor.optimizer >= 0 and self.holders[anchor.optimizer].parted:

@@ -237,7 +237,7 @@ def _values_of(live: LiveState, index: int, optimizer: Any) -> dict[str, Any]:
             else:
                 kept[key] = value
         if kept:
-            scalars[live.names[id(parameter)]] = kept
+            scalars |= dict.fromkeys(live.names_of(parameter), kept)
     groups = [
         {key: value for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
@@ -323,7 +323,8 @@ def _load_values(live: LiveState, index: int, at: int, saved: Mapping[str, Any])
     for parameter, state in optimizer.state.items():
         if isinstance(parameter, str):
             continue
-        kept = saved["scalars"].get(live.names[id(parameter)], {})
+        named = (saved["scalars"].get(name, {}) for name in live.names_of(parameter))
+        kept = next((values for values in named if values), {})
         gone = [k for k, v in state.items() if not has_tensors(v) and k not in kept]
         for key in gone:
             del state[key]

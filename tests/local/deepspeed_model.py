@@ -1,0 +1,143 @@
+"""A small model and its engine of DeepSpeed on CPU and gloo."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from typing import Any
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+import deepspeed
+import torch
+from torch import nn
+
+# It compiles C++ for minutes. The attribute `deepspeed.comm.torch` is torch.
+sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+
+EXPERTS, WIDTH, WORDS, BATCH = 4, 8, 16, 2
+ACCUMULATED = 2
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(WIDTH, 2 * WIDTH)
+        self.out = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.out(self.into(x).relu())
+        return y
+
+
+class Block(nn.Module):
+    """A layer with experts: with `ep` ranks, DeepSpeed's, divided between them."""
+
+    def __init__(self, ep: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.ep = ep
+        if ep:
+            from deepspeed.moe.layer import MoE
+
+            self.moe: nn.Module = MoE(
+                WIDTH, Expert(), num_experts=EXPERTS, ep_size=ep, use_rts=False, capacity_factor=4.0
+            )
+        else:
+            self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        if self.ep:
+            return x + self.moe(y)[0]
+        return x + torch.stack([expert(y) for expert in self.experts]).sum(0)
+
+
+class Model(nn.Module):
+    def __init__(self, ep: int = 0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(Block(ep) for _ in range(2))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.embed(words)
+        for layer in self.layers:
+            x = layer(x)
+        loss: torch.Tensor = nn.functional.cross_entropy(
+            self.head(x).float().flatten(0, 1), words.flatten()
+        )
+        return loss
+
+
+def make_engine(
+    seed: int, *, stage: int, dtype: str = "fp32", ep: int = 0, offload: bool = False
+) -> Any:
+    """An engine of DeepSpeed around a new model and optimizer."""
+    torch.manual_seed(seed)
+    model = Model(ep)
+    groups: Any = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1, "name": "w"},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0, "name": "b"},
+    ]
+    if ep:
+        from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+        groups = split_params_into_different_moe_groups_for_optimizer(groups)
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    zero: dict[str, Any] = {"stage": stage}
+    if offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_accumulation_steps": ACCUMULATED,
+        "gradient_clipping": 1.0,
+        "steps_per_print": 10**9,
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 0.01}},
+    }
+    if dtype == "bf16":
+        settings["bf16"] = {"enabled": True}
+    if dtype == "fp16":
+        # The first scale overflows, and a step is skipped.
+        settings["fp16"] = {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 3}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    return engine
+
+
+def train_step(engine: Any, rank: int) -> float:
+    """Train on the micro-batches of one step; return the loss of the last one.
+
+    Args:
+        rank: chooses the data; equal numbers see equal data.
+    """
+    step = engine.global_steps
+    while engine.global_steps == step:
+        number = 1000 * (engine.micro_steps + 1) + rank
+        generator = torch.Generator().manual_seed(number)
+        loss = engine(torch.randint(0, WORDS, (BATCH, 4), generator=generator))
+        engine.backward(loss)
+        engine.step()
+    return float(loss.detach())
+
+
+def digests_of(engine: Any) -> dict[str, str]:
+    """Digests of all that training has changed on this rank."""
+    found = {name: _digest(p) for name, p in engine.module.named_parameters()}
+    optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    for index, group in enumerate(optimizer.param_groups):
+        found[f"group{index}"] = repr(sorted((k, v) for k, v in group.items() if k != "params"))
+        for number, p in enumerate(group["params"]):
+            found[f"{index}.{number}"] = _digest(p)
+            for key, value in optimizer.state[p].items():
+                found[f"{index}.{number}.{key}"] = _digest(value)
+    found["counters"] = repr([engine.global_samples, engine.skipped_steps, engine.micro_steps])
+    found["scale"] = repr(getattr(engine.optimizer, "cur_scale", None))
+    return found
+
+
+def _digest(value: torch.Tensor) -> str:
+    flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()

@@ -1,0 +1,265 @@
+"""Engines of DeepSpeed, whose ranks are killed and come back, in worlds of any size.
+
+`make test-deepspeed` runs this in an environment that has DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+import holdfast
+from holdfast.testing import FakeDaemon
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.topology import Topology
+
+WAIT_S = 120.0
+KILLED, STEPS = 4, 6
+
+pytestmark = [
+    pytest.mark.timeout(400),
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("deepspeed") is None, reason="needs make test-deepspeed"
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """Settings of an engine; see `deepspeed_model.make_engine`."""
+
+    stage: int
+    dtype: str = "fp32"
+    ep: int = 0
+    offload: bool = False
+
+    def __str__(self) -> str:
+        more = f" ep{self.ep}" * bool(self.ep) + " offload" * self.offload
+        return f"stage{self.stage} {self.dtype}{more}"
+
+
+CASES = (
+    Case(stage=2, dtype="bf16"),
+    Case(stage=1, dtype="fp16"),
+    Case(stage=1, dtype="bf16", ep=2),
+    Case(stage=1),
+    Case(stage=2, offload=True),
+    Case(stage=0),
+    Case(stage=0, dtype="bf16"),
+    Case(stage=2, ep=2),
+)
+IN_CI = 3
+
+
+def open_session(
+    engine: Any, directory: str, rank: int, world: int, epoch: int, old: int = 0, **more: Any
+) -> holdfast.Session:
+    from holdfast.integrations.deepspeed import protect
+
+    daemon = FakeDaemon(
+        directory,
+        rank=rank,
+        world_size=world,
+        epoch=epoch,
+        captured_by=old,
+        reads=[one for one in range(old) if one % world == rank],
+    )
+    settings = holdfast.Settings(start_wait_s=WAIT_S, exchange_timeout_s=WAIT_S, **more)
+    return protect(engine, daemon=daemon, settings=settings)
+
+
+def train(
+    engine: Any, rank: int, last: int, session: holdfast.Session | None = None
+) -> list[float]:
+    from deepspeed_model import train_step
+
+    losses = []
+    while engine.global_steps < last:
+        losses.append(train_step(engine, rank))
+        if session is not None:
+            session.save(engine.global_steps).committed.result(WAIT_S)
+    return losses
+
+
+def full_state(engine: Any) -> dict[str, torch.Tensor]:
+    """Weights, masters and moments by parameter, as DeepSpeed's own functions return them.
+    Collective."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    # DeepSpeed links states in the first step, when only those of the first group exist.
+    engine.optimizer._hp_optimizer_states_linked = False
+    engine.optimizer._lazy_init_hp_params_optimizer_state()
+    found = {}
+    for name, p in engine.module.named_parameters():
+        found[name] = p.detach().clone()
+        found[f"{name}.master"] = safe_get_full_fp32_param(p)
+        for key in ("exp_avg", "exp_avg_sq"):
+            found[f"{name}.{key}"] = safe_get_full_optimizer_state(p, key)
+    return found
+
+
+def is_killed(rank: int, world: int, directory: str, case: dict[str, Any]) -> None:
+    from deepspeed_model import digests_of, make_engine
+
+    engine = make_engine(1, **case)
+    losses = train(engine, rank, STEPS)
+    torch.save((losses, digests_of(engine)), f"{directory}-{rank}")
+    engine = make_engine(1, **case)
+    session = open_session(engine, directory, rank, world, epoch=1)
+    assert session.restore() is None
+    assert train(engine, rank, KILLED, session) == losses[:KILLED]
+    if engine.zero_optimization_stage() and not case["ep"]:
+        state = full_state(engine)
+        if rank == 0:
+            torch.save(state, f"{directory}-full")
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def comes_back(rank: int, world: int, directory: str, case: dict[str, Any]) -> None:
+    from deepspeed_model import digests_of, make_engine
+
+    engine = make_engine(2, **case)
+    session = open_session(engine, directory, rank, world, epoch=2)
+    assert session.restore() == KILLED
+    losses = train(engine, rank, STEPS, session)
+    session.close()
+    expected, digests = torch.load(f"{directory}-{rank}")
+    assert losses == expected[KILLED:]
+    found = digests_of(engine)
+    assert found.keys() == digests.keys()
+    assert [name for name in found if found[name] != digests[name]] == []
+    if case["dtype"] == "fp16":
+        assert engine.skipped_steps > 0
+
+
+def comes_back_among_others(
+    rank: int, world: int, directory: str, case: dict[str, Any], old: int
+) -> None:
+    from deepspeed_model import make_engine
+
+    engine = make_engine(2, **case)
+    session = open_session(engine, directory, rank, world, epoch=2, old=old)
+    assert session.restore() == KILLED
+    found, expected = full_state(engine), torch.load(f"{directory}-full")
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+    train(engine, rank, KILLED + 1, session)
+    session.close()
+
+
+def in_world(rank: int, world: int, work: Callable[..., None], store: str, *more: Any) -> None:
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    torch.set_num_threads(1)
+    from deepspeed_model import deepspeed  # which it has prepared for CPUs
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    deepspeed.init_distributed("gloo")
+    try:
+        work(rank, world, *more)
+    except BaseException:
+        traceback.print_exc()
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def run(work: Callable[..., None], world: int, directory: Path, *more: Any) -> None:
+    store = str(directory / f"{work.__name__}-{world}")
+    run_ranks(in_world, (world, work, store, str(directory / "memory"), *more), world)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(pytest.param(case, id=str(case)) for case in CASES[:IN_CI]),
+        *(pytest.param(case, id=str(case), marks=pytest.mark.exhaustive) for case in CASES[IN_CI:]),
+    ],
+)
+def test_a_killed_run_ends_with_the_losses_and_bytes_of_an_undisturbed_one(
+    tmp_path: Path, case: Case
+) -> None:
+    with pytest.raises(AssertionError, match="SIGKILL"):
+        run(is_killed, 2, tmp_path, asdict(case))
+    run(comes_back, 2, tmp_path, asdict(case))
+
+
+def test_other_worlds_find_masters_and_moments_by_parameter(tmp_path: Path) -> None:
+    case = asdict(Case(stage=2, dtype="bf16"))
+    with pytest.raises(AssertionError, match="SIGKILL"):
+        run(is_killed, 2, tmp_path, case)
+    for world in (1, 3):
+        run(comes_back_among_others, world, tmp_path, case, 2)
+
+
+def is_refused(rank: int, world: int, directory: str) -> None:
+    """What a session could not hold is refused in words that name the setting."""
+    from deepspeed_model import make_engine, train_step
+
+    def refused(engine: Any) -> str:
+        with pytest.raises(InvalidJobError) as refusal:
+            open_session(engine, directory, rank, world, epoch=1)
+        return str(refusal.value)
+
+    assert "set zero_optimization.stage to 1 or 2" in refused(make_engine(1, stage=3))
+    engine = make_engine(1, stage=1)
+    with torch.no_grad():
+        engine.optimizer.single_partition_of_fp32_groups[0][3] += 1.0
+    assert "set zero_optimization.round_robin_gradients to false" in refused(engine)
+    # A save in the middle of an accumulation.
+    engine = make_engine(1, stage=1)
+    session = open_session(engine, directory, rank, world, epoch=1)
+    session.restore()
+    train_step(engine, rank)
+    words = torch.zeros(2, 4, dtype=torch.long)
+    engine.backward(engine(words))
+    engine.step()
+    error: Any = None
+    try:
+        error = session.save(engine.global_steps).committed.exception(WAIT_S)
+    except InvalidJobError as raised:
+        error = raised
+    assert "a save after 1 of 2 micro-batches would lose their gradients" in str(error)
+    session.close()
+
+
+def test_what_a_session_could_not_hold_is_refused(tmp_path: Path) -> None:
+    run(is_refused, 1, tmp_path)
+
+
+def topologies(rank: int, world: int, directory: str) -> None:
+    from deepspeed.utils import groups
+
+    from holdfast.integrations.deepspeed import topology_of
+
+    for ep in (1, 2, 4):
+        groups._create_expert_and_data_parallel(ep)
+        name = f"ep_size_{ep}"
+        engine = SimpleNamespace(
+            seq_data_parallel_group=dist.group.WORLD,
+            expert_data_parallel_group={name: groups._get_expert_data_parallel_group(name)},
+        )
+        assert topology_of(engine) == Topology(dp=4, ep=ep)
+    engine.expert_data_parallel_group["ep_size_2"] = groups._get_expert_data_parallel_group(
+        "ep_size_2"
+    )
+    with pytest.raises(InvalidJobError, match="use one ep_size for all layers"):
+        topology_of(engine)
+
+
+def test_the_topology_is_that_of_deepspeeds_groups(tmp_path: Path) -> None:
+    run(topologies, 4, tmp_path)
