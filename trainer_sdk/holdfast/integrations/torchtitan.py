@@ -17,13 +17,12 @@ from __future__ import annotations
 import importlib.metadata
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.fsdp import FSDPModule
 
 from holdfast import elastic
 from holdfast._elastic.staying_groups import NEEDS
@@ -55,9 +54,9 @@ def _check_version() -> None:
 _check_version()
 with needing("holdfast.integrations.torchtitan", PackageGroup.TORCHTITAN):
     from torchtitan.components.checkpointer import TRAIN_STATE, BaseCheckpointManager
+    from torchtitan.components.loss import ChunkedLossWrapper
     from torchtitan.config import derive, override
     from torchtitan.distributed import ParallelDims
-    from torchtitan.protocols import module as titan_module
     from torchtitan.tools.utils import device_type
     from torchtitan.trainer import Trainer
 
@@ -98,7 +97,7 @@ class ProtectedCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  
     def train(self, world: World) -> None:
         """Do what `train` of this module does, with the trainer that has this manager."""
         trainer = self._trainer
-        _check_staying(trainer, world)
+        _check_staying(trainer)
         self._session = _make_session(trainer, self._arguments | {"world": world})
         self._entries = Entries(self._session)
         train_step = trainer.train_step
@@ -152,6 +151,7 @@ class ProtectedCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  
     def _enter(self, done: int, history: bytes) -> None:
         """Run the trainer's loop to its end, from the step after `done` on."""
         del history
+        _equalize_loss(self._trainer)
         self._done, loader = done, self._trainer.dataloader
         loader.load_state_dict(loader.state_dict())  # A new iterator would begin at the start.
         self._trainer.train()
@@ -214,14 +214,12 @@ def start(config: Trainer.Config) -> World:
     if world.stays and not world.groups_stay:
         raise InvalidJobError(
             f"torchtitan's process groups stay only with {NEEDS}; this is torch "
-            f"{torch.__version__} and {backend}. Run `-m torchtitan.train` with `--override.imports "
-            f"{__name__}.protect` instead: all processes start again after a failure"
+            f"{torch.__version__} and {backend}. Run `-m torchtitan.train` with "
+            f"`--override.imports {__name__}.protect` instead: all processes then start again "
+            f"after a failure"
         )
     # What torchtitan sets when it forms the groups itself.
     torch.autograd.set_multithreading_enabled(False)
-    # A process that joins later builds its model alone. Every rank computes the same buffers, so
-    # none has to send its own.
-    titan_module.distribute_tensor = partial(distribute_tensor, src_data_rank=None)
     return world
 
 
@@ -288,26 +286,42 @@ def _trainer_in(states: dict[str, Any]) -> Trainer:
     return trainer
 
 
-def _check_staying(trainer: Trainer, world: World) -> None:
+def _check_staying(trainer: Trainer) -> None:
     """Refuse a trainer whose construction, or first step, needs the other ranks: a process that
     joins later builds its trainer alone."""
     config = trainer.config
-    if world.size > 1 and config.debug.seed is None:
+    if config.debug.seed is None:
         raise InvalidJobError(
             "without debug.seed, torchtitan broadcasts a seed when it builds a trainer, which a "
             "process that joins later cannot receive: give --debug.seed"
         )
-    if world.stays and trainer.parallel_dims.pp_enabled:
+    dims, backend = trainer.parallel_dims, config.parallelism.spmd_backend
+    if dims.non_data_parallel_size > 1 or dims.ep_enabled or backend == "full_dtensor":
         raise InvalidJobError(
-            "with pipeline parallelism, torchtitan's stages exchange the shapes of their messages "
-            "in the first step of each process, which a process that joins later would do alone: "
-            f"run `-m torchtitan.train` with `--override.imports {__name__}.protect` instead"
+            f"processes of torchtitan stay with FSDP2 and HSDP only; with other parallelism, or "
+            f"spmd_backend full_dtensor, ranks send to each other while they build a trainer or "
+            f"run its first step: run `-m torchtitan.train` with "
+            f"`--override.imports {__name__}.protect` instead"
         )
     if config.checkpoint.create_seed_checkpoint:
         raise InvalidJobError(
             "checkpoint.create_seed_checkpoint: make it with `-m torchtitan.train`, without "
             "holdfast"
         )
+
+
+def _equalize_loss(trainer: Trainer) -> None:
+    """Let the first step of a process make the same collectives as any other.
+
+    From its first call on, torchtitan's chunked loss leaves the output layer sharded after each
+    forward pass, so that it is gathered once more in each later step. A loss that was cut off
+    leaves it unsharded, and its gradients unreduced.
+    """
+    loss = trainer.loss_fn
+    if isinstance(loss, ChunkedLossWrapper) and isinstance(loss.lm_head, FSDPModule):
+        loss.lm_head.set_reshard_after_forward(True)
+        loss.lm_head.set_reshard_after_backward(True)
+        loss.lm_head.set_requires_gradient_sync(True, recurse=False)
 
 
 def _token_counts(part: nn.Module) -> list[torch.Tensor]:
