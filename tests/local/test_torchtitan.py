@@ -1,5 +1,6 @@
-"""torchtitan's own `train` with our override, on two nodes of two ranks: a rank is killed in the
-middle, and each rank ends with the losses and the bytes of a run of torchtitan alone.
+"""torchtitan on two nodes of two ranks: ranks are killed or stopped, and each rank ends with the
+losses and the bytes of a run of torchtitan alone. With our override, all processes start again;
+with our `train`, only that of the lost rank.
 
 `make test-torchtitan` runs this in an environment that has torchtitan.
 """
@@ -18,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fault_files import fail_at, pending_faults
+from world_sizes import is_recovered
 
-from holdfast_cli.local import LocalCluster, LocalSettings
+from holdfast_cli.local import LocalCluster, LocalSettings, Status
 from holdfast_core.job.parsing import parse_job
 from holdfast_operator.reconciler.observe.counters import Outcome
 
@@ -29,7 +32,10 @@ from torchtitan_assets import make_assets
 NODES, RANKS_PER_NODE = 2, 2
 STEPS, HOLD = 8, 4
 """The run waits in step `HOLD` until a rank has been killed."""
+STAYING_STEPS = 60
 WAIT_S = 300.0
+HANG_S = 20.0
+"""Time after which a step without progress counts as hung, if ranks are stopped."""
 OVERRIDE = ("--override.imports", "holdfast.integrations.torchtitan.protect")
 OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
@@ -81,13 +87,20 @@ def assets(directory: Path) -> Path:
     return make_assets(directory / "assets")
 
 
-def command(case: Case, assets: Path, to: Path, *more: str) -> list[str]:
+def command(
+    case: Case,
+    assets: Path,
+    to: Path,
+    *more: str,
+    script: str = "torchtitan_trainer",
+    steps: int = STEPS,
+) -> list[str]:
     """Trainer and arguments of a run that writes into `to`."""
     to.mkdir()
     return [
-        str(Path(__file__).with_name("torchtitan_trainer.py")),
-        *("--module", "torchtitan_trainer", "--config", "tiny_moe"),
-        *("--training.steps", str(STEPS)),
+        str(Path(__file__).with_name(f"{script}.py")),
+        *("--module", script, "--config", "tiny_moe"),
+        *("--training.steps", str(steps)),
         *("--hf_assets_path", str(assets / "tokenizer")),
         *("--dataloader.dataset_path", str(assets / "data")),
         *("--dump_folder", str(to)),
@@ -111,7 +124,7 @@ def ranks() -> range:
     return range(NODES * RANKS_PER_NODE)
 
 
-def job_of(case: Case, arguments: list[str], cache: Path) -> dict[str, Any]:
+def job_of(case: Case, arguments: list[str], cache: Path, hang_s: float = WAIT_S) -> dict[str, Any]:
     environment = OFFLINE | {"HF_HOME": str(cache)}
     container = {
         "name": "trainer",
@@ -131,7 +144,12 @@ def job_of(case: Case, arguments: list[str], cache: Path) -> dict[str, Any]:
             "redundancy": {"type": "RAIM5", "raim5": {"groupSize": NODES}},
             "failurePolicy": {
                 "spares": 0,
-                "detection": {"heartbeatSeconds": 0.5, "missedHeartbeats": 8, "hangSeconds": 300},
+                "maxRestarts": 1000,
+                "detection": {
+                    "heartbeatSeconds": 0.5,
+                    "missedHeartbeats": 8,
+                    "hangSeconds": hang_s,
+                },
             },
             "trainer": {"template": {"spec": {"containers": [container]}}},
         },
@@ -159,10 +177,73 @@ async def run_killed(case: Case, assets: Path, directory: Path) -> None:
         assert recovery.restored_step in range(1, HOLD)
 
 
-def run_whole(case: Case, assets: Path, directory: Path) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """What a rank suffers in one of its steps."""
+
+    rank: int
+    point: str
+    kind: str = "SIGKILL"
+
+
+async def run_staying(case: Case, faults: list[Fault], assets: Path, directory: Path) -> None:
+    """Run a job in which only lost processes start again, with one fault after the other, the first
+    of them in the first step, before anything is protected."""
+    folder = directory / "killed"
+    arguments = command(
+        case, assets, folder, script="staying_torchtitan_trainer", steps=STAYING_STEPS
+    )
+    early, *faults = faults
+    fail_at(folder, early.rank, early.point, early.kind)
+    document = job_of(case, arguments, directory / "cache", HANG_S)
+    cluster = LocalCluster(parse_job(document), LocalSettings(directory=directory / "memory"))
+    try:
+        async with cluster:
+            for fault in faults:
+                await _suffer(cluster, folder, fault)
+            assert await cluster.finished(timeout_s=WAIT_S) is Outcome.COMPLETE
+    finally:
+        for log in sorted((directory / "memory" / "logs").glob("*")):
+            print(f"--- {log.name}\n{log.read_text()[-4000:]}")
+
+
+async def _suffer(cluster: LocalCluster, folder: Path, fault: Fault) -> None:
+    """Let `fault` happen in a run that is protected, and check which processes stay."""
+
+    def works(status: Status) -> bool:
+        """Whether all ranks have completed steps since the last fault, and are protected."""
+        return (
+            not pending_faults(folder)
+            and all(len(lines(folder, rank)) > counts[rank] + 1 for rank in ranks())
+            and status.protected.startswith(f"{status.epoch}.")
+            and is_recovered(status)
+        )
+
+    counts = [len(lines(folder, rank)) for rank in ranks()]
+    await cluster.wait_for(works, timeout_s=WAIT_S, what=f"steps before {fault}")
+    before, epoch = [lines(folder, rank)[-1]["pid"] for rank in ranks()], cluster.status.epoch
+    fail_at(folder, fault.rank, fault.point, fault.kind)
+    await cluster.wait_for(
+        lambda status: (
+            status.epoch > epoch
+            and is_recovered(status)
+            and lines(folder, fault.rank)[-1]["pid"] != before[fault.rank]
+        ),
+        timeout_s=WAIT_S,
+        what=f"the recovery from {fault}",
+    )
+    counts = [len(lines(folder, rank)) for rank in ranks()]
+    await cluster.wait_for(works, timeout_s=WAIT_S, what=f"steps after {fault}")
+    after = [lines(folder, rank)[-1]["pid"] for rank in ranks()]
+    changed = [rank for rank in ranks() if after[rank] != before[rank]]
+    # A rank that waits for a stopped one may be ended with it.
+    assert changed == [fault.rank] or fault.kind == "SIGSTOP", (fault, changed)
+
+
+def run_whole(case: Case, assets: Path, directory: Path, steps: int = STEPS) -> None:
     """Run torchtitan alone."""
     folder = directory / "whole"
-    arguments = command(case, assets, folder)
+    arguments = command(case, assets, folder, steps=steps)
     launcher = ["-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={len(ranks())}"]
     environment = os.environ | OFFLINE | {"HF_HOME": str(directory / "cache")}
     subprocess.run(
@@ -191,3 +272,42 @@ def test_a_run_that_loses_a_rank_ends_like_one_of_torchtitan_alone(
         assert list(losses(whole, rank)) == list(range(1, STEPS + 1))
         states = [json.loads((folder / f"state-{rank}").read_text()) for folder in (killed, whole)]
         assert states[0] == states[1]
+
+
+FAULTS = [
+    Fault(rank=3, point="forward"),
+    Fault(rank=1, point="forward"),
+    Fault(rank=2, point="backward"),
+    Fault(rank=0, point="before-norm"),
+    Fault(rank=3, point="in-optimizer"),
+    Fault(rank=1, point="step-end"),
+]
+STAYING = {
+    "FSDP2": (CASES[2], FAULTS),
+    "HSDP": (CASES[3], FAULTS),
+    "FSDP2, hangs": (CASES[2], [FAULTS[0], Fault(rank=2, point="backward", kind="SIGSTOP")]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=[] if row == "FSDP2" else pytest.mark.exhaustive) for row in STAYING],
+)
+def test_only_the_process_of_a_lost_rank_starts_again_in_a_loop_that_is_entered_again(
+    row: str, assets: Path, directory: Path
+) -> None:
+    case, faults = STAYING[row]
+    asyncio.run(run_staying(case, faults, assets, directory))
+    run_whole(case, assets, directory, STAYING_STEPS)
+    killed, whole = directory / "killed", directory / "whole"
+    completed: set[int] = set()
+    for rank in ranks():
+        expected = losses(whole, rank)
+        for line in lines(killed, rank):
+            assert line["loss"] == expected[line["step"]], (rank, line)
+            completed.add(line["step"])
+        states = [json.loads((folder / f"state-{rank}").read_text()) for folder in (killed, whole)]
+        assert states[0] == states[1]
+    assert completed == set(range(1, STAYING_STEPS + 1))

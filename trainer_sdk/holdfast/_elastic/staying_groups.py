@@ -340,8 +340,8 @@ class StayingGroups:
         if here is not None and not here.asked and (taken := self._take(here, ranks)) is not None:
             return taken
         backends = c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map().values()
-        # torchtitan makes groups without messages for axes of one rank.
-        if set(backends) != {"gloo"} and (str(backend), size) != (_FAKE, 1):
+        # torchtitan makes groups without messages for axes that it does not use.
+        if set(backends) != {"gloo"} and str(backend) != _FAKE:
             raise InvalidJobError(
                 f"a process group with backend {str(backend)!r}: such groups cannot get new ranks, "
                 f"so this process could not stay when its world changes. Use gloo, or "

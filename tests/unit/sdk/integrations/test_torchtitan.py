@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +188,77 @@ def test_the_manager_inside_keeps_its_configuration_and_the_trainer_sees_it(tita
     assert isinstance(config.checkpoint, titan.ProtectedCheckpointManager.Config)
     assert config.checkpoint.inner is configured
     assert (config.checkpoint.interval, config.checkpoint.enable) == (7, configured.enable)
+
+
+@pytest.fixture
+def staying(titan: Any, assets: Path, process: None, tmp_path: Path) -> Iterator[Any]:
+    """Starts a world of one rank, and builds a trainer for it."""
+    worlds = []
+
+    def built(change: Callable[[Any], None]) -> tuple[Any, Any]:
+        config = Run(titan, assets, tmp_path / "run").configured(None, checkpoints=0)
+        change(config)
+        worlds.append(titan.start(config))
+        return config.build(), worlds[0]
+
+    yield built
+    for world in worlds:
+        world.close()
+
+
+def test_our_train_does_what_that_of_torchtitan_does(
+    titan: Any, staying: Any, run: Run, undisturbed: Any
+) -> None:
+    trainer, world = staying(lambda config: None)
+    titan.train(trainer, world)
+    trainer.close()
+    assert run.outcome() == undisturbed
+
+
+def leave_out_the_seed(config: Any) -> None:
+    config.debug.seed = None
+
+
+def make_a_seed_checkpoint(config: Any) -> None:
+    config.checkpoint.create_seed_checkpoint = True
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (leave_out_the_seed, "give --debug.seed"),
+        (make_a_seed_checkpoint, "make it with `-m torchtitan.train`"),
+    ],
+)
+def test_a_trainer_that_a_new_process_could_not_build_alone_is_refused(
+    titan: Any, staying: Any, change: Callable[[Any], None], message: str
+) -> None:
+    trainer, world = staying(change)
+    with pytest.raises(InvalidJobError, match=message):
+        titan.train(trainer, world)
+
+
+def test_other_parallelism_than_fsdp2_and_hsdp_is_refused(titan: Any, staying: Any) -> None:
+    from torchtitan.distributed import ParallelDims
+
+    trainer, world = staying(lambda config: None)
+    trainer.parallel_dims = ParallelDims(
+        dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=2, ep=1, world_size=2
+    )
+    with pytest.raises(InvalidJobError, match="with FSDP2 and HSDP only"):
+        titan.train(trainer, world)
+
+
+def test_a_trainer_that_was_built_without_start_is_refused(
+    titan: Any, staying: Any, run: Run
+) -> None:
+    trainer, world = staying(lambda config: None)
+    trainer.checkpointer = run.configured(None, checkpoints=0).checkpoint.build(
+        dataloader=None, model_parts=[], optimizers=None, lr_schedulers=None, states={},
+        sd_adapter=None, base_folder="",
+    )  # fmt: skip
+    with pytest.raises(InvalidJobError, match="which protects nothing"):
+        titan.train(trainer, world)
 
 
 DEGREES = [
