@@ -31,13 +31,12 @@ from torch.nn.parallel import DistributedDataParallel
 from holdfast._elastic.ddp import sort_buckets
 from holdfast._elastic.world import World
 from holdfast._init import init
-from holdfast._session.interface import Session
 from holdfast._state.collect import RandomGenerators, Stateful
 from holdfast._state.extras import (
     decode_extras,
     encode_extras,
 )
-from holdfast.integrations._entries import Entries, what_can_be_saved
+from holdfast.integrations._entries import Entries, Protection, what_can_be_saved
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.packages import PackageGroup, needing
 
@@ -66,7 +65,7 @@ _COUNTED = (
 """Attributes of a trainer from which it computes what it logs. It resets them in `train`."""
 
 
-class HoldfastTrainerCallback(TrainerCallback):  # type: ignore[misc]  # the package is not type-checked
+class HoldfastTrainerCallback(Protection, TrainerCallback):  # type: ignore[misc]  # not type-checked
     """Protects a `Trainer` after each optimizer step, and after the evaluation and the checkpoint
     of its own that may follow the step.
 
@@ -90,15 +89,11 @@ class HoldfastTrainerCallback(TrainerCallback):  # type: ignore[misc]  # the pac
     ) -> None:
         self._own, self._world = dict(stateful or {}), world
         self._arguments = arguments
-        self._session: Session | None = None
-        self._entries: Entries | None = None
         self._unsaved = False
         """Whether the newest step is still to be saved, after the evaluation that may follow it."""
         self._scheduler = _KeptState()
         self._at: _Position | None = None
         self._groups: list[dict[str, Any]] = []
-        self._generators: RandomGenerators | None = None
-        """States of the random generators after the restored step, until training resumes."""
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._quiet = _NothingIsMissing()
 
@@ -167,13 +162,11 @@ class HoldfastTrainerCallback(TrainerCallback):  # type: ignore[misc]  # the pac
                 "HoldfastTrainerCallback(world=…) enters the loop of the trainer again after each "
                 "recovery: call protection.train(trainer) instead of restore and trainer.train"
             )
-        self._make_session(trainer)
-        assert self._session is not None
-        step = self._session.restore()
+        step = self._make_session(trainer).session.restore()
         return None if step is None else self._resume(trainer, step, b"")
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._session is None:
+        if self._entries is None:
             raise InvalidJobError(
                 "HoldfastTrainerCallback has not restored yet: call protection.train(trainer) "
                 "instead of trainer.train()"
@@ -225,14 +218,14 @@ class HoldfastTrainerCallback(TrainerCallback):  # type: ignore[misc]  # the pac
         stateful: dict[str, Stateful] = {"trainer": self._at, "scheduler": self._scheduler}
         if getattr(trainer.accelerator, "scaler", None) is not None:
             stateful["scaler"] = trainer.accelerator.scaler
-        self._session = init(
+        session = init(
             model=trainer.model,
             optimizer=optimizer,
             stateful=stateful | self._own,
             world=self._world,
             **self._arguments,
         )
-        self._entries = Entries(self._session)
+        self._entries = Entries(session)
         return self._entries
 
     def _resume(self, trainer: Trainer, done: int, history: bytes) -> str | None:
@@ -283,16 +276,6 @@ class HoldfastTrainerCallback(TrainerCallback):  # type: ignore[misc]  # the pac
         for group, kept in zip(optimizer.param_groups, self._groups, strict=False):
             group.update(kept)
         self._groups = []
-
-    def _put_back_generators(self) -> None:
-        if self._generators is not None:
-            self._generators.put_back()
-            self._generators = None
-
-    def _close(self) -> None:
-        if self._session is not None:
-            self._session.close()
-            self._session = self._entries = None
 
 
 class _NothingIsMissing(logging.Filter):
