@@ -152,7 +152,7 @@ class HoldfastTrainerCallback(Protection, TrainerCallback):  # type: ignore[misc
             start.
 
         Raises:
-            InvalidJobError: the trainer shards its state with FSDP or DeepSpeed, creates its model
+            InvalidJobError: the trainer shards its state otherwise than by FSDP2, creates its model
                 only in `train`, or draws an order of its data that cannot be repeated; or this
                 callback has a `world`.
             HoldfastError: as for `Session.restore`.
@@ -214,6 +214,8 @@ class HoldfastTrainerCallback(Protection, TrainerCallback):  # type: ignore[misc
             if loading.data_seed is None:
                 loading.data_seed = trainer.args.seed
         optimizer = trainer.create_optimizer()
+        if trainer.is_fsdp_enabled:
+            _shard(trainer, optimizer)
         self._at, self._scheduler = _Position(trainer), _KeptState()
         stateful: dict[str, Stateful] = {"trainer": self._at, "scheduler": self._scheduler}
         if getattr(trainer.accelerator, "scaler", None) is not None:
@@ -395,12 +397,53 @@ def _unwrap(trainer: Trainer, optimizer: Any) -> None:
     accelerator.free_memory()
 
 
-def _check(trainer: Trainer, world: World | None) -> None:
-    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+def _shard(trainer: Trainer, optimizer: Any) -> None:
+    """Let accelerate shard the model by FSDP2, once for all entries: the shards stay."""
+    accelerator = trainer.accelerator
+    prepare = accelerator.prepare
+    model, _ = prepare(trainer.model, optimizer)
+    trainer.model = trainer.model_wrapped = model
+    trainer.optimizer = optimizer  # whose parameters are the shards now
+
+    def prepare_again(*objects: Any, **named: Any) -> Any:
+        # accelerate would look up the optimizer's parameters by their addresses, and shards without
+        # elements have none.
+        if objects[0] is not model:
+            return prepare(*objects, **named)
+        others = tuple(map(accelerator.prepare_optimizer, objects[1:]))
+        return (model, *others) if others else model
+
+    accelerator.prepare = prepare_again
+
+
+def _check_sharding(trainer: Trainer, world: World | None) -> None:
+    if trainer.is_deepspeed_enabled:
         raise InvalidJobError(
-            "HoldfastTrainerCallback restores before FSDP or DeepSpeed shard the model; train with "
-            "DDP, or use holdfast.init in a loop of your own"
+            "HoldfastTrainerCallback restores before DeepSpeed shards the model; train with DDP or "
+            "FSDP2, or use holdfast.init in a loop of your own"
         )
+    if not trainer.is_fsdp_enabled:
+        if trainer.args.fsdp:
+            raise InvalidJobError(
+                f"TrainingArguments(fsdp=…) has no effect here: accelerate shards models on "
+                f"accelerators only, and on {trainer.args.device} it trains with DDP; leave it out"
+            )
+        return
+    plugin = trainer.accelerator.state.fsdp_plugin
+    if plugin.fsdp_version != 2:  # noqa: PLR2004  # the name of a version
+        raise InvalidJobError(
+            f"fsdp_config has version {plugin.fsdp_version}: its flat parameters have no names of "
+            f"their own; set version to 2"
+        )
+    if world is not None and plugin.cpu_ram_efficient_loading:
+        raise InvalidJobError(
+            "fsdp_config cpu_ram_efficient_loading broadcasts the model when it is sharded, and a "
+            "new process would wait there for the others, which stay: set it to false"
+        )
+
+
+def _check(trainer: Trainer, world: World | None) -> None:
+    _check_sharding(trainer, world)
     if trainer.model_init is not None:
         raise InvalidJobError(
             "Trainer(model_init=…) creates another model in `train`, after the restore: give "
