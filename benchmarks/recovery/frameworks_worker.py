@@ -42,10 +42,11 @@ def main() -> None:
 
 def train_huggingface(world: World, steps: int, on_step: Callable[[int], None]) -> str:
     """Train with Hugging Face's Trainer, and return the hash of the final state."""
-    from train_huggingface import make_trainer, state_sha256
-    from transformers import TrainerCallback
+    # Imported here, as in `train_lightning`, because a new process shall import one framework only.
+    from train_huggingface import make_trainer, state_sha256  # noqa: PLC0415
+    from transformers import TrainerCallback  # noqa: PLC0415
 
-    from holdfast.integrations.huggingface import HoldfastTrainerCallback
+    from holdfast.integrations.huggingface import HoldfastTrainerCallback  # noqa: PLC0415
 
     class Steps(TrainerCallback):  # type: ignore[misc]  # the package is not type-checked
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -61,10 +62,10 @@ def train_huggingface(world: World, steps: int, on_step: Callable[[int], None]) 
 
 def train_lightning(world: World, steps: int, on_step: Callable[[int], None]) -> str:
     """Train with Lightning's Trainer, and return the hash of the final state."""
-    from lightning.pytorch import Callback
-    from train_lightning import fit, make_trainer, state_sha256
+    from lightning.pytorch import Callback  # noqa: PLC0415
+    from train_lightning import fit, make_trainer, state_sha256  # noqa: PLC0415
 
-    from holdfast.integrations.lightning import HoldfastCallback
+    from holdfast.integrations.lightning import HoldfastCallback  # noqa: PLC0415
 
     class Steps(Callback):  # type: ignore[misc]  # the package is not type-checked
         def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:

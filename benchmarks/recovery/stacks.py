@@ -2,14 +2,13 @@
 and for frameworks, on two nodes of two ranks each: with processes that stay, and with all of them
 started again.
 
-A framework is measured with `HOLDFAST_PRELOAD`, and without it. A run counts only if its final state has the bytes of an undisturbed run, and exactly the processes
-stayed that should.
+A framework is measured with `HOLDFAST_PRELOAD`, and without it. A run counts only if its final
+state has the bytes of an undisturbed run, and exactly the processes stayed that should.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import time
 from collections.abc import Collection, Iterator
@@ -41,9 +40,7 @@ class Stack:
 
 
 _LOOP, _FRAMEWORK = "stacks_worker.py", "frameworks_worker.py"
-_TRANSFORMERS = (
-    "holdfast.integrations.huggingface,transformers.models.mixtral.modeling_mixtral"
-)
+_TRANSFORMERS = "holdfast.integrations.huggingface,transformers.models.mixtral.modeling_mixtral"
 _LIGHTNING = "holdfast.integrations.lightning,torchdata.stateful_dataloader"
 STACKS = (
     *(Stack(layout, _LOOP, layout) for layout in ("ddp", "fsdp2", "hsdp")),

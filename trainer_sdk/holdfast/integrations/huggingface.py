@@ -430,7 +430,7 @@ def _check_sharding(trainer: Trainer, world: World | None) -> None:
             )
         return
     plugin = trainer.accelerator.state.fsdp_plugin
-    if plugin.fsdp_version != 2:  # noqa: PLR2004  # the name of a version
+    if plugin.fsdp_version != 2:  # the name of a version
         raise InvalidJobError(
             f"fsdp_config has version {plugin.fsdp_version}: its flat parameters have no names of "
             f"their own; set version to 2"

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -81,8 +80,6 @@ def test_workers_find_what_their_launcher_was_told_to_import(
 
 
 @pytest.mark.parametrize("module", REFUSED)
-def test_a_module_is_refused_that_no_fork_could_use(
-    refusals: dict[str, str], module: str
-) -> None:
+def test_a_module_is_refused_that_no_fork_could_use(refusals: dict[str, str], module: str) -> None:
     assert refusals[module].startswith(f"HOLDFAST_PRELOAD names {module}, ")
     assert REFUSED[module][1] in refusals[module]
