@@ -410,6 +410,8 @@ def _shard(trainer: Trainer, optimizer: Any) -> None:
         # elements have none.
         if objects[0] is not model:
             return prepare(*objects, **named)
+        if model not in accelerator._models:  # as accelerate notes what it has prepared
+            accelerator._models.append(model)
         others = tuple(map(accelerator.prepare_optimizer, objects[1:]))
         return (model, *others) if others else model
 
