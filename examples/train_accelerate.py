@@ -64,7 +64,6 @@ def train(args: argparse.Namespace) -> None:
         BATCH,
         sampler=sampler,
         drop_last=True,
-        num_workers=2,
         generator=torch.Generator(),  # the global one would be drawn from at each recovery
     )
     session = holdfast.init(
