@@ -273,7 +273,7 @@ def test_sharding_that_cannot_be_restored_is_refused(
     plugin = pytest.importorskip("accelerate").FullyShardedDataParallelPlugin
     state, trainer.is_fsdp_enabled = trainer.accelerator.state, True
     for version, why in ((1, "set version to 2"), (2, "cpu_ram_efficient_loading broadcasts")):
-        made = plugin(fsdp_version=version, cpu_ram_efficient_loading=True, sync_module_states=True)
+        made = plugin(fsdp_version=version, cpu_ram_efficient_loading=version == 2)
         monkeypatch.setattr(state, "fsdp_plugin", made, raising=False)
         with pytest.raises(InvalidJobError, match=why):
             protection.train(trainer)
