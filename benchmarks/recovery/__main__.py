@@ -35,6 +35,7 @@ from benchmarks.measure import REPETITIONS, Figure
 from benchmarks.recovery.figures import AFTER_NOTICED, Results, key
 from benchmarks.recovery.picture import draw
 from benchmarks.recovery.runs import RANKS, Kind, Mode, Plan, carry_out
+from benchmarks.recovery.stacks import NAMES
 from benchmarks.recovery.stacks import measure as measure_stacks
 from benchmarks.recovery.traces import Phase
 from benchmarks.recovery.votes import measure as measure_votes
@@ -70,8 +71,10 @@ def main(argv: list[str] | None = None) -> int:
     add("--votes", action="store_true", help="measure only what the vote costs a step")
     add(
         "--stacks",
-        action="store_true",
-        help="measure only loops under DDP, FSDP2 and HSDP on two nodes of two ranks each",
+        nargs="*",
+        choices=NAMES,
+        help="measure only loops under DDP, FSDP2 and HSDP and those of frameworks, on two nodes "
+        "of two ranks each (default: all of them)",
     )
     add("--output", type=Path, default=ROOT / "build" / "bench" / "recovery.json")
     options = parser.parse_args(argv)
@@ -86,9 +89,10 @@ def main(argv: list[str] | None = None) -> int:
             console.print(f"{name}: {found.value:.1f} ms ({spread})")
         console.print(f"{machine['cores']} cores, load {machine['load_before']:.1f} before")
         return 0
-    if options.stacks:
-        for layout, mode, took in measure_stacks(folder / "stacks", options.repetitions):
-            console.print(f"{layout}, {mode}: {shown(took)} s, {took.repetitions} runs")
+    if options.stacks is not None:
+        names = options.stacks or NAMES
+        for name, mode, took in measure_stacks(folder / "stacks", options.repetitions, names):
+            console.print(f"{name}, {mode}: {shown(took)} s, {took.repetitions} runs")
         console.print(f"{machine['cores']} cores, load {machine['load_before']:.1f} before")
         return 0
     results = Results()

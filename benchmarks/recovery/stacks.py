@@ -1,8 +1,9 @@
 """Time from the kill of a rank to the next step of all ranks, for loops under DDP, FSDP2 and HSDP
-on two nodes of two ranks each: with processes that stay, and with all of them started again.
+and for frameworks, on two nodes of two ranks each: with processes that stay, and with all of them
+started again.
 
-A run counts only if its final state has the bytes of an undisturbed run, and exactly the processes
-stayed that should.
+A framework is measured with `HOLDFAST_PRELOAD`, and without it. A run counts only if its final
+state has the bytes of an undisturbed run, and exactly the processes stayed that should.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.measure import Figure
@@ -21,38 +23,76 @@ from holdfast_core.errors import UnreachableError
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
 from holdfast_operator.reconciler.observe.counters import Outcome
 
-WORKER = Path(__file__).with_name("stacks_worker.py")
-LAYOUTS = ("ddp", "fsdp2", "hsdp")
+HERE = Path(__file__).parent
+EXAMPLES = HERE.parents[1] / "examples"
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A way to train."""
+
+    name: str
+    worker: str
+    trains_with: str
+    """Argument of the worker."""
+    preload: str = ""
+    """Modules that the launchers import before they fork workers."""
+
+
+_LOOP, _FRAMEWORK = "stacks_worker.py", "frameworks_worker.py"
+_TRANSFORMERS = "holdfast.integrations.huggingface,transformers.models.mixtral.modeling_mixtral"
+_LIGHTNING = "holdfast.integrations.lightning,torchdata.stateful_dataloader"
+STACKS = (
+    *(Stack(layout, _LOOP, layout) for layout in ("ddp", "fsdp2", "hsdp")),
+    Stack("huggingface", _FRAMEWORK, "huggingface"),
+    Stack("huggingface, preloaded", _FRAMEWORK, "huggingface", _TRANSFORMERS),
+    Stack("lightning", _FRAMEWORK, "lightning"),
+    Stack("lightning, preloaded", _FRAMEWORK, "lightning", _LIGHTNING),
+)
+NAMES = tuple(stack.name for stack in STACKS)
 NODES, NPROC = 2, 2
 RANKS = NODES * NPROC
 STEPS = 200
 KILL_AT = 60
 
 
-def measure(folder: Path, repetitions: int) -> Iterator[tuple[str, Mode, Figure]]:
-    """Yield the seconds of each layout and mode.
+def measure(
+    folder: Path, repetitions: int, names: Collection[str] = NAMES
+) -> Iterator[tuple[str, Mode, Figure]]:
+    """Yield the seconds of each mode of the stacks with `names`.
 
     Raises:
         UnreachableError: a run failed a check, or did not end.
     """
-    for layout in LAYOUTS:
-        expected = asyncio.run(_run(layout, Mode.STAY, folder / f"{layout}-undisturbed", None))[1]
-        seconds: dict[Mode, list[float]] = {mode: [] for mode in Mode}
-        for repetition in range(repetitions):
-            for mode in list(Mode)[:: 1 if repetition % 2 == 0 else -1]:
-                where = folder / f"{layout}-{mode}-{repetition + 1}"
-                took_s, hashes = asyncio.run(_run(layout, mode, where, repetition % RANKS))
-                if hashes != expected:
-                    raise UnreachableError(f"{where.name}: other bytes than an undisturbed run")
-                seconds[mode].append(took_s)
+    stacks = [stack for stack in STACKS if stack.name in names]
+    seconds: dict[tuple[Stack, Mode], list[float]] = {}
+    expected = {
+        stack: asyncio.run(_run(stack, Mode.STAY, folder / f"{stack.name}-undisturbed", None))[1]
+        for stack in stacks
+    }
+    # Alternate, so that other work on this machine disturbs all of them alike.
+    for repetition in range(repetitions):
+        turns = [(stack, mode) for stack in stacks for mode in Mode]
+        for stack, mode in turns[:: 1 if repetition % 2 == 0 else -1]:
+            where = folder / f"{stack.name}-{mode}-{repetition + 1}"
+            took_s, hashes = asyncio.run(_run(stack, mode, where, repetition % RANKS))
+            if hashes != expected[stack]:
+                raise UnreachableError(f"{where.name}: other bytes than an undisturbed run")
+            seconds.setdefault((stack, mode), []).append(took_s)
+    for stack in stacks:
         for mode in Mode:
-            yield layout, mode, figure(seconds[mode])
+            yield stack.name, mode, figure(seconds[stack, mode])
 
 
-def _make_job(layout: str, mode: Mode, folder: Path) -> MoETrainingJob:
-    command = [sys.executable, str(WORKER), layout, str(STEPS), str(folder)]
+def _make_job(stack: Stack, mode: Mode, folder: Path) -> MoETrainingJob:
+    command = [sys.executable, str(HERE / stack.worker), stack.trains_with, str(STEPS), str(folder)]
     command += ["--restart"] if mode is Mode.RESTART else []
-    containers = [{"name": "trainer", "command": command}]
+    variables = {
+        "PYTHONPATH": str(EXAMPLES),
+        "HOLDFAST_PRELOAD": stack.preload,
+    }
+    env = [{"name": name, "value": value} for name, value in variables.items()]
+    containers = [{"name": "trainer", "command": command, "env": env}]
     return parse_job(
         {
             "apiVersion": "holdfast.dev/v1alpha1",
@@ -75,14 +115,14 @@ def _make_job(layout: str, mode: Mode, folder: Path) -> MoETrainingJob:
 
 
 async def _run(
-    layout: str, mode: Mode, folder: Path, victim: int | None
+    stack: Stack, mode: Mode, folder: Path, victim: int | None
 ) -> tuple[float, list[str]]:
     """Carry out a run in which `victim` is killed. Return the seconds to the next step of all
     ranks, and the hash of each rank's final state."""
     folder.mkdir(parents=True)
     settings = LocalSettings(directory=folder / "run")
     took_s = 0.0
-    async with LocalCluster(_make_job(layout, mode, folder), settings) as cluster:
+    async with LocalCluster(_make_job(stack, mode, folder), settings) as cluster:
         await cluster.wait_for(
             lambda status: (
                 status.protected.startswith(f"{status.epoch}.")

@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType
+from dtensor_trainer import state_hash
 from staying_trainer import Faults
-from train_huggingface import CONFIG, Passages, state_sha256
+from train_huggingface import CONFIG, Passages
 from transformers import (
     EarlyStoppingCallback,
     MixtralForCausalLM,
@@ -49,6 +52,17 @@ class Model(MixtralForCausalLM):  # type: ignore[misc]  # the package is not typ
         return output
 
 
+class ShardingTrainer(Trainer):  # type: ignore[misc]  # the package is not type-checked
+    """Shards the model by accelerate's FSDP2, which accelerate leaves out on CPUs."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        state = self.accelerator.state
+        state.distributed_type = DistributedType.FSDP
+        state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+        self.is_fsdp_enabled = True
+
+
 class Lines(TrainerCallback):  # type: ignore[misc]  # the package is not type-checked
     """Appends a line for each step."""
 
@@ -66,7 +80,7 @@ class Lines(TrainerCallback):  # type: ignore[misc]  # the package is not type-c
             "pid": os.getpid(),
             "rate": kwargs["lr_scheduler"].get_last_lr(),
             "seen": list(self.trainer.model.seen),
-            "hash": state_sha256(self.trainer),
+            "hash": hash_of(self.trainer),
             "time": time.time(),
         }
         with self._path.open("a") as file:
@@ -78,11 +92,17 @@ class Lines(TrainerCallback):  # type: ignore[misc]  # the package is not type-c
         self._faults.at("save")
 
 
+def hash_of(trainer: Trainer) -> str:
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    return state_hash(trainer.model, optimizer)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--sorts", action="store_true", help="let DDP sort its buckets")
+    parser.add_argument("--sharded", action="store_true", help="train under FSDP2")
     parser.add_argument("--restarts", action="store_true", help="end with the world")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -99,7 +119,7 @@ def main() -> None:
         logging_steps=1,
         eval_strategy="steps",
         eval_steps=5,
-        save_strategy="steps",
+        save_strategy="no" if args.sharded else "steps",
         save_steps=10,
         save_total_limit=1,
         metric_for_best_model="eval_loss",
@@ -108,6 +128,7 @@ def main() -> None:
         disable_tqdm=True,
         seed=1,
         use_cpu=True,
+        fsdp="full_shard" if args.sharded else None,
     )
     torch.manual_seed(arguments.seed)
     model = Model(CONFIG)
@@ -115,7 +136,7 @@ def main() -> None:
     lines = Lines(args.directory / f"log-{rank}", faults)
     stopping = EarlyStoppingCallback(early_stopping_patience=1000)
     protection = HoldfastTrainerCallback(world=world)
-    trainer = Trainer(
+    trainer = (ShardingTrainer if args.sharded else Trainer)(
         model,
         arguments,
         train_dataset=Passages(200),
@@ -129,7 +150,7 @@ def main() -> None:
     output = protection.train(trainer)
     end = {
         "pid": os.getpid(),
-        "hash": state_sha256(trainer),
+        "hash": hash_of(trainer),
         "loss": output.training_loss,
         "history": [without_times(line) for line in trainer.state.log_history],
         "patience": stopping.early_stopping_patience_counter,

@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dtensor_trainer import state_hash
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.strategies import ModelParallelStrategy
 from staying_trainer import Faults
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
-from train_lightning import BATCH, NextByte, state_sha256
+from train_lightning import BATCH, NextByte
 
 import holdfast
 from holdfast.integrations.lightning import HoldfastCallback
@@ -32,10 +35,15 @@ BYTES = 13 * 4 * BATCH  # an epoch has six steps of two batches, and one of a si
 class Model(NextByte):
     """Comes to points, and notes what it is trained on."""
 
-    def __init__(self, faults: Faults) -> None:
+    def __init__(self, faults: Faults, *, sharded: bool) -> None:
         super().__init__(None, BYTES + 1)
-        self.faults = faults
+        self.faults, self.sharded = faults, sharded
         self.seen: list[str] = []
+
+    def configure_model(self) -> None:
+        if self.sharded:
+            for part in self.children():
+                fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> Any:
         self.seen.append(hashlib.sha256(batch[0].numpy().tobytes()).hexdigest()[:16])
@@ -81,7 +89,7 @@ class Lines(Callback):  # type: ignore[misc]  # the package is not type-checked
             "rate": trainer.optimizers[0].param_groups[0]["lr"],
             "seen": module.seen[-1],
             "loss": float(trainer.callback_metrics["loss"]),
-            "hash": state_sha256(trainer),
+            "hash": state_hash(trainer.lightning_module, trainer.optimizers[0]),
             "time": time.time(),
         }
         with self._path.open("a") as file:
@@ -94,6 +102,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--sharded", action="store_true", help="train under FSDP2")
     parser.add_argument("--restarts", action="store_true", help="end with the world")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -107,7 +116,7 @@ def main() -> None:
         accelerator="cpu",
         num_nodes=ranks // on_node,
         devices=on_node,
-        strategy="ddp",
+        strategy=ModelParallelStrategy(ranks, 1) if args.sharded else "ddp",
         max_steps=args.steps,
         max_epochs=-1,
         accumulate_grad_batches=2,
@@ -120,10 +129,10 @@ def main() -> None:
         enable_model_summary=False,
     )
     seed_everything(1, verbose=False)
-    protection.fit(trainer, Model(faults))
+    protection.fit(trainer, Model(faults, sharded=args.sharded))
     end = {
         "pid": os.getpid(),
-        "hash": state_sha256(trainer),
+        "hash": state_hash(trainer.lightning_module, trainer.optimizers[0]),
         "epochs": trainer.fit_loop.epoch_progress.current.processed,
         "waited": stopping.wait_count,
         "best": float(stopping.best_score),

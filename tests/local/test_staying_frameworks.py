@@ -202,7 +202,15 @@ FAULTS = [
             id="huggingface, sorted buckets",
             marks=pytest.mark.exhaustive,
         ),
+        pytest.param(
+            HUGGING_FACE,
+            FAULTS[:3],
+            ("--sharded",),
+            id="huggingface, FSDP2",
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(LIGHTNING, FAULTS, (), id="lightning"),
+        pytest.param(LIGHTNING, FAULTS[1:3], ("--sharded",), id="lightning, FSDP2"),
     ],
 )
 def test_the_loop_of_a_framework_keeps_the_processes_that_are_left(

@@ -107,6 +107,13 @@ def read_secrets() -> tuple[str, ...]:
     return secrets_among(os.environ)
 
 
+def read_preload() -> tuple[str, ...]:
+    """Read `HOLDFAST_PRELOAD`: names of modules, separated by commas, that a launcher imports
+    before it forks workers."""
+    names = os.environ.get("HOLDFAST_PRELOAD", "").split(",")
+    return tuple(stripped for name in names if (stripped := name.strip()))
+
+
 def read_token_file(variables: Mapping[str, str] | None = None) -> Path | None:
     """Read `HOLDFAST_TOKEN_FILE` of this process, or of `variables` instead."""
     found = (os.environ if variables is None else variables).get("HOLDFAST_TOKEN_FILE", "")

@@ -5,10 +5,11 @@ It is the first process of a trainer container, and of a member in a local run. 
 rendezvous is in `_launch.rendezvous`, the agent in `_launch.agent`. It ends when the job has ended
 or when the workers are done. The control loop handles failures of workers.
 
-Exit codes: 0 if the workers of this node finished; 128 + n if signal n ended the agent; 75 if the
-job ended while this node waited for its next world; 69 if the daemon did not answer, or is too old;
-77 if the daemon denied the job to this process; 79 if a stranger changed in the world's store what
-the launchers had agreed on. `holdfast_core.exit_codes` defines these and the codes of workers.
+Exit codes: 0 if the workers of this node finished; 2 for a command line or HOLDFAST_PRELOAD with
+which no worker can start; 128 + n if signal n ended the agent; 75 if the job ended while this node
+waited for its next world; 69 if the daemon did not answer, or is too old; 77 if the daemon denied
+the job to this process; 79 if a stranger changed in the world's store what the launchers had agreed
+on. `holdfast_core.exit_codes` defines these and the codes of workers.
 """
 
 from __future__ import annotations
@@ -32,7 +33,12 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousConnectionError,
 )
 
-from holdfast._environment import read_secrets, read_token_file, set_for_workers
+from holdfast._environment import (
+    read_preload,
+    read_secrets,
+    read_token_file,
+    set_for_workers,
+)
 from holdfast._launch.agent import RESTARTS_MAX, EpochEndedError, HoldfastAgent
 from holdfast._launch.forking import start_fork_server
 from holdfast._launch.memory_kills import MemoryKills
@@ -40,7 +46,7 @@ from holdfast._launch.rendezvous import GrpcDaemon, HoldfastRendezvous
 from holdfast._launch.script import do_nothing, run_script
 from holdfast._launch.stderr import StderrLogs, WorkerStderr
 from holdfast._launch.work import WorkWatch
-from holdfast_core.errors import AccessDeniedError, UnreachableError
+from holdfast_core.errors import AccessDeniedError, InvalidJobError, UnreachableError
 from holdfast_core.exit_codes import DENIED, JOB_ENDED, NO_DAEMON, PROCESS_ENDS
 from holdfast_core.job.failures import REFORM_S
 
@@ -48,6 +54,8 @@ log = logging.getLogger(__name__)
 
 MONITOR_S = 0.1
 GRACE_S = 5.0
+INVALID = 2
+"""Exit code for a setting with which no worker can be started, as for a wrong command line."""
 PRELOAD = ["torch", "torch._dynamo", "holdfast._launch.agent", "holdfast._launch.script"]
 """Modules that every worker imports. The compiler is one of them, because the first optimizer
 imports it."""
@@ -59,7 +67,8 @@ examples:
 
 If the command starts with `python`, or with the interpreter that runs this launcher, workers are
 forked from a process that has already imported torch, so restarts need no import. Any other command
-starts as a new program each time, and so does every command with --fresh.
+starts as a new program each time, and so does every command with --fresh. HOLDFAST_PRELOAD names
+further modules to import before the fork, separated by commas.
 
 Workers get torchrun's environment variables, HOLDFAST_SOCKET and HOLDFAST_JOB.
 TORCHELASTIC_RESTART_COUNT is the epoch in which they were started; workers that stay when their
@@ -128,7 +137,11 @@ def _set_up_workers(settings: LaunchSettings) -> tuple[str, ...] | None:
     )
     script = None if settings.fresh else script_of(settings.command, sys.executable)
     if script is not None:
-        start_fork_server(PRELOAD)
+        try:
+            start_fork_server(PRELOAD, read_preload())
+        except InvalidJobError as error:
+            print(error, file=sys.stderr, flush=True)  # Logging must not be configured yet.
+            raise SystemExit(INVALID) from error
     return script
 
 

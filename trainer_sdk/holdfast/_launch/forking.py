@@ -7,31 +7,48 @@ anyway, imports everything that workers need, and then forks. The two processes 
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from typing import Any
 
+from holdfast_core.errors import InvalidJobError
+
 STDIO_MAX = 2
+CUDA_NOT_INITIALIZED = 3
+"""Result of CUDA's driver before anything in the process has initialised it."""
 
 
-def start_fork_server(modules: Sequence[str]) -> None:
-    """Import those of `modules` that exist, and start this process's fork server as a fork of it.
+def start_fork_server(modules: Sequence[str], wanted: Sequence[str] = ()) -> None:
+    """Import those of `modules` that exist and all that are `wanted`, and start this process's fork
+    server as a fork of it.
 
     Workers inherit everything that this process has set up by then. So call it before logging is
     configured, and before any thread starts.
+
+    Args:
+        wanted: names of modules that the user wants workers to find imported.
+
+    Raises:
+        InvalidJobError: a wanted module cannot be imported, or no worker may be forked after its
+            import, because it has started threads or initialised CUDA. This process cannot start
+            workers then.
     """
     for module in modules:
         with suppress(ImportError):
             importlib.import_module(module)
+    for module in wanted:
+        _import_wanted(module)
     # For a server that is started by other means; this one has imported the modules.
-    multiprocessing.set_forkserver_preload(list(modules))
+    multiprocessing.set_forkserver_preload([*modules, *wanted])
     resource_tracker.ensure_running()  # Otherwise it would be started by a fork as well.
     spawn = util.spawnv_passfds
 
@@ -44,6 +61,44 @@ def start_fork_server(modules: Sequence[str]) -> None:
         forkserver.ensure_running()
     finally:
         util.spawnv_passfds = spawn
+
+
+def _import_wanted(module: str) -> None:
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # A module may raise anything when it is imported.
+        raise InvalidJobError(
+            f"HOLDFAST_PRELOAD names {module}, which cannot be imported before the script runs: "
+            f"{type(error).__name__}: {error}; name modules that are installed, or leave it out"
+        ) from error
+    if why := _why_no_forks():
+        raise InvalidJobError(
+            f"HOLDFAST_PRELOAD names {module}, but importing it {why}, which workers that are "
+            f"forked afterwards could not use; leave it out"
+        )
+
+
+def _why_no_forks() -> str:
+    """Say what a fork of this process would lack; empty if nothing."""
+    # Libraries that handle forks themselves, such as OpenBLAS, end their threads before one.
+    pid = os.fork()
+    if not pid:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    if sum(1 for _ in Path("/proc/self/task").iterdir()) > 1:
+        names = [each.name for each in threading.enumerate()[1:]]
+        return f"starts threads ({', '.join(names)})" if names else "starts threads"
+    return "initialises CUDA" if _has_cuda() else ""
+
+
+def _has_cuda() -> bool:
+    """Whether anything in this process has initialised CUDA's driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:  # It is not even loaded.
+        return False
+    result: int = driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))
+    return result != CUDA_NOT_INITIALIZED
 
 
 def _fork(program: str, kept: Collection[int]) -> int:

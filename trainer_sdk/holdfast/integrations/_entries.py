@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from holdfast._causes import drop_frames
 from holdfast._elastic.session import ElasticSession
 from holdfast._session.interface import Session
+from holdfast._state.collect import RandomGenerators
 from holdfast._state.extras import UnsupportedValueError, encode_extras
 from holdfast._steps import RestartRunner, Runner
 from holdfast_core.errors import StaleEpochError
@@ -43,6 +44,7 @@ class Entries:
     """
 
     def __init__(self, session: Session, *, in_closures: bool = False) -> None:
+        self.session = session
         self._stays = session if isinstance(session, ElasticSession) else None
         if self._stays is not None and in_closures:
             self._stays.vote_in_closures()
@@ -112,3 +114,25 @@ class Entries:
         giver = having.index(True)
         given = self._stays.gather(own if self._stays.rank == giver else b"")[giver]
         return own or given
+
+
+class Protection:
+    """What the callbacks for all frameworks have in common."""
+
+    _entries: Entries | None = None
+    """The entries into the framework's loop while there is a session; None otherwise."""
+    _generators: RandomGenerators | None = None
+    """States of the random generators after the step to which a recovery has led, until the loop
+    comes to the next batch: frameworks draw random numbers on the way."""
+
+    def _put_back_generators(self) -> None:
+        """Let the random generators continue after that step."""
+        if self._generators is not None:
+            self._generators.put_back()
+            self._generators = None
+
+    def _close(self) -> None:
+        """End the session, if there is one."""
+        if self._entries is not None:
+            self._entries.session.close()
+            self._entries = None

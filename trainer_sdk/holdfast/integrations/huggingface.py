@@ -31,13 +31,12 @@ from torch.nn.parallel import DistributedDataParallel
 from holdfast._elastic.ddp import sort_buckets
 from holdfast._elastic.world import World
 from holdfast._init import init
-from holdfast._session.interface import Session
 from holdfast._state.collect import RandomGenerators, Stateful
 from holdfast._state.extras import (
     decode_extras,
     encode_extras,
 )
-from holdfast.integrations._entries import Entries, what_can_be_saved
+from holdfast.integrations._entries import Entries, Protection, what_can_be_saved
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.packages import PackageGroup, needing
 
@@ -66,7 +65,7 @@ _COUNTED = (
 """Attributes of a trainer from which it computes what it logs. It resets them in `train`."""
 
 
-class HoldfastTrainerCallback(TrainerCallback):  # type: ignore[misc]  # the package is not type-checked
+class HoldfastTrainerCallback(Protection, TrainerCallback):  # type: ignore[misc]  # not type-checked
     """Protects a `Trainer` after each optimizer step, and after the evaluation and the checkpoint
     of its own that may follow the step.
 
@@ -90,15 +89,11 @@ class HoldfastTrainerCallback(TrainerCallback):  # type: ignore[misc]  # the pac
     ) -> None:
         self._own, self._world = dict(stateful or {}), world
         self._arguments = arguments
-        self._session: Session | None = None
-        self._entries: Entries | None = None
         self._unsaved = False
         """Whether the newest step is still to be saved, after the evaluation that may follow it."""
         self._scheduler = _KeptState()
         self._at: _Position | None = None
         self._groups: list[dict[str, Any]] = []
-        self._generators: RandomGenerators | None = None
-        """States of the random generators after the restored step, until training resumes."""
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._quiet = _NothingIsMissing()
 
@@ -157,7 +152,7 @@ class HoldfastTrainerCallback(TrainerCallback):  # type: ignore[misc]  # the pac
             start.
 
         Raises:
-            InvalidJobError: the trainer shards its state with FSDP or DeepSpeed, creates its model
+            InvalidJobError: the trainer shards its state otherwise than by FSDP2, creates its model
                 only in `train`, or draws an order of its data that cannot be repeated; or this
                 callback has a `world`.
             HoldfastError: as for `Session.restore`.
@@ -167,13 +162,11 @@ class HoldfastTrainerCallback(TrainerCallback):  # type: ignore[misc]  # the pac
                 "HoldfastTrainerCallback(world=…) enters the loop of the trainer again after each "
                 "recovery: call protection.train(trainer) instead of restore and trainer.train"
             )
-        self._make_session(trainer)
-        assert self._session is not None
-        step = self._session.restore()
+        step = self._make_session(trainer).session.restore()
         return None if step is None else self._resume(trainer, step, b"")
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._session is None:
+        if self._entries is None:
             raise InvalidJobError(
                 "HoldfastTrainerCallback has not restored yet: call protection.train(trainer) "
                 "instead of trainer.train()"
@@ -221,18 +214,20 @@ class HoldfastTrainerCallback(TrainerCallback):  # type: ignore[misc]  # the pac
             if loading.data_seed is None:
                 loading.data_seed = trainer.args.seed
         optimizer = trainer.create_optimizer()
+        if trainer.is_fsdp_enabled:
+            _shard(trainer, optimizer)
         self._at, self._scheduler = _Position(trainer), _KeptState()
         stateful: dict[str, Stateful] = {"trainer": self._at, "scheduler": self._scheduler}
         if getattr(trainer.accelerator, "scaler", None) is not None:
             stateful["scaler"] = trainer.accelerator.scaler
-        self._session = init(
+        session = init(
             model=trainer.model,
             optimizer=optimizer,
             stateful=stateful | self._own,
             world=self._world,
             **self._arguments,
         )
-        self._entries = Entries(self._session)
+        self._entries = Entries(session)
         return self._entries
 
     def _resume(self, trainer: Trainer, done: int, history: bytes) -> str | None:
@@ -283,16 +278,6 @@ class HoldfastTrainerCallback(TrainerCallback):  # type: ignore[misc]  # the pac
         for group, kept in zip(optimizer.param_groups, self._groups, strict=False):
             group.update(kept)
         self._groups = []
-
-    def _put_back_generators(self) -> None:
-        if self._generators is not None:
-            self._generators.put_back()
-            self._generators = None
-
-    def _close(self) -> None:
-        if self._session is not None:
-            self._session.close()
-            self._session = self._entries = None
 
 
 class _NothingIsMissing(logging.Filter):
@@ -412,12 +397,55 @@ def _unwrap(trainer: Trainer, optimizer: Any) -> None:
     accelerator.free_memory()
 
 
-def _check(trainer: Trainer, world: World | None) -> None:
-    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+def _shard(trainer: Trainer, optimizer: Any) -> None:
+    """Let accelerate shard the model by FSDP2, once for all entries: the shards stay."""
+    accelerator = trainer.accelerator
+    prepare = accelerator.prepare
+    model, _ = prepare(trainer.model, optimizer)
+    trainer.model = trainer.model_wrapped = model
+    trainer.optimizer = optimizer  # whose parameters are the shards now
+
+    def prepare_again(*objects: Any, **named: Any) -> Any:
+        # accelerate would look up the optimizer's parameters by their addresses, and shards without
+        # elements have none.
+        if objects[0] is not model:
+            return prepare(*objects, **named)
+        if model not in accelerator._models:  # as accelerate notes what it has prepared
+            accelerator._models.append(model)
+        others = tuple(map(accelerator.prepare_optimizer, objects[1:]))
+        return (model, *others) if others else model
+
+    accelerator.prepare = prepare_again
+
+
+def _check_sharding(trainer: Trainer, world: World | None) -> None:
+    if trainer.is_deepspeed_enabled:
         raise InvalidJobError(
-            "HoldfastTrainerCallback restores before FSDP or DeepSpeed shard the model; train with "
-            "DDP, or use holdfast.init in a loop of your own"
+            "HoldfastTrainerCallback restores before DeepSpeed shards the model; train with DDP or "
+            "FSDP2, or use holdfast.init in a loop of your own"
         )
+    if not trainer.is_fsdp_enabled:
+        if trainer.args.fsdp:
+            raise InvalidJobError(
+                f"TrainingArguments(fsdp=…) has no effect here: accelerate shards models on "
+                f"accelerators only, and on {trainer.args.device} it trains with DDP; leave it out"
+            )
+        return
+    plugin = trainer.accelerator.state.fsdp_plugin
+    if plugin.fsdp_version != 2:  # the name of a version
+        raise InvalidJobError(
+            f"fsdp_config has version {plugin.fsdp_version}: its flat parameters have no names of "
+            f"their own; set version to 2"
+        )
+    if world is not None and plugin.cpu_ram_efficient_loading:
+        raise InvalidJobError(
+            "fsdp_config cpu_ram_efficient_loading broadcasts the model when it is sharded, and a "
+            "new process would wait there for the others, which stay: set it to false"
+        )
+
+
+def _check(trainer: Trainer, world: World | None) -> None:
+    _check_sharding(trainer, world)
     if trainer.model_init is not None:
         raise InvalidJobError(
             "Trainer(model_init=…) creates another model in `train`, after the restore: give "

@@ -24,17 +24,17 @@ from torch.nn.parallel import DistributedDataParallel
 from holdfast._elastic.ddp import sort_buckets
 from holdfast._elastic.world import World
 from holdfast._init import init
-from holdfast._session.interface import Session
 from holdfast._state.collect import RandomGenerators, Stateful
-from holdfast.integrations._entries import Entries, what_can_be_saved
+from holdfast.integrations._entries import Entries, Protection, what_can_be_saved
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.packages import PackageGroup, needing
 
 with needing("holdfast.integrations.lightning", PackageGroup.LIGHTNING):
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.strategies import ModelParallelStrategy
 
 
-class HoldfastCallback(Callback):  # type: ignore[misc]  # the package is not type-checked
+class HoldfastCallback(Protection, Callback):  # type: ignore[misc]  # the package is not type-checked
     """Protects a `Trainer` after each optimizer step, and after the validation that may follow it.
 
     A recovery resumes after the restored step. The schedulers, the loops, the loader, the random
@@ -56,15 +56,10 @@ class HoldfastCallback(Callback):  # type: ignore[misc]  # the package is not ty
     ) -> None:
         self._own, self._world = dict(stateful or {}), world
         self._arguments = arguments
-        self._session: Session | None = None
-        self._entries: Entries | None = None
         self._loops: _Loops | None = None
         self._callbacks: _Callbacks | None = None
         self._saved = 0
         """Newest step that this callback has saved or restored."""
-        self._generators: RandomGenerators | None = None
-        """States of the random generators after the restored step, until the next batch is
-        loaded."""
 
     def fit(self, trainer: Trainer, module: LightningModule, **arguments: Any) -> None:
         """Restore the state of `module` and fit it. Every rank calls it, instead of `trainer.fit`.
@@ -105,12 +100,11 @@ class HoldfastCallback(Callback):  # type: ignore[misc]  # the package is not ty
                 f"HoldfastCallback restores; leave ckpt_path out"
             )
         if self._world is None:
-            session = self._make_session(trainer, trainer.strategy.model)
-            step = session.restore()
+            step = self._make_session(trainer, trainer.strategy.model).session.restore()
             if step is not None:
                 self._saved = step
                 self._resume(trainer)
-        elif self._session is None:
+        elif self._entries is None:
             raise InvalidJobError(
                 "HoldfastCallback(world=…) enters the loops again after each recovery: call "
                 "protection.fit(trainer, module) instead of trainer.fit(module)"
@@ -180,30 +174,28 @@ class HoldfastCallback(Callback):  # type: ignore[misc]  # the package is not ty
         strategy = trainer.strategy
         module.trainer = trainer
         strategy.connect(module)
-        module.to(strategy.root_device)
+        _configure_model(trainer, module)
         made = module.configure_optimizers()
         module.configure_optimizers = lambda: _copied(made)
         strategy.setup_optimizers(trainer)
-        self._make_session(trainer, module)
-        assert self._entries is not None
-        return self._entries
+        return self._make_session(trainer, module)
 
-    def _make_session(self, trainer: Trainer, model: Any) -> Session:
+    def _make_session(self, trainer: Trainer, model: Any) -> Entries:
         self._loops, self._callbacks = _Loops(trainer), _Callbacks(trainer, self)
         stateful: dict[str, Stateful] = {"loops": self._loops, "callbacks": self._callbacks}
         for index, config in enumerate(trainer.lr_scheduler_configs):
             stateful[f"scheduler{index}"] = config.scheduler
         if trainer.precision_plugin.state_dict():
             stateful["precision"] = trainer.precision_plugin
-        self._session = init(
+        session = init(
             model=model,
             optimizer=trainer.optimizers,
             stateful=stateful | self._own,
             world=self._world,
             **self._arguments,
         )
-        self._entries = Entries(self._session, in_closures=True)
-        return self._session
+        self._entries = Entries(session, in_closures=True)
+        return self._entries
 
     def _resume(self, trainer: Trainer) -> None:
         """Keep what Lightning will overwrite until training begins."""
@@ -221,16 +213,6 @@ class HoldfastCallback(Callback):  # type: ignore[misc]  # the package is not ty
         if self._entries is not None and trainer.global_step > self._saved:
             self._saved = trainer.global_step
             self._entries.complete(self._saved)
-
-    def _put_back_generators(self) -> None:
-        if self._generators is not None:
-            self._generators.put_back()
-            self._generators = None
-
-    def _close(self) -> None:
-        if self._session is not None:
-            self._session.close()
-            self._session = self._entries = None
 
 
 class _Loops:
@@ -309,6 +291,31 @@ class _Callbacks:
     def _others(self) -> dict[str, Any]:
         others = [one for one in self._trainer.callbacks if one is not self._self]
         return {f"{index} {type(one).__name__}": one for index, one in enumerate(others)}
+
+
+def _configure_model(trainer: Trainer, module: LightningModule) -> None:
+    """Let `module` build and shard itself, once for all entries: its shards and its device mesh
+    stay."""
+    strategy = trainer.strategy
+    sharding = isinstance(strategy, ModelParallelStrategy)
+    if sharding:
+        strategy.setup_environment()  # makes the device mesh
+    with (
+        strategy.tensor_init_context(),
+        strategy.model_sharded_context(),
+        trainer.precision_plugin.module_init_context(),
+    ):
+        module.configure_model()
+    if any(each.is_meta for each in module.parameters()):
+        raise InvalidJobError(
+            "configure_model leaves parameters on the meta device, which Lightning fills only in "
+            "fit, after the session has begun: give them memory and values in configure_model"
+        )
+    module.to(strategy.root_device)
+    module.configure_model = lambda: None
+    if sharding:
+        # A module whose parameters a session knows could not be moved, not even to where it is.
+        strategy.setup_environment = strategy.model_to_device = lambda: None
 
 
 def _copied(made: Any) -> Any:

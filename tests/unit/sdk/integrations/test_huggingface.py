@@ -261,6 +261,27 @@ def test_what_cannot_be_entered_again_is_refused_with_a_world(alone: World) -> N
         protection.train(trainer)
 
 
+def test_sharding_that_cannot_be_restored_is_refused(
+    alone: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    protection = HoldfastTrainerCallback(world=alone)
+    args = train_huggingface.parse_args(["--steps", "1"])
+    trainer = train_huggingface.make_trainer(args, protection)
+    trainer.args.fsdp = True
+    with pytest.raises(InvalidJobError, match=r"on cpu it trains with DDP; leave it out"):
+        protection.train(trainer)
+    plugin = pytest.importorskip("accelerate").FullyShardedDataParallelPlugin
+    state, trainer.is_fsdp_enabled = trainer.accelerator.state, True
+    for version, why in ((1, "set version to 2"), (2, "cpu_ram_efficient_loading broadcasts")):
+        made = plugin(fsdp_version=version, cpu_ram_efficient_loading=version == 2)
+        monkeypatch.setattr(state, "fsdp_plugin", made, raising=False)
+        with pytest.raises(InvalidJobError, match=why):
+            protection.train(trainer)
+    trainer.is_deepspeed_enabled = True
+    with pytest.raises(InvalidJobError, match="before DeepSpeed shards the model"):
+        protection.train(trainer)
+
+
 def test_training_without_a_restore_is_refused(tmp_path: Path) -> None:
     args = train_huggingface.parse_args(["--steps", "1"])
     trainer = train_huggingface.make_trainer(args, HoldfastTrainerCallback())

@@ -152,6 +152,18 @@ def test_a_static_graph_in_a_world_is_refused(alone: World) -> None:
         HoldfastCallback(world=alone).fit(trainer, train_lightning.NextByte())
 
 
+class WithoutMemory(train_lightning.NextByte):
+    def configure_model(self) -> None:
+        self.to("meta")
+
+
+def test_a_model_that_gets_its_memory_later_is_refused_in_a_world(alone: World) -> None:
+    protection = HoldfastCallback(world=alone)
+    trainer = train_lightning.make_trainer(train_lightning.parse_args(["--steps", "1"]), protection)
+    with pytest.raises(InvalidJobError, match="leaves parameters on the meta device"):
+        protection.fit(trainer, WithoutMemory())
+
+
 def test_a_checkpoint_beside_it_is_refused(tmp_path: Path) -> None:
     args = train_lightning.parse_args(["--steps", "1"])
     trainer = train_lightning.make_trainer(args, HoldfastCallback(daemon=FakeDaemon(tmp_path)))
