@@ -45,7 +45,7 @@ class RestoreSource(StrEnum):
     NONE = "none"
     """No source: training started from the beginning."""
     LIVE = "live"
-    """Processes that stayed had it, and gave it to new ones: nothing was restored."""
+    """Processes that stayed had it, or gave it to new ones: nothing was restored."""
     LOCAL = "local"
     PARITY = "parity"
     STORAGE = "storage"

@@ -301,7 +301,7 @@ class RankState(_message.Message):
     """newest epoch in which it was killed for lack of memory; 0: none"""
     @_builtins.property
     def restored(self) -> _values_pb2.Generation:
-        """with "live": the epoch, and the step whose state the rank kept"""
+        """With "live" or `repeated_after`: the epoch, and the step whose state the rank has."""
 
     def __init__(
         self,

@@ -113,6 +113,7 @@ class RestoreRequest(_message.Message):
     LIVE_FIELD_NUMBER: _builtins.int
     REPEATED_AFTER_FIELD_NUMBER: _builtins.int
     NO_REPLAY_FIELD_NUMBER: _builtins.int
+    RESTORED_FROM_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     rank: _builtins.int
     epoch: _builtins.int
@@ -124,6 +125,8 @@ class RestoreRequest(_message.Message):
     """With `live`: the step that the rank restored alone, before it repeated the steps after it."""
     no_replay: _builtins.str
     """why lost ranks do not recover alone, where they might have"""
+    restored_from: _builtins.str
+    """With `live`: where the bytes of the rank's state came from; empty from older trainers."""
     def __init__(
         self,
         *,
@@ -133,10 +136,11 @@ class RestoreRequest(_message.Message):
         live: _builtins.int | None = ...,
         repeated_after: _builtins.int | None = ...,
         no_replay: _builtins.str = ...,
+        restored_from: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_live", b"_live", "_repeated_after", b"_repeated_after", "live", b"live", "repeated_after", b"repeated_after"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_live", b"_live", "_repeated_after", b"_repeated_after", "epoch", b"epoch", "job", b"job", "live", b"live", "no_replay", b"no_replay", "rank", b"rank", "repeated_after", b"repeated_after"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_live", b"_live", "_repeated_after", b"_repeated_after", "epoch", b"epoch", "job", b"job", "live", b"live", "no_replay", b"no_replay", "rank", b"rank", "repeated_after", b"repeated_after", "restored_from", b"restored_from"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__live: _TypeAlias = _typing.Literal["live"]  # noqa: Y015
     _WhichOneofArgType__live: _TypeAlias = _typing.Literal["_live", b"_live"]  # noqa: Y015

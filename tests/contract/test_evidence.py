@@ -101,9 +101,9 @@ def test_a_replay_is_reported_for_its_epoch(memory: JobMemory) -> None:
     engine.memory = memory
     engine.no_replay(0, "rank 2 has logged steps 4 to 7")
     assert view_of(memory).ranks[0].no_replay == "rank 2 has logged steps 4 to 7"
-    engine.went_live(0, epoch=5, step=7, repeated_after=0, now=0.0)
+    engine.went_live(0, 5, 7, repeated_after=0, now=0.0, source=RestoreSource.PARITY)
     rank = view_of(memory).ranks[0]
-    assert (rank.restored, rank.restored_from) == (Generation(5, 7), RestoreSource.LIVE)
+    assert (rank.restored, rank.restored_from) == (Generation(5, 7), RestoreSource.PARITY)
     assert rank.repeated_after == 0  # not the same as none
     assert memory.membership is not None
     memory.begin_epoch(replace(memory.membership, epoch=6))

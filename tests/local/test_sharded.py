@@ -207,7 +207,7 @@ def check_alone(outcome: Outcome, lost: list[int]) -> None:
     assert outcome.anew == lost
     assert outcome.repeated == 0
     recovery = outcome.recovery
-    assert (recovery.source, recovery.lost_steps) == (RestoreSource.LIVE, 0)
+    assert (recovery.source, recovery.lost_steps) == (RestoreSource.LOCAL, 0)
     assert recovery.replay == (
         f"{ranks_in_words(lost)} restored step {recovery.restored_step} alone; the others kept "
         f"their state"
@@ -265,6 +265,7 @@ def test_the_shards_of_a_lost_node_are_rebuilt_for_it_alone(
 ) -> None:
     outcome = runner.run(run.disturb(node=1))
     assert outcome.anew == MEMBER and outcome.repeated <= 1
+    assert outcome.recovery.source is RestoreSource.PARITY
     run.check()
 
 

@@ -257,7 +257,7 @@ def check_replay(run: Run, lost: Sequence[int]) -> None:
         whole = run.with_whole_states(lines)  # the first ones as well
         assert all(line.state == states[line.step] for line in whole)
     recovery, scope = run.cluster.status.local.recoveries[-1], run.shape.ranks_of(lost)
-    assert recovery.source is RestoreSource.LIVE
+    assert recovery.source is RestoreSource.LOCAL
     kept = next(rank for rank in run.shape.ranks if rank not in scope)
     target = max(line.step for line in run.lines()[kept] if line.epoch == 1)
     ranks = f"ranks {', '.join(map(str, scope))}" if len(scope) > 1 else f"rank {scope[0]}"
@@ -332,7 +332,7 @@ def test_a_stage_that_has_repeated_steps_helps_the_next_one() -> None:
             assert len(by_process) == 2
             for steps in by_process.values():
                 assert steps == list(range(steps[0], steps[-1] + 1))  # none repeated in a process
-        assert run.cluster.status.local.recoveries[-1].source is RestoreSource.LIVE
+        assert run.cluster.status.local.recoveries[-1].source is RestoreSource.LOCAL
 
 
 def check_all_went_back(run: Run, lost: Sequence[int]) -> None:

@@ -112,7 +112,16 @@ class RecoveryStatus(_Part, frozen=True, kw_only=True):
         ]
         | None
     ) = None
-    source: Annotated[str, Meta(description="where the snapshots came from")] | None = None
+    source: (
+        Annotated[
+            str,
+            Meta(
+                description="where the state came from: `storage`, `parity` or `local` (the node's "
+                "memory), the farthest of any rank that restored; `live` if none did"
+            ),
+        ]
+        | None
+    ) = None
     replay: (
         Annotated[
             str,

@@ -737,13 +737,20 @@ class JobEngine:
         self.memory.rank(rank).no_replay = why
 
     def went_live(
-        self, rank: int, epoch: int, step: int, repeated_after: int | None, now: float
+        self,
+        rank: int,
+        epoch: int,
+        step: int,
+        repeated_after: int | None,
+        now: float,
+        source: RestoreSource = RestoreSource.LIVE,
     ) -> list[Effect]:
         """Record that the trainer of `rank` continues live after `step`.
 
         Args:
             repeated_after: step that it restored, and after which it repeated steps, alone; None
                 if it kept its state.
+            source: source of what it restored alone; LIVE if it kept its state.
 
         Raises:
             StaleEpochError: the epoch has ended.
@@ -752,7 +759,7 @@ class JobEngine:
         record = self.memory.rank(rank)
         if not any(each.is_live for each in self.memory.ranks.values()):
             self.memory.note(JobEvent.WENT_LIVE, rank=rank, generation=Generation(epoch, step))
-        record.restored = (Generation(epoch, step), RestoreSource.LIVE)
+        record.restored = (Generation(epoch, step), source)
         record.repeated_after = repeated_after
         return self._convergence.settle(now)
 

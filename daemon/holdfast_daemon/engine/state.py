@@ -126,7 +126,9 @@ class RankRecord:
     plan: PlanReport | None = None
     """Expert plan of its world; None without uneven copies."""
     restored: tuple[Generation | None, RestoreSource] | None = None
-    """Generation that the rank was given to restore in this epoch, and its source."""
+    """Generation that the rank was given to restore in this epoch, and its source. Of a rank that
+    goes on live: the epoch, the step whose state it has, and LIVE, or the source of what it has
+    restored alone."""
     repeated_after: int | None = None
     """Step that the rank restored alone in this epoch, and after which it repeated steps."""
     no_replay: str = ""
@@ -134,8 +136,9 @@ class RankRecord:
 
     @property
     def is_live(self) -> bool:
-        """Whether the rank went live in this epoch: it restored nothing."""
-        return self.restored is not None and self.restored[1] is RestoreSource.LIVE
+        """Whether the rank went live in this epoch."""
+        kept = self.restored is not None and self.restored[1] is RestoreSource.LIVE
+        return kept or self.repeated_after is not None
 
     def can_stay(self, size: int, *, protected: bool, members_changed: bool) -> bool:
         """Whether its process can stay for a world of `size` ranks.

@@ -155,11 +155,15 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     ) -> trainer_pb2.RestoreProgress:
         rank = host.engine.rank_in_world(request.rank, request.epoch)
         after = request.repeated_after if request.HasField("repeated_after") else None
-        host.carry_out(host.engine.went_live(rank, request.epoch, request.live, after, host.now))
+        source = RestoreSource.of(request.restored_from) or RestoreSource.LIVE
+        host.carry_out(
+            host.engine.went_live(rank, request.epoch, request.live, after, host.now, source)
+        )
         if after is not None:
             steps = request_limits.counted(max(0, request.live - after))
             self._metrics.add("steps_repeated", steps, job=host.job)
-        self._metrics.add("restores", job=host.job, source=RestoreSource.LIVE)
+        else:
+            self._metrics.add("restores", job=host.job, source=RestoreSource.LIVE)
         return trainer_pb2.RestoreProgress(
             phase=RestorePhase.READY,
             decision=trainer_pb2.RestoreDecision(source=RestoreSource.LIVE),

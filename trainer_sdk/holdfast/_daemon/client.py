@@ -151,6 +151,8 @@ class LiveRequest:
     repeated_after: int | None = None
     """Step that it restored alone, and after which it repeated steps; None if it kept its
     state."""
+    restored_from: RestoreSource = RestoreSource.LIVE
+    """Source of what it restored alone; LIVE if it kept its state."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -55,6 +55,7 @@ from holdfast_core.errors import (
 )
 from holdfast_core.protection.replaying import ReplayPlan
 from holdfast_core.protection.standing import StandingVerdict
+from holdfast_core.states import RestoreSource
 from holdfast_core.topology import Topology
 
 _log = logging.getLogger("holdfast")
@@ -124,6 +125,8 @@ class ProtectedSession(WorldSession):
         self._closed, self._kept = False, START
         self._replay: Replay | None = None
         """The replay of a sparse window; None once its last step is repeated."""
+        self._restored_from = RestoreSource.LIVE
+        """Source of what this rank has restored alone; LIVE if it has not."""
         unheld = [one for one in live.optimizers if not notices_steps(one)]
         self._unheld, self._unseen = unheld, UnseenState(live.optimizers)
         before = self.before_step if hooks else None
@@ -202,7 +205,7 @@ class ProtectedSession(WorldSession):
         if not own:
             return self._restore.attend(plan)
         outcome = self._restore.run(alone=plan)
-        self._replay = outcome.replay
+        self._replay, self._restored_from = outcome.replay, outcome.source
         return outcome.differs
 
     def on_step_repeated(self, step: int) -> None:
@@ -221,7 +224,12 @@ class ProtectedSession(WorldSession):
             return False
         assert outcome.step is not None
         self._restore.client.go_live(
-            LiveRequest(epoch=outcome.epoch, live=outcome.step, repeated_after=repeated_after)
+            LiveRequest(
+                epoch=outcome.epoch,
+                live=outcome.step,
+                repeated_after=repeated_after,
+                restored_from=self._restored_from,
+            )
         )
         self._resume(outcome, "going on live")
         return True

@@ -61,7 +61,8 @@ def ranks_in(observed: ClusterView, membership: Membership) -> list[RankView]:
 def live_step(observed: ClusterView, membership: Membership) -> int | None:
     """Step after which ranks of this epoch go on live; None when they restore a generation."""
     for rank in ranks_in(observed, membership):
-        if rank.restored_from is RestoreSource.LIVE and rank.restored is not None:
+        is_live = rank.restored_from is RestoreSource.LIVE or rank.repeated_after is not None
+        if is_live and rank.restored is not None:
             return rank.restored.step
     return None
 

@@ -161,6 +161,8 @@ class World:
         """Node → `rebuilding` or `loading`, which its daemon is."""
         self.live: int | None = None
         """Step after which ranks have gone on live, instead of restoring the line."""
+        self.alone: dict[int, RestoreSource] = {}
+        """Ranks that have restored that step alone, and the source of their bytes."""
         self.undecided = False
         """Whether no rank knows yet what it begins from."""
         self.losses: dict[str, LossReport] = {}
@@ -291,7 +293,8 @@ class World:
                     exit_code=daemon.exits.get(rank),
                     last_lines=daemon.last_lines.get(rank, ""),
                     restored=restored,
-                    restored_from=source,
+                    restored_from=self.alone.get(rank, source),
+                    repeated_after=self.live if rank in self.alone else None,
                     follows=rank in self.following - daemon.lost,
                     since_work_s=(
                         max(0.0, self.now - self.worked_at[rank])

@@ -37,7 +37,7 @@ from holdfast_core.experts.loss_reports import LossReport
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import Layout, encode_layout, encode_manifest
 from holdfast_core.snapshots.manifests import ExpertVersion, Manifest
-from holdfast_core.states import RestorePhase, RestoreProgress
+from holdfast_core.states import RestorePhase, RestoreProgress, RestoreSource
 from holdfast_protos import codec, persisting, trainer_pb2, trainer_pb2_grpc, values_pb2
 from holdfast_protos.connections import channels
 from holdfast_protos.expert_plans import plan_from_proto
@@ -254,7 +254,10 @@ def test_calls_carry_what_they_should(client: GrpcClient, service: Trainer) -> N
     ("call", "request_sent"),
     [
         ("restore", RESTORE),
-        ("go_live", LiveRequest(epoch=2, live=0, repeated_after=7)),
+        (
+            "go_live",
+            LiveRequest(epoch=2, live=0, repeated_after=7, restored_from=RestoreSource.PARITY),
+        ),
         ("open", OPEN),
         (
             "grant",
