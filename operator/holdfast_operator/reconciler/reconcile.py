@@ -398,8 +398,6 @@ def _note_resumption(
 def _resumption(observation: Observation, membership: Membership, start: Generation | None) -> str:
     who = f"{membership.world_size} ranks train in epoch {membership.epoch}"
     live = live_step(observation.cluster, membership)
-    if live is None and start is None:
-        return f"{who} from the beginning"
     ranks = ranks_in(observation.cluster, membership)
     by_source = {
         source: [rank.rank for rank in ranks if rank.restored_from is source]
@@ -408,6 +406,8 @@ def _resumption(observation: Observation, membership: Membership, start: Generat
     parts = [f"{ranks_in_words(found)} from {kind}" for kind, found in by_source.items() if found]
     if live is not None:
         return ", ".join([f"{who} from step {live}", *parts, "live: no step was lost"])
+    if start is None:
+        return f"{who} from the beginning"
     origin = " and ".join(parts) or "all from local memory"
     return f"{who} from generation {start} (step {start.step}), {origin}"
 

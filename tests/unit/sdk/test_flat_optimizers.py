@@ -55,10 +55,10 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.dense(x) * self.scale
-        out: torch.Tensor = (
-            self.experts(y) if self.stacked else sum(expert(y) for expert in self.experts)  # type: ignore[attr-defined]
-        )
-        return x + out
+        if self.stacked:
+            return x + torch.as_tensor(self.experts(y))
+        assert isinstance(self.experts, nn.ModuleList)
+        return x + torch.stack([expert(y) for expert in self.experts]).sum(0)
 
 
 def make(seed: int) -> tuple[nn.Module, FlatOptimizer]:
@@ -227,13 +227,13 @@ def test_a_snapshot_leaves_out_the_ranges_of_experts_and_nothing_else(tmp_path: 
         if "experts" not in name or name.endswith(".step"):
             assert torch.equal(value, history[-1][name]), name
     for name in (f"layers.0.experts.{expert}.weight" for expert in range(EXPERTS)):
-        keys = (name, f"{name}.master", f"{name}.exp_avg", f"{name}.exp_avg_sq")
+        keys = [name, f"{name}.master", f"{name}.exp_avg", f"{name}.exp_avg_sq"]
         (step,) = [
             at for at, state in enumerate(history) if all(found[k].equal(state[k]) for k in keys)
         ]
         older.add(step)
     for expert in range(EXPERTS):
-        keys = ("layers.1.experts.w", *(f"layers.1.experts.w.{k}" for k in ("master", "exp_avg")))
+        keys = ["layers.1.experts.w", *(f"layers.1.experts.w.{k}" for k in ("master", "exp_avg"))]
         (step,) = [
             at
             for at, state in enumerate(history)
@@ -260,7 +260,8 @@ def test_what_flat_tensors_cannot_have_is_refused_in_words(tmp_path: Path) -> No
         return str(refusal.value)
 
     def part(**fields: Any) -> holdfast.FlatRange:
-        return holdfast.FlatRange(**{"parameter": weight, "first": 0, "count": 5, "at": 0} | fields)
+        given: dict[str, Any] = {"parameter": weight, "first": 0, "count": 5, "at": 0} | fields
+        return holdfast.FlatRange(**given)
 
     assert "a range must lie within both" in refused([part(count=weight.numel() + 1)])
     assert "a range must lie within both" in refused([part(at=flat.tensor.numel())])

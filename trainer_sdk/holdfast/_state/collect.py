@@ -324,7 +324,7 @@ def _load_values(live: LiveState, index: int, at: int, saved: Mapping[str, Any])
         if isinstance(parameter, str):
             continue
         named = (saved["scalars"].get(name, {}) for name in live.names_of(parameter))
-        kept = next((values for values in named if values), {})
+        kept: Mapping[Any, Any] = next((values for values in named if values), {})
         gone = [k for k, v in state.items() if not has_tensors(v) and k not in kept]
         for key in gone:
             del state[key]

@@ -80,7 +80,7 @@ class FlatOptimizer:
 
     def state(self, names: dict[nn.Parameter, str]) -> dict[str, torch.Tensor]:
         """Masters and states by parameter. Collective."""
-        found = {}
+        found: dict[str, torch.Tensor] = {}
         for parameters, master in zip(self._groups, self.masters, strict=True):
             held = {"master": master, **self.inner.state[master]}
             for key, value in held.items():

@@ -165,10 +165,10 @@ def in_world(rank: int, world: int, work: Callable[..., None], store: str, *more
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world}
     os.environ.update({name: str(value) for name, value in variables.items()})
     torch.set_num_threads(1)
-    from deepspeed_model import deepspeed  # which it has prepared for CPUs
+    from deepspeed_model import use_groups
 
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    deepspeed.init_distributed("gloo")
+    use_groups()
     try:
         work(rank, world, *more)
     except BaseException:
