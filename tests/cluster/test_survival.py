@@ -134,9 +134,12 @@ def test_what_training_does_not_need_does_not_stop_it(outcome: Outcome, kind: st
 
 
 def test_restarts_are_counted_as_the_rules_say(outcome: Outcome) -> None:
-    counted = [fault for fault in EVERYTHING if fault.kind not in UNCOUNTED]
+    """All recoveries count but that of the drained node. A machine that plays all nodes may cause
+    more of them than the script does."""
     causes = [recovery.cause for recovery in recoveries_of(outcome.status)]
-    assert outcome.status["restarts"] == len(counted), causes
+    assert sum("EvictionByEvictionAPI" in cause for cause in causes) == 1, causes
+    assert outcome.status["restarts"] == outcome.status["recoveries"] - 1, causes
+    assert outcome.status["restarts"] >= len(EVERYTHING) - len(UNCOUNTED)
 
 
 def test_a_crash_is_decided_upon_within_a_second(outcome: Outcome) -> None:
