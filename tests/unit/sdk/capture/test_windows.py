@@ -255,6 +255,9 @@ class OneRank:
 
     def go_back_to(self, step: int) -> None: ...
 
+    def build_again(self, *_: Any) -> str:
+        return ""
+
     def exchange(self, timeout_s: float) -> Alone:
         del timeout_s
         return Alone()
