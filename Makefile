@@ -402,7 +402,7 @@ $(STAMP): constraints.txt pyproject.toml Makefile
 	  exit 1
 	}
 	mkdir -p build "$(HOLDFAST_CACHE)"
-	$(call requirements,extra not in {"bench"$(comma) "docs"$(comma) "fuzz"$(comma) "release"$(comma) "stores"$(comma) "torchtitan"}) > build/requirements.txt
+	$(call requirements,extra not in {"bench"$(comma) "deepspeed"$(comma) "docs"$(comma) "fuzz"$(comma) "release"$(comma) "stores"$(comma) "torchtitan"}) > build/requirements.txt
 	key=$$({ $(PYTHON) -VV; uname -m; cat build/requirements.txt constraints.txt; } \
 	  | sha256sum | cut -c1-16)
 	deps="$(HOLDFAST_CACHE)/deps-$$key"

@@ -197,7 +197,6 @@ def test_json_is_decoded_by_decoders_made_at_import(path: Path) -> None:
 
 UNCALLED = {
     "holdfast.integrations.deepspeed.protect": "scripts that train with DeepSpeed call it",
-    "holdfast.integrations.torchtitan.protect": "torchtitan looks it up by this name",
 }
 """Public name, qualified → why it stays although only tests use it."""
 

@@ -79,8 +79,7 @@ def init(
             `[experts, …]`; gates are called `gate` or `router`; layers are numbered.
         private: names of tensors that no other rank holds, although the topology says so, such as
             the states of a sharded optimizer (`layer.weight:exp_avg`).
-        flat: a sharded optimizer's flat tensors, with the ranges of the model's parameters in them.
-            Such a tensor that is not named restarts only in a world of the same size.
+        flat: a sharded optimizer's flat tensors; see `FlatTensor` for those that are not named.
         settings: see `Settings`.
         socket: the daemon's Unix socket; by default `HOLDFAST_SOCKET`.
         job: the job's key; by default `HOLDFAST_JOB`.
@@ -90,9 +89,8 @@ def init(
         pipeline: the pipeline of the script's stages in `world`; a lost stage then recovers alone.
 
     Raises:
-        InvalidJobError: the topology does not fit the training world, an optimizer lacks
-            `param_groups` or `state`, an object in `stateful` lacks `state_dict` or
-            `load_state_dict`, or arguments contradict each other.
+        InvalidJobError: the topology does not fit the training world, or an argument lacks what it
+            must have or contradicts another; the message says what to change.
         ProtectionRequiredError: there is no daemon, and the settings require protection.
     """
     environment = read_environment()

@@ -338,6 +338,10 @@ class ReplicasWorld:
     def go_back_to(self, step: int) -> None:
         """As `begin_step`."""
 
+    def build_again(self, *_: Any) -> str:
+        """The model's worlds have one size."""
+        return ""
+
     def check_process(self) -> None:
         """Threads do not fork."""
 

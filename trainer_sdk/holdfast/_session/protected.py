@@ -83,7 +83,7 @@ class ProtectedSession(WorldSession):
     ) -> None:
         self._live, self._interval, self._stateful = live, interval, dict(stateful)
         self._settings, self._device = settings, device
-        self._engine = CopyEngine(settings.copy_threads, device)
+        engine = self._engine = CopyEngine(settings.copy_threads, device)
         rules = strategy.rules
         self._takes_apart = strategy.leaves_out or bool(rules.window)
         self._repeats = bool(rules.window)
@@ -92,15 +92,7 @@ class ProtectedSession(WorldSession):
         self._gradients = strategy.gradients
         self._optimizer_steps = OptimizerSteps(live, rules.repeats if rules.window else None)
         self._saver = Saver(
-            client,
-            exchange,
-            device,
-            self._engine,
-            topology,
-            rank,
-            settings,
-            replica_check,
-            strategy,
+            client, exchange, device, engine, topology, rank, settings, replica_check, strategy
         )
         self._restore = Restore(
             client=client,
@@ -109,7 +101,7 @@ class ProtectedSession(WorldSession):
             topology=topology,
             rank=rank,
             exchange=exchange,
-            engine=self._engine,
+            engine=engine,
             settings=settings,
             policy=strategy,
         )

@@ -38,7 +38,8 @@ class FlatRange:
 class FlatTensor:
     """A parameter of an optimizer that holds ranges of the model's parameters, and that no other
     rank holds. Elements in none of the ranges are padding: they are not captured, and a restore
-    leaves them as they are. The optimizer may keep states of the same shape, and single numbers."""
+    leaves them as they are. The optimizer may keep states of the same shape, and single numbers. A
+    flat tensor that `holdfast.init` is not told of restarts only in a world of the same size."""
 
     tensor: torch.Tensor
     """[elements], contiguous."""

@@ -122,9 +122,8 @@ class World:
         """Newest membership that this control loop has published."""
         self.dropping = -1.0
         """Newest epoch of what this control loop has daemons drop."""
-        self.returning: set[str] = set()
+        self.returning, self.cordoned = set[str](), set[str]()
         self.locations: Locations = None
-        self.cordoned: set[str] = set()
         self.suspension: Suspension | None = None
         """Why the job's queue keeps it from running."""
         self.notices: dict[str, str] = {}
@@ -169,16 +168,15 @@ class World:
         """Node → its daemon's report of lost tokens."""
         self.plans: dict[str, PlanReport] = {}
         """Node → its daemon's report of the expert plan."""
-        self.fetched: dict[str, float] = {}
         self.slots: dict[str, int] = {}
+        self.fetched: dict[str, float] = {}
         """Node → bytes per second that its daemon fetches for parity."""
         self.events: list[Event] = []
         self.actions: list[Action] = []
         self.published: list[Membership] = []
         self.cold_then: list[frozenset[str]] = []
         """Nodes that were cold when each of `published` was."""
-        self.fenced: list[str] = []
-        self.dropped = False
+        self.fenced, self.dropped = list[str](), False
         self.beat()
 
     # --- time ---------------------------------------------------------------------------------

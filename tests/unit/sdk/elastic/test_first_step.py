@@ -83,6 +83,9 @@ class FirstStep:
 
     def go_back_to(self, step: int) -> None: ...
 
+    def build_again(self, *_: Any) -> str:
+        return ""
+
     def begin_alone(self, *, held_beside: bool) -> None:
         self.began_alone.append(held_beside)
 
