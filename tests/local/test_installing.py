@@ -278,6 +278,7 @@ def test_a_group_has_all_that_its_part_imports(
     groups = ["daemon", group] if group == "catalogue" else [group]
     python = environment(*groups) / "bin" / "python"
     left_out = [f"holdfast.integrations.{framework}" for framework in (*FRAMEWORKS, *ELSEWHERE)]
+    left_out.append("holdfast.integrations.torchtitan_train")
     if group == "daemon":
         left_out += ["holdfast_daemon.observing.catalogue_redis", "holdfast_storage.catalogue"]
     for package in packages:
