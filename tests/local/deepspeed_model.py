@@ -108,7 +108,8 @@ def make_engine(
         settings["bf16"] = {"enabled": True}
     if dtype == "fp16":
         # The first scale overflows, and a step is skipped.
-        settings["fp16"] = {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 3}
+        scale = {"initial_scale_power": 16, "hysteresis": 1, "loss_scale_window": 3}
+        settings["fp16"] = {"enabled": True, **scale}
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
     return engine
 
