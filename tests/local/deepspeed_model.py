@@ -107,8 +107,8 @@ def make_engine(
     if dtype == "bf16":
         settings["bf16"] = {"enabled": True}
     if dtype == "fp16":
-        # The first scale overflows, and a step is skipped.
-        scale = {"initial_scale_power": 16, "hysteresis": 1, "loss_scale_window": 3}
+        # The first scale overflows, and steps are skipped.
+        scale = {"initial_scale_power": 18, "hysteresis": 1, "loss_scale_window": 3}
         settings["fp16"] = {"enabled": True, **scale}
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
     return engine
