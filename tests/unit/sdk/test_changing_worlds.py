@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from members import Members
+from members import Members, lone_world
 from ranks import run_ranks
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported by torch
 
 from holdfast import elastic
-from holdfast._elastic.world import World
 from holdfast_core.errors import InvalidJobError
 
 TIMEOUT_S = 60.0
@@ -113,22 +112,9 @@ def test_a_script_that_names_ranks_stays_only_for_worlds_of_its_size(
 
 
 def test_lists_of_ranks_are_refused_where_the_number_of_ranks_may_change() -> None:
-    world = World(
-        "gloo",
-        None,
-        any_size=True,
-        store_address="",
-        local_rank=0,
-        nproc=1,
-        timeout_s=30.0,
-        reform_s=30.0,
-    )
-    world.join()
-    try:
+    with lone_world() as world:
         with pytest.raises(InvalidJobError, match="give a function that returns the partition"):
             world.group([[0]])
         with pytest.raises(InvalidJobError, match="must hold each of the 1 ranks once"):
             world.group(lambda size: [range(size + 1)])
         assert world.group(lambda size: [range(size)]).now.size() == 1
-    finally:
-        world.close()

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from holdfast._state.capture import Anchor, LiveState
-from holdfast._state.dtensors import is_dtensor, local_of
+from holdfast._state.dtensors import local_of, part_of
 from holdfast._state.parts import has_tensors, is_plain
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.snapshots.names import TensorName
@@ -107,7 +107,7 @@ def _wrong(
         shown = name.state(str(key))
         if isinstance(value, torch.Tensor) and not is_plain(value):
             if stacked:
-                kind = type(value._local_tensor if is_dtensor(value) else value).__qualname__
+                kind = type(part_of(value)).__qualname__
                 yield f"{shown} is a {kind}, whose tensors have no part of each expert of the stack"
         elif isinstance(value, torch.Tensor) and isinstance(key, str):
             if not stacked or tensors[key].shape == parameter.shape:

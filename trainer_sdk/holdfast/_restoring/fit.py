@@ -163,7 +163,8 @@ def check_cover(wanted: Mapping[str, Wanted], live: LiveState) -> None:
         LayoutMismatchError: bytes are missing, or are not this rank's; the message names the
             tensor.
     """
-    live.sources()
+    if live.flat:
+        live.sources()  # notes the ranges
     for item in wanted.values():
         size = dtype_of_name(item.dtype).itemsize
         low, total = 0, size * prod(item.shape)
@@ -253,30 +254,22 @@ def make_room(
         state = live.state_of(anchor, key)
         if state is not None:
             state.pop(key, None)
+    order = {base: place for place, base in enumerate(live.anchors)}
+    parsed = {name: TensorName.parse(name) for name in missing}
+    states = [(str(parts.base), parts, wanted[name]) for name, parts in parsed.items()]
+    states.sort(key=lambda state: order[state[0]])
     numbers = {
         (id(anchor.parameter), parts.key)
-        for parts, anchor, item in (
-            (parts, live.anchors[str(parts.base)], wanted[name])
-            for name in missing
-            for parts in (TensorName.parse(name),)
-        )
-        if anchor.span is None or anchor.span.shape != item.shape
+        for base, parts, item in states
+        if (anchor := live.anchors[base]).span is None or anchor.span.shape != item.shape
     }
-    order = {base: place for place, base in enumerate(live.anchors)}
-    states = [(str(TensorName.parse(name).base), name) for name in missing]
-    for base, name in sorted(states, key=lambda state: order[state[0]]):
-        anchor, parts = live.anchors[base], TensorName.parse(name)
+    for base, parts, item in states:
+        anchor, made = live.anchors[base], item
         if anchor.span is not None and (id(anchor.parameter), parts.key) not in numbers:
             # One tensor for all ranges; padding holds zeros.
-            of_flat = Wanted(
-                tensor=name,
-                dtype=wanted[name].dtype,
-                shape=tuple(anchor.parameter.shape),
-                ranges=[],
-            )
-            _allocate(live, anchor, parts, of_flat, devices)
-        else:
-            _allocate(live, anchor, parts, wanted[name], devices)
+            whole = tuple(anchor.parameter.shape)
+            made = msgspec.structs.replace(item, shape=whole, ranges=[])
+        _allocate(live, anchor, parts, made, devices)
     if not (missing or extra):
         return sources
     return {source.name: source for source in live.sources()}

@@ -18,6 +18,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from holdfast._state.dtensors import part_of
 from holdfast_core.snapshots.names import TensorName
 from holdfast_core.snapshots.units import NUMBER_DIGITS_MAX, UnitKey, UnitKind
 
@@ -144,10 +145,5 @@ def _is_stack(name: str, tensor: torch.Tensor, owner: nn.Module) -> bool:
         return True
     if "experts" not in name.split(".")[:-1]:
         return False
-    firsts = {_local_length(p) for p in owner.parameters(recurse=False) if p.ndim >= 2}
+    firsts = {int(part_of(p).shape[0]) for p in owner.parameters(recurse=False) if p.ndim >= 2}
     return len(firsts) == 1
-
-
-def _local_length(parameter: torch.Tensor) -> int:
-    local = getattr(parameter, "_local_tensor", parameter)
-    return int(local.shape[0])

@@ -62,10 +62,15 @@ def is_box(placements: Sequence[Any], sizes: Sequence[int]) -> bool:
     return True
 
 
+def part_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local part of a DTensor, of whatever class it is; any other tensor itself."""
+    # This runs in `save`; the public `to_local` builds an autograd node and is 100 times slower.
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
+
+
 def raw(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor on this rank: `tensor` itself, or the local part of a DTensor."""
-    # This runs in `save`; the public `to_local` builds an autograd node and is 100 times slower.
-    local = tensor._local_tensor if is_dtensor(tensor) else tensor
+    local = part_of(tensor)
     while len(names := inner_names(local)) == 1:
         inner: torch.Tensor = getattr(local, names[0])
         if (inner.shape, inner.dtype) != (local.shape, local.dtype):

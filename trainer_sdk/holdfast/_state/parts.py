@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from holdfast._state.dtensors import inner_names, is_dtensor
+from holdfast._state.dtensors import inner_names, is_dtensor, part_of
 from holdfast._state.extras import UnsupportedValueError, dtype_name, dtype_of_name, encode_extras
 from holdfast_core.errors import CorruptError, InvalidJobError, LayoutMismatchError
 
@@ -52,7 +52,7 @@ def is_plain(value: object) -> bool:
     """Whether `value` is a tensor, or DTensor, without other tensors inside."""
     if not isinstance(value, torch.Tensor):
         return False
-    return not inner_names(value._local_tensor if is_dtensor(value) else value)
+    return not inner_names(part_of(value))
 
 
 def has_tensors(value: object) -> bool:
@@ -69,7 +69,7 @@ def tensors_in(key: str, value: object, depth: int = 0) -> Iterator[tuple[str, t
         InvalidJobError: the value is nested too deep, perhaps within itself.
     """
     if isinstance(value, torch.Tensor):
-        local = value._local_tensor if is_dtensor(value) else value
+        local = part_of(value)
         names = inner_names(local)
         if not names:
             yield key, value
@@ -132,7 +132,7 @@ def form_of_state(key: str, value: object, parameter: torch.Tensor) -> Form:
 
 def _form_of_tensor(key: str, value: torch.Tensor, parameter: torch.Tensor) -> Form:
     placement = _placement_of(key, value, parameter)
-    local = value._local_tensor if is_dtensor(value) else value
+    local = part_of(value)
     names = inner_names(local)
     shape, stride = tuple(local.shape), tuple(local.stride())
     if any(length > 1 and not step for length, step in zip(shape, stride, strict=True)):

@@ -8,7 +8,7 @@ continues: a rank without a session reports its steps like any other.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from holdfast_core.errors import ReplicasDivergedError, UnsavedError, refuses_saves
 from holdfast_core.last_lines import essence_of
@@ -44,16 +44,6 @@ def is_unprotected(condition: Condition) -> bool:
     return condition.type is ConditionType.PROTECTED and condition.reason in UNPROTECTED
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Refusal:
-    """Why the newest saves of a job's ranks are refused."""
-
-    reason: str
-    """One word, for conditions."""
-    text: str
-    """In words, with the ranks if they have no session."""
-
-
 def note_unprotected(
     observation: Observation, state: ControlState, membership: Membership
 ) -> RuleResult:
@@ -75,26 +65,19 @@ def note_unprotected(
     return replace(result, state=replace(state, unprotected=noted))
 
 
-def refusal_of(observed: ClusterView, membership: Membership) -> Refusal | None:
-    """Why saves are refused until somebody changes something; None where they are not, or only for
-    a while."""
-    without = unprotected_in_words(observed, membership)
-    if without and _is_refused(observed, membership, without_session=True):
-        return Refusal(reason=TRAINS_UNPROTECTED, text=without)
-    if not _is_refused(observed, membership, without_session=False):
-        return None
-    views = (view for view in observed.views(membership) if view is not None)
-    text = next(view.problem for view in views if refuses_saves(view.problem_code))
-    return Refusal(reason=SAVES_REFUSED, text=text)
-
-
-def _is_refused(observed: ClusterView, membership: Membership, *, without_session: bool) -> bool:
-    return any(
-        view is not None
-        and refuses_saves(view.problem_code)
-        and (not without_session or any(rank.unprotected for rank in view.ranks))
+def refusal_of(observed: ClusterView, membership: Membership) -> tuple[str, str] | None:
+    """Why saves are refused until somebody changes something: in one word for conditions, and in
+    words. None where they are not, or only for a while."""
+    refusing = [
+        view
         for view in observed.views(membership)
-    )
+        if view is not None and refuses_saves(view.problem_code)
+    ]
+    if not refusing:
+        return None
+    if any(rank.unprotected for view in refusing for rank in view.ranks):
+        return TRAINS_UNPROTECTED, unprotected_in_words(observed, membership)
+    return SAVES_REFUSED, refusing[0].problem
 
 
 def unprotected_in_words(observed: ClusterView, membership: Membership) -> str:

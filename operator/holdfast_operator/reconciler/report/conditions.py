@@ -307,10 +307,10 @@ def _protected(
     )
     refusal = None if membership is None else refusal_of(observed, membership)
     if refusal is not None:
-        message = refusal.text
+        reason, message = refusal
         if generation is not None:
             message = f"{message}; generation {generation} is the newest that is protected"
-        return Condition(type=kind, status=False, reason=refusal.reason, message=message)
+        return Condition(type=kind, status=False, reason=reason, message=message)
     without = "" if membership is None else unprotected_in_words(observed, membership)
     if without and generation is None:
         return Condition(type=kind, status=False, reason=TRAINS_UNPROTECTED, message=without)

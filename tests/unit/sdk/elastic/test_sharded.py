@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from members import lone_world
 from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # re-exported by torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,19 +27,8 @@ WIDTH = 3
 
 @pytest.fixture
 def alone() -> Iterator[World]:
-    world = World(
-        "gloo",
-        None,
-        any_size=True,
-        store_address="",
-        local_rank=0,
-        nproc=1,
-        timeout_s=30.0,
-        reform_s=30.0,
-    )
-    world.join()
-    yield world
-    world.close()
+    with lone_world() as world:
+        yield world
 
 
 def build() -> nn.Sequential:

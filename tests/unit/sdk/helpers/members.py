@@ -12,7 +12,28 @@ from typing import Any
 import grpc
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported by torch
 
+from holdfast._elastic.world import World
 from holdfast_protos import codec, trainer_pb2, trainer_pb2_grpc
+
+
+@contextmanager
+def lone_world() -> Iterator[World]:
+    """A world of one process, which stays for any number of ranks."""
+    world = World(
+        "gloo",
+        None,
+        any_size=True,
+        store_address="",
+        local_rank=0,
+        nproc=1,
+        timeout_s=30.0,
+        reform_s=30.0,
+    )
+    world.join()
+    try:
+        yield world
+    finally:
+        world.close()
 
 
 class Members(trainer_pb2_grpc.TrainerServicer):
