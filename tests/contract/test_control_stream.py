@@ -257,12 +257,14 @@ def test_a_newer_stream_of_a_node_ends_the_older_one() -> None:
             older = loop.daemon("n0")
             older.beat(memory_id="old")
             await loop.until(lambda: loop.calls == 1)
+            loop.passed_s = 5.0
             newer = loop.daemon("n0")
             newer.beat(memory_id="new")
             async with asyncio.timeout(WAIT_S):
                 await older.ended.wait()
             view = loop.server.views("x")["n0"]
             assert view.connected and view.memory_id == "new"
+            assert (view.first_heard_at, view.heartbeat_at) == (0.0, 5.0)
 
     asyncio.run(scenario())
 

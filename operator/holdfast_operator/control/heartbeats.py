@@ -15,12 +15,15 @@ from holdfast_protos.expert_plans import plan_from_proto
 from holdfast_protos.losses import loss_from_proto
 
 
-def node_view(heartbeat: control_pb2.Heartbeat, heartbeat_at: float) -> NodeView:
+def node_view(
+    heartbeat: control_pb2.Heartbeat, heartbeat_at: float, first_heard_at: float
+) -> NodeView:
     """View of the node that sent `heartbeat`, without its jobs."""
     return NodeView(
         name=heartbeat.node,
         connected=True,
         heartbeat_at=heartbeat_at,
+        first_heard_at=first_heard_at,
         memory_id=heartbeat.memory_id,
         incarnation=heartbeat.incarnation,
         peer_address=heartbeat.peer_address,

@@ -282,8 +282,8 @@ class ControlServer:
 
     def _hear(self, heartbeat: control_pb2.Heartbeat, connection: _Connection) -> None:
         jobs = {state.job: job_view(state) for state in heartbeat.jobs}  # refuses the malformed
-        view = node_view(heartbeat, self._clock())
-        node = self._nodes.get(heartbeat.node)
+        node, now = self._nodes.get(heartbeat.node), self._clock()
+        view = node_view(heartbeat, now, now if node is None else node.view.first_heard_at)
         if node is None:
             self._forget_a_node()
             node = self._nodes[heartbeat.node] = _Node(view, {}, None)

@@ -882,6 +882,28 @@ MUTANTS = (
         test="operator_side/reconciler/test_patience.py",
     ),
     Mutant(
+        name="failover: hurry the daemons that connect after others",
+        edits=(
+            (
+                f"{RECONCILER}/observe/evidence.py",
+                "DIAL_S + max(0.0, newest - state.attentive_since)",
+                "DIAL_S",
+            ),
+        ),
+        test="operator_side/reconciler/test_patience.py",
+    ),
+    Mutant(
+        name="failover: wait for a dead daemon as long as others connect again",
+        edits=(
+            (
+                f"{RECONCILER}/observe/evidence.py",
+                "node_of(observed, member).first_heard_at for",
+                "node_of(observed, member).heartbeat_at for",
+            ),
+        ),
+        test="operator_side/reconciler/test_patience.py",
+    ),
+    Mutant(
         name="failover: judge the memory of a daemon that has not spoken",
         edits=(
             (

@@ -40,7 +40,8 @@ node: moving its member would cost more than waiting for the memory that is stil
 
 DIAL_S = 10.0
 """Additional wait for a daemon that has not connected to this control loop yet: it may first have
-to notice that the last control loop is gone, and then connect again."""
+to notice that the last control loop is gone, and then connect again. It begins anew with each
+daemon of the job that connects for the first time: what has kept that one away may keep others."""
 
 PATIENCE_S = 60.0
 """Additional wait for a silent node that may still live, while its parity group could not rebuild
@@ -118,9 +119,10 @@ def gather(
     suspects: list[str] = []
     groups = ParityGroups(job, membership, observed, state, now)
     strange: dict[int, bool] = {}
+    dialling_s = _dialling_s(membership, observed, state)
     for member, view in zip(membership.members, observed.views(membership), strict=True):
         node = node_of(observed, member)
-        loss = _node_loss(job, member, node, silent_s(node, state, now), groups)
+        loss = _node_loss(job, member, node, silent_s(node, state, now), dialling_s, groups)
         if loss is not None:
             causes.append(loss)
         elif not is_reachable(job, node, state, now):
@@ -156,14 +158,19 @@ def _follows_a_loss(cause: Cause) -> bool:
 
 
 def _node_loss(
-    job: MoETrainingJob, member: Member, node: NodeView, silence_s: float, groups: ParityGroups
+    job: MoETrainingJob,
+    member: Member,
+    node: NodeView,
+    silence_s: float,
+    dialling_s: float,
+    groups: ParityGroups,
 ) -> Cause | None:
     patience_s = detection_s(job)
     if silence_s >= patience_s and not node.gone:
         patience_s += max(
             job.spec.failure_policy.detection.replace_seconds,
             RETURN_S if node.returning else 0.0,
-            DIAL_S if node.heartbeat_at == NEVER else 0.0,
+            dialling_s if node.heartbeat_at == NEVER else 0.0,
             0.0 if groups.bear_loss_of(member.index) else PATIENCE_S,
         )
     if silence_s >= patience_s:
@@ -182,6 +189,12 @@ def _node_loss(
         node_lost=True,
         presumed=not (node.gone or node.connected),
     )
+
+
+def _dialling_s(membership: Membership, observed: ClusterView, state: ControlState) -> float:
+    """Additional wait for a member's daemon that has not connected to this control loop yet."""
+    newest = max(node_of(observed, member).first_heard_at for member in membership.members)
+    return DIAL_S + max(0.0, newest - state.attentive_since)
 
 
 def _member_causes(

@@ -123,6 +123,8 @@ class NodeView(Struct, frozen=True, kw_only=True, gc=False):
     """Whether the daemon's Control stream is open."""
     heartbeat_at: float = NEVER
     """Time when the daemon's newest heartbeat arrived."""
+    first_heard_at: float = NEVER
+    """Time when the daemon's first heartbeat to this control loop arrived."""
     gone: bool = False
     """Whether the adapter has found that the node is not coming back."""
     returning: bool = False

@@ -115,6 +115,8 @@ class World:
         self.gone: set[str] = set()
         self.unconnected: set[str] = set()
         """Nodes whose daemons have not connected to this control loop yet."""
+        self.heard_at: dict[str, float] = {}
+        """Node → when its daemon first connected to this control loop; others did long ago."""
         self.dials_at: dict[str, float] = {}
         """Node → when its daemon connects to a new control loop; those that are not here do at
         once."""
@@ -218,6 +220,7 @@ class World:
                 daemon.heartbeat_at = self.now
                 if name in self.unconnected:
                     self.unconnected.discard(name)
+                    self.heard_at[name] = self.now
                     self.bring_up_to_date(name)
 
     # --- observations of the control loop -----------------------------------------------------
@@ -238,6 +241,7 @@ class World:
             name=name,
             connected=daemon.alive,
             heartbeat_at=daemon.heartbeat_at,
+            first_heard_at=self.heard_at.get(name, 0.0),
             gone=name in self.gone,
             returning=name in self.returning,
             memory_id=daemon.memory_id,

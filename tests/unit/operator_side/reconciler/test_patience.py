@@ -174,3 +174,27 @@ def test_a_daemon_that_has_not_connected_to_a_new_control_loop_gets_time_to_dial
     assert world.membership.epoch == 1
     world.settle(2.0)
     assert world.membership.epoch == 2
+
+
+def test_each_daemon_that_connects_gives_those_that_have_not_yet_time_to_dial() -> None:
+    """What has held one of them up may hold the others up a little longer."""
+    world, dials_s = running(), detection_s(running().job) + DIAL_S + 5.0
+    world.forget()
+    world.dials_at = {"n0": world.now + dials_s, "n1": world.now + dials_s + DIAL_S}
+    world.settle(dials_s + DIAL_S + 1.0)
+    assert world.membership.epoch == 1
+    assert world.nodes_of_members() == ["n0", "n1", "n2", "n3"]
+    assert world.phase() == "Running"
+
+
+def test_a_daemon_that_never_connects_is_given_up_once_the_others_have_had_time() -> None:
+    world, dials_s = running(), detection_s(running().job) + DIAL_S + 5.0
+    world.forget()
+    world.dials_at = {"n0": world.now + dials_s, "n1": float("inf")}
+    world.settle(dials_s)
+    world.kill_daemon("n3")
+    world.revive_daemon("n3")  # it connects again, and has been heard before
+    world.settle(detection_s(world.job) + DIAL_S - 1.0)
+    assert world.membership.epoch == 1
+    world.settle(2.0)
+    assert world.nodes_of_members() == ["n0", "n4", "n2", "n3"]
