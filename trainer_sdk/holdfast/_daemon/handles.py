@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
@@ -59,6 +60,9 @@ class SaveHandle:
         self._stages = (self.staged, self.committed, self.protected)
         self._first = step
         """Step to which a restore of the snapshot brings training back. For the session only."""
+        self._on_committed: Callable[[], None] | None = None
+        """Called just before `committed` is done: by then the save is counted. For the session
+        only."""
         self._slots = 0
         """Number of slots in the arena; 0 until a slot is granted. For the session only."""
         self._lock = threading.Lock()
@@ -79,6 +83,8 @@ class SaveHandle:
         with self._lock:
             for future in self._stages[: self._stages.index(last) + 1]:
                 if not future.done():
+                    if future is self.committed and self._on_committed is not None:
+                        self._on_committed()
                     future.set_result(self.step)
 
     def _fail(self, error: HoldfastError) -> None:

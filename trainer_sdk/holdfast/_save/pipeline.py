@@ -421,7 +421,9 @@ class SavePipeline:
         self.snapshot = None
         for earlier in snapshot.handles:
             earlier._follow(handle)
-        # Commit. The daemon's events may arrive before its answer, so the handle waits already.
+        # Commit. The daemon's events may arrive before its answer, so the handle waits already, and
+        # counts the commit.
+        handle._on_committed = self._tally.commit
         self._pending.add(generation, handle)
         try:
             self._link.commit(commit, nan_units)
@@ -430,7 +432,6 @@ class SavePipeline:
             raise
         # Committed: the next snapshot may carry bytes over from this one.
         handle._reach(handle.committed)
-        self._tally.commit()
         self._newest = generation
         self.strategy.on_committed(record)
         self._tally.counters.loss = self.strategy.loss
