@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from email.parser import HeaderParser
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,8 @@ MACHINE = ROOT / "gpu" / "machine.toml"
 CONSTRAINTS = ROOT / "constraints.txt"
 OUT = ROOT / "build" / "gpu-bundle"
 
-RUN = (*SOURCES, "gpu", "benchmarks/gpu", "tests/gpu", "tests/unit/sdk", "tests/conftest.py")
+TESTS = ("tests/gpu", "tests/unit/sdk", "tests/conftest.py")
+RUN = (*SOURCES, "gpu", "benchmarks/gpu", *TESTS)
 """What runs on the machine; its imports are checked."""
 
 
@@ -60,7 +61,8 @@ def make(out: Path, wheels: Path, machine: dict[str, Any]) -> None:
     """Replace `out` by a bundle with the wheels of the folder `wheels`.
 
     Raises:
-        BundleError: it would be too large, or imports what is neither brought nor installed there.
+        BundleError: it would be too large, or imports what is neither brought nor installed there,
+            or cannot collect its tests there.
     """
     new = out.with_name(out.name + ".new")
     shutil.rmtree(new, ignore_errors=True)
@@ -77,6 +79,11 @@ def make(out: Path, wheels: Path, machine: dict[str, Any]) -> None:
         raise BundleError(
             "these modules are imported, and neither brought nor installed there: "
             f"{', '.join(missing)}; state in {_name(MACHINE)} where they come from"
+        )
+    if files := uncollectable(new, machine):
+        raise BundleError(
+            "these files of tests need modules that are left out there: "
+            f"{', '.join(files)}; import them in the tests, by pytest.importorskip"
         )
     _write_metadata(new)
     shutil.rmtree(out, ignore_errors=True)
@@ -123,17 +130,43 @@ def unresolved(bundle: Path, machine: dict[str, Any]) -> list[str]:
     return sorted({name for path in files for name in _imported(path)} - known)
 
 
+def uncollectable(bundle: Path, machine: dict[str, Any]) -> list[str]:
+    """Files of tests that import a left-out module before any test begins, as `FILE (MODULE)`:
+    none of their tests would run."""
+    left_out = set(machine["left_out"]["modules"])
+    files = [path for part in TESTS for path in _python_files(bundle / part)]
+    return [
+        f"{path.relative_to(bundle).as_posix()} ({name})"
+        for path in files
+        if path.name.startswith(("test_", "conftest"))
+        for name in sorted(_imported_at_once(path) & left_out)
+    ]
+
+
 def _python_files(part: Path) -> list[Path]:
     return [part] if part.is_file() else sorted(part.rglob("*.py"))
 
 
-def _imported(path: Path) -> Iterator[str]:
+def _imported(path: Path) -> set[str]:
     """Names of the top-level modules that a file imports anywhere."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    return _modules(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+def _imported_at_once(path: Path) -> set[str]:
+    """Names of the top-level modules without which a file of tests cannot be imported, and that it
+    does not skip its tests for."""
+    text = path.read_text(encoding="utf-8")
+    return _modules(ast.parse(text).body).difference(re.findall(r'importorskip\("(\w+)', text))
+
+
+def _modules(nodes: Iterable[ast.AST]) -> set[str]:
+    names = set[str]()
+    for node in nodes:
         if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
+            names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module.partition(".")[0]
+            names.add(node.module)
+    return {name.partition(".")[0] for name in names}
 
 
 def _download(names: Sequence[str], machine: dict[str, Any], folder: Path) -> None:

@@ -74,3 +74,23 @@ def test_a_bundle_that_is_too_large_is_refused(tmp_path: Path) -> None:
 
 def test_wheels_bring_what_they_need_on_that_machine(tmp_path: Path) -> None:
     assert list(bundle.needs(_wheel(tmp_path, MODULES), MACHINE)) == ["typing-extensions"]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("from accelerate import Accelerator", ["tests/unit/sdk/test_new.py (accelerate)"]),
+        ("import lightning.pytorch as pl", ["tests/unit/sdk/test_new.py (lightning)"]),
+        ('pytest.importorskip("accelerate")\nfrom accelerate import Accelerator', []),
+        ("def test_one():\n    import accelerate", []),
+        ("import torch", []),
+    ],
+)
+def test_tests_that_cannot_be_collected_there_are_named(
+    text: str, found: list[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "tests" / "unit" / "sdk"
+    folder.mkdir(parents=True)
+    (folder / "test_new.py").write_text(text, encoding="utf-8")
+    (tmp_path / "tests" / "conftest.py").touch()
+    assert bundle.uncollectable(tmp_path, MACHINE) == found

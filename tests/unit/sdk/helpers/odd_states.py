@@ -4,11 +4,11 @@ have, and the tensor subclasses that quantized ones use."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from round_trips import Make
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 
@@ -214,8 +214,6 @@ class ConstantColumns(torch.optim.Optimizer):
             state["mean"] += p.grad.mean()
             p.sub_(state["moment"] * state["mean"].sum(), alpha=0.05)
 
-
-Make = Callable[[Sequence[nn.Parameter]], Any]
 
 ODD: dict[str, Make] = {
     "bases in lists": lambda p: Stepping(p, _rotated_start, _rotated),

@@ -66,6 +66,24 @@ class Training:
         return {name: copied(value) for name, value in found.items()}
 
 
+Make = Callable[[Sequence[nn.Parameter]], Any]
+"""Makes an optimizer."""
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def training(make: Make, model: Callable[[], nn.Module] = mlp) -> Callable[[], Training]:
+    """The program that trains a model with an optimizer."""
+
+    def build() -> Training:
+        made = model()
+        return Training(made, make(list(made.parameters())))
+
+    return build
+
+
 def _computes_again(optimizer: Any) -> bool:
     """Whether an optimizer, or one within it, computes the loss in its step."""
     return type(optimizer).__name__ in ("SAM", "LBFGS") or any(

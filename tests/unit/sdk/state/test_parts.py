@@ -10,14 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.state import AcceleratorState
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from odd_states import ODD, Codes, Labelled, Make, Stepping
-from round_trips import Training, check_round_trip, refusal, seed, session_of
+from odd_states import ODD, Codes, Labelled, Stepping
+from round_trips import Make, Training, check_round_trip, mlp, refusal, seed, session_of, training
 from torch import nn
-from transformers import Adafactor
 
 from holdfast import Settings
 from holdfast._capture.apart import why_not_apart
@@ -29,18 +24,6 @@ from holdfast_core.errors import LayoutMismatchError
 from holdfast_core.job.snapshots import Repeats, SparseWindows
 from holdfast_core.snapshots.names import TensorName
 from holdfast_core.topology import Topology
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-
-
-def training(make: Make, model: Callable[[], nn.Module] = mlp) -> Callable[[], Training]:
-    def build() -> Training:
-        made = model()
-        return Training(made, make(list(made.parameters())))
-
-    return build
 
 
 def matrices(params: Any) -> list[nn.Parameter]:
@@ -69,47 +52,15 @@ if hasattr(torch.optim, "Muon"):
     OF_TORCH["Muon"] = lambda p: torch.optim.Muon(matrices(p), 0.1)
 
 
-def accelerated(params: Any) -> AcceleratedOptimizer:
-    return AcceleratedOptimizer(torch.optim.AdamW(params, 0.1))
-
-
-OF_PACKAGES: dict[str, Make] = {
-    "transformers' Adafactor": lambda p: Adafactor(p, lr=1e-2, relative_step=False, beta1=0.9),
-    "accelerate's wrapper": accelerated,
-}
-
-
-@pytest.fixture(scope="module")
-def accelerate() -> Any:
-    yield Accelerator(cpu=True)
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
 @pytest.mark.parametrize("kind", OF_TORCH)
 def test_optimizers_of_torch_continue(kind: str, tmp_path: Path) -> None:
     check_round_trip(training(OF_TORCH[kind]), tmp_path)
-
-
-@pytest.mark.usefixtures("accelerate")
-@pytest.mark.parametrize("kind", OF_PACKAGES)
-def test_optimizers_of_packages_continue(kind: str, tmp_path: Path) -> None:
-    check_round_trip(training(OF_PACKAGES[kind]), tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("kind", ODD)
 def test_states_of_odd_forms_continue(kind: str, tmp_path: Path) -> None:
     check_round_trip(training(ODD[kind]), tmp_path)
-
-
-def test_lightnings_wrapper_shows_the_optimizer_within() -> None:
-    model = mlp()
-    adam = torch.optim.Adam(model.parameters(), 0.1)
-    wrapped = LightningOptimizer(adam)
-    model(torch.ones(1, 4)).sum().backward()
-    adam.step()
-    found = {source.name for source in LiveState(model, [wrapped], Topology(dp=1), 0).discover()}
-    assert {"0.weight:exp_avg", "2.bias:exp_avg_sq"} <= found
 
 
 def test_tensors_in_containers_are_tensors_of_their_units(tmp_path: Path) -> None:
