@@ -122,10 +122,11 @@ def state_of_tests(ended: State, tests: Iterable[Mapping[str, Any]]) -> State:
 
 
 def summary(records: Sequence[Record]) -> str:
-    """What a person wants to know first of a session, as Markdown."""
+    """What a person wants to know first of a session, as Markdown. Failures come last: it is
+    printed to a terminal, or to a log of which some keep only the end."""
     parts = ["# GPU session", _steps(records), _figures(records)]
-    parts += [_bad(record) for record in records if record.state not in SOUND]
     parts += [_skipped(records), _machine(records)]
+    parts += [_bad(record) for record in records if record.state not in SOUND]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
