@@ -78,11 +78,22 @@ class Model(nn.Module):
 
 
 def make_engine(
-    seed: int, *, stage: int, dtype: str = "fp32", ep: int = 0, offload: bool = False
+    seed: int,
+    *,
+    stage: int,
+    dtype: str = "fp32",
+    ep: int = 0,
+    offload: bool = False,
+    frozen: bool = False,
 ) -> Any:
-    """An engine of DeepSpeed around a new model and optimizer."""
+    """An engine of DeepSpeed around a new model and optimizer.
+
+    Args:
+        frozen: whether the embeddings are not trained.
+    """
     torch.manual_seed(seed)
     model = Model(ep)
+    model.embed.weight.requires_grad_(not frozen)
     groups: Any = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1, "name": "w"},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0, "name": "b"},
@@ -95,6 +106,8 @@ def make_engine(
     zero: dict[str, Any] = {"stage": stage}
     if offload:
         zero["offload_optimizer"] = {"device": "cpu"}
+        if stage == 3:
+            zero["offload_param"] = {"device": "cpu"}
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": BATCH,
         "gradient_accumulation_steps": ACCUMULATED,
@@ -132,11 +145,14 @@ def train_step(engine: Any, rank: int) -> float:
 
 def digests_of(engine: Any) -> dict[str, str]:
     """Digests of all that training has changed on this rank."""
-    found = {name: _digest(p) for name, p in engine.module.named_parameters()}
+    found = {
+        name: _digest(getattr(p, "ds_tensor", p)) for name, p in engine.module.named_parameters()
+    }
     optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    flat = getattr(engine.optimizer, "fp32_partitioned_groups_flat", None)  # of stage 3
     for index, group in enumerate(optimizer.param_groups):
         found[f"group{index}"] = repr(sorted((k, v) for k, v in group.items() if k != "params"))
-        for number, p in enumerate(group["params"]):
+        for number, p in enumerate(flat or group["params"]):
             found[f"{index}.{number}"] = _digest(p)
             for key, value in optimizer.state[p].items():
                 found[f"{index}.{number}.{key}"] = _digest(value)

@@ -37,7 +37,7 @@ from holdfast._state.capture import LiveState
 from holdfast._state.collect import Stateful
 from holdfast._state.conventions import Seats, UnitNamer
 from holdfast._state.dtensors import raw
-from holdfast._state.flat import FlatTensor
+from holdfast._state.flat import FlatTensor, gathered_shapes
 from holdfast._state.groups import check_optimizers
 from holdfast._state.nested import check_nested, notices_steps, with_nested
 from holdfast._state.program_start import ProgramStart
@@ -198,7 +198,7 @@ class _Maker:
             )
         begun = None
         if self.protects:
-            begun = ProgramStart(self.model, self.optimizers)
+            begun = ProgramStart(self.model, self.optimizers, gathered_shapes(self.flat))
         return ElasticSession(
             world,
             partial(self.session, begun),

@@ -61,12 +61,12 @@ class Layer(nn.Module):
         return x + torch.stack([expert(y) for expert in self.experts]).sum(0)
 
 
-def make(seed: int) -> tuple[nn.Module, FlatOptimizer]:
+def make(seed: int, *, gathers: bool = False) -> tuple[nn.Module, FlatOptimizer]:
     torch.manual_seed(seed)
     layers = (Layer(stacked=False), Layer(stacked=True))
     model = nn.ModuleDict({"layers": nn.ModuleList(layers)}).bfloat16()
     parameters = list(model.parameters())
-    return model, FlatOptimizer([parameters[:3], parameters[3:]])
+    return model, FlatOptimizer([parameters[:3], parameters[3:]], gathers=gathers)
 
 
 def train(
@@ -74,6 +74,8 @@ def train(
 ) -> None:
     for step in range(first, last + 1):
         x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step)).bfloat16()
+        if optimizer.gathers:
+            optimizer.gather()
         for layer in model["layers"]:  # type: ignore[index]
             x = layer(x)
         model.zero_grad()
@@ -87,10 +89,11 @@ def train(
 
 def state_of(model: nn.Module, optimizer: FlatOptimizer) -> dict[str, torch.Tensor]:
     names = {p: name for name, p in model.named_parameters()}
-    return {
-        **{name: p.detach().clone() for name, p in model.named_parameters()},
-        **optimizer.state(names),
-    }
+    if optimizer.gathers:
+        optimizer.gather()
+    found = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer.release()
+    return found | optimizer.state(names)
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
@@ -112,9 +115,9 @@ def open_session(
     )
 
 
-def begins(rank: int, world: int, directory: str) -> None:
+def begins(rank: int, world: int, directory: str, gathers: bool = False) -> None:
     """Train and save; keep the state after the last save, and that of an undisturbed run."""
-    model, optimizer = make(1)
+    model, optimizer = make(1, gathers=gathers)
     session = open_session(model, optimizer, FakeDaemon(directory, rank=rank, world_size=world))
     assert session.restore() is None
     train(model, optimizer, 1, SAVED, session)
@@ -126,9 +129,9 @@ def begins(rank: int, world: int, directory: str) -> None:
         torch.save((saved, ended), f"{directory}-state")
 
 
-def continues(rank: int, world: int, directory: str, old: int) -> None:
+def continues(rank: int, world: int, directory: str, old: int, gathers: bool = False) -> None:
     """Restore what `old` ranks have saved, and train to the end."""
-    model, optimizer = make(2)
+    model, optimizer = make(2, gathers=gathers)
     daemon = FakeDaemon(
         directory,
         rank=rank,
@@ -171,6 +174,15 @@ def test_ranges_find_their_places_in_a_world_of_another_size(
 ) -> None:
     run(begins, old, tmp_path)
     run(continues, new, tmp_path, old)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(("old", "new"), [(2, 2), (2, 1)])
+def test_parameters_that_have_elements_only_when_needed_follow_from_their_ranges(
+    tmp_path: Path, old: int, new: int
+) -> None:
+    run(begins, old, tmp_path, True)
+    run(continues, new, tmp_path, old, True)
 
 
 @pytest.fixture

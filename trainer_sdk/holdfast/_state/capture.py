@@ -38,7 +38,7 @@ from holdfast._state.dtensors import (
     local_of,
     raw,
 )
-from holdfast._state.flat import FlatTensor, FlatTensors, Span, slices_of
+from holdfast._state.flat import FlatTensor, FlatTensors, Span, gathered_shapes, slices_of
 from holdfast._state.groups import Members, check_optimizers
 from holdfast._state.in_place import Watched
 from holdfast._state.inventory import TensorInventory
@@ -213,7 +213,7 @@ class LiveState:
         not make from its dtype and shape, except containers, whose forms may change."""
         self._parted = False
         """Whether a parameter consists of several tensors."""
-        self.begun = begun or ProgramStart(model, self.optimizers)
+        self.begun = begun or ProgramStart(model, self.optimizers, gathered_shapes(flat))
         self.unrestorable = ""
         """Why this program could not restore the present state of the model; empty if it could."""
         self.changed_buffers: ChangedBuffers = {}
@@ -277,8 +277,15 @@ class LiveState:
             for group in optimizer.param_groups:
                 found.append(group)
                 found += group["params"]
-        for held in (*self._parameter_groups, *self._module_groups):
-            found += held.values()
+        gathered = self.flat.gathered
+        for held in self._parameter_groups:
+            found += (
+                [one for one in held.values() if id(one) not in gathered]
+                if gathered
+                else held.values()
+            )
+        for modules in self._module_groups:
+            found += modules.values()
         for optimizer in self.optimizers:
             optimizers = with_nested(optimizer, self.optimizers)
             found += optimizers[1:]
@@ -360,6 +367,12 @@ class LiveState:
     def _parameters(self, modules: Mapping[str, nn.Module]) -> Iterator[TensorSource]:
         owner = {id(p): i for i, held in enumerate(self.holders) for p in held.parameters()}
         for name, parameter in self.model.named_parameters():
+            if (shape := self.flat.gathered.get(id(parameter))) is not None:
+                whole = torch.empty(shape, device="meta")
+                place = self._place(name, whole, whole, modules)
+                self.names[id(parameter)] = place.name
+                self.anchors[place.name] = Anchor(-1, parameter, None, place)
+                continue
             local = raw(parameter)
             parted = bool(inner_names(local))
             if not parted:
@@ -456,18 +469,19 @@ class LiveState:
         self.anchors[name] = Anchor(index, parameter, None, orphan)
         local, names = readable(name, parameter), list[str]()
         for one in flat.ranges:
+            if not one.count:
+                continue
             base = self.anchors[self.names[id(one.parameter)]].place
             whole = replace(TensorName.parse(base.name), kind=NameKind.MASTER)
             place = replace(base, name=str(whole))
             # The states that are single numbers have the name of the whole stack.
             self.anchors.setdefault(place.name, Anchor(index, parameter, None, place))
             if base.stacked:
-                rows = int(one.parameter.shape[0])
+                rows = one.whole[0]
                 experts = {i: (unit, part) for i, unit, part in _slices_of(place, rows)}
                 found = [(*experts[i], span) for i, span in slices_of(one, rows) if i in experts]
             else:
-                shape = tuple(one.parameter.shape)
-                span = Span(shape, one.first, one.count, one.at)
+                span = Span(one.whole, one.first, one.count, one.at)
                 found = [(place.unit, place.name, span)]
             for unit, text, span in found:
                 self.anchors[text] = Anchor(index, parameter, None, place, span)

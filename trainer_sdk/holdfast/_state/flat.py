@@ -32,6 +32,16 @@ class FlatRange:
     count: int
     at: int
     """First of these elements in the flat tensor."""
+    shape: tuple[int, ...] | None = None
+    """Shape of the whole parameter, if the parameter itself does not have it all the time: ZeRO-3
+    gathers its elements when they are needed. Such a parameter is not captured: its elements follow
+    from its ranges, and whoever has them restored makes it from them. Ranks that hold none of its
+    elements name it in a range of 0."""
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """Shape of the whole parameter."""
+        return tuple(self.parameter.shape) if self.shape is None else self.shape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -99,6 +109,8 @@ class FlatTensors:
 
     def __init__(self, flat: Sequence[FlatTensor], names: Mapping[int, str]) -> None:
         self._flat = {id(one.tensor): one for one in flat}
+        self.gathered = gathered_shapes(flat)
+        """`id` of each parameter that is not captured → shape of the whole."""
         for number, one in enumerate(flat):
             _check(number, one, names)
 
@@ -110,10 +122,17 @@ class FlatTensors:
         return self._flat.get(id(tensor))
 
 
+def gathered_shapes(flat: Sequence[FlatTensor]) -> dict[int, tuple[int, ...]]:
+    """Map the `id` of each parameter that does not have its elements all the time to the shape of
+    the whole."""
+    ranges = (one for tensor in flat for one in tensor.ranges)
+    return {id(one.parameter): one.shape for one in ranges if one.shape is not None}
+
+
 def slices_of(one: FlatRange, rows: int) -> Iterator[tuple[int, Span]]:
     """Divide the range of a stacked parameter between its `rows` slices: yield the index of each
     slice of which it has elements, and the place of these."""
-    shape = tuple(one.parameter.shape[1:])
+    shape = one.whole[1:]
     size = prod(shape)
     for index in range(rows):
         low = max(one.first, index * size)
@@ -134,17 +153,18 @@ def _check(number: int, flat: FlatTensor, names: Mapping[int, str]) -> None:
         if name is None:
             raise InvalidJobError(
                 f"flat tensor {number} has a range of a parameter of shape "
-                f"{list(one.parameter.shape)} that the model does not have: give parameters of "
+                f"{list(one.whole)} that the model does not have: give parameters of "
                 f"model="
             )
-        inside = one.first >= 0 and one.first + one.count <= one.parameter.numel()
-        if one.count < 1 or not inside or one.at < 0 or one.at + one.count > tensor.numel():
+        inside = one.first >= 0 and one.first + one.count <= prod(one.whole)
+        least = 1 if one.shape is None else 0
+        if one.count < least or not inside or one.at < 0 or one.at + one.count > tensor.numel():
             raise InvalidJobError(
                 f"flat tensor {number} of {tensor.numel()} elements has {one.count} elements of "
-                f"{name} {list(one.parameter.shape)}, from {one.first} on, at {one.at}: a range "
+                f"{name} {list(one.whole)}, from {one.first} on, at {one.at}: a range "
                 f"must lie within both"
             )
-    ordered = sorted(flat.ranges, key=lambda one: one.at)
+    ordered = sorted((one for one in flat.ranges if one.count), key=lambda one: one.at)
     for before, after in pairwise(ordered):
         if before.at + before.count > after.at:
             raise InvalidJobError(

@@ -14,7 +14,7 @@ in another mode than in the last step, as in an evaluation, it records the modes
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -36,10 +36,16 @@ _Form = tuple[tuple[int, ...] | None, torch.dtype]
 
 class ProgramStart:
     """The state of a program at construction, or at the first restore. Snapshots describe the
-    differences from it. A process that stays uses the same object in all of its worlds."""
+    differences from it. A process that stays uses the same object in all of its worlds.
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Any]) -> None:
-        self._model = model
+    Args:
+        gathered: `id` of each parameter that has its elements only when they are needed.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[Any], gathered: Container[int] = ()
+    ) -> None:
+        self._model, self._gathered = model, gathered
         self.groups = ParamGroups(optimizers)
         self.values = OwnValues(optimizers)
         """Values that optimizers keep in attributes of their own."""
@@ -51,7 +57,7 @@ class ProgramStart:
         self._note()
 
     def _note(self) -> None:
-        self._forms = _forms(self._model)
+        self._forms = self._present_forms()
         self._trained = {
             name: p.requires_grad for name, p in _parameters_by_name(self._model).items()
         }
@@ -99,7 +105,7 @@ class ProgramStart:
         """
         self.groups.follow(replaced)
         self.forms.begin()
-        self._forms = _forms(self._model)
+        self._forms = self._present_forms()
 
     def look(self, names: Mapping[int, str]) -> str:
         """Inspect the model again, because its tensors have changed. Return why a program that
@@ -109,7 +115,7 @@ class ProgramStart:
             names: `id` of each parameter → its name.
         """
         self._remember(names)
-        forms = _forms(self._model)
+        forms = self._present_forms()
         for name, (shape, dtype) in forms.items():
             first, then = self._forms.get(name, (None, None))
             if then is None:
@@ -137,6 +143,18 @@ class ProgramStart:
                 f"session.restore()"
             )
         return ""
+
+    def _present_forms(self) -> dict[str, _Form]:
+        """Return the shape on this rank and the dtype of each parameter that is captured. The shape
+        is None if the parameter has none yet."""
+        forms: dict[str, _Form] = {}
+        for name, one in _parameters_by_name(self._model).items():
+            if id(one) in self._gathered:
+                continue
+            local = raw(one)
+            shape = None if nn.parameter.is_lazy(local) else tuple(local.shape)
+            forms[name] = (shape, local.dtype)
+        return forms
 
     # --- differences ------------------------------------------------------------------------------
 
@@ -178,14 +196,3 @@ def _parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
     named = list(model.named_parameters())
     counts = Counter(plain_name(path) for path, _ in named)
     return {path if counts[plain_name(path)] > 1 else plain_name(path): one for path, one in named}
-
-
-def _forms(model: nn.Module) -> dict[str, _Form]:
-    """Return the shape on this rank and the dtype of each parameter. The shape is None if the
-    parameter has none yet."""
-    forms: dict[str, _Form] = {}
-    for name, one in _parameters_by_name(model).items():
-        local = raw(one)
-        shape = None if nn.parameter.is_lazy(local) else tuple(local.shape)
-        forms[name] = (shape, local.dtype)
-    return forms

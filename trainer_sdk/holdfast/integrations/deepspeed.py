@@ -11,7 +11,7 @@ hold every state by parameter, and repeats nothing that DeepSpeed already knows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from holdfast_core.topology import Topology
 with needing("holdfast.integrations.deepspeed", PackageGroup.DEEPSPEED):
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.pipe.engine import PipelineEngine
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
@@ -105,17 +106,17 @@ def _check(engine: DeepSpeedEngine) -> None:
             "DeepSpeed's pipeline engine is not covered: use ZeRO stage 1 or 2 without a "
             "PipelineModule, or pipeline stages of torch with holdfast.elastic"
         )
-    if stage == 3:
-        raise InvalidJobError(
-            "ZeRO stage 3 takes the weights themselves out of the model's parameters, where a "
-            "session does not find them: set zero_optimization.stage to 1 or 2, or use FSDP2"
-        )
-    if stage and type(engine.optimizer) is not DeepSpeedZeroOptimizer:
+    if stage and type(engine.optimizer) not in (
+        DeepSpeedZeroOptimizer,
+        DeepSpeedZeroOptimizer_Stage3,
+    ):
         raise InvalidJobError(
             f"the optimizer of ZeRO stage {stage} is a {type(engine.optimizer).__qualname__}, "
-            f"which keeps state in other places than DeepSpeedZeroOptimizer: remove zenflow from "
-            f"zero_optimization"
+            f"which keeps state in other places than DeepSpeedZeroOptimizer: remove zenflow and "
+            f"mics_shard_size from zero_optimization"
         )
+    if stage == 3:
+        _check_stage_3(engine)
     if engine.random_ltd_enabled():
         raise InvalidJobError(
             "random layer token drop keeps a schedule that a restart would begin anew: remove "
@@ -123,23 +124,121 @@ def _check(engine: DeepSpeedEngine) -> None:
         )
 
 
+def _check_stage_3(engine: DeepSpeedEngine) -> None:
+    """Raise InvalidJobError where ZeRO stage 3 has weights or states that are in no flat tensor in
+    memory, or follow from none."""
+    zero = engine.optimizer
+    for refused, why, change in (
+        (
+            zero.swap_optimizer or zero.params_in_nvme_and_cpu,
+            "keeps states or weights on NVMe",
+            "the device of zero_optimization.offload_optimizer and offload_param to cpu",
+        ),
+        (
+            zero.offload_optimizer and zero.partial_offload < 1,
+            "steps a part of the states in an optimizer of its own",
+            "zero_optimization.offload_optimizer.ratio to 1",
+        ),
+        (
+            engine.zero_hpz_partition_size() > 1,
+            "keeps a second partition of the weights",
+            "zero_optimization.zero_hpz_partition_size to 1",
+        ),
+        (
+            engine.zero_quantized_weights(),
+            "gathers weights that it has rounded to codes",
+            "zero_optimization.zero_quantized_weights to false",
+        ),
+        (
+            zero.use_muon,
+            "computes one update from the whole of a matrix, of which a rank holds a part",
+            "zero_optimization.stage to 2",
+        ),
+    ):
+        if refused:
+            raise InvalidJobError(
+                f"ZeRO stage 3 {why}, which a session does not follow: set {change}"
+            )
+    trained = {id(parameter) for group in zero.fp16_groups for parameter in group}
+    for name, parameter in engine.module.named_parameters():
+        if id(parameter) not in trained:
+            raise InvalidJobError(
+                f"{name} is not trained, so ZeRO stage 3 keeps no master of it for a snapshot: "
+                f"train it, or set zero_optimization.stage to 2"
+            )
+
+
 def _optimizer_of(engine: DeepSpeedEngine) -> Any:
     """Return the optimizer that DeepSpeed steps, without DeepSpeed's own around it."""
+    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
+        return _Stage3Optimizer(engine.optimizer)
     if isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
         return engine.optimizer.optimizer  # For Adagrad, ZeRO has made another one.
     return engine.basic_optimizer
 
 
+class _Group(MutableMapping[str, Any]):
+    """A parameter group with the parameters that it has during a step."""
+
+    def __init__(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        self._group, self._parameters = group, parameters
+
+    def __getitem__(self, key: str) -> Any:
+        return self._parameters if key == "params" else self._group[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._group[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._group[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._group)
+
+    def __len__(self) -> int:
+        return len(self._group)
+
+
+class _Stage3Optimizer:
+    """The optimizer within that of ZeRO stage 3, which has its parameters only during a step."""
+
+    __slots__ = ("_zero", "param_groups")  # Nothing else that could be taken for state.
+
+    def __init__(self, zero: DeepSpeedZeroOptimizer_Stage3) -> None:
+        self._zero = zero
+        self.param_groups = [
+            _Group(
+                group,
+                [
+                    flat
+                    for number, flat in enumerate(zero.fp32_partitioned_groups_flat)
+                    if zero.sub_group_to_group_id[number] == index
+                ],
+            )
+            for index, group in enumerate(zero.optimizer.param_groups)
+        ]
+
+    @property
+    def state(self) -> MutableMapping[Any, Any]:
+        """The states of masters."""
+        state: MutableMapping[Any, Any] = self._zero.optimizer.state
+        return state
+
+
 def _flat_tensors(engine: DeepSpeedEngine) -> Iterator[FlatTensor]:
-    """Yield the flat tensors of ZeRO stages 1 and 2, with the ranges of parameters in them.
+    """Yield the flat tensors of ZeRO, with the ranges of parameters in them.
 
     Raises:
         InvalidJobError: DeepSpeed's table names other elements than there are.
     """
     zero = engine.optimizer
+    names = {id(p): name for name, p in engine.module.named_parameters()}
+    if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
+        for held, flat in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True):
+            yield FlatTensor(tensor=flat, ranges=[*_partitions(zero, held, flat, names)])
+        return
     if not isinstance(zero, DeepSpeedZeroOptimizer):
         return
-    names = {id(p): name for name, p in engine.module.named_parameters()}
     for group, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
         ranges = []
         for parameter in group:
@@ -152,15 +251,40 @@ def _flat_tensors(engine: DeepSpeedEngine) -> Iterator[FlatTensor]:
                 count=held.lp_fragment_address.numel,
                 at=held.hp_fragment_address.start,
             )
-            _check_range(one, flat, names[id(parameter)])
+            weights = parameter.detach().reshape(-1)[one.first : one.first + one.count]
+            _check_range(one, weights, flat, names[id(parameter)])
             ranges.append(one)
         yield FlatTensor(tensor=flat, ranges=ranges)
 
 
+def _partitions(
+    zero: DeepSpeedZeroOptimizer_Stage3,
+    parameters: list[torch.nn.Parameter],
+    flat: torch.Tensor,
+    names: Mapping[int, str],
+) -> Iterator[FlatRange]:
+    """Yield this rank's partition of each parameter of a group of ZeRO stage 3, which lie one
+    behind the other."""
+    at = 0
+    for parameter in parameters:
+        size, rank = parameter.partition_numel(), zero._get_param_partition_rank(parameter)
+        first = min(rank * size, parameter.ds_numel)  # The last ranks may have only padding.
+        one = FlatRange(
+            parameter=parameter,
+            first=first,
+            count=min(size, parameter.ds_numel - first),
+            at=at,
+            shape=tuple(parameter.ds_shape),
+        )
+        _check_range(one, parameter.ds_tensor.detach()[: one.count], flat, names[id(parameter)])
+        yield one
+        at += size
+
+
 @torch.no_grad()
-def _check_range(one: FlatRange, flat: torch.Tensor, name: str) -> None:
-    """Raise InvalidJobError unless the masters of a range are the parameter's elements."""
-    weights = one.parameter.detach().reshape(-1)[one.first : one.first + one.count]
+def _check_range(one: FlatRange, weights: torch.Tensor, flat: torch.Tensor, name: str) -> None:
+    """Raise InvalidJobError unless the masters of a range are the parameter's elements, which are
+    `weights`."""
     masters = flat.detach()[one.at : one.at + one.count].to(weights.device, weights.dtype)
     if not torch.equal(weights, masters):
         raise InvalidJobError(
@@ -207,9 +331,22 @@ class _EngineState:
                 setattr(one, name, value)
         if state["scheduler"] is not None:
             self._engine.lr_scheduler.load_state_dict(state["scheduler"])
+        if isinstance(self._engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
+            _make_weights(self._engine.optimizer)
 
     def _scaled(self) -> list[Any]:
         """List the objects in which DeepSpeed's optimizer keeps a loss scale."""
         optimizer = self._engine.optimizer
         held = [getattr(optimizer, name, None) for name in ("loss_scaler", "loss_scale_config")]
         return [one for one in held if "cur_scale" in getattr(one, "__dict__", {})]
+
+
+@torch.no_grad()
+def _make_weights(zero: DeepSpeedZeroOptimizer_Stage3) -> None:
+    """Make the weights of ZeRO stage 3 from restored masters, as its step does. What it had
+    gathered is dropped: it gathers that again when it is needed."""
+    held = [parameter for group in zero.fp16_groups for parameter in group]
+    held[0].partition(held)
+    for number in range(len(zero.fp16_groups)):
+        zero._reassign_or_swap_out_partitioned_parameters(number)
+    zero.invalidate_secondary_tensor()

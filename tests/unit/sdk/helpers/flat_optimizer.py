@@ -17,9 +17,13 @@ class FlatOptimizer:
 
     Args:
         groups: parameters of each group.
+        gathers: whether parameters have their elements only between `gather` and the end of the
+            step, as in stage 3.
     """
 
-    def __init__(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+    def __init__(self, groups: Sequence[Sequence[nn.Parameter]], *, gathers: bool = False) -> None:
+        self.gathers = gathers
+        self._shapes = {p: p.shape for parameters in groups for p in parameters}
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
         rank = dist.get_rank() if dist.is_initialized() else 0
         self._groups = groups
@@ -32,16 +36,34 @@ class FlatOptimizer:
             ranges, at = [], 0
             for p in parameters:
                 first, last = max(at, low), min(at + p.numel(), end)
-                if first < last:
+                if first < last or gathers:
                     ranges.append(
                         holdfast.FlatRange(
-                            parameter=p, first=first - at, count=last - first, at=first - low
+                            parameter=p,
+                            first=first - at if first < last else 0,
+                            count=max(last - first, 0),
+                            at=first - low if first < last else 0,
+                            shape=tuple(p.shape) if gathers else None,
                         )
                     )
                 at += p.numel()
             self.masters.append(part)
             self.ranges.append(holdfast.FlatTensor(tensor=part, ranges=ranges))
         self.inner = torch.optim.AdamW([{"params": [one]} for one in self.masters], lr=0.01)
+        self.release()
+
+    def gather(self) -> None:
+        """Give the parameters their elements. Collective."""
+        for parameters, master in zip(self._groups, self.masters, strict=True):
+            for p, part in zip(
+                parameters, self.divided(self.gathered(master), parameters), strict=True
+            ):
+                p.data = part.to(p.dtype).clone()
+
+    def release(self) -> None:
+        """Take the elements from parameters that are gathered when they are needed."""
+        for p in self._shapes if self.gathers else ():
+            p.data = torch.empty(0, dtype=p.dtype)
 
     def _flattened(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """One tensor of all elements, padded so that each rank has equally many."""
@@ -62,6 +84,7 @@ class FlatOptimizer:
                 whole = self.gathered(master)
                 for p, part in zip(parameters, self.divided(whole, parameters), strict=True):
                     p.copy_(part)
+        self.release()
 
     def gathered(self, part: torch.Tensor) -> torch.Tensor:
         """The parts of all ranks. Collective."""
@@ -71,12 +94,13 @@ class FlatOptimizer:
         dist.all_gather(parts, part)
         return torch.cat(parts)
 
-    @staticmethod
-    def divided(whole: torch.Tensor, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+    def divided(
+        self, whole: torch.Tensor, parameters: Sequence[nn.Parameter]
+    ) -> list[torch.Tensor]:
         """The elements of each parameter, in its shape."""
-        sizes = [p.numel() for p in parameters]
-        parts = whole[: sum(sizes)].split(sizes)
-        return [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
+        shapes = [self._shapes[p] for p in parameters]
+        parts = whole[: sum(shape.numel() for shape in shapes)].split([s.numel() for s in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def state(self, names: dict[nn.Parameter, str]) -> dict[str, torch.Tensor]:
         """Masters and states by parameter. Collective."""
