@@ -24,6 +24,30 @@ while True:
 """
 """Never calls holdfast.init."""
 
+UNSAVEABLE = """
+import time, torch, holdfast
+
+class Lock:
+    def state_dict(self):
+        raise TypeError("a lock has no state")
+
+    load_state_dict = None
+
+torch.distributed.init_process_group("gloo")
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(model.parameters())
+session = holdfast.init(model=model, optimizer=optimizer, stateful={"lock": Lock()})
+assert session.restore() is None
+step = 0
+while True:
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    step += 1
+    session.save(step)
+    time.sleep(0.2)
+"""
+"""Trains on while each of its saves is refused."""
+
 Make = Callable[..., Job]
 
 
@@ -37,9 +61,17 @@ def namespace(cluster: Cluster) -> Iterator[None]:
 
 @pytest.fixture
 def make(cluster: Cluster, holdfast: Holdfast) -> Iterator[Make]:
-    """Function that applies a job of one member, whose trainer runs SCRIPT with an argument."""
+    """Function that applies a job of one member, whose trainer runs a script with an argument."""
 
-    def apply(name: str, argument: str, init: dict[str, Any] | None = None, **policy: Any) -> Job:
+    def apply(
+        name: str,
+        argument: str,
+        init: dict[str, Any] | None = None,
+        *,
+        script: str = SCRIPT,
+        snapshot: dict[str, Any] | None = None,
+        **policy: Any,
+    ) -> Job:
         document = jobs.trainer_job(
             name,
             namespace=TEAM,
@@ -50,7 +82,8 @@ def make(cluster: Cluster, holdfast: Holdfast) -> Iterator[Make]:
             failurePolicy={"spares": 0, "maxRestarts": 5, "detection": DETECTION, **policy},
         )
         pod = document["spec"]["trainer"]["template"]["spec"]
-        pod["containers"][0] |= {"command": ["python", "-c", SCRIPT], "args": [argument]}
+        pod["containers"][0] |= {"command": ["python", "-c", script], "args": [argument]}
+        document["spec"]["snapshot"] |= snapshot or {}
         if init is not None:
             pod["initContainers"] = [{"image": pod["containers"][0]["image"], **init}]
         document["spec"].pop("model", None)
@@ -101,3 +134,21 @@ def test_a_script_without_a_session_is_not_restarted_while_it_works(make: Make) 
     status = job.status()
     assert (status["phase"], status["recoveries"]) == ("Starting", 0)
     assert "rank 0 works without protection" in job.condition("Running")["message"]
+
+
+def test_training_whose_saves_are_refused_says_so_or_ends(make: Make) -> None:
+    trains = make("refused", "", script=UNSAVEABLE)
+    requires = make("required", "", script=UNSAVEABLE, snapshot={"requireProtection": True})
+    why = "failed with TypeError: a lock has no state"
+    wait_for(
+        "the condition Protected to be false with the refusal",
+        lambda: why in trains.condition("Protected").get("message", ""),
+        WAIT_S,
+    )
+    status, protected = trains.status(), trains.condition("Protected")
+    assert (protected["status"], protected["reason"]) == ("False", "TrainsUnprotected")
+    assert "1 ranks train in epoch 1" in trains.condition("Running")["message"]
+    assert why in status["problem"] and status["recoveries"] == 0
+    assert any(e.reason == "SnapshotsRefused" and why in e.message for e in trains.events())
+    assert "its saves are refused (code 81)" in failed(requires)
+    assert requires.status()["recoveries"] == 0
