@@ -76,6 +76,14 @@ def main(argv: list[str] | None = None) -> int:
         help="measure only loops under DDP, FSDP2 and HSDP and those of frameworks, on two nodes "
         "of two ranks each (default: all of them)",
     )
+    add(
+        "--site",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("PACKAGES", "FOLDER"),
+        help="where packages are that have an environment of their own; `make bench` gives it",
+    )
     add("--output", type=Path, default=ROOT / "build" / "bench" / "recovery.json")
     options = parser.parse_args(argv)
     if options.repetitions < 1 or options.steps < STEPS_MIN:
@@ -91,7 +99,9 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if options.stacks is not None:
         names = options.stacks or NAMES
-        for name, mode, took in measure_stacks(folder / "stacks", options.repetitions, names):
+        sites = {packages: Path(site) for packages, site in options.site}
+        found = measure_stacks(folder / "stacks", options.repetitions, names, sites)
+        for name, mode, took in found:
             console.print(f"{name}, {mode}: {shown(took)} s, {took.repetitions} runs")
         console.print(f"{machine['cores']} cores, load {machine['load_before']:.1f} before")
         return 0
