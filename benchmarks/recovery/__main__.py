@@ -35,7 +35,7 @@ from benchmarks.measure import REPETITIONS, Figure
 from benchmarks.recovery.figures import AFTER_NOTICED, Results, key
 from benchmarks.recovery.picture import draw
 from benchmarks.recovery.runs import RANKS, Kind, Mode, Plan, carry_out
-from benchmarks.recovery.stacks import NAMES
+from benchmarks.recovery.stacks import NAMES, packages_of
 from benchmarks.recovery.stacks import measure as measure_stacks
 from benchmarks.recovery.traces import Phase
 from benchmarks.recovery.votes import measure as measure_votes
@@ -100,6 +100,8 @@ def main(argv: list[str] | None = None) -> int:
     if options.stacks is not None:
         names = options.stacks or NAMES
         sites = {packages: Path(site) for packages, site in options.site}
+        if missing := packages_of(names) - sites.keys():
+            parser.error(f"give --site for {', '.join(sorted(missing))}, as `make bench` does")
         found = measure_stacks(folder / "stacks", options.repetitions, names, sites)
         for name, mode, took in found:
             console.print(f"{name}, {mode}: {shown(took)} s, {took.repetitions} runs")

@@ -63,6 +63,11 @@ STEPS = 200
 KILL_AT = 60
 
 
+def packages_of(names: Collection[str]) -> set[str]:
+    """The packages with an environment of their own that the stacks with `names` need."""
+    return {stack.packages for stack in STACKS if stack.name in names and stack.packages}
+
+
 def measure(
     folder: Path, repetitions: int, names: Collection[str], sites: Mapping[str, Path]
 ) -> Iterator[tuple[str, Mode, Figure]]:
