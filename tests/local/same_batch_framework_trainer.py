@@ -79,9 +79,9 @@ def train_huggingface(
         counts: whether the model divides its loss by the number of labels of all ranks, as models
             of transformers do.
     """
-    from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: PLC0415
+    from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    from holdfast.integrations.huggingface import HoldfastTrainerCallback  # noqa: PLC0415
+    from holdfast.integrations.huggingface import HoldfastTrainerCallback
 
     class Rows(Dataset[dict[str, torch.Tensor]]):
         data = samples()
@@ -146,9 +146,9 @@ def train_huggingface(
 
 def train_lightning(world: elastic.World, sampler: holdfast.ElasticSampler, log: Log) -> None:
     """Train with Lightning's Trainer."""
-    from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: PLC0415
+    from lightning.pytorch import Callback, LightningModule, Trainer
 
-    from holdfast.integrations.lightning import HoldfastCallback  # noqa: PLC0415
+    from holdfast.integrations.lightning import HoldfastCallback
 
     class Module(LightningModule):  # type: ignore[misc]  # the package is not type-checked
         def __init__(self) -> None:
@@ -175,7 +175,9 @@ def train_lightning(world: elastic.World, sampler: holdfast.ElasticSampler, log:
             return make_optimizer(self)
 
     class Lines(Callback):  # type: ignore[misc]  # as above
-        def on_train_batch_end(self, trainer: Any, module: Any, out: Any, batch: Any, at: int) -> None:
+        def on_train_batch_end(
+            self, trainer: Any, module: Any, out: Any, batch: Any, at: int
+        ) -> None:
             if (at + 1) % sampler.plan.passes == 0:
                 log.write(trainer.global_step, module, trainer.optimizers[0])
 

@@ -135,9 +135,7 @@ def test_the_example_for_accelerate_keeps_all_processes_but_the_one_that_is_kill
 ) -> None:
     script, others = EXAMPLES / "train_accelerate.py", ("--steps", "120")
     killed, memory = directory / "killed", directory / "memory"
-    asyncio.run(
-        run_killed("accelerate", script, killed, memory, *others, on_node=2, stays=True)
-    )
+    asyncio.run(run_killed("accelerate", script, killed, memory, *others, on_node=2, stays=True))
     check_undisturbed(script, directory, *others, ranks=4)
 
 

@@ -48,8 +48,8 @@ def start_fork_server(modules: Sequence[str], wanted: Sequence[str] = ()) -> Non
             importlib.import_module(module)
     for module in wanted:
         _import_wanted(module)
-    # Modules stay for good, so no worker has to look through their objects for garbage. It would copy
-    # their memory as well, because the collector writes into each object that it visits.
+    # Modules stay for good, so no worker has to look through their objects for garbage. That would
+    # also copy their memory, because the collector writes into each object that it visits.
     gc.collect()
     gc.freeze()
     # For a server that is started by other means; this one has imported the modules.
