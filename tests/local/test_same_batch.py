@@ -35,9 +35,11 @@ def make_run(directory: Path, layout: str = "ddp", **spec: Any) -> Run:
     return run_of(directory, same_batch_trainer.__file__, "--layout", layout, **spec)
 
 
-def run_of(directory: Path, script: str, *arguments: str, **spec: Any) -> Run:
+def run_of(directory: Path, script: str, *arguments: str, preload: str = "", **spec: Any) -> Run:
+    env = [{"name": "HOLDFAST_PRELOAD", "value": preload}]
     command = [sys.executable, script, "--directory", str(directory), *arguments]
-    trainer = {"template": {"spec": {"containers": [{"name": "trainer", "command": command}]}}}
+    containers = [{"name": "trainer", "command": command, "env": env}]
+    trainer = {"template": {"spec": {"containers": containers}}}
     return Run(directory, stay=True, trainer=trainer, **spec)
 
 
@@ -163,6 +165,13 @@ def test_a_framework_goes_on_with_fewer_nodes_and_with_more_and_learns_the_same(
 
     with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
         nodes = {"nodes": 3, "parallelism": {"dp": 3}}
-        run = run_of(Path(path), str(FRAMEWORKS), framework, **nodes)
+        preload = "lightning" if framework == "lightning" else "huggingface"
+        run = run_of(
+            Path(path),
+            str(FRAMEWORKS),
+            framework,
+            preload=f"holdfast.integrations.{preload}",
+            **nodes,
+        )
         asyncio.run(train(run))
         assert check(lines_of(run.directory)) == [3, 2, 3]
