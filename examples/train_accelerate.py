@@ -69,7 +69,7 @@ def train(args: argparse.Namespace) -> None:
         world=world,
     )
     steps, rates = accelerator.prepare(optimizer, scheduler)
-    for step in session.steps(args.steps):
+    for step in session.steps(args.steps, seed=1):
         with step:
             if step.resumed:
                 batches = itertools.chain.from_iterable(itertools.repeat(loader))

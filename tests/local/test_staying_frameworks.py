@@ -212,7 +212,7 @@ FAULTS = [
         ),
         pytest.param(
             HUGGING_FACE,
-            FAULTS[:3],
+            FAULTS,
             ("--sharded",),
             id="huggingface, FSDP2",
             marks=pytest.mark.exhaustive,
