@@ -102,8 +102,8 @@ def main(argv: list[str] | None = None) -> int:
         sites = {packages: Path(site) for packages, site in options.site}
         if missing := packages_of(names) - sites.keys():
             parser.error(f"give --site for {', '.join(sorted(missing))}, as `make bench` does")
-        found = measure_stacks(folder / "stacks", options.repetitions, names, sites)
-        for name, mode, took in found:
+        measured = measure_stacks(folder / "stacks", options.repetitions, names, sites)
+        for name, mode, took in measured:
             console.print(f"{name}, {mode}: {shown(took)} s, {took.repetitions} runs")
         console.print(f"{machine['cores']} cores, load {machine['load_before']:.1f} before")
         return 0

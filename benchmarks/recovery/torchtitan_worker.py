@@ -50,7 +50,9 @@ class Lines(MetricsProcessor):  # type: ignore[misc]  # the package is not type-
         digest = hashlib.sha256()
         for tensor in self._tensors():
             local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-            digest.update(local.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+            digest.update(
+                local.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            )
         with self._path.open("a") as file:
             file.write(f"end {digest.hexdigest()}\n")
         super().close()

@@ -106,7 +106,7 @@ def train_huggingface(
             return {"loss": loss}
 
     class CountingModel(Model):
-        def forward(  # type: ignore[override]
+        def forward(
             self, index: torch.Tensor, rows: torch.Tensor, labels: torch.Tensor, **others: Any
         ) -> dict[str, torch.Tensor]:
             loss = super().forward(index, rows, labels)["loss"]
