@@ -143,7 +143,7 @@ def test_four_nodes_become_three_and_four_again_and_learn_the_same() -> None:
 @pytest.mark.parametrize(
     "framework",
     [
-        "huggingface",
+        pytest.param("huggingface", marks=pytest.mark.exhaustive),
         pytest.param("counting", marks=pytest.mark.exhaustive),
         "lightning",
     ],
