@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torchtitan_on_cpu
@@ -25,6 +25,7 @@ from torchtitan.config import ConfigManager, derive
 from torchtitan.trainer import Trainer
 from torchtitan_assets import make_assets
 
+from holdfast.elastic import World
 from holdfast.integrations.torchtitan import protect, start, train
 
 PACE_S = 0.01
@@ -32,6 +33,9 @@ PACE_S = 0.01
 
 class Lines(MetricsProcessor):  # type: ignore[misc]  # the package is not type-checked
     """Appends a line for each step."""
+
+    world: ClassVar[World | None] = None
+    """The world of this process, if it stays."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):  # type: ignore[misc]  # as above
@@ -42,8 +46,9 @@ class Lines(MetricsProcessor):  # type: ignore[misc]  # the package is not type-
         self._path = Path(dump_folder) / os.environ["RANK"]
 
     def log(self, step: int, *others: Any, **more: Any) -> None:
+        epoch = self.world.epoch if self.world is not None else 0
         with self._path.open("a") as file:
-            file.write(f"{step} 0 {os.getpid()} {time.time()}\n")
+            file.write(f"{step} {epoch} {os.getpid()} {time.time()}\n")
         time.sleep(PACE_S)
 
     def close(self) -> None:
@@ -96,7 +101,7 @@ def main() -> None:
         trainer.train()
         trainer.close()
         return
-    world = start(config)
+    world = Lines.world = start(config)
     trainer = config.build()
     train(trainer, world)
     trainer.close()
