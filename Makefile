@@ -285,18 +285,23 @@ test-py312: $(STAMP) ## Run that folder here, with the Python and torch of such 
 # Some compare with packages of others, which have an environment of their own.
 .PHONY: bench
 bench: $(STAMP) ## Measure snapshots beside other packages; NAME=list shows what else can be measured
-	@name="$(or $(NAME),snapshot)" paths=
+	@name="$(or $(NAME),snapshot)" paths= sites=
 	case "$$name" in
 	operator) paths=tests/cluster ;;
 	snapshot | dependencies | s3)
 	  $(call overlay,bench)
 	  paths=$$("$$overlay/bin/python" $(site)) ;;
+	recovery)
+	  if [[ "$(ARGS)" == *--stacks* ]]; then
+	    $(call overlay,torchtitan,fsspec)
+	    sites="--site torchtitan $$("$$overlay/bin/python" $(site))"
+	  fi ;;
 	esac
 	if [ "$$name" = s3 ]; then
 	  $(MAKE) versitygw
 	  paths="$$paths:tests/contract/storage/helpers"
 	fi
-	HOLDFAST_CACHE="$(HOLDFAST_CACHE)" PYTHONPATH="$$paths" $(BIN)/python -m benchmarks "$$name" $(ARGS)
+	HOLDFAST_CACHE="$(HOLDFAST_CACHE)" PYTHONPATH="$$paths" $(BIN)/python -m benchmarks "$$name" $(ARGS) $$sites
 
 .PHONY: fuzz
 fuzz: $(STAMP) ## Give damaged bytes to every parser; ARGS="--minutes 10 --only manifest"

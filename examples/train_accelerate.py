@@ -1,10 +1,9 @@
 """Trains a small Qwen3-MoE in a plain loop with accelerate, protected by Holdfast.
 
 Start it with `holdfast run examples/accelerate-job.yaml`, or without protection with `torchrun
---nproc-per-node 2 examples/train_accelerate.py`. All uses of Holdfast are in `train`. The data
-comes from a `StatefulDataLoader` with workers, which is not given to `prepare`: the session keeps
-its position. A run that was killed and restored logs the same losses as an undisturbed run, and
-ends with the same bytes.
+--nproc-per-node 2 examples/train_accelerate.py`. All uses of Holdfast are in `train`. `world.ddp`
+wraps the model instead of `prepare`, so when a rank is lost, the processes on the other nodes stay.
+A run that was killed logs the same losses as an undisturbed run, and ends with the same bytes.
 
 Shape suffixes: P passages, B passages of a batch, T bytes of a passage.
 """
@@ -13,17 +12,14 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch.utils.data import TensorDataset
-from torchdata.stateful_dataloader import StatefulDataLoader
-from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+from torch.utils.data import DataLoader, TensorDataset
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import holdfast
@@ -41,73 +37,56 @@ CONFIG = Qwen3MoeConfig(
     num_experts_per_tok=2,
     attention_dropout=0.1,  # so that a run depends on its random generators
 )
-PASSAGE_BYTES = 64
+PASSAGE_BYTES, BATCH = 64, 4
 
 
-class Passages:
-    """Endless passages of a module of Python's library, in another order in each epoch."""
-
-    def __init__(self, count: int, accelerator: Accelerator) -> None:
-        text = bytearray(Path(sysconfig.get_path("stdlib"), "argparse.py").read_bytes())
-        passages_PT = torch.frombuffer(text, dtype=torch.uint8)[: count * PASSAGE_BYTES]
-        data = TensorDataset(passages_PT.view(-1, PASSAGE_BYTES).long())
-        ranks, rank = accelerator.num_processes, accelerator.process_index
-        self.sampler = StatefulDistributedSampler(data, ranks, rank, seed=1)
-        self.loader = StatefulDataLoader[Any](
-            data,
-            batch_size=4,
-            sampler=self.sampler,
-            num_workers=2,
-            generator=torch.Generator(),  # the global one would be drawn from at each restart
-        )
-        self.epoch = 0
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        while True:
-            self.sampler.set_epoch(self.epoch)
-            for (passages_BT,) in self.loader:
-                yield passages_BT
-            self.epoch += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "loader": self.loader.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.epoch = state["epoch"]
-        self.loader.load_state_dict(state["loader"])
+def passages(count: int) -> TensorDataset:
+    """The first `count` passages of a module of Python's library."""
+    text = bytearray(Path(sysconfig.get_path("stdlib"), "argparse.py").read_bytes())
+    passages_PT = torch.frombuffer(text, dtype=torch.uint8)[: count * PASSAGE_BYTES]
+    return TensorDataset(passages_PT.view(-1, PASSAGE_BYTES).long())
 
 
 def train(args: argparse.Namespace) -> None:
+    world = holdfast.elastic.init("nccl" if torch.cuda.is_available() else "gloo")
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     torch.manual_seed(1)
-    model = Qwen3MoeForCausalLM(CONFIG)
+    model = world.ddp(Qwen3MoeForCausalLM(CONFIG).to(accelerator.device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.9)
-    data = Passages(args.passages, accelerator)
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-
+    data = passages(args.passages)
+    sampler = holdfast.RecoverableSampler(data, rank=world.rank, replicas=world.size, seed=1)
+    loader = DataLoader(
+        data,
+        BATCH,
+        sampler=sampler,
+        generator=torch.Generator(),  # the global one would be drawn from at each recovery
+    )
     session = holdfast.init(
         model=model,
-        optimizer=optimizer.optimizer,  # torch's own, below accelerate's
-        stateful={"scheduler": scheduler, "data": data},
-        topology=holdfast.Topology(dp=accelerator.num_processes),
+        optimizer=optimizer,
+        stateful={"scheduler": scheduler, "sampler": sampler},
+        world=world,
     )
-    start = session.restore() or 0
-    batches = iter(data)  # after the restore, which brought the position back
-    for step in range(start + 1, args.steps + 1):
-        passages_BT = next(batches).to(accelerator.device)
-        loss = model(input_ids=passages_BT, labels=passages_BT).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        session.save(step)
-        if args.log_file and accelerator.is_main_process:
-            with args.log_file.open("a") as file:
-                file.write(json.dumps({"step": step, "loss": loss.item()}) + "\n")
+    steps, rates = accelerator.prepare(optimizer, scheduler)
+    for step in session.steps(args.steps, seed=1):
+        with step:
+            if step.resumed:
+                batches = itertools.chain.from_iterable(itertools.repeat(loader))
+            passages_BT = next(batches)[0].to(accelerator.device)
+            loss = model(input_ids=passages_BT, labels=passages_BT).loss
+            accelerator.backward(loss)
+            steps.step()
+            rates.step()
+            steps.zero_grad()
+            sampler.advance(len(passages_BT))
+            if args.log_file and accelerator.is_main_process:
+                with args.log_file.open("a") as file:
+                    file.write(json.dumps({"step": step, "loss": loss.item()}) + "\n")
     session.close()
     if args.hash_file and accelerator.is_main_process:
-        args.hash_file.write_text(state_sha256(model, optimizer.optimizer) + "\n")
+        args.hash_file.write_text(state_sha256(model, optimizer) + "\n")
+    world.close()
 
 
 def state_sha256(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:

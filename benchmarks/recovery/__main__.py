@@ -35,7 +35,7 @@ from benchmarks.measure import REPETITIONS, Figure
 from benchmarks.recovery.figures import AFTER_NOTICED, Results, key
 from benchmarks.recovery.picture import draw
 from benchmarks.recovery.runs import RANKS, Kind, Mode, Plan, carry_out
-from benchmarks.recovery.stacks import NAMES
+from benchmarks.recovery.stacks import NAMES, packages_of
 from benchmarks.recovery.stacks import measure as measure_stacks
 from benchmarks.recovery.traces import Phase
 from benchmarks.recovery.votes import measure as measure_votes
@@ -76,6 +76,14 @@ def main(argv: list[str] | None = None) -> int:
         help="measure only loops under DDP, FSDP2 and HSDP and those of frameworks, on two nodes "
         "of two ranks each (default: all of them)",
     )
+    add(
+        "--site",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("PACKAGES", "FOLDER"),
+        help="where packages are that have an environment of their own; `make bench` gives it",
+    )
     add("--output", type=Path, default=ROOT / "build" / "bench" / "recovery.json")
     options = parser.parse_args(argv)
     if options.repetitions < 1 or options.steps < STEPS_MIN:
@@ -91,7 +99,11 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if options.stacks is not None:
         names = options.stacks or NAMES
-        for name, mode, took in measure_stacks(folder / "stacks", options.repetitions, names):
+        sites = {packages: Path(site) for packages, site in options.site}
+        if missing := packages_of(names) - sites.keys():
+            parser.error(f"give --site for {', '.join(sorted(missing))}, as `make bench` does")
+        measured = measure_stacks(folder / "stacks", options.repetitions, names, sites)
+        for name, mode, took in measured:
             console.print(f"{name}, {mode}: {shown(took)} s, {took.repetitions} runs")
         console.print(f"{machine['cores']} cores, load {machine['load_before']:.1f} before")
         return 0

@@ -15,14 +15,20 @@ from typing import Any
 import pytest
 import test_fewer_nodes
 import yaml
+from world_sizes import is_recovered
 
-from holdfast_cli.local import LocalCluster, LocalSettings
+from holdfast_cli.local import LocalCluster, LocalSettings, Status
 from holdfast_core.job.parsing import parse_job
 from holdfast_core.job.status import RecoveryMode
 from holdfast_core.states import RestoreSource
 from holdfast_operator.reconciler.observe.counters import Outcome
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+PRELOADED = {
+    "huggingface": "holdfast.integrations.huggingface,transformers.models.mixtral.modeling_mixtral",
+    "lightning": "holdfast.integrations.lightning,torchdata.stateful_dataloader",
+    "accelerate": "accelerate,transformers.models.qwen3_moe.modeling_qwen3_moe",
+}
 STEPS = 30
 KILL_AFTER = 8
 WAIT_S = 240.0
@@ -52,13 +58,28 @@ def by_step(folder: Path) -> dict[int, float]:
 
 
 async def run_killed(
-    name: str, script: Path, folder: Path, memory: Path, *others: str
+    name: str,
+    script: Path,
+    folder: Path,
+    memory: Path,
+    *others: str,
+    on_node: int = 1,
+    stays: bool = False,
 ) -> RecoveryMode | None:
     """Run the example's job with a script, and kill a rank once some steps are logged. Return what
-    the job had announced for that case."""
+    the job had announced for that case.
+
+    Args:
+        on_node: number of ranks on each node.
+        stays: whether to check that all other processes stay.
+    """
     document = yaml.safe_load((EXAMPLES / f"{name}-job.yaml").read_text(encoding="utf-8"))
+    spec = document["spec"]
+    spec |= {"nprocPerNode": on_node, "parallelism": {"dp": on_node * spec["nodes"]}}
     (container,) = document["spec"]["trainer"]["template"]["spec"]["containers"]
     container["command"] = [sys.executable, str(script)]
+    if name in PRELOADED:
+        container["env"] += [{"name": "HOLDFAST_PRELOAD", "value": PRELOADED[name]}]
     container["args"] = options(folder, *others)
     cluster = LocalCluster(parse_job(document), LocalSettings(directory=memory))
     async with cluster:
@@ -66,8 +87,15 @@ async def run_killed(
             lambda status: bool(status.protected) and len(lines(folder)) > KILL_AFTER,
             timeout_s=WAIT_S,
         )
-        announced = cluster.status.recovery_mode
+        announced, before = cluster.status.recovery_mode, processes(cluster.status)
+        epoch = cluster.status.epoch
         await cluster.kill_rank(1)
+        if stays:
+            recovered = await cluster.wait_for(
+                lambda status: status.epoch > epoch and is_recovered(status), timeout_s=WAIT_S
+            )
+            after = processes(recovered)
+            assert [rank for rank in before if after[rank] != before[rank]] == [1]
         assert await cluster.finished(timeout_s=WAIT_S) is Outcome.COMPLETE
         assert cluster.status.recoveries == 1
         (recovery,) = cluster.status.local.recoveries
@@ -75,10 +103,15 @@ async def run_killed(
     return announced
 
 
-def check_undisturbed(script: Path, directory: Path, *others: str) -> None:
+def processes(status: Status) -> dict[int, int]:
+    """Rank → its process."""
+    return {rank.rank: rank.pid for member in status.local.members for rank in member.ranks}
+
+
+def check_undisturbed(script: Path, directory: Path, *others: str, ranks: int = 2) -> None:
     """Check that a run which nothing disturbs has the losses and the state of `killed`."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2"]
-    arguments = [*launcher, str(script), *options(directory / "whole", *others)]
+    launcher = ["-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}"]
+    arguments = [sys.executable, *launcher, str(script), *options(directory / "whole", *others)]
     subprocess.run(arguments, check=True, timeout=WAIT_S)
     assert by_step(directory / "killed") == by_step(directory / "whole")
     hashes = [(directory / one / "hash").read_text() for one in ("killed", "whole")]
@@ -93,13 +126,24 @@ def check_undisturbed(script: Path, directory: Path, *others: str) -> None:
         "huggingface",
         "fsdp2",
         pytest.param("lightning", marks=pytest.mark.exhaustive),
-        pytest.param("accelerate", marks=pytest.mark.exhaustive),
     ],
 )
 def test_an_example_that_is_killed_ends_like_one_that_was_not(directory: Path, name: str) -> None:
     script = EXAMPLES / f"train_{name}.py"
     asyncio.run(run_killed(name, script, directory / "killed", directory / "memory"))
     check_undisturbed(script, directory)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+def test_the_example_for_accelerate_keeps_all_processes_but_the_one_that_is_killed(
+    directory: Path,
+) -> None:
+    script, others = EXAMPLES / "train_accelerate.py", ("--steps", "120")
+    killed, memory = directory / "killed", directory / "memory"
+    asyncio.run(run_killed("accelerate", script, killed, memory, *others, on_node=2, stays=True))
+    check_undisturbed(script, directory, *others, ranks=4)
 
 
 @pytest.mark.slow

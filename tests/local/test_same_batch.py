@@ -28,9 +28,17 @@ WAIT_S = 100.0
 TOLERANCE = 1e-9
 
 
+FRAMEWORKS = Path(__file__).with_name("same_batch_framework_trainer.py")
+
+
 def make_run(directory: Path, layout: str = "ddp", **spec: Any) -> Run:
-    command = [sys.executable, same_batch_trainer.__file__, "--directory", str(directory)]
-    containers = [{"name": "trainer", "command": [*command, "--layout", layout]}]
+    return run_of(directory, same_batch_trainer.__file__, "--layout", layout, **spec)
+
+
+def run_of(directory: Path, script: str, *arguments: str, preload: str = "", **spec: Any) -> Run:
+    env = [{"name": "HOLDFAST_PRELOAD", "value": preload}]
+    command = [sys.executable, script, "--directory", str(directory), *arguments]
+    containers = [{"name": "trainer", "command": command, "env": env}]
     trainer = {"template": {"spec": {"containers": containers}}}
     return Run(directory, stay=True, trainer=trainer, **spec)
 
@@ -128,3 +136,42 @@ def test_four_nodes_become_three_and_four_again_and_learn_the_same() -> None:
         (member,) = [each for each in lines.values() if (each[0].rank, each[0].epoch) == (3, 1)]
         assert {line.size for line in member} == {3, 4}
         assert [line.step for line in member] == list(range(1, len(member) + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "framework",
+    [
+        pytest.param("huggingface", marks=pytest.mark.exhaustive),
+        pytest.param("counting", marks=pytest.mark.exhaustive),
+        "lightning",
+    ],
+)
+def test_a_framework_goes_on_with_fewer_nodes_and_with_more_and_learns_the_same(
+    framework: str,
+) -> None:
+    async def train(run: Run) -> None:
+        try:
+            await run.cluster.start()
+            await run.wait_size(3, 0, "the first steps", START_S)
+            (home,) = [one.node for one in run.cluster.status.local.members if one.index == 1]
+            smaller = await lose(run, 1, left=2)
+            await run.cluster.start_node(home)
+            await run.wait_size(3, smaller.epoch, "three members again", START_S)
+        finally:
+            await run.cluster.stop()
+            print(run.report())
+
+    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
+        nodes = {"nodes": 3, "parallelism": {"dp": 3}}
+        preload = "lightning" if framework == "lightning" else "huggingface"
+        run = run_of(
+            Path(path),
+            str(FRAMEWORKS),
+            framework,
+            preload=f"holdfast.integrations.{preload}",
+            **nodes,
+        )
+        asyncio.run(train(run))
+        assert check(lines_of(run.directory)) == [3, 2, 3]

@@ -38,11 +38,15 @@ def directory() -> Iterator[Path]:
 
 def make_job(script: Path, folder: Path, options: tuple[str, ...]) -> Any:
     command = [sys.executable, str(script), "--steps", str(STEPS), "--directory", str(folder)]
-    path = os.pathsep.join([str(LOCAL), str(EXAMPLES)])
+    environment = {
+        "PYTHONPATH": os.pathsep.join([str(LOCAL), str(EXAMPLES)]),
+        "OMP_NUM_THREADS": "1",
+        "HOLDFAST_PRELOAD": PRELOADED[script],
+    }
     container = {
         "name": "trainer",
         "command": [*command, *options],
-        "env": [{"name": "PYTHONPATH", "value": path}, {"name": "OMP_NUM_THREADS", "value": "1"}],
+        "env": [{"name": name, "value": value} for name, value in environment.items()],
     }
     return parse_job(
         {
@@ -178,6 +182,10 @@ def _lasting(line: Mapping[str, Any]) -> dict[str, Any]:
 
 HUGGING_FACE = LOCAL / "staying_huggingface_trainer.py"
 LIGHTNING = LOCAL / "staying_lightning_trainer.py"
+PRELOADED = {
+    HUGGING_FACE: "holdfast.integrations.huggingface,transformers.models.mixtral.modeling_mixtral",
+    LIGHTNING: "holdfast.integrations.lightning,torchdata.stateful_dataloader",
+}
 FAULTS = [
     Fault(3, "forward"),  # before anything is protected
     Fault(1, "forward"),
@@ -204,7 +212,7 @@ FAULTS = [
         ),
         pytest.param(
             HUGGING_FACE,
-            FAULTS[:3],
+            FAULTS,
             ("--sharded",),
             id="huggingface, FSDP2",
             marks=pytest.mark.exhaustive,

@@ -101,6 +101,11 @@ class ElasticSampler(Sampler[list[int]]):
         )
 
     @property
+    def samples(self) -> int:
+        """Number of samples of the data set."""
+        return self._total
+
+    @property
     def position(self) -> int:
         """Number of samples that training has consumed, on all ranks and in all epochs."""
         return self._position

@@ -8,6 +8,7 @@ anyway, imports everything that workers need, and then forks. The two processes 
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import multiprocessing
 import os
@@ -47,6 +48,10 @@ def start_fork_server(modules: Sequence[str], wanted: Sequence[str] = ()) -> Non
             importlib.import_module(module)
     for module in wanted:
         _import_wanted(module)
+    # Modules stay for good, so no worker has to look through their objects for garbage. That would
+    # also copy their memory, because the collector writes into each object that it visits.
+    gc.collect()
+    gc.freeze()
     # For a server that is started by other means; this one has imported the modules.
     multiprocessing.set_forkserver_preload([*modules, *wanted])
     resource_tracker.ensure_running()  # Otherwise it would be started by a fork as well.

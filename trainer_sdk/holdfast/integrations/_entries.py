@@ -12,13 +12,17 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+
 from holdfast._causes import drop_frames
+from holdfast._elastic.sampler import ElasticSampler
 from holdfast._elastic.session import ElasticSession
+from holdfast._elastic.world import World
 from holdfast._session.interface import Session
 from holdfast._state.collect import RandomGenerators
 from holdfast._state.extras import UnsupportedValueError, encode_extras
 from holdfast._steps import RestartRunner, Runner
-from holdfast_core.errors import StaleEpochError
+from holdfast_core.errors import InvalidJobError, StaleEpochError
 
 T = TypeVar("T")
 _LOG = logging.getLogger("holdfast")
@@ -119,11 +123,45 @@ class Entries:
 class Protection:
     """What the callbacks for all frameworks have in common."""
 
+    _world: World | None
+    """The world in which this process stays; None if it ends with its world."""
+    _sampler: ElasticSampler | None
+    """The samples of this rank in a job whose global batch is the same in any world; None if the
+    framework divides the data."""
+    _pass = 0
+    """Number of the present pass within its step, counted from 0."""
     _entries: Entries | None = None
     """The entries into the framework's loop while there is a session; None otherwise."""
     _generators: RandomGenerators | None = None
     """States of the random generators after the step to which a recovery has led, until the loop
     comes to the next batch: frameworks draw random numbers on the way."""
+
+    def _check_size(self, framework: str, accumulated: int, how: str) -> None:
+        """Check what concerns worlds of another size.
+
+        Args:
+            framework: its name, for messages.
+            accumulated: number of passes of a step, as the user has set it.
+            how: the setting with that number.
+        """
+        if self._world is not None and self._world.any_size:
+            raise InvalidJobError(
+                f"holdfast.elastic.init(any_size=True): {framework} keeps the number of ranks with "
+                f"which it began; leave any_size out, so that processes start again in a world of "
+                f"another size"
+            )
+        if self._sampler is not None and accumulated not in (1, self._sampler.plan.passes):
+            raise InvalidJobError(
+                f"{how} is {accumulated} beside sampler=…, which gives the number of passes of a "
+                f"step: leave it out, and let micro_batch of the sampler be what fits one pass"
+            )
+
+    def _weigh(self, loss: torch.Tensor) -> torch.Tensor:
+        """Weigh the mean `loss` of the present pass, in place, so that a framework which divides it
+        by the number of passes, and averages over ranks, has the mean of the global batch."""
+        assert self._sampler is not None
+        plan = self._sampler.plan
+        return loss.mul_(plan.micro_batches[self._pass].averaged_weight * plan.passes)
 
     def _put_back_generators(self) -> None:
         """Let the random generators continue after that step."""

@@ -27,8 +27,10 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 from holdfast._elastic.ddp import sort_buckets
+from holdfast._elastic.sampler import ElasticSampler
 from holdfast._elastic.world import World
 from holdfast._init import init
 from holdfast._state.collect import RandomGenerators, Stateful
@@ -77,6 +79,9 @@ class HoldfastTrainerCallback(Protection, TrainerCallback):  # type: ignore[misc
         stateful: other objects to restore, by name, as for `holdfast.init`.
         world: the world from `holdfast.elastic.init`, to stay when other ranks are lost. Train with
             `train` then.
+        sampler: gives each rank its samples of `train_dataset`, so that a step has the same samples
+            in a world of any size. It takes the place of the trainer's own samplers, and of
+            `per_device_train_batch_size` and `gradient_accumulation_steps`.
         arguments: further arguments of `holdfast.init`: `topology`, `settings`, `units`, …
     """
 
@@ -85,9 +90,10 @@ class HoldfastTrainerCallback(Protection, TrainerCallback):  # type: ignore[misc
         *,
         stateful: Mapping[str, Stateful] | None = None,
         world: World | None = None,
+        sampler: ElasticSampler | None = None,
         **arguments: Any,
     ) -> None:
-        self._own, self._world = dict(stateful or {}), world
+        self._own, self._world, self._sampler = dict(stateful or {}), world, sampler
         self._arguments = arguments
         self._unsaved = False
         """Whether the newest step is still to be saved, after the evaluation that may follow it."""
@@ -190,8 +196,15 @@ class HoldfastTrainerCallback(Protection, TrainerCallback):  # type: ignore[misc
         self._save(state)
         self._put_back_generators()
         self._begin(state)
+        self._pass = 0
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._pass += 1
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._sampler is not None:
+            self._sampler.advance()
+            state.epoch = self._sampler.position / self._sampler.samples
         # Save later: a restart from here would leave out the evaluation that may follow, which
         # draws random numbers and may change rates.
         self._unsaved = True
@@ -206,7 +219,10 @@ class HoldfastTrainerCallback(Protection, TrainerCallback):  # type: ignore[misc
 
     def _make_session(self, trainer: Trainer) -> Entries:
         """Make the session from everything that exists before `train`."""
-        _check(trainer, self._world)
+        self._check(trainer)
+        if self._sampler is not None:
+            self._own["sampler"] = self._sampler
+            self._divide_batches(trainer, self._sampler)
         if self._world is not None:
             self._world.wake_default_group()
             # The order of the data must not depend on the generators of a rank that is new.
@@ -229,6 +245,54 @@ class HoldfastTrainerCallback(Protection, TrainerCallback):  # type: ignore[misc
         )
         self._entries = Entries(session)
         return self._entries
+
+    def _divide_batches(self, trainer: Trainer, sampler: ElasticSampler) -> None:
+        """Let `trainer` take the batches of `sampler`, one for each pass of a step, and weigh their
+        losses."""
+        trainer.args.gradient_accumulation_steps = sampler.plan.passes
+        trainer.args.ignore_data_skip = True  # the sampler continues at its own position
+        make_loader, compute_loss = trainer.get_train_dataloader, trainer.compute_loss
+
+        def get_train_dataloader() -> DataLoader[Any]:
+            made: Any = make_loader()
+            return DataLoader(
+                made.dataset,
+                batch_sampler=sampler,
+                num_workers=made.num_workers,
+                collate_fn=made.collate_fn,
+                pin_memory=made.pin_memory,
+                worker_init_fn=made.worker_init_fn,
+                multiprocessing_context=made.multiprocessing_context,
+                prefetch_factor=made.prefetch_factor,
+                persistent_workers=made.persistent_workers,
+                generator=torch.Generator(),  # each new iterator draws a number
+            )
+
+        def compute_weighed_loss(model: Any, *inputs: Any, **named: Any) -> Any:
+            result = compute_loss(model, *inputs, **named)
+            # One that is divided by the number of labels in all passes of all ranks has its weight.
+            if not model.training or named.get("num_items_in_batch") is not None:
+                return result
+            if trainer.compute_loss_func is not None:
+                raise InvalidJobError(
+                    "compute_loss_func without labels: the trainer cannot count them over all "
+                    "ranks, so no part of the global batch would have its weight; leave sampler out"
+                )
+            loss, *outputs = result if isinstance(result, tuple) else (result,)
+            return (self._weigh(loss), *outputs) if outputs else self._weigh(loss)
+
+        trainer.get_train_dataloader = get_train_dataloader
+        trainer.compute_loss = compute_weighed_loss
+
+    def _check(self, trainer: Trainer) -> None:
+        self._check_size(
+            "the Trainer", trainer.args.gradient_accumulation_steps, "gradient_accumulation_steps"
+        )
+        _check(trainer, self._world)
+        if self._sampler is None:
+            _check_order(trainer)
+        else:
+            _check_sampler(trainer, self._sampler)
 
     def _resume(self, trainer: Trainer, done: int, history: bytes) -> str | None:
         """Keep what the trainer will overwrite until training begins, and return the folder from
@@ -456,6 +520,33 @@ def _check(trainer: Trainer, world: World | None) -> None:
             "ddp_static_graph: DDP learns the graph from its first pass in each world, which "
             "HoldfastTrainerCallback(world=…) cannot make; leave out one of the two"
         )
+
+
+def _check_sampler(trainer: Trainer, sampler: ElasticSampler) -> None:
+    if len(trainer.train_dataset) != sampler.samples:
+        raise InvalidJobError(
+            f"sampler=… is for {sampler.samples} samples, but train_dataset has "
+            f"{len(trainer.train_dataset)}; give both the same data"
+        )
+    counts_labels = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+    if counts_labels and not trainer.args.average_tokens_across_devices:
+        raise InvalidJobError(
+            "average_tokens_across_devices=False divides the loss of each rank by its own labels, "
+            "so the global batch would depend on the number of ranks; set it to True"
+        )
+    if getattr(trainer, "loss_is_scaled_for_ga", None):
+        raise InvalidJobError(
+            "loss_is_scaled_for_ga: a loss that this trainer has scaled itself cannot be weighed "
+            "beside sampler=…; leave it out, or leave sampler out"
+        )
+    if counts_labels and any(not part.summed_weight for part in sampler.plan.micro_batches):
+        raise InvalidJobError(
+            f"micro_batch=1 lets a rank repeat a sample, whose labels the trainer would count: "
+            f"give micro_batch=2, or a batch that {sampler.plan.ranks} ranks divide"
+        )
+
+
+def _check_order(trainer: Trainer) -> None:
     strategy = trainer.args.train_sampling_strategy
     seedable = trainer.args.accelerator_config.use_seedable_sampler
     if strategy not in ("random", "sequential") or (strategy == "random" and not seedable):

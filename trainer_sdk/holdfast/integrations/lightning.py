@@ -19,9 +19,11 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast._elastic.ddp import sort_buckets
+from holdfast._elastic.sampler import ElasticSampler
 from holdfast._elastic.world import World
 from holdfast._init import init
 from holdfast._state.collect import RandomGenerators, Stateful
@@ -44,6 +46,9 @@ class HoldfastCallback(Protection, Callback):  # type: ignore[misc]  # the packa
         stateful: other objects to restore, by name, as for `holdfast.init`.
         world: the world from `holdfast.elastic.init`, to stay when other ranks are lost. Train with
             `fit` then.
+        sampler: the batch sampler of the module's loader, which gives each rank its samples, so
+            that a step has the same samples in a world of any size. It takes the place of
+            `accumulate_grad_batches`.
         arguments: further arguments of `holdfast.init`: `topology`, `settings`, `units`, …
     """
 
@@ -52,9 +57,10 @@ class HoldfastCallback(Protection, Callback):  # type: ignore[misc]  # the packa
         *,
         stateful: Mapping[str, Stateful] | None = None,
         world: World | None = None,
+        sampler: ElasticSampler | None = None,
         **arguments: Any,
     ) -> None:
-        self._own, self._world = dict(stateful or {}), world
+        self._own, self._world, self._sampler = dict(stateful or {}), world, sampler
         self._arguments = arguments
         self._loops: _Loops | None = None
         self._callbacks: _Callbacks | None = None
@@ -115,6 +121,7 @@ class HoldfastCallback(Protection, Callback):  # type: ignore[misc]  # the packa
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self._callbacks is not None
         self._callbacks.put_back()
+        self._check_loader(trainer)
         if self._world is not None and isinstance(trainer.strategy.model, DistributedDataParallel):
             sort_buckets(trainer.strategy.model)
 
@@ -131,6 +138,13 @@ class HoldfastCallback(Protection, Callback):  # type: ignore[misc]  # the packa
         self._save(trainer)
         self._put_back_generators()
         self._begin(trainer)
+        self._pass = batch_idx % trainer.accumulate_grad_batches
+
+    def on_before_backward(
+        self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor
+    ) -> None:
+        if self._sampler is not None:
+            self._weigh(loss)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
@@ -150,6 +164,8 @@ class HoldfastCallback(Protection, Callback):  # type: ignore[misc]  # the packa
         # numbers and may change rates, and then the loader loads the next batch.
         if self._loops is not None and trainer.global_step > self._saved:
             self._loops.keep()
+            if self._sampler is not None:
+                self._sampler.advance()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._loops is not None and trainer.global_step > self._saved:
@@ -181,7 +197,14 @@ class HoldfastCallback(Protection, Callback):  # type: ignore[misc]  # the packa
         return self._make_session(trainer, module)
 
     def _make_session(self, trainer: Trainer, model: Any) -> Entries:
-        self._loops, self._callbacks = _Loops(trainer), _Callbacks(trainer, self)
+        self._check_size(
+            "Lightning", trainer.accumulate_grad_batches, "Trainer(accumulate_grad_batches=…)"
+        )
+        if self._sampler is not None:
+            self._own["sampler"] = self._sampler
+            _accumulate(trainer, self._sampler.plan.passes)
+        self._loops = _Loops(trainer, divided=self._sampler is not None)
+        self._callbacks = _Callbacks(trainer, self)
         stateful: dict[str, Stateful] = {"loops": self._loops, "callbacks": self._callbacks}
         for index, config in enumerate(trainer.lr_scheduler_configs):
             stateful[f"scheduler{index}"] = config.scheduler
@@ -196,6 +219,21 @@ class HoldfastCallback(Protection, Callback):  # type: ignore[misc]  # the packa
         )
         self._entries = Entries(session, in_closures=True)
         return self._entries
+
+    def _check_loader(self, trainer: Trainer) -> None:
+        if self._sampler is None:
+            return
+        if getattr(trainer.train_dataloader, "batch_sampler", None) is not self._sampler:
+            raise InvalidJobError(
+                "the batches do not come from sampler=…: return DataLoader(data, "
+                "batch_sampler=sampler) from train_dataloader, and give "
+                "Trainer(use_distributed_sampler=False)"
+            )
+        if not trainer.lightning_module.automatic_optimization:
+            raise InvalidJobError(
+                "sampler=… weighs the losses of automatic optimization; with "
+                "automatic_optimization=False leave it out, and use world.batch_plan"
+            )
 
     def _resume(self, trainer: Trainer) -> None:
         """Keep what Lightning will overwrite until training begins."""
@@ -216,10 +254,14 @@ class HoldfastCallback(Protection, Callback):  # type: ignore[misc]  # the packa
 
 
 class _Loops:
-    """The progress of a trainer's loops, and the position of its loader, after the newest step."""
+    """The progress of a trainer's loops, and the position of its loader, after the newest step.
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    Args:
+        divided: whether the number of batches in a step depends on the world.
+    """
+
+    def __init__(self, trainer: Trainer, *, divided: bool) -> None:
+        self._trainer, self._divided = trainer, divided
         self._kept: dict[str, Any] | None = None
         self.loaded = False
         """Whether a recovery has given this rank a state."""
@@ -250,6 +292,11 @@ class _Loops:
         self._pending = False
         fit = self._trainer.fit_loop
         fit.load_state_dict(copy.deepcopy(self._kept))
+        if self._divided:  # perhaps into another number of batches than in the world before
+            batches = self._trainer.global_step * self._trainer.accumulate_grad_batches
+            progress = fit.epoch_loop.batch_progress
+            for each in (progress.total, progress.current):
+                each.ready = each.started = each.processed = each.completed = batches
         if not fit.epoch_loop.batch_progress.is_last_batch:
             return
         # The step was the last one of an epoch. Lightning would count the end of that epoch again:
@@ -291,6 +338,13 @@ class _Callbacks:
     def _others(self) -> dict[str, Any]:
         others = [one for one in self._trainer.callbacks if one is not self._self]
         return {f"{index} {type(one).__name__}": one for index, one in enumerate(others)}
+
+
+def _accumulate(trainer: Trainer, passes: int) -> None:
+    """Let a step have that many batches, and the interval of validations count steps."""
+    trainer.accumulate_grad_batches = passes
+    if isinstance(trainer.val_check_interval, int):
+        trainer.val_check_interval *= passes
 
 
 def _configure_model(trainer: Trainer, module: LightningModule) -> None:

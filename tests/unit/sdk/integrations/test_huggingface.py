@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from holdfast import ElasticSampler
 from holdfast._elastic.world import World
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import InvalidJobError
@@ -307,3 +308,42 @@ def test_an_order_that_cannot_be_repeated_is_refused() -> None:
     trainer.args.accelerator_config.use_seedable_sampler = False
     with pytest.raises(InvalidJobError, match="use_seedable_sampler=False"):
         protection.restore(trainer)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps is 2 beside sampler"),
+        ({"average_tokens_across_devices": False}, "average_tokens_across_devices=False"),
+        ({}, "sampler=… is for 8 samples, but train_dataset has 9"),
+    ],
+)
+def test_what_a_global_batch_could_not_stay_the_same_with_is_refused(
+    alone: World, settings: dict[str, Any], why: str
+) -> None:
+    samples = 8 if not settings else 9
+    sampler = ElasticSampler(range(samples), 4, alone)
+    protection = HoldfastTrainerCallback(world=alone, sampler=sampler)
+    args = train_huggingface.parse_args(["--steps", "1", "--passages", "9"])
+    trainer = train_huggingface.make_trainer(args, protection)
+    for name, value in ({"gradient_accumulation_steps": 1} | settings).items():
+        setattr(trainer.args, name, value)
+    with pytest.raises(InvalidJobError, match=why):
+        protection.train(trainer)
+
+
+def test_a_world_of_any_size_is_refused() -> None:
+    world = World(
+        "gloo",
+        None,
+        any_size=True,
+        store_address="",
+        local_rank=0,
+        nproc=1,
+        timeout_s=30.0,
+        reform_s=30.0,
+    )
+    protection = HoldfastTrainerCallback(world=world)
+    args = train_huggingface.parse_args(["--steps", "1"])
+    with pytest.raises(InvalidJobError, match="leave any_size out"):
+        protection.train(train_huggingface.make_trainer(args, protection))

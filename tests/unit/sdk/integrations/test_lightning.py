@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from holdfast import ElasticSampler
 from holdfast._elastic.world import World
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import InvalidJobError
@@ -171,3 +172,20 @@ def test_a_checkpoint_beside_it_is_refused(tmp_path: Path) -> None:
     trainer.ckpt_path = "last.ckpt"
     with pytest.raises(InvalidJobError, match="leave ckpt_path out"):
         HoldfastCallback().on_fit_start(trainer, trainer.lightning_module)
+
+
+@pytest.mark.parametrize(
+    ("accumulated", "why"),
+    [
+        (3, r"Trainer\(accumulate_grad_batches=…\) is 3 beside sampler"),
+        (1, "the batches do not come from sampler"),
+    ],
+)
+def test_what_a_global_batch_could_not_stay_the_same_with_is_refused(
+    alone: World, accumulated: int, why: str
+) -> None:
+    protection = HoldfastCallback(world=alone, sampler=ElasticSampler(range(8), 4, alone))
+    trainer = train_lightning.make_trainer(train_lightning.parse_args(["--steps", "1"]), protection)
+    trainer.accumulate_grad_batches = accumulated
+    with pytest.raises(InvalidJobError, match=why):
+        protection.fit(trainer, train_lightning.NextByte())
