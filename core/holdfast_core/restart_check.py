@@ -150,11 +150,13 @@ class Comparison:
 
     changes: tuple[str, ...]
     """What a restart changes, a sentence each; empty if training comes back to the bit."""
-    left_out: tuple[str, ...]
-    """Objects that the session does not capture and a restart does not change."""
-    lost: tuple[str, ...]
+    lost: tuple[str, ...] = ()
     """Objects that the session does not capture and whose state a restart changes."""
-    same_data: bool | None
+    same: tuple[str, ...] = ()
+    """Objects that the session does not capture and whose state is the same after a restart."""
+    loaders: tuple[str, ...] = ()
+    """Objects that the session does not capture and whose state shows in the data only."""
+    same_data: bool | None = None
     """Whether the batches of the step are the same; None if the model was not called."""
 
     @property
@@ -166,24 +168,22 @@ class Comparison:
 def compare(first: Sequence[Record], second: Sequence[Record]) -> Comparison:
     """Compare the records of the first processes with those of the second, rank by rank."""
     changes: dict[str, list[int]] = {}
-    left_out: dict[str, None] = {}
-    lost: dict[str, None] = {}
+    beside: dict[str, set[bool | None]] = {}
     for one, other in zip(first, second, strict=True):
         for change in _changes_of(one, other):
             changes.setdefault(change, []).append(one.rank)
         for thing, same in _beside(one.stepped, other.stepped):
-            (left_out if same else lost)[f"{thing.kind} {thing.name} ({thing.type})"] = None
+            beside.setdefault(f"{thing.kind} {thing.name} ({thing.type})", set()).add(same)
     called = [one.stepped.batches for one in first]
     return Comparison(
         changes=tuple(
             change if len(ranks) == len(first) else f"{change} (rank {', '.join(map(str, ranks))})"
             for change, ranks in changes.items()
         ),
-        left_out=tuple(name for name in left_out if name not in lost),
-        lost=tuple(lost),
-        same_data=(
-            called == [other.stepped.batches for other in second] if all(called) else None
-        ),
+        lost=tuple(name for name, found in beside.items() if False in found),
+        same=tuple(name for name, found in beside.items() if found == {True}),
+        loaders=tuple(name for name, found in beside.items() if found == {None}),
+        same_data=(called == [other.stepped.batches for other in second] if all(called) else None),
     )
 
 
@@ -202,7 +202,7 @@ def _changes_of(one: Record, other: Record) -> list[str]:
             "sampler or a loader with state_dict in stateful=, or choose the batch by the step"
         )
     for thing, same in _beside(one.stepped, other.stepped):
-        if not same:
+        if same is False:
             changes.append(
                 f"{thing.kind} {thing.name} is not captured, and has another state after a "
                 f"restart: {_REMEDY.get(thing.kind, _STATEFUL)}"
@@ -228,12 +228,12 @@ _REMEDY = {
 }
 
 
-def _beside(one: State, other: State) -> list[tuple[Beside, bool]]:
+def _beside(one: State, other: State) -> list[tuple[Beside, bool | None]]:
     """The objects in both processes that are not captured, each with whether its state is the
-    same. What only one of them has comes and goes, and cannot be compared."""
+    same; None if it has none to compare. What only one process has comes and goes."""
     others = {(thing.kind, thing.name): thing.digest for thing in other.beside}
     return [
-        (thing, thing.digest == others[thing.kind, thing.name])
+        (thing, thing.digest == others[thing.kind, thing.name] if thing.digest else None)
         for thing in one.beside
         if (thing.kind, thing.name) in others
     ]

@@ -24,6 +24,7 @@ import msgspec
 from holdfast_cli import exit_codes
 from holdfast_cli.commands.check_view import CheckReport, json_report, text_report
 from holdfast_cli.local import LocalCluster, LocalSettings
+from holdfast_cli.local.processes import kill_marked
 from holdfast_core.errors import HoldfastError, InvalidJobError, UnreachableError
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
 from holdfast_core.restart_check import (
@@ -174,11 +175,15 @@ async def _check(plan: _Plan) -> CheckReport:
         for rank in range(plan.processes):
             await cluster.kill_rank(rank)
         second = await _second_phase(plan, cluster, progress)
+        progress("comparing, and stopping what was started")
+        # They would be asked to end first, and wait for nothing but that.
+        await asyncio.to_thread(kill_marked, cluster.directory.mark())
     if isinstance(second, Comparison):
-        failed = next((each for each in plan.records(Phase.SECOND) if each and each.traceback), None)
+        failed = next(
+            (each for each in plan.records(Phase.SECOND) if each and each.traceback), None
+        )
         traceback = failed.traceback if failed else ""
         return replace(report, comparison=second, traceback=traceback)
-    progress("the same step is made again; comparing")
     return replace(report, comparison=compare(first, second))
 
 
@@ -202,7 +207,7 @@ async def _first_phase(
             return done
         why = next((record.why for record in present if record.why), "")
         steps = max((record.steps for record in present), default=0)
-        if steps and not ready:
+        if steps > 1 and not ready:
             progress(f"{steps} steps of the optimizer, and no save yet")
         status = _status(cluster)
         if status is not None and (status.ended or status.recoveries):
@@ -247,7 +252,7 @@ async def _second_phase(
 
 
 def _not_back(why: str) -> Comparison:
-    return Comparison(changes=(why,), left_out=(), lost=(), same_data=None)
+    return Comparison(changes=(why,))
 
 
 def _status(cluster: LocalCluster) -> Any:

@@ -8,7 +8,6 @@ from typing import Any
 
 from holdfast_core.job.snapshots import DEFAULT_GROUP_SIZE, DEFAULT_LARGE_GROUP_SIZE
 from holdfast_core.protection.budget import SLOTS_AUTO, NodeMemory, predict
-from holdfast_core.quantities import format_bytes
 from holdfast_core.restart_check import Comparison, Record, captured_by
 from holdfast_core.snapshots.layouts import TensorRole
 from holdfast_core.snapshots.membership import Redundancy
@@ -60,19 +59,21 @@ def text_report(report: CheckReport) -> str:
 def _captured(report: CheckReport) -> list[str]:
     ranks = len(report.first)
     lines = [
-        f"{_ROLES.get(TensorRole(kind.role), kind.role):<17} {kind.tensors:>6} tensors  "
-        f"{format_bytes(kind.nbytes):>10}"
+        f"{_ROLES.get(TensorRole(kind.role), kind.role):<17} {kind.tensors:>7,} tensors "
+        f"{kind.nbytes:>19,} bytes"
         for kind in captured_by(report.first)
     ]
-    lines.append(", ".join(report.first[0].stepped.extras))
     if ranks > 1:
         lines.append(f"(tensors of all {ranks} processes)")
-    return lines
+    return [*lines, *report.first[0].stepped.extras]
 
 
 def _not_captured(comparison: Comparison) -> list[str]:
     lines = [f"{name}: changed by a restart" for name in comparison.lost]
-    lines += [f"{name}: the same after a restart" for name in comparison.left_out]
+    lines += [f"{name}: the same after a restart" for name in comparison.same]
+    lines += [
+        f"{name}: what counts is the data that it gives, see below" for name in comparison.loaders
+    ]
     return lines or ["nothing with a state of its own was found"]
 
 
@@ -90,13 +91,13 @@ def _changes(report: CheckReport) -> list[str]:
 
 def _memory(report: CheckReport) -> list[str]:
     ranks = len(report.first)
-    heads = (f"with {ranks} such process{'es' if ranks > 1 else ''}", "3 slots", "2 slots")
+    heads = (f"bytes with {ranks} such process{'es' if ranks > 1 else ''}", "3 slots", "2 slots")
     rows = [heads]
     for redundancy, nodes in _REDUNDANCIES:
         name = "no parity" if nodes == 1 else f"{redundancy.value}, groups of {nodes} nodes"
         costs = [_node(report, redundancy, nodes, slots) for slots in SLOTS_AUTO]
-        rows.append((name, *(format_bytes(cost.total_bytes) for cost in costs)))
-    return [f"{name:<26} {three:>10} {two:>10}" for name, three, two in rows]
+        rows.append((name, *(f"{cost.total_bytes:,}" for cost in costs)))
+    return [f"{name:<26} {three:>19} {two:>19}" for name, three, two in rows]
 
 
 def _node(report: CheckReport, redundancy: Redundancy, nodes: int, slots: int) -> NodeMemory:
@@ -135,7 +136,8 @@ def json_report(report: CheckReport) -> str:
         },
         "notCaptured": {
             "changed": list(report.comparison.lost),
-            "same": list(report.comparison.left_out),
+            "same": list(report.comparison.same),
+            "loaders": list(report.comparison.loaders),
         },
         "changes": list(report.comparison.changes),
         "sameData": report.comparison.same_data,

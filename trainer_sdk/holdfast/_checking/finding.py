@@ -60,18 +60,16 @@ def find_beside(
         live, stateful: what the session captures.
         frame: frame of the training thread whose callers' variables are searched.
     """
-    gc.collect()  # What nothing refers to any more is no state.
     known = _known(live, stateful)
     found = {}
     for thing, name in _reachable(_roots(frame)):
         kind = _kind_of(thing)
         if kind and id(thing) not in known and not _is_global(thing):
             found.setdefault(id(thing), (kind, name, thing))
-    for thing in gc.get_objects():
-        # Of the type, because an object's `__class__` may be a property that raises.
-        if issubclass(type(thing), _COLLECTED) and id(thing) not in known:
-            kind = _kind_of(thing)
-            found.setdefault(id(thing), (kind, f"of type {type(thing).__name__}", thing))
+    if _unnamed(known | found.keys()):
+        gc.collect()  # What nothing refers to any more is no state.
+        for thing in _unnamed(known | found.keys()):
+            found[id(thing)] = (_kind_of(thing), f"of type {type(thing).__name__}", thing)
     beside = [*_buffers(live.model)]
     tensors = {id(tensor) for tensor in chain(live.model.parameters(), live.model.buffers())}
     parts = {
@@ -80,7 +78,17 @@ def find_beside(
         if kind == "module"
         for part in islice(thing.modules(), 1, None)
     }
+    parts |= {
+        id(getattr(thing, part, None))
+        for kind, _, thing in found.values()
+        if kind in ("data loader", "sampler")
+        for part in ("sampler", "batch_sampler")
+    }
     for kind, name, thing in found.values():
+        if kind == "sampler" and id(thing) in parts:
+            continue
+        if kind == "data loader" and id(thing.sampler) in known:
+            continue
         if kind == "module" and (id(thing) in parts or not _own_tensors(thing, tensors)):
             continue
         if kind == "optimizer" and any(id(one) in known for one in with_nested(thing)):
@@ -94,6 +102,16 @@ def find_beside(
             )
         )
     return tuple(beside)
+
+
+def _unnamed(named: set[int]) -> list[Any]:
+    """Optimizers and schedulers of this process whose `id` is not in `named`."""
+    # Asked of the type, because `__class__` of an object may be a property that raises.
+    return [
+        thing
+        for thing in gc.get_objects()
+        if issubclass(type(thing), _COLLECTED) and id(thing) not in named
+    ]
 
 
 def _known(live: LiveState, stateful: Mapping[str, Stateful]) -> set[int]:
@@ -178,7 +196,7 @@ def _roots(frame: FrameType) -> list[tuple[object, str]]:
         module = str(one.f_globals.get("__name__", ""))
         if one.f_globals is main and one.f_code.co_name == "<module>":
             continue
-        if f"{module}.".startswith(_OURS) or module.split(".")[0] in _STARTERS:
+        if f"{module}.".startswith(_OURS) or module.split(".", maxsplit=1)[0] in _STARTERS:
             continue
         where = one.f_code.co_name
         roots += [(value, f"{name} of {where}()") for name, value in one.f_locals.items()]

@@ -71,6 +71,8 @@ class Recorder:
         self._file = directory / record_file(self._order.phase, rank)
         self._record = Record(rank=rank, phase=self._order.phase, stage=Stage.STARTED)
         self._saves = 0
+        self._saving = False
+        """Whether the script has called `save`."""
         self._steps: dict[int, int] = {}
         """Steps of each optimizer by its `id`."""
         self._written_s = 0.0
@@ -110,6 +112,7 @@ class Recorder:
 
     def before_save(self, watched: Watched, step: int) -> None:
         """Note a call of `save`. If it comes one step after the saved one, this does not return."""
+        self._saving = True
         if self._watched is not None:
             self._finish(sys._getframe(1))
         if self._order.phase is Phase.SECOND and self._record.step is None:
@@ -137,6 +140,7 @@ class Recorder:
             self._fail(f"save({handle.step}) failed: {error}")
             return
         self._saves += 1
+        self._change(why="")
         if self._saves == self._order.save:
             self._change(step=handle.step)
             self._make_ready(watched)
@@ -157,8 +161,9 @@ class Recorder:
         if steps > STEPS_SEEN and not OF_PROCESS.has_session:
             self._fail(OF_PROCESS.why)
         now_s = time.monotonic()
-        if now_s - self._written_s >= _PROGRESS_S:
-            self._change(steps=max(self._steps.values()), why=self._record.why or OF_PROCESS.why)
+        if self._record.steps == 0 or now_s - self._written_s >= _PROGRESS_S:
+            why = self._record.why if self._saving else OF_PROCESS.why
+            self._change(steps=max(self._steps.values()), why=why)
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Digest the inputs of the first module that is called, each time when it is called."""
