@@ -204,8 +204,8 @@ def _changes_of(one: Record, other: Record) -> list[str]:
     for thing, same in _beside(one.stepped, other.stepped):
         if same is False:
             changes.append(
-                f"{thing.kind} {thing.name} is not captured, and has another state after a "
-                f"restart: {_REMEDY.get(thing.kind, _STATEFUL)}"
+                f"{thing.kind} {thing.name} is not captured, and a restart changes its state: "
+                f"{_REMEDY.get(thing.kind, _STATEFUL)}"
             )
     for name in _differing(one.stepped.extras, other.stepped.extras):
         changes.append(f"{name} differs after one more step")

@@ -62,7 +62,7 @@ def check(options: argparse.Namespace) -> int:
     directory = Path(tempfile.mkdtemp(prefix="holdfast-check-"))
     plan = _Plan(
         script=words[1] if options.module else words[0],
-        job=_job(words, options.processes, options.timeout, directory),
+        job=check_job(words, options.processes, options.timeout, directory),
         save=options.save,
         until_s=time.monotonic() + options.timeout,
         timeout_s=options.timeout,
@@ -113,7 +113,9 @@ class _Plan:
         return [decode_record(path.read_bytes()) if path.exists() else None for path in paths]
 
 
-def _job(words: Sequence[str], processes: int, timeout_s: float, directory: Path) -> MoETrainingJob:
+def check_job(
+    words: Sequence[str], processes: int, timeout_s: float, directory: Path
+) -> MoETrainingJob:
     """The job that runs the script on one virtual node, whose processes are numbered as by
     torchrun."""
     command = [sys.executable, *words]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from holdfast_core.restart_check import Comparison, Record, captured_by
 from holdfast_core.snapshots.layouts import TensorRole
 from holdfast_core.snapshots.membership import Redundancy
 
+COLUMNS = 98
 _ROLES = {
     TensorRole.COMPUTE: "parameters",
     TensorRole.MASTER: "float32 masters",
@@ -52,8 +54,15 @@ def text_report(report: CheckReport) -> str:
         ("memory of a node", _memory(report)),
         ("verdict", [_verdict(report)]),
     ):
-        lines += [title, *(f"  {line}" for line in content), ""]
+        lines += [title, *(_wrapped(line) for line in content), ""]
     return "\n".join(lines[:-1])
+
+
+def _wrapped(line: str) -> str:
+    """A line of a section. Sentences get several lines; columns and tracebacks stay as they are."""
+    if len(line) <= COLUMNS or line.startswith(" "):
+        return f"  {line}"
+    return textwrap.fill(line, COLUMNS, initial_indent="  ", subsequent_indent="      ")
 
 
 def _captured(report: CheckReport) -> list[str]:
@@ -71,9 +80,7 @@ def _captured(report: CheckReport) -> list[str]:
 def _not_captured(comparison: Comparison) -> list[str]:
     lines = [f"{name}: changed by a restart" for name in comparison.lost]
     lines += [f"{name}: the same after a restart" for name in comparison.same]
-    lines += [
-        f"{name}: what counts is the data that it gives, see below" for name in comparison.loaders
-    ]
+    lines += [f"{name}: see the data below" for name in comparison.loaders]
     return lines or ["nothing with a state of its own was found"]
 
 
@@ -91,13 +98,13 @@ def _changes(report: CheckReport) -> list[str]:
 
 def _memory(report: CheckReport) -> list[str]:
     ranks = len(report.first)
-    heads = (f"bytes with {ranks} such process{'es' if ranks > 1 else ''}", "3 slots", "2 slots")
-    rows = [heads]
+    heads = f"bytes with {ranks} such process{'es' if ranks > 1 else ''}"
+    rows: list[tuple[str, ...]] = [(heads, *(f"{slots} slots" for slots in SLOTS_AUTO))]
     for redundancy, nodes in _REDUNDANCIES:
         name = "no parity" if nodes == 1 else f"{redundancy.value}, groups of {nodes} nodes"
-        costs = [_node(report, redundancy, nodes, slots) for slots in SLOTS_AUTO]
-        rows.append((name, *(f"{cost.total_bytes:,}" for cost in costs)))
-    return [f"{name:<26} {three:>19} {two:>19}" for name, three, two in rows]
+        needed = [_node(report, redundancy, nodes, slots) for slots in SLOTS_AUTO]
+        rows.append((name, *(f"{node.total_bytes:,}" for node in needed)))
+    return [f"{name:<26}" + "".join(f"{cost:>20}" for cost in costs) for name, *costs in rows]
 
 
 def _node(report: CheckReport, redundancy: Redundancy, nodes: int, slots: int) -> NodeMemory:

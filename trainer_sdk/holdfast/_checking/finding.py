@@ -61,7 +61,7 @@ def find_beside(
         frame: frame of the training thread whose callers' variables are searched.
     """
     known = _known(live, stateful)
-    found = {}
+    found: dict[int, tuple[str, str, Any]] = {}
     for thing, name in _reachable(_roots(frame)):
         kind = _kind_of(thing)
         if kind and id(thing) not in known and not _is_global(thing):
@@ -230,8 +230,8 @@ def _parts_of(thing: object, name: str) -> Iterator[tuple[object, str]]:
             items = islice(list(thing.items()), _ITEMS_MAX)
             yield from ((v, f"{head}[{k!r}]{of}{where}") for k, v in items if _is_plain_key(k))
     elif isinstance(thing, list | tuple | deque):
-        items = enumerate(islice(list(thing), _ITEMS_MAX))
-        yield from ((v, f"{head}[{i}]{of}{where}") for i, v in items)
+        parts = enumerate(islice(list(thing), _ITEMS_MAX))
+        yield from ((v, f"{head}[{i}]{of}{where}") for i, v in parts)
     elif isinstance(thing, MethodType):
         yield thing.__self__, f"{head}{of}{where}"
     elif isinstance(thing, FunctionType):
