@@ -20,7 +20,6 @@ from holdfast._checking.finding import find_beside
 from holdfast._state.capture import LiveState
 from holdfast_core.restart_check import Beside
 
-
 DATA = TensorDataset(torch.ones(2))
 
 
