@@ -113,13 +113,17 @@ def record_file(phase: Phase, rank: int) -> str:
     return f"{phase}-{rank}.json"
 
 
+_RECORD = msgspec.json.Decoder(Record)
+_ORDER = msgspec.json.Decoder(Order)
+
+
 def decode_record(data: bytes) -> Record:
     """Decode a record.
 
     Raises:
         StorageError: it is none.
     """
-    return _decoded(data, Record)
+    return _decoded(data, _RECORD, "record")
 
 
 def decode_order(data: bytes) -> Order:
@@ -128,19 +132,18 @@ def decode_order(data: bytes) -> Order:
     Raises:
         StorageError: it is none.
     """
-    return _decoded(data, Order)
+    return _decoded(data, _ORDER, "order")
 
 
 _T = TypeVar("_T")
 
 
-def _decoded(data: bytes, kind: type[_T]) -> _T:
+def _decoded(data: bytes, decoder: msgspec.json.Decoder[_T], what: str) -> _T:
     try:
-        return msgspec.json.decode(data, type=kind)
+        return decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise StorageError(
-            f"this is no {kind.__name__.lower()} of a check: {error}; remove the files of the "
-            f"check and run it again"
+            f"this is no {what} of a check: {error}; remove the files of the check and run it again"
         ) from error
 
 
