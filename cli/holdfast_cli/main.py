@@ -14,6 +14,7 @@ from holdfast_cli import exit_codes
 from holdfast_cli.arguments import add_command
 from holdfast_cli.commands.arguments import (
     add_certificates,
+    add_check,
     add_export,
     add_history,
     add_inject,
@@ -49,7 +50,7 @@ kubectl completes `kubectl holdfast` once its own completion is set up: source <
 bash), or zsh. It runs kubectl_complete-holdfast, which is installed with this command.
 """
 
-_GROUPS = {"run": PackageGroup.ALL, "demo": PackageGroup.ALL}
+_GROUPS = {"run": PackageGroup.ALL, "check": PackageGroup.ALL, "demo": PackageGroup.ALL}
 """Groups of packages that a command needs if `cli` is not enough."""
 
 
@@ -71,6 +72,7 @@ def build_parser(prog: str = "holdfast") -> argparse.ArgumentParser:
     add_version(parser)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     add_run(commands)
+    add_check(commands)
     add_status(commands)
     add_inject(commands)
     add_persist(commands)

@@ -114,6 +114,13 @@ def read_preload() -> tuple[str, ...]:
     return tuple(stripped for name in names if (stripped := name.strip()))
 
 
+def read_check_directory() -> Path | None:
+    """Read `HOLDFAST_CHECK`: directory for the records of `holdfast check`; None if this process is
+    not checked."""
+    found = os.environ.get("HOLDFAST_CHECK", "")
+    return Path(found) if found else None
+
+
 def read_token_file(variables: Mapping[str, str] | None = None) -> Path | None:
     """Read `HOLDFAST_TOKEN_FILE` of this process, or of `variables` instead."""
     found = (os.environ if variables is None else variables).get("HOLDFAST_TOKEN_FILE", "")

@@ -12,6 +12,7 @@ from holdfast_cli.arguments import (
     add_insecure,
     add_run_choice,
     check_processes,
+    count,
     count_or_zero,
     positive,
     size,
@@ -25,6 +26,24 @@ running, and the same command takes them over.
 
   holdfast run job.yaml
   holdfast run job.yaml --dir /tmp/run1 --redis redis://localhost:6379/0
+"""
+
+
+_CHECK_EPILOG = """
+  holdfast check train.py --steps 100
+  holdfast check --processes 2 train.py
+  holdfast check --save 3 --json train.py | jq .changes
+  holdfast check -m torchtitan.train --module llama3 --config llama3_debugmodel
+
+The script runs as it is, on this machine's CPUs or GPUs, with a daemon of its own. When a save is
+protected, it makes one more step; then its processes are killed. The next ones restore, make the
+same step, and must have the same state to the bit. What the script writes itself (checkpoints,
+logs) it writes as ever. Options of this command come before the script, and the script's after it.
+
+exit codes:
+  0  the script comes back to the bit
+  1  it does not: the report names what a restart changes
+  2  it could not be checked: the message states what to do
 """
 
 
@@ -101,6 +120,13 @@ def _run(options: argparse.Namespace) -> int:
     return int(run(options) or 0)
 
 
+def _check(options: argparse.Namespace) -> int:
+    check_processes("holdfast check")
+    from holdfast_cli.commands.check import check
+
+    return int(check(options) or 0)
+
+
 def _status(options: argparse.Namespace) -> int:
     from holdfast_cli.commands.run import status
 
@@ -171,6 +197,50 @@ def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     )
     add_insecure(parser)
     parser.set_defaults(handler=_run)
+
+
+def add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `holdfast check`."""
+    text = "Find out whether a training script comes back after a failure, by a dry run."
+    parser = add_command(commands, "check", text, _CHECK_EPILOG)
+    add = parser.add_argument
+    add(
+        "--processes",
+        type=count,
+        default=1,
+        metavar="N",
+        help="number of processes, started as torchrun starts those of one node (default: "
+        "%(default)s)",
+    )
+    add(
+        "--save",
+        type=count,
+        default=1,
+        metavar="N",
+        help="kill the script after its save number N and one more step (default: %(default)s)",
+    )
+    add(
+        "--timeout",
+        type=positive,
+        default=300.0,
+        metavar="S",
+        help="seconds for all of it (default: %(default)g)",
+    )
+    add("--json", action="store_true", help="print the report as JSON")
+    add(
+        "-m",
+        nargs=argparse.REMAINDER,
+        dest="module",
+        metavar="MODULE",
+        help="check a module instead of a script; its arguments follow",
+    )
+    add(
+        "script",
+        nargs=argparse.REMAINDER,
+        metavar="SCRIPT.py [ARGUMENT ...]",
+        help="the script, and its arguments",
+    )
+    parser.set_defaults(handler=_check)
 
 
 def add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -63,6 +63,16 @@ class UnsavedSteps:
         self._saves = threading.Event()
         self._thread: threading.Thread | None = None
 
+    @property
+    def why(self) -> str:
+        """Why nothing is saved as long as `save` is not called, and what to do."""
+        return self._why
+
+    @property
+    def has_session(self) -> bool:
+        """Whether this process has made a session."""
+        return self._has_session
+
     def watch(self, environment: Environment) -> None:
         """Count the steps of all optimizers from now on, if a launcher of Holdfast has started this
         process."""

@@ -19,8 +19,9 @@ from multiprocessing import connection
 from pathlib import Path
 from types import TracebackType
 
+from holdfast._checking.recording import WATCH
 from holdfast._daemon.unsaved import OF_PROCESS
-from holdfast._environment import read_environment, read_local_rank
+from holdfast._environment import read_check_directory, read_environment, read_local_rank
 from holdfast._exits import exit_code_of
 from holdfast_core.errors import InvalidJobError
 
@@ -49,7 +50,10 @@ def run_script(stderr_paths: tuple[str, ...], *command: str) -> None:
         with Path(stderr_paths[read_local_rank()]).open("wb", buffering=0) as stderr:
             os.dup2(stderr.fileno(), STDERR)
     with suppress(InvalidJobError):  # `holdfast.init` raises it, if the script calls that.
-        OF_PROCESS.watch(read_environment())
+        environment = read_environment()
+        OF_PROCESS.watch(environment)
+        if (directory := read_check_directory()) is not None:
+            WATCH.begin(directory, environment.rank)
     try:
         if command[0] == MODULE:
             sys.argv = list(command[1:])
@@ -66,6 +70,8 @@ def run_script(stderr_paths: tuple[str, ...], *command: str) -> None:
         # Print it here: torchrun would pass it to the agent, and mix it with the agent's messages.
         shown = error.with_traceback(_of_script(error.__traceback__))
         code = exit_code_of(shown) or FAILED
+        if WATCH.recorder is not None:
+            WATCH.recorder.on_error(shown)
         sys.excepthook(type(shown), shown, shown.__traceback__)
         raise SystemExit(code) from None
     finally:

@@ -25,6 +25,7 @@ from holdfast._capture.optimizer_steps import OptimizerSteps
 from holdfast._capture.partial_state import START, PartialState
 from holdfast._capture.strategy import CaptureStrategy, SaveCall
 from holdfast._capture.tokens import Tokens
+from holdfast._checking.recording import WATCH, Watched
 from holdfast._copying.devices import Device
 from holdfast._copying.engine import CopyEngine
 from holdfast._daemon.client import DaemonClient, LiveRequest
@@ -145,6 +146,10 @@ class ProtectedSession(WorldSession):
         )
 
     @property
+    def _watched(self) -> Watched:
+        return Watched(live=self._live, stateful=self._stateful, window=self._settings.window)
+
+    @property
     def repeats(self) -> bool:
         return self._replay is not None
 
@@ -246,6 +251,8 @@ class ProtectedSession(WorldSession):
         self._last_step, self._replay = outcome.step, outcome.replay
         self._began = began
         OF_PROCESS.on_restored(outcome.step)
+        if WATCH.recorder is not None:
+            WATCH.recorder.on_restored(self._watched, outcome.step)
         if self._replay is not None and not self._held:
             raise InvalidJobError(
                 "the recovery line is a sparse window, whose steps are repeated with frozen units: "
@@ -255,6 +262,16 @@ class ProtectedSession(WorldSession):
 
     def save(self, step: int) -> SaveHandle:
         OF_PROCESS.on_save()
+        recorder = WATCH.recorder
+        if recorder is None:
+            return self._save_or_refuse(step)
+        recorder.before_save(self._watched, step)
+        handle = self._save_or_refuse(step)
+        recorder.after_save(self._watched, handle)
+        return handle
+
+    def _save_or_refuse(self, step: int) -> SaveHandle:
+        """Take a save; the handle reports why it was not taken."""
         # A repeated step of a window was captured in its first execution.
         if self._replay is not None and self._continue_replay(self._replay, step):
             handle = SaveHandle(completed_steps(step))

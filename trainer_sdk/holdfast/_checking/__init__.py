@@ -1,0 +1,1 @@
+"""The part of `holdfast check` that runs in the training process."""
