@@ -33,6 +33,13 @@ class FlatRange:
     at: int
     """First of these elements in the flat tensor."""
 
+    @torch.no_grad()
+    def rounds_to_weights(self, flat: torch.Tensor) -> bool:
+        """Whether its elements in `flat`, the masters, are those of the parameter in its dtype."""
+        weights = self.parameter.detach().reshape(-1)[self.first : self.first + self.count]
+        masters = flat.detach()[self.at : self.at + self.count]
+        return torch.equal(weights, masters.to(weights.device, weights.dtype))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FlatTensor:

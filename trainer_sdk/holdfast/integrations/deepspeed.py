@@ -157,12 +157,9 @@ def _flat_tensors(engine: DeepSpeedEngine) -> Iterator[FlatTensor]:
         yield FlatTensor(tensor=flat, ranges=ranges)
 
 
-@torch.no_grad()
 def _check_range(one: FlatRange, flat: torch.Tensor, name: str) -> None:
     """Raise InvalidJobError unless the masters of a range are the parameter's elements."""
-    weights = one.parameter.detach().reshape(-1)[one.first : one.first + one.count]
-    masters = flat.detach()[one.at : one.at + one.count].to(weights.device, weights.dtype)
-    if not torch.equal(weights, masters):
+    if not one.rounds_to_weights(flat):
         raise InvalidJobError(
             f"DeepSpeed's table says that elements {one.first} to {one.first + one.count - 1} of "
             f"{name} have their masters at {one.at}, but other values are there: set "
