@@ -76,7 +76,6 @@ def make_config(case: Case) -> TransformerConfig:
         ffn_hidden_size=32,
         tensor_model_parallel_size=case.tp,
         pipeline_model_parallel_size=case.pp,
-        sequence_parallel=case.tp > 1,
         use_cpu_initialization=True,
         add_bias_linear=False,
         # Draws from Megatron's own generators, which differ between tensor-parallel ranks.
