@@ -115,7 +115,7 @@ def topology_of_groups() -> Topology:
         )
     share = parallel_state.get_expert_model_parallel_rank()
     replicas = topology.expert_replicas(rank)
-    if not set(replicas) <= set(experts) or share != topology.coordinates(rank).ep:
+    if experts != replicas or share != topology.coordinates(rank).ep:
         raise InvalidJobError(
             f"rank {rank} has share {share} of the experts in Megatron, as have {list(experts)}; "
             f"in the topology {topology} it has share {topology.coordinates(rank).ep}, as have "
@@ -204,7 +204,7 @@ def _merged(one: nn.Module, other: nn.Module) -> nn.Module:
     children = dict(one.named_children())
     for name, child in other.named_children():
         children[name] = _merged(children[name], child) if name in children else child
-    return _Twin(one if one._parameters or one._buffers else other, children)
+    return _Twin(other if other._parameters or other._buffers else one, children)
 
 
 def _ranks(group: Any) -> tuple[int, ...]:
