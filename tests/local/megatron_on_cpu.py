@@ -77,11 +77,23 @@ def enter() -> None:
     cuda.current_stream = _Stream
     cuda.stream = lambda *_: nullcontext()
     cuda.Stream = cuda.Event = _Stream
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils
 
     generators: Any = random
     generators._get_cuda_rng_state = _of_cpu
     generators._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    # What 0.16.1 lacks without TransformerEngine: a name, and that torch's Adam has a step for each
+    # parameter, which its loader of checkpoints looks for in the checkpoint.
     moe: Any = moe_utils
-    moe.te_general_gemm = None  # a name that 0.16.1 lacks without TransformerEngine
+    moe.te_general_gemm = None
+    sharded: Any = DistributedOptimizer
+    set_states = sharded._set_main_param_and_optimizer_states
+
+    def with_step(self: Any, parameter: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+        group, number = self.model_param_group_index_map[parameter]
+        states = self.optimizer.state[self.optimizer.param_groups[group]["params"][number]]
+        set_states(self, parameter, {"step": states["step"], **tensors})
+
+    sharded._set_main_param_and_optimizer_states = with_step

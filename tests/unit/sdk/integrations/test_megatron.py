@@ -248,9 +248,9 @@ def checkpoints_beside(rank: int, world: int, directory: str) -> None:
     from megatron.core import dist_checkpointing
     from megatron_model import Case, Trained
 
-    def sharded(trained: Trained) -> dict[str, Any]:
-        model = trained.model.module.module.sharded_state_dict()
-        return {"model": model, "optimizer": trained.optimizer.sharded_state_dict(model)}
+    def described(trained: Trained) -> dict[str, Any]:
+        found: dict[str, Any] = trained.model.module.module.sharded_state_dict()
+        return found
 
     trained = Trained(1, Case())
     session = open_session(trained, directory, rank, world, epoch=1)
@@ -260,14 +260,16 @@ def checkpoints_beside(rank: int, world: int, directory: str) -> None:
     if rank == 0:
         where.mkdir()
     dist.barrier()
-    dist_checkpointing.save(sharded(trained), str(where))
-    state = full_state(trained)
+    dist_checkpointing.save(described(trained), str(where))
+    trained.optimizer.save_parameter_state(f"{directory}-optimizer")
+    settings, state = trained.optimizer.state_dict(), full_state(trained)
     train(trained, 3, KILLED, session)
     session.close()
     loaded = Trained(2, Case())
-    found = dist_checkpointing.load(sharded(loaded), str(where))
-    loaded.model.module.module.load_state_dict(found["model"])
-    loaded.optimizer.load_state_dict(found["optimizer"])
+    model = dist_checkpointing.load(described(loaded), str(where))
+    loaded.model.module.module.load_state_dict(model)
+    loaded.optimizer.load_state_dict(settings)
+    loaded.optimizer.load_parameter_state(f"{directory}-optimizer")
     same(full_state(loaded), state)
     # The snapshot is a later one.
     restored = Trained(2, Case())
