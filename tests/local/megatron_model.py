@@ -42,7 +42,9 @@ class Case:
     experts: int = 0
 
     def __str__(self) -> str:
-        sizes = "".join(f" {n}{getattr(self, n)}" for n in ("tp", "pp", "ep") if getattr(self, n) > 1)
+        sizes = "".join(
+            f" {n}{getattr(self, n)}" for n in ("tp", "pp", "ep") if getattr(self, n) > 1
+        )
         experts = " experts" * bool(self.experts)
         return f"{self.dtype}{' distributed' * self.distributed}{sizes}{experts}"
 
@@ -157,13 +159,9 @@ class Trained:
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
 
-    def step(self, iteration: int, shard: int | None = None) -> float:
-        """Train on the micro-batches of one step; return the sum of their losses.
-
-        Args:
-            shard: chooses the data; equal numbers see equal data. By default the data-parallel rank.
-        """
-        shard = parallel_state.get_data_parallel_rank() if shard is None else shard
+    def step(self, iteration: int) -> float:
+        """Train on the micro-batches of one step; return the sum of their losses."""
+        shard = parallel_state.get_data_parallel_rank()
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         results = get_forward_backward_func()(

@@ -819,9 +819,7 @@ class LiveState:
         )
 
 
-def _check_masters(
-    masters: Sequence[tuple[torch.Tensor, torch.Tensor]], model: nn.Module
-) -> None:
+def _check_masters(masters: Sequence[tuple[torch.Tensor, torch.Tensor]], model: nn.Module) -> None:
     """Raise InvalidJobError for a master that has no parameter of the model, or another shape."""
     names = {id(p): name for name, p in model.named_parameters()} if masters else {}
     for parameter, master in masters:

@@ -253,9 +253,7 @@ def _check(chunks: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
                 "ranges: set num_distributed_optimizer_instances to 1"
             )
         if getattr(ddp, "fp8_param_gather", False):
-            raise InvalidJobError(
-                "weights in FP8 are not covered: set fp8_param_gather to False"
-            )
+            raise InvalidJobError("weights in FP8 are not covered: set fp8_param_gather to False")
         for path, module in chunk.named_modules():
             if isinstance(module, BaseMoELayer) and not isinstance(module.experts, _EXPERTS):
                 raise InvalidJobError(
@@ -264,9 +262,7 @@ def _check(chunks: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
                 )
 
 
-def _flat_tensors(
-    optimizer: MegatronOptimizer, names: Mapping[int, str]
-) -> Iterator[FlatTensor]:
+def _flat_tensors(optimizer: MegatronOptimizer, names: Mapping[int, str]) -> Iterator[FlatTensor]:
     """Yield the shards of a distributed optimizer, each a range of a parameter.
 
     Raises:

@@ -22,9 +22,7 @@ _idle: dict[tuple[str, ...], Connection[Any, Any]] = {}
 answered its last request."""
 
 
-def run_ranks(
-    work: Callable[..., None], args: tuple[Any, ...], ranks: int, *further: str
-) -> None:
+def run_ranks(work: Callable[..., None], args: tuple[Any, ...], ranks: int, *further: str) -> None:
     """Call `work(rank, *args)` in a process for each of `ranks` ranks.
 
     Args:
