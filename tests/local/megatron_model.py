@@ -28,6 +28,7 @@ from megatron.core.transformer.module import Float16Module  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 WORDS, LENGTH, BATCH, ACCUMULATED = 64, 8, 2, 2
+LOSS_SCALE = 2.0**24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,7 +137,7 @@ class Trained:
                 params_dtype=self.config.params_dtype,
                 clip_grad=1.0,
                 # The first scale overflows, and steps are skipped.
-                initial_loss_scale=2.0**24,
+                initial_loss_scale=LOSS_SCALE,
                 hysteresis=1,
                 loss_scale_window=3,
                 **precision,
@@ -192,7 +193,7 @@ class Trained:
                     found[f"{i}.{index}.{number}"] = _digest(p)
                     for key, value in one.optimizer.state[p].items():
                         found[f"{i}.{index}.{number}.{key}"] = _digest(value)
-            scaler = one.grad_scaler
+            scaler = getattr(one, "grad_scaler", None)
             found[f"{i}.scaler"] = repr(scaler and scaler.state_dict())
         for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items():
             found[f"generator {name}"] = _digest(state)

@@ -119,10 +119,12 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> N
 
 
 def is_killed(rank: int, world: int, directory: str, case: dict[str, Any]) -> None:
-    from megatron_model import Case, Trained
+    from megatron_model import LOSS_SCALE, Case, Trained
 
     trained = Trained(1, Case(**case))
     losses = train(trained, 1, STEPS)
+    if trained.config.fp16:
+        assert trained.optimizer.get_loss_scale() < LOSS_SCALE
     torch.save((losses, trained.digests()), f"{directory}-{rank}")
     trained = Trained(1, Case(**case))
     session = open_session(trained, directory, rank, world, epoch=1)
