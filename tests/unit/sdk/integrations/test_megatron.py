@@ -379,3 +379,36 @@ def name_layers(rank: int, world: int, directory: str) -> None:
 
 def test_layers_have_their_numbers_in_the_whole_model(tmp_path: Path) -> None:
     run(name_layers, 1, tmp_path)
+
+
+def name_grouped_experts(rank: int, world: int, directory: str) -> None:
+    """Experts of a grouped layer have the names of listed ones. TransformerEngine, which makes such
+    layers, needs a GPU: modules with the names of its tensors take its place."""
+    from megatron.core.transformer.moe.experts import TEGroupedMLP
+    from torch import nn
+
+    from holdfast.integrations.megatron import whole_model
+
+    class Grouped(TEGroupedMLP):  # type: ignore[misc]  # the package is not type-checked
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+            for layer in ("linear_fc1", "linear_fc2"):
+                self.add_module(layer, nn.Module())
+                for i in range(12):
+                    weight = nn.Parameter(torch.zeros(2, 2))
+                    self.get_submodule(layer).register_parameter(f"weight{i}", weight)
+
+    experts = Grouped()
+    model = nn.ModuleDict({"experts": experts})
+    found = dict(whole_model([model]).named_parameters())
+    assert len(found) == 24
+    for i in range(12):
+        weight = experts.get_parameter(f"linear_fc2.weight{i}")
+        assert found[f"experts.local_experts.{i}.linear_fc2.weight"] is weight
+    experts.linear_fc1.register_parameter("weight", nn.Parameter(torch.zeros(12, 2, 2)))
+    with pytest.raises(InvalidJobError, match="set moe_grouped_gemm to False"):
+        whole_model([model])
+
+
+def test_grouped_experts_are_called_as_listed_ones(tmp_path: Path) -> None:
+    run(name_grouped_experts, 1, tmp_path)
