@@ -63,7 +63,7 @@ class _Stream:
 
 def enter() -> None:
     """Have this process take the CPU for CUDA."""
-    OnCpu().__enter__()
+    OnCpu().__enter__()  # type: ignore[no-untyped-call]  # torch's
     torch.Tensor.cuda = _itself  # type: ignore[assignment,method-assign]
     nn.Module.cuda = _itself  # type: ignore[assignment,method-assign]
     cuda: Any = torch.cuda

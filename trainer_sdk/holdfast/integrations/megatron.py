@@ -77,7 +77,7 @@ def protect(
     _check(chunks, optimizers)
     whole = whole_model(chunks)
     names = {id(p): name for name, p in whole.named_parameters()}
-    ours = {"megatron": _OwnState(optimizers)}
+    ours: dict[str, Stateful] = {"megatron": _OwnState(optimizers)}
     if scheduler is not None:
         ours["scheduler"] = scheduler
     return init(
@@ -138,6 +138,8 @@ def whole_model(chunks: Sequence[nn.Module]) -> nn.Module:
 class _Twin(nn.Module):
     """A module with the parameters, buffers and mode of another, and with other children."""
 
+    _of: nn.Module
+
     def __init__(self, of: nn.Module, children: Mapping[str, nn.Module]) -> None:
         object.__setattr__(self, "_of", of)  # not as a child
         mode = of.training
@@ -159,7 +161,7 @@ class _Twin(nn.Module):
 def _renamed(module: nn.Module) -> nn.Module:
     """Return `module`, or a twin in which layers are called by their `layer_number`, and grouped
     experts are listed."""
-    numbers = [getattr(one, "layer_number", None) for one in module.children()]
+    numbers: list[Any] = [getattr(one, "layer_number", None) for one in module.children()]
     if isinstance(module, nn.ModuleList) and all(numbers) and len({*numbers}) == len(numbers) > 0:
         layers = zip(numbers, module, strict=True)
         return _Twin(module, {str(number - 1): _renamed(one) for number, one in layers})
