@@ -216,6 +216,13 @@ test-deepspeed: $(STAMP) ## Run the tests that train with DeepSpeed, which has a
 	PYTHONPATH="$$("$$overlay/bin/python" $(site))" $(BIN)/python -m pytest -n $(PYTEST_WORKERS) \
 	  --dist worksteal tests/unit/sdk/integrations/test_deepspeed.py $(ARGS)
 
+.PHONY: test-megatron
+test-megatron: $(STAMP) ## Run the tests that train with Megatron-Core, which has an environment of its own
+	@$(call overlay,megatron)
+	PYTHONPATH="$$("$$overlay/bin/python" $(site))" $(BIN)/python -m pytest -n $(PYTEST_WORKERS) \
+	  --dist worksteal tests/unit/sdk/integrations/test_megatron.py \
+	  tests/unit/sdk/elastic/test_staying_parallelism.py $(ARGS)
+
 .PHONY: test-schedules
 test-schedules: $(STAMP) ## Run ten thousand schedules of the simulation, and more of its models (long)
 	@$(BIN)/python -m pytest tests/simulation/test_schedules.py tests/simulation/test_stages.py \
@@ -407,7 +414,7 @@ $(STAMP): constraints.txt pyproject.toml Makefile
 	  exit 1
 	}
 	mkdir -p build "$(HOLDFAST_CACHE)"
-	$(call requirements,extra not in {"bench"$(comma) "deepspeed"$(comma) "docs"$(comma) "fuzz"$(comma) "release"$(comma) "stores"$(comma) "torchtitan"}) > build/requirements.txt
+	$(call requirements,extra not in {"bench"$(comma) "deepspeed"$(comma) "docs"$(comma) "fuzz"$(comma) "megatron"$(comma) "release"$(comma) "stores"$(comma) "torchtitan"}) > build/requirements.txt
 	key=$$({ $(PYTHON) -VV; uname -m; cat build/requirements.txt constraints.txt; } \
 	  | sha256sum | cut -c1-16)
 	deps="$(HOLDFAST_CACHE)/deps-$$key"

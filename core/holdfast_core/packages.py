@@ -30,6 +30,7 @@ class PackageGroup(StrEnum):
     LIGHTNING = "lightning"
     TORCHTITAN = "torchtitan"
     DEEPSPEED = "deepspeed"
+    MEGATRON = "megatron"
     ALL = "all"
 
 

@@ -29,9 +29,9 @@ SOURCES = tuple(PROJECT["tool"]["setuptools"]["packages"]["find"]["where"])
 GROUPS = ("trainer", "daemon", "catalogue", "operator", "cli")
 FRAMEWORKS = ("huggingface", "lightning")
 """Groups of training frameworks, each with the module `holdfast.integrations.<group>`."""
-ELSEWHERE = ("deepspeed", "torchtitan")
-"""Others, whose packages are not in the environment of these tests (`make test-deepspeed`,
-`make test-torchtitan`)."""
+ELSEWHERE = ("deepspeed", "megatron", "torchtitan")
+"""Others, whose packages are not in the environment of these tests (`make test-deepspeed` and
+others)."""
 IMPORTED_BY_OTHERS = {"s3fs", "accelerate"}
 """Packages that fsspec and transformers import for us."""
 BUILD = "import sys, setuptools.build_meta as b; print(getattr(b, sys.argv[1])(sys.argv[2]))"

@@ -30,11 +30,14 @@ def test_what_is_tested_is_what_is_pinned(row: str, package: str) -> None:
     assert tested == version
 
 
-@pytest.mark.parametrize("name", ["DeepSpeed", "torchtitan"])
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [("DeepSpeed", "deepspeed"), ("megatron-core", "megatron"), ("torchtitan", "torchtitan")],
+)
 def test_what_has_an_environment_of_its_own_is_tested_in_the_version_of_its_group(
-    name: str,
+    name: str, group: str
 ) -> None:
-    (required,) = PROJECT["optional-dependencies"][name.lower()]
+    (required,) = PROJECT["optional-dependencies"][group]
     (tested,) = re.findall(rf"(?m)^\| {name} \|[^|]*\| ([\w.]+) \|", TEXT)
     assert required == f"{name.lower()}=={tested}"
 

@@ -55,6 +55,7 @@ def init(
     units: UnitNamer | None = None,
     private: Collection[str] = (),
     flat: Sequence[FlatTensor] = (),
+    masters: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
     settings: Settings | None = None,
     socket: Path | str | None = None,
     job: str | None = None,
@@ -80,6 +81,8 @@ def init(
         private: names of tensors that no other rank holds, although the topology says so, such as
             the states of a sharded optimizer (`layer.weight:exp_avg`).
         flat: a sharded optimizer's flat tensors; see `FlatTensor` for those that are not named.
+        masters: (parameter, its master) for an optimizer that optimizes masters; by default an
+            optimizer's masters are those that fit the model's parameters one by one.
         settings: see `Settings`.
         socket: the daemon's Unix socket; by default `HOLDFAST_SOCKET`.
         job: the job's key; by default `HOLDFAST_JOB`.
@@ -102,6 +105,7 @@ def init(
         units=units,
         private=frozenset(private),
         flat=tuple(flat),
+        masters=tuple(masters),
         settings=_complete_settings(settings, environment),
         socket=Path(socket) if socket is not None else environment.socket,
         job=job if job is not None else environment.job,
@@ -129,6 +133,7 @@ class _Maker:
     units: UnitNamer | None
     private: frozenset[str]
     flat: tuple[FlatTensor, ...]
+    masters: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     settings: Settings
     socket: Path | None
     job: str
@@ -243,6 +248,7 @@ class _Maker:
             units=self.units,
             private=self.private,
             flat=self.flat,
+            masters=self.masters,
             begun=begun,
         )
 

@@ -152,11 +152,13 @@ class LiveState:
         private: names of tensors that no other rank holds: paths in the model, or `path:key` for
             optimizer states.
         flat: see `holdfast.init`.
+        masters: see `holdfast.init`.
         begun: state of the program at its start; None takes the present state.
 
     Raises:
         InvalidJobError: the model has no parameters, an optimizer lacks `state` or
-            `param_groups`, or a flat tensor has other ranges than it may have.
+            `param_groups`, a flat tensor has other ranges than it may have, or a named master is
+            not one of the model.
     """
 
     def __init__(
@@ -169,6 +171,7 @@ class LiveState:
         units: UnitNamer | None = None,
         private: frozenset[str] = frozenset(),
         flat: Sequence[FlatTensor] = (),
+        masters: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
         begun: ProgramStart | None = None,
     ) -> None:
         self.model = model
@@ -221,6 +224,9 @@ class LiveState:
         """Name → parameter of the model when the session began."""
         self.flat = FlatTensors(flat, {id(p): name for name, p in model.named_parameters()})
         """Parameters of the optimizers that hold ranges of the model's."""
+        self._of_master = {id(master): parameter for parameter, master in masters}
+        """`id` of each master that the caller has named → its parameter."""
+        _check_masters(masters, model)
         self._ranges: dict[int, tuple[str, ...]] = {}
         """`id` of each flat tensor → names of its ranges."""
         if next(model.parameters(), None) is None:
@@ -423,8 +429,8 @@ class LiveState:
         """Yield the parameters that optimizers hold and the model does not: usually float32
         masters.
 
-        When an optimizer's parameters match the model's one by one in shape, they are its masters;
-        otherwise they are private tensors without a layer.
+        They are masters if the caller has said so, or if those of an optimizer match the model's
+        parameters one by one in shape; otherwise they are private tensors without a layer.
         """
         match = self.begun.trainable_parameters()
         for index, holders in enumerate(self.holders):
@@ -434,12 +440,15 @@ class LiveState:
                 for i, parameter in enumerate(foreign):
                     yield from self._flat_parameter(index, i, parameter)
                 continue
-            masters = len(match) == len(foreign) and all(
-                a.shape == b.shape for a, b in zip(match, foreign, strict=True)
-            )
-            for i, parameter in enumerate(foreign):
-                if masters:
-                    base = self.anchors[self.names[id(match[i])]].place
+            of = [self._of_master.get(id(parameter)) for parameter in foreign]
+            if not any(one is not None for one in of):
+                fits = len(match) == len(foreign) and all(
+                    a.shape == b.shape for a, b in zip(match, foreign, strict=True)
+                )
+                of = [*match] if fits else [None] * len(foreign)
+            for i, (parameter, own) in enumerate(zip(foreign, of, strict=True)):
+                if own is not None:
+                    base = self.anchors[self.names[id(own)]].place
                     name = replace(TensorName.parse(base.name), kind=NameKind.MASTER)
                     place = replace(base, name=str(name))
                 else:
@@ -822,6 +831,19 @@ class LiveState:
             staging=staging,
             whole=whole,
         )
+
+
+def _check_masters(masters: Sequence[tuple[torch.Tensor, torch.Tensor]], model: nn.Module) -> None:
+    """Raise InvalidJobError for a master that has no parameter of the model, or another shape."""
+    names = {id(p): name for name, p in model.named_parameters()} if masters else {}
+    for parameter, master in masters:
+        name = names.get(id(parameter))
+        if name is None or master.shape != parameter.shape:
+            raise InvalidJobError(
+                f"masters= has a master of shape {list(master.shape)} for "
+                f"{name or 'a tensor that the model does not have'} {list(parameter.shape)}: give "
+                f"pairs of a parameter of model= and a tensor of the same shape"
+            )
 
 
 def _of_one_rank(source: TensorSource, parameter: torch.Tensor) -> TensorSource:

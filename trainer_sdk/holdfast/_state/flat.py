@@ -43,6 +43,20 @@ class FlatRange:
         """Shape of the whole parameter."""
         return tuple(self.parameter.shape) if self.shape is None else self.shape
 
+    @torch.no_grad()
+    def rounds_to_weights(self, flat: torch.Tensor, held: torch.Tensor | None = None) -> bool:
+        """Whether its elements in `flat`, the masters, are those of the parameter in its dtype.
+
+        Args:
+            held: what this rank holds of a parameter that has `shape`, its elements first.
+        """
+        if held is None:
+            weights = self.parameter.reshape(-1)[self.first : self.first + self.count]
+        else:
+            weights = held[: self.count]
+        masters = flat.detach()[self.at : self.at + self.count]
+        return torch.equal(weights, masters.to(weights.device, weights.dtype))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FlatTensor:

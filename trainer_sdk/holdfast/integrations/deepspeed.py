@@ -251,8 +251,7 @@ def _flat_tensors(engine: DeepSpeedEngine) -> Iterator[FlatTensor]:
                 count=held.lp_fragment_address.numel,
                 at=held.hp_fragment_address.start,
             )
-            weights = parameter.detach().reshape(-1)[one.first : one.first + one.count]
-            _check_range(one, weights, flat, names[id(parameter)])
+            _check_range(one, flat, names[id(parameter)])
             ranges.append(one)
         yield FlatTensor(tensor=flat, ranges=ranges)
 
@@ -276,17 +275,20 @@ def _partitions(
             at=at,
             shape=tuple(parameter.ds_shape),
         )
-        _check_range(one, parameter.ds_tensor.detach()[: one.count], flat, names[id(parameter)])
+        _check_range(one, flat, names[id(parameter)], parameter.ds_tensor)
         yield one
         at += size
 
 
-@torch.no_grad()
-def _check_range(one: FlatRange, weights: torch.Tensor, flat: torch.Tensor, name: str) -> None:
-    """Raise InvalidJobError unless the masters of a range are the parameter's elements, which are
-    `weights`."""
-    masters = flat.detach()[one.at : one.at + one.count].to(weights.device, weights.dtype)
-    if not torch.equal(weights, masters):
+def _check_range(
+    one: FlatRange, flat: torch.Tensor, name: str, held: torch.Tensor | None = None
+) -> None:
+    """Raise InvalidJobError unless the masters of a range are the parameter's elements.
+
+    Args:
+        held: this rank's elements of a parameter that has none itself.
+    """
+    if not one.rounds_to_weights(flat, held):
         raise InvalidJobError(
             f"DeepSpeed's table says that elements {one.first} to {one.first + one.count - 1} of "
             f"{name} have their masters at {one.at}, but other values are there: set "

@@ -17,34 +17,38 @@ from typing import Any
 
 IMPORTED = ("torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.checkpoint")
 
-_idle: list[Connection[Any, Any]] = []
-"""The connection to the server, if there is one and it answered its last request."""
+_idle: dict[tuple[str, ...], Connection[Any, Any]] = {}
+"""Further modules → the connection to the server that has imported them, if there is one and it
+answered its last request."""
 
 
-def run_ranks(work: Callable[..., None], args: tuple[Any, ...], ranks: int) -> None:
+def run_ranks(work: Callable[..., None], args: tuple[Any, ...], ranks: int, *further: str) -> None:
     """Call `work(rank, *args)` in a process for each of `ranks` ranks.
+
+    Args:
+        further: modules that they have imported, too.
 
     Raises:
         AssertionError: when one fails, with the traceback of the first.
     """
-    server = _idle.pop() if _idle else _start_server()
+    server = _idle.pop(further, None) or _start_server(further)
     server.send((pickle.dumps((work, args)), ranks))
     failure = server.recv()
-    _idle.append(server)
+    _idle[further] = server
     assert failure is None, failure
 
 
-def _start_server() -> Connection[Any, Any]:
+def _start_server(further: tuple[str, ...]) -> Connection[Any, Any]:
     spawning = multiprocessing.get_context("spawn")
     here, there = spawning.Pipe()
-    spawning.Process(target=_serve, args=(there,)).start()
+    spawning.Process(target=_serve, args=(there, further)).start()
     there.close()
     atexit.register(here.close)  # ends the server before the interpreter waits for it
     return here
 
 
-def _serve(connection: Connection[Any, Any]) -> None:
-    for module in IMPORTED:
+def _serve(connection: Connection[Any, Any], further: tuple[str, ...]) -> None:
+    for module in (*IMPORTED, *further):
         importlib.import_module(module)
     from torch.multiprocessing.spawn import ProcessException, start_processes
 

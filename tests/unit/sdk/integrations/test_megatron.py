@@ -1,0 +1,414 @@
+"""Models and optimizers of Megatron-Core, whose ranks are killed and come back.
+
+`make test-megatron` runs this in an environment that has Megatron-Core.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from stored import JOB, persist
+
+import holdfast
+from holdfast.dcp import HoldfastReader
+from holdfast.testing import FakeDaemon
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.topology import Topology
+
+if TYPE_CHECKING:
+    from megatron_model import Trained
+
+WAIT_S = 120.0
+KILLED, STEPS = 4, 6
+
+pytestmark = [
+    pytest.mark.timeout(400),
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("megatron") is None, reason="needs make test-megatron"
+    ),
+]
+
+CASES: tuple[tuple[int, dict[str, Any]], ...] = (
+    (2, {}),
+    (4, {"ep": 2, "experts": 4}),
+    (2, {"tp": 2}),
+    (2, {"distributed": False, "ep": 2, "experts": 4}),
+    (2, {"pp": 2}),
+    (2, {"dtype": "fp16"}),
+    (2, {"dtype": "fp32", "experts": 2}),
+    (2, {"dtype": "fp32", "distributed": False}),
+    (4, {"tp": 2, "pp": 2}),
+    (4, {"distributed": False, "dtype": "fp16", "pp": 2}),
+)
+"""Ranks, and settings of `megatron_model.Case`."""
+IN_CI = 5
+
+
+def name_of(row: tuple[int, dict[str, Any]]) -> str:
+    return " ".join([f"{row[0]} ranks", *(f"{key} {value}" for key, value in row[1].items())])
+
+
+def open_session(
+    trained: Trained, directory: str, rank: int, world: int, epoch: int, old: int = 0, **more: Any
+) -> holdfast.Session:
+    from holdfast.integrations.megatron import protect
+
+    daemon = FakeDaemon(
+        directory,
+        rank=rank,
+        world_size=world,
+        epoch=epoch,
+        captured_by=old,
+        reads=[one for one in range(old) if one % world == rank],
+    )
+    settings = holdfast.Settings(start_wait_s=WAIT_S, exchange_timeout_s=WAIT_S)
+    return protect(
+        [trained.model],
+        trained.optimizer,
+        trained.scheduler,
+        daemon=daemon,
+        settings=settings,
+        **more,
+    )
+
+
+def train(
+    trained: Trained, first: int, last: int, session: holdfast.Session | None = None
+) -> list[float]:
+    losses = []
+    for iteration in range(first, last + 1):
+        losses.append(trained.step(iteration))
+        if session is not None:
+            session.save(iteration).committed.result(WAIT_S)
+    return losses
+
+
+def full_state(trained: Trained) -> dict[str, torch.Tensor]:
+    """Weights, and on rank 0 masters and moments by parameter, as Megatron's own function gathers
+    them. Collective."""
+    from megatron.core.utils import unwrap_model
+
+    found = {name: p.detach().clone() for name, p in unwrap_model(trained.model).named_parameters()}
+    names = {id(p): name for name, p in unwrap_model(trained.model).named_parameters()}
+    for one in trained.inner():
+        gathered = one.get_parameter_state_dp_zero()
+        for index, buffer in enumerate(one.buffers if dist.get_rank() == 0 else ()):
+            states = gathered[index][buffer.param_dtype, buffer.grad_dtype]
+            for p, (start, end, _) in buffer.param_index_map.items():
+                for key, ours in (("param", "master"), ("exp_avg",) * 2, ("exp_avg_sq",) * 2):
+                    part = states[key][start:end].view(p.shape).clone()
+                    found[f"{names[id(p)]}.{ours}"] = part
+    return found
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+def is_killed(rank: int, world: int, directory: str, case: dict[str, Any]) -> None:
+    from megatron_model import LOSS_SCALE, Case, Trained
+
+    trained = Trained(1, Case(**case))
+    losses = train(trained, 1, STEPS)
+    if trained.config.fp16:
+        assert trained.optimizer.get_loss_scale() < LOSS_SCALE
+    torch.save((losses, trained.digests()), f"{directory}-{rank}")
+    trained = Trained(1, Case(**case))
+    session = open_session(trained, directory, rank, world, epoch=1)
+    assert session.restore() is None
+    assert train(trained, 1, KILLED, session) == losses[:KILLED]
+    if not case:
+        torch.save(full_state(trained), f"{directory}-full{rank}")
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def comes_back(rank: int, world: int, directory: str, case: dict[str, Any]) -> None:
+    from megatron_model import Case, Trained
+
+    trained = Trained(2, Case(**case))
+    session = open_session(trained, directory, rank, world, epoch=2)
+    assert session.restore() == KILLED
+    losses = train(trained, KILLED + 1, STEPS, session)
+    session.close()
+    expected, digests = torch.load(f"{directory}-{rank}")
+    assert losses == expected[KILLED:]
+    found = trained.digests()
+    assert found.keys() == digests.keys()
+    assert [name for name in found if found[name] != digests[name]] == []
+
+
+def comes_back_among_others(
+    rank: int, world: int, directory: str, case: dict[str, Any], old: int
+) -> None:
+    from megatron_model import Case, Trained
+
+    trained = Trained(2, Case(**case))
+    session = open_session(trained, directory, rank, world, epoch=2, old=old)
+    assert session.restore() == KILLED
+    same(full_state(trained), torch.load(f"{directory}-full{min(rank, 1)}"))
+    train(trained, KILLED + 1, KILLED + 1, session)
+    session.close()
+
+
+def in_world(
+    rank: int, world: int, work: Callable[..., None], store: str, directory: str, *more: Any
+) -> None:
+    torch.set_num_threads(1)
+    from megatron_model import Case, use_groups
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    use_groups(Case(**more[0]) if more else Case())
+    try:
+        work(rank, world, directory, *more)
+    except BaseException:
+        traceback.print_exc()
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def run(work: Callable[..., None], world: int, directory: Path, *more: Any) -> None:
+    store = str(directory / f"{work.__name__}-{world}")
+    arguments = (world, work, store, str(directory / "memory"), *more)
+    run_ranks(in_world, arguments, world, "megatron_model")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "case"),
+    [
+        *(pytest.param(*row, id=name_of(row)) for row in CASES[:IN_CI]),
+        *(
+            pytest.param(*row, id=name_of(row), marks=pytest.mark.exhaustive)
+            for row in CASES[IN_CI:]
+        ),
+    ],
+)
+def test_a_killed_run_ends_with_the_losses_and_bytes_of_an_undisturbed_one(
+    tmp_path: Path, ranks: int, case: dict[str, Any]
+) -> None:
+    with pytest.raises(AssertionError, match="SIGKILL"):
+        run(is_killed, ranks, tmp_path, case)
+    run(comes_back, ranks, tmp_path, case)
+
+
+def test_other_worlds_find_masters_and_moments_by_parameter(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="SIGKILL"):
+        run(is_killed, 2, tmp_path, {})
+    for world in (1, 3):
+        run(comes_back_among_others, world, tmp_path, {}, 2)
+
+
+def loads_into_fsdp2(rank: int, world: int, directory: str, case: dict[str, Any]) -> None:
+    from megatron.core.utils import unwrap_model
+    from megatron_model import Case, Trained
+    from torch.distributed.checkpoint import state_dict_loader
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = unwrap_model(Trained(3, Case(**case, distributed=False, dtype="fp32")).model)
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    state: dict[str, Any] = {"optim": get_optimizer_state_dict(model, optimizer)}
+    moments = state["optim"]["state"]
+    # The masters are what a model in float32 trains.
+    masters = {name: p.detach() for name, p in model.named_parameters()}
+    for name, p in masters.items():
+        moments[name]["master"] = p
+    reader = HoldfastReader(f"{directory}-tier", job=JOB)
+    state_dict_loader.load(state, storage_reader=reader)
+    expected = torch.load(f"{directory}-full0")
+    for name, states in moments.items():
+        for key in ("master", "exp_avg", "exp_avg_sq"):
+            found = states[key].full_tensor()
+            assert torch.equal(found, expected[f"{name}.{key}"]), (name, key)
+
+
+def test_a_persisted_set_loads_into_fsdp2_by_parameter(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="SIGKILL"):
+        run(is_killed, 2, tmp_path, {})
+    persist(tmp_path / "memory", tmp_path / "memory-tier", 2, Generation(1, KILLED))
+    run(loads_into_fsdp2, 2, tmp_path, {})
+
+
+def checkpoints_beside(rank: int, world: int, directory: str) -> None:
+    """Megatron's own checkpoints, taken between saves, hold what a snapshot holds."""
+    from megatron.core import dist_checkpointing
+    from megatron_model import Case, Trained
+
+    def described(trained: Trained) -> dict[str, Any]:
+        found: dict[str, Any] = trained.model.module.module.sharded_state_dict()
+        return found
+
+    trained = Trained(1, Case())
+    session = open_session(trained, directory, rank, world, epoch=1)
+    session.restore()
+    train(trained, 1, 2, session)
+    where = Path(f"{directory}-megatron")
+    if rank == 0:
+        where.mkdir()
+    dist.barrier()
+    dist_checkpointing.save(described(trained), str(where))
+    trained.optimizer.save_parameter_state(f"{directory}-optimizer")
+    settings, state = trained.optimizer.state_dict(), full_state(trained)
+    train(trained, 3, KILLED, session)
+    session.close()
+    loaded = Trained(2, Case())
+    model = dist_checkpointing.load(described(loaded), str(where))
+    loaded.model.module.module.load_state_dict(model)
+    loaded.optimizer.load_state_dict(settings)
+    loaded.optimizer.load_parameter_state(f"{directory}-optimizer")
+    same(full_state(loaded), state)
+    # The snapshot is a later one.
+    restored = Trained(2, Case())
+    session = open_session(restored, directory, rank, world, epoch=2)
+    assert session.restore() == KILLED
+    session.close()
+    same(full_state(restored), full_state(trained))
+
+
+def test_megatrons_own_checkpoints_go_on_working_beside(tmp_path: Path) -> None:
+    run(checkpoints_beside, 2, tmp_path)
+
+
+def are_refused(rank: int, world: int, directory: str) -> None:
+    """What a session could not hold is refused in words that name the setting."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+    from megatron_model import Case, Trained
+
+    def refused(trained: Trained) -> str:
+        with pytest.raises(InvalidJobError) as refusal:
+            open_session(trained, directory, rank, world, epoch=1)
+        return str(refusal.value)
+
+    trained = Trained(1, Case())
+    trained.model.ddp_config.overlap_param_gather = True
+    assert "set it to False in DistributedDataParallelConfig" in refused(trained)
+    trained.model.ddp_config.overlap_param_gather = False
+    trained.model.ddp_config.num_distributed_optimizer_instances = 2
+    assert "set num_distributed_optimizer_instances to 1" in refused(trained)
+    trained.model.ddp_config.num_distributed_optimizer_instances = 1
+    (one,) = trained.inner()
+    one.config.use_precision_aware_optimizer = True
+    assert "OptimizerConfig.use_precision_aware_optimizer keeps masters" in refused(trained)
+    one.config.use_precision_aware_optimizer = False
+    one.optimizer.param_groups[0]["params"][0].data[3] += 1.0
+    assert "but other values are there: call protect before" in refused(trained)
+    # A generator that is captured in CUDA graphs, at the first save.
+    trained = Trained(1, Case())
+    session = open_session(trained, directory, rank, world, epoch=1)
+    session.restore()
+    get_cuda_rng_tracker().states_["of a graph"] = torch.Generator()
+    error: Any = None
+    try:
+        error = session.save(1).committed.exception(WAIT_S)
+    except InvalidJobError as raised:
+        error = raised
+    assert "call initialize_rng_tracker without use_cudagraphable_rng" in str(error)
+    session.close()
+
+
+def test_what_a_session_could_not_hold_is_refused(tmp_path: Path) -> None:
+    run(are_refused, 1, tmp_path)
+
+
+def topologies(rank: int, world: int, directory: str) -> None:
+    from megatron.core import parallel_state
+
+    from holdfast.integrations.megatron import topology_of_groups
+
+    def made(tp: int, pp: int, **more: Any) -> Topology:
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(tp, pp, **more)
+        return topology_of_groups()
+
+    for tp, pp, ep in ((1, 1, 1), (1, 1, 4), (2, 1, 2), (1, 2, 2), (2, 2, 1)):
+        topology = Topology(dp=4 // tp // pp, tp=tp, pp=pp, ep=ep)
+        assert made(tp, pp, expert_model_parallel_size=ep) == topology
+    assert made(1, 1, context_parallel_size=2) == Topology(dp=4)
+    with pytest.raises(InvalidJobError, match="with the default order"):
+        made(1, 2, order="tp-cp-ep-pp-dp")
+    with pytest.raises(InvalidJobError, match="leave expert_tensor_parallel_size out"):
+        made(2, 1, expert_model_parallel_size=2, expert_tensor_parallel_size=1)
+    with pytest.raises(InvalidJobError, match="leave expert_tensor_parallel_size out"):
+        made(1, 1, expert_tensor_parallel_size=2)
+
+
+def test_the_topology_is_that_of_megatrons_groups(tmp_path: Path) -> None:
+    run(topologies, 4, tmp_path)
+
+
+def name_layers(rank: int, world: int, directory: str) -> None:
+    """Layers have their numbers in the whole model, in each stage and in each of its chunks."""
+    from megatron.core import tensor_parallel
+    from megatron_model import Case, make_chunk, make_config
+
+    from holdfast.integrations.megatron import whole_model
+
+    tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    config = make_config(Case())
+    chunks = [make_chunk(config, first=not i, last=bool(i)) for i in range(2)]
+    for layer in chunks[1].decoder.layers:
+        layer.layer_number += 2
+    both = whole_model(chunks)
+    names = [name for name, _ in both.named_parameters()]
+    assert len(names) == sum(len(list(chunk.parameters())) for chunk in chunks)
+    assert {name for name, _ in chunks[0].named_parameters()} < {*names}
+    found = {int(name.split(".")[2]) for name in names if name.startswith("decoder.layers.")}
+    assert found == {0, 1, 2, 3}
+    assert both.training
+    chunks[0].eval()
+    assert not both.training
+    with pytest.raises(InvalidJobError, match="give the chunks of one pipeline stage"):
+        whole_model([chunks[0], chunks[0]])
+
+
+def test_layers_have_their_numbers_in_the_whole_model(tmp_path: Path) -> None:
+    run(name_layers, 1, tmp_path)
+
+
+def name_grouped_experts(rank: int, world: int, directory: str) -> None:
+    """Experts of a grouped layer have the names of listed ones. TransformerEngine, which makes such
+    layers, needs a GPU: modules with the names of its tensors take its place."""
+    from megatron.core.transformer.moe.experts import TEGroupedMLP
+    from torch import nn
+
+    from holdfast.integrations.megatron import whole_model
+
+    class Grouped(TEGroupedMLP):  # type: ignore[misc]  # the package is not type-checked
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+            for layer in ("linear_fc1", "linear_fc2"):
+                self.add_module(layer, nn.Module())
+                for i in range(12):
+                    weight = nn.Parameter(torch.zeros(2, 2))
+                    self.get_submodule(layer).register_parameter(f"weight{i}", weight)
+
+    experts = Grouped()
+    model = nn.ModuleDict({"experts": experts})
+    found = dict(whole_model([model]).named_parameters())
+    assert len(found) == 24
+    for i in range(12):
+        weight = experts.get_parameter(f"linear_fc2.weight{i}")
+        assert found[f"experts.local_experts.{i}.linear_fc2.weight"] is weight
+    experts.linear_fc1.register_parameter("weight", nn.Parameter(torch.zeros(12, 2, 2)))
+    with pytest.raises(InvalidJobError, match="set moe_grouped_gemm to False"):
+        whole_model([model])
+
+
+def test_grouped_experts_are_called_as_listed_ones(tmp_path: Path) -> None:
+    run(name_grouped_experts, 1, tmp_path)
