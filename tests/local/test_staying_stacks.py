@@ -26,6 +26,7 @@ pytestmark = [needs_groups_that_stay, pytest.mark.slow, pytest.mark.timeout(600)
 
 WAIT_S = 150.0
 ENDLESS = 10**6
+"""Steps of a run that is stopped."""
 LOST = (1, 3)
 """Members that are lost at the same time: one parity group's, all that hold one shard under HSDP,
 and all of a group of FSDP2 under tensor parallelism."""
@@ -56,18 +57,11 @@ def runner() -> Iterator[asyncio.Runner]:
 
 
 class Stack(Run):
-    """A run of a row that trains until it is stopped."""
+    """A run that trains until it is stopped."""
 
-    def __init__(self, directory: Path, layout: str, redundancy: str) -> None:
-        self.layout, self.comes_from = layout, ROWS[layout, redundancy]
-        super().__init__(
-            directory,
-            layout,
-            steps=ENDLESS,
-            spares=len(LOST),
-            redundancy={"type": redundancy},
-            persistence={"uri": str(directory / "tier"), "interval": {"steps": 5}},
-        )
+    def __init__(self, directory: Path, layout: str, **spec: Any) -> None:
+        self.layout = layout
+        super().__init__(directory, layout, steps=ENDLESS, **spec)
 
     def works(self, after_epoch: int, status: Status) -> bool:
         """Whether all ranks run steps of an epoch that is newer, and protect them."""
@@ -144,7 +138,14 @@ def undisturbed(layout: str, steps: int) -> list[dict[int, str]]:
 def run(request: pytest.FixtureRequest, runner: asyncio.Runner) -> Iterator[Stack]:
     """A run that all tests of a row disturb, one after the other."""
     with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
-        made = Stack(Path(path), *request.param)
+        layout, redundancy = request.param
+        made = Stack(
+            Path(path),
+            layout,
+            spares=len(LOST),
+            redundancy={"type": redundancy},
+            persistence={"uri": f"{path}/tier", "interval": {"steps": 5}},
+        )
         runner.run(made.cluster.start())
         try:
             runner.run(made.wait_works(0, "the first steps"))
@@ -186,8 +187,10 @@ def test_new_daemons_leave_all_processes_as_they_are_and_know_what_a_lost_rank_n
 
 @rows(("fsdp2", "RAIM6"))
 def test_two_lost_nodes_come_from_where_their_state_is_left(
-    runner: asyncio.Runner, run: Stack
+    request: pytest.FixtureRequest, runner: asyncio.Runner, run: Stack
 ) -> None:
+    comes_from = ROWS[request.node.callspec.params["run"]]
+
     async def lose() -> None:
         await run.cluster.wait_for(
             lambda status: bool(status.persisted), timeout_s=WAIT_S, what="a stored set"
@@ -197,7 +200,7 @@ def test_two_lost_nodes_come_from_where_their_state_is_left(
         await asyncio.gather(*(run.cluster.kill_node(node) for node in nodes))
         await run.wait_works(epoch, "two lost nodes")
         assert run.changed(pids) == list(LOST)
-        assert run.cluster.status.local.recoveries[-1].source is run.comes_from
+        assert run.cluster.status.local.recoveries[-1].source is comes_from
         for node in nodes:  # they are spares now
             await run.cluster.start_node(node)
 
