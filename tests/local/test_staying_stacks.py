@@ -177,7 +177,9 @@ def test_new_daemons_leave_all_processes_as_they_are_and_know_what_a_lost_rank_n
         for member in run.cluster.status.local.members:
             await renew(member.node)
             await run.wait_on(f"steps after the renewal on {member.node}")
-        assert run.cluster.status.epoch == epoch and run.changed(pids) == []
+        causes = [one.cause for one in run.cluster.status.local.recoveries]
+        assert run.cluster.status.epoch == epoch, causes
+        assert run.changed(pids) == []
         await run.cluster.kill_rank(2)
         await run.wait_works(epoch, "a rank that was lost after the upgrade")
         assert run.changed(pids) == [2]
