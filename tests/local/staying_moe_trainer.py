@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from staying_trainer import PACE_S, Faults
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import holdfast
 from holdfast.elastic import World, WorldGroup
@@ -69,7 +71,8 @@ def digest(parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer)
     for parameter in parameters:
         state = optimizer.state[parameter]
         for tensor in (parameter.detach(), *(state[name] for name in sorted(state))):
-            found.update(tensor.numpy().tobytes())
+            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            found.update(whole.numpy().tobytes())
     return found.hexdigest()[:12]
 
 
@@ -90,6 +93,24 @@ def versions(session: Any) -> list[int]:
     if ledger is None:
         return []
     return [held[-1].generation.step for _, held in sorted(ledger.versions.items()) if held]
+
+
+def shard(model: Model, layout: str, ranks: int) -> None:
+    """Divide the model, each expert of it too, over all ranks or over each half of them."""
+    names = ("replicate", "shard")
+    sizes = (ranks,) if layout == "fsdp2" else (2, ranks // 2)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names[-len(sizes) :])
+    for part in (*model.layers, model):
+        fully_shard(part, mesh=mesh)
+
+
+def average(parameters: Iterable[nn.Parameter], everyone: Any, group: dist.ProcessGroup) -> None:
+    """Average gradients over all ranks, so that no order of adding them shows."""
+    for parameter in parameters:
+        assert parameter.grad is not None
+        parameter.grad.mul_(2**12).round_().div_(2**12)
+        everyone.wait(dist.all_reduce(parameter.grad, group=group, async_op=True))
+        parameter.grad.div_(group.size())
 
 
 class Misuse:
@@ -204,6 +225,7 @@ def main() -> None:
     parser.add_argument("--misuse", default="")
     parser.add_argument("--misuser", type=int, default=-1, help="the only rank that does; -1: all")
     parser.add_argument("--any-size", action="store_true", help="go on in worlds of another size")
+    parser.add_argument("--layout", choices=["fsdp2", "hsdp"], default="")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)  # as sparse windows ask for
@@ -212,6 +234,8 @@ def main() -> None:
     world = holdfast.elastic.init("gloo", any_size=args.any_size)
     everyone = world.group(lambda size: [list(range(size))])
     model = Model()
+    if args.layout:
+        shard(model, args.layout, world.size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     session = holdfast.init(model=model, optimizer=optimizer, world=world)
     kind = args.misuse if args.misuser in (-1, rank) else ""
@@ -225,11 +249,8 @@ def main() -> None:
         optimizer.zero_grad()
         (model(mine[:, :-1]).squeeze(1) - mine[:, -1]).square().mean().backward()
         faults.at("before-group")
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            parameter.grad.mul_(2**12).round_().div_(2**12)
-            everyone.wait(dist.all_reduce(parameter.grad, group=misuse.group, async_op=True))
-            parameter.grad.div_(world.size)
+        if not args.layout:  # FSDP2 has done it
+            average(model.parameters(), everyone, misuse.group)
         misuse.before_vote()
         faults.at("before-optimizer")
         optimizer.step()

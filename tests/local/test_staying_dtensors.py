@@ -15,6 +15,7 @@ from typing import Any
 import dtensor_trainer
 import pytest
 from fault_files import fail_at, pending_faults
+from step_logs import newest_line
 
 from holdfast._elastic.staying_groups import can_stay
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
@@ -103,11 +104,15 @@ class Run:
         return [Line(**json.loads(line)) for line in text.split("\n")[:-1]]
 
     def newest(self) -> list[Line]:
-        return [self.lines(rank)[-1] for rank in range(RANKS)]
+        """The newest step of each rank, where all have run some."""
+        last = [one for one in self.last() if one is not None]
+        assert len(last) == RANKS
+        return last
 
     def last(self) -> list[Line | None]:
         """The newest step of each rank."""
-        return [next(reversed(self.lines(rank)), None) for rank in range(RANKS)]
+        found = [newest_line(self.directory / f"log-{rank}") for rank in range(RANKS)]
+        return [None if one is None else Line(**one) for one in found]
 
     async def fail(self, *faults: tuple[int, str, str]) -> list[int]:
         """Have ranks suffer faults; return the ranks that have another process afterwards."""
@@ -130,7 +135,7 @@ class Run:
         """Train to the end; faults of one entry happen in one recovery."""
         async with self.cluster as cluster:
             await cluster.wait_for(
-                lambda _: all(self.lines(rank) for rank in range(RANKS)),
+                lambda _: None not in self.last(),
                 timeout_s=WAIT_S,
                 what="the first steps",
             )

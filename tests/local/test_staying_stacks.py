@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from renewals import renew_daemon
 from test_staying_dtensors import RANKS, Run
 from test_staying_dtensors import pytestmark as needs_groups_that_stay
 from world_sizes import is_recovered
@@ -27,6 +27,8 @@ pytestmark = [needs_groups_that_stay, pytest.mark.slow, pytest.mark.timeout(600)
 WAIT_S = 150.0
 ENDLESS = 10**6
 """Steps of a run that is stopped."""
+PACE_S = 0.25
+"""Pause in each step: an undisturbed run has to repeat them all."""
 LOST = (1, 3)
 """Members that are lost at the same time: one parity group's, all that hold one shard under HSDP,
 and all of a group of FSDP2 under tensor parallelism."""
@@ -61,7 +63,7 @@ class Stack(Run):
 
     def __init__(self, directory: Path, layout: str, **spec: Any) -> None:
         self.layout = layout
-        super().__init__(directory, layout, steps=ENDLESS, **spec)
+        super().__init__(directory, layout, "--pace", str(PACE_S), steps=ENDLESS, **spec)
 
     def works(self, after_epoch: int, status: Status) -> bool:
         """Whether all ranks run steps of an epoch that is newer, and protect them."""
@@ -80,7 +82,7 @@ class Stack(Run):
 
     async def wait_on(self, what: str) -> None:
         """Wait until training has gone some steps further than now."""
-        until = max(line.step for line in self.newest()) + 5
+        until = max(line.step for line in self.newest()) + 3
         await self.cluster.wait_for(
             lambda _: min(line.step for line in self.newest()) >= until,
             timeout_s=WAIT_S,
@@ -159,23 +161,10 @@ def run(request: pytest.FixtureRequest, runner: asyncio.Runner) -> Iterator[Stac
 def test_new_daemons_leave_all_processes_as_they_are_and_know_what_a_lost_rank_needs(
     runner: asyncio.Runner, run: Stack
 ) -> None:
-    """Each daemon ends as Kubernetes ends it when the operator renews daemons."""
-
-    async def renew(node: str) -> None:
-        before = run.cluster.status.local.node(node)
-        assert before is not None
-        os.kill(before.daemon_pid, signal.SIGTERM)
-
-        def back(status: Status) -> bool:
-            found = status.local.node(node)
-            return found is not None and found.connected and found.incarnation > before.incarnation
-
-        await run.cluster.wait_for(back, timeout_s=WAIT_S, what=f"a new daemon on {node}")
-
     async def upgrade() -> None:
         pids, epoch = run.pids(), run.cluster.status.epoch
         for member in run.cluster.status.local.members:
-            await renew(member.node)
+            await renew_daemon(run.cluster, member.node, WAIT_S)
             await run.wait_on(f"steps after the renewal on {member.node}")
         causes = [one.cause for one in run.cluster.status.local.recoveries]
         assert run.cluster.status.epoch == epoch, causes
@@ -185,6 +174,21 @@ def test_new_daemons_leave_all_processes_as_they_are_and_know_what_a_lost_rank_n
         assert run.changed(pids) == [2]
 
     runner.run(upgrade())
+
+
+@rows()
+def test_a_rank_and_a_node_that_are_lost_at_once_leave_the_other_processes_as_they_are(
+    runner: asyncio.Runner, run: Stack
+) -> None:
+    async def lose() -> None:
+        pids, epoch = run.pids(), run.cluster.status.epoch
+        node = run.cluster.status.local.members[2].node
+        await asyncio.gather(run.cluster.kill_rank(1), run.cluster.kill_node(node))
+        await run.wait_works(epoch, "a rank and a node")
+        assert run.changed(pids) == [1, 2]
+        await run.cluster.start_node(node)  # it is a spare now
+
+    runner.run(lose())
 
 
 @rows(("fsdp2", "RAIM6"))
