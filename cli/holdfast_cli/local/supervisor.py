@@ -127,6 +127,11 @@ class Supervisor:
         seconds."""
         return self._daemon_changed_at.get(node, float("-inf"))
 
+    def daemon_runs(self, node: str) -> bool:
+        """Whether the process of the node's daemon has not ended."""
+        daemon = self.run.nodes[node].daemon
+        return daemon is not None and is_alive(daemon.process)
+
     # --- daemons ------------------------------------------------------------------------------
 
     async def _keep_daemon(self, node: NodeRecord) -> None:
