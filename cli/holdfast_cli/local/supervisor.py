@@ -130,8 +130,8 @@ class Supervisor:
         return self._daemon_changed_at.get(node, float("-inf"))
 
     def daemon_runs(self, node: str) -> bool:
-        """Whether the process of the node's daemon has not ended. A process that lets go of its
-        memory and threads is not reported as alive any more, and may take seconds for it."""
+        """Whether the node's daemon has not been seen to end: `daemon_changed_at` changes when it
+        is."""
         return node in self._daemons_watched
 
     # --- daemons ------------------------------------------------------------------------------
