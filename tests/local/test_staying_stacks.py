@@ -100,7 +100,8 @@ class Stack(Run):
         """Check that each step of each rank has the bits of an undisturbed run, and that ranks
         begin each epoch at the same step."""
         histories = [self.lines(rank) for rank in range(RANKS)]
-        expected = undisturbed(self.layout, max(lines[-1].step for lines in histories))
+        last = max(line.step for lines in histories for line in lines)  # perhaps of an early epoch
+        expected = undisturbed(self.layout, last)
         begins: dict[int, set[int]] = {}
         for rank, lines in enumerate(histories):
             for before, line in zip([None, *lines], lines, strict=False):
