@@ -43,7 +43,7 @@ ROWS = {
 """A layout and its redundancy → what the two lost members come from."""
 
 
-def rows(*short: tuple[str, str]) -> Any:
+def rows(*short: tuple[str, str]) -> pytest.MarkDecorator:
     """Parametrize `run` by the rows; those that are not `short` are exhaustive."""
     found = [
         pytest.param(row, marks=[] if row in short else pytest.mark.exhaustive, id="-".join(row))
