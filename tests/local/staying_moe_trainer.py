@@ -95,11 +95,9 @@ def versions(session: Any) -> list[int]:
     return [held[-1].generation.step for _, held in sorted(ledger.versions.items()) if held]
 
 
-def shard(model: Model, layout: str, ranks: int) -> None:
-    """Divide the model, each expert of it too, over all ranks or over each half of them."""
-    names = ("replicate", "shard")
-    sizes = (ranks,) if layout == "fsdp2" else (2, ranks // 2)
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names[-len(sizes) :])
+def shard(model: Model, ranks: int) -> None:
+    """Divide the model, each expert of it too, over all ranks."""
+    mesh = init_device_mesh("cpu", (ranks,))
     for part in (*model.layers, model):
         fully_shard(part, mesh=mesh)
 
@@ -225,7 +223,7 @@ def main() -> None:
     parser.add_argument("--misuse", default="")
     parser.add_argument("--misuser", type=int, default=-1, help="the only rank that does; -1: all")
     parser.add_argument("--any-size", action="store_true", help="go on in worlds of another size")
-    parser.add_argument("--layout", choices=["fsdp2", "hsdp"], default="")
+    parser.add_argument("--fsdp2", action="store_true", help="shard the model over all ranks")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)  # as sparse windows ask for
@@ -234,8 +232,8 @@ def main() -> None:
     world = holdfast.elastic.init("gloo", any_size=args.any_size)
     everyone = world.group(lambda size: [list(range(size))])
     model = Model()
-    if args.layout:
-        shard(model, args.layout, world.size)
+    if args.fsdp2:
+        shard(model, world.size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     session = holdfast.init(model=model, optimizer=optimizer, world=world)
     kind = args.misuse if args.misuser in (-1, rank) else ""
@@ -249,7 +247,7 @@ def main() -> None:
         optimizer.zero_grad()
         (model(mine[:, :-1]).squeeze(1) - mine[:, -1]).square().mean().backward()
         faults.at("before-group")
-        if not args.layout:  # FSDP2 has done it
+        if not args.fsdp2:  # FSDP2 has done it
             average(model.parameters(), everyone, misuse.group)
         misuse.before_vote()
         faults.at("before-optimizer")

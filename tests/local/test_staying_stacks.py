@@ -34,9 +34,7 @@ LOST = (1, 3)
 and all of a group of FSDP2 under tensor parallelism."""
 ROWS = {
     ("fsdp2", "RAIM6"): RestoreSource.PARITY,
-    ("fsdp2", "RAIM5"): RestoreSource.STORAGE,
     ("hsdp", "RAIM5"): RestoreSource.STORAGE,
-    ("hsdp", "RAIM6"): RestoreSource.PARITY,
     ("tp", "RAIM6"): RestoreSource.PARITY,
     ("ddp", "RAIM5"): RestoreSource.LIVE,
 }
