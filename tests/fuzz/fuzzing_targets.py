@@ -189,7 +189,7 @@ def _control_message(data: bytes) -> None:
 def _heartbeat(data: bytes) -> None:
     beat = control_pb2.Heartbeat.FromString(data)
     codec.check_version(beat.protocol_version, "the daemon")
-    hash(node_view(beat, 0.0))
+    hash(node_view(beat, 0.0, 0.0))
     for state in beat.jobs:
         view = job_view(state)
         assert view.problem_code == known_code(view.problem_code), view.problem_code

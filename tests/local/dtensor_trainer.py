@@ -1,4 +1,4 @@
-"""A small trainer whose processes stay, with a model that torch shards over the ranks.
+"""A small trainer whose processes stay, with a model that torch shards over the ranks or repeats.
 
 Each rank appends a line for each step to `log-<rank>`, with the hash of its shards of parameters
 and optimizer states. Faults are those of `staying_trainer`. Each step computes the same in every
@@ -102,17 +102,21 @@ def state_hash(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--layout", choices=["fsdp2", "hsdp", "tp"], required=True)
+    parser.add_argument("--layout", choices=["ddp", "fsdp2", "hsdp", "tp"], required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--compile", action="store_true", help="compile each block")
+    parser.add_argument("--pace", type=float, default=PACE_S, help="pause in each step, in s")
     args = parser.parse_args()
     torch.set_num_threads(1)
     faults = Faults(args.directory, int(os.environ["RANK"]))
 
     world = holdfast.elastic.init("gloo")
-    model = Model(faults.at)
-    shard(model, args.layout, world.size)
+    model: Any = Model(faults.at)
+    if args.layout == "ddp":
+        model = world.ddp(model)
+    else:
+        shard(model, args.layout, world.size)
     if args.compile:
         for block in model.blocks:
             block.compile(backend="aot_eager")
@@ -133,12 +137,12 @@ def main() -> None:
             inputs = torch.randn(BATCH, WIDTH, generator=generator)
             loss = (model(inputs) - inputs).square().mean()
             loss.backward()
-            if pairs:
+            if int(step) >= LATE:  # a line may be of an earlier step
                 dist.all_reduce(loss.detach(), group=pairs[world.rank // 2])
             faults.at("before-optimizer")
             optimizer.step()
             faults.at("after-optimizer")
-            time.sleep(PACE_S)
+            time.sleep(args.pace)
             graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
             line = {
                 "step": int(step),

@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from staying_trainer import PACE_S, Faults
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import holdfast
 from holdfast.elastic import World, WorldGroup
@@ -69,7 +71,8 @@ def digest(parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer)
     for parameter in parameters:
         state = optimizer.state[parameter]
         for tensor in (parameter.detach(), *(state[name] for name in sorted(state))):
-            found.update(tensor.numpy().tobytes())
+            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            found.update(whole.numpy().tobytes())
     return found.hexdigest()[:12]
 
 
@@ -90,6 +93,22 @@ def versions(session: Any) -> list[int]:
     if ledger is None:
         return []
     return [held[-1].generation.step for _, held in sorted(ledger.versions.items()) if held]
+
+
+def shard(model: Model, ranks: int) -> None:
+    """Divide the model, each expert of it too, over all ranks."""
+    mesh = init_device_mesh("cpu", (ranks,))
+    for part in (*model.layers, model):
+        fully_shard(part, mesh=mesh)
+
+
+def average(parameters: Iterable[nn.Parameter], everyone: Any, group: dist.ProcessGroup) -> None:
+    """Average gradients over all ranks, so that no order of adding them shows."""
+    for parameter in parameters:
+        assert parameter.grad is not None
+        parameter.grad.mul_(2**12).round_().div_(2**12)
+        everyone.wait(dist.all_reduce(parameter.grad, group=group, async_op=True))
+        parameter.grad.div_(group.size())
 
 
 class Misuse:
@@ -204,6 +223,7 @@ def main() -> None:
     parser.add_argument("--misuse", default="")
     parser.add_argument("--misuser", type=int, default=-1, help="the only rank that does; -1: all")
     parser.add_argument("--any-size", action="store_true", help="go on in worlds of another size")
+    parser.add_argument("--fsdp2", action="store_true", help="shard the model over all ranks")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)  # as sparse windows ask for
@@ -212,6 +232,8 @@ def main() -> None:
     world = holdfast.elastic.init("gloo", any_size=args.any_size)
     everyone = world.group(lambda size: [list(range(size))])
     model = Model()
+    if args.fsdp2:
+        shard(model, world.size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     session = holdfast.init(model=model, optimizer=optimizer, world=world)
     kind = args.misuse if args.misuser in (-1, rank) else ""
@@ -225,11 +247,8 @@ def main() -> None:
         optimizer.zero_grad()
         (model(mine[:, :-1]).squeeze(1) - mine[:, -1]).square().mean().backward()
         faults.at("before-group")
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            parameter.grad.mul_(2**12).round_().div_(2**12)
-            everyone.wait(dist.all_reduce(parameter.grad, group=misuse.group, async_op=True))
-            parameter.grad.div_(world.size)
+        if not args.fsdp2:  # FSDP2 has done it
+            average(model.parameters(), everyone, misuse.group)
         misuse.before_vote()
         faults.at("before-optimizer")
         optimizer.step()

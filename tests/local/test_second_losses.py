@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from fault_files import fail_at
+from renewals import renew_daemon
 from test_fewer_nodes import START_S, Run, lose, running
 from waiting import state_of, wait_for
 from world_sizes import is_recovered
@@ -63,15 +64,7 @@ class Change:
         """End the daemon of each node that is there, one after the other, as in an upgrade; return
         when others serve their memory."""
         for before in [node for node in self.cluster.status.local.nodes if node.connected]:
-            name = before.name
-            assert before.daemon_pid
-            os.kill(before.daemon_pid, signal.SIGTERM)
-
-            def back(status: Status, name: str = name, ended: int = before.incarnation) -> bool:
-                found = status.local.node(name)
-                return found is not None and found.connected and found.incarnation > ended
-
-            await self.cluster.wait_for(back, timeout_s=WAIT_S, what=f"another daemon on {name}")
+            await renew_daemon(self.cluster, before.name, WAIT_S)
 
     def _have_suffered(self) -> set[int]:
         """Processes that have come to the points of their faults."""

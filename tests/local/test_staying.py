@@ -19,6 +19,7 @@ import staying_trainer
 from daemons import logged_in
 from fault_files import fail_at, pending_faults
 from staying_trainer import SAMPLES, replay
+from step_logs import newest_line
 from world_sizes import is_recovered
 
 from holdfast_cli.commands.recorded_recoveries import RecoveryRecord, history_of
@@ -125,17 +126,9 @@ class Run:
         return found.recoveries[-1]
 
     def last(self) -> list[Line | None]:
-        """The newest step of each rank; cheap, because the control loop waits meanwhile."""
-        return [self._last(self.directory / f"log-{rank}") for rank in range(self.ranks)]
-
-    def _last(self, path: Path) -> Line | None:
-        if not path.exists():
-            return None
-        with path.open("rb") as log:
-            log.seek(max(0, path.stat().st_size - 1000))
-            ended = log.read().split(b"\n")[:-1]
-        found = json.loads(ended[-1]) if ended else {}
-        return Line(**found) if "step" in found else None
+        """The newest step of each rank that has not finished."""
+        found = [newest_line(self.directory / f"log-{rank}") for rank in range(self.ranks)]
+        return [Line(**one) if one and "step" in one else None for one in found]
 
     def works(self, after_epoch: int) -> Callable[[Status], bool]:
         """Whether all ranks run steps in the same epoch, which is newer than `after_epoch`, and no

@@ -10,14 +10,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import dtensor_trainer
 import pytest
 from fault_files import fail_at
+from step_logs import newest_line
 
 from holdfast._elastic.staying_groups import can_stay
 from holdfast_cli.local import LocalCluster, LocalSettings
-from holdfast_core.job.parsing import parse_job
+from holdfast_core.job.parsing import MoETrainingJob, parse_job
 from holdfast_operator.reconciler.observe.counters import Outcome
 
 pytestmark = pytest.mark.skipif(not can_stay("gloo"), reason="this torch cannot do it")
@@ -42,12 +44,25 @@ class Line:
 class Run:
     """A job of four nodes, and what its ranks have logged."""
 
-    def __init__(self, directory: Path, layout: str, *options: str) -> None:
-        self.directory = directory
-        command = [sys.executable, dtensor_trainer.__file__, "--layout", layout, *options]
-        command += ["--steps", str(STEPS), "--directory", str(directory)]
-        parallelism = {"dp": RANKS // 2, "tp": 2} if layout == "tp" else {"dp": RANKS}
-        job = parse_job(
+    def __init__(
+        self,
+        directory: Path,
+        layout: str,
+        *options: str,
+        steps: int = STEPS,
+        spares: int = 0,
+        **spec: Any,
+    ) -> None:
+        self.directory, self._layout, self._spares, self._spec = directory, layout, spares, spec
+        self.command = [sys.executable, dtensor_trainer.__file__, "--layout", layout, *options]
+        self.command += ["--steps", str(steps), "--directory", str(directory)]
+        self._settings = LocalSettings(directory=directory / "run", standbys=0)
+        self.cluster = LocalCluster(self._make_job(), self._settings)
+
+    def _make_job(self, **spec: Any) -> MoETrainingJob:
+        containers = [{"name": "trainer", "command": self.command}]
+        parallelism = {"dp": RANKS // 2, "tp": 2} if self._layout == "tp" else {"dp": RANKS}
+        return parse_job(
             {
                 "apiVersion": "holdfast.dev/v1alpha1",
                 "kind": "MoETrainingJob",
@@ -59,7 +74,7 @@ class Run:
                     "snapshot": {"memoryPerNode": "16Mi"},
                     "redundancy": {"type": "RAIM5"},
                     "failurePolicy": {
-                        "spares": 0,
+                        "spares": self._spares,
                         "maxRestarts": 1000,
                         "reformSeconds": 12,
                         "detection": {
@@ -68,15 +83,18 @@ class Run:
                             "hangSeconds": 5,
                         },
                     },
-                    "trainer": {
-                        "template": {
-                            "spec": {"containers": [{"name": "trainer", "command": command}]}
-                        }
-                    },
+                    "trainer": {"template": {"spec": {"containers": containers}}},
+                    **self._spec,
+                    **spec,
                 },
             }
         )
-        self.cluster = LocalCluster(job, LocalSettings(directory=directory / "run"))
+
+    async def edit(self, **spec: Any) -> None:
+        """Have another control loop continue with a job of which fields have changed."""
+        await self.cluster.detach()
+        self.cluster = LocalCluster(self._make_job(**spec), self._settings)
+        await self.cluster.start()
 
     def lines(self, rank: int) -> list[Line]:
         try:
@@ -86,7 +104,15 @@ class Run:
         return [Line(**json.loads(line)) for line in text.split("\n")[:-1]]
 
     def newest(self) -> list[Line]:
-        return [self.lines(rank)[-1] for rank in range(RANKS)]
+        """The newest step of each rank, where all have run some."""
+        last = [one for one in self.last() if one is not None]
+        assert len(last) == RANKS
+        return last
+
+    def last(self) -> list[Line | None]:
+        """The newest step of each rank."""
+        found = [newest_line(self.directory / f"log-{rank}") for rank in range(RANKS)]
+        return [None if one is None else Line(**one) for one in found]
 
     async def fail(self, rank: int, point: str, what: str) -> list[int]:
         """Have a rank suffer a fault; return the ranks that have another process afterwards."""
@@ -102,7 +128,7 @@ class Run:
     async def finish(self, faults: list[tuple[int, str, str]]) -> None:
         async with self.cluster as cluster:
             await cluster.wait_for(
-                lambda _: all(self.lines(rank) for rank in range(RANKS)),
+                lambda _: None not in self.last(),
                 timeout_s=WAIT_S,
                 what="the first steps",
             )

@@ -21,6 +21,7 @@ from fault_files import fail_at, pending_faults
 from staying_moe_trainer import ASTRAY_FROM
 from world_sizes import is_recovered
 
+from holdfast._elastic.staying_groups import can_stay
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
 from holdfast_core.job.parsing import parse_job
 from holdfast_core.states import RestoreSource
@@ -249,6 +250,19 @@ def test_experts_return_to_their_versions_in_every_process(policy: Any, redundan
             runner.run(run.wait_partial())
             assert runner.run(run.recover(point, (1, point, "SIGKILL"))) == [1]
         assert (run.check() > 0) == (policy not in (FULL, SPARSE))
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(not can_stay("gloo"), reason="this torch cannot do it")
+def test_parts_of_an_expert_return_to_one_version_in_all_processes() -> None:
+    """Each rank has a part of each expert; only the lost rank's is lost, and all go back."""
+    with started("--fsdp2", snapshot={"policy": PARTIAL}) as (run, runner):
+        for point in ("before-group", "before-optimizer", "after-save"):
+            runner.run(run.wait_partial())
+            assert runner.run(run.recover(point, (1, point, "SIGKILL"))) == [1]
+        assert run.check() > 0
 
 
 @pytest.mark.slow

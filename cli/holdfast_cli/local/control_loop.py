@@ -118,7 +118,7 @@ class ControlLoop:
             if name in dead:
                 # Stands in for hardware: the node is gone, whatever its processes reported last.
                 node = replace(node, connected=False, gone=True)
-            elif self._supervisor.daemon_changed_at(name) > node.heartbeat_at:
+            elif self._daemon_returns(name, node):
                 node = replace(node, returning=True)
             nodes[name] = replace(node, disruption=self._directory.notice(name))
         return ClusterView(
@@ -126,6 +126,14 @@ class ControlLoop:
             agents=self._supervisor.agents(dead),
             standbys=self._supervisor.standbys(dead),
         )
+
+    def _daemon_returns(self, name: str, node: NodeView) -> bool:
+        """Whether the daemon is about to come back: it has started or ended since its newest
+        heartbeat, or its process is on its way to one of both, as in an upgrade."""
+        supervisor = self._supervisor
+        if supervisor.daemon_changed_at(name) > node.heartbeat_at:
+            return True
+        return not node.connected and supervisor.daemon_runs(name)
 
     def _carry_out(self, action: Action) -> None:
         match action:

@@ -79,6 +79,8 @@ class Supervisor:
         self._last_lines: dict[_AgentKey, str] = {}
         self._waiting: dict[_AgentKey, str] = {}
         self._daemon_changed_at: dict[str, float] = {}
+        self._daemons_watched: set[str] = set()
+        """Nodes whose daemons have not been seen to end."""
         self._kept: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
@@ -127,6 +129,11 @@ class Supervisor:
         seconds."""
         return self._daemon_changed_at.get(node, float("-inf"))
 
+    def daemon_runs(self, node: str) -> bool:
+        """Whether the node's daemon has not been seen to end: `daemon_changed_at` changes when it
+        is."""
+        return node in self._daemons_watched
+
     # --- daemons ------------------------------------------------------------------------------
 
     async def _keep_daemon(self, node: NodeRecord) -> None:
@@ -137,7 +144,9 @@ class Supervisor:
                 self._start_daemon(node)
             began = time.monotonic()
             assert node.daemon is not None
+            self._daemons_watched.add(node.name)
             code = await wait_exit(node.daemon.process)
+            self._daemons_watched.discard(node.name)
             self._daemon_changed_at[node.name] = time.monotonic()
             if self._stopping or self.is_dead(node.name):
                 break

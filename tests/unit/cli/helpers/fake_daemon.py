@@ -3,6 +3,7 @@
 `<root>/world.json` is the membership that it received; `<root>/ranks/<rank>.json` is the state that
 a fake rank reports. Snapshots do not exist: every completed step counts as complete and protected.
 `<root>/agent` names the agent and its job. `<root>/persist` has a line for each request for a copy.
+SIGTERM closes its stream; with a file `<root>/lingers` its process ends only when that is gone.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -40,6 +42,16 @@ class FakeDaemon:
         count.write_text(str(self.incarnation))
 
     async def run(self) -> None:
+        stop, loop = asyncio.Event(), asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, stop.set)
+        talks = asyncio.create_task(self.talk())
+        await stop.wait()
+        talks.cancel()
+        await asyncio.wait([talks])
+        while (self.root / "lingers").exists():
+            await asyncio.sleep(BEAT_S)
+
+    async def talk(self) -> None:
         while True:
             with suppress(grpc.aio.AioRpcError):
                 async with aio_channel(self.control, self.identity, Role.OPERATOR) as channel:

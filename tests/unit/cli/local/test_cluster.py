@@ -143,6 +143,29 @@ def test_a_rank_a_daemon_and_a_node_can_be_lost(run_directory: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_a_daemon_that_takes_long_to_end_is_on_its_way_back(run_directory: Path) -> None:
+    """It has closed its stream, and its process still runs; the control loop is told so, lest it
+    takes the node for lost."""
+
+    async def scenario() -> None:
+        async with LocalCluster(tiny_job(), settings(run_directory)) as cluster:
+            await cluster.wait_for(runs_in(1), timeout_s=WAIT_S)
+            lingers, before = cluster.directory.memory / "n1" / "lingers", cluster.status.local
+            lingers.touch()
+            os.kill(before.nodes[1].daemon_pid, signal.SIGTERM)
+            await cluster.wait_for(lambda s: not s.local.nodes[1].connected, timeout_s=WAIT_S)
+            assert cluster._control is not None
+            seen = cluster._control._observe().nodes
+            assert (seen["n0"].returning, seen["n1"].returning) == (False, True)
+            lingers.unlink()
+            back = await cluster.wait_for(lambda s: s.local.nodes[1].connected, timeout_s=WAIT_S)
+            assert back.epoch == 1
+            assert back.local.nodes[1].incarnation == before.nodes[1].incarnation + 1
+            assert not cluster._control._observe().nodes["n1"].returning
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.slow
 def test_a_node_that_is_lost_during_a_look_is_lost_once(
     run_directory: Path, monkeypatch: pytest.MonkeyPatch
