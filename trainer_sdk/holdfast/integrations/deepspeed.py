@@ -258,7 +258,7 @@ def _flat_tensors(engine: DeepSpeedEngine) -> Iterator[FlatTensor]:
 
 def _partitions(
     zero: DeepSpeedZeroOptimizer_Stage3,
-    parameters: list[torch.nn.Parameter],
+    parameters: list[Any],
     flat: torch.Tensor,
     names: Mapping[int, str],
 ) -> Iterator[FlatRange]:
