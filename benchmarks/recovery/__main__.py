@@ -55,36 +55,7 @@ STEPS_MIN = 200
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="make bench NAME=recovery",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add(
-        "--repetitions",
-        type=int,
-        default=REPETITIONS,
-        help="runs of each kind; 1 is a short run (default: %(default)s)",
-    )
-    add("--steps", type=int, default=STEPS, help="steps of each run (default: %(default)s)")
-    add("--votes", action="store_true", help="measure only what the vote costs a step")
-    add(
-        "--stacks",
-        nargs="*",
-        choices=NAMES,
-        help="measure only loops under DDP, FSDP2 and HSDP and those of frameworks, on two nodes "
-        "of two ranks each (default: all of them)",
-    )
-    add(
-        "--site",
-        nargs=2,
-        action="append",
-        default=[],
-        metavar=("PACKAGES", "FOLDER"),
-        help="where packages are that have an environment of their own; `make bench` gives it",
-    )
-    add("--output", type=Path, default=ROOT / "build" / "bench" / "recovery.json")
+    parser = _parser()
     options = parser.parse_args(argv)
     if options.repetitions < 1 or options.steps < STEPS_MIN:
         parser.error(f"give at least 1 repetition and {STEPS_MIN} steps")
@@ -126,6 +97,40 @@ def main(argv: list[str] | None = None) -> int:
     )
     met = [verdict(target, rows[target.key]) for target in TARGETS if target.key in rows]
     return 0 if not results.failed and all(met) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="make bench NAME=recovery",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add(
+        "--repetitions",
+        type=int,
+        default=REPETITIONS,
+        help="runs of each kind; 1 is a short run (default: %(default)s)",
+    )
+    add("--steps", type=int, default=STEPS, help="steps of each run (default: %(default)s)")
+    add("--votes", action="store_true", help="measure only what the vote costs a step")
+    add(
+        "--stacks",
+        nargs="*",
+        choices=NAMES,
+        help="measure only loops under DDP, FSDP2 and HSDP and those of frameworks, on two nodes "
+        "of two ranks each (default: all of them)",
+    )
+    add(
+        "--site",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("PACKAGES", "FOLDER"),
+        help="where packages are that have an environment of their own; `make bench` gives it",
+    )
+    add("--output", type=Path, default=ROOT / "build" / "bench" / "recovery.json")
+    return parser
 
 
 def measure(results: Results, folder: Path, repetitions: int, steps: int, console: Console) -> None:

@@ -70,6 +70,20 @@ class Log:
         self._passes.clear()
 
 
+class Rows(Dataset[dict[str, torch.Tensor]]):
+    """The samples as Hugging Face's Trainer takes them."""
+
+    def __init__(self) -> None:
+        self.data = samples()
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        row = self.data[index]
+        return {"index": torch.tensor(index), "rows": row, "labels": row[-1]}
+
+
 def train_huggingface(
     world: elastic.World, sampler: holdfast.ElasticSampler, log: Log, folder: Path, *, counts: bool
 ) -> None:
@@ -82,16 +96,6 @@ def train_huggingface(
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     from holdfast.integrations.huggingface import HoldfastTrainerCallback
-
-    class Rows(Dataset[dict[str, torch.Tensor]]):
-        data = samples()
-
-        def __len__(self) -> int:
-            return len(self.data)
-
-        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-            row = self.data[index]
-            return {"index": torch.tensor(index), "rows": row, "labels": row[-1]}
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:

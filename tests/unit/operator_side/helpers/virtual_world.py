@@ -118,8 +118,7 @@ class World:
         self.heard_at: dict[str, float] = {}
         """Node → when its daemon first connected to this control loop; others did long ago."""
         self.dials_at: dict[str, float] = {}
-        """Node → when its daemon connects to a new control loop; those that are not here do at
-        once."""
+        """Node → when its daemon connects to a new control loop; others do at once."""
         self.sent: Membership | None = None
         """Newest membership that this control loop has published."""
         self.dropping = -1.0
@@ -130,10 +129,9 @@ class World:
         """Why the job's queue keeps it from running."""
         self.notices: dict[str, str] = {}
         """Node → reason for which it will be taken away."""
-        self.full: set[str] = set()
-        """Nodes without room for new agents."""
-        self.cold: set[str] = set()
-        """Nodes on which agents have started, and do not wait for a world yet."""
+        self.full, self.cold = set[str](), set[str]()
+        """Nodes without room for new agents; nodes whose agents have started and wait for no
+        world yet."""
         self.lingering = False
         """Whether agents that are stopped stay for a while."""
         self.protects = True
