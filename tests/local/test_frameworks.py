@@ -24,11 +24,6 @@ from holdfast_core.states import RestoreSource
 from holdfast_operator.reconciler.observe.counters import Outcome
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-PRELOADED = {
-    "huggingface": "holdfast.integrations.huggingface,transformers.models.mixtral.modeling_mixtral",
-    "lightning": "holdfast.integrations.lightning,torchdata.stateful_dataloader",
-    "accelerate": "accelerate,transformers.models.qwen3_moe.modeling_qwen3_moe",
-}
 STEPS = 30
 KILL_AFTER = 8
 WAIT_S = 240.0
@@ -78,8 +73,6 @@ async def run_killed(
     spec |= {"nprocPerNode": on_node, "parallelism": {"dp": on_node * spec["nodes"]}}
     (container,) = document["spec"]["trainer"]["template"]["spec"]["containers"]
     container["command"] = [sys.executable, str(script)]
-    if name in PRELOADED:
-        container["env"] += [{"name": "HOLDFAST_PRELOAD", "value": PRELOADED[name]}]
     container["args"] = options(folder, *others)
     cluster = LocalCluster(parse_job(document), LocalSettings(directory=memory))
     async with cluster:
