@@ -218,7 +218,13 @@ FAULTS = [
             marks=pytest.mark.exhaustive,
         ),
         pytest.param(LIGHTNING, FAULTS, (), id="lightning"),
-        pytest.param(LIGHTNING, FAULTS[1:3], ("--sharded",), id="lightning, FSDP2"),
+        pytest.param(
+            LIGHTNING,
+            FAULTS[1:3],
+            ("--sharded",),
+            id="lightning, FSDP2",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_the_loop_of_a_framework_keeps_the_processes_that_are_left(
