@@ -66,9 +66,11 @@ class Model(nn.Module):
         self.embed = nn.Embedding(WORDS, WIDTH)
         self.layers = nn.ModuleList(Block(ep) for _ in range(2))
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        # Of fewer elements than ranks, and of a number that no two ranks divide.
+        self.scale, self.shift = nn.Parameter(torch.ones(1)), nn.Parameter(torch.zeros(3))
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        x = self.embed(words)
+        x = self.embed(words) * self.scale + self.shift.sum()
         for layer in self.layers:
             x = layer(x)
         loss: torch.Tensor = nn.functional.cross_entropy(
@@ -144,21 +146,44 @@ def train_step(engine: Any, rank: int) -> float:
 
 
 def digests_of(engine: Any) -> dict[str, str]:
-    """Digests of all that training has changed on this rank."""
-    found = {
-        name: _digest(getattr(p, "ds_tensor", p)) for name, p in engine.module.named_parameters()
-    }
-    optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    flat = getattr(engine.optimizer, "fp32_partitioned_groups_flat", None)  # of stage 3
+    """Digests of all that training has changed on this rank, without padding."""
+    zero = engine.optimizer
+    optimizer = getattr(zero, "optimizer", zero)
+    # Of stage 3, with one flat tensor for each.
+    held = zero.fp16_groups if hasattr(zero, "fp32_partitioned_groups_flat") else None
+    if held is None:
+        found = {name: _digest(p) for name, p in engine.module.named_parameters()}
+        groups = [group["params"] for group in optimizer.param_groups]
+    else:
+        found = {
+            name: _digest(p.ds_tensor[: _elements_of(zero, p)])
+            for name, p in engine.module.named_parameters()
+        }
+        groups = [[flat] for flat in zero.fp32_partitioned_groups_flat]
     for index, group in enumerate(optimizer.param_groups):
         found[f"group{index}"] = repr(sorted((k, v) for k, v in group.items() if k != "params"))
-        for number, p in enumerate(flat or group["params"]):
-            found[f"{index}.{number}"] = _digest(p)
-            for key, value in optimizer.state[p].items():
-                found[f"{index}.{number}.{key}"] = _digest(value)
+    for index, parameters in enumerate(groups):
+        for number, p in enumerate(parameters):
+            for key, value in {"": p, **optimizer.state[p]}.items():
+                padded = held is not None and value.shape == p.shape
+                whole = _unpadded(zero, held[index], value) if padded else value
+                found[f"{index}.{number}.{key}"] = _digest(whole)
     found["counters"] = repr([engine.global_samples, engine.skipped_steps, engine.micro_steps])
-    found["scale"] = repr(getattr(engine.optimizer, "cur_scale", None))
+    found["scale"] = repr(getattr(zero, "cur_scale", None))
     return found
+
+
+def _elements_of(zero: Any, parameter: Any) -> int:
+    """Number of elements of a parameter that this rank's partition has before its padding."""
+    size, rank = parameter.partition_numel(), zero._get_param_partition_rank(parameter)
+    return max(0, min(size, parameter.ds_numel - rank * size))
+
+
+def _unpadded(zero: Any, parameters: list[Any], flat: torch.Tensor) -> torch.Tensor:
+    """The elements of parameters in a flat tensor of partitions."""
+    parts = flat.split([p.partition_numel() for p in parameters])
+    pairs = zip(parts, parameters, strict=True)
+    return torch.cat([part[: _elements_of(zero, p)] for part, p in pairs])
 
 
 def _digest(value: torch.Tensor) -> str:
