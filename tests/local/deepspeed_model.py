@@ -165,8 +165,9 @@ def digests_of(engine: Any) -> dict[str, str]:
     for index, parameters in enumerate(groups):
         for number, p in enumerate(parameters):
             for key, value in {"": p, **optimizer.state[p]}.items():
-                padded = held is not None and value.shape == p.shape
-                whole = _unpadded(zero, held[index], value) if padded else value
+                whole = value
+                if held is not None and value.shape == p.shape:
+                    whole = _unpadded(zero, held[index], value)
                 found[f"{index}.{number}.{key}"] = _digest(whole)
     found["counters"] = repr([engine.global_samples, engine.skipped_steps, engine.micro_steps])
     found["scale"] = repr(getattr(zero, "cur_scale", None))
@@ -176,7 +177,7 @@ def digests_of(engine: Any) -> dict[str, str]:
 def _elements_of(zero: Any, parameter: Any) -> int:
     """Number of elements of a parameter that this rank's partition has before its padding."""
     size, rank = parameter.partition_numel(), zero._get_param_partition_rank(parameter)
-    return max(0, min(size, parameter.ds_numel - rank * size))
+    return max(0, min(int(size), int(parameter.ds_numel - rank * size)))
 
 
 def _unpadded(zero: Any, parameters: list[Any], flat: torch.Tensor) -> torch.Tensor:
