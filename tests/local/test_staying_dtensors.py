@@ -167,14 +167,14 @@ ROWS = {
     "hsdp": ("hsdp", (), [(at % RANKS, point, "SIGKILL") for at, point in enumerate(POINTS)]),
     "tp": ("tp", (), [(at % RANKS, point, "SIGKILL") for at, point in enumerate(POINTS)]),
 }
-SHORT = {"fsdp2": (), "hsdp": (pytest.mark.slow,)}
-"""Rows that are not exhaustive → their marks: eight processes import torch for each."""
+SHORT = ("fsdp2",)
+"""Rows that always run. Eight processes import torch for each."""
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "row",
-    [pytest.param(row, marks=SHORT.get(row, [pytest.mark.exhaustive])) for row in ROWS],
+    [pytest.param(row, marks=[] if row in SHORT else pytest.mark.exhaustive) for row in ROWS],
 )
 def test_only_the_lost_rank_starts_again_and_all_have_the_bits_of_an_undisturbed_run(
     row: str,

@@ -217,7 +217,7 @@ FAULTS = [
             id="huggingface, FSDP2",
             marks=pytest.mark.exhaustive,
         ),
-        pytest.param(LIGHTNING, FAULTS, (), id="lightning"),
+        pytest.param(LIGHTNING, FAULTS, (), id="lightning", marks=pytest.mark.exhaustive),
         pytest.param(
             LIGHTNING,
             FAULTS[1:3],
