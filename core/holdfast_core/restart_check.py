@@ -80,7 +80,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a rank at one moment."""
 
     tensors: dict[str, Tensor] = {}
-    """By name."""
+    """Captured tensors of the rank, by name."""
     extras: dict[str, str] = {}
     """Digest of everything else that is captured, by what it is."""
     beside: tuple[Beside, ...] = ()

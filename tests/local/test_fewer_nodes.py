@@ -18,6 +18,7 @@ from typing import Any
 import changing_trainer
 import pytest
 from changing_trainer import History, Line
+from step_logs import ends_of_logs
 from world_sizes import is_protected
 
 from holdfast_cli.local import LocalCluster, LocalSettings, Status, faults
@@ -151,10 +152,8 @@ class Run:
 
     def report(self) -> str:
         """All events, and the last lines of all logs."""
-        logs = sorted((self.directory / "run" / "logs").glob("*"))
         events = [f"{each.time:.1f} {each.reason}: {each.message}" for each in self.cluster.events]
-        ends = [f"--- {path.name}\n{path.read_text()[-6000:]}" for path in logs]
-        return "\n".join([*ends, *events])
+        return "\n".join([ends_of_logs(self.directory), *events])
 
 
 @asynccontextmanager

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import sharded_trainer
 from fault_files import fail_at, pending_faults
+from step_logs import check_steps, ends_of_logs
 from world_sizes import is_recovered
 
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
@@ -145,19 +146,10 @@ class Run:
         histories = [self.lines(rank) for rank in range(RANKS)]
         last = max(line.step for lines in histories for line in lines)
         self._expected += itertools.islice(self._replay, max(0, last - len(self._expected)))
-        begins: dict[int, set[int]] = {}
-        for rank, lines in enumerate(histories):
-            for before, line in zip([None, *lines], lines, strict=False):
-                assert line.hash == self._expected[line.step - 1][rank], (rank, line)
-                if before is None or before.epoch != line.epoch:
-                    begins.setdefault(line.epoch, set()).add(line.step)
-                else:
-                    assert line.step == before.step + 1, (rank, before, line)
-        assert all(len(steps) == 1 for steps in begins.values()), begins
+        check_steps(histories, lambda rank, step: self._expected[step - 1][rank])
 
     def report(self) -> str:
-        logs = sorted((self.directory / "run" / "logs").glob("*"))
-        return "\n".join(f"--- {path.name}\n{path.read_text()[-6000:]}" for path in logs)
+        return ends_of_logs(self.directory)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from typing import Any
 
 import pipeline_trainer
 import pytest
+from step_logs import ends_of_logs
 
 from holdfast_cli.local import LocalCluster, LocalSettings, Status
 from holdfast_core.job.parsing import parse_job
@@ -224,8 +225,7 @@ class Run:
         return [line for line in lines if line.epoch == first or line.step not in frozen]
 
     def report(self) -> str:
-        logs = sorted((self.directory / "run" / "logs").glob("*"))
-        return "\n".join(f"--- {path.name}\n{path.read_text()[-6000:]}" for path in logs)
+        return ends_of_logs(self.directory)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import staying_trainer
 from daemons import logged_in
 from fault_files import fail_at, pending_faults
 from staying_trainer import SAMPLES, replay
-from step_logs import newest_line
+from step_logs import ends_of_logs, newest_line
 from world_sizes import is_recovered
 
 from holdfast_cli.commands.recorded_recoveries import RecoveryRecord, history_of
@@ -229,8 +229,7 @@ class Run:
 
     def report(self) -> str:
         """Last lines of all logs."""
-        logs = sorted((self.directory / "run" / "logs").glob("*"))
-        return "\n".join(f"--- {path.name}\n{path.read_text()[-6000:]}" for path in logs)
+        return ends_of_logs(self.directory)
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from renewals import renew_daemon
+from step_logs import check_steps, ends_of_logs
 from test_staying_dtensors import RANKS, Run
 from test_staying_dtensors import pytestmark as needs_groups_that_stay
 from world_sizes import is_recovered
@@ -100,19 +101,10 @@ class Stack(Run):
         histories = [self.lines(rank) for rank in range(RANKS)]
         last = max(line.step for lines in histories for line in lines)  # perhaps of an early epoch
         expected = undisturbed(self.layout, last)
-        begins: dict[int, set[int]] = {}
-        for rank, lines in enumerate(histories):
-            for before, line in zip([None, *lines], lines, strict=False):
-                assert line.hash == expected[rank][line.step], (rank, line)
-                if before is None or before.epoch != line.epoch:
-                    begins.setdefault(line.epoch, set()).add(line.step)
-                else:
-                    assert line.step == before.step + 1, (rank, before, line)
-        assert all(len(steps) == 1 for steps in begins.values()), begins
+        check_steps(histories, lambda rank, step: expected[rank][step])
 
     def report(self) -> str:
-        logs = sorted((self.directory / "run" / "logs").glob("*"))
-        return "\n".join(f"--- {path.name}\n{path.read_text()[-6000:]}" for path in logs)
+        return ends_of_logs(self.directory)
 
 
 _undisturbed: dict[str, list[dict[int, str]]] = {}

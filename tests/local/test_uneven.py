@@ -20,6 +20,7 @@ import pytest
 import torch
 import uneven_trainer
 from fault_files import fail_at, pending_faults
+from step_logs import ends_of_logs
 from torch.distributed.checkpoint import state_dict_loader
 from world_sizes import is_protected, is_recovered
 
@@ -324,8 +325,7 @@ class Run:
         return sum(age > 0 for age in ages)
 
     def report(self) -> str:
-        logs = sorted((self.directory / "run" / "logs").glob("*"))
-        return "\n".join(f"--- {path.name}\n{path.read_text()[-6000:]}" for path in logs)
+        return ends_of_logs(self.directory)
 
 
 @asynccontextmanager
