@@ -26,6 +26,9 @@ NAME, STEPS, FIRST_STEPS = "patient", 100_000, 5
 LIMIT_S, WAIT_S = 5.0, 30.0
 """Time after which the job has a rule, which does not fail it, and how long the test waits."""
 
+KEPT_S = 30.0
+"""Time in which the status of a failed job says which generation its daemons keep."""
+
 pytestmark = pytest.mark.timeout(1200)
 
 
@@ -143,8 +146,13 @@ def _fail_and_resume(run: Run, found: Seen) -> None:
 
     wait_for("its pods to end", lambda: not pods(), RECOVERY_S)
     where = ("-n", run.job.namespace)
-    found.failed = run.job.status()
     found.persisted = holdfast_command(run.cluster, "persist", NAME, *where)
+
+    def says_what_is_kept(status: dict[str, Any]) -> bool:
+        return f"generation {status['protected']} of " in found.persisted
+
+    # Its daemons may have protected one more after its end.
+    found.failed = run.job.wait("what was persisted", says_what_is_kept, KEPT_S)
     _allow_restarts(run, 20)
     found.resumed = holdfast_command(run.cluster, "resume", NAME, *where)
     found.last = _trains(run, found.failed)
@@ -197,6 +205,7 @@ def test_a_failed_job_keeps_its_snapshots_and_says_until_when(seen: Seen) -> Non
 
 def test_a_failed_job_is_persisted_and_goes_on_from_its_snapshots(seen: Seen) -> None:
     assert f"generation {seen.failed['protected']} of " in seen.persisted
+    assert "is in durable storage" in seen.persisted
     assert "it resumes from its newest protected generation" in seen.resumed
     assert seen.last["step"] > seen.failed["protectedStep"]
     assert seen.last["epoch"] == seen.failed["epoch"] + 1

@@ -18,6 +18,8 @@ sets it."""
 CALM_S = 5.0
 """Pause of a healthy job, for noticing hangs and for the steps in its status."""
 ENDED_S = 60.0
+"""Pause of a job that ended at least as long ago. Until then its daemons may still protect what its
+ranks saved last, which no event announces."""
 WAITING_S = 2.0
 """Pause of a job that waits for nodes, each of which wakes it when it comes."""
 BUSY_S = 0.5
@@ -54,7 +56,8 @@ def pause_s(
     if any(not isinstance(action, StartAgent) for action in decision.actions):
         return NOW_S  # a pod that is created wakes the loop
     if state.outcome is not None:
-        return _until(_end_of_keeping(job, state), ENDED_S, now)
+        settles = state.ended_at is not None and now - state.ended_at < ENDED_S
+        return _until(_end_of_keeping(job, state), CALM_S if settles else ENDED_S, now)
     if phase is Phase.SUSPENDED:
         return CALM_S
     members = state.membership.members if state.membership is not None else ()

@@ -311,7 +311,10 @@ class JobLoop:
         # Rest until a deadline may have passed; events wake the loop earlier.
         late = world.attention.late()
         unmade = bool(failed) or self._acting.refusal is not None
-        return pause_s(job, decision, late=late, failed=unmade, now=world.clock())
+        now = world.clock()
+        pause = pause_s(job, decision, late=late, failed=unmade, now=now)
+        due_at = self._writer.due_at
+        return pause if due_at is None else min(pause, max(0.0, due_at - now))
 
     def _surroundings(self) -> list[Condition]:
         """Conditions that the job's surroundings impose on it."""

@@ -43,6 +43,8 @@ class StatusWriter:
         self._metadata: Object = {}
         self.written: Object = resource.get("status") or {}
         """Status on the API server, as far as this process knows."""
+        self.due_at: float | None = None
+        """Time when the newest change that is held back may be written; None without one."""
         self._written_at = float("-inf")
         self._beside: asyncio.Task[bool] | None = None
         self.see(resource)
@@ -57,13 +59,17 @@ class StatusWriter:
 
     async def write(self, status: Object) -> bool:
         """Write `status` if it is due; returns whether its essence is on the server now."""
+        self.due_at = None
         if status == self.written:
             return True
         if essence(status) != essence(self.written):
             await self.close()
             return await self._write(status)
-        at_rest = self._beside is None or self._beside.done()
-        if at_rest and self._clock() - self._written_at >= self._interval_s():
+        now, at_rest = self._clock(), self._beside is None or self._beside.done()
+        due_at = (self._written_at if at_rest else now) + self._interval_s()
+        if now < due_at:
+            self.due_at = due_at
+        else:
             self._beside = asyncio.get_running_loop().create_task(self._write(status))
         return True
 

@@ -81,12 +81,20 @@ def test_no_deadline_is_slept_through() -> None:
 
 
 def test_an_ended_job_is_looked_at_when_it_is_to_be_deleted() -> None:
-    job = make_job(spec={"ttlSecondsAfterFinished": 30})
+    job = make_job(spec={"ttlSecondsAfterFinished": 90})
     world = at_work(job)
     ended = replace(world.state, outcome=Outcome.COMPLETE, ended_at=world.now)
     world.decision = Decision(state=ended, conditions=world.decision.conditions)
-    assert pause(world, now=world.now + 10.0) == 20.0
-    assert pause(world, make_job(), now=world.now + 10.0) == ENDED_S
+    assert pause(world, now=world.now + 70.0) == 20.0
+    assert pause(world, make_job(), now=world.now + ENDED_S) == ENDED_S
+
+
+def test_a_job_that_has_just_ended_is_looked_at_while_its_daemons_may_protect_more() -> None:
+    world = at_work(make_job())
+    ended = replace(world.state, outcome=Outcome.FAILED, ended_at=world.now)
+    world.decision = Decision(state=ended, conditions=world.decision.conditions)
+    assert pause(world, now=world.now + 0.1) == CALM_S
+    assert pause(world, now=world.now + ENDED_S - 0.1) == CALM_S
 
 
 def test_a_pause_of_this_process_makes_earlier_silence_prove_nothing() -> None:
@@ -101,11 +109,11 @@ def test_a_pause_of_this_process_makes_earlier_silence_prove_nothing() -> None:
 
 
 def test_a_failed_job_is_looked_at_when_its_memory_is_to_be_freed() -> None:
-    world = at_work(make_job(maxRestarts=0, keepFailedSeconds=50))
+    world = at_work(make_job(maxRestarts=0, keepFailedSeconds=90))
     world.lose_rank(0)
     world.settle(1.0)
     assert world.state.outcome is Outcome.FAILED and world.state.ended_at is not None
-    world.now = world.state.ended_at + 30.0
+    world.now = world.state.ended_at + 70.0
     world.look()
     assert pause(world) == 20.0
     world.now += 20.0

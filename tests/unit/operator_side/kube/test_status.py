@@ -269,7 +269,9 @@ def test_a_new_step_waits_for_the_interval_and_a_new_phase_does_not() -> None:
     writing.now = 1.9
     writing.write(phase="Running", step=2)
     assert writing.stored["status"]["step"] == 1
+    assert writing.writer.due_at == 2.0
     writing.write(phase="Recovering", step=2)
+    assert writing.writer.due_at is None
     assert writing.stored["status"]["phase"] == "Recovering"
     writing.now = 4.0
     writing.write(phase="Recovering", step=3)
@@ -300,6 +302,7 @@ def test_a_slow_write_blocks_no_caller_and_an_urgent_status_replaces_it() -> Non
         assert await writing.writer.write({"phase": "Running", "step": 2})
         writing.now = 100.0
         assert await writing.writer.write({"phase": "Running", "step": 3})
+        assert writing.writer.due_at == 102.0  # not at once, and again and again
         await asyncio.sleep(0)
         assert api.requests == [("began", "moetrainingjobs", "Running")]
         urgent = asyncio.ensure_future(writing.writer.write({"phase": "Recovering", "step": 3}))
