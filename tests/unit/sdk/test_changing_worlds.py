@@ -111,6 +111,24 @@ def test_a_script_that_names_ranks_stays_only_for_worlds_of_its_size(
     world.close()
 
 
+def test_a_daemon_that_does_not_answer_an_arrival_is_asked_again(
+    members: Members, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables = {"SOCKET": str(tmp_path / "socket"), "JOB": "job"}
+    for name, value in variables.items():
+        monkeypatch.setenv(f"HOLDFAST_{name}", value)
+    monkeypatch.setenv("RANK", "0")
+    members.worlds = {1: (0,), 2: (0,)}
+    store = [members.begin()]
+    world = elastic.init("gloo")
+    members.absent = 2
+    store.append(members.begin())
+    world.leave()
+    world.join()  # not first in the world after this one
+    assert (world.epoch, members.greeted) == (2, {1: [0], 2: [0]})
+    world.close()
+
+
 def test_lists_of_ranks_are_refused_where_the_number_of_ranks_may_change() -> None:
     with lone_world() as world:
         with pytest.raises(InvalidJobError, match="give a function that returns the partition"):

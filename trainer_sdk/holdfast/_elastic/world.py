@@ -51,6 +51,8 @@ from holdfast_core.topology import Topology
 _log = logging.getLogger("holdfast")
 _WAIT_S = 20.0
 """Longest single wait for news from the daemon."""
+_ASK_AGAIN_S = 0.2
+"""Pause before a daemon that has not answered is asked again."""
 Parts = Sequence[Sequence[int]]
 Partition = Parts | Callable[[int], Parts]
 """Lists of ranks, or a function that returns them for a number of ranks."""
@@ -659,8 +661,7 @@ class World:
     def _meet(self, following: WorldFollower, meeting: Meeting) -> None:
         """Join the meeting point of a world."""
         self._reached, self._stood = meeting.epoch, False
-        # Tell the launcher that this process has left the old world, so that it need not kill it.
-        following.arrive(self._rank_in(meeting), meeting.store_address)
+        self._arrive(following, meeting)
         self._point = groups.MeetingPoint(
             meeting.store_address,
             meeting.store_key,
@@ -670,6 +671,24 @@ class World:
             ended=lambda: following.epoch > meeting.epoch,
         )
         self._meeting = meeting
+
+    def _arrive(self, following: WorldFollower, meeting: Meeting) -> None:
+        """Tell the launcher that this process has left the old world, so that it need not kill it.
+        A daemon that does not answer, perhaps because it is just being replaced, is asked again.
+
+        Raises:
+            HoldfastError: the world has ended, or the daemon did not answer within `reform_s`.
+        """
+        until = time.monotonic() + self._reform_s
+        while True:
+            try:
+                following.arrive(self._rank_in(meeting), meeting.store_address)
+            except UnreachableError as error:
+                if time.monotonic() > until or following.wait_newer(meeting.epoch, _ASK_AGAIN_S):
+                    raise
+                _log.info("epoch %d: asking again: %s", meeting.epoch, error)
+            else:
+                return
 
     def _rank_in(self, meeting: Meeting) -> int:
         """Rank of this process in the world of `meeting`."""
