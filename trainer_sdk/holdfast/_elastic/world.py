@@ -6,6 +6,7 @@ its groups. In the next epoch it forms them again, with the processes that repla
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import threading
@@ -51,6 +52,8 @@ from holdfast_core.topology import Topology
 _log = logging.getLogger("holdfast")
 _WAIT_S = 20.0
 """Longest single wait for news from the daemon."""
+_SHOWN_AFTER = 0.5
+"""Part of `reform_s` after which a process that has not left its world shows where it is."""
 _ASK_AGAIN_S = 0.2
 """Pause before a daemon that has not answered is asked again."""
 Parts = Sequence[Sequence[int]]
@@ -148,6 +151,8 @@ class World:
         self._stood = False
         """Whether the ranks of that epoch have all stated what they have."""
         self._left = True
+        self._over = threading.Event()
+        """Set once this process has left the groups of its newest world."""
         self._has_session = False
         self._process = os.getpid()
         self.failure: Exception | None = None
@@ -573,6 +578,7 @@ class World:
                 f"epoch {meeting.epoch}: its groups could not be formed: {error}"
             ) from error
         self._meeting, self._left, self.failure = None, False, None
+        self._over = threading.Event()
         # Collectives that torch waits for by itself do not notice the end of a world, so a thread
         # wakes them.
         if self._wakes:
@@ -594,6 +600,7 @@ class World:
         self._exchanges.clear()
         self._point = self._meeting = None
         self._all.leave(given)
+        self._over.set()
 
     def survives(self, error: Exception) -> bool:
         """Whether `error` results from the end of this world, so that this process continues in the
@@ -748,12 +755,12 @@ class World:
         """Have a thread wake this process out of collectives that torch waits for by itself, on a
         device or in a backward pass, once the present world has ended."""
         if self._following is not None:
-            threading.Thread(
-                target=self._wake_at_end, args=(self._following, self._epoch), daemon=True
-            ).start()
+            args = (self._following, self._epoch, self._over)
+            threading.Thread(target=self._wake_at_end, args=args, daemon=True).start()
 
-    def _wake_at_end(self, following: WorldFollower, epoch: int) -> None:
-        """Wake collectives that torch waits for by itself, once `epoch` has ended."""
+    def _wake_at_end(self, following: WorldFollower, epoch: int, over: threading.Event) -> None:
+        """Wake collectives that torch waits for by itself, once `epoch` has ended. If the process
+        stays in that world all the same, show where it is before its launcher kills it."""
         while not following.wait_newer(epoch, _WAIT_S):
             if self._epoch != epoch or self._left:
                 return
@@ -761,3 +768,12 @@ class World:
         if self._wakes_default:
             waited.append(dist.group.WORLD)
         self._all.wake(epoch, [group for group in waited if group is not None])
+        stays_s = self._reform_s * _SHOWN_AFTER
+        if not over.wait(stays_s):
+            _log.error(
+                "epoch %d ended %.0f s ago, and this process has not left it: something outside of "
+                "its collectives holds it up. Its threads are here:",
+                epoch,
+                stays_s,
+            )
+            faulthandler.dump_traceback()
