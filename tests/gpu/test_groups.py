@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from machines import Machine, bits
 from ranks import run_ranks
 from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported by torch
 from torch.multiprocessing.spawn import start_processes
 
 import holdfast
@@ -89,6 +91,30 @@ def live_through(
 
 def test_a_process_leaves_its_group_and_forms_another(machine: Machine, arenas: Path) -> None:
     live_through(0, 1, machine.kind, machine.backend, str(arenas))
+
+
+@pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch 2.15 has this")
+def test_torch_gives_the_group_of_a_device_new_connections(machine: Machine) -> None:
+    """What groups on devices need in order to stay as objects (decision 0100)."""
+    reconfigurable: Any = dist
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    dist.init_process_group(
+        "nccl2" if machine.is_cuda else "gloo",
+        store=store,
+        rank=0,
+        world_size=1,
+        enable_reconfigure=True,
+    )
+    try:
+        assert reconfigurable._supports_reconfigure()
+        for world in range(1, 4):
+            handle = reconfigurable._get_reconfigure_handle()
+            reconfigurable._reconfigure(uuid=world, handles=[handle]).wait()
+            ones = torch.ones(1000, device=machine.kind)
+            dist.all_reduce(ones)
+            assert bool((ones == 1).all())
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.timeout(120)

@@ -27,12 +27,22 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
 
 WIDTH, BATCH, BLOCKS = 16, 8, 3
 LATE = 4
 """The step in which the script makes groups that it did not have before."""
+COLLECTIVES = {
+    "all_gather_single": "all-gather",
+    "reduce_scatter_single": "reduce-scatter",
+    "all_to_all_single": "all-to-all",
+    "_broadcast_coalesced": "broadcast",
+    "new_group": "new-group",
+}
+"""Functions of torch.distributed, and what their points are called: before the call, and where it
+has returned, perhaps before the collective is over."""
 PACE_S = 0.02
 """Part of each step in which a rank computes nothing: ranks outnumber cores."""
 
@@ -100,16 +110,24 @@ def state_hash(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return digest.hexdigest()[:16]
 
 
+def watch_collectives(faults: Faults) -> None:
+    """Make the collectives of FSDP2, of experts and of DDP's constructor points."""
+    for name, point in COLLECTIVES.items():
+        faults.before(dist, name, f"before-{point}", f"in-{point}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--layout", choices=["ddp", "fsdp2", "hsdp", "tp"], required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--compile", action="store_true", help="compile each block")
+    parser.add_argument("--constructs", action="store_true", help="make a DDP in each world")
     parser.add_argument("--pace", type=float, default=PACE_S, help="pause in each step, in s")
     args = parser.parse_args()
     torch.set_num_threads(1)
     faults = Faults(args.directory, int(os.environ["RANK"]))
+    watch_collectives(faults)
 
     world = holdfast.elastic.init("gloo")
     model: Any = Model(faults.at)
@@ -131,12 +149,17 @@ def main() -> None:
             if int(step) >= LATE and not pairs:
                 halves = range(0, world.size, 2)
                 pairs = [dist.new_group([first, first + 1]) for first in halves]
+            if args.constructs and step.resumed:
+                # Its constructor compares shapes and broadcasts weights.
+                DistributedDataParallel(nn.Linear(WIDTH, WIDTH))
             optimizer.zero_grad()
             data_rank = world.rank // 2 if args.layout == "tp" else world.rank
             generator = torch.Generator().manual_seed(100 * int(step) + data_rank)
             inputs = torch.randn(BATCH, WIDTH, generator=generator)
             loss = (model(inputs) - inputs).square().mean()
             loss.backward()
+            received = torch.empty(world.size)
+            dist.all_to_all_single(received, loss.detach().repeat(world.size))
             if int(step) >= LATE:  # a line may be of an earlier step
                 dist.all_reduce(loss.detach(), group=pairs[world.rank // 2])
             faults.at("before-optimizer")

@@ -13,9 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import staying_trainer
+from fault_files import fail_at
 from harness import RawCluster, RawJob
-from test_staying import ENDLESS, RANKS, Run
+from test_staying_dtensors import RANKS
+from test_staying_stacks import Stack
 from waiting import wait_for
 
 from holdfast_cli.local import processes, supervisor
@@ -27,12 +28,15 @@ WAIT_S = 120.0
 class TrainedJob:
     """A job of launchers and real trainers; the test plays its control loop."""
 
-    def __init__(self, cluster: RawCluster, nodes: list[str], name: str, directory: Path) -> None:
+    def __init__(
+        self, cluster: RawCluster, nodes: list[str], name: str, stack: str, directory: Path
+    ) -> None:
         self._cluster = cluster
         self._raw = RawJob(cluster, nodes, name=f"team.{name}")
         self._directory = directory / name
         self._directory.mkdir()
-        self.run = Run(self._directory, ENDLESS)  # what its ranks log; its cluster never starts
+        # What its ranks log; its cluster never starts.
+        self.run = Stack(self._directory, stack)
         self._mark = f"{uuid.uuid4().hex}:{name}"
         self.begin_epoch()
         for node in nodes:
@@ -43,8 +47,7 @@ class TrainedJob:
         command = [sys.executable, "-m", "holdfast.launch"]
         command += ["--socket", str((daemon.socket_dir or daemon.root) / "daemon.sock")]
         command += ["--job", self._raw.name, "--nodes", str(RANKS), "--nproc", "1"]
-        command += ["--member-node", node, "--", sys.executable, staying_trainer.__file__]
-        command += ["--steps", str(ENDLESS), "--directory", str(self._directory)]
+        command += ["--member-node", node, "--", *self.run.command]
         environment = os.environ | {"PYTHONUNBUFFERED": "1", processes.MARK: self._mark}
         log = self._directory / f"launcher-{node}.txt"
         supervisor.spawn(command, environment, log)  # type: ignore[attr-defined]  # forks, here
@@ -78,7 +81,7 @@ class TrainedJob:
 
     def lose(self, rank: int, point: str) -> None:
         """Kill a rank at a point, and begin an epoch once its launcher waits for one."""
-        self.run.fail(rank, point)
+        fail_at(self._directory, rank, point)
         node = self._raw.nodes[rank]
 
         def waits() -> bool:
@@ -94,8 +97,8 @@ class TrainedJob:
 
 
 @contextmanager
-def trained(*names: str) -> Iterator[list[TrainedJob]]:
-    """Jobs that train on the same nodes."""
+def trained(**stacks: str) -> Iterator[list[TrainedJob]]:
+    """Jobs that train on the same nodes: their names and stacks."""
     jobs: list[TrainedJob] = []
     with (
         RawCluster(arguments=("--metrics-port", "0")) as cluster,
@@ -103,8 +106,8 @@ def trained(*names: str) -> Iterator[list[TrainedJob]]:
     ):
         nodes = cluster.start_nodes(RANKS)
         try:
-            for name in names:
-                jobs.append(TrainedJob(cluster, nodes, name, Path(path)))
+            for name, stack in stacks.items():
+                jobs.append(TrainedJob(cluster, nodes, name, stack, Path(path)))
             for job in jobs:
                 job.wait_trained()
             yield jobs
@@ -117,11 +120,14 @@ def trained(*names: str) -> Iterator[list[TrainedJob]]:
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-@pytest.mark.timeout(400)
-def test_of_two_jobs_on_the_same_nodes_one_loses_a_rank_and_no_other_process_ends() -> None:
-    with trained("losing", "steady") as (losing, steady):
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("stack", "beside"), [("fsdp2", "hsdp"), ("tp", "ddp"), ("ddp", "fsdp2")])
+def test_of_two_jobs_on_the_same_nodes_one_loses_a_rank_and_no_other_process_ends(
+    stack: str, beside: str
+) -> None:
+    with trained(losing=stack, steady=beside) as (losing, steady):
         others, before = steady.pids(), losing.pids()
-        for point in ("before-group", "in-optimizer"):
+        for point in ("backward", "after-optimizer"):
             losing.lose(1, point)
             losing.wait_trained()
             after = losing.pids()
@@ -129,7 +135,8 @@ def test_of_two_jobs_on_the_same_nodes_one_loses_a_rank_and_no_other_process_end
             before = after
         steady.wait_trained()
         for job in (losing, steady):
+            job.end()
+        for job in (losing, steady):
             job.run.check()
-        assert losing.run.lost == 0
         assert steady.pids() == others
         assert {line.epoch for rank in range(RANKS) for line in steady.run.lines(rank)} == {1}

@@ -6,7 +6,7 @@ import asyncio
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +14,11 @@ from typing import Any
 
 import dtensor_trainer
 import pytest
-from fault_files import fail_at
+from fault_files import fail_at, pending_faults
 from step_logs import newest_line
 
 from holdfast._elastic.staying_groups import can_stay
-from holdfast_cli.local import LocalCluster, LocalSettings
+from holdfast_cli.local import LocalCluster, LocalSettings, Status
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
 from holdfast_operator.reconciler.observe.counters import Outcome
 
@@ -114,34 +114,43 @@ class Run:
         found = [newest_line(self.directory / f"log-{rank}") for rank in range(RANKS)]
         return [None if one is None else Line(**one) for one in found]
 
-    async def fail(self, rank: int, point: str, what: str) -> list[int]:
-        """Have a rank suffer a fault; return the ranks that have another process afterwards."""
+    async def fail(self, *faults: tuple[int, str, str]) -> list[int]:
+        """Have ranks suffer faults; return the ranks that have another process afterwards."""
         before, epoch = self.newest(), self.cluster.status.epoch
-        fail_at(self.directory, rank, point, what)
-        await self.cluster.wait_for(
-            lambda status: status.epoch > epoch and min(e.epoch for e in self.newest()) > epoch,
-            timeout_s=WAIT_S,
-            what=f"steps after {what} of rank {rank} at {point}",
-        )
+        for fault in faults:
+            fail_at(self.directory, *fault)
+
+        def works(status: Status) -> bool:
+            newest = {line.epoch for line in self.newest()}
+            return (
+                status.epoch > epoch
+                and newest == {status.epoch}
+                and not pending_faults(self.directory)
+            )
+
+        await self.cluster.wait_for(works, timeout_s=WAIT_S, what=f"steps after {faults}")
         return [rank for rank in range(RANKS) if self.newest()[rank].pid != before[rank].pid]
 
-    async def finish(self, faults: list[tuple[int, str, str]]) -> None:
+    async def finish(self, faults: Sequence[Sequence[tuple[int, str, str]]]) -> None:
+        """Train to the end; faults of one entry happen in one recovery."""
         async with self.cluster as cluster:
             await cluster.wait_for(
                 lambda _: None not in self.last(),
                 timeout_s=WAIT_S,
                 what="the first steps",
             )
-            for rank, point, what in faults:
+            for together in faults:
                 await cluster.wait_for(  # otherwise all begin again
                     lambda status: status.protected.startswith(f"{status.epoch}."),
                     timeout_s=WAIT_S,
                     what="a snapshot of this epoch",
                 )
                 graphs = [each.graphs for each in self.newest()]
-                changed = await self.fail(rank, point, what)
+                changed = await self.fail(*together)
+                struck = sorted(rank for rank, _, _ in together)
                 # A rank that waits for a stopped one may be ended with it.
-                assert rank in changed and (what == "SIGSTOP" or changed == [rank])
+                stops = any(what == "SIGSTOP" for _, _, what in together)
+                assert changed == struck or (stops and set(changed) > set(struck))
                 stayed = [other for other in range(RANKS) if other not in changed]
                 assert [self.newest()[other].graphs for other in stayed] == [
                     graphs[other] for other in stayed
@@ -155,17 +164,36 @@ def made(layout: str, *options: str) -> Iterator[Run]:
         yield Run(Path(path), layout, *options)
 
 
+def one_by_one(points: Sequence[str], what: str = "SIGKILL") -> list[list[tuple[int, str, str]]]:
+    """Faults of one rank after another, each at one of the points."""
+    return [[(at % RANKS, point, what)] for at, point in enumerate(points)]
+
+
+COLLECTIVES = [
+    f"{when}-{which}"
+    for which in ("all-gather", "reduce-scatter", "all-to-all")
+    for when in ("before", "in")
+]
+PAIR = [(0, "forward", "SIGKILL"), (1, "in-reduce-scatter", "SIGKILL")]
+"""All ranks of a group that the script has made late, at one time."""
+IN_CONSTRUCTOR = [(1, "backward", "SIGKILL"), (2, "before-broadcast", "SIGKILL")]
+"""The second rank dies in the first step of the next world, where a DDP is made."""
 ROWS = {
-    "fsdp2": ("fsdp2", (), [(1, "forward", "SIGKILL"), (3, "backward", "SIGKILL")]),
-    "fsdp2, everywhere": (
+    "fsdp2": ("fsdp2", (), [[(1, "forward", "SIGKILL")], [(3, "backward", "SIGKILL")]]),
+    "fsdp2, everywhere": ("fsdp2", (), one_by_one(POINTS)),
+    "fsdp2, hangs": (
         "fsdp2",
         (),
-        [(at % RANKS, point, "SIGKILL") for at, point in enumerate(POINTS)],
+        [[(0, "backward", "SIGSTOP")], [(2, "forward", "SIGSTOP")]],
     ),
-    "fsdp2, hangs": ("fsdp2", (), [(0, "backward", "SIGSTOP"), (2, "forward", "SIGSTOP")]),
-    "fsdp2, compiled": ("fsdp2", ("--compile",), [(2, "backward", "SIGKILL")]),
-    "hsdp": ("hsdp", (), [(at % RANKS, point, "SIGKILL") for at, point in enumerate(POINTS)]),
-    "tp": ("tp", (), [(at % RANKS, point, "SIGKILL") for at, point in enumerate(POINTS)]),
+    "fsdp2, compiled": ("fsdp2", ("--compile",), [[(2, "backward", "SIGKILL")]]),
+    "fsdp2, two ranks": ("fsdp2", (), [PAIR]),
+    "fsdp2, collectives": ("fsdp2", (), one_by_one(COLLECTIVES)),
+    "fsdp2, collectives hang": ("fsdp2", (), one_by_one(COLLECTIVES[::2], "SIGSTOP")),
+    "fsdp2, a constructor": ("fsdp2", ("--constructs",), [IN_CONSTRUCTOR]),
+    "hsdp": ("hsdp", (), one_by_one(POINTS)),
+    "tp": ("tp", (), one_by_one(POINTS)),
+    "ddp, a constructor": ("ddp", ("--constructs",), [IN_CONSTRUCTOR]),
 }
 SHORT = ("fsdp2",)
 """Rows that always run. Eight processes import torch for each."""
@@ -188,3 +216,21 @@ def test_only_the_lost_rank_starts_again_and_all_have_the_bits_of_an_undisturbed
             assert len(expected) == STEPS
             wrong = [line for line in disturbed.lines(rank) if expected[line.step] != line.hash]
             assert wrong == []
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("point", ["forward", "in-all-to-all", "before-new-group", "in-new-group"])
+@pytest.mark.parametrize("layout", ["fsdp2", "ddp"])
+def test_a_rank_that_dies_in_the_first_steps_leaves_no_trace(layout: str, point: str) -> None:
+    """Before anything is protected, or where the script makes groups in the middle of training."""
+    with made(layout) as undisturbed, made(layout) as disturbed:
+        asyncio.run(undisturbed.finish([]))
+        fail_at(disturbed.directory, 2, point)
+        asyncio.run(disturbed.finish([]))
+        assert pending_faults(disturbed.directory) == []
+        for rank in range(RANKS):
+            expected = {line.step: line.hash for line in undisturbed.lines(rank)}
+            assert len(expected) == STEPS
+            assert all(expected[line.step] == line.hash for line in disturbed.lines(rank))

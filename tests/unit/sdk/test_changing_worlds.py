@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +19,7 @@ from ranks import run_ranks
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported by torch
 
 from holdfast import elastic
+from holdfast._elastic.staying_groups import can_stay
 from holdfast_core.errors import InvalidJobError
 
 TIMEOUT_S = 60.0
@@ -109,6 +111,51 @@ def test_a_script_that_names_ranks_stays_only_for_worlds_of_its_size(
     ended.join(TIMEOUT_S)
     assert (world.epoch, world.size) == (4, 1)
     world.close()
+
+
+def test_a_daemon_that_does_not_answer_an_arrival_is_asked_again(
+    members: Members, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables = {"SOCKET": str(tmp_path / "socket"), "JOB": "job"}
+    for name, value in variables.items():
+        monkeypatch.setenv(f"HOLDFAST_{name}", value)
+    monkeypatch.setenv("RANK", "0")
+    members.worlds = {1: (0,), 2: (0,)}
+    store = [members.begin()]
+    world = elastic.init("gloo")
+    members.absent = 2
+    store.append(members.begin())
+    world.leave()
+    world.join()  # not first in the world after this one
+    assert (world.epoch, members.greeted) == (2, {1: [0], 2: [0]})
+    world.close()
+
+
+@pytest.mark.skipif(not can_stay("gloo"), reason="no thread wakes its collectives")
+def test_a_process_that_does_not_leave_its_world_shows_where_it_is(
+    members: Members, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    variables = {"SOCKET": str(tmp_path / "socket"), "JOB": "job", "REFORM_SECONDS": "0.2"}
+    for name, value in variables.items():
+        monkeypatch.setenv(f"HOLDFAST_{name}", value)
+    monkeypatch.setenv("RANK", "0")
+    members.worlds = {1: (0,), 2: (0,)}
+    store = [members.begin()]
+    world = elastic.init("gloo")
+    store.append(members.begin())
+    shown = ""
+    while f"in {holds_up.__name__}" not in shown:
+        shown += holds_up(capfd)
+    world.leave()
+    world.join()
+    assert world.epoch == 2
+    world.close()
+
+
+def holds_up(capfd: Any) -> str:
+    """Some time that is spent outside of collectives, and what was shown meanwhile."""
+    time.sleep(0.05)
+    return str(capfd.readouterr().err)
 
 
 def test_lists_of_ranks_are_refused_where_the_number_of_ranks_may_change() -> None:

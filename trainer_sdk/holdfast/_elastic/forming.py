@@ -31,6 +31,8 @@ from holdfast_core.errors import StaleEpochError, UnreachableError
 _POLL_S, _POLL_S_MAX = 0.001, 0.05
 _POLLS = 4
 """A wait checks again after its duration so far divided by this, which bounds its excess."""
+_KNOCK_S = 1.0
+"""Time for which a listener that no longer accepts connections is tried: forming waits for it."""
 _SIZE = struct.Struct("@N")
 _NUMBER = struct.Struct("@n")
 _PORT = struct.Struct("!H")
@@ -150,6 +152,7 @@ class Listener:
         """Make every connection that may be missing, and close it."""
         for number in self.numbers:
             with suppress(OSError), socket.socket(self.family) as connection:
+                connection.settimeout(_KNOCK_S)
                 connection.connect((self.host, self.port))
                 connection.sendall(_NUMBER.pack(number))
 

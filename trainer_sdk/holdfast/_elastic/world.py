@@ -6,6 +6,7 @@ its groups. In the next epoch it forms them again, with the processes that repla
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import threading
@@ -51,6 +52,10 @@ from holdfast_core.topology import Topology
 _log = logging.getLogger("holdfast")
 _WAIT_S = 20.0
 """Longest single wait for news from the daemon."""
+_SHOWN_AFTER = 0.5
+"""Part of `reform_s` after which a process that has not left its world shows where it is."""
+_ASK_AGAIN_S = 0.2
+"""Pause before a daemon that has not answered is asked again."""
 Parts = Sequence[Sequence[int]]
 Partition = Parts | Callable[[int], Parts]
 """Lists of ranks, or a function that returns them for a number of ranks."""
@@ -146,6 +151,8 @@ class World:
         self._stood = False
         """Whether the ranks of that epoch have all stated what they have."""
         self._left = True
+        self._over = threading.Event()
+        """Set once this process has left the groups of its newest world."""
         self._has_session = False
         self._process = os.getpid()
         self.failure: Exception | None = None
@@ -571,6 +578,7 @@ class World:
                 f"epoch {meeting.epoch}: its groups could not be formed: {error}"
             ) from error
         self._meeting, self._left, self.failure = None, False, None
+        self._over = threading.Event()
         # Collectives that torch waits for by itself do not notice the end of a world, so a thread
         # wakes them.
         if self._wakes:
@@ -592,6 +600,7 @@ class World:
         self._exchanges.clear()
         self._point = self._meeting = None
         self._all.leave(given)
+        self._over.set()
 
     def survives(self, error: Exception) -> bool:
         """Whether `error` results from the end of this world, so that this process continues in the
@@ -659,8 +668,7 @@ class World:
     def _meet(self, following: WorldFollower, meeting: Meeting) -> None:
         """Join the meeting point of a world."""
         self._reached, self._stood = meeting.epoch, False
-        # Tell the launcher that this process has left the old world, so that it need not kill it.
-        following.arrive(self._rank_in(meeting), meeting.store_address)
+        self._arrive(following, meeting)
         self._point = groups.MeetingPoint(
             meeting.store_address,
             meeting.store_key,
@@ -670,6 +678,24 @@ class World:
             ended=lambda: following.epoch > meeting.epoch,
         )
         self._meeting = meeting
+
+    def _arrive(self, following: WorldFollower, meeting: Meeting) -> None:
+        """Tell the launcher that this process has left the old world, so that it need not kill it.
+        A daemon that does not answer, perhaps because it is just being replaced, is asked again.
+
+        Raises:
+            HoldfastError: the world has ended, or the daemon did not answer within `reform_s`.
+        """
+        until = time.monotonic() + self._reform_s
+        while True:
+            try:
+                following.arrive(self._rank_in(meeting), meeting.store_address)
+            except UnreachableError as error:
+                if time.monotonic() > until or following.wait_newer(meeting.epoch, _ASK_AGAIN_S):
+                    raise
+                _log.info("epoch %d: asking again: %s", meeting.epoch, error)
+            else:
+                return
 
     def _rank_in(self, meeting: Meeting) -> int:
         """Rank of this process in the world of `meeting`."""
@@ -729,12 +755,12 @@ class World:
         """Have a thread wake this process out of collectives that torch waits for by itself, on a
         device or in a backward pass, once the present world has ended."""
         if self._following is not None:
-            threading.Thread(
-                target=self._wake_at_end, args=(self._following, self._epoch), daemon=True
-            ).start()
+            args = (self._following, self._epoch, self._over)
+            threading.Thread(target=self._wake_at_end, args=args, daemon=True).start()
 
-    def _wake_at_end(self, following: WorldFollower, epoch: int) -> None:
-        """Wake collectives that torch waits for by itself, once `epoch` has ended."""
+    def _wake_at_end(self, following: WorldFollower, epoch: int, over: threading.Event) -> None:
+        """Wake collectives that torch waits for by itself, once `epoch` has ended. If the process
+        stays in that world all the same, show where it is before its launcher kills it."""
         while not following.wait_newer(epoch, _WAIT_S):
             if self._epoch != epoch or self._left:
                 return
@@ -742,3 +768,12 @@ class World:
         if self._wakes_default:
             waited.append(dist.group.WORLD)
         self._all.wake(epoch, [group for group in waited if group is not None])
+        stays_s = self._reform_s * _SHOWN_AFTER
+        if not over.wait(stays_s):
+            _log.error(
+                "epoch %d ended %.0f s ago, and this process has not left it: something outside of "
+                "its collectives holds it up. Its threads are here:",
+                epoch,
+                stays_s,
+            )
+            faulthandler.dump_traceback()

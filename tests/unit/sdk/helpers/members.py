@@ -50,6 +50,8 @@ class Members(trainer_pb2_grpc.TrainerServicer):
         self._stores: list[TCPStore] = []
         self.greeted: dict[int, list[int]] = {}
         """Epoch → world ranks that have arrived."""
+        self.absent = 0
+        """Number of arrivals that get no answer, as while a daemon is being replaced."""
         self._server = grpc.server(futures.ThreadPoolExecutor(max_workers=16))
         trainer_pb2_grpc.add_TrainerServicer_to_server(self, self._server)
         self._server.add_insecure_port(f"unix:{socket}")
@@ -112,5 +114,8 @@ class Members(trainer_pb2_grpc.TrainerServicer):
 
     def Hello(self, request: trainer_pb2.HelloRequest, context: Any) -> trainer_pb2.HelloReply:
         with self._changed:
+            self.absent -= 1
+            if self.absent >= 0:
+                context.abort(grpc.StatusCode.UNAVAILABLE, "the daemon is being replaced")
             self.greeted.setdefault(self._epoch, []).append(request.rank)
         return trainer_pb2.HelloReply(protocol_version=codec.PROTOCOL_VERSION)
