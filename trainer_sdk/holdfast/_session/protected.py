@@ -23,6 +23,7 @@ from holdfast._capture.apart import check_states_apart
 from holdfast._capture.capacity import Capacity
 from holdfast._capture.optimizer_steps import OptimizerSteps
 from holdfast._capture.partial_state import START, PartialState
+from holdfast._capture.routers import Routers
 from holdfast._capture.strategy import CaptureStrategy, SaveCall
 from holdfast._capture.tokens import Tokens
 from holdfast._checking.recording import WATCH, Watched
@@ -115,6 +116,13 @@ class ProtectedSession(WorldSession):
         self._number, self._last_save_s = 0, 0.0
         self._tokens = Tokens(strategy.token_parts)
         self._capacity = Capacity()
+        self._routers: Routers | None = None
+        """The hooks that count tokens; None if nobody needs to know them."""
+        if self._counts_tokens:
+            whole = strategy.token_parts == 1
+            self._routers = Routers(live, self._count, self._capacity, counts=whole)
+        self._told = False
+        """Whether a save has told whose tokens nobody counts."""
         self._closed, self._kept = False, START
         self._replay: Replay | None = None
         """The replay of a sparse window; None once its last step is repeated."""
@@ -249,6 +257,8 @@ class ProtectedSession(WorldSession):
         self._number = outcome.experts.ledger.snapshots
         self._capacity.resume(outcome.experts.replenishing, someone=outcome.replenishing)
         self._last_step, self._replay = outcome.step, outcome.replay
+        if outcome.replenishing and self._routers is not None:
+            self._routers.warn_of_capacity()
         self._began = began
         OF_PROCESS.on_restored(outcome.step)
         if WATCH.recorder is not None:
@@ -397,6 +407,11 @@ class ProtectedSession(WorldSession):
         sources, self._sources = self._sources, None
         reseated, self._reseated = self._reseated, False
         tokens, self._tokens = self._tokens, self._tokens.empty_copy()
+        if self._routers is not None:
+            self._routers.end_step()
+            if copies and not self._told:
+                self._told = True
+                self._routers.tell(tokens.layers, needed=self._saver.strategy.chooses_by_tokens)
         call = SaveCall(
             number=self._number - 1,
             step=handle.step,
@@ -421,8 +436,15 @@ class ProtectedSession(WorldSession):
         self, layer: int, counts: Sequence[float] | torch.Tensor, assignments: int | None = None
     ) -> None:
         if self._counts_tokens:
-            self._tokens.add(layer, counts, assignments)
-            self._capacity.count(layer, counts)
+            if self._routers is not None and self._routers.give_way(layer):
+                self._tokens.drop(layer)
+            self._count(layer, counts, assignments)
+
+    def _count(
+        self, layer: int, counts: Sequence[float] | torch.Tensor, assignments: int | None
+    ) -> None:
+        self._tokens.add(layer, counts, assignments)
+        self._capacity.count(layer, counts)
 
     def capacity_factors(self, layer: int, experts: int) -> list[float]:
         return self._capacity.factors(layer, experts)
@@ -478,6 +500,8 @@ class ProtectedSession(WorldSession):
         self._saver.wait_staged()
         self._closed = True
         self._hooks.remove()
+        if self._routers is not None:
+            self._routers.remove()
         self._saver.close(self._settings.rpc_timeout_s)
         self._interval.close(self._settings.rpc_timeout_s)
 
