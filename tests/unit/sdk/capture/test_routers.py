@@ -325,9 +325,9 @@ class Plain(nn.Module):
         self.layers = nn.ModuleList([block])
 
     def forward(self, input_ids: torch.Tensor, labels: Any = None) -> Any:
-        x = self.embedding(input_ids)
-        gate = self.layers[0]["gate"](x).softmax(-1)
-        outputs = [one(x) for one in self.layers[0]["experts"]]
+        x, block = self.embedding(input_ids), dict(self.layers[0].named_children())
+        gate = block["gate"](x).softmax(-1)
+        outputs = [one(x) for one in block["experts"].children()]
         loss = sum((gate[..., e, None] * o).sum() for e, o in enumerate(outputs))
         return type("Output", (), {"loss": loss})
 
@@ -390,20 +390,18 @@ def switch() -> Any:
     )
 
 
-def to_one_expert(module: nn.Module, expert: int) -> None:
-    """Let a router send all tokens to one expert."""
+def to_one_expert(classifier: nn.Linear, expert: int) -> None:
+    """Let the classifier of a router choose one expert for all tokens."""
     with torch.no_grad():
-        module.classifier.weight.zero_()  # type: ignore[union-attr, operator]
-    module.classifier.register_forward_hook(  # type: ignore[union-attr, operator]
-        lambda _, inputs, output: output + torch.eye(EXPERTS)[expert]
-    )
+        classifier.weight.zero_()
+    classifier.register_forward_hook(lambda _, inputs, output: output + torch.eye(EXPERTS)[expert])
 
 
 def test_an_expert_that_makes_up_for_lost_tokens_gets_more_room_in_a_router_with_a_capacity() -> (
     None
 ):
     layer = switch().encoder.block[1].layer[-1].mlp.train()
-    to_one_expert(layer.router, 2)
+    to_one_expert(layer.router.classifier, 2)
     model = nn.ModuleDict({"block": nn.ModuleList([layer])})
     capacity = Capacity()
     tokens, routers = hook(model, capacity)
@@ -423,7 +421,7 @@ def test_an_expert_that_makes_up_for_lost_tokens_gets_more_room_in_a_router_with
 
 
 def test_experts_in_dictionaries_are_experts() -> None:
-    tokens, routers = hook(switch())
+    _, routers = hook(switch())
     assert routers.layers == {1}
     units = {
         source.unit
