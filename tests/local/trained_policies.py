@@ -186,7 +186,7 @@ def with_huggingface(training: Training) -> None:
     training.on_ended(trainer.optimizer.optimizer)
 
 
-def with_lightning(training: Training) -> None:
+def with_lightning(training: Training, *, manual: bool = False) -> None:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -197,10 +197,19 @@ def with_lightning(training: Training) -> None:
     class Module(LightningModule):  # type: ignore[misc]  # not type-checked
         def __init__(self) -> None:
             super().__init__()
-            self.base = training.model
+            self.base, self.automatic_optimization = training.model, not manual
 
         def training_step(self, batch: Any, index: int) -> Any:
-            return self.base(**batch).loss
+            loss = self.base(**batch).loss
+            if not manual:
+                return loss
+            self.manual_backward(loss)
+            if index % PASSES == PASSES - 1:
+                optimizer = self.optimizers()
+                self.clip_gradients(optimizer, 1.0, "norm")
+                optimizer.step()
+                optimizer.zero_grad()
+            return None
 
         def train_dataloader(self) -> Any:
             return StatefulDataLoader(Passages(), BATCH, generator=torch.Generator())
@@ -223,8 +232,7 @@ def with_lightning(training: Training) -> None:
     trainer = Trainer(
         accelerator="cpu",
         max_steps=STEPS,
-        accumulate_grad_batches=PASSES,
-        gradient_clip_val=1.0,
+        **({} if manual else {"accumulate_grad_batches": PASSES, "gradient_clip_val": 1.0}),
         callbacks=[protection, Watching()],
         logger=False,
         enable_checkpointing=False,
@@ -239,6 +247,7 @@ INTEGRATIONS: dict[str, Callable[[Training], None]] = {
     "accelerate": with_accelerate,
     "huggingface": with_huggingface,
     "lightning": with_lightning,
+    "lightning, manual": partial(with_lightning, manual=True),
 }
 
 

@@ -131,7 +131,9 @@ class ProtectedSession(WorldSession):
         unheld = [one for one in live.optimizers if not notices_steps(one)]
         self._unheld, self._unseen = unheld, UnseenState(live.optimizers)
         before = self.before_step if hooks else None
-        self._hooks = StepHooks(live.optimizers, before, self._after_step)
+        self._hooks = StepHooks(
+            live.optimizers, before, self._after_step, watch_closures=self._repeats
+        )
         self._held = not unheld
         """Whether a hook lets every optimizer wait until a save is staged."""
         self._asked = False
@@ -347,6 +349,13 @@ class ProtectedSession(WorldSession):
         self._unseen.before_save(self._unheld)
         if self._unseen.problem is not None:
             raise self._unseen.problem
+        if self._hooks.makes_gradients:
+            raise InvalidJobError(
+                f"{self._hooks.makes_gradients} is given a closure that computes gradients within "
+                f"its step, where a recovery from a sparse window could freeze no unit: compute "
+                f"them before step() (in Lightning, set automatic_optimization to False), or use "
+                f"snapshot.policy.type Full, PartialExperts or Selective"
+            )
         if self._saver.busy:
             raise SnapshotSkippedError("the previous save is still in progress")
         # Start the save. If nothing else makes optimizers wait for the copy, wait for it here.

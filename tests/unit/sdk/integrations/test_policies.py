@@ -25,11 +25,12 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("torchdata")
 
-from trained_policies import (  # noqa: E402
+from trained_policies import (
     EXPERTS,
     INTEGRATIONS,
     KILLED_AFTER,
     State,
+    Training,
     train,
 )
 
@@ -50,6 +51,7 @@ pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 
 
 def rows(policies: dict[str, Policy]) -> list[Any]:
+    """Each policy in each integration that takes it."""
     return [
         pytest.param(
             name,
@@ -59,13 +61,14 @@ def rows(policies: dict[str, Policy]) -> list[Any]:
         )
         for name in INTEGRATIONS
         for kind, policy in policies.items()
+        if (name, type(policy)) != ("lightning", SparseWindows)
     ]
 
 
 def run(folder: Path, name: str, epoch: int, policy: Policy, *, killed: bool = False) -> None:
     folder.mkdir(exist_ok=True)
     work = partial(train, killed=killed)
-    further = (*IMPORTED, "holdfast.integrations.lightning") if name == "lightning" else IMPORTED
+    further = (*IMPORTED, "holdfast.integrations.lightning") if "lightning" in name else IMPORTED
     if not killed:
         run_ranks(work, (folder, name, epoch, policy), 1, *further)
         return
@@ -125,3 +128,23 @@ def test_a_killed_training_goes_on_with_experts_of_earlier_steps_and_knows_their
     report = torch.load(tmp_path / "report", weights_only=False)
     assert list(report.lost) == lost
     assert sum(lost) > 0
+
+
+def refused(rank: int, folder: Path, policy: Policy) -> None:
+    """Train with Lightning, whose automatic optimization takes gradients within a step."""
+    del rank
+    training = Training(folder, 1, policy, killed=False)
+    training.on_saved = lambda step, session, optimizer: told.append(  # type: ignore[method-assign]
+        session.counters.failure
+    )
+    told: list[str] = []
+    INTEGRATIONS["lightning"](training)
+    assert told and all("set automatic_optimization to False" in why for why in told), told
+
+
+@pytest.mark.parametrize("kind", ["Sparse", "Sparse, Optimizer"])
+def test_windows_whose_gradients_are_computed_within_a_step_are_refused(
+    tmp_path: Path, kind: str
+) -> None:
+    further = (*IMPORTED, "holdfast.integrations.lightning")
+    run_ranks(refused, (tmp_path, LOSSLESS[kind]), 1, *further)
