@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from holdfast._capture.capacity import Capacity
+from holdfast._capture.strategy import CaptureStrategy
 from holdfast._state.capture import LiveState
 from holdfast._state.conventions import plain_name
 from holdfast._state.dtensors import local_of
@@ -146,21 +147,23 @@ class Routers:
 
     Args:
         live: state of the model.
+        strategy: captures its snapshots, and needs the tokens.
         count: called with the tokens of each forward pass that trains.
         capacity: gives the capacity of experts that make up for lost tokens.
-        counts: whether numbers of tokens are what is to be counted; if not, there are no hooks.
     """
 
     def __init__(
-        self, live: LiveState, count: Counter, capacity: Capacity, *, counts: bool = True
+        self, live: LiveState, strategy: CaptureStrategy, count: Counter, capacity: Capacity
     ) -> None:
         self._model, self._count, self._capacity = live.model, count, capacity
-        self._counts = counts
+        self._needed, self._told = strategy.chooses_by_tokens, False
+        self._soft = strategy.token_parts > 1
+        """Whether sums of probabilities are counted, which no hook sees."""
         self._hooked: list[_Hooked] = []
         self._factors: dict[int, list[float]] = {}
         """Layer → factors of the present step for its experts; empty until they are needed."""
         self._layers_at = _layers_at(live.expert_layers())
-        for path, module in live.model.named_modules() if counts else ():
+        for path, module in live.model.named_modules() if not self._soft else ():
             if (layer := self._layer_of(path)) is not None:
                 self._hook(module, layer)
 
@@ -180,17 +183,19 @@ class Routers:
         """Remove all hooks."""
         self._remove(list(self._hooked))
 
-    def end_step(self) -> None:
-        """Note that a step is over, after which experts may have another capacity."""
-        self._factors.clear()
-
-    def tell(self, counted: Collection[int], *, needed: bool) -> None:
-        """Say which layers have their tokens counted here, and for which nobody counts.
+    def on_save(self, counted: Collection[int]) -> None:
+        """Note a save: experts may have another capacity in the next step. Say once whose tokens
+        are counted by whom.
 
         Args:
-            counted: layers whose tokens the script counts.
-            needed: whether the choice of experts depends on tokens.
+            counted: layers whose tokens anybody has counted since the last save.
         """
+        self._factors.clear()
+        if not self._told:
+            self._told = True
+            self._tell(counted)
+
+    def _tell(self, counted: Collection[int]) -> None:
         kinds = sorted({type(one.module).__qualname__ for one in self._hooked})
         if kinds:
             shown = ", ".join(kinds)
@@ -199,19 +204,19 @@ class Routers:
         missing = sorted(layers - self.layers - {*counted})
         if missing:
             _log.log(
-                logging.WARNING if needed else logging.INFO,
+                logging.WARNING if self._needed else logging.INFO,
                 "nobody counts the tokens of layers %s, %s: %s; call session.count_tokens(layer, "
                 "counts) in each step",
                 missing,
                 "by which the policy chooses experts"
-                if needed
+                if self._needed
                 else "so what a recovery costs in tokens is not known",
                 self._why_unknown(missing[0]),
             )
 
     def _why_unknown(self, layer: int) -> str:
         """Why no hook counts the tokens of a layer, with what may be its router."""
-        if not self._counts:
+        if self._soft:
             return "order SoftCount adds up probabilities, which hooks do not see"
         shown = [
             f"{path} ({type(module).__qualname__})"
@@ -286,7 +291,7 @@ class Routers:
                 for each in self._hooked
                 if each.capacity
             }
-        factors = torch.tensor(self._factors[one.layer], dtype=torch.float64)
+        factors = torch.tensor(self._factors[one.layer], dtype=torch.float64, device="cpu")
         rooms = (factors * one.kept).floor().long()
         setattr(module, one.capacity, rooms.to(inputs[0].device, non_blocking=True))
 

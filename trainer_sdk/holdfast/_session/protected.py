@@ -116,13 +116,10 @@ class ProtectedSession(WorldSession):
         self._number, self._last_save_s = 0, 0.0
         self._tokens = Tokens(strategy.token_parts)
         self._capacity = Capacity()
-        self._routers: Routers | None = None
+        self._routers = None
         """The hooks that count tokens; None if nobody needs to know them."""
         if self._counts_tokens:
-            whole = strategy.token_parts == 1
-            self._routers = Routers(live, self._count, self._capacity, counts=whole)
-        self._told = False
-        """Whether a save has told whose tokens nobody counts."""
+            self._routers = Routers(live, strategy, self._count, self._capacity)
         self._closed, self._kept = False, START
         self._replay: Replay | None = None
         """The replay of a sparse window; None once its last step is repeated."""
@@ -416,11 +413,8 @@ class ProtectedSession(WorldSession):
         sources, self._sources = self._sources, None
         reseated, self._reseated = self._reseated, False
         tokens, self._tokens = self._tokens, self._tokens.empty_copy()
-        if self._routers is not None:
-            self._routers.end_step()
-            if copies and not self._told:
-                self._told = True
-                self._routers.tell(tokens.layers, needed=self._saver.strategy.chooses_by_tokens)
+        if self._routers is not None and copies:
+            self._routers.on_save(tokens.layers)
         call = SaveCall(
             number=self._number - 1,
             step=handle.step,

@@ -18,6 +18,7 @@ import holdfast
 from holdfast._capture.capacity import Capacity
 from holdfast._capture.routers import Routers
 from holdfast._capture.tokens import Tokens
+from holdfast._capture.whole import WholeCapture
 from holdfast._state.capture import LiveState
 from holdfast.testing import FakeDaemon
 from holdfast_core.experts.replenish import Replenishing
@@ -167,7 +168,7 @@ def watch(
 def hook(model: nn.Module, capacity: Capacity | None = None) -> tuple[Tokens, Routers]:
     live = LiveState(model, [torch.optim.SGD(model.parameters(), lr=0.1)], Topology(dp=1), 0)
     tokens = Tokens()
-    return tokens, Routers(live, tokens.add, capacity or Capacity())
+    return tokens, Routers(live, WholeCapture(), tokens.add, capacity or Capacity())
 
 
 def counted(tokens: Tokens) -> Counts:
@@ -414,7 +415,7 @@ def test_an_expert_that_makes_up_for_lost_tokens_gets_more_room_in_a_router_with
     layer(x)
     assert counted(tokens) == {(0, 2): BATCH * 10 + BATCH * 11}
     assert layer.router.expert_capacity == 10, "the model keeps its own"
-    routers.end_step()
+    routers.on_save([0])
     capacity.count(0, [0, 0, 5, 0])
     layer(x)
     assert counted(tokens) == {(0, 2): BATCH * 10 + BATCH * 11 + BATCH * 10}

@@ -308,12 +308,14 @@ def are_refused(rank: int, world: int, directory: str) -> None:
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
     from megatron_model import Case, Trained
 
-    def refused(trained: Trained) -> str:
+    def refused(trained: Trained, **more: Any) -> str:
         with pytest.raises(InvalidJobError) as refusal:
-            open_session(trained, directory, rank, world, epoch=1)
+            open_session(trained, directory, rank, world, epoch=1, **more)
         return str(refusal.value)
 
     trained = Trained(1, Case())
+    windows = SparseWindows(window=2)
+    assert "an optimizer with flat tensors cannot take" in refused(trained, policy=windows)
     trained.model.ddp_config.overlap_param_gather = True
     assert "set it to False in DistributedDataParallelConfig" in refused(trained)
     trained.model.ddp_config.overlap_param_gather = False
