@@ -66,11 +66,11 @@ class Training:
     def __init__(self, folder: Path, epoch: int, policy: Policy, *, killed: bool) -> None:
         torch.manual_seed(epoch)
         torch.use_deterministic_algorithms(True)
-        self.model = Qwen3MoeForCausalLM(CONFIG)
+        self.model: Any = Qwen3MoeForCausalLM(CONFIG)
         torch.manual_seed(1)
         if epoch == 1:
             self.model = Qwen3MoeForCausalLM(CONFIG)
-        self.arguments = {
+        self.arguments: dict[str, Any] = {
             "daemon": FakeDaemon(folder / "memory", epoch=epoch),
             "settings": holdfast.Settings(policy=policy, start_wait_s=60.0),
         }
@@ -152,11 +152,13 @@ def with_huggingface(training: Training) -> None:
     protection = HoldfastTrainerCallback(**training.arguments)
 
     class Watching(TrainerCallback):  # type: ignore[misc]  # not type-checked
+        begun: int | None = None
+
         def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
             training.on_restored(trainer.optimizer.optimizer)
 
         def on_step_begin(self, args: Any, state: Any, *rest: Any, **kwargs: Any) -> None:
-            if state.global_step > (self.begun if hasattr(self, "begun") else 0):
+            if state.global_step and state.global_step != self.begun:
                 assert protection.session is not None
                 training.on_saved(
                     state.global_step, protection.session, trainer.optimizer.optimizer

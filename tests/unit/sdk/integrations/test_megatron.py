@@ -499,7 +499,13 @@ def counts_tokens(rank: int, world: int, directory: str, case: dict[str, Any]) -
         session.close()
 
 
-@pytest.mark.parametrize("case", [SPREAD, FLAT], ids=["", "distributed optimizer"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(SPREAD, id="", marks=pytest.mark.exhaustive),
+        pytest.param(FLAT, id="distributed optimizer"),
+    ],
+)
 def test_hooks_count_what_routers_send_to_the_experts_of_all_ranks(
     tmp_path: Path, case: dict[str, Any]
 ) -> None:

@@ -211,7 +211,14 @@ def test_training_that_dies_after_a_step_ends_with_the_same_losses_and_bytes(
     assert run.outcome() == undisturbed
 
 
-@pytest.mark.parametrize("recomputes", ["", "FullAC", "SelectiveAC"])
+@pytest.mark.parametrize(
+    "recomputes",
+    [
+        pytest.param("", marks=pytest.mark.exhaustive),
+        pytest.param("FullAC", marks=pytest.mark.exhaustive),
+        "SelectiveAC",
+    ],
+)
 def test_hooks_count_what_routers_choose(run: Run, tmp_path: Path, recomputes: str) -> None:
     import torchtitan_on_cpu
 
@@ -237,6 +244,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", POLICIES)
 @pytest.mark.usefixtures("deterministic")
 def test_a_policy_keeps_what_it_promises(
