@@ -69,7 +69,7 @@ class PartialCapture(CaptureStrategy):
     ) -> None:
         super().__init__()
         self._gradients = gradients
-        self._policy = policy
+        self._policy, self.chooses_by_tokens = policy, policy.needs_counts
         self._pieces = ExpertPieces()
         self._counting = counting
         self._chooser: Chooser = counting

@@ -95,6 +95,8 @@ class CaptureStrategy:
 
     leaves_out = False
     """Whether snapshots may leave experts out, so that tokens are counted."""
+    chooses_by_tokens = False
+    """Whether which experts a snapshot holds, or in which order, depends on tokens."""
     token_parts = 1
     """Parts of one in which the script's counts are added up."""
     rules: CaptureRules = NO_RULES

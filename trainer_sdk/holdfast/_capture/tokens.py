@@ -51,6 +51,17 @@ class Tokens:
         if assignments is not None:
             self._assignments[layer] = self._assignments.get(layer, 0) + assignments
 
+    def drop(self, layer: int) -> None:
+        """Forget what was added for a layer."""
+        self._counts.pop(layer, None)
+        self._assignments.pop(layer, None)
+        self._sums = {key: sums for key, sums in self._sums.items() if key[0] != layer}
+
+    @property
+    def layers(self) -> frozenset[int]:
+        """Layers for which anything was added."""
+        return frozenset([*self._counts, *(key[0] for key in self._sums)])
+
     def empty_copy(self) -> Tokens:
         """Sums of the same kind to which nothing was added."""
         return Tokens(self._parts)

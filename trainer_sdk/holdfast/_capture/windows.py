@@ -81,7 +81,7 @@ class WindowCapture(CaptureStrategy):
         self.rules = CaptureRules(
             window=policy.window, reorders=policy.counts_tokens, repeats=Repeats(policy.repeats)
         )
-        self.token_parts = deciding.parts
+        self.chooses_by_tokens, self.token_parts = policy.counts_tokens, deciding.parts
         self._deciding, self._wait_s = deciding, wait_s
         self._origin: int | None = None
         """Step of the first save that was called, before the first window."""

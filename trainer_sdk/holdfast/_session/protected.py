@@ -23,6 +23,7 @@ from holdfast._capture.apart import check_states_apart
 from holdfast._capture.capacity import Capacity
 from holdfast._capture.optimizer_steps import OptimizerSteps
 from holdfast._capture.partial_state import START, PartialState
+from holdfast._capture.routers import Routers
 from holdfast._capture.strategy import CaptureStrategy, SaveCall
 from holdfast._capture.tokens import Tokens
 from holdfast._checking.recording import WATCH, Watched
@@ -115,6 +116,10 @@ class ProtectedSession(WorldSession):
         self._number, self._last_save_s = 0, 0.0
         self._tokens = Tokens(strategy.token_parts)
         self._capacity = Capacity()
+        self._routers = None
+        """The hooks that count tokens; None if nobody needs to know them."""
+        if self._counts_tokens:
+            self._routers = Routers(live, strategy, self._count, self._capacity)
         self._closed, self._kept = False, START
         self._replay: Replay | None = None
         """The replay of a sparse window; None once its last step is repeated."""
@@ -123,7 +128,9 @@ class ProtectedSession(WorldSession):
         unheld = [one for one in live.optimizers if not notices_steps(one)]
         self._unheld, self._unseen = unheld, UnseenState(live.optimizers)
         before = self.before_step if hooks else None
-        self._hooks = StepHooks(live.optimizers, before, self._after_step)
+        self._hooks = StepHooks(
+            live.optimizers, before, self._after_step, watch_closures=self._repeats
+        )
         self._held = not unheld
         """Whether a hook lets every optimizer wait until a save is staged."""
         self._asked = False
@@ -249,6 +256,8 @@ class ProtectedSession(WorldSession):
         self._number = outcome.experts.ledger.snapshots
         self._capacity.resume(outcome.experts.replenishing, someone=outcome.replenishing)
         self._last_step, self._replay = outcome.step, outcome.replay
+        if outcome.replenishing and self._routers is not None:
+            self._routers.warn_of_capacity()
         self._began = began
         OF_PROCESS.on_restored(outcome.step)
         if WATCH.recorder is not None:
@@ -337,6 +346,13 @@ class ProtectedSession(WorldSession):
         self._unseen.before_save(self._unheld)
         if self._unseen.problem is not None:
             raise self._unseen.problem
+        if self._hooks.makes_gradients:
+            raise InvalidJobError(
+                f"{self._hooks.makes_gradients} is given a closure that computes gradients within "
+                f"its step, where a recovery from a sparse window could freeze no unit: compute "
+                f"them before step() (in Lightning, set automatic_optimization to False), or use "
+                f"snapshot.policy.type Full, PartialExperts or Selective"
+            )
         if self._saver.busy:
             raise SnapshotSkippedError("the previous save is still in progress")
         # Start the save. If nothing else makes optimizers wait for the copy, wait for it here.
@@ -397,6 +413,8 @@ class ProtectedSession(WorldSession):
         sources, self._sources = self._sources, None
         reseated, self._reseated = self._reseated, False
         tokens, self._tokens = self._tokens, self._tokens.empty_copy()
+        if self._routers is not None and copies:
+            self._routers.on_save(tokens.layers)
         call = SaveCall(
             number=self._number - 1,
             step=handle.step,
@@ -421,8 +439,15 @@ class ProtectedSession(WorldSession):
         self, layer: int, counts: Sequence[float] | torch.Tensor, assignments: int | None = None
     ) -> None:
         if self._counts_tokens:
-            self._tokens.add(layer, counts, assignments)
-            self._capacity.count(layer, counts)
+            if self._routers is not None and self._routers.give_way(layer):
+                self._tokens.drop(layer)
+            self._count(layer, counts, assignments)
+
+    def _count(
+        self, layer: int, counts: Sequence[float] | torch.Tensor, assignments: int | None
+    ) -> None:
+        self._tokens.add(layer, counts, assignments)
+        self._capacity.count(layer, counts)
 
     def capacity_factors(self, layer: int, experts: int) -> list[float]:
         return self._capacity.factors(layer, experts)
@@ -478,6 +503,8 @@ class ProtectedSession(WorldSession):
         self._saver.wait_staged()
         self._closed = True
         self._hooks.remove()
+        if self._routers is not None:
+            self._routers.remove()
         self._saver.close(self._settings.rpc_timeout_s)
         self._interval.close(self._settings.rpc_timeout_s)
 

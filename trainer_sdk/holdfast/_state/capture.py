@@ -370,6 +370,19 @@ class LiveState:
         self.cuda_devices = tuple(sorted(on_cuda))
         return self._found
 
+    def expert_layers(self) -> dict[str, int]:
+        """Return the path of each parameter of the model that belongs to experts, with the layer of
+        their units."""
+        modules = dict(self.model.named_modules())
+        layers = {}
+        for name, parameter in self.model.named_parameters():
+            shape = self.flat.gathered.get(id(parameter))
+            whole = parameter if shape is None else torch.empty(shape, device="meta")
+            unit = self._place(name, whole, raw(whole), modules).unit
+            if unit.kind is UnitKind.EXPERT and unit.layer is not None:
+                layers[name] = unit.layer
+        return layers
+
     def _parameters(self, modules: Mapping[str, nn.Module]) -> Iterator[TensorSource]:
         owner = {id(p): i for i, held in enumerate(self.holders) for p in held.parameters()}
         for name, parameter in self.model.named_parameters():

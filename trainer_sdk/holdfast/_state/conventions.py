@@ -1,8 +1,9 @@
 """Conventions that recognise the parts of a model by their names and shapes.
 
-Almost all MoE models follow a few conventions: a ModuleList called `experts`, or stacked weights
-`[experts, …]` of a grouped GEMM; a `gate` or `router`; numbered layers; embeddings; a head. For
-other models, the script passes the `units` argument of `holdfast.init`.
+Almost all MoE models follow a few conventions: a ModuleList called `experts`, or a ModuleDict with
+keys such as `expert_3`, or stacked weights `[experts, …]` of a grouped GEMM; a `gate` or `router`;
+numbered layers; embeddings; a head. For other models, the script passes the `units` argument of
+`holdfast.init`.
 
 A wrong guess costs balance, but not correctness, with one exception: experts that are mistaken for
 dense weights would be mistaken for replicas. The first save detects that and refuses
@@ -95,11 +96,12 @@ def key_of_tensor(
         at = parts.index("experts")
         before = [int(part) for part in parts[:at] if _is_number(part)]
         layer = before[0] if before else 0
-        inner = next((i for i in range(at + 1, len(parts) - 1) if _is_number(parts[i])), None)
+        inner = next((i for i in range(at + 1, len(parts) - 1) if _is_expert(parts[i])), None)
         if inner is not None:
             local = sum(1 for _ in _children(name, "experts", modules))
-            expert = ep_index * local + int(parts[inner])
-            parts[inner] = str(expert)
+            word, _, number = parts[inner].rpartition("_")
+            expert = ep_index * local + int(number)
+            parts[inner] = f"{word}_{expert}" if word else str(expert)
             renumbered = str(TensorName(".".join(parts)))
             return TensorKey(UnitKey(layer, UnitKind.EXPERT, expert), renumbered)
     else:
@@ -125,15 +127,20 @@ def _children(name: str, called: str, modules: Mapping[str, nn.Module]) -> list[
     is on the path `name`."""
     parts = name.split(".")
     at = parts.index(called)
-    inner = next(i for i in range(at + 1, len(parts)) if _is_number(parts[i]))
+    inner = next(i for i in range(at + 1, len(parts)) if _is_expert(parts[i]))
     parent = modules.get(".".join(parts[:inner]))
-    return [child for child, _ in parent.named_children() if _is_number(child)] if parent else []
+    return [child for child, _ in parent.named_children() if _is_expert(child)] if parent else []
 
 
 def _is_number(part: str) -> bool:
     """Whether a component of a path is the number of a layer or an expert. Digits of other scripts,
     and numbers too large for a unit, are names."""
     return part.isascii() and part.isdigit() and len(part) <= NUMBER_DIGITS_MAX
+
+
+def _is_expert(part: str) -> bool:
+    """Whether a component of a path below `experts` is one expert: its number, or `expert_3`."""
+    return _is_number(part.removeprefix("expert_"))
 
 
 def _is_stack(name: str, tensor: torch.Tensor, owner: nn.Module) -> bool:

@@ -219,6 +219,7 @@ class StepHooks:
     Args:
         before: called with the optimizer before it changes anything.
         after: called with the optimizer after its step.
+        watch_closures: whether to look for closures that compute or change gradients.
     """
 
     def __init__(
@@ -226,8 +227,16 @@ class StepHooks:
         optimizers: Sequence[Any],
         before: Callable[[Any], None] | None,
         after: Callable[[Any], None] | None = None,
+        *,
+        watch_closures: bool = False,
     ) -> None:
         self._before, self._after = before, after
+        self._watches_closures = watch_closures
+        self.makes_gradients = ""
+        """Class of an optimizer whose closure makes gradients within its step; empty if none is
+        known."""
+        self._gradients: list[tuple[int, int]] | None = None
+        """Gradients when a step with a closure began; None without one."""
         self._within: dict[int, Any] = {}
         """Number of an optimizer that is stepping → the (inner) optimizer that began the step."""
         self._handles: list[RemovableHandle] = []
@@ -236,13 +245,18 @@ class StepHooks:
                 self._hold(index, optimizer, one)
 
     def _hold(self, index: int, optimizer: Any, one: Any) -> None:
-        def begin(*_: Any) -> None:
+        def begin(_: Any, args: Sequence[Any], named: Mapping[str, Any]) -> None:
             if self._within.get(index, one) is one:
                 self._within[index] = one
                 if self._before is not None:
                     self._before(optimizer)
+                if self._watches_closures and any(map(callable, (*args, *named.values()))):
+                    self._gradients = _gradients_of(one)
 
         def end(*_: Any) -> None:
+            before, self._gradients = self._gradients, None
+            if before is not None and before != _gradients_of(one):
+                self.makes_gradients = type(optimizer).__qualname__
             if self._within.get(index) is one:
                 del self._within[index]
                 if self._after is not None:
@@ -254,6 +268,12 @@ class StepHooks:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+
+def _gradients_of(optimizer: Any) -> list[tuple[int, int]]:
+    """For each parameter of an optimizer, which gradient it has, and how often that has changed."""
+    held = (p.grad for group in optimizer.param_groups for p in group["params"])
+    return [(id(grad), 0 if grad is None else grad._version) for grad in held]
 
 
 def notices_steps(optimizer: Any, others: Collection[Any] = ()) -> list[Any]:

@@ -136,6 +136,12 @@ class Protection:
     """States of the random generators after the step to which a recovery has led, until the loop
     comes to the next batch: frameworks draw random numbers on the way."""
 
+    @property
+    def session(self) -> Session | None:
+        """The session, from the restore to the end of training; None before and after. Its
+        `counters.loss` has what recoveries cost in tokens."""
+        return None if self._entries is None else self._entries.session
+
     def _check_size(self, framework: str, accumulated: int, how: str) -> None:
         """Check what concerns worlds of another size.
 

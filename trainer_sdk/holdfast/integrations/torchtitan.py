@@ -112,6 +112,11 @@ class ProtectedCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  
             del trainer.train_step
 
     @property
+    def session(self) -> Session | None:
+        """The session, from the restore to the end of training; None before and after."""
+        return self._session
+
+    @property
     def save_future(self) -> Future[Any] | None:
         """The checkpoint that the manager inside is writing."""
         return getattr(self._inner, "save_future", None)

@@ -560,7 +560,7 @@ def test_an_optimizer_that_mixes_parameters_is_refused_by_what_it_does(
     assert max(daemon.sealed()).step == 1
 
 
-@pytest.mark.parametrize("make", ["Adagrad", "NAdam", "RMSprop", "SGD", "hooked", "closing"])
+@pytest.mark.parametrize("make", ["Adagrad", "NAdam", "RMSprop", "SGD", "hooked"])
 def test_an_optimizer_that_mixes_none_is_not_refused(
     make: str, make_trainer: Any, open_session: Any, daemon: FakeDaemon
 ) -> None:
@@ -578,20 +578,31 @@ def test_an_optimizer_that_mixes_none_is_not_refused(
             optimizer.register_step_pre_hook(double)
         return made
 
-    if make == "closing":
-
-        def closure() -> torch.Tensor:
-            with torch.enable_grad():
-                optimizer.zero_grad()
-                loss: torch.Tensor = trainer.model(torch.arange(8)).square().mean()
-                loss.backward()
-            return loss
-
-        trainer.train = lambda: optimizer.step(closure)
     session = stepped(trainer, optimizer, daemon, open_and_hook)
     assert session.problem is None
     session.close()
     assert max(daemon.sealed()).step == 5
+
+
+def test_gradients_that_a_closure_computes_within_a_step_are_refused(
+    make_trainer: Any, open_session: Any, daemon: FakeDaemon
+) -> None:
+    """A recovery would drop the gradients of frozen units before there are any."""
+    trainer = make_trainer()
+    optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-2)
+
+    def closure() -> torch.Tensor:
+        with torch.enable_grad():
+            optimizer.zero_grad()
+            loss: torch.Tensor = trainer.model(torch.arange(8)).square().mean()
+            loss.backward()
+        return loss
+
+    trainer.train = lambda: optimizer.step(closure)
+    session = stepped(trainer, optimizer, daemon, open_session)
+    assert session.counters.failed == 5
+    assert "AdamW is given a closure that computes gradients" in session.counters.failure
+    assert not daemon.sealed()
 
 
 def test_a_loop_without_deterministic_algorithms_is_refused(daemon: FakeDaemon) -> None:

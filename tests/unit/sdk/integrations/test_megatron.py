@@ -9,6 +9,7 @@ import importlib.util
 import os
 import signal
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,11 +19,21 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from stored import JOB, persist
+from waiting import wait_for
 
 import holdfast
 from holdfast.dcp import HoldfastReader
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import InvalidJobError
+from holdfast_core.job.snapshots import (
+    ExpertChoice,
+    Full,
+    PartialExperts,
+    Policy,
+    Repeats,
+    Selective,
+    SparseWindows,
+)
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.topology import Topology
 
@@ -61,7 +72,14 @@ def name_of(row: tuple[int, dict[str, Any]]) -> str:
 
 
 def open_session(
-    trained: Trained, directory: str, rank: int, world: int, epoch: int, old: int = 0, **more: Any
+    trained: Trained,
+    directory: str,
+    rank: int,
+    world: int,
+    epoch: int,
+    old: int = 0,
+    policy: Policy | None = None,
+    **more: Any,
 ) -> holdfast.Session:
     from holdfast.integrations.megatron import protect
 
@@ -73,7 +91,7 @@ def open_session(
         captured_by=old,
         reads=[one for one in range(old) if one % world == rank],
     )
-    settings = holdfast.Settings(start_wait_s=WAIT_S, exchange_timeout_s=WAIT_S)
+    settings = holdfast.Settings(start_wait_s=WAIT_S, exchange_timeout_s=WAIT_S, policy=policy)
     return protect(
         [trained.model],
         trained.optimizer,
@@ -290,12 +308,14 @@ def are_refused(rank: int, world: int, directory: str) -> None:
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
     from megatron_model import Case, Trained
 
-    def refused(trained: Trained) -> str:
+    def refused(trained: Trained, **more: Any) -> str:
         with pytest.raises(InvalidJobError) as refusal:
-            open_session(trained, directory, rank, world, epoch=1)
+            open_session(trained, directory, rank, world, epoch=1, **more)
         return str(refusal.value)
 
     trained = Trained(1, Case())
+    windows = SparseWindows(window=2)
+    assert "an optimizer with flat tensors cannot take" in refused(trained, policy=windows)
     trained.model.ddp_config.overlap_param_gather = True
     assert "set it to False in DistributedDataParallelConfig" in refused(trained)
     trained.model.ddp_config.overlap_param_gather = False
@@ -412,3 +432,164 @@ def name_grouped_experts(rank: int, world: int, directory: str) -> None:
 
 def test_grouped_experts_are_called_as_listed_ones(tmp_path: Path) -> None:
     run(name_grouped_experts, 1, tmp_path)
+
+
+# --- policies -------------------------------------------------------------------------------------
+
+SPREAD: dict[str, Any] = {"dtype": "fp32", "distributed": False, "ep": 2, "experts": 4}
+FLAT = SPREAD | {"distributed": True}
+POLICIES: dict[str, tuple[Policy, dict[str, Any]]] = {
+    "Full": (Full(), SPREAD),
+    "Sparse": (SparseWindows(window=2), SPREAD),
+    "Sparse, Optimizer": (SparseWindows(window=2, repeats=Repeats.OPTIMIZER), SPREAD),
+    "PartialExperts": (PartialExperts(loss_limit=1.0), SPREAD),
+    "LoadAware": (PartialExperts(selection=ExpertChoice.LOAD_AWARE, loss_limit=1.0), SPREAD),
+    "Selective": (Selective(experts=3, loss_limit=1.0), SPREAD),
+}
+
+
+def tensors(trained: Trained) -> dict[str, torch.Tensor]:
+    """All parameters of this rank, and what the optimizers keep for them."""
+    found = {}
+    for name, p in trained.model.named_parameters():
+        found[f"{name}:"] = p.detach().clone()
+        for one in trained.inner():
+            for key, value in one.optimizer.state.get(p, {}).items():
+                if isinstance(value, torch.Tensor):
+                    found[f"{name}:{key}"] = value.detach().clone()
+    return found
+
+
+def note_choices(trained: Trained) -> dict[tuple[int, int], int]:
+    """Count, from now on and one by one, the tokens that Megatron's routers send."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    chosen: dict[tuple[int, int], int] = Counter()
+
+    def note(router: Any, inputs: Any, output: Any) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            for row in output[1].tolist():
+                for expert, sent in enumerate(row):
+                    chosen[router.layer_number - 1, expert] += sent
+
+    for module in trained.model.modules():
+        if isinstance(module, TopKRouter):
+            module.register_forward_hook(note)
+    return chosen
+
+
+def counts_tokens(rank: int, world: int, directory: str, case: dict[str, Any]) -> None:
+    from megatron_model import Case, Trained
+
+    for recomputed in (False, True):
+        trained = Trained(1, Case(**case))
+        if recomputed:
+            trained.config.recompute_granularity = "full"
+            trained.config.recompute_method = "uniform"
+            trained.config.recompute_num_layers = 1
+        policy = PartialExperts(selection=ExpertChoice.LOAD_AWARE)
+        where = f"{directory}-{recomputed}"
+        session: Any = open_session(trained, where, rank, world, epoch=1, policy=policy)
+        session.restore()
+        chosen = note_choices(trained)
+        train(trained, 1, 2)
+        counts, assigned = session._tokens.read()
+        assert {(unit.layer, unit.expert): n for unit, n in counts.items()} == chosen
+        assert sum(assigned.values()) == sum(chosen.values()) > 0
+        session.close()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(SPREAD, id="", marks=pytest.mark.exhaustive),
+        pytest.param(FLAT, id="distributed optimizer"),
+    ],
+)
+def test_hooks_count_what_routers_send_to_the_experts_of_all_ranks(
+    tmp_path: Path, case: dict[str, Any]
+) -> None:
+    run(counts_tokens, 2, tmp_path, case)
+
+
+def is_killed_under(
+    rank: int, world: int, directory: str, case: dict[str, Any], policy: Policy
+) -> None:
+    from megatron_model import Case, Trained
+
+    torch.use_deterministic_algorithms(True)
+    if not policy.leaves_experts_out:
+        trained = Trained(1, Case(**case))
+        train(trained, 1, STEPS)
+        torch.save(trained.digests(), f"{directory}-{rank}")
+    trained = Trained(1, Case(**case))
+    session: Any = open_session(trained, directory, rank, world, epoch=1, policy=policy)
+    session.restore()
+    chosen, noted = note_choices(trained), []
+    for iteration in range(1, KILLED + 1):
+        trained.step(iteration)
+        session.save(iteration)
+        wait_for("the save", lambda: not session._saver.busy, WAIT_S)
+        assert session.counters.failed == session.counters.skipped == 0, session.counters
+        noted.append((tensors(trained), Counter(chosen)))
+    torch.save(noted, f"{directory}-noted{rank}")
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def comes_back_under(
+    rank: int, world: int, directory: str, case: dict[str, Any], policy: Policy
+) -> None:
+    from megatron_model import Case, Trained
+
+    torch.use_deterministic_algorithms(True)
+    trained = Trained(2, Case(**case))
+    session: Any = open_session(trained, directory, rank, world, epoch=2, policy=policy)
+    done = session.restore()
+    if policy.leaves_experts_out:
+        assert done == KILLED
+        check_experts(tensors(trained), torch.load(f"{directory}-noted{rank}", weights_only=False))
+    for iteration in range(done + 1, STEPS + 1):
+        trained.step(iteration)
+        session.save(iteration)
+        wait_for("the save", lambda: not session._saver.busy, WAIT_S)
+    session.close()
+    if not policy.leaves_experts_out:
+        found, expected = trained.digests(), torch.load(f"{directory}-{rank}")
+        assert found.keys() == expected.keys()
+        assert [name for name in found if found[name] != expected[name]] == []
+
+
+def check_experts(found: dict[str, torch.Tensor], noted: list[Any]) -> None:
+    """Check that each expert is as after one step, not all as after the newest, and all other
+    state is as after the newest."""
+    newest = noted[-1][0]
+    experts = {name.partition(".linear_fc")[0] for name in newest if ".experts." in name}
+    assert len(experts) == 2 * 2
+    of_none = [name for name in newest if ".experts." not in name]
+    assert [name for name in of_none if not torch.equal(found[name], newest[name])] == []
+    old = 0
+    for expert in experts:
+        held = [name for name in newest if name.startswith(f"{expert}.")]
+        steps = [
+            step
+            for step, (state, _) in enumerate(noted)
+            if all(torch.equal(found[name], state[name]) for name in held)
+        ]
+        assert steps, f"{expert} is of no single step"
+        old += max(steps) < len(noted) - 1
+    assert old, "nothing was left out"
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind == "LoadAware" else pytest.mark.exhaustive)
+        for kind in POLICIES
+    ],
+)
+def test_a_killed_run_comes_back_as_its_policy_promises(tmp_path: Path, kind: str) -> None:
+    policy, case = POLICIES[kind]
+    with pytest.raises(AssertionError, match="SIGKILL"):
+        run(is_killed_under, 2, tmp_path, case, policy)
+    run(comes_back_under, 2, tmp_path, case, policy)

@@ -9,17 +9,30 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from waiting import wait_for
 
+import holdfast
 from holdfast import topology_from_device_mesh
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import InvalidJobError
+from holdfast_core.experts.loss_reports import LossReport
+from holdfast_core.job.snapshots import (
+    ExpertChoice,
+    PartialExperts,
+    Policy,
+    Repeats,
+    Selective,
+    SparseWindows,
+)
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import decode_layout
 from holdfast_core.snapshots.units import UnitKey, UnitKind
@@ -67,6 +80,13 @@ class Run:
 
     def __init__(self, titan: Any, assets: Path, folder: Path) -> None:
         self._titan, self._assets, self._folder = titan, assets, folder
+        self.policy: Policy | None = None
+        self.recomputes = ""
+        """Class of torchtitan's that checkpoints activations; empty for its default."""
+        self.report: LossReport | None = None
+        """What the newest save has stated about tokens."""
+        self.chosen: list[Counter[tuple[int, int]]] = []
+        """After each step of the newest training, (layer, expert) → tokens, counted one by one."""
 
     def train(self, daemon: FakeDaemon | None, kill_after: int = 0, checkpoints: int = 0) -> int:
         """Train to the end, or until the process dies after a step; return the step before the
@@ -78,13 +98,22 @@ class Run:
         trainer = self.configured(daemon, checkpoints).build()
         save = trainer.checkpointer.save
         started: list[int] = []
+        chosen = note_choices(trainer)
+        self.chosen = [Counter()]
 
         def save_and_die(step: int, last_step: bool = False) -> bool:
             started.append(step - 1)
             saved: bool = save(step, last_step=last_step)
-            if daemon is not None and step <= kill_after:
+            # A sparse window is committed at its end.
+            if daemon is not None and step <= kill_after and self.policy is None:
                 generation = Generation(daemon.epoch, step)
                 wait_for("the snapshot", lambda: generation in committed(daemon), WAIT_S)
+            self.chosen.append(Counter(chosen))
+            if self.policy is not None:
+                session = trainer.checkpointer.session
+                wait_for("the save", lambda: not session._saver.busy, WAIT_S)
+                self.report = session.counters.loss.report
+                assert session.counters.failed == 0, session.counters
             if step == kill_after:
                 raise Killed
             return saved
@@ -111,8 +140,15 @@ class Run:
         config.checkpoint.enable = checkpoints > 0
         config.checkpoint.interval = checkpoints or 1
         config.checkpoint.last_save_model_only = False
+        if self.recomputes:
+            from torchtitan.distributed import activation_checkpoint
+
+            config.activation_checkpoint = getattr(activation_checkpoint, self.recomputes).Config()
         if daemon is not None:
-            config.checkpoint = self._titan.protect(config.checkpoint, daemon=daemon)
+            settings = holdfast.Settings(policy=self.policy, start_wait_s=WAIT_S)
+            config.checkpoint = self._titan.protect(
+                config.checkpoint, daemon=daemon, settings=settings
+            )
         return config
 
     def outcome(self) -> tuple[dict[int, float], dict[str, str]]:
@@ -120,6 +156,25 @@ class Run:
         lines = map(json.loads, (self._folder / "log-0").read_text().splitlines())
         state = json.loads((self._folder / "state-0").read_text())
         return {line["step"]: line["loss"] for line in lines}, state
+
+
+def note_choices(trainer: Any) -> Counter[tuple[int, int]]:
+    """Count, from now on and one by one, what torchtitan's routers choose in training."""
+    from torchtitan.models.common.moe import TokenChoiceTopKRouter
+
+    chosen: Counter[tuple[int, int]] = Counter()
+
+    def note(layer: int, router: Any, inputs: Any, output: Any) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            for expert in output[1].reshape(-1).tolist():
+                chosen[layer, expert] += 1
+
+    for part in trainer.model_parts:
+        for path, module in part.named_modules():
+            if isinstance(module, TokenChoiceTopKRouter):
+                layer = next(int(one) for one in path.split(".") if one.isdigit())
+                module.register_forward_hook(partial(note, layer))
+    return chosen
 
 
 def committed(daemon: FakeDaemon) -> list[Generation]:
@@ -154,6 +209,57 @@ def test_training_that_dies_after_a_step_ends_with_the_same_losses_and_bytes(
     # What torchtitan itself has saved is older.
     assert run.train(FakeDaemon(memory, epoch=2), 0, checkpoints) == KILLED_AFTER
     assert run.outcome() == undisturbed
+
+
+@pytest.mark.parametrize(
+    "recomputes",
+    [
+        pytest.param("", marks=pytest.mark.exhaustive),
+        pytest.param("FullAC", marks=pytest.mark.exhaustive),
+        "SelectiveAC",
+    ],
+)
+def test_hooks_count_what_routers_choose(run: Run, tmp_path: Path, recomputes: str) -> None:
+    import torchtitan_on_cpu
+
+    run.policy, run.recomputes = PartialExperts(selection=ExpertChoice.LOAD_AWARE), recomputes
+    run.train(FakeDaemon(tmp_path / "memory"), kill_after=2)
+    layers = range(torchtitan_on_cpu.LAYERS)
+    routed = [sum(n for (at, _), n in run.chosen[2].items() if at == layer) for layer in layers]
+    assert run.report is not None
+    assert list(run.report.routed) == routed
+    # The first snapshot has all experts, and the second has one of each layer.
+    in_second = run.chosen[2] - run.chosen[1]
+    for layer, at_risk in zip(layers, run.report.at_risk, strict=True):
+        of_layer = [n for (at, _), n in in_second.items() if at == layer]
+        assert sum(of_layer) - at_risk in [*of_layer, 0]
+
+
+POLICIES = {
+    "Sparse": SparseWindows(window=2),
+    "Sparse, Optimizer": SparseWindows(window=2, repeats=Repeats.OPTIMIZER),
+    "PartialExperts": PartialExperts(loss_limit=1.0),
+    "LoadAware": PartialExperts(selection=ExpertChoice.LOAD_AWARE, loss_limit=1.0),
+    "Selective": Selective(experts=3, loss_limit=1.0),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", POLICIES)
+@pytest.mark.usefixtures("deterministic")
+def test_a_policy_keeps_what_it_promises(
+    run: Run, undisturbed: Any, tmp_path: Path, kind: str
+) -> None:
+    run.policy, memory = POLICIES[kind], tmp_path / "memory"
+    run.train(FakeDaemon(memory), KILLED_AFTER)
+    begun = run.train(FakeDaemon(memory, epoch=2))
+    if not run.policy.leaves_experts_out:
+        assert run.outcome() == undisturbed
+        return
+    assert begun == KILLED_AFTER
+    assert run.report is not None
+    assert sum(run.report.lost) > 0
+    assert run.outcome()[0].keys() == undisturbed[0].keys()
 
 
 def test_without_anything_to_restore_a_checkpoint_of_torchtitans_own_is_loaded(
