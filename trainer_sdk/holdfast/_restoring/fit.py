@@ -61,17 +61,21 @@ class Wanted(msgspec.Struct, kw_only=True):
     """(first byte, bytes, master) of the ranges to round from a master."""
 
 
-def entries_of(layout: Layout, window: WindowRecord | None) -> tuple[Entry, ...]:
+def entries_of(
+    layout: Layout, live: LiveState, window: WindowRecord | None = None
+) -> tuple[Entry, ...]:
     """List the entries that a restore reads, or rounds from masters.
 
     Args:
+        live: live state, in which the program itself may make weights from masters.
         window: record of a sparse window; None for other snapshots.
 
     Raises:
         CorruptError: the frames of a window do not fit its layout.
     """
     if window is None:
-        return (*state_entries(layout), *layout.casts)
+        rounded = (cast for cast in layout.casts if not live.is_gathered(cast.tensor))
+        return (*state_entries(layout), *rounded)
     return tuple(restored_entries(layout, window))
 
 

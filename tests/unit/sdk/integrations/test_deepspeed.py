@@ -19,10 +19,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from stored import JOB, persist
+from torch.distributed.checkpoint import state_dict_loader
 
 import holdfast
+from holdfast.dcp import HoldfastReader
+from holdfast.export import export_dcp
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import InvalidJobError
+from holdfast_core.snapshots.generations import Generation
 from holdfast_core.topology import Topology
 
 WAIT_S = 120.0
@@ -204,11 +209,34 @@ def test_a_killed_run_ends_with_the_losses_and_bytes_of_an_undisturbed_one(
     run(comes_back, 2, tmp_path, asdict(case))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_other_worlds_find_masters_and_moments_by_parameter(tmp_path: Path, stage: int) -> None:
-    case = asdict(Case(stage=stage, dtype="bf16"))
+def loads_elsewhere(rank: int, world: int, directory: str, dtype: str) -> None:
+    """A model without DeepSpeed loads the persisted set by parameter, and its export."""
+    from deepspeed_model import Model
+
+    tier, expected = f"{directory}-tier", torch.load(f"{directory}-full")
+    export_dcp(HoldfastReader(tier, job=JOB), Path(f"{directory}-export"), model_only=True)
+    for source in (
+        {"storage_reader": HoldfastReader(tier, job=JOB)},
+        {"checkpoint_id": f"{directory}-export"},
+    ):
+        model = Model().to({"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])
+        state = {name: p.detach() for name, p in model.named_parameters()}
+        state_dict_loader.load(state, **source)
+        assert [name for name, p in state.items() if not torch.equal(p, expected[name])] == []
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype"),
+    [(2, "bf16"), (3, "bf16"), pytest.param(3, "fp32", marks=pytest.mark.exhaustive)],
+)
+def test_other_worlds_and_models_find_weights_masters_and_moments_by_parameter(
+    tmp_path: Path, stage: int, dtype: str
+) -> None:
+    case = asdict(Case(stage=stage, dtype=dtype))
     with pytest.raises(AssertionError, match="SIGKILL"):
         run(is_killed, 2, tmp_path, case)
+    persist(tmp_path / "memory", tmp_path / "memory-tier", 2, Generation(1, KILLED))
+    run(loads_elsewhere, 1, tmp_path, dtype)
     for world in (1, 3):
         run(comes_back_among_others, world, tmp_path, case, 2)
 
