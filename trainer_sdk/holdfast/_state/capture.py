@@ -361,8 +361,8 @@ class LiveState:
         for source in found:
             if source.name in seen:
                 raise InvalidJobError(
-                    f"two tensors are called {source.name!r}; is a parameter in two optimizers, or "
-                    f"are two experts numbered alike?"
+                    f"two tensors are called {source.name!r}: give each parameter to one "
+                    f"optimizer, and each expert a number of its own"
                 )
             seen.add(source.name)
         self.changed_buffers = self._changed_buffers(modules)
