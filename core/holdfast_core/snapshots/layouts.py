@@ -90,8 +90,8 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     param_group: int = 0
     """Parameter group of a parameter, counted over all optimizers; -1 when it is in none."""
     cast_of: str = ""
-    """Only in `Layout.casts`: name of the master whose elements, float32 and rounded to nearest with
-    ties to even or of the same dtype, are the elements of this range. `offset` is that of the
+    """Only in `Layout.casts`: name of the master whose elements are the elements of this range:
+    float32, rounded to nearest with ties to even, or of the same dtype. `offset` is that of the
     master's elements."""
 
 
