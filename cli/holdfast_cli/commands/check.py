@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -103,10 +101,8 @@ class _Plan:
     timeout_s: float
     directory: Path
     """Where orders and records are."""
-    _decoded: dict[Path, tuple[tuple[int, int, int], Record]] = field(
-        default_factory=dict, init=False
-    )
-    """Path of a record → identity of the file that was decoded, and the record."""
+    _decoded: dict[Path, tuple[bytes, Record]] = field(default_factory=dict, init=False)
+    """Path of a record → its bytes and the record, when it was decoded last."""
 
     @property
     def processes(self) -> int:
@@ -127,15 +123,14 @@ class _Plan:
         return [self._record(path) for path in paths]
 
     def _record(self, path: Path) -> Record | None:
-        """Decode a record, once: one that changes is another file."""
-        with suppress(FileNotFoundError), path.open("rb") as file:
-            found = os.fstat(file.fileno())
-            identity = found.st_ino, found.st_mtime_ns, found.st_size
-            known = self._decoded.get(path)
-            if known is None or known[0] != identity:
-                known = self._decoded[path] = identity, decode_record(file.read())
-            return known[1]
-        return None
+        """Read a record, and decode it if it has changed: that takes far longer."""
+        if not path.exists():
+            return None
+        data = path.read_bytes()
+        known = self._decoded.get(path)
+        if known is None or known[0] != data:
+            known = self._decoded[path] = data, decode_record(data)
+        return known[1]
 
 
 def check_job(
