@@ -109,7 +109,10 @@ def to_nf4(layer: nn.Linear) -> None:
 WEIGHTS: dict[str, tuple[Callable[[nn.Linear], None], torch.dtype]] = {
     "int8": (to_codes("Int8WeightOnlyConfig"), torch.float32),
     "float8": (to_codes("Float8WeightOnlyConfig"), torch.float32),
-    "int4": (to_codes("IntxWeightOnlyConfig", weight_dtype=torch.int4), torch.float32),
+    "int4": (
+        to_codes("IntxWeightOnlyConfig", weight_dtype=getattr(torch, "int4", None)),
+        torch.float32,
+    ),
     "int8 activations": (to_codes("Int8DynamicActivationInt8WeightConfig"), torch.float32),
     "nf4": (to_nf4, torch.float32),
 }
