@@ -223,6 +223,12 @@ test-megatron: $(STAMP) ## Run the tests that train with Megatron-Core, which ha
 	  --dist worksteal tests/unit/sdk/integrations/test_megatron.py \
 	  tests/unit/sdk/elastic/test_staying_parallelism.py $(ARGS)
 
+.PHONY: test-optimizers
+test-optimizers: $(STAMP) ## Run the tests of torchao's and pytorch_optimizer's classes, in an environment of their own
+	@$(call overlay,optimizers)
+	PYTHONPATH="$$("$$overlay/bin/python" $(site))" $(BIN)/python -m pytest -n $(PYTEST_WORKERS) \
+	  --dist worksteal tests/unit/sdk/state/test_published.py $(ARGS)
+
 .PHONY: test-schedules
 test-schedules: $(STAMP) ## Run ten thousand schedules of the simulation, and more of its models (long)
 	@$(BIN)/python -m pytest tests/simulation/test_schedules.py tests/simulation/test_stages.py \
@@ -414,7 +420,7 @@ $(STAMP): constraints.txt pyproject.toml Makefile
 	  exit 1
 	}
 	mkdir -p build "$(HOLDFAST_CACHE)"
-	$(call requirements,extra not in {"bench"$(comma) "deepspeed"$(comma) "docs"$(comma) "fuzz"$(comma) "megatron"$(comma) "release"$(comma) "stores"$(comma) "torchtitan"}) > build/requirements.txt
+	$(call requirements,extra not in {"bench"$(comma) "deepspeed"$(comma) "docs"$(comma) "fuzz"$(comma) "megatron"$(comma) "optimizers"$(comma) "release"$(comma) "stores"$(comma) "torchtitan"}) > build/requirements.txt
 	key=$$({ $(PYTHON) -VV; uname -m; cat build/requirements.txt constraints.txt; } \
 	  | sha256sum | cut -c1-16)
 	deps="$(HOLDFAST_CACHE)/deps-$$key"

@@ -42,6 +42,8 @@ MASTERS_BYTES = 256 * 1024 * 1024
 
 THREADS = 8
 
+_NAN_OF_BFLOAT16 = 0x7FC0
+
 RUNS_MAX = 64
 ROW_BYTES = 256 * 1024
 """More than `RUNS_MAX` runs, of rows up to this long, are read as whole rows and cut in memory."""
@@ -245,8 +247,10 @@ def rounded(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.uint1
     if dtype != "bfloat16":
         raise CorruptError(f"a layout derives {dtype} from float32 masters, which is not possible")
     bits = values.view(np.uint32)
-    bits = bits + 0x7FFF + ((bits >> 16) & 1)  # infinities stay; no layout derives a NaN
-    return (bits >> 16).astype(np.uint16)
+    bits = bits + 0x7FFF + ((bits >> 16) & 1)  # infinities stay
+    halves = (bits >> 16).astype(np.uint16)
+    halves[np.isnan(values)] = _NAN_OF_BFLOAT16
+    return halves
 
 
 def _widened(want: Want) -> Want | None:

@@ -129,6 +129,19 @@ def make_engine(
     return engine
 
 
+def make_pipeline() -> Any:
+    """An engine of DeepSpeed for pipelines, of one stage."""
+    from deepspeed.pipe import PipelineModule
+
+    model = PipelineModule(
+        [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)], num_stages=1, loss_fn=nn.MSELoss()
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    settings = {"train_micro_batch_size_per_gpu": BATCH, "steps_per_print": 10**9}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    return engine
+
+
 def train_step(engine: Any, rank: int) -> float:
     """Train on the micro-batches of one step; return the loss of the last one.
 

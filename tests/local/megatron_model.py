@@ -28,7 +28,7 @@ from megatron.core.transformer.module import Float16Module  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 WORDS, LENGTH, BATCH, ACCUMULATED = 64, 8, 2, 2
-LOSS_SCALE = 2.0**24
+LOSS_SCALE = 2.0**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,21 +39,22 @@ class Case:
     dtype: str = "bf16"
     tp: int = 1
     pp: int = 1
+    vpp: int = 1
+    """Chunks of the model on each pipeline stage."""
     ep: int = 1
     experts: int = 0
-
-    def __str__(self) -> str:
-        sizes = "".join(
-            f" {n}{getattr(self, n)}" for n in ("tp", "pp", "ep") if getattr(self, n) > 1
-        )
-        experts = " experts" * bool(self.experts)
-        return f"{self.dtype}{' distributed' * self.distributed}{sizes}{experts}"
+    sequence: bool = False
+    """Whether tensor-parallel ranks divide the sequence outside of attention and MLP."""
 
 
 def use_groups(case: Case) -> None:
     """Have Megatron make its groups of ranks."""
     parallel_state.initialize_model_parallel(
-        case.tp, case.pp, expert_model_parallel_size=case.ep, create_gloo_process_groups=True
+        case.tp,
+        case.pp,
+        virtual_pipeline_model_parallel_size=case.vpp if case.vpp > 1 else None,
+        expert_model_parallel_size=case.ep,
+        create_gloo_process_groups=True,
     )
 
 
@@ -73,12 +74,18 @@ def make_config(case: Case) -> TransformerConfig:
         "moe_token_dispatcher_type": "allgather",
     }
     return TransformerConfig(
-        num_layers=2,
+        num_layers=max(case.pp * case.vpp, 2),
         hidden_size=16,
         num_attention_heads=2,
         ffn_hidden_size=32,
         tensor_model_parallel_size=case.tp,
         pipeline_model_parallel_size=case.pp,
+        virtual_pipeline_model_parallel_size=case.vpp if case.vpp > 1 else None,
+        # Two stages are neighbours in both directions, and messages between them are told apart by
+        # their groups.
+        overlap_p2p_comm=case.vpp > 1,
+        batch_p2p_comm=case.vpp == 1,
+        sequence_parallel=case.sequence,
         use_cpu_initialization=True,
         add_bias_linear=False,
         # Draws from Megatron's own generators, which differ between tensor-parallel ranks.
@@ -96,7 +103,9 @@ def make_config(case: Case) -> TransformerConfig:
     )
 
 
-def make_chunk(config: TransformerConfig, *, first: bool, last: bool) -> GPTModel:
+def make_chunk(
+    config: TransformerConfig, *, first: bool, last: bool, number: int | None = None
+) -> GPTModel:
     """A new chunk of the model, perhaps the `first` or the `last` one."""
     return GPTModel(
         config=config,
@@ -108,6 +117,7 @@ def make_chunk(config: TransformerConfig, *, first: bool, last: bool) -> GPTMode
         pre_process=first,
         post_process=last,
         share_embeddings_and_output_weights=False,
+        vp_stage=number,
     )
 
 
@@ -119,15 +129,20 @@ class Trained:
         tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
         self.config = make_config(case)
         precision = _precision(case)
-        model: Any = make_chunk(
-            self.config,
-            first=parallel_state.is_pipeline_first_stage(),
-            last=parallel_state.is_pipeline_last_stage(),
-        )
-        if precision:
-            model = Float16Module(self.config, model)
         settings = DistributedDataParallelConfig(use_distributed_optimizer=case.distributed)
-        self.model = DistributedDataParallel(self.config, settings, model)
+        self.chunks: list[Any] = []
+        for number in range(case.vpp):
+            at: dict[str, Any] = {"ignore_virtual": False, "vp_stage": number}
+            chunk: Any = make_chunk(
+                self.config,
+                first=parallel_state.is_pipeline_first_stage(**at),
+                last=parallel_state.is_pipeline_last_stage(**at),
+                number=number if case.vpp > 1 else None,
+            )
+            if precision:
+                chunk = Float16Module(self.config, chunk)
+            self.chunks.append(DistributedDataParallel(self.config, settings, chunk))
+        self.model = self.chunks[0]
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -142,7 +157,7 @@ class Trained:
                 loss_scale_window=3,
                 **precision,
             ),
-            [self.model],
+            self.chunks,
         )
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
@@ -163,12 +178,15 @@ class Trained:
     def step(self, iteration: int) -> float:
         """Train on the micro-batches of one step; return the sum of their losses."""
         shard = parallel_state.get_data_parallel_rank()
-        self.model.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        batches = [_batch(iteration, shard, i) for i in range(ACCUMULATED)]
+        data = [iter(batches) for _ in self.chunks]
         results = get_forward_backward_func()(
             forward_step_func=_forward,
-            data_iterator=iter([_batch(iteration, shard, i) for i in range(ACCUMULATED)]),
-            model=[self.model],
+            data_iterator=data if len(data) > 1 else data[0],
+            model=self.chunks,
             num_microbatches=ACCUMULATED,
             seq_length=LENGTH,
             micro_batch_size=BATCH,
@@ -182,9 +200,17 @@ class Trained:
         """Megatron's optimizers in a chain."""
         return [*getattr(self.optimizer, "chained_optimizers", [self.optimizer])]
 
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Parameters of all chunks by name."""
+        return {
+            f"{number}.{name}": p
+            for number, chunk in enumerate(self.chunks)
+            for name, p in chunk.named_parameters()
+        }
+
     def digests(self) -> dict[str, str]:
         """Digests of all that training has changed on this rank."""
-        found = {name: _digest(p) for name, p in self.model.named_parameters()}
+        found = {name: _digest(p) for name, p in self.weights().items()}
         for i, one in enumerate(self.inner()):
             for index, group in enumerate(one.optimizer.param_groups):
                 settings = sorted((k, v) for k, v in group.items() if k != "params")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from copy import copy
 from typing import Any
 
 import torch
@@ -79,6 +80,7 @@ def enter() -> None:
     cuda.Stream = cuda.Event = _Stream
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer import torch_norm
     from megatron.core.transformer.moe import moe_utils
 
     generators: Any = random
@@ -88,6 +90,20 @@ def enter() -> None:
     # parameter, which its loader of checkpoints looks for in the checkpoint.
     moe: Any = moe_utils
     moe.te_general_gemm = None
+    # Its norm of torch refuses to be told of sequence parallelism. That of Apex marks its weights,
+    # so that their gradients are summed over the ranks that divide the sequence.
+    norm: Any = torch_norm.WrappedTorchNorm
+    make_norm = norm.__new__
+
+    def marked(cls: type, config: Any, *args: Any, **kwargs: Any) -> nn.Module:
+        alone = copy(config)
+        alone.sequence_parallel = False
+        made: nn.Module = make_norm(cls, alone, *args, **kwargs)
+        for parameter in made.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return made
+
+    norm.__new__ = marked
     sharded: Any = DistributedOptimizer
     set_states = sharded._set_main_param_and_optimizer_states
 

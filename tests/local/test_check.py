@@ -7,12 +7,18 @@ writes what the scripts of the page print now into the page."""
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from waiting import wait_for
+
+from holdfast_cli.local.directory import RunDirectory
+from holdfast_cli.local.processes import marked_processes
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "checking.md"
@@ -187,6 +193,34 @@ def test_a_script_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     checked = check(tmp_path, script, "--timeout", "20")
     assert checked.returncode == 2
     assert "within --timeout 20 s" in checked.stderr
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+def test_a_check_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(BEGIN + SESSION + "\nimport time\ntime.sleep(1000)\n")
+    command = [sys.executable, "-m", "holdfast_cli.main", "check", "train.py"]
+    checking = subprocess.Popen(
+        command, cwd=tmp_path, env={**os.environ, "TMPDIR": str(tmp_path)}, start_new_session=True
+    )
+    try:
+        runs = wait_for("a run", lambda: [*tmp_path.glob("holdfast-check-*/run")], WAIT_S)
+        directory = RunDirectory(runs[0], "default.check")
+        wait_for(
+            "the daemon, the launcher and the script",
+            lambda: len(marked_processes(directory.mark())) >= 3,
+            WAIT_S,
+        )
+        assert directory.memory.exists()
+    finally:
+        os.killpg(checking.pid, signal.SIGKILL)
+        checking.wait()
+    wait_for(
+        "the end of all of it",
+        lambda: not (runs[0].parent.exists() or directory.memory.exists()),
+        WAIT_S,
+    )
+    assert not marked_processes(directory.mark())
 
 
 @pytest.mark.exhaustive

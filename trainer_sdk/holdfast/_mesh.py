@@ -101,7 +101,9 @@ def topology_from_device_mesh(mesh: DeviceMesh | Degrees, *, ep: int | None = No
     if named is None and "ep" in kinds:
         named = size["ep"]
     if named is not None and ep not in (None, named):
-        raise InvalidJobError(f"the mesh has ep={named}, but the argument is ep={ep}")
+        raise InvalidJobError(
+            f"the mesh has ep={named}, but the argument is ep={ep}: leave the argument out"
+        )
     topology = Topology(
         dp=size["data"] * size["ep"],
         ep=ep if ep is not None else named or 1,
@@ -146,8 +148,9 @@ def _of_degrees(dims: Degrees, ep: int | None) -> Topology:
     """
     if not isinstance(dims, Degrees):
         raise InvalidJobError(
-            f"a {type(dims).__qualname__} is neither a DeviceMesh nor an object with the degrees "
-            f"dp_replicate, dp_shard, cp, tp, pp and ep, as torchtitan's ParallelDims has them"
+            f"a {type(dims).__qualname__} says nothing of parallelism: give a DeviceMesh, or an "
+            f"object with the degrees dp_replicate, dp_shard, cp, tp, pp and ep, as torchtitan's "
+            f"ParallelDims"
         )
     if dims.dp_shard < 1:
         raise InvalidJobError(
@@ -157,7 +160,9 @@ def _of_degrees(dims: Degrees, ep: int | None) -> Topology:
     within = dims.tp == 1 or getattr(dims, "etp", 1) == dims.tp
     named = dims.ep if within else 1
     if ep not in (None, named):
-        raise InvalidJobError(f"the degrees give ep={named}, but the argument is ep={ep}")
+        raise InvalidJobError(
+            f"the degrees give ep={named}, but the argument is ep={ep}: leave the argument out"
+        )
     return Topology(
         dp=dims.dp_replicate * dims.dp_shard * dims.cp, tp=dims.tp, pp=dims.pp, ep=named
     )

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ import msgspec
 from holdfast_cli import exit_codes
 from holdfast_cli.commands.check_view import CheckReport, json_report, text_report
 from holdfast_cli.local import LocalCluster, LocalSettings
+from holdfast_cli.local.directory import RunDirectory
+from holdfast_cli.local.guard import guarded
 from holdfast_cli.local.processes import kill_marked
 from holdfast_core.errors import HoldfastError, InvalidJobError, UnreachableError
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
@@ -70,10 +72,11 @@ def check(options: argparse.Namespace) -> int:
     )
     keep = True
     try:
-        report = asyncio.run(_check(plan))
+        with guarded(RunDirectory(plan.run, plan.job.key), directory):
+            report = asyncio.run(_check(plan))
         keep = False
     except HoldfastError as error:
-        raise type(error)(f"{error}\noutput of the script: {directory / 'run' / 'logs'}") from error
+        raise type(error)(f"{error}\noutput of the script: {plan.run / 'logs'}") from error
     except KeyboardInterrupt:
         keep = False
         raise
@@ -98,10 +101,17 @@ class _Plan:
     timeout_s: float
     directory: Path
     """Where orders and records are."""
+    _decoded: dict[Path, tuple[bytes, Record]] = field(default_factory=dict, init=False)
+    """Path of a record → its bytes and the record, when it was decoded last."""
 
     @property
     def processes(self) -> int:
         return self.job.world_size
+
+    @property
+    def run(self) -> Path:
+        """Directory of the local run."""
+        return self.directory / "run"
 
     def order(self, order: Order) -> None:
         """Give an order to processes that start from now on."""
@@ -110,7 +120,17 @@ class _Plan:
     def records(self, phase: Phase) -> list[Record | None]:
         """The records of all ranks; None for a rank that has none yet."""
         paths = [self.directory / record_file(phase, rank) for rank in range(self.processes)]
-        return [decode_record(path.read_bytes()) if path.exists() else None for path in paths]
+        return [self._record(path) for path in paths]
+
+    def _record(self, path: Path) -> Record | None:
+        """Read a record, and decode it if it has changed: that takes far longer."""
+        if not path.exists():
+            return None
+        data = path.read_bytes()
+        known = self._decoded.get(path)
+        if known is None or known[0] != data:
+            known = self._decoded[path] = data, decode_record(data)
+        return known[1]
 
 
 def check_job(
@@ -157,7 +177,7 @@ async def _check(plan: _Plan) -> CheckReport:
     """Run both phases and compare their records."""
     progress = _Progress()
     plan.order(Order(phase=Phase.FIRST, save=plan.save))
-    settings = LocalSettings(directory=plan.directory / "run", standbys=0)
+    settings = LocalSettings(directory=plan.run, standbys=0)
     progress(f"starting {_processes(plan.processes)} of {plan.script}")
     async with LocalCluster(plan.job, settings) as cluster:
         first = await _first_phase(plan, cluster, progress)

@@ -36,7 +36,6 @@ REPLICATED = -1
 tensor."""
 
 _DTYPE = re.compile(r"(?:bfloat|float|complex|uint|int|qint|quint)([0-9]+)(?:_e[0-9]+m.*)?")
-_MASTER_BYTES = 4
 _ITEM_BYTES = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16}
 
 
@@ -132,6 +131,8 @@ class _Placed:
     """Shape of the whole; 0 for a number of stacked experts, which only follows from all ranks."""
     box: tuple[tuple[int, ...], tuple[int, ...]]
     """Offsets of the local tensor in the whole, and its shape."""
+    widened: int
+    """See `TensorPart.widened`."""
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -195,6 +196,11 @@ class _Placing:
                 units.setdefault(entry.tensor, set()).add(entry.unit)
         # Different experts under one name: a stack that is not sliced.
         self._stacks = {name for name, of in units.items() if len(of) > 1}
+        self._dtypes = {
+            rank: {entry.tensor: entry.dtype for entry in layout.entries}
+            for rank, layout in layouts.items()
+            if layout.casts
+        }
 
     def place(self, rank: int, entry: Entry) -> Iterator[_Placed]:
         """Yield the place of `entry`; nothing when it is left out or another rank's copy is
@@ -246,7 +252,19 @@ class _Placing:
             own=own,
             shape=tuple(shape),
             box=(tuple(offsets), tuple(local)),
+            widened=self._widened(rank, entry),
         )
+
+    def _widened(self, rank: int, entry: Entry) -> int:
+        if not entry.cast_of:
+            return 1
+        master = self._dtypes[rank].get(entry.cast_of)
+        if master is None:
+            raise LayoutMismatchError(
+                f"{entry.tensor} of rank {rank} follows from {entry.cast_of}, which its layout "
+                f"does not have"
+            )
+        return item_bytes(master) // item_bytes(entry.dtype)
 
     def _cut(self, parameter: str, shape: Sequence[int]) -> int:
         dim = next((dim for p, dim in self._patterns if p.fullmatch(parameter)), None)
@@ -323,9 +341,8 @@ def _tiles(name: str, total: int, found: Iterable[_Placed]) -> tuple[TensorPart,
                 f"{name}: no rank captured its bytes from {end} to {total}; the ranks' snapshots "
                 f"were planned differently"
             )
-        wider = _MASTER_BYTES // item_bytes(best.entry.dtype) if best.entry.cast_of else 1
-        offset = best.entry.offset + wider * (end - best.entry.start)
-        tiles.append(TensorPart(end, reach - end, best.rank, offset, wider))
+        offset = best.entry.offset + best.widened * (end - best.entry.start)
+        tiles.append(TensorPart(end, reach - end, best.rank, offset, best.widened))
         end = reach
     return tuple(tiles)
 

@@ -90,8 +90,9 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     param_group: int = 0
     """Parameter group of a parameter, counted over all optimizers; -1 when it is in none."""
     cast_of: str = ""
-    """Only in `Layout.casts`: name of the float32 master whose elements, rounded to nearest with
-    ties to even, are the elements of this range. `offset` is that of the master's elements."""
+    """Only in `Layout.casts`: name of the master whose elements are the elements of this range:
+    float32, rounded to nearest with ties to even, or of the same dtype. `offset` is that of the
+    master's elements."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,7 +112,8 @@ class Layout:
     daemon that rebuilds this rank elsewhere reserves memory for parity by it."""
     casts: tuple[Entry, ...] = ()
     """Ranges of compute weights that have no bytes of their own in the slot, because they are the
-    rounded copies of their masters."""
+    rounded copies of their masters: weights that a session does not store, and those that the
+    program itself makes from its ranges of masters when it needs them."""
     since: int = 0
     """First epoch of the world that captures with it, set by the daemon when the session opens:
     what an earlier world has left takes no slot of a later one."""

@@ -185,10 +185,10 @@ def test_parameters_that_have_elements_only_when_needed_follow_from_their_ranges
     run(continues, new, tmp_path, old, True)
 
 
-@pytest.fixture
-def stored(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+@pytest.fixture(params=[False, True], ids=["weights", "no weights"])
+def stored(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     """A tier with a set that two ranks have saved, and their state."""
-    run(begins, 2, tmp_path)
+    run(begins, 2, tmp_path, request.param)
     persist(tmp_path / "memory", tmp_path / "tier", 2, Generation(1, SAVED))
     saved, _ = torch.load(tmp_path / "memory-state")
     return tmp_path / "tier", saved
@@ -214,6 +214,8 @@ def test_a_persisted_set_has_masters_and_states_by_parameter_and_loads_into_anot
         assert torch.equal(p, saved[name])
         for key, value in state["optim"]["state"][name].items():
             assert torch.equal(value, saved[f"{name}.{key}"]), (name, key)
+    groups = HoldfastReader(str(tier), job=JOB).values
+    assert {f"optim.param_groups.{name}.lr" for name, _ in model.named_parameters()} <= {*groups}
     tensors = HoldfastReader(str(tier), job=JOB).source.tensors
     assert {n.removeprefix("optim.state.") for n in tensors if n.startswith("optim")} == {
         n for n in saved if n.endswith((".master", ".step", ".exp_avg", ".exp_avg_sq"))

@@ -13,7 +13,7 @@ This module must not read or write the bytes of tensors.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -22,7 +22,8 @@ import xxhash
 
 from holdfast._copying.engine import CopyPlan, plan_copy
 from holdfast._state.capture import TensorSource, Whole
-from holdfast._state.extras import dtype_name
+from holdfast._state.casts import follows, name_of_weights
+from holdfast._state.extras import dtype_name, dtype_of_name
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.experts.recompute import BESIDE_STATE
 from holdfast_core.experts.sparse_windows import (
@@ -478,6 +479,16 @@ def layout_of(
     # Leave room for the extras to grow, and let weights without room refer to their masters.
     extras_offset = round_up(end, base.piece_bytes if apart else TENSOR_ALIGNMENT)
     room = round_up(extras_offset + extras_bytes * 5 // 4 + EXTRAS_SPARE_BYTES, PAGE_BYTES)
+    casts = [
+        msgspec.structs.replace(
+            _entry(shard, sizes[shard.tensor], wholes.get(shard.tensor, Whole()), 0),
+            cast_of=master.tensor,
+            offset=_offset_of(entries_of[master.tensor], master),
+        )
+        for shard, master in sorted(
+            without_room.items(), key=lambda item: (item[0].tensor, item[0].start)
+        )
+    ]
     return Layout(
         rank=rank,
         world_size=topology.world_size,
@@ -486,17 +497,29 @@ def layout_of(
         extras_offset=extras_offset,
         extras_capacity=room - extras_offset,
         piece_bytes=base.piece_bytes,
-        casts=tuple(
-            msgspec.structs.replace(
-                _entry(shard, sizes[shard.tensor], wholes.get(shard.tensor, Whole()), 0),
-                cast_of=master.tensor,
-                offset=_offset_of(entries_of[master.tensor], master),
-            )
-            for shard, master in sorted(
-                without_room.items(), key=lambda item: (item[0].tensor, item[0].start)
-            )
-        ),
+        casts=(*casts, *_weights_made_from(entries, sources)),
     )
+
+
+def _weights_made_from(
+    entries: Sequence[Entry], sources: Sequence[TensorSource]
+) -> Iterator[Entry]:
+    """Yield the weights that no rank captures, because the program makes them from the masters in
+    `entries`."""
+    dtypes = {source.name: source.weights for source in sources if source.weights is not None}
+    for entry in entries:
+        dtype = dtypes.get(entry.tensor)
+        if dtype is not None and follows(dtype, dtype_of_name(entry.dtype)):
+            wider = dtype_of_name(entry.dtype).itemsize // dtype.itemsize
+            yield msgspec.structs.replace(
+                entry,
+                tensor=name_of_weights(entry.tensor),
+                role=TensorRole.COMPUTE,
+                dtype=dtype_name(dtype),
+                start=entry.start // wider,
+                nbytes=entry.nbytes // wider,
+                cast_of=entry.tensor,
+            )
 
 
 def _entry(shard: Shard, size: TensorSize, whole: Whole, offset: int) -> Entry:

@@ -107,7 +107,8 @@ def local_name(live: LiveState, tensor: SetTensor) -> str | None:
         text = str(replace(name, kind=NameKind.BUFFER))
         return text if live.path_of_buffer(text) is not None else None
     if not tensor.key:
-        return str(name) if str(name) in live.anchors else None
+        held = str(name) in live.anchors and not live.is_gathered(str(name))
+        return str(name) if held else None
     foreign = replace(name, kind=NameKind.MASTER)
     if str(foreign) in live.anchors:
         return str(foreign if tensor.key == "master" else foreign.state(tensor.key))
@@ -153,8 +154,9 @@ def _local(
 
 
 def _is_others(live: LiveState, tensor: SetTensor) -> bool:
-    """Whether `tensor` is an optimizer state that belongs to another rank's optimizer."""
-    if live.flat and tensor.key:
+    """Whether `tensor` is an optimizer state that belongs to another rank's optimizer, or a
+    parameter that the program makes itself."""
+    if live.flat and (tensor.key or live.is_gathered(str(TensorName(tensor.parameter)))):
         return True
     anchor = live.anchors.get(tensor.parameter) if tensor.key else None
     return anchor is not None and anchor.optimizer >= 0 and not live.takes_state(anchor, tensor.key)

@@ -27,7 +27,7 @@ from holdfast._state.buffers import (
 from holdfast._state.capture import Anchor, LiveState, TensorSource
 from holdfast._state.casts import Pair, pair_of
 from holdfast._state.collect import buffers_of, devices_of, expect_states, put_forms
-from holdfast._state.dtensors import local_of, with_placement_of
+from holdfast._state.dtensors import inner_names, local_of, with_placement_of
 from holdfast._state.extras import dtype_name, dtype_of_name
 from holdfast_core.errors import LayoutMismatchError
 from holdfast_core.experts.recompute import state_entries
@@ -61,17 +61,21 @@ class Wanted(msgspec.Struct, kw_only=True):
     """(first byte, bytes, master) of the ranges to round from a master."""
 
 
-def entries_of(layout: Layout, window: WindowRecord | None) -> tuple[Entry, ...]:
+def entries_of(
+    layout: Layout, live: LiveState, window: WindowRecord | None = None
+) -> tuple[Entry, ...]:
     """List the entries that a restore reads, or rounds from masters.
 
     Args:
+        live: live state, in which the program itself may make weights from masters.
         window: record of a sparse window; None for other snapshots.
 
     Raises:
         CorruptError: the frames of a window do not fit its layout.
     """
     if window is None:
-        return (*state_entries(layout), *layout.casts)
+        rounded = (cast for cast in layout.casts if not live.is_gathered(cast.tensor))
+        return (*state_entries(layout), *rounded)
     return tuple(restored_entries(layout, window))
 
 
@@ -341,6 +345,8 @@ def _allocate(
     if shape != tuple(local.shape):
         state[key] = torch.empty(shape, dtype=dtype, device=device)
         return
+    if inner_names(local):  # Such a class need not know how to make a tensor of its shape.
+        local = torch.empty_strided(local.shape, local.stride(), device="meta")
     # Seats without an expert, and the padding of flat tensors, hold zeros.
     whole = anchor.place.seats is None and anchor.span is None
     make = torch.empty_like if whole else torch.zeros_like

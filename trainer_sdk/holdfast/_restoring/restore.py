@@ -497,7 +497,7 @@ class Restore:
             )
         snapshot = read_snapshot(self.client, held, timeout_s)
         try:
-            entries = entries_of(layout, snapshot.window)
+            entries = entries_of(layout, self.live, snapshot.window)
             return _Found(snapshot, entries, decode_extras(snapshot.extras), decision.source)
         except HoldfastError:
             snapshot.arena.close()

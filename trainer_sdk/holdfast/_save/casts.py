@@ -82,11 +82,13 @@ class Casts:
             )
 
     def on_session_opened(self, layout: Layout, sources: Sequence[TensorSource]) -> None:
-        """Note which weights `layout` leaves out: `check` compares them in every save."""
+        """Note which of the weights in `sources` the layout leaves out: `check` compares them in
+        every save. Weights that only `layout` has are made from their masters by the program."""
         by_name = {source.name: source for source in sources}
         self._captured = tuple(
             pair_of(by_name[cast.tensor], by_name[cast.cast_of], cast.start, cast.nbytes)
             for cast in layout.casts
+            if cast.tensor in by_name
         )
         self.changed = False
 

@@ -100,6 +100,9 @@ class TensorSource:
     """Whether it is a number that an optimizer keeps once for all experts of a stack."""
     captured: bool = True
     """Whether this rank captures it in snapshots. If not, another rank with a copy does."""
+    weights: torch.dtype | None = None
+    """dtype of the parameter whose masters it is, if the parameter itself is not captured because
+    the program makes it from them."""
 
     @property
     def nbytes(self) -> int:
@@ -358,8 +361,8 @@ class LiveState:
         for source in found:
             if source.name in seen:
                 raise InvalidJobError(
-                    f"two tensors are called {source.name!r}; is a parameter in two optimizers, or "
-                    f"are two experts numbered alike?"
+                    f"two tensors are called {source.name!r}: give each parameter to one "
+                    f"optimizer, and each expert a number of its own"
                 )
             seen.add(source.name)
         self.changed_buffers = self._changed_buffers(modules)
@@ -508,7 +511,9 @@ class LiveState:
             for unit, text, span in found:
                 self.anchors[text] = Anchor(index, parameter, None, place, span)
                 names.append(text)
-                yield self._range(unit, text, TensorRole.MASTER, local, span, parameter)
+                master = self._range(unit, text, TensorRole.MASTER, local, span, parameter)
+                weights = None if one.shape is None else one.parameter.dtype
+                yield replace(master, weights=weights)
         self._ranges[id(parameter)] = tuple(names)
 
     def _range(
@@ -588,6 +593,15 @@ class LiveState:
         flat tensor."""
         anchor = self.anchors.get(str(TensorName.parse(name).base))
         return None if anchor is None else anchor.span
+
+    def is_gathered(self, name: str) -> bool:
+        """Whether `name` is a parameter, or a slice of one, that the program makes from this rank's
+        and other ranks' ranges of its masters."""
+        if not self.flat.gathered:
+            return False
+        self.sources()  # notes the parameters
+        anchor = self.anchors.get(str(TensorName.parse(name).whole))
+        return anchor is not None and id(anchor.parameter) in self.flat.gathered
 
     def _refuse_replaced(self, optimizer: int, foreign: Sequence[torch.Tensor]) -> None:
         """Raise InvalidJobError if one of `foreign` was in the model before. The optimizer would

@@ -76,10 +76,22 @@ def find_masters(sources: Sequence[TensorSource]) -> dict[str, str]:
     for master in sources:
         if master.role is not TensorRole.MASTER:
             continue
-        weight = weights.get(_name_of_weights(master.name))
+        weight = weights.get(name_of_weights(master.name))
         if weight is not None and weight.name not in masters and _alike(weight, master):
             masters[weight.name] = master.name
     return masters
+
+
+def name_of_weights(master: str) -> str:
+    """Return the name of the parameter that belongs to a master: `w[5]` for `w/master[5]` and for
+    `w[5]:master_param`."""
+    name = TensorName.parse(master)
+    return str(name.base if name.is_state else replace(name, kind=NameKind.PARAMETER))
+
+
+def follows(weights: torch.dtype, master: torch.dtype) -> bool:
+    """Whether a reader of a layout can make weights of one dtype from masters of another."""
+    return weights == master or (master is torch.float32 and weights in _ROUNDED)
 
 
 def pair_of(weights: TensorSource, master: TensorSource, start: int, nbytes: int) -> Pair:
@@ -98,13 +110,6 @@ def pair_of(weights: TensorSource, master: TensorSource, start: int, nbytes: int
 def fill(pair: Pair) -> None:
     """Round the master into the weights."""
     pair.weights.copy_(pair.master)
-
-
-def _name_of_weights(master: str) -> str:
-    """Return the name of the parameter that belongs to a master: `w[5]` for `w/master[5]` and for
-    `w[5]:master_param`."""
-    name = TensorName.parse(master)
-    return str(name.base if name.is_state else replace(name, kind=NameKind.PARAMETER))
 
 
 def _alike(weights: TensorSource, master: TensorSource) -> bool:

@@ -91,7 +91,7 @@ def put_back(live: LiveState, stateful: Mapping[str, Stateful], extras: Mapping[
     if len(extras["optimizers"]) != len(live.optimizers):
         raise LayoutMismatchError(
             f"the snapshot holds {len(extras['optimizers'])} optimizers, this session has "
-            f"{len(live.optimizers)}"
+            f"{len(live.optimizers)}: pass the same optimizers to holdfast.init"
         )
     # Load in the order in which parts depend on each other; stateful objects may use the rest.
     _put_back_trains(live, extras)
@@ -106,7 +106,7 @@ def put_back(live: LiveState, stateful: Mapping[str, Stateful], extras: Mapping[
         if name not in modules or type(modules[name]).set_extra_state is default:
             raise LayoutMismatchError(
                 f"the snapshot has the extra state of a module {name!r}, but the model has no such "
-                f"module that could load it"
+                f"module with set_extra_state: build the model as before"
             )
         modules[name].set_extra_state(state)
     for name, item in stateful.items():
@@ -312,7 +312,7 @@ def _load_values(live: LiveState, index: int, at: int, saved: Mapping[str, Any])
     if len(saved["groups"]) != len(optimizer.param_groups):
         raise LayoutMismatchError(
             f"optimizer {index} has {len(optimizer.param_groups)} parameter groups, in the "
-            f"snapshot it has {len(saved['groups'])}"
+            f"snapshot it has {len(saved['groups'])}: build it with the same groups"
         )
     for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
         for key, value in values.items():
@@ -332,7 +332,8 @@ def _load_values(live: LiveState, index: int, at: int, saved: Mapping[str, Any])
         anchor = live.anchors.get(name)
         if anchor is None:
             raise LayoutMismatchError(
-                f"the snapshot has optimizer state for {name!r}, which this session does not have"
+                f"the snapshot has optimizer state for {name!r}, which this session does not have: "
+                f"build the model and its optimizers as before"
             )
         if at and not holders.holds(at, anchor.parameter):
             continue  # another rank's

@@ -130,7 +130,9 @@ def split_extras(data: bytes) -> tuple[bytes, bytes]:
 
 def _pack(value: Any, path: str, depth: int) -> object:
     if depth > _DEPTH_MAX:
-        raise UnsupportedValueError(f"{path[:200]}… is nested deeper than {_DEPTH_MAX} levels")
+        raise UnsupportedValueError(
+            f"{path[:200]}… is nested deeper than {_DEPTH_MAX} levels; flatten it"
+        )
     kind = type(value)
     if value is None or kind in (bool, float, str, bytes):
         return value
@@ -140,7 +142,7 @@ def _pack(value: Any, path: str, depth: int) -> object:
         if value.bit_length() > _INTEGER_BITS_MAX:
             raise UnsupportedValueError(
                 f"{path} is an integer of {value.bit_length()} bits; a snapshot carries up to "
-                f"{_INTEGER_BITS_MAX}"
+                f"{_INTEGER_BITS_MAX}: return it in parts"
             )
         return ["i", str(value)]
     if kind in _MAPPINGS:
@@ -199,7 +201,9 @@ def _pack_array(value: np.ndarray[Any, Any] | np.generic, path: str) -> object:
             f"{path} is an array of dtype {array.dtype}; use a plain numeric dtype"
         )
     if array.dtype.itemsize == 0 and array.size > _EMPTY_ELEMENTS_MAX:
-        raise UnsupportedValueError(f"{path} is an array of {array.size} elements of zero size")
+        raise UnsupportedValueError(
+            f"{path} is an array of {array.size} elements of zero size; leave it out"
+        )
     tag = "a" if isinstance(value, np.ndarray) else "n"
     return [tag, array.dtype.str, list(array.shape), array.tobytes()]
 

@@ -183,5 +183,6 @@ def _check(number: int, flat: FlatTensor, names: Mapping[int, str]) -> None:
         if before.at + before.count > after.at:
             raise InvalidJobError(
                 f"flat tensor {number}: the ranges of {names[id(before.parameter)]} and "
-                f"{names[id(after.parameter)]} overlap at {after.at}"
+                f"{names[id(after.parameter)]} overlap at {after.at}: give each element to one of "
+                f"them"
             )

@@ -152,7 +152,7 @@ def regroup(
         if name not in parameters:
             raise LayoutMismatchError(
                 f"in the snapshot an optimizer has the parameter {name!r}, which this session does "
-                f"not have"
+                f"not have: build the model and its optimizers as before"
             )
     _give(optimizer, [[parameters[name] for name in names] for names in members], saved)
 

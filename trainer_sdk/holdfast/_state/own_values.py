@@ -158,7 +158,7 @@ def _new_place(optimizer: Any, path: str) -> tuple[dict[str, Any], str]:
     if inner is None:
         raise LayoutMismatchError(
             f"in the snapshot {type(optimizer).__qualname__} has the attribute {path!r}, but the "
-            f"optimizer of this session has no {name!r} that could hold it"
+            f"optimizer of this session has no {name!r} that could hold it: build it as before"
         )
     return inner, key
 

@@ -256,7 +256,10 @@ def _class_of(text: str) -> Any:
             f"the session restores"
         )
     if not hasattr(found, "__tensor_unflatten__"):
-        raise LayoutMismatchError(f"{text} has no __tensor_unflatten__ any more")
+        raise LayoutMismatchError(
+            f"the snapshot has optimizer states of the class {name} of {module}, which has no "
+            f"__tensor_unflatten__ here: use the version of {module} that saved them"
+        )
     return found
 
 

@@ -106,14 +106,19 @@ def _check(engine: DeepSpeedEngine) -> None:
             "DeepSpeed's pipeline engine is not covered: use ZeRO stage 1 or 2 without a "
             "PipelineModule, or pipeline stages of torch with holdfast.elastic"
         )
+    if engine.zenflow:
+        raise InvalidJobError(
+            "ZenFlow keeps a part of the states in an optimizer of its own: remove zenflow from "
+            "zero_optimization"
+        )
     if stage and type(engine.optimizer) not in (
         DeepSpeedZeroOptimizer,
         DeepSpeedZeroOptimizer_Stage3,
     ):
         raise InvalidJobError(
             f"the optimizer of ZeRO stage {stage} is a {type(engine.optimizer).__qualname__}, "
-            f"which keeps state in other places than DeepSpeedZeroOptimizer: remove zenflow and "
-            f"mics_shard_size from zero_optimization"
+            f"which may keep state in other places than DeepSpeedZeroOptimizer: use the class that "
+            f"DeepSpeed itself chooses for the stage"
         )
     if stage == 3:
         _check_stage_3(engine)

@@ -19,10 +19,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from stored import JOB, persist
+from torch.distributed.checkpoint import state_dict_loader
 
 import holdfast
+from holdfast.dcp import HoldfastReader
+from holdfast.export import export_dcp
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import InvalidJobError
+from holdfast_core.snapshots.generations import Generation
 from holdfast_core.topology import Topology
 
 WAIT_S = 120.0
@@ -204,30 +209,144 @@ def test_a_killed_run_ends_with_the_losses_and_bytes_of_an_undisturbed_one(
     run(comes_back, 2, tmp_path, asdict(case))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_other_worlds_find_masters_and_moments_by_parameter(tmp_path: Path, stage: int) -> None:
-    case = asdict(Case(stage=stage, dtype="bf16"))
+def loads_elsewhere(rank: int, world: int, directory: str, dtype: str) -> None:
+    """A model without DeepSpeed loads the persisted set by parameter, and its export."""
+    from deepspeed_model import Model
+
+    tier, expected = f"{directory}-tier", torch.load(f"{directory}-full")
+    export_dcp(HoldfastReader(tier, job=JOB), Path(f"{directory}-export"), model_only=True)
+    for source in (
+        {"storage_reader": HoldfastReader(tier, job=JOB)},
+        {"checkpoint_id": f"{directory}-export"},
+    ):
+        model = Model().to({"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])
+        state = {name: p.detach() for name, p in model.named_parameters()}
+        state_dict_loader.load(state, **source)
+        assert [name for name, p in state.items() if not torch.equal(p, expected[name])] == []
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype"),
+    [(2, "bf16"), (3, "bf16"), pytest.param(3, "fp32", marks=pytest.mark.exhaustive)],
+)
+def test_other_worlds_and_models_find_weights_masters_and_moments_by_parameter(
+    tmp_path: Path, stage: int, dtype: str
+) -> None:
+    case = asdict(Case(stage=stage, dtype=dtype))
     with pytest.raises(AssertionError, match="SIGKILL"):
         run(is_killed, 2, tmp_path, case)
+    persist(tmp_path / "memory", tmp_path / "memory-tier", 2, Generation(1, KILLED))
+    run(loads_elsewhere, 1, tmp_path, dtype)
     for world in (1, 3):
         run(comes_back_among_others, world, tmp_path, case, 2)
+
+
+def refusal_of(engine: Any, directory: str) -> str:
+    with pytest.raises(InvalidJobError) as refusal:
+        open_session(engine, directory, 0, 1, epoch=1)
+    return str(refusal.value)
+
+
+STAGE_3: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "states on NVMe": (
+        {"offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}},
+        {"swap_optimizer": True},
+        "keeps states or weights on NVMe, which a session does not follow: set the device of "
+        "zero_optimization.offload_optimizer and offload_param to cpu",
+    ),
+    "weights on NVMe": (
+        {"offload_param": {"device": "nvme", "nvme_path": "/tmp"}},
+        {"params_in_nvme_and_cpu": True},
+        "keeps states or weights on NVMe",
+    ),
+    "a part of the states offloaded": (
+        {"offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+        {"offload_optimizer": True, "partial_offload": 0.5},
+        "steps a part of the states in an optimizer of its own, which a session does not follow: "
+        "set zero_optimization.offload_optimizer.ratio to 1",
+    ),
+    "hpZ": (
+        {"zero_hpz_partition_size": 2},
+        {},
+        "keeps a second partition of the weights, which a session does not follow: set "
+        "zero_optimization.zero_hpz_partition_size to 1",
+    ),
+    "quantized weights": (
+        {"zero_quantized_weights": True},
+        {},
+        "gathers weights that it has rounded to codes, which a session does not follow: set "
+        "zero_optimization.zero_quantized_weights to false",
+    ),
+    "Muon": (
+        {},
+        {"use_muon": True},
+        "computes one update from the whole of a matrix, of which a rank holds a part, which a "
+        "session does not follow: set zero_optimization.stage to 2",
+    ),
+}
+"""Settings of ZeRO stage 3, what its optimizer makes of them, and the refusal. No CPU can build
+these engines: they need NVMe, compiled operators or several devices."""
+
+
+def stage_3_is_refused(rank: int, world: int, directory: str) -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed_model import make_engine
+
+    engine = make_engine(1, stage=3)
+    config, zero = engine._config.zero_config, engine.optimizer
+    for case, (settings, made, words) in STAGE_3.items():
+        before = {name: getattr(zero, name) for name in made}
+        engine._config.zero_config = DeepSpeedZeroConfig(stage=3, **settings)
+        vars(zero).update(made)
+        assert f"ZeRO stage 3 {words}" in refusal_of(engine, directory), case
+        vars(zero).update(before)
+        engine._config.zero_config = config
+    # Gradients in codes are not state.
+    engine._config.zero_config = DeepSpeedZeroConfig(stage=3, zero_quantized_gradients=True)
+    open_session(engine, directory, rank, world, epoch=1).close()
+
+
+def test_what_a_session_could_not_hold_of_stage_3_is_refused(tmp_path: Path) -> None:
+    run(stage_3_is_refused, 1, tmp_path)
+
+
+def other_engines_are_refused(rank: int, world: int, directory: str) -> None:
+    from deepspeed.runtime.zenflow.engine import configure_zenflow
+    from deepspeed.runtime.zenflow.zenflow_config import ZenFlowConfig
+    from deepspeed_model import make_engine, make_pipeline
+
+    assert "use ZeRO stage 1 or 2 without a PipelineModule" in refusal_of(
+        make_pipeline(), directory
+    )
+    engine = make_engine(1, stage=1)
+    routing = {"enabled": True, "random_ltd": {"enabled": True}}
+    engine._config.data_efficiency_config["data_routing"] = routing
+    assert "remove random_ltd from data_efficiency" in refusal_of(engine, directory)
+    # ZenFlow compiles operators for the CPU, so its settings are put into a finished engine.
+    for stage in (2, 3):
+        engine = make_engine(1, stage=stage)
+        engine._config.zero_config.zenflow = ZenFlowConfig(steps_per_epoch=10)
+        configure_zenflow(engine)
+        assert "remove zenflow from zero_optimization" in refusal_of(engine, directory)
+    engine.zenflow = False
+    engine.optimizer.__class__ = type("Changed", (type(engine.optimizer),), {})
+    assert "the optimizer of ZeRO stage 3 is a Changed" in refusal_of(engine, directory)
+
+
+def test_other_engines_are_refused(tmp_path: Path) -> None:
+    run(other_engines_are_refused, 1, tmp_path)
 
 
 def is_refused(rank: int, world: int, directory: str) -> None:
     """What a session could not hold is refused in words that name the setting."""
     from deepspeed_model import make_engine, train_step
 
-    def refused(engine: Any) -> str:
-        with pytest.raises(InvalidJobError) as refusal:
-            open_session(engine, directory, rank, world, epoch=1)
-        return str(refusal.value)
-
     engine = make_engine(1, stage=3, frozen=True)
-    assert "embed.weight is not trained" in refused(engine)
+    assert "embed.weight is not trained" in refusal_of(engine, directory)
     engine = make_engine(1, stage=1)
     with torch.no_grad():
         engine.optimizer.single_partition_of_fp32_groups[0][3] += 1.0
-    assert "set zero_optimization.round_robin_gradients to false" in refused(engine)
+    assert "set zero_optimization.round_robin_gradients to false" in refusal_of(engine, directory)
     # A save in the middle of an accumulation.
     engine = make_engine(1, stage=1)
     session = open_session(engine, directory, rank, world, epoch=1)

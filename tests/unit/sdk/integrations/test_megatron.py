@@ -61,6 +61,10 @@ CASES: tuple[tuple[int, dict[str, Any]], ...] = (
     (2, {"dtype": "fp32", "experts": 2}),
     (2, {"dtype": "fp32", "distributed": False}),
     (4, {"tp": 2, "pp": 2}),
+    (2, {"tp": 2, "sequence": True}),
+    (4, {"tp": 2, "sequence": True, "ep": 2, "experts": 4}),
+    (2, {"pp": 2, "vpp": 2}),
+    (4, {"distributed": False, "pp": 2, "vpp": 2}),
     (4, {"distributed": False, "dtype": "fp16", "pp": 2}),
 )
 """Ranks, and settings of `megatron_model.Case`."""
@@ -93,7 +97,7 @@ def open_session(
     )
     settings = holdfast.Settings(start_wait_s=WAIT_S, exchange_timeout_s=WAIT_S, policy=policy)
     return protect(
-        [trained.model],
+        trained.chunks,
         trained.optimizer,
         trained.scheduler,
         daemon=daemon,
@@ -140,7 +144,11 @@ def is_killed(rank: int, world: int, directory: str, case: dict[str, Any]) -> No
     from megatron_model import LOSS_SCALE, Case, Trained
 
     trained = Trained(1, Case(**case))
+    before = trained.digests()
     losses = train(trained, 1, STEPS)
+    after = trained.digests()
+    weights = [name for name in trained.weights() if before[name] == after[name]]
+    assert not weights, f"they are not trained; scale {trained.optimizer.get_loss_scale()}"
     if trained.config.fp16:
         assert trained.optimizer.get_loss_scale() < LOSS_SCALE
     torch.save((losses, trained.digests()), f"{directory}-{rank}")
