@@ -47,7 +47,6 @@ class Seen:
     """Its status while the drained node had no power."""
     back: dict[str, Any] = field(default_factory=dict)
     failed: dict[str, Any] = field(default_factory=dict)
-    pods_of_failed: list[str] = field(default_factory=list)
     persisted: str = ""
     """What `holdfast persist` printed about the failed job."""
     resumed: str = ""

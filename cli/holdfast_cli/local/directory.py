@@ -231,9 +231,7 @@ class RunDirectory:
 
     def clear(self) -> None:
         """Remove everything but logs and the last status, because the run has ended."""
-        shutil.rmtree(self.memory, ignore_errors=True)
-        with suppress(OSError):
-            self.memory.parent.rmdir()
+        remove_memory(self.memory)
         for name in ("exits", "dead", "notices", "tokens", "tls"):
             shutil.rmtree(self.path / name, ignore_errors=True)
         self.nodes_file.unlink(missing_ok=True)
@@ -279,6 +277,13 @@ class RunDirectory:
 
     def write_record(self, record: RunRecord) -> None:
         replace_file(self.nodes_file, msgspec.json.encode(record))
+
+
+def remove_memory(memory: Path) -> None:
+    """Remove the memory of a run that has ended."""
+    shutil.rmtree(memory, ignore_errors=True)
+    with suppress(OSError):  # other runs have theirs there
+        memory.parent.rmdir()
 
 
 def new_record(directory: RunDirectory, names: list[str]) -> RunRecord:

@@ -16,10 +16,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-from holdfast_cli.local.directory import RunDirectory
+from holdfast_cli.local.directory import RunDirectory, remove_memory
 from holdfast_cli.local.processes import kill_marked
 
 _ENDED = b"ended"
@@ -46,10 +46,9 @@ def main(arguments: Sequence[str]) -> int:
     if sys.stdin.buffer.read() == _ENDED:
         return 0
     kill_marked(mark)
-    for folder in (memory, *folders):
+    remove_memory(Path(memory))
+    for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
-    with suppress(OSError):
-        Path(memory).parent.rmdir()
     return 0
 
 

@@ -72,6 +72,13 @@ def members(tmp_path: Path) -> Iterator[Members]:
     daemons.stop()
 
 
+def be_member(member: int, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process be the rank of `member`."""
+    monkeypatch.setenv("HOLDFAST_SOCKET", str(directory / "socket"))
+    monkeypatch.setenv("HOLDFAST_JOB", "job")
+    monkeypatch.setenv("RANK", str(member))
+
+
 @pytest.mark.timeout(180)
 def test_ranks_and_groups_follow_the_number_of_members(members: Members, tmp_path: Path) -> None:
     clock = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -86,11 +93,8 @@ def test_ranks_and_groups_follow_the_number_of_members(members: Members, tmp_pat
 def test_a_script_that_names_ranks_stays_only_for_worlds_of_its_size(
     members: Members, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    variables = {"SOCKET": str(tmp_path / "socket"), "JOB": "job"}
-    for name, value in variables.items():
-        monkeypatch.setenv(f"HOLDFAST_{name}", value)
+    be_member(0, tmp_path, monkeypatch)
     members.worlds = {1: (0,), 2: (0,), 3: (0, 1), 4: (0,)}
-    monkeypatch.setenv("RANK", "0")
     store = [members.begin()]
     world = elastic.init("gloo")
     alone = world.group([[0]])
@@ -116,10 +120,7 @@ def test_a_script_that_names_ranks_stays_only_for_worlds_of_its_size(
 def test_a_daemon_that_does_not_answer_an_arrival_is_asked_again(
     members: Members, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    variables = {"SOCKET": str(tmp_path / "socket"), "JOB": "job"}
-    for name, value in variables.items():
-        monkeypatch.setenv(f"HOLDFAST_{name}", value)
-    monkeypatch.setenv("RANK", "0")
+    be_member(0, tmp_path, monkeypatch)
     members.worlds = {1: (0,), 2: (0,)}
     store = [members.begin()]
     world = elastic.init("gloo")
@@ -135,10 +136,8 @@ def test_a_daemon_that_does_not_answer_an_arrival_is_asked_again(
 def test_a_process_that_does_not_leave_its_world_shows_where_it_is(
     members: Members, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
-    variables = {"SOCKET": str(tmp_path / "socket"), "JOB": "job", "REFORM_SECONDS": "0.2"}
-    for name, value in variables.items():
-        monkeypatch.setenv(f"HOLDFAST_{name}", value)
-    monkeypatch.setenv("RANK", "0")
+    be_member(0, tmp_path, monkeypatch)
+    monkeypatch.setenv("HOLDFAST_REFORM_SECONDS", "0.2")
     members.worlds = {1: (0,), 2: (0,)}
     store = [members.begin()]
     world = elastic.init("gloo")

@@ -762,7 +762,7 @@ class World:
         """Wake collectives that torch waits for by itself, once `epoch` has ended. If the process
         stays in that world all the same, show where it is before its launcher kills it."""
         while not following.wait_newer(epoch, _WAIT_S):
-            if self._epoch != epoch or self._left:
+            if over.is_set():
                 return
         waited = [each.group for each in self._ddps]
         if self._wakes_default:

@@ -74,6 +74,8 @@ def entries_of(
         CorruptError: the frames of a window do not fit its layout.
     """
     if window is None:
+        if live.flat.gathered:
+            live.sources()  # notes the parameters, once for all names
         rounded = (cast for cast in layout.casts if not live.is_gathered(cast.tensor))
         return (*state_entries(layout), *rounded)
     return tuple(restored_entries(layout, window))

@@ -596,10 +596,9 @@ class LiveState:
 
     def is_gathered(self, name: str) -> bool:
         """Whether `name` is a parameter, or a slice of one, that the program makes from this rank's
-        and other ranks' ranges of its masters."""
+        and other ranks' ranges of its masters. `sources` has noted the parameters before."""
         if not self.flat.gathered:
             return False
-        self.sources()  # notes the parameters
         anchor = self.anchors.get(str(TensorName.parse(name).whole))
         return anchor is not None and id(anchor.parameter) in self.flat.gathered
 

@@ -98,9 +98,10 @@ def key_of_tensor(
         layer = before[0] if before else 0
         inner = next((i for i in range(at + 1, len(parts) - 1) if _is_expert(parts[i])), None)
         if inner is not None:
-            local = sum(1 for _ in _children(name, "experts", modules))
+            # Siblings are counted only where it matters: this runs for each parameter.
+            first = ep_index * len(_children(name, "experts", modules)) if ep_index else 0
             word, _, number = parts[inner].rpartition("_")
-            expert = ep_index * local + int(number)
+            expert = first + int(number)
             parts[inner] = f"{word}_{expert}" if word else str(expert)
             renumbered = str(TensorName(".".join(parts)))
             return TensorKey(UnitKey(layer, UnitKind.EXPERT, expert), renumbered)
