@@ -6,6 +6,7 @@ where torch can give them new connections.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
@@ -99,6 +100,8 @@ class RemadeGroups:
     def __init__(self, backend: str, timeout_s: float) -> None:
         self._backend, self._timeout_s = backend, timeout_s
         self.always_wakes = "nccl" in backend
+        # Gloo crashes when one thread closes the connections of a group and another drops it.
+        self._lock = threading.Lock()
         self._point: MeetingPoint | None = None
         self._epoch = 0
 
@@ -138,14 +141,16 @@ class RemadeGroups:
         del step
 
     def wake(self, epoch: int, waited: Sequence[dist.ProcessGroup]) -> None:
-        if self._epoch == epoch:
-            groups.wake()
-            for group in waited:
-                groups.disconnect(group)
+        with self._lock:
+            if self._point is not None and self._epoch == epoch:
+                groups.wake()
+                for group in waited:
+                    groups.disconnect(group)
 
     def leave(self, given: Sequence[dist.ProcessGroup]) -> None:
-        self._point = None
-        groups.leave(given)
+        with self._lock:
+            self._point = None
+            groups.leave(given)
 
     def close(self) -> None:
         pass

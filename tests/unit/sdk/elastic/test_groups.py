@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import struct
+import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +23,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[a
 from holdfast._agree.exchange import GlooExchange
 from holdfast._elastic import groups
 from holdfast._elastic.forming import FormingStore
+from holdfast._elastic.remade_groups import RemadeGroups
 from holdfast_core.errors import StaleEpochError, UnreachableError
 
 TIMEOUT_S = 30.0
@@ -193,6 +196,33 @@ def test_a_group_that_lacks_a_rank_is_given_up_when_its_world_ends_and_leaves_no
 ) -> None:
     clock = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     run_ranks(meet_twice, (dies, group, str(clock.port)), 3)
+
+
+def test_no_thread_closes_the_connections_of_a_group_that_another_one_drops(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Gloo ends the process with SIGSEGV then. A world ends for both at the same moment: for the
+    thread that wakes others, and for the one that leaves."""
+    leaving, dropped, closed = threading.Event(), threading.Event(), list[object]()
+
+    def leave(given: Sequence[object]) -> None:
+        del given
+        leaving.set()
+        assert dropped.wait(TIMEOUT_S)
+
+    monkeypatch.setattr(groups, "leave", leave)
+    monkeypatch.setattr(groups, "disconnect", closed.append)
+    made, group = RemadeGroups("gloo", TIMEOUT_S), dist.ProcessGroup(0, 1)
+    made._point, made._epoch = object(), 1  # type: ignore[assignment]  # no world is needed
+    with ThreadPoolExecutor(2) as threads:
+        left = threads.submit(made.leave, [])
+        assert leaving.wait(TIMEOUT_S)
+        woken = threads.submit(made.wake, 1, [group])
+        assert not wait([woken], 0.2).done
+        dropped.set()
+        left.result()
+        woken.result()
+    assert not closed
 
 
 class Entering:

@@ -44,7 +44,7 @@ def _gather(
 ) -> list[list[str] | BaseException]:
     """What each of two ranks finds; `between` happens once rank `first` has spoken. The world ends
     once a rank has failed, as worlds do. With `alone`, the other rank comes when the first has
-    ended."""
+    ended, and finds that the world lasts."""
     over = threading.Event()
 
     def meet(rank: int) -> list[str]:
@@ -63,6 +63,7 @@ def _gather(
         between()
         if alone:
             wait([found[first]])
+            over.clear()
         found[1 - first] = pool.submit(meet, 1 - first)
         return [found[rank].exception() or found[rank].result() for rank in range(2)]
 

@@ -8,11 +8,14 @@ themselves anew, which takes eight times as long as the rest of their start.
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import importlib
 import multiprocessing
 import pickle
+import tempfile
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 IMPORTED = ("torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.checkpoint")
@@ -29,7 +32,8 @@ def run_ranks(work: Callable[..., None], args: tuple[Any, ...], ranks: int, *fur
         further: modules that they have imported, too.
 
     Raises:
-        AssertionError: when one fails, with the traceback of the first.
+        AssertionError: when one fails, with the traceback of the first, or the stacks of all its
+            threads if a signal ended it.
     """
     server = _idle.pop(further, None) or _start_server(further)
     server.send((pickle.dumps((work, args)), ranks))
@@ -57,13 +61,17 @@ def _serve(connection: Connection[Any, Any], further: tuple[str, ...]) -> None:
             call, ranks = connection.recv()
         except EOFError:
             return
-        try:
-            start_processes(_work, args=(call,), nprocs=ranks, start_method="fork")
-            connection.send(None)
-        except ProcessException as failed:
-            connection.send(str(failed))
+        with tempfile.TemporaryDirectory(prefix="holdfast-ranks-") as stacks:
+            try:
+                start_processes(_work, args=(call, stacks), nprocs=ranks, start_method="fork")
+                connection.send(None)
+            except ProcessException as failed:
+                crash = Path(stacks, str(failed.error_index)).read_text(encoding="utf-8")
+                connection.send(f"{failed}\n{crash}")
 
 
-def _work(rank: int, call: bytes) -> None:
-    work, args = pickle.loads(call)
-    work(rank, *args)
+def _work(rank: int, call: bytes, stacks: str) -> None:
+    with Path(stacks, str(rank)).open("w", encoding="utf-8") as file:
+        faulthandler.enable(file)
+        work, args = pickle.loads(call)
+        work(rank, *args)
