@@ -117,7 +117,7 @@ def check_undisturbed(script: Path, directory: Path, *others: str, ranks: int = 
     "name",
     [
         "huggingface",
-        "fsdp2",
+        pytest.param("fsdp2", marks=pytest.mark.exhaustive),
         pytest.param("lightning", marks=pytest.mark.exhaustive),
     ],
 )

@@ -44,7 +44,9 @@ def test_a_rank_that_dies_is_the_only_one_that_starts_again(
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("point", ["backward", "in-bucket"])
+@pytest.mark.parametrize(
+    "point", ["backward", pytest.param("in-bucket", marks=pytest.mark.exhaustive)]
+)
 def test_a_rank_that_hangs_is_replaced(runner: asyncio.Runner, run: Run, point: str) -> None:
     """The others wait for it in a backward pass, which torch does not end by itself."""
     rank = POINTS.index(point) % RANKS

@@ -145,6 +145,7 @@ def run(directory: Path, job: MoETrainingJob) -> tuple[Outcome, Status, dict[str
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 def test_a_script_without_init_trains_for_longer_than_a_start_may_take(directory: Path) -> None:
     outcome, status, seen = run(directory, job_of(directory, TRAINS, 2 * START_S))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from seeds import blocks
 from simulation.__main__ import run_schedules
 from simulation.cluster import Cluster
 from simulation.options import Options
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("first_seed", "seeds"), blocks(0, 300, short=30, size=90))
+@pytest.mark.seeds(first=0, of_1000=300, short=30, size=90)
 def test_no_set_in_storage_is_ever_wrong_and_persisting_comes_back(
     first_seed: int, seeds: int
 ) -> None:

@@ -12,22 +12,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from seeds import blocks
 from simulation.__main__ import run_schedules
 
-SHORT, CHUNK = 100, 180
 SIMULATION = Path(__file__).parent / "helpers"
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test for each block of the `--schedules` that are asked for."""
-    if "first_seed" in metafunc.fixturenames:
-        count = metafunc.config.getoption("--schedules")
-        rows = blocks(0, count, short=SHORT, size=CHUNK)
-        metafunc.parametrize(("first_seed", "seeds"), rows)
-
-
 @pytest.mark.timeout(300)
+@pytest.mark.seeds(first=0, of_1000=1000, short=100, size=180)
 def test_no_schedule_loses_a_byte_or_a_recovery_line(first_seed: int, seeds: int) -> None:
     counts = run_schedules(first_seed, seeds, steps=6, faults=4)
     # A schedule that strikes nothing, or recovers nothing, proves nothing.

@@ -1,29 +1,19 @@
 """Seeded schedules in which pipeline stages are lost, in sparse windows and in their replays, or
 shards that no other rank has.
 
-`make test` runs the first of them, and `make test-schedules` five times as many as `make test-all`.
+`make test` runs the first of them, and `make test-schedules` ten times as many as `make test-all`.
 """
 
 from __future__ import annotations
 
 import pytest
 import staging
-from seeds import blocks
 
 from holdfast_core.topology import Topology
 
-CHUNK = 4
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test for each block of a 250th of the `--schedules` that are asked for, or of eight."""
-    if "first_seed" in metafunc.fixturenames:
-        count = metafunc.config.getoption("--schedules") // 250
-        rows = blocks(0, max(count, 2 * CHUNK), short=CHUNK, size=CHUNK)
-        metafunc.parametrize(("first_seed", "seeds"), rows)
-
 
 @pytest.mark.timeout(300)
+@pytest.mark.seeds(first=0, of_1000=8, short=4, size=4)
 def test_every_rank_has_the_bytes_of_a_run_without_losses(first_seed: int, seeds: int) -> None:
     counts = staging.run(first_seed, seeds)
     # Schedules in which no stage repeats steps alone, or no unit is frozen, prove nothing.
@@ -33,6 +23,7 @@ def test_every_rank_has_the_bytes_of_a_run_without_losses(first_seed: int, seeds
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.seeds(first=0, of_1000=8, short=4, size=4)
 def test_lost_shards_are_restored_alone_where_the_line_is_of_the_others_step(
     first_seed: int, seeds: int
 ) -> None:

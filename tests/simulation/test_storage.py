@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from seeds import blocks
 from simulation.options import FAULTS, Options
 from simulation.stored_cluster import STORAGE_FAULTS, StoredCluster
 
@@ -40,7 +39,7 @@ def test_no_rank_begins_afresh_while_storage_does_not_answer() -> None:
     assert counts["resumed_from_storage"] > 2
 
 
-@pytest.mark.parametrize(("first_seed", "seeds"), blocks(200, 36, short=9, size=27))
+@pytest.mark.seeds(first=200, of_1000=36, short=9, size=27)
 def test_a_damaged_set_gives_way_to_the_next_older_one_on_every_rank(
     first_seed: int, seeds: int
 ) -> None:
@@ -49,7 +48,7 @@ def test_a_damaged_set_gives_way_to_the_next_older_one_on_every_rank(
     assert counts["resumed_from_storage"] > seeds / 18
 
 
-@pytest.mark.parametrize(("first_seed", "seeds"), blocks(400, 25, short=8, size=17))
+@pytest.mark.seeds(first=400, of_1000=25, short=8, size=17)
 def test_any_fault_may_strike_while_ranks_load(first_seed: int, seeds: int) -> None:
     counts = run(first_seed, seeds, (*FAULTS, *STORAGE_FAULTS, *("lose_all",) * 6))
     assert counts["resumed_from_storage"] > seeds / 10

@@ -7,13 +7,12 @@ More of them: `make simulate ARGS="--redundancy RAIM6 --losses 2"`.
 from __future__ import annotations
 
 import pytest
-from seeds import blocks
 from simulation.__main__ import run_schedules
 
 from holdfast_core.snapshots.membership import Redundancy
 
 
-@pytest.mark.parametrize(("first_seed", "seeds"), blocks(20_025, 50, short=25, size=25))
+@pytest.mark.seeds(first=20_025, of_1000=50, short=25, size=25)
 @pytest.mark.parametrize("redundancy", [Redundancy.RAIM6, Redundancy.REPLICATION])
 def test_no_schedule_with_two_losses_loses_a_byte_or_a_recovery_line(
     redundancy: Redundancy, first_seed: int, seeds: int
@@ -27,7 +26,7 @@ def test_no_schedule_with_two_losses_loses_a_byte_or_a_recovery_line(
     assert counts["parity_built"] > seeds
 
 
-@pytest.mark.parametrize(("first_seed", "seeds"), blocks(30_000, 25, short=8, size=17))
+@pytest.mark.seeds(first=30_000, of_1000=25, short=8, size=17)
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_as_many_members_may_be_lost_as_there_are_replicas(
     replicas: int, first_seed: int, seeds: int

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from seeds import blocks
 from simulation.__main__ import run_schedules
 from simulation.cluster import Cluster
 from simulation.options import Options
@@ -16,7 +15,7 @@ from simulation.options import Options
 from holdfast_core.job.snapshots import PolicyType
 
 
-@pytest.mark.parametrize(("first_seed", "seeds"), blocks(50_000, 40, short=10, size=30))
+@pytest.mark.seeds(first=50_000, of_1000=40, short=10, size=30)
 @pytest.mark.parametrize("slots", [2, 3])
 def test_a_window_is_seen_whole_or_not_at_all(slots: int, first_seed: int, seeds: int) -> None:
     counts: Counter[str] = Counter()
@@ -36,7 +35,7 @@ def test_a_window_is_seen_whole_or_not_at_all(slots: int, first_seed: int, seeds
     assert counts["rebuilt"] > seeds / 8
 
 
-@pytest.mark.parametrize(("first_seed", "seeds"), blocks(60_000, 40, short=10, size=30))
+@pytest.mark.seeds(first=60_000, of_1000=40, short=10, size=30)
 def test_sets_in_storage_hold_no_window(first_seed: int, seeds: int) -> None:
     counts = run_schedules(
         first_seed, seeds, steps=14, faults=4, tier=True, policy=PolicyType.SPARSE

@@ -6,7 +6,6 @@ More of them: `make simulate ARGS="--worlds --faults 6"`.
 from __future__ import annotations
 
 import pytest
-from seeds import blocks
 from simulation.__main__ import run_schedules
 from simulation.cluster import Cluster
 from simulation.options import Options
@@ -15,7 +14,7 @@ from holdfast_core.snapshots.membership import Redundancy
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("first_seed", "seeds"), blocks(0, 300, short=30, size=90))
+@pytest.mark.seeds(first=0, of_1000=300, short=30, size=90)
 def test_every_world_goes_on_with_all_that_the_one_before_captured(
     first_seed: int, seeds: int
 ) -> None:

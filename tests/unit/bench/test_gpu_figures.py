@@ -25,6 +25,7 @@ MEASURED = {
     "peers": {"blocked_holdfast", "survives_holdfast", "survives_torch_save"},
 }
 LONG = ("saving", "step", "peers")
+"""Modules that only `--every-combination` runs here: `make test-py312` runs all."""
 SKIPPED = {
     "copying": "arena_copy_1MiB: needs a CUDA device",
     "saving": "staged_small_gathered: needs a CUDA device",
@@ -34,7 +35,10 @@ SKIPPED = {
 
 @pytest.mark.parametrize(
     "module",
-    [pytest.param(module, marks=pytest.mark.slow if module in LONG else []) for module in MEASURED],
+    [
+        pytest.param(module, marks=pytest.mark.exhaustive if module in LONG else [])
+        for module in MEASURED
+    ],
 )
 def test_each_module_writes_its_figures_and_names_what_it_skips(
     module: str, tmp_path: Path

@@ -15,6 +15,7 @@ MODEL = ("--dim", "32", "--layers", "2", "--experts", "8", "--batch", "2", "--se
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 def test_experts_that_a_kill_sent_back_get_more_capacity(tmp_path: Path) -> None:
     plan = Plan(
