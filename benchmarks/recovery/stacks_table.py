@@ -25,7 +25,8 @@ NOTES = (
     "Rows that end in -preloaded have HOLDFAST_PRELOAD.",
     "torchft: a replica group for each rank; torchrun starts the killed one again; each step needs "
     "all four, and has the bits of an undisturbed run. Its lighthouse has its defaults: it waits "
-    "until the heartbeats of the lost process are 5 s old.",
+    "until the heartbeats of the lost process are 5 s old. Gloo's timeout is 5 s, as in its "
+    "example: ranks without a connection to the lost one leave a cut-off allreduce only then.",
     "torchft-at-once: with --join_timeout_ms=100 it does not wait for them.",
 )
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,10 @@ from torch import nn
 from torchft import Manager, Optimizer, ProcessGroupGloo
 
 from benchmarks.recovery.stacks_model import StepLog, backward, make_model, state_sha256
+
+GLOO_TIMEOUT = timedelta(seconds=5)
+"""As in torchft's example of DDP. A rank that has no connection to the lost one leaves an allreduce
+only after this; the default is 60 s."""
 
 
 def main() -> None:
@@ -35,7 +40,7 @@ def main() -> None:
         inner.load_state_dict(state["optimizer"])
 
     manager = Manager(
-        pg=ProcessGroupGloo(),
+        pg=ProcessGroupGloo(timeout=GLOO_TIMEOUT),
         load_state_dict=load_state,
         state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
         min_replica_size=ranks,
