@@ -308,6 +308,8 @@ bench: $(STAMP) ## Measure snapshots beside other packages; NAME=list shows what
 	  if [[ "$(ARGS)" == *--stacks* ]]; then
 	    $(call overlay,torchtitan,fsspec)
 	    sites="--site torchtitan $$("$$overlay/bin/python" $(site))"
+	    $(call overlay,bench)
+	    sites="$$sites --site torchft $$("$$overlay/bin/python" $(site))"
 	  fi ;;
 	esac
 	if [ "$$name" = s3 ]; then

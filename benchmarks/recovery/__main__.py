@@ -12,8 +12,8 @@ In every run the processes that should have stayed must have, and the others not
 state must have the bytes of an undisturbed run. With three nodes it cannot: batches and sums are
 others. There the bytes that all ranks restored must be those that were saved. A run that fails a
 check gives no figures.
-Writes build/bench/recovery.json and recovery.png; the exit code is 1 when a check failed or a
-target was missed. Ctrl-C ends it with the figures of the runs so far.
+Writes build/bench/recovery.json and recovery.png, with --stacks recovery-stacks.json; the exit code
+is 1 when a check failed or a target was missed. Ctrl-C ends it with the figures of the runs so far.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from rich.table import Table
 
 from benchmarks.machine import facts
 from benchmarks.measure import REPETITIONS, Figure
-from benchmarks.recovery.figures import AFTER_NOTICED, Results, key
+from benchmarks.recovery.figures import AFTER_NOTICED, Results, key, shown
 from benchmarks.recovery.picture import draw
 from benchmarks.recovery.runs import RANKS, Kind, Mode, Plan, carry_out
 from benchmarks.recovery.stacks import NAMES, packages_of
-from benchmarks.recovery.stacks import measure as measure_stacks
+from benchmarks.recovery.stacks_table import report
 from benchmarks.recovery.traces import Phase
 from benchmarks.recovery.votes import measure as measure_votes
 from benchmarks.report import verdict, write_json
@@ -68,16 +68,13 @@ def main(argv: list[str] | None = None) -> int:
             console.print(f"{name}: {found.value:.1f} ms ({spread})")
         console.print(f"{machine['cores']} cores, load {machine['load_before']:.1f} before")
         return 0
-    if options.stacks is not None:
-        names = options.stacks or NAMES
+    if options.stacks:
+        names = options.only or NAMES
         sites = {packages: Path(site) for packages, site in options.site}
         if missing := packages_of(names) - sites.keys():
             parser.error(f"give --site for {', '.join(sorted(missing))}, as `make bench` does")
-        measured = measure_stacks(folder / "stacks", options.repetitions, names, sites)
-        for name, mode, took in measured:
-            console.print(f"{name}, {mode}: {shown(took)} s, {took.repetitions} runs")
-        console.print(f"{machine['cores']} cores, load {machine['load_before']:.1f} before")
-        return 0
+        output = options.output.with_name("recovery-stacks.json")
+        return report(folder / "stacks", options.repetitions, names, sites, output, console)
     results = Results()
     try:
         measure(results, folder, options.repetitions, options.steps, console)
@@ -108,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add(
         "--repetitions",
+        "--repeat",
         type=int,
         default=REPETITIONS,
         help="runs of each kind; 1 is a short run (default: %(default)s)",
@@ -116,10 +114,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--votes", action="store_true", help="measure only what the vote costs a step")
     add(
         "--stacks",
-        nargs="*",
-        choices=NAMES,
-        help="measure only loops under DDP, FSDP2 and HSDP and those of frameworks, on two nodes "
-        "of two ranks each (default: all of them)",
+        action="store_true",
+        help="measure instead loops under DDP, FSDP2 and HSDP, those of frameworks, and torchft, "
+        "on two nodes of two ranks each",
+    )
+    add(
+        "--only", nargs="+", choices=NAMES, metavar="ROW", help=f"with --stacks: {', '.join(NAMES)}"
     )
     add(
         "--site",
@@ -194,11 +194,6 @@ def print_tables(
             mark = "[green]✓[/]" if verdict(target, figure) else "[red]✗[/]"
             limit = f"at most {target.at_most:g} s"
             console.print(f"{target.figure}, processes stay: {shown(figure)} s, {limit} {mark}")
-
-
-def shown(figure: Figure) -> str:
-    """A figure in seconds, with its range."""
-    return f"{figure.value:.2f} ({figure.low:.2f} – {figure.high:.2f})"
 
 
 if __name__ == "__main__":

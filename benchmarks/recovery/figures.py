@@ -96,3 +96,8 @@ def figure(seconds: Sequence[float]) -> Figure:
         high=max(seconds),
         repetitions=len(seconds),
     )
+
+
+def shown(figure: Figure) -> str:
+    """A figure in seconds, with its range."""
+    return f"{figure.value:.2f} ({figure.low:.2f} – {figure.high:.2f})"

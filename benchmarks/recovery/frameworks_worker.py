@@ -2,14 +2,13 @@
 
     python frameworks_worker.py FRAMEWORK STEPS FOLDER [--restart]
 
-Writes the same lines as `stacks_worker`. The folder of the examples is on the path.
+The folder of the examples is on the path.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -18,25 +17,20 @@ from typing import Any
 import torch
 
 import holdfast
+from benchmarks.recovery.stacks_model import StepLog
 from holdfast.elastic import World
 
 PASSAGES = 256
 TEXT_BYTES = 1 << 14
-PACE_S = 0.01
 
 
 def main() -> None:
     framework, steps, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
     world = holdfast.elastic.init("gloo", stay="--restart" not in sys.argv)
-    with (folder / f"{os.environ['RANK']}").open("a", buffering=1) as log:
-
-        def on_step(step: int) -> None:
-            log.write(f"{step} {world.epoch} {os.getpid()} {time.time()}\n")
-            time.sleep(PACE_S)
-
-        train = {"huggingface": train_huggingface, "lightning": train_lightning}[framework]
-        log.write(f"end {train(world, steps, on_step)}\n")
+    log = StepLog(folder, int(os.environ["RANK"]))
+    train = {"huggingface": train_huggingface, "lightning": train_lightning}[framework]
+    log.end(train(world, steps, lambda step: log.completed(step, world.epoch)))
     world.close()
 
 

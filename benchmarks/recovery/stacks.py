@@ -1,11 +1,16 @@
-"""Time from the kill of a rank to the next step of all ranks, for loops under DDP, FSDP2 and HSDP
-and for frameworks, on two nodes of two ranks each: with processes that stay, and with all of them
-started again.
+"""`make bench NAME=recovery ARGS=--stacks`: time from the kill of a rank to the next step of all
+ranks, for loops under DDP, FSDP2 and HSDP and for frameworks, on two nodes of two ranks each: with
+processes that stay, and with all of them started again.
 
-A framework is measured with `HOLDFAST_PRELOAD`, and without it. A run counts only if its final
-state has the bytes of an undisturbed run, and exactly the processes stayed that should.
+In each run of a row, one rank after another is killed by SIGKILL, as often as there are
+repetitions. A run counts only if its final state has the bytes of an undisturbed run, and exactly
+the processes stayed that should.
 
 The restarts are those of the same trainer without a `world`, and of torchtitan with the override.
+Rows that end in `-preloaded` have `HOLDFAST_PRELOAD`.
+
+torchft trains the loop's model under its own DDP, with a replica group for each rank. torchrun
+starts a killed process again, and every step needs all four, as in the other rows.
 """
 
 from __future__ import annotations
@@ -14,55 +19,94 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.measure import Figure
-from benchmarks.recovery.figures import figure
 from benchmarks.recovery.runs import Mode
-from holdfast_cli.local import LocalCluster, LocalSettings
-from holdfast_core.errors import UnreachableError
-from holdfast_core.job.parsing import MoETrainingJob, parse_job
-from holdfast_operator.reconciler.observe.counters import Outcome
+from benchmarks.recovery.stacks_jobs import (
+    LOOK_S,
+    RANKS,
+    TORCHFT_WORKER,
+    WITHIN_S,
+    Job,
+    holdfast_job,
+    torchft_job,
+)
+from holdfast_core.errors import HoldfastError, UnreachableError
 
 HERE = Path(__file__).parent
-EXAMPLES, TESTS = HERE.parents[1] / "examples", HERE.parents[1] / "tests" / "local"
+ROOT = HERE.parents[1]
+TORCHFT = "torchft"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Stack:
     """A way to train."""
 
     name: str
     worker: str
-    trains_with: str
-    """Argument of the worker."""
+    """Script of the ranks."""
+    argument: str = ""
+    """Argument of the script; of torchft's lighthouse, if the script is torchft's."""
+    kill_every: int
+    """Number of steps from a kill to the next. A recovery and the protection after it may take
+    longer than that now and then, but not on average: training would end before the last kill."""
     preload: str = ""
     """Modules that the launchers import before they fork workers."""
     packages: str = ""
     """Name of the packages that have an environment of their own."""
+    modes: tuple[Mode, ...] = tuple(Mode)
+
+    def steps(self, repetitions: int) -> int:
+        """Number of steps of a run with `repetitions` kills."""
+        return (repetitions + 2) * self.kill_every
 
 
 _LOOP, _FRAMEWORK, _TITAN = "stacks_worker.py", "frameworks_worker.py", "torchtitan_worker.py"
-_TRANSFORMERS = "holdfast.integrations.huggingface,transformers.models.mixtral.modeling_mixtral"
-_LIGHTNING = "holdfast.integrations.lightning,torchdata.stateful_dataloader"
-_TORCHTITAN = "torchtitan"
+_PRELOADS = {
+    "huggingface": "holdfast.integrations.huggingface,transformers.models.mixtral.modeling_mixtral",
+    "lightning": "holdfast.integrations.lightning,torchdata.stateful_dataloader",
+    # Without torchtitan itself: its datasets start threads when they are imported.
+    "torchtitan": "torch._inductor.compile_fx,torch.distributed.pipelining.schedules",
+}
+_LIGHTHOUSES = {"torchft": "", "torchft-at-once": "--join_timeout_ms=100"}
+
+
+def _framework(name: str) -> Iterator[Stack]:
+    """The rows of a framework."""
+    titan = name == "torchtitan"
+    for suffix, preload in (("", ""), ("-preloaded", _PRELOADS[name])):
+        yield Stack(
+            name=name + suffix,
+            worker=_TITAN if titan else _FRAMEWORK,
+            argument=name,
+            kill_every=6 if titan else 30,
+            preload=preload,
+            packages=name if titan else "",
+        )
+
+
 STACKS = (
-    *(Stack(layout, _LOOP, layout) for layout in ("ddp", "fsdp2", "hsdp")),
-    Stack("huggingface", _FRAMEWORK, "huggingface"),
-    Stack("huggingface, preloaded", _FRAMEWORK, "huggingface", _TRANSFORMERS),
-    Stack("lightning", _FRAMEWORK, "lightning"),
-    Stack("lightning, preloaded", _FRAMEWORK, "lightning", _LIGHTNING),
-    Stack(_TORCHTITAN, _TITAN, "torchtitan", packages=_TORCHTITAN),
+    *(
+        Stack(name=layout, worker=_LOOP, argument=layout, kill_every=60)
+        for layout in ("ddp", "fsdp2", "hsdp")
+    ),
+    *(stack for name in _PRELOADS for stack in _framework(name)),
+    *(
+        Stack(
+            name=name,
+            worker=TORCHFT_WORKER.name,
+            argument=argument,
+            kill_every=60,
+            packages=TORCHFT,
+            modes=(Mode.STAY,),
+        )
+        for name, argument in _LIGHTHOUSES.items()
+    ),
 )
 NAMES = tuple(stack.name for stack in STACKS)
-NODES, NPROC = 2, 2
-RANKS = NODES * NPROC
-STEPS = 200
-KILL_AT = 60
-WITHIN_S = 600.0
-"""Upper limit for whatever a run waits for; frameworks take long to import."""
 
 
 def packages_of(names: Collection[str]) -> set[str]:
@@ -70,120 +114,133 @@ def packages_of(names: Collection[str]) -> set[str]:
     return {stack.packages for stack in STACKS if stack.name in names and stack.packages}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """What was measured of a stack in one mode."""
+
+    name: str
+    mode: Mode
+    seconds: tuple[float, ...] = ()
+    """Seconds from each kill to the next step of all ranks."""
+    failed: str = ""
+    """Why nothing was measured."""
+
+
 def measure(
-    folder: Path, repetitions: int, names: Collection[str], sites: Mapping[str, Path]
-) -> Iterator[tuple[str, Mode, Figure]]:
-    """Yield the seconds of each mode of the stacks with `names`.
+    folder: Path,
+    repetitions: int,
+    names: Collection[str],
+    sites: Mapping[str, Path],
+    progress: Callable[[str], None],
+) -> Iterator[Row]:
+    """Measure the stacks with `names`, and yield what was measured of each mode.
 
     Args:
         sites: folders of packages that have an environment of their own, by name.
-
-    Raises:
-        UnreachableError: a run failed a check, or did not end.
+        progress: gets a line when a run has begun, and after each kill.
     """
-    stacks = [stack for stack in STACKS if stack.name in names]
-    seconds: dict[tuple[Stack, Mode], list[float]] = {}
-    expected = {
-        stack: asyncio.run(
-            _run(stack, Mode.STAY, folder / f"{stack.name}-undisturbed", sites, None)
-        )[1]
-        for stack in stacks
-    }
-    # Alternate, so that other work on this machine disturbs all of them alike.
-    for repetition in range(repetitions):
-        turns = [(stack, mode) for stack in stacks for mode in Mode]
-        for stack, mode in turns[:: 1 if repetition % 2 == 0 else -1]:
-            where = folder / f"{stack.name}-{mode}-{repetition + 1}"
-            took_s, hashes = asyncio.run(_run(stack, mode, where, sites, repetition % RANKS))
-            if hashes != expected[stack]:
-                raise UnreachableError(f"{where.name}: other bytes than an undisturbed run")
-            seconds.setdefault((stack, mode), []).append(took_s)
-    for stack in stacks:
-        for mode in Mode:
-            yield stack.name, mode, figure(seconds[stack, mode])
+    for stack in STACKS:
+        if stack.name not in names:
+            continue
+        expected: list[str] = []
+        for mode, kills in ((Mode.STAY, 0), *((mode, repetitions) for mode in stack.modes)):
+            steps = stack.steps(repetitions)
+            where = folder / f"{stack.name}-{mode if kills else 'undisturbed'}"
+            progress(f"{where.name}: {steps} steps")
+            try:
+                took_s, ends = asyncio.run(
+                    _run(
+                        _job(stack, mode, steps, where, sites), mode, where, stack, kills, progress
+                    )
+                )
+                if kills and ends != expected:
+                    raise UnreachableError("other bytes than an undisturbed run")
+            except HoldfastError as error:
+                yield Row(name=where.name, mode=mode, failed=str(error))
+                break
+            if kills:
+                yield Row(name=stack.name, mode=mode, seconds=took_s)
+            else:
+                expected = ends
 
 
-def _make_job(stack: Stack, mode: Mode, folder: Path, sites: Mapping[str, Path]) -> MoETrainingJob:
-    command = [sys.executable, str(HERE / stack.worker), stack.trains_with, str(STEPS), str(folder)]
+def _job(
+    stack: Stack, mode: Mode, steps: int, folder: Path, sites: Mapping[str, Path]
+) -> AbstractAsyncContextManager[Job]:
+    paths = [ROOT, ROOT / "examples", ROOT / "tests" / "local"]
+    if stack.packages:
+        paths.append(sites[stack.packages])
+    path = os.pathsep.join(map(str, paths))
+    if stack.worker == TORCHFT_WORKER.name:
+        return torchft_job(steps, stack.argument.split(), sites[TORCHFT], path, folder)
+    command = [sys.executable, str(HERE / stack.worker), stack.argument, f"{steps}", str(folder)]
     command += ["--restart"] if mode is Mode.RESTART else []
-    paths = [EXAMPLES, TESTS, *([sites[stack.packages]] if stack.packages else [])]
-    variables = {
-        "PYTHONPATH": os.pathsep.join(map(str, paths)),
-        "HOLDFAST_PRELOAD": stack.preload,
-        "HF_HUB_OFFLINE": "1",
-    }
-    env = [{"name": name, "value": value} for name, value in variables.items()]
-    containers = [{"name": "trainer", "command": command, "env": env}]
-    return parse_job(
-        {
-            "apiVersion": "holdfast.dev/v1alpha1",
-            "kind": "MoETrainingJob",
-            "metadata": {"name": "stacks"},
-            "spec": {
-                "nodes": NODES,
-                "nprocPerNode": NPROC,
-                "parallelism": {"dp": RANKS},
-                "snapshot": {"memoryPerNode": "64Mi"},
-                "redundancy": {"type": "RAIM5", "raim5": {"groupSize": NODES}},
-                "failurePolicy": {
-                    "spares": 0,
-                    "detection": {"heartbeatSeconds": 0.5, "missedHeartbeats": 8},
-                },
-                "trainer": {"template": {"spec": {"containers": containers}}},
-            },
-        }
-    )
+    variables = {"PYTHONPATH": path, "HOLDFAST_PRELOAD": stack.preload, "HF_HUB_OFFLINE": "1"}
+    return holdfast_job(command, variables, folder)
 
 
 async def _run(
-    stack: Stack, mode: Mode, folder: Path, sites: Mapping[str, Path], victim: int | None
-) -> tuple[float, list[str]]:
-    """Carry out a run in which `victim` is killed. Return the seconds to the next step of all
-    ranks, and the hash of each rank's final state."""
+    made: AbstractAsyncContextManager[Job],
+    mode: Mode,
+    folder: Path,
+    stack: Stack,
+    kills: int,
+    progress: Callable[[str], None],
+) -> tuple[tuple[float, ...], list[str]]:
+    """Carry out a run. Return the seconds from each kill to the next step of all ranks, and the
+    last line of each rank."""
     folder.mkdir(parents=True)
-    settings = LocalSettings(directory=folder / "run")
-    took_s = 0.0
-    async with LocalCluster(_make_job(stack, mode, folder, sites), settings) as cluster:
-        await cluster.wait_for(
-            lambda status: (
-                status.protected.startswith(f"{status.epoch}.")
-                and all(len(_steps(folder, rank)) > KILL_AT for rank in range(RANKS))
-            ),
-            timeout_s=WITHIN_S,
-            what=f"step {KILL_AT}",
-        )
-        if victim is not None:
-            before, at = [_steps(folder, rank)[-1] for rank in range(RANKS)], time.time()
-            await cluster.kill_rank(victim)
-            first = await _first_steps(folder, before)
-            took_s = max(float(line[3]) for line in first) - at
+    took_s = []
+    async with made as job:
+        for kill in range(kills):
+            after, victim = (kill + 1) * stack.kill_every, kill % RANKS
+
+            def reached(after: int = after) -> bool:
+                return all(len(lines) and int(lines[-1][0]) >= after for lines in _steps(folder))
+
+            await job.wait_until(reached, f"kill {kill + 1}, after step {after}")
+            logged, at = _steps(folder), time.time()
+            before = [lines[-1] for lines in logged]
+            await job.kill(victim, int(before[victim][2]))
+            first = await _first_steps(folder, logged)
             changed = [rank for rank in range(RANKS) if first[rank][2] != before[rank][2]]
             if changed != ([victim] if mode is Mode.STAY else list(range(RANKS))):
-                raise UnreachableError(f"{folder.name}: ranks {changed} have another process")
-        if await cluster.finished(timeout_s=WITHIN_S) is not Outcome.COMPLETE:
-            raise UnreachableError(f"{folder.name}: the job did not complete")
+                raise UnreachableError(f"after kill {kill + 1}, ranks {changed} are new processes")
+            took_s.append(max(float(line[3]) for line in first) - at)
+            progress(
+                f"{folder.name}: {kill + 1} of {kills}, rank {victim}: {took_s[-1]:.2f} s, "
+                f"load {os.getloadavg()[0]:.1f}"
+            )
+        await job.completed()
     ends = [(folder / f"{rank}").read_text().splitlines()[-1] for rank in range(RANKS)]
-    return took_s, ends
+    return tuple(took_s), ends
 
 
-async def _first_steps(folder: Path, before: list[list[str]]) -> list[list[str]]:
-    """Wait for the first step of each rank in another epoch or another process than `before`: a
-    process that does not stay does not know its epoch."""
-    async with asyncio.timeout(WITHIN_S):
-        while True:
-            newer = [
-                [line for line in _steps(folder, rank) if line[1:3] != before[rank][1:3]]
-                for rank in range(RANKS)
-            ]
-            if all(newer):
-                return [lines[0] for lines in newer]
-            await asyncio.sleep(0.05)
-
-
-def _steps(folder: Path, rank: int) -> list[list[str]]:
-    """The lines that a rank has written about steps."""
+async def _first_steps(folder: Path, before: list[list[list[str]]]) -> list[list[str]]:
+    """Wait for the first step of each rank in another epoch or another process than in the last
+    line of `before`: a process that does not stay does not know its epoch."""
     try:
-        text = (folder / f"{rank}").read_text()
+        async with asyncio.timeout(WITHIN_S):
+            while True:
+                newer = [
+                    [line for line in lines[len(old) :] if line[1:3] != old[-1][1:3]]
+                    for lines, old in zip(_steps(folder), before, strict=True)
+                ]
+                if all(newer):
+                    return [lines[0] for lines in newer]
+                await asyncio.sleep(LOOK_S)
+    except TimeoutError:
+        raise UnreachableError(f"no step of all ranks in {WITHIN_S:g} s after a kill") from None
+
+
+def _steps(folder: Path) -> list[list[list[str]]]:
+    """The words of the lines that each rank has logged about its steps."""
+    return [_steps_of(folder / f"{rank}") for rank in range(RANKS)]
+
+
+def _steps_of(file: Path) -> list[list[str]]:
+    try:
+        text = file.read_text()
     except FileNotFoundError:
         return []
     return [line.split() for line in text.split("\n")[:-1] if not line.startswith("end")]
