@@ -194,11 +194,13 @@ def test_the_service_accounts_have_the_known_permissions_and_no_others(
 
 
 LONG = {
+    "daemons-delete",
     "daemons-events",
     "daemons-watch",
     "endpoints-create",
     "endpoints-renew",
     "lease-create",
+    "lease-renew",
     "nodes-watch",
     "coscheduling-watch",
     "revisions-watch",
