@@ -208,7 +208,8 @@ test-stores: $(STAMP) ## Run the tests of durable storage on emulators of Google
 test-torchtitan: $(STAMP) ## Run the tests that train with torchtitan, which has an environment of its own
 	@$(call overlay,torchtitan,fsspec)
 	PYTHONPATH="$$("$$overlay/bin/python" $(site))" $(BIN)/python -m pytest -n $(PYTEST_WORKERS) \
-	  --dist worksteal tests/unit/sdk/integrations/test_torchtitan.py tests/local/test_torchtitan.py $(ARGS)
+	  --dist worksteal tests/unit/sdk/integrations/test_torchtitan.py tests/local/test_torchtitan.py \
+	  tests/unit/sdk/launch/test_forking.py $(ARGS)
 
 .PHONY: test-deepspeed
 test-deepspeed: $(STAMP) ## Run the tests that train with DeepSpeed, which has an environment of its own

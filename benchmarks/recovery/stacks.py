@@ -68,8 +68,9 @@ _LOOP, _FRAMEWORK, _TITAN = "stacks_worker.py", "frameworks_worker.py", "torchti
 _PRELOADS = {
     "huggingface": "holdfast.integrations.huggingface,transformers.models.mixtral.modeling_mixtral",
     "lightning": "holdfast.integrations.lightning,torchdata.stateful_dataloader",
-    # Without torchtitan itself: its datasets start threads when they are imported.
-    "torchtitan": "torch._inductor.compile_fx,torch.distributed.pipelining.schedules",
+    # The second one prepares torchtitan for a machine without a GPU, before it is imported.
+    "torchtitan": "pyarrow,torchtitan_on_cpu,holdfast.integrations.torchtitan,"
+    "torch._inductor.compile_fx,torch.distributed.pipelining.schedules",
 }
 _LIGHTHOUSES = {"torchft": "", "torchft-at-once": "--join_timeout_ms=100"}
 

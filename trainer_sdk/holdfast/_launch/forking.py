@@ -26,6 +26,8 @@ from holdfast_core.errors import InvalidJobError
 STDIO_MAX = 2
 CUDA_NOT_INITIALIZED = 3
 """Result of CUDA's driver before anything in the process has initialised it."""
+FORK_SAFE = ("pyarrow",)
+"""Modules whose threads may stay: their libraries start them again in a fork that needs them."""
 
 
 def start_fork_server(modules: Sequence[str], wanted: Sequence[str] = ()) -> None:
@@ -46,8 +48,9 @@ def start_fork_server(modules: Sequence[str], wanted: Sequence[str] = ()) -> Non
     for module in modules:
         with suppress(ImportError):
             importlib.import_module(module)
+    harmless = {str(os.getpid())}
     for module in wanted:
-        _import_wanted(module)
+        _import_wanted(module, harmless)
     # Modules stay for good, so no worker has to look through their objects for garbage. That would
     # also copy their memory, because the collector writes into each object that it visits.
     gc.collect()
@@ -68,7 +71,16 @@ def start_fork_server(modules: Sequence[str], wanted: Sequence[str] = ()) -> Non
         util.spawnv_passfds = spawn
 
 
-def _import_wanted(module: str) -> None:
+def _import_wanted(module: str, harmless: set[str]) -> None:
+    """Import a module, and see that this process can still fork workers.
+
+    Args:
+        harmless: ids of threads that may stay; those of a module that is `FORK_SAFE` are added.
+
+    Raises:
+        InvalidJobError: it cannot be imported, or no worker may be forked afterwards.
+    """
+    new = [name for name in FORK_SAFE if name not in sys.modules]
     try:
         importlib.import_module(module)
     except Exception as error:  # A module may raise anything when it is imported.
@@ -76,21 +88,30 @@ def _import_wanted(module: str) -> None:
             f"HOLDFAST_PRELOAD names {module}, which cannot be imported before the script runs: "
             f"{type(error).__name__}: {error}; name modules that are installed, or leave it out"
         ) from error
-    if why := _why_no_forks():
+    if module in FORK_SAFE:
+        harmless |= _threads()
+    if why := _why_no_forks(harmless):
+        first = [name for name in new if name in sys.modules]
+        advice = "".join(f"name {name} before it, whose threads may stay, or " for name in first)
         raise InvalidJobError(
             f"HOLDFAST_PRELOAD names {module}, but importing it {why}, which workers that are "
-            f"forked afterwards could not use; leave it out"
+            f"forked afterwards could not use; {advice}leave it out"
         )
 
 
-def _why_no_forks() -> str:
-    """Say what a fork of this process would lack; empty if nothing."""
+def _threads() -> set[str]:
+    """Ids of this process's threads."""
+    return {each.name for each in Path("/proc/self/task").iterdir()}
+
+
+def _why_no_forks(harmless: set[str]) -> str:
+    """Say what a fork of this process would lack; empty if nothing but `harmless` threads."""
     # Libraries that handle forks themselves, such as OpenBLAS, end their threads before one.
     pid = os.fork()
     if not pid:
         os._exit(0)
     os.waitpid(pid, 0)
-    if sum(1 for _ in Path("/proc/self/task").iterdir()) > 1:
+    if _threads() - harmless:
         names = [each.name for each in threading.enumerate()[1:]]
         return f"starts threads ({', '.join(names)})" if names else "starts threads"
     return "initialises CUDA" if _has_cuda() else ""
