@@ -39,7 +39,7 @@ class Expert(nn.Module):
 class Block(nn.Module):
     """A layer with experts: with `ep` ranks, DeepSpeed's, divided between them."""
 
-    def __init__(self, ep: int) -> None:
+    def __init__(self, ep: int, choices: int, capacity: float) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.ep = ep
@@ -47,7 +47,14 @@ class Block(nn.Module):
             from deepspeed.moe.layer import MoE
 
             self.moe: nn.Module = MoE(
-                WIDTH, Expert(), num_experts=EXPERTS, ep_size=ep, use_rts=False, capacity_factor=4.0
+                WIDTH,
+                Expert(),
+                num_experts=EXPERTS,
+                ep_size=ep,
+                k=choices,
+                use_rts=False,
+                min_capacity=1,
+                capacity_factor=capacity,
             )
         else:
             self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
@@ -61,10 +68,10 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, ep: int = 0) -> None:
+    def __init__(self, ep: int = 0, choices: int = 1, capacity: float = 4.0) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
-        self.layers = nn.ModuleList(Block(ep) for _ in range(2))
+        self.layers = nn.ModuleList(Block(ep, choices, capacity) for _ in range(2))
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         # Of fewer elements than ranks, and of a number that no two ranks divide.
         self.scale, self.shift = nn.Parameter(torch.ones(1)), nn.Parameter(torch.zeros(3))
@@ -87,14 +94,18 @@ def make_engine(
     ep: int = 0,
     offload: bool = False,
     frozen: bool = False,
+    choices: int = 1,
+    capacity: float = 4.0,
 ) -> Any:
     """An engine of DeepSpeed around a new model and optimizer.
 
     Args:
+        choices: experts that DeepSpeed's layers send each token to.
+        capacity: their capacity factor.
         frozen: whether the embeddings are not trained.
     """
     torch.manual_seed(seed)
-    model = Model(ep)
+    model = Model(ep, choices, capacity)
     model.embed.weight.requires_grad_(not frozen)
     groups: Any = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1, "name": "w"},

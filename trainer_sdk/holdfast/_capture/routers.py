@@ -63,13 +63,13 @@ class Family:
     [experts]; empty if it has none."""
 
 
-def chosen(index: torch.Tensor, experts: int) -> Routed:
+def chosen(index: torch.Tensor, experts: int, assignments: int | None = None) -> Routed:
     """Where tokens went, by the numbers of their experts, in any shape; `experts` stands for
-    none."""
+    none, and `assignments` are as in `Routed`."""
     flat = local_of(index).reshape(-1).long()
     # Not torch.bincount, which waits for the device to learn how many numbers there are.
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=flat.device)
-    return Routed(counts.scatter_add_(0, flat, torch.ones_like(flat))[:experts])
+    return Routed(counts.scatter_add_(0, flat, torch.ones_like(flat))[:experts], assignments)
 
 
 def admitted(places: torch.Tensor, top_k: int) -> Routed:
@@ -78,6 +78,15 @@ def admitted(places: torch.Tensor, top_k: int) -> Routed:
     rows = local_of(places)
     rows = rows.reshape(-1, rows.shape[-1])
     return Routed((rows != 0).sum(0), rows.shape[0] * top_k)
+
+
+def routes_of_deepspeed(module: Any, output: Any) -> Routed:
+    """Where tokens went, by what a gate of DeepSpeed returns: numbers of experts [top_k, tokens],
+    below 0 for tokens that were dropped, or whether a token has a place [tokens, experts, C]."""
+    if len(output) == 4:
+        return admitted(output[2].any(-1), module.k)
+    experts = output[-1].numel()
+    return chosen(torch.where(output[3] < 0, experts, output[3]), experts, output[3].numel())
 
 
 FAMILIES = (
@@ -105,6 +114,7 @@ FAMILIES = (
             output[0] if module.config.moe_pad_expert_input_to_capacity else output[1], module.topk
         ),
     ),
+    Family(package="deepspeed", name="TopKGate", routed=routes_of_deepspeed),
     Family(
         package="torchtitan",
         name="TokenChoiceTopKRouter",
