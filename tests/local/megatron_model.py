@@ -45,6 +45,8 @@ class Case:
     experts: int = 0
     sequence: bool = False
     """Whether tensor-parallel ranks divide the sequence outside of attention and MLP."""
+    capacity: float | None = None
+    """Capacity factor of the experts, which drop tokens beyond it."""
 
 
 def use_groups(case: Case) -> None:
@@ -71,7 +73,9 @@ def make_config(case: Case) -> TransformerConfig:
         "moe_router_topk": 2,
         "moe_router_load_balancing_type": "aux_loss",
         "moe_aux_loss_coeff": 0.01,
-        "moe_token_dispatcher_type": "allgather",
+        # Experts have a capacity only there.
+        "moe_token_dispatcher_type": "alltoall" if case.capacity else "allgather",
+        "moe_expert_capacity_factor": case.capacity,
     }
     return TransformerConfig(
         num_layers=max(case.pp * case.vpp, 2),
