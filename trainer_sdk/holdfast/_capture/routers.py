@@ -142,8 +142,10 @@ class _Hooked:
         """Whether the present forward pass is the first one of its tokens, and trains.
 
         Activation checkpointing repeats forward passes within a backward pass. If it is reentrant,
-        only that pass records gradients.
+        only that pass records gradients. Compiled code counts nothing; see `Routers._hook`.
         """
+        if torch.compiler.is_compiling():
+            return False
         if not self.module.training or not torch.is_grad_enabled():
             return False
         if torch._C._current_graph_task_id() != -1:
@@ -210,6 +212,12 @@ class Routers:
         if kinds:
             shown = ", ".join(kinds)
             _log.info("hooks on %s count the tokens of layers %s", shown, sorted(self.layers))
+        if uncounted := sorted(self.layers - {*counted}):
+            _log.info(
+                "hooks have counted no tokens of layers %s yet: they count none in compiled code, "
+                "unless the policy chooses experts by tokens",
+                uncounted,
+            )
         layers = {layer for found in self._layers_at.values() for layer in found}
         missing = sorted(layers - self.layers - {*counted})
         if missing:
@@ -267,6 +275,8 @@ class Routers:
             after = partial(self._after_experts, one, at, _number_of_experts(module))
         else:
             return
+        if self._needed:  # otherwise hooks divide no graph, and count nothing in compiled code
+            after = _not_compiled(after)
         one.handles.append(module.register_forward_hook(after, with_kwargs=True))
         if one.capacity:
             before = partial(self._widen, one)
@@ -314,6 +324,16 @@ class Routers:
             with torch.no_grad():
                 routed = chosen(args[at] if index is None else index, experts)
             self._count(one.layer, routed.counts, routed.assignments)
+
+
+def _not_compiled(hook: Callable[..., None]) -> Callable[..., None]:
+    """A hook that is called as it is, between two graphs, where it is within compiled code."""
+
+    def counts_tokens_for_holdfast(*args: Any) -> None:
+        hook(*args)
+
+    made: Callable[..., None] = torch.compiler.disable(counts_tokens_for_holdfast)
+    return made
 
 
 def _put_back(one: _Hooked, module: nn.Module, args: Any, output: Any) -> None:
