@@ -1,4 +1,4 @@
-"""A small model and its engine of DeepSpeed on CPU and gloo."""
+"""A small model and its engine of DeepSpeed, on CPU if DS_ACCELERATOR names no other device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-os.environ["DS_ACCELERATOR"] = "cpu"
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import deepspeed
 import torch
@@ -20,9 +20,9 @@ EXPERTS, WIDTH, WORDS, BATCH = 4, 8, 16, 2
 ACCUMULATED = 2
 
 
-def use_groups() -> None:
-    """Have DeepSpeed use the default process group."""
-    deepspeed.init_distributed("gloo")
+def use_groups(backend: str) -> None:
+    """Have DeepSpeed use the default process group, of this backend."""
+    deepspeed.init_distributed(backend)
 
 
 class Expert(nn.Module):
@@ -163,7 +163,8 @@ def train_step(engine: Any, rank: int) -> float:
     while engine.global_steps == step:
         number = 1000 * (engine.micro_steps + 1) + rank
         generator = torch.Generator().manual_seed(number)
-        loss = engine(torch.randint(0, WORDS, (BATCH, 4), generator=generator))
+        words = torch.randint(0, WORDS, (BATCH, 4), generator=generator)
+        loss = engine(words.to(engine.device))
         engine.backward(loss)
         engine.step()
     return float(loss.detach())
@@ -213,4 +214,4 @@ def _unpadded(zero: Any, parameters: list[Any], flat: torch.Tensor) -> torch.Ten
 
 def _digest(value: torch.Tensor) -> str:
     flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+    return hashlib.sha256(flat.cpu().numpy().tobytes()).hexdigest()
