@@ -52,6 +52,7 @@ STEPS = (
     Step(path="tests/gpu/test_groups.py", limit_s=90),
     Step(path="tests/gpu/test_facts.py", limit_s=60),
     Step(path="benchmarks/gpu/peers.py", limit_s=75),
+    Step(path="tests/gpu/test_frameworks.py", limit_s=300, test_limit_s=120),
     Step(path="tests/unit/sdk", limit_s=900, parallel=True),
     Step(path="tests/unit/protos", limit_s=600, parallel=True),
     Step(path="tests/unit/daemon", limit_s=600, parallel=True),

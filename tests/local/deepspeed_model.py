@@ -1,4 +1,4 @@
-"""A small model and its engine of DeepSpeed on CPU and gloo."""
+"""A small model and its engine of DeepSpeed, on CPU if DS_ACCELERATOR names no other device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-os.environ["DS_ACCELERATOR"] = "cpu"
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import deepspeed
 import torch
@@ -20,9 +20,9 @@ EXPERTS, WIDTH, WORDS, BATCH = 4, 8, 16, 2
 ACCUMULATED = 2
 
 
-def use_groups() -> None:
-    """Have DeepSpeed use the default process group."""
-    deepspeed.init_distributed("gloo")
+def use_groups(backend: str) -> None:
+    """Have DeepSpeed use the default process group, of this backend."""
+    deepspeed.init_distributed(backend)
 
 
 class Expert(nn.Module):
@@ -39,7 +39,7 @@ class Expert(nn.Module):
 class Block(nn.Module):
     """A layer with experts: with `ep` ranks, DeepSpeed's, divided between them."""
 
-    def __init__(self, ep: int) -> None:
+    def __init__(self, ep: int, choices: int, capacity: float) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.ep = ep
@@ -47,7 +47,14 @@ class Block(nn.Module):
             from deepspeed.moe.layer import MoE
 
             self.moe: nn.Module = MoE(
-                WIDTH, Expert(), num_experts=EXPERTS, ep_size=ep, use_rts=False, capacity_factor=4.0
+                WIDTH,
+                Expert(),
+                num_experts=EXPERTS,
+                ep_size=ep,
+                k=choices,
+                use_rts=False,
+                min_capacity=1,
+                capacity_factor=capacity,
             )
         else:
             self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
@@ -61,10 +68,10 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, ep: int = 0) -> None:
+    def __init__(self, ep: int = 0, choices: int = 1, capacity: float = 4.0) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
-        self.layers = nn.ModuleList(Block(ep) for _ in range(2))
+        self.layers = nn.ModuleList(Block(ep, choices, capacity) for _ in range(2))
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         # Of fewer elements than ranks, and of a number that no two ranks divide.
         self.scale, self.shift = nn.Parameter(torch.ones(1)), nn.Parameter(torch.zeros(3))
@@ -87,14 +94,18 @@ def make_engine(
     ep: int = 0,
     offload: bool = False,
     frozen: bool = False,
+    choices: int = 1,
+    capacity: float = 4.0,
 ) -> Any:
     """An engine of DeepSpeed around a new model and optimizer.
 
     Args:
+        choices: experts that DeepSpeed's layers send each token to.
+        capacity: their capacity factor.
         frozen: whether the embeddings are not trained.
     """
     torch.manual_seed(seed)
-    model = Model(ep)
+    model = Model(ep, choices, capacity)
     model.embed.weight.requires_grad_(not frozen)
     groups: Any = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1, "name": "w"},
@@ -152,7 +163,8 @@ def train_step(engine: Any, rank: int) -> float:
     while engine.global_steps == step:
         number = 1000 * (engine.micro_steps + 1) + rank
         generator = torch.Generator().manual_seed(number)
-        loss = engine(torch.randint(0, WORDS, (BATCH, 4), generator=generator))
+        words = torch.randint(0, WORDS, (BATCH, 4), generator=generator)
+        loss = engine(words.to(engine.device))
         engine.backward(loss)
         engine.step()
     return float(loss.detach())
@@ -202,4 +214,4 @@ def _unpadded(zero: Any, parameters: list[Any], flat: torch.Tensor) -> torch.Ten
 
 def _digest(value: torch.Tensor) -> str:
     flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+    return hashlib.sha256(flat.cpu().numpy().tobytes()).hexdigest()

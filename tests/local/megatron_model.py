@@ -1,8 +1,9 @@
-"""A small GPT of Megatron-Core on CPU and gloo."""
+"""A small GPT of Megatron-Core, on CPU if MEGATRON_DEVICE names no other device."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -11,21 +12,22 @@ from typing import Any
 import megatron_on_cpu
 import torch
 
-megatron_on_cpu.enter()
+if os.environ.get("MEGATRON_DEVICE", "cpu") == "cpu":
+    megatron_on_cpu.enter()
 
-from megatron.core import parallel_state, tensor_parallel  # noqa: E402  # on CPU
-from megatron.core.distributed import (  # noqa: E402
+from megatron.core import parallel_state, tensor_parallel  # on CPU
+from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
-from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
-from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
-from megatron.core.transformer.module import Float16Module  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 WORDS, LENGTH, BATCH, ACCUMULATED = 64, 8, 2, 2
 LOSS_SCALE = 2.0**20
@@ -45,6 +47,8 @@ class Case:
     experts: int = 0
     sequence: bool = False
     """Whether tensor-parallel ranks divide the sequence outside of attention and MLP."""
+    capacity: float | None = None
+    """Capacity factor of the experts, which drop tokens beyond it."""
 
 
 def use_groups(case: Case) -> None:
@@ -71,7 +75,9 @@ def make_config(case: Case) -> TransformerConfig:
         "moe_router_topk": 2,
         "moe_router_load_balancing_type": "aux_loss",
         "moe_aux_loss_coeff": 0.01,
-        "moe_token_dispatcher_type": "allgather",
+        # Experts have a capacity only there.
+        "moe_token_dispatcher_type": "alltoall" if case.capacity else "allgather",
+        "moe_expert_capacity_factor": case.capacity,
     }
     return TransformerConfig(
         num_layers=max(case.pp * case.vpp, 2),
@@ -138,7 +144,7 @@ class Trained:
                 first=parallel_state.is_pipeline_first_stage(**at),
                 last=parallel_state.is_pipeline_last_stage(**at),
                 number=number if case.vpp > 1 else None,
-            )
+            ).cuda()
             if precision:
                 chunk = Float16Module(self.config, chunk)
             self.chunks.append(DistributedDataParallel(self.config, settings, chunk))
@@ -230,13 +236,13 @@ class Trained:
 
 def _batch(iteration: int, shard: int, micro: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed((iteration * 100 + shard) * 10 + micro)
-    return torch.randint(0, WORDS, (BATCH, LENGTH), generator=generator)
+    return torch.randint(0, WORDS, (BATCH, LENGTH), generator=generator).cuda()
 
 
 def _forward(batches: Iterator[torch.Tensor], model: Any) -> Any:
     words = next(batches)
-    places = torch.arange(LENGTH).expand(BATCH, -1)
-    mask = torch.triu(torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool), 1)
+    places = torch.arange(LENGTH, device=words.device).expand(BATCH, -1)
+    mask = torch.triu(words.new_ones(1, 1, LENGTH, LENGTH, dtype=torch.bool), 1)
     return model(words, places, mask, labels=words), partial(_loss)
 
 
@@ -247,4 +253,4 @@ def _loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 def _digest(value: torch.Tensor) -> str:
     flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+    return hashlib.sha256(flat.cpu().numpy().tobytes()).hexdigest()

@@ -56,10 +56,17 @@ def _itself(one: Any, *_: object, **__: object) -> Any:
     return one
 
 
+def _fetched(tensor: torch.Tensor, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy else tensor
+
+
 class _Stream:
     def __init__(self, *_: object, **__: object) -> None: ...
 
-    wait_stream = wait_event = record_event = synchronize = _nothing
+    wait_stream = wait_event = synchronize = _nothing
+
+    def record_event(self, *_: object) -> _Stream:
+        return _Stream()
 
 
 def enter() -> None:
@@ -81,7 +88,7 @@ def enter() -> None:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import torch_norm
-    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     generators: Any = random
     generators._get_cuda_rng_state = _of_cpu
@@ -90,6 +97,9 @@ def enter() -> None:
     # parameter, which its loader of checkpoints looks for in the checkpoint.
     moe: Any = moe_utils
     moe.te_general_gemm = None
+    # Numbers that all-to-all needs are fetched from tensors on CUDA only.
+    dispatching: Any = token_dispatcher
+    dispatching.maybe_move_tensor_to_cpu = _fetched
     # Its norm of torch refuses to be told of sequence parallelism. That of Apex marks its weights,
     # so that their gradients are summed over the ranks that divide the sequence.
     norm: Any = torch_norm.WrappedTorchNorm

@@ -32,21 +32,24 @@ RANKS = 3
 REFORM_S = 12
 
 
-def make_job(directory: Path, misuse: tuple[str, ...], spec: dict[str, Any]) -> Any:
-    script = [sys.executable, staying_moe_trainer.__file__, "--directory", str(directory)]
-    container = {"name": "trainer", "command": [*script, *misuse]}
-    spec = {"redundancy": {"type": "RAIM5"}, "snapshot": {}, **spec}
-    ranks, spares = spec.get("nodes", RANKS), spec.pop("spares", 0)
+def make_job(directory: Path, options: tuple[str, ...], spec: dict[str, Any]) -> Any:
+    spec = {"redundancy": {"type": "RAIM5"}, "snapshot": {}, "nodes": RANKS, **spec}
+    script, spares = spec.pop("script", staying_moe_trainer.__file__), spec.pop("spares", 0)
+    nproc, preloaded = spec.pop("nproc", 1), spec.pop("preloaded", "")
+    container = {
+        "name": "trainer",
+        "command": [sys.executable, script, "--directory", str(directory), *options],
+        "env": [{"name": "HOLDFAST_PRELOAD", "value": preloaded}] if preloaded else [],
+    }
     return parse_job(
         {
             "apiVersion": "holdfast.dev/v1alpha1",
             "kind": "MoETrainingJob",
             "metadata": {"name": "together"},
             "spec": {
-                "nodes": ranks,
-                "nprocPerNode": 1,
-                "parallelism": {"dp": ranks},
                 **spec,
+                "nprocPerNode": nproc,
+                "parallelism": {"dp": spec["nodes"] * nproc},
                 "snapshot": {"memoryPerNode": "16Mi", **spec["snapshot"]},
                 "failurePolicy": {
                     "spares": spares,
@@ -78,15 +81,22 @@ class Line:
     """Of `dense`, where the script changes it between two steps."""
     found: dict[str, Any] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    """Of each expert, where the script notes them."""
+    lost: list[int] = field(default_factory=list)
+    """Tokens of all ranks that recoveries have lost, for each layer, as the session reports them
+    for the newest save; empty until it does."""
+    routed: list[int] = field(default_factory=list)
+    """This rank's tokens times their experts, likewise."""
 
 
 class Run:
     """A job in a cluster, and what its ranks have logged."""
 
-    def __init__(self, directory: Path, *misuse: str, **spec: Any) -> None:
+    def __init__(self, directory: Path, *options: str, **spec: Any) -> None:
         self.directory = directory
-        self.job = make_job(directory, misuse, spec)
-        self.ranks = self.job.spec.nodes
+        self.job = make_job(directory, options, spec)
+        self.ranks = self.job.spec.nodes * self.job.spec.nproc_per_node
         self.protects = spec.get("redundancy") != {"type": "None"}
         self.settings = LocalSettings(directory=directory / "run")
         self.cluster = LocalCluster(self.job, self.settings)
@@ -192,13 +202,13 @@ class Run:
 
 
 @contextmanager
-def started(*misuse: str, **spec: Any) -> Iterator[tuple[Run, asyncio.Runner]]:
+def started(*options: str, **spec: Any) -> Iterator[tuple[Run, asyncio.Runner]]:
     """A run whose ranks work, until the end of the block."""
     with (
         tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path,
         asyncio.Runner() as runner,
     ):
-        run = Run(Path(path), *misuse, **spec)
+        run = Run(Path(path), *options, **spec)
         runner.run(run.cluster.start())
         try:
             runner.run(run.wait_works(0, "the first steps"))

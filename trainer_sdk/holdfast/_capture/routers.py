@@ -63,13 +63,13 @@ class Family:
     [experts]; empty if it has none."""
 
 
-def chosen(index: torch.Tensor, experts: int) -> Routed:
+def chosen(index: torch.Tensor, experts: int, assignments: int | None = None) -> Routed:
     """Where tokens went, by the numbers of their experts, in any shape; `experts` stands for
-    none."""
+    none, and `assignments` are as in `Routed`."""
     flat = local_of(index).reshape(-1).long()
     # Not torch.bincount, which waits for the device to learn how many numbers there are.
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=flat.device)
-    return Routed(counts.scatter_add_(0, flat, torch.ones_like(flat))[:experts])
+    return Routed(counts.scatter_add_(0, flat, torch.ones_like(flat))[:experts], assignments)
 
 
 def admitted(places: torch.Tensor, top_k: int) -> Routed:
@@ -78,6 +78,15 @@ def admitted(places: torch.Tensor, top_k: int) -> Routed:
     rows = local_of(places)
     rows = rows.reshape(-1, rows.shape[-1])
     return Routed((rows != 0).sum(0), rows.shape[0] * top_k)
+
+
+def routes_of_deepspeed(module: Any, output: Any) -> Routed:
+    """Where tokens went, by what a gate of DeepSpeed returns: numbers of experts [top_k, tokens],
+    below 0 for tokens that were dropped, or whether a token has a place [tokens, experts, C]."""
+    if len(output) == 4:
+        return admitted(output[2].any(-1), module.k)
+    experts = output[-1].numel()
+    return chosen(torch.where(output[3] < 0, experts, output[3]), experts, output[3].numel())
 
 
 FAMILIES = (
@@ -105,6 +114,7 @@ FAMILIES = (
             output[0] if module.config.moe_pad_expert_input_to_capacity else output[1], module.topk
         ),
     ),
+    Family(package="deepspeed", name="TopKGate", routed=routes_of_deepspeed),
     Family(
         package="torchtitan",
         name="TokenChoiceTopKRouter",
@@ -132,8 +142,10 @@ class _Hooked:
         """Whether the present forward pass is the first one of its tokens, and trains.
 
         Activation checkpointing repeats forward passes within a backward pass. If it is reentrant,
-        only that pass records gradients.
+        only that pass records gradients. Compiled code counts nothing; see `Routers._hook`.
         """
+        if torch.compiler.is_compiling():
+            return False
         if not self.module.training or not torch.is_grad_enabled():
             return False
         if torch._C._current_graph_task_id() != -1:
@@ -200,6 +212,12 @@ class Routers:
         if kinds:
             shown = ", ".join(kinds)
             _log.info("hooks on %s count the tokens of layers %s", shown, sorted(self.layers))
+        if uncounted := sorted(self.layers - {*counted}):
+            _log.info(
+                "hooks have counted no tokens of layers %s yet: they count none in compiled code, "
+                "unless the policy chooses experts by tokens",
+                uncounted,
+            )
         layers = {layer for found in self._layers_at.values() for layer in found}
         missing = sorted(layers - self.layers - {*counted})
         if missing:
@@ -257,6 +275,8 @@ class Routers:
             after = partial(self._after_experts, one, at, _number_of_experts(module))
         else:
             return
+        if self._needed:  # otherwise hooks divide no graph, and count nothing in compiled code
+            after = _not_compiled(after)
         one.handles.append(module.register_forward_hook(after, with_kwargs=True))
         if one.capacity:
             before = partial(self._widen, one)
@@ -304,6 +324,16 @@ class Routers:
             with torch.no_grad():
                 routed = chosen(args[at] if index is None else index, experts)
             self._count(one.layer, routed.counts, routed.assignments)
+
+
+def _not_compiled(hook: Callable[..., None]) -> Callable[..., None]:
+    """A hook that is called as it is, between two graphs, where it is within compiled code."""
+
+    def counts_tokens_for_holdfast(*args: Any) -> None:
+        hook(*args)
+
+    made: Callable[..., None] = torch.compiler.disable(counts_tokens_for_holdfast)
+    return made
 
 
 def _put_back(one: _Hooked, module: nn.Module, args: Any, output: Any) -> None:

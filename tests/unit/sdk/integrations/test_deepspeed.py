@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import signal
-import traceback
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,20 +19,38 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed_runs import (
+    KILLED,
+    STEPS,
+    WAIT_S,
+    comes_back,
+    full_state,
+    in_world,
+    is_killed,
+    open_session,
+    train,
+)
+from kept_experts import steps_of_experts
+from log_messages import messages_of
 from ranks import run_ranks
 from stored import JOB, persist
 from torch.distributed.checkpoint import state_dict_loader
+from waiting import wait_for
 
-import holdfast
 from holdfast.dcp import HoldfastReader
 from holdfast.export import export_dcp
-from holdfast.testing import FakeDaemon
 from holdfast_core.errors import InvalidJobError
+from holdfast_core.job.snapshots import (
+    ExpertChoice,
+    Full,
+    PartialExperts,
+    Policy,
+    Repeats,
+    Selective,
+    SparseWindows,
+)
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.topology import Topology
-
-WAIT_S = 120.0
-KILLED, STEPS = 4, 6
 
 pytestmark = [
     pytest.mark.timeout(400),
@@ -72,91 +91,6 @@ CASES = (
 IN_CI = 4
 
 
-def open_session(
-    engine: Any, directory: str, rank: int, world: int, epoch: int, old: int = 0, **more: Any
-) -> holdfast.Session:
-    from holdfast.integrations.deepspeed import protect
-
-    daemon = FakeDaemon(
-        directory,
-        rank=rank,
-        world_size=world,
-        epoch=epoch,
-        captured_by=old,
-        reads=[one for one in range(old) if one % world == rank],
-    )
-    settings = holdfast.Settings(start_wait_s=WAIT_S, exchange_timeout_s=WAIT_S, **more)
-    return protect(engine, daemon=daemon, settings=settings)
-
-
-def train(
-    engine: Any, rank: int, last: int, session: holdfast.Session | None = None
-) -> list[float]:
-    from deepspeed_model import train_step
-
-    losses = []
-    while engine.global_steps < last:
-        losses.append(train_step(engine, rank))
-        if session is not None:
-            session.save(engine.global_steps).committed.result(WAIT_S)
-    return losses
-
-
-def full_state(engine: Any) -> dict[str, torch.Tensor]:
-    """Weights, masters and moments by parameter, as DeepSpeed's own functions return them.
-    Collective."""
-    from deepspeed.runtime.zero import GatheredParameters
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-    if engine.zero_optimization_stage() < 3:
-        # DeepSpeed links states in the first step, when only those of the first group exist.
-        engine.optimizer._hp_optimizer_states_linked = False
-        engine.optimizer._lazy_init_hp_params_optimizer_state()
-    found = {}
-    for name, p in engine.module.named_parameters():
-        with GatheredParameters([p]):
-            found[name] = p.detach().clone()
-        found[f"{name}.master"] = safe_get_full_fp32_param(p)
-        for key in ("exp_avg", "exp_avg_sq"):
-            found[f"{name}.{key}"] = safe_get_full_optimizer_state(p, key)
-    return found
-
-
-def is_killed(rank: int, world: int, directory: str, case: dict[str, Any]) -> None:
-    from deepspeed_model import digests_of, make_engine
-
-    engine = make_engine(1, **case)
-    losses = train(engine, rank, STEPS)
-    torch.save((losses, digests_of(engine)), f"{directory}-{rank}")
-    engine = make_engine(1, **case)
-    session = open_session(engine, directory, rank, world, epoch=1)
-    assert session.restore() is None
-    assert train(engine, rank, KILLED, session) == losses[:KILLED]
-    if engine.zero_optimization_stage() and not case["ep"]:
-        state = full_state(engine)
-        if rank == 0:
-            torch.save(state, f"{directory}-full")
-    dist.barrier()
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def comes_back(rank: int, world: int, directory: str, case: dict[str, Any]) -> None:
-    from deepspeed_model import digests_of, make_engine
-
-    engine = make_engine(2, **case)
-    session = open_session(engine, directory, rank, world, epoch=2)
-    assert session.restore() == KILLED
-    losses = train(engine, rank, STEPS, session)
-    session.close()
-    expected, digests = torch.load(f"{directory}-{rank}")
-    assert losses == expected[KILLED:]
-    found = digests_of(engine)
-    assert found.keys() == digests.keys()
-    assert [name for name in found if found[name] != digests[name]] == []
-    if case["dtype"] == "fp16":
-        assert engine.skipped_steps > 0
-
-
 def comes_back_among_others(
     rank: int, world: int, directory: str, case: dict[str, Any], old: int
 ) -> None:
@@ -170,23 +104,6 @@ def comes_back_among_others(
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
     train(engine, rank, KILLED + 1, session)
     session.close()
-
-
-def in_world(rank: int, world: int, work: Callable[..., None], store: str, *more: Any) -> None:
-    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world}
-    os.environ.update({name: str(value) for name, value in variables.items()})
-    torch.set_num_threads(1)
-    from deepspeed_model import use_groups
-
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    use_groups()
-    try:
-        work(rank, world, *more)
-    except BaseException:
-        traceback.print_exc()
-        raise
-    finally:
-        dist.destroy_process_group()
 
 
 def run(work: Callable[..., None], world: int, directory: Path, *more: Any) -> None:
@@ -390,3 +307,218 @@ def topologies(rank: int, world: int, directory: str) -> None:
 
 def test_the_topology_is_that_of_deepspeeds_groups(tmp_path: Path) -> None:
     run(topologies, 4, tmp_path)
+
+
+# --- policies -------------------------------------------------------------------------------------
+
+SPREAD: dict[str, Any] = {"stage": 1, "dtype": "bf16", "ep": 2, "capacity": 1.0}
+UNFLAT = SPREAD | {"stage": 0, "dtype": "fp32"}
+POLICIES: dict[str, tuple[Policy, dict[str, Any]]] = {
+    "Full": (Full(), SPREAD),
+    "PartialExperts": (PartialExperts(loss_limit=1.0), SPREAD),
+    "LoadAware": (PartialExperts(selection=ExpertChoice.LOAD_AWARE, loss_limit=1.0), SPREAD),
+    "Selective": (Selective(experts=3, loss_limit=1.0), SPREAD),
+    "Selective, stage 2": (Selective(experts=3, loss_limit=1.0), SPREAD | {"stage": 2}),
+    "Sparse, stage 0": (SparseWindows(window=2), UNFLAT),
+    "Sparse, Optimizer, stage 0": (SparseWindows(window=2, repeats=Repeats.OPTIMIZER), UNFLAT),
+    "LoadAware, stage 0": (
+        PartialExperts(selection=ExpertChoice.LOAD_AWARE, loss_limit=1.0),
+        UNFLAT,
+    ),
+}
+Chosen = dict[tuple[int, int], int]
+"""(Layer, expert) → tokens that were not dropped."""
+
+
+def note_choices(engine: Any) -> tuple[Chosen, Chosen]:
+    """Count, from now on and one by one, the tokens that DeepSpeed's gates send: those that reach
+    an expert, and all of a layer, under the expert -1."""
+    reaching, sent = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+
+    def note(layer: int, output: Any) -> None:
+        if len(output) == 4:
+            return
+        _, _, _, experts, _, gates, _ = output
+        for expert, gate in zip(experts.flatten().tolist(), gates.flatten().tolist(), strict=True):
+            sent[layer, -1] += 1
+            if gate:
+                reaching[layer, expert] += 1
+
+    for layer, block in enumerate(engine.module.layers):
+        block.moe.deepspeed_moe.gate.register_forward_hook(
+            lambda gate, inputs, output, layer=layer: note(layer, output)
+        )
+    return reaching, sent
+
+
+def counts_tokens(rank: int, world: int, directory: str, choices: int, capacity: float) -> None:
+    from deepspeed_model import EXPERTS, WIDTH, make_engine, train_step
+
+    engine = make_engine(1, stage=1, dtype="bf16", ep=2, choices=choices, capacity=capacity)
+    policy = PartialExperts(selection=ExpertChoice.LOAD_AWARE)
+    session: Any = open_session(engine, directory, rank, world, epoch=1, policy=policy)
+    session.restore()
+    reaching, sent = note_choices(engine)
+    train_step(engine, rank)
+    counts, assigned = session._tokens.read()
+    found = {(unit.layer, unit.expert): n for unit, n in counts.items() if n}
+    assert found == {each: n for each, n in reaching.items() if n}
+    assert assigned == {layer: n for (layer, _), n in sent.items()}
+    assert (sum(found.values()) < sum(assigned.values())) == (capacity < 1.0)
+    # Called by other code than DeepSpeed's layer, a gate may return masks.
+    session._tokens = session._tokens.empty_copy()
+    gate = engine.module.layers[0].moe.deepspeed_moe.gate
+    generator = torch.Generator().manual_seed(rank)
+    words = torch.randn(3, WIDTH, generator=generator, dtype=torch.bfloat16)
+    *_, mask, _ = gate(words)
+    counts, assigned = session._tokens.read()
+    assert [counts[unit] for unit in sorted(counts)] == mask.any(-1).sum(0).tolist()
+    assert len(counts) == EXPERTS and assigned == {0: 3 * choices}
+    session.close()
+    assert len(gate._forward_hooks) == 1, "only the test's own is left"
+
+
+@pytest.mark.parametrize(
+    ("choices", "capacity"),
+    [
+        (1, 0.5),
+        *(
+            pytest.param(*row, marks=pytest.mark.exhaustive)
+            for row in [(2, 0.5), (3, 0.5), (1, 4.0), (2, 4.0)]
+        ),
+    ],
+)
+def test_hooks_count_the_tokens_that_gates_send_and_those_that_reach_an_expert(
+    tmp_path: Path, choices: int, capacity: float
+) -> None:
+    run(counts_tokens, 2, tmp_path, choices, capacity)
+
+
+def held_state(engine: Any) -> dict[str, torch.Tensor]:
+    """What this rank holds of each parameter: the weight, its master and its moments."""
+    zero, found = engine.optimizer, {}
+    if engine.zero_optimization_stage():
+        zero._hp_optimizer_states_linked = False
+        zero._lazy_init_hp_params_optimizer_state()
+    for name, p in engine.module.named_parameters():
+        found[f"{name}:"] = p.detach().clone()
+        mapping = getattr(p, "_hp_mapping", None)
+        if mapping is not None:
+            found[f"{name}:master"] = mapping.hp_fragment.detach().clone()
+            states = mapping.optim_fragment
+        else:
+            states = zero.state.get(p, {})
+        for key, value in states.items():
+            if isinstance(value, torch.Tensor):
+                found[f"{name}:{key}"] = value.detach().clone()
+    return found
+
+
+def expert_of(name: str) -> str:
+    """Name of the expert that a tensor belongs to, if it does."""
+    found = re.match(r".*deepspeed_experts\.\d+(?=\.)", name)
+    return found[0] if found else ""
+
+
+def is_killed_under(
+    rank: int, world: int, directory: str, case: dict[str, Any], policy: Policy
+) -> None:
+    from deepspeed_model import digests_of, make_engine, train_step
+
+    torch.use_deterministic_algorithms(True)
+    if not policy.leaves_experts_out:
+        engine = make_engine(1, **case)
+        train(engine, rank, STEPS)
+        torch.save(digests_of(engine), f"{directory}-{rank}")
+    engine = make_engine(1, **case)
+    session: Any = open_session(engine, directory, rank, world, epoch=1, policy=policy)
+    session.restore()
+    (reaching, _), noted = note_choices(engine), []
+    while engine.global_steps < KILLED:
+        train_step(engine, rank)
+        session.save(engine.global_steps)
+        wait_for("the save", lambda: not session._saver.busy, WAIT_S)
+        assert session.counters.failed == session.counters.skipped == 0, session.counters
+        noted.append((held_state(engine), Counter(reaching)))
+    torch.save(noted, f"{directory}-noted{rank}")
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def comes_back_under(
+    rank: int, world: int, directory: str, case: dict[str, Any], policy: Policy
+) -> None:
+    from deepspeed_model import digests_of, make_engine, train_step
+
+    torch.use_deterministic_algorithms(True)
+    engine = make_engine(2, **case)
+    session: Any = open_session(engine, directory, rank, world, epoch=2, policy=policy)
+    with messages_of("holdfast") as told:
+        done = session.restore()
+    assert done == engine.global_steps
+    lost = []
+    if policy.leaves_experts_out:
+        assert done == KILLED
+        lost = tokens_lost(engine, rank, world, directory)
+        # The capacity of a gate is one number, which all ranks must share.
+        (warning,) = [one for one in told if "no capacity" in one]
+        assert "the routers of layers [0, 1] have no capacity that could differ" in warning
+    while engine.global_steps < STEPS:
+        train_step(engine, rank)
+        session.save(engine.global_steps)
+        wait_for("the save", lambda: not session._saver.busy, WAIT_S)
+    if policy.leaves_experts_out:
+        assert list(session.counters.loss.report.lost) == lost
+    session.close()
+    if not policy.leaves_experts_out:
+        found, expected = digests_of(engine), torch.load(f"{directory}-{rank}")
+        assert found.keys() == expected.keys()
+        assert [name for name in found if found[name] != expected[name]] == []
+
+
+def tokens_lost(engine: Any, rank: int, world: int, directory: str) -> list[int]:
+    """Check what this rank has restored; return for each layer the tokens of all ranks that were
+    sent to its experts since the steps to which these have gone back. Collective."""
+    noted = [torch.load(f"{directory}-noted{one}", weights_only=False) for one in range(world)]
+    own = steps_of_experts(held_state(engine), [state for state, _ in noted[rank]], expert_of)
+    lost = torch.zeros(len(engine.module.layers), dtype=torch.int64)
+    for name, step in own.items():
+        layer, expert = int(name.split(".")[1]), int(name.rpartition(".")[2])
+        each = layer, rank * len(own) // len(lost) + expert
+        lost[layer] += sum(one[-1][1][each] - one[step][1][each] for one in noted)
+    dist.all_reduce(lost)
+    found: list[int] = lost.tolist()
+    return found
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind == "LoadAware" else pytest.mark.exhaustive)
+        for kind in POLICIES
+    ],
+)
+def test_a_killed_run_comes_back_as_its_policy_promises(tmp_path: Path, kind: str) -> None:
+    policy, case = POLICIES[kind]
+    with pytest.raises(AssertionError, match="SIGKILL"):
+        run(is_killed_under, 2, tmp_path, case, policy)
+    run(comes_back_under, 2, tmp_path, case, policy)
+
+
+def windows_are_refused(rank: int, world: int, directory: str) -> None:
+    from deepspeed_model import make_engine
+
+    for stage in (1, 2, 3):
+        with pytest.raises(InvalidJobError, match="an optimizer with flat tensors cannot take"):
+            open_session(
+                make_engine(1, stage=stage),
+                directory,
+                rank,
+                world,
+                epoch=1,
+                policy=SparseWindows(window=2),
+            )
+
+
+def test_sparse_windows_with_zero_are_refused(tmp_path: Path) -> None:
+    run(windows_are_refused, 1, tmp_path)
