@@ -66,8 +66,9 @@ def _serve(connection: Connection[Any, Any], further: tuple[str, ...]) -> None:
                 start_processes(_work, args=(call, stacks), nprocs=ranks, start_method="fork")
                 connection.send(None)
             except ProcessException as failed:
-                crash = Path(stacks, str(failed.error_index)).read_text(encoding="utf-8")
-                connection.send(f"{failed}\n{crash}")
+                crash = Path(stacks, str(failed.error_index))
+                shown = crash.read_text(encoding="utf-8") if crash.exists() else ""
+                connection.send(f"{failed}\n{shown}")
 
 
 def _work(rank: int, call: bytes, stacks: str) -> None:
