@@ -343,18 +343,30 @@ POLICIES: dict[str, tuple[Policy, dict[str, Any]]] = {
     "LoadAware": (PartialExperts(selection=ExpertChoice.LOAD_AWARE, loss_limit=1.0), SPREAD),
     "Selective": (Selective(experts=3, loss_limit=1.0), SPREAD),
     "Selective, capacity": (Selective(experts=3, loss_limit=1.0), SPREAD | {"capacity": 0.5}),
+    "PartialExperts, flat": (PartialExperts(loss_limit=1.0), FLAT),
+    "LoadAware, flat": (PartialExperts(selection=ExpertChoice.LOAD_AWARE, loss_limit=1.0), FLAT),
+    "Selective, flat": (Selective(experts=3, loss_limit=1.0), FLAT),
 }
 
 
 def tensors(trained: Trained) -> dict[str, torch.Tensor]:
     """All parameters of this rank, and what the optimizers keep for them."""
     found = {}
-    for name, p in trained.model.named_parameters():
+    for place, (name, p) in enumerate(trained.model.named_parameters()):
         found[f"{name}:"] = p.detach().clone()
         for one in trained.inner():
-            for key, value in one.optimizer.state.get(p, {}).items():
+            held, ranges = p, getattr(one, "model_param_group_index_map", {})
+            if p in ranges:  # this rank's range of it, in the distributed optimizer
+                group, number = ranges[p]
+                held = one.optimizer.param_groups[group]["params"][number]
+                found[f"{name}:master"] = held.detach().clone()
+            for key, value in one.optimizer.state.get(held, {}).items():
                 if isinstance(value, torch.Tensor):
-                    found[f"{name}:{key}"] = value.detach().clone()
+                    # All parameters of that one have made as many steps, which is no expert's.
+                    common = held is not p and key == "step"
+                    found[f"steps of {place}" if common else f"{name}:{key}"] = (
+                        value.detach().clone()
+                    )
     return found
 
 
