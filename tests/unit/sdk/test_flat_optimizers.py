@@ -14,6 +14,7 @@ import torch.distributed as dist
 from flat_optimizer import FlatOptimizer
 from hypothesis import given, strategies
 from ranks import run_ranks
+from restoring_daemons import daemon_of
 from stored import JOB, persist
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader
@@ -132,14 +133,7 @@ def begins(rank: int, world: int, directory: str, gathers: bool = False) -> None
 def continues(rank: int, world: int, directory: str, old: int, gathers: bool = False) -> None:
     """Restore what `old` ranks have saved, and train to the end."""
     model, optimizer = make(2, gathers=gathers)
-    daemon = FakeDaemon(
-        directory,
-        rank=rank,
-        world_size=world,
-        epoch=2,
-        captured_by=0 if old == world else old,
-        reads=[one for one in range(old) if one % world == rank],
-    )
+    daemon = daemon_of(directory, rank, world, epoch=2, old=0 if old == world else old)
     session = open_session(model, optimizer, daemon)
     assert session.restore() == SAVED
     saved, ended = torch.load(f"{directory}-state")

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from restoring_daemons import daemon_of
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -98,14 +99,7 @@ def train(
             model=model,
             optimizer=optimizer,
             stateful={"scheduler": scheduler},
-            daemon=FakeDaemon(
-                directory,
-                rank=rank,
-                world_size=world,
-                epoch=epoch,
-                captured_by=old,
-                reads=[one for one in range(old) if one % world == rank],
-            ),
+            daemon=daemon_of(directory, rank, world, epoch=epoch, old=old),
             settings=holdfast.Settings(
                 start_wait_s=WAIT_S, exchange_timeout_s=WAIT_S, policy=POLICIES[policy]
             ),

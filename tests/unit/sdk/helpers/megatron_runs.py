@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from devices_of_ranks import backend_of, use_device
+from restoring_daemons import daemon_of
 
 import holdfast
-from holdfast.testing import FakeDaemon
 from holdfast_core.job.snapshots import Policy
 
 if TYPE_CHECKING:
@@ -35,14 +35,7 @@ def open_session(
 ) -> holdfast.Session:
     from holdfast.integrations.megatron import protect
 
-    daemon = FakeDaemon(
-        directory,
-        rank=rank,
-        world_size=world,
-        epoch=epoch,
-        captured_by=old,
-        reads=[one for one in range(old) if one % world == rank],
-    )
+    daemon = daemon_of(directory, rank, world, epoch=epoch, old=old)
     settings = holdfast.Settings(start_wait_s=WAIT_S, exchange_timeout_s=WAIT_S, policy=policy)
     return protect(
         trained.chunks,
