@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-from waiting import wait_for
+from waiting import wait_saved
 
 import holdfast
 from holdfast.testing import FakeDaemon
@@ -97,7 +97,7 @@ class Training:
 
     def on_saved(self, step: int, session: holdfast.Session, optimizer: Any) -> None:
         """Note the state after a step whose save was called, and perhaps die."""
-        wait_for("the save", lambda: not session._saver.busy, WAIT_S)  # type: ignore[attr-defined]
+        wait_saved(session, WAIT_S)
         assert session.counters.failed == session.counters.skipped == 0, session.counters
         if self._killed:
             noted = self.state(optimizer), Counter(self._chosen)

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
@@ -32,6 +32,12 @@ def wait_for(what: str, condition: Callable[[], Value], timeout_s: float = WAIT_
         if time.monotonic() > until:
             raise AssertionError(f"waited {timeout_s} s in vain for {what}")
         tick.wait(POLL_S)
+
+
+def wait_saved(session: Any, timeout_s: float = WAIT_S) -> None:
+    """Wait until a session is done with its newest save, which is later than its tensors may
+    change: the save is committed or part of a window, and its tokens are counted."""
+    assert session._saver._current.ended.wait(timeout_s), "the save does not end"
 
 
 def state_of(pid: int) -> str:

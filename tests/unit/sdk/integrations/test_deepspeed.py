@@ -35,7 +35,7 @@ from log_messages import messages_of
 from ranks import run_ranks
 from stored import JOB, persist
 from torch.distributed.checkpoint import state_dict_loader
-from waiting import wait_for
+from waiting import wait_saved
 
 from holdfast.dcp import HoldfastReader
 from holdfast.export import export_dcp
@@ -437,7 +437,7 @@ def is_killed_under(
     while engine.global_steps < KILLED:
         train_step(engine, rank)
         session.save(engine.global_steps)
-        wait_for("the save", lambda: not session._saver.busy, WAIT_S)
+        wait_saved(session, WAIT_S)
         assert session.counters.failed == session.counters.skipped == 0, session.counters
         noted.append((held_state(engine), Counter(reaching)))
     torch.save(noted, f"{directory}-noted{rank}")
@@ -466,7 +466,7 @@ def comes_back_under(
     while engine.global_steps < STEPS:
         train_step(engine, rank)
         session.save(engine.global_steps)
-        wait_for("the save", lambda: not session._saver.busy, WAIT_S)
+        wait_saved(session, WAIT_S)
     if policy.leaves_experts_out:
         assert list(session.counters.loss.report.lost) == lost
     session.close()

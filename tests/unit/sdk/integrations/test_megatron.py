@@ -32,7 +32,7 @@ from megatron_runs import (
 )
 from ranks import run_ranks
 from stored import JOB, persist
-from waiting import wait_for
+from waiting import wait_saved
 
 from holdfast.dcp import HoldfastReader
 from holdfast_core.errors import InvalidJobError
@@ -441,7 +441,7 @@ def is_killed_under(
     for iteration in range(1, KILLED + 1):
         trained.step(iteration)
         session.save(iteration)
-        wait_for("the save", lambda: not session._saver.busy, WAIT_S)
+        wait_saved(session, WAIT_S)
         assert session.counters.failed == session.counters.skipped == 0, session.counters
         noted.append(tensors(trained))
     torch.save(noted, f"{directory}-noted{rank}")
@@ -468,7 +468,7 @@ def comes_back_under(
     for iteration in range(done + 1, STEPS + 1):
         trained.step(iteration)
         session.save(iteration)
-        wait_for("the save", lambda: not session._saver.busy, WAIT_S)
+        wait_saved(session, WAIT_S)
     session.close()
     if not policy.leaves_experts_out:
         found, expected = trained.digests(), torch.load(f"{directory}-{rank}")

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from waiting import wait_for
+from waiting import wait_for, wait_saved
 
 import holdfast
 from holdfast import topology_from_device_mesh
@@ -111,9 +111,9 @@ class Run:
             self.chosen.append(Counter(chosen))
             if self.policy is not None:
                 session = trainer.checkpointer.session
-                wait_for("the save", lambda: not session._saver.busy, WAIT_S)
+                wait_saved(session, WAIT_S)
                 self.report = session.counters.loss.report
-                assert session.counters.failed == 0, session.counters
+                assert session.counters.failed == session.counters.skipped == 0, session.counters
             if step == kill_after:
                 raise Killed
             return saved
