@@ -1,12 +1,17 @@
-"""Plan of how ranks whose state is lost reach the step of the others alone, while these keep their
-state.
+"""Plan of how ranks whose state is lost reach the step of the others, while as many as possible keep
+their state.
 
-They restore the recovery line. If it is of the step that the others have, that is all: whichever
-ranks are lost, such as those whose shards nobody else holds. If it is older, they have to repeat
-the steps after it, which only whole pipeline stages can do alone, with what their neighbours have
-logged at their boundaries (MoEvement §3.4). The plan follows from statements of all ranks, and is
-the same on each of them. It relies only on what the statements show: if one is missing or
-contradicts another, there is no plan, and all ranks restore the line.
+The lost ranks restore the recovery line. If it is of the step that the others have, that is all:
+whichever ranks are lost, such as those whose shards nobody else holds. If it is older, the steps
+after it have to be repeated, and a rank cannot repeat a step without the other ranks of its
+pipeline stage: they add up gradients, and exchange tokens and parts of tensors. So the ranks of
+their stages that still have their state go back with them, and the other stages give them what they
+have logged at their boundaries (MoEvement §3.4). A stage whose log is needed and too short goes
+back as well. This scope is the smallest one, because each of its stages has to be in any other.
+
+The plan follows from statements of all ranks, and is the same on each of them. It relies only on
+what the statements show: if one is missing or contradicts another, there is no plan, and all ranks
+restore the line.
 """
 
 from __future__ import annotations
@@ -70,7 +75,8 @@ class ReplayPlan:
     """Recovery of the lost ranks alone; equal on all ranks."""
 
     scope: tuple[int, ...]
-    """Ranks that restore the line and repeat steps, ascending: all ranks whose state is lost."""
+    """Ranks that restore the line and repeat steps, ascending: all ranks whose state is lost, and
+    if there are steps to repeat, the other ranks of their stages."""
     line: int
     """Step that they restore."""
     target: int
@@ -80,7 +86,7 @@ class ReplayPlan:
     """Rank in the scope → its neighbours outside, whose logs it needs, ascending. Neighbours inside
     the scope compute again what they send."""
     shared_by: int = 0
-    """Rank outside the scope that gives what all ranks have added up."""
+    """Rank outside the scope that gives what all ranks have added up, if steps are repeated."""
 
 
 def plan_replay(ranks: Sequence[ReplayEvidence]) -> ReplayPlan | str:
@@ -97,43 +103,61 @@ def plan_replay(ranks: Sequence[ReplayEvidence]) -> ReplayPlan | str:
         topology.check_world(len(ranks))
     except HoldfastError as error:
         return str(error)
-    scope = tuple(rank for rank, evidence in enumerate(ranks) if evidence.step is None)
+    lost = tuple(rank for rank, evidence in enumerate(ranks) if evidence.step is None)
     kept = {evidence.step for evidence in ranks if evidence.step is not None}
     lines = {(evidence.line, evidence.whole) for evidence in ranks}
-    if not scope or len(kept) != 1 or len(lines) != 1:
+    if not lost or len(kept) != 1 or len(lines) != 1:
         return (
-            f"lost ranks {list(scope)}, states of steps {sorted(kept)} and lines {sorted(lines)} "
+            f"lost ranks {list(lost)}, states of steps {sorted(kept)} and lines {sorted(lines)} "
             f"fit no recovery of some ranks alone"
         )
     [target], [(line, whole)] = kept, lines
     assert target is not None
     if not 0 <= line <= whole <= target:
         return f"from line {line}, whole after {whole}, no stage can repeat steps to {target}"
-    shared_by = next(rank for rank in range(len(ranks)) if rank not in scope)
     if line == target:
-        return ReplayPlan(scope=scope, line=line, target=target, shared_by=shared_by)
-    if not stages_lost(scope, topology):
-        return (
-            f"the line is of step {line} and the others have step {target}, but lost ranks "
-            f"{list(scope)} are not whole pipeline stages, which could repeat steps alone"
-        )
+        shared_by = next(rank for rank in range(len(ranks)) if rank not in lost)
+        return ReplayPlan(scope=lost, line=line, target=target, shared_by=shared_by)
+    return _plan_repeated(ranks, topology, lost, line, target)
+
+
+def _plan_repeated(
+    ranks: Sequence[ReplayEvidence],
+    topology: Topology,
+    lost: Sequence[int],
+    line: int,
+    target: int,
+) -> ReplayPlan | str:
+    """Plan how the stages of the `lost` ranks repeat the steps from `line` to `target`; or the
+    reason why all ranks have to restore the line."""
     ring = any(evidence.ring for evidence in ranks)
-    sources = {rank: _outside(rank, topology, scope, ring) for rank in scope}
-    for giver in sorted({shared_by, *(rank for givers in sources.values() for rank in givers)}):
-        evidence = ranks[giver]
-        if not (evidence.logged_from <= line + 1 and target <= evidence.logged_to):
-            return (
-                f"rank {giver} has logged steps {evidence.logged_from} to {evidence.logged_to}, "
-                f"and {line + 1} to {target} are needed"
-            )
-    return ReplayPlan(scope=scope, line=line, target=target, sources=sources, shared_by=shared_by)
+    stages = {topology.coordinates(rank).pp for rank in lost}
+    short: set[int] = set()
+    """Ranks whose logs are needed and too short."""
+    while True:
+        scope = [rank for rank in range(len(ranks)) if topology.coordinates(rank).pp in stages]
+        sources = {rank: _outside(rank, topology, scope, ring) for rank in scope}
+        givers = {giver for of_rank in sources.values() for giver in of_rank}
+        lacking = {giver for giver in givers if not _has_logged(ranks[giver], line, target)}
+        if not lacking:
+            break
+        short |= lacking
+        stages |= {topology.coordinates(giver).pp for giver in lacking}
+    if givers:
+        return ReplayPlan(
+            scope=tuple(scope), line=line, target=target, sources=sources, shared_by=min(givers)
+        )
+    why = f"the line is of step {line} and the others have step {target}, but"
+    if short:
+        first = ranks[min(short)]
+        return f"{why} rank {min(short)} has logged steps {first.logged_from} to {first.logged_to}"
+    return f"{why} lost ranks {list(lost)} take part in the steps of all others"
 
 
-def stages_lost(lacking: Sequence[int], topology: Topology) -> bool:
-    """Whether the ranks that lack their state are all ranks of some stages, and not of all."""
-    stages = {topology.coordinates(rank).pp for rank in lacking}
-    whole = topology.dp * topology.tp * len(stages)
-    return 0 < len(stages) < topology.pp and len(lacking) == whole
+def _has_logged(evidence: ReplayEvidence, line: int, target: int) -> bool:
+    """Whether a rank has its state, and has logged the steps after `line` up to `target`."""
+    kept = evidence.step is not None
+    return kept and evidence.logged_from <= line + 1 and target <= evidence.logged_to
 
 
 def _outside(rank: int, topology: Topology, scope: Sequence[int], ring: bool) -> tuple[int, ...]:

@@ -569,6 +569,44 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        name="stages: let those of a scope that have their state keep it",
+        stages=True,
+        edits=(
+            (
+                f"{ELASTIC}/session.py",
+                "        own = self._world.rank in plan.scope\n",
+                "        own = held.step is None\n",
+            ),
+        ),
+    ),
+    Mutant(
+        name="stages: forget in a second replay who was in the first",
+        stages=True,
+        edits=(
+            (
+                f"{ELASTIC}/session.py",
+                "        if held.step is None or held.alone:\n",
+                "        if held.step is None:\n",
+            ),
+            (
+                f"{ELASTIC}/session.py",
+                "        step = None if held.alone else held.step\n",
+                "        step = held.step\n",
+            ),
+        ),
+    ),
+    Mutant(
+        name="stages: repeat steps with logs that do not reach back to the line",
+        stages=True,
+        edits=(
+            (
+                "core/holdfast_core/protection/replaying.py",
+                "    return kept and evidence.logged_from <= line + 1 and target",
+                "    return kept and target",
+            ),
+        ),
+    ),
+    Mutant(
         name="stages: trust what a replay sends",
         stages=True,
         edits=(

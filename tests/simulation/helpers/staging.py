@@ -57,6 +57,8 @@ STEPS_MAX = 36
 ROOM = 1 << 20
 """Bytes for logs that never make room."""
 WAIT_S = 20.0
+PARTS = Topology(dp=1, tp=2, pp=2)
+"""Stages whose ranks hold different parts, so that one that is lost takes the other back."""
 POINTS = ("forward", "backward", "reduce", "sum", "vote", "optimizer", "settle", "restore")
 """Where a rank may die: before the call of that name."""
 ENDED = "the training world has ended"
@@ -108,7 +110,7 @@ class Schedule:
     @classmethod
     def of(cls, seed: int) -> Schedule:
         rng = random.Random(seed)
-        topology = Topology(dp=1, pp=4) if rng.random() < 0.7 else Topology(dp=2, pp=2)
+        topology = rng.choice((*[Topology(dp=1, pp=4)] * 4, Topology(dp=2, pp=2), PARTS))
         window, count = rng.choice((2, 3, 4)), rng.choice((1, 2, 2, 3))
         losses: list[Loss] = []
         step = rng.choice((2, window + 2, window + 3))
@@ -195,6 +197,8 @@ class Recovery:
     loss: Loss
     expected: str
     """`live`, `alone` or `global`; empty where several are right."""
+    scope: frozenset[int]
+    """Stages that lack state, and are to go back."""
     survivors: tuple[Process, ...]
     completed: dict[int, int]
     """Rank of a survivor → the newest step that it had completed."""
@@ -279,7 +283,7 @@ class Cluster:
         self._left.pop(0)
         dead = [self.processes[rank] for rank in loss.victims]
         living = tuple(one for one in self.processes.values() if one not in dead)
-        expected = self._expected(loss, living)
+        expected, scope = self._expected(loss, living)
         for one in dead:
             one.alive = False
         self.epoch += 1
@@ -287,6 +291,7 @@ class Cluster:
         self.recoveries[self.epoch] = Recovery(
             loss=loss,
             expected=expected,
+            scope=scope,
             survivors=living,
             completed={one.rank: one.completed or 0 for one in living},
         )
@@ -301,20 +306,26 @@ class Cluster:
             self.diverging.add(self.epoch)
         self.changed.notify_all()
 
-    def _expected(self, loss: Loss, living: Sequence[Process]) -> str:
-        """Where `loss` is to lead, if that is plain."""
+    def _expected(self, loss: Loss, living: Sequence[Process]) -> tuple[str, frozenset[int]]:
+        """Where `loss` is to lead, if that is plain; see `Recovery`."""
+        stages = [self.topology.coordinates(rank).pp for rank in loss.victims]
+        lacking = frozenset(one for one in stages if stages.count(one) == self.topology.dp)
+        if self.topology == PARTS:
+            lacking = frozenset(stages)
         if not living:
-            return "global"
+            return "global", lacking
         if self.schedule.every:
-            return self._expected_of_shards(loss)
+            return self._expected_of_shards(loss), frozenset()
         doubtful = loss.corrupts or loss.diverges or loss.lies or self.lied
         if not self._settled or self.schedule.log_bytes < ROOM or doubtful:
-            return ""
-        stages = [self.topology.coordinates(rank).pp for rank in loss.victims]
-        whole = {stage for stage in stages if stages.count(stage) == self.topology.dp}
-        if not whole:
-            return "live"
-        return "alone" if whole == set(stages) else "global"
+            return "", lacking
+        if not lacking:
+            return "live", lacking
+        # A rank that is lost elsewhere has lost its log.
+        if lacking == set(stages) and len(lacking) < self.topology.pp:
+            return "alone", lacking
+        # Where only the optimizer is repeated, the line may be of the step that the others have.
+        return "global" if self.schedule.repeats is Repeats.TRAINING else "", lacking
 
     def _expected_of_shards(self, loss: Loss) -> str:
         """Where the loss of shards is to lead, if that is plain: the step before was saved on all
@@ -409,7 +420,12 @@ class Cluster:
         back = step <= recovery.completed[process.rank]
         self.count("goes back" if back else "goes on")
         if recovery.expected:
-            wrong = back != (recovery.expected == "global")
+            if recovery.expected == "alone":
+                # Those of the scope go back unless the line is of the step that they have.
+                of_scope = self.topology.coordinates(process.rank).pp in recovery.scope
+                wrong = back and not of_scope
+            else:
+                wrong = back != (recovery.expected == "global")
             assert not wrong, (
                 f"rank {process.rank} goes on with step {step} in epoch {epoch} after step "
                 f"{recovery.completed[process.rank]}, and {recovery.expected} was to follow from "
@@ -783,7 +799,7 @@ def run_step(
         cluster.at("forward", process, step)
         x = torch.zeros(2, WIDTH)
         if pipeline.is_first:
-            x += torch.arange(2 * WIDTH).view(2, WIDTH) / 7 + step / 5 + at.dp / 3 - m / 2
+            x += torch.arange(2 * WIDTH).view(2, WIDTH) / 7 + step / 5 + (at.dp + at.tp) / 3 - m / 2
         else:
             pipeline.receive_activation(m, x)
         inputs.append(x.requires_grad_(not pipeline.is_first))

@@ -61,6 +61,8 @@ from holdfast_core.protection.standing import (
 from holdfast_core.snapshots.units import UnitKind
 
 _log = logging.getLogger("holdfast")
+_REPLAYS_MAX = 3
+"""Replays of one step, after which all ranks restore: replays themselves may end the world."""
 
 
 def check_staying(model: nn.Module, world: World) -> None:
@@ -115,6 +117,9 @@ class HeldState:
     """Why this is not exactly the state after `step`; empty if it is."""
     adds_up: bool = False
     """Whether gradients may belong to the state, because no optimizer stepped in the last step."""
+    alone: bool = False
+    """Whether this rank restores the line, or repeats steps after it, while other ranks keep their
+    state. Until it has reached these it counts as a rank whose state is lost."""
 
 
 class StepBody:
@@ -230,9 +235,8 @@ class ElasticSession(Session):
         self._pipeline = pipeline
         self._replaying: ReplayPlan | None = None
         """The replay in which this rank repeats steps; None outside of a replay."""
-        self._tried_replay = False
-        """Whether the newest step was already recovered by a replay, or should have been: a second
-        replay would fail in the same way."""
+        self._replays = 0
+        """Replays by which the newest step was recovered, or should have been."""
         self._protected = 0
         """Step to which a restore of the newest protected generation leads back, as far as this
         process knows. Any thread."""
@@ -317,7 +321,7 @@ class ElasticSession(Session):
             return False
         # The step is complete. Note that before the save, so that it counts even if the world ends.
         self._hold(body)
-        self._tried_replay = False
+        self._replays = 0
         if self._world.ended:
             return False
         # Save, and perhaps move experts to other seats.
@@ -493,7 +497,7 @@ class ElasticSession(Session):
         """
         # A process without state, or without votes, cannot continue live.
         held, holds = self._held, self._session.holds
-        if held.step is None:
+        if held.step is None or held.alone:
             return RankStanding()
         if not self._votes or holds is None:
             return RankStanding(step=held.step, torn="its script or policy cannot go on live")
@@ -533,7 +537,7 @@ class ElasticSession(Session):
             optimizer.zero_grad()
         if (holds := self._session.holds) is not None:
             reset_scalers(self._optimizers, holds.stateful)
-        if body is not None and self._held.step is not None:
+        if body is not None and self._held.step is not None and not self._held.alone:
             problem = body.undo() if self._votes else ""
             self._held = replace(self._held, torn=self._held.torn or problem)
         self._world.go_back_to(self._held.step or 0)
@@ -561,15 +565,15 @@ class ElasticSession(Session):
         """
         # Seats first: a restore fills the seats that experts have in this world.
         session, held = self._session, self._held
+        keeps = held.step is not None and not held.alone
         live = verdict is not None and verdict.action is StandingAction.LIVE
         if self._reseats is not None and (holds := session.holds) is not None:
-            outlived = held.step is not None
             self._reseats.follow(
-                holds.live, self._exchange, holds.rank, outlived=outlived, moves=live
+                holds.live, self._exchange, holds.rank, outlived=keeps, moves=live
             )
         # Live: continue from the state of the ranks; new ranks get theirs from the others.
         if live and verdict is not None and session.go_on(verdict, held.torn):
-            self._hold_after(verdict.step, keeps_log=held.step is not None)
+            self._hold_after(verdict.step, keeps_log=keeps)
             return verdict.step
         # Replay: lost ranks recover alone. If they cannot, all ranks restore.
         if verdict is not None and verdict.action is StandingAction.REPLAY:
@@ -594,13 +598,16 @@ class ElasticSession(Session):
 
     def _hold(self, body: StepBody) -> None:
         """Note that this process has the state after a completed step."""
-        self._held, self._body = HeldState(body.step, adds_up=not body.stepped), None
+        alone = self._replaying is not None
+        self._held = HeldState(body.step, adds_up=not body.stepped, alone=alone)
+        self._body = None
         if self._pipeline is not None:
             self._pipeline.complete(body.step)
 
-    def _hold_after(self, step: int, *, keeps_log: bool = False) -> None:
-        """Note that a recovery has brought this process to the state after `step`."""
-        self._held = HeldState(step)
+    def _hold_after(self, step: int, *, keeps_log: bool = False, alone: bool = False) -> None:
+        """Note that a recovery has brought this process to the state after `step`; for `alone` see
+        `HeldState`."""
+        self._held = HeldState(step, alone=alone)
         self._world.go_back_to(step)
         if self._reseats is not None and self._session.holds is not None:
             self._session.on_reseated(self._reseats.report(self.epoch, step), moved=False)
@@ -642,27 +649,31 @@ class ElasticSession(Session):
         Returns:
             The number of completed steps, or the reason why all ranks have to restore instead.
         """
-        # Agree on who restores, and repeats which steps. A step that is tried a second time is not
-        # repeated with logs again.
+        # Agree on who restores, and repeats which steps. A replay that is cut off is followed by
+        # another one, with the same logs, unless replays themselves seem to end the world.
         session, pipeline = self._session, self._pipeline
-        logged = None if self._tried_replay else pipeline
-        plan = agree_on_replay(session, logged, self._exchange, held.step, held.torn)
+        logged = None if self._replays == _REPLAYS_MAX else pipeline
+        step = None if held.alone else held.step
+        plan = agree_on_replay(session, logged, self._exchange, step, held.torn)
         if isinstance(plan, str):
-            return plan
+            return plan if logged is pipeline else f"{_REPLAYS_MAX} replays were cut off: {plan}"
         # Collect the messages that the others have logged, if there are steps to repeat.
         repeats = plan.line < plan.target
         replay: BoundaryReplay | None = None
         if repeats and pipeline is not None:
-            self._tried_replay = True
+            self._replays += 1
             given = hand_over_logs(plan, pipeline, self._exchange, self._world.rank)
             if isinstance(given, str):
                 return given
             replay = given
-        # Restore the lost ranks. All others keep their state, if it proves to be that of the line.
+        # Restore the ranks in the scope. All others keep their state, if it proves to be that of
+        # the line.
         own = self._world.rank in plan.scope
+        if own:
+            self._held = HeldState(plan.line, alone=True)
         differs = session.restore_lost(plan, own=own)
         if own:
-            self._hold_after(plan.line)
+            self._hold_after(plan.line, alone=True)
         if differs:
             self._held = replace(self._held, torn=differs)
         # A restored rank repeats steps from the line on, unless the line is the step of the others.
@@ -680,7 +691,6 @@ class ElasticSession(Session):
             return False
         if body.step < plan.target:
             return True
-        self._replaying = None
         try:
             step = self._end_replay(plan)
         except Exception as error:
@@ -700,6 +710,7 @@ class ElasticSession(Session):
             The number of completed steps.
         """
         # Wait for every rank: a replay takes as long as the steps that it repeats.
+        self._replaying = None
         replayed = "" if self._pipeline is None else self._pipeline.end_replay()
         texts = self._world.gather_patiently(problem or replayed)
         problems = list(dict.fromkeys(text for text in texts if text))
