@@ -32,6 +32,13 @@ _SIMULATE_EPILOG = """
   holdfast simulate job.yaml --mtbf 2h,30m,10m --step-seconds 4.5 --stages 8 --plot ettr.svg
   holdfast simulate job.yaml --costs build/bench/recovery.json --like-run /tmp/run1
   holdfast simulate job.yaml --trace losses.csv --length 80m --policies full,fewer
+  holdfast profile job.yaml > profile.json && holdfast simulate job.yaml --profile profile.json
+
+a profile is JSON; each field is optional, and ends with its unit:
+  step_s, or its parts: pipelines_s (for each data-parallel pipeline, the times of its stages for
+  one micro-batch), micro_batches, sync_s or all_reduce {alpha_s, beta_s_byte, gradient_bytes,
+  hidden}, update_s; expert_bytes, other_bytes, experts_per_layer, moe_layers, gpus; copy_bytes_s,
+  network_bytes_s, storage_bytes_s; snapshot_portion, detect_s, restart_s, reform_s
 
 how to read it:
   ETTR is the portion of the wall clock in which training does work that counts, so it leaves out
@@ -239,6 +246,12 @@ def _add_failure_times(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="FILE",
         help="report of `make bench` to take times from",
+    )
+    add(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="profile of the job, from `holdfast profile`; flags take precedence over it",
     )
     add(
         "--processes",

@@ -19,6 +19,7 @@ from holdfast_cli.planner.effective_time.policy_models import (
 )
 from holdfast_cli.planner.plan_inputs import sizes_of_run
 from holdfast_cli.planner.planning import COPY_BYTES_S, NETWORK_BYTES_S
+from holdfast_cli.planner.profile import JobProfile, read_profile
 from holdfast_core.errors import InvalidJobError, StorageError
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.quantities import format_rate
@@ -103,8 +104,8 @@ _REPORT = msgspec.json.Decoder(_Report)
 
 
 class Sources:
-    """Looks inputs up in the flags, then in reports, then among assumptions, and remembers the
-    origin of each."""
+    """Looks inputs up in the flags, then in the profile of the job, then in reports of benchmarks,
+    then among assumptions, and remembers the origin of each."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
@@ -112,6 +113,26 @@ class Sources:
         self._measured: dict[str, tuple[float, str]] = {}
         for path in options.costs or ():
             self._read(path)
+        self.profile = JobProfile()
+        if options.profile is not None:
+            self.profile = read_profile(options.profile)
+            self._take_profile(str(options.profile))
+
+    def _take_profile(self, source: str) -> None:
+        profile = self.profile
+        values = {
+            "step": profile.iteration_s,
+            "copy": profile.copy_bytes_s,
+            "network": profile.network_bytes_s,
+            "storage": profile.storage_bytes_s,
+            "slower": profile.snapshot_portion,
+            "detect": profile.detect_s,
+            "restart": profile.restart_s,
+            "reform": profile.reform_s,
+        }
+        self._measured |= {
+            name: (value, source) for name, value in values.items() if value is not None
+        }
 
     def _read(self, path: Path) -> None:
         try:
@@ -142,20 +163,21 @@ class Sources:
             )
         self._measured |= known
 
-    def rate(self, what: str, flag: float | None, assumed: float) -> float:
-        """A rate in bytes per second, which no report has."""
-        value = float(flag or assumed)
-        self.explain(what, format_rate(value), FLAG if flag else ASSUMED)
+    def rate(self, name: str, flag: float | None, assumed: float) -> float:
+        """A rate of a node in bytes per second."""
+        value, source = self._look_up(name, flag, assumed)
+        self.explain(f"{name}, a node", format_rate(value), source)
         return value
+
+    def _look_up(self, name: str, flag: float | None, assumed: float) -> tuple[float, str]:
+        """The value of an input, and its origin."""
+        if flag is not None:
+            return float(flag), FLAG
+        return self._measured.get(name, (assumed, ASSUMED))
 
     def number(self, name: str, flag: float | None, assumed: float, what: str, unit: str) -> float:
         """The value of an input in its unit; a portion is shown in %."""
-        if flag is not None:
-            value, source = flag, FLAG
-        elif name in self._measured:
-            value, source = self._measured[name]
-        else:
-            value, source = assumed, ASSUMED
+        value, source = self._look_up(name, flag, assumed)
         shown = f"{100 * value:.3g} %" if unit == "%" else f"{value:.3g} {unit}".strip()
         self.explain(what, shown, source)
         return value
@@ -183,6 +205,10 @@ def inputs_of(options: argparse.Namespace, job: MoETrainingJob) -> Inputs:
     nodes = gpus // nproc
     from_where = FLAG if options.gpus else JOB
     sources.explain("GPUs", f"{gpus} on {nodes} nodes", from_where)
+    measured_gpus = sources.profile.gpus
+    if measured_gpus not in (None, gpus):
+        # Steps and rates are taken as they are: nothing here scales them.
+        sources.explain("profile", f"measured on {measured_gpus} GPUs", str(options.profile))
     workload = _workload(options, job, sources)
     costs = _costs(options, job, gpus, sources)
     cluster = _cluster(options, job, nodes, sources)
@@ -234,8 +260,14 @@ def _kinds_of(text: str) -> tuple[PolicyKind, ...]:
 
 
 def _workload(options: argparse.Namespace, job: MoETrainingJob, sources: Sources) -> Workload:
-    stages = options.stages or job.spec.parallelism.pp
-    micro_batches = options.micro_batches or stages
+    profile = sources.profile
+    stages = options.stages or profile.stages or job.spec.parallelism.pp
+    micro_batches = options.micro_batches or profile.micro_batches or stages
+    if profile.stages and stages != profile.stages:
+        raise InvalidJobError(
+            f"--stages {stages}: pipelines_s of {options.profile} has {profile.stages} stages; "
+            f"leave the flag out, or profile that pipeline"
+        )
     if options.micro_batch_seconds is not None:
         if options.step_seconds is not None:
             raise InvalidJobError("--step-seconds and --micro-batch-seconds: give one of them")
@@ -251,21 +283,32 @@ def _workload(options: argparse.Namespace, job: MoETrainingJob, sources: Sources
         )
     else:
         step_s = sources.number("step", options.step_seconds, STEP_S, "step", "s")
-    if stages > 1 or options.micro_batches:
-        sources.explain(
-            "stages, micro-batches",
-            f"{stages}, {micro_batches}",
-            FLAG if options.micro_batches else "as many micro-batches as stages: assumed",
-        )
+    if stages > 1 or micro_batches > 1:
+        source = "as many micro-batches as stages: assumed"
+        if options.micro_batches:
+            source = FLAG
+        elif profile.micro_batches:
+            source = str(options.profile)
+        sources.explain("stages, micro-batches", f"{stages}, {micro_batches}", source)
     return Workload(step_s=step_s, stages=stages, micro_batches=micro_batches)
 
 
 def _costs(
     options: argparse.Namespace, job: MoETrainingJob, gpus: int, sources: Sources
 ) -> AssumedCosts:
-    model = job.spec.model
-    experts = options.experts_per_layer or (model.num_experts if model else EXPERTS)
-    layers = options.moe_layers or (model.num_moe_layers if model else LAYERS)
+    model, profile = job.spec.model, sources.profile
+    experts, layers = EXPERTS, LAYERS
+    shape_source = ASSUMED
+    if model is not None:
+        experts, layers, shape_source = model.num_experts, model.num_moe_layers, JOB
+    if profile.experts_per_layer or profile.moe_layers:
+        experts = profile.experts_per_layer or experts
+        layers = profile.moe_layers or layers
+        shape_source = str(options.profile)
+    if options.experts_per_layer or options.moe_layers:
+        experts = options.experts_per_layer or experts
+        layers = options.moe_layers or layers
+        shape_source = FLAG
     given = [options.expert_bytes, options.other_bytes]
     if options.like_run is not None:
         if any(given) or options.parameters:
@@ -278,12 +321,16 @@ def _costs(
         layers = max(1, len(by_layer))
         experts = max((len(units) for units in by_layer.values()), default=1)
         expert_bytes, other_bytes = sum(sizes.experts.values()), sizes.other_bytes
-        source = str(options.like_run)
+        source = shape_source = str(options.like_run)
     elif any(given):
         if not all(size is not None for size in given):
             raise InvalidJobError("--expert-bytes and --other-bytes: give both")
         expert_bytes, other_bytes = options.expert_bytes * experts * layers, options.other_bytes
         source = FLAG
+    elif profile.expert_bytes is not None and not options.parameters:
+        assert profile.other_bytes is not None
+        expert_bytes, other_bytes = profile.expert_bytes * experts * layers, profile.other_bytes
+        source = str(options.profile)
     else:
         parameters = options.parameters or GPU_PARAMETERS * gpus
         state = parameters * STATE_BYTES
@@ -294,12 +341,9 @@ def _costs(
     total = expert_bytes + other_bytes
     share = expert_bytes / total if total else 0.0
     sources.explain("training state", f"{_amount(total)}, {share:.0%} in experts", source)
-    if options.like_run is None:
-        source = FLAG if options.experts_per_layer or options.moe_layers else ASSUMED
-        source = source if source == FLAG or model is None else JOB
-    sources.explain("experts", f"{experts} in each of {layers} layers", source)
+    sources.explain("experts", f"{experts} in each of {layers} layers", shape_source)
     copy_bytes_s, network_bytes_s = memory_rates_of(options, sources)
-    storage_bytes_s = sources.rate("storage, a node", options.storage_bandwidth, STORAGE_BYTES_S)
+    storage_bytes_s = sources.rate("storage", options.storage_bandwidth, STORAGE_BYTES_S)
     losses = job.spec.redundancy.losses
     sources.explain(
         "redundancy", f"{job.spec.redundancy.type.value}, covers {losses} of a group", JOB
@@ -327,8 +371,8 @@ def _amount(nbytes: int) -> str:
 def memory_rates_of(options: argparse.Namespace, sources: Sources) -> tuple[float, float]:
     """Rates in bytes per second at which a node copies into memory, and sends to others."""
     return (
-        sources.rate("copy, a node", options.copy_bandwidth, COPY_BYTES_S),
-        sources.rate("network, a node", options.network_bandwidth, NETWORK_BYTES_S),
+        sources.rate("copy", options.copy_bandwidth, COPY_BYTES_S),
+        sources.rate("network", options.network_bandwidth, NETWORK_BYTES_S),
     )
 
 
