@@ -13,6 +13,7 @@ from holdfast_cli.arguments import (
     portion,
     positive,
     size,
+    skew,
     some_bytes,
 )
 from holdfast_core.job.elastic import FALLBACK_S, REPLACE_S
@@ -37,8 +38,9 @@ _SIMULATE_EPILOG = """
 a profile is JSON; each field is optional, and ends with its unit:
   step_s, or its parts: pipelines_s (for each data-parallel pipeline, the times of its stages for
   one micro-batch), micro_batches, sync_s or all_reduce {alpha_s, beta_s_byte, gradient_bytes,
-  hidden}, update_s; expert_bytes, other_bytes, experts_per_layer, moe_layers, gpus; copy_bytes_s,
-  network_bytes_s, storage_bytes_s; snapshot_portion, detect_s, restart_s, reform_s
+  hidden}, update_s; expert_bytes, other_bytes, experts_per_layer, moe_layers, gpus, expert_tokens
+  (a list for each layer); copy_bytes_s, network_bytes_s, storage_bytes_s; snapshot_portion,
+  detect_s, restart_s, reform_s
 
 how to read it:
   ETTR is the portion of the wall clock in which training does work that counts, so it leaves out
@@ -358,6 +360,20 @@ def _add_simulated_sizes(parser: argparse.ArgumentParser) -> None:
         help="number of them (default: spec.model's)",
     )
     add("--like-run", type=Path, metavar="DIR", help="take the sizes from a local run in progress")
+    add(
+        "--skewness",
+        type=skew,
+        metavar="S",
+        help="skewness of routing: from 0, experts are equally popular (default), to below 1 "
+        "(MoEvement appendix D)",
+    )
+    add(
+        "--frozen-saves",
+        type=portion,
+        metavar="X",
+        help="portion of a step that frozen experts save where a window is repeated (default 0: "
+        "their gradients are computed, and dropped; MoEvement: 0.33)",
+    )
     add("--copy-bandwidth", type=some_bytes, metavar="SIZE", help="bytes per second (default 10G)")
     add(
         "--network-bandwidth",

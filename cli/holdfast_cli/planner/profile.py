@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from holdfast_cli.planner.effective_time.policy_models import pipeline_step_s
+from holdfast_cli.planner.effective_time.skew import skewness
 from holdfast_core.errors import InvalidJobError, StorageError
 
 Positive = Annotated[float, Meta(gt=0)]
@@ -69,6 +70,8 @@ class JobProfile(
     """Training state of everything but the experts, in one copy."""
     experts_per_layer: Count | None = None
     moe_layers: Count | None = None
+    expert_tokens: list[list[NotNegative]] = []
+    """For each layer, the tokens of its experts."""
     copy_bytes_s: Positive | None = None
     """Rate at which the ranks of a node copy into its memory."""
     network_bytes_s: Positive | None = None
@@ -139,6 +142,11 @@ class JobProfile(
                 f"pipelines_s has pipelines of {lengths[0]} and of {lengths[-1]} stages; all "
                 f"pipelines have the same number"
             )
+        for layer, tokens in enumerate(self.expert_tokens):
+            try:
+                skewness(tokens)
+            except InvalidJobError as error:
+                raise InvalidJobError(f"expert_tokens[{layer}]: {error}") from error
         if (self.expert_bytes is None) != (self.other_bytes is None):
             raise InvalidJobError("expert_bytes and other_bytes: give both, or neither")
 

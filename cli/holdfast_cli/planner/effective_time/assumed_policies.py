@@ -1,9 +1,10 @@
 """The policies that a simulation compares, derived from the sizes of a model and the rates of a
 cluster.
 
-It assumes that state is spread evenly over the nodes, and that the experts of a layer are equally
-large and equally popular. `planner.models.policy_comparison` knows a job's layout rank by rank;
-here a job may have any number of GPUs.
+It assumes that state is spread evenly over the nodes, that the experts of a layer are equally
+large, and that layers route alike; experts are equally popular unless `popularity` is given.
+`planner.models.policy_comparison` knows a job's layout rank by rank; here a job may have any number
+of GPUs.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from holdfast_cli.planner.effective_time.policy_models import (
     checkfreq_interval_steps,
     oracle_interval_steps,
 )
+from holdfast_cli.planner.effective_time.skew import frozen_portion, lost_by_load, lost_in_turn
 from holdfast_cli.planner.models.slots import WITHOUT_WEIGHTS
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.experts.dynamic_k import PLT_LIMIT
@@ -96,6 +98,11 @@ class AssumedCosts:
     """Portion by which a step is longer that a snapshot is taken in, even where its copy hides."""
     loss_limit: float = PLT_LIMIT
     """Portion of tokens that policies which leave experts out may lose."""
+    popularity: tuple[float, ...] = ()
+    """Portions of a layer's tokens that its experts get; empty: equal ones."""
+    frozen_saves: float = 0.0
+    """Portion of a step that the repetition of a window saves for a frozen expert: MoEvement's
+    third (§3.5), or 0 where gradients are computed and dropped, as in this version."""
 
     def __post_init__(self) -> None:
         sizes = min(self.expert_bytes, self.other_bytes, self.slower, self.losses)
@@ -104,6 +111,16 @@ class AssumedCosts:
             raise InvalidJobError(
                 f"{self}: give sizes of at least 0, rates above 0, and at least one expert"
             )
+        if self.popularity and len(self.popularity) != self.experts_per_layer:
+            raise InvalidJobError(
+                f"popularity of {len(self.popularity)} experts: a layer has "
+                f"{self.experts_per_layer}"
+            )
+
+    @property
+    def portions(self) -> tuple[float, ...]:
+        """Portions of tokens of all experts of a layer."""
+        return self.popularity or (1 / self.experts_per_layer,) * self.experts_per_layer
 
     @property
     def state_bytes(self) -> int:
@@ -156,13 +173,22 @@ class _Maker:
         copy_s, _ = self._times(nbytes)
         return save_overhead_s(copy_s, self._step_s) + self._costs.slower * self._step_s
 
-    def _level(self, nbytes: float, steps: int, *, experts: int, lost: float = 0.0) -> Level:
+    def _level(
+        self,
+        nbytes: float,
+        steps: int,
+        *,
+        experts: int,
+        lost: float = 0.0,
+        losses: tuple[float, ...] = (),
+    ) -> Level:
         """Snapshots of `nbytes`, every `steps` steps."""
         return Level(
             experts=experts,
             interval_steps=steps,
             stall_s=self._stall_s(nbytes),
             lost_tokens=lost,
+            losses=losses,
             usable_after_s=self._usable_after_s(nbytes),
         )
 
@@ -198,10 +224,14 @@ class _Maker:
         limit = self._costs.loss_limit
         return PolicyModel(name=kind, levels=levels, loss_limit=limit, after_loss=after_loss)
 
-    def some_experts(self, kind: PolicyKind, first: int, reserved: int) -> PolicyModel:
-        """Snapshots of K experts of each layer in turn, K = `first` and its doubles.
+    def some_experts(
+        self, kind: PolicyKind, first: int, reserved: int, *, by_load: bool = False
+    ) -> PolicyModel:
+        """Snapshots of K experts of each layer, K = `first` and its doubles.
 
         Args:
+            by_load: whether those with the most unsaved tokens are captured; otherwise they take
+                turns.
             reserved: experts of the whole model that were asked for; 0: `first` of each layer.
         """
         costs = self._costs
@@ -213,7 +243,13 @@ class _Maker:
             steps = self._interval(nbytes)
             # Experts that take turns lack (E / K - 1) / 2 snapshots on average (PEC eq. 4).
             lost = steps * (1 / share - 1) / 2 if share < 1 else 0.0
-            levels.append(self._level(nbytes, steps, experts=k, lost=lost))
+            losses: tuple[float, ...] = ()
+            if costs.popularity and share < 1:
+                if by_load:
+                    lost = steps * lost_by_load(costs.popularity, share * most)
+                else:
+                    losses = tuple(steps * each for each in lost_in_turn(costs.popularity, k))
+            levels.append(self._level(nbytes, steps, experts=k, lost=lost, losses=losses))
             if k >= most:
                 break
             k = min(2 * k, most)
@@ -228,7 +264,7 @@ class _Maker:
         share = min(1.0, room / costs.expert_bytes) if costs.expert_bytes else 1.0
         total = max(1, int(share * costs.experts_per_layer * costs.moe_layers))
         first = max(1, ceil(total / costs.moe_layers))
-        return self.some_experts(PolicyKind.SELECTIVE, first, total)
+        return self.some_experts(PolicyKind.SELECTIVE, first, total, by_load=True)
 
     def checkfreq(self) -> PolicyModel:
         costs = self._costs
@@ -259,6 +295,7 @@ class _Maker:
             self._model(kind, (level,)),
             window_steps=window,
             by_stage=by_stage,
+            replay_saves=costs.frozen_saves * frozen_portion(costs.portions, window),
         )
 
     def gradients(self) -> PolicyModel:
@@ -269,7 +306,7 @@ class _Maker:
         copy_s, protect_s = self._times(self._slot_bytes(window))
         usable_after_s = copy_s + protect_s * window * self._cluster.node_losses
         level = replace(level, usable_after_s=usable_after_s)
-        return replace(model, levels=(level,), catches_up=True)
+        return replace(model, levels=(level,), catches_up=True, replay_saves=0.0)
 
     def _slot_bytes(self, window: int) -> float:
         """The largest save of a window: a part of the full state, and the compute weights of all

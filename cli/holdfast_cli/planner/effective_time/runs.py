@@ -263,7 +263,8 @@ class _Training:
         self._live = True
         behind = self._furthest - self._step
         if behind > 0:
-            self._enter(Activity.REDOING, behind * self._speed()[0], self._caught_up)
+            lasts_s = self._model.repeated(behind) * self._speed()[0]
+            self._enter(Activity.REDOING, lasts_s, self._caught_up)
         else:
             self._enter(Activity.TRAINING, inf, self._train)
 
@@ -307,8 +308,10 @@ class _Training:
         level = levels[self._level]
         if not level.lost_tokens:
             return
-        k = level.experts
-        lost = self._lost_by_k.get(k, 0.0) + min(level.lost_tokens, self._step)
+        k, loss = level.experts, level.lost_tokens
+        if level.losses:
+            loss = level.losses[int(self._draw() * len(level.losses))]
+        lost = self._lost_by_k.get(k, 0.0) + min(loss, self._step)
         self._lost_by_k[k] = lost
         decision = next_k(
             k,
@@ -345,7 +348,8 @@ class _Training:
         at = self._restore_step()
         self._kept = at
         if model.by_stage:
-            lasts_s = (self._step - at) * step_s * self._workload.alone(_longest(self._stages))
+            steps = model.repeated(self._step - at)
+            lasts_s = steps * step_s * self._workload.alone(_longest(self._stages))
             self._enter(Activity.REDOING, lasts_s, self._train)
             return
         self._step = at

@@ -17,9 +17,11 @@ from holdfast_cli.planner.effective_time.policy_models import (
     Workload,
     pipeline_step_s,
 )
+from holdfast_cli.planner.effective_time.skew import draw_popularity, skewness
 from holdfast_cli.planner.plan_inputs import sizes_of_run
 from holdfast_cli.planner.planning import COPY_BYTES_S, NETWORK_BYTES_S
 from holdfast_cli.planner.profile import JobProfile, read_profile
+from holdfast_cli.planner.seeds import generator
 from holdfast_core.errors import InvalidJobError, StorageError
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.quantities import format_rate
@@ -348,6 +350,7 @@ def _costs(
     sources.explain(
         "redundancy", f"{job.spec.redundancy.type.value}, covers {losses} of a group", JOB
     )
+    slower = slower_of(options, sources)
     return AssumedCosts(
         expert_bytes=expert_bytes,
         other_bytes=other_bytes,
@@ -357,8 +360,34 @@ def _costs(
         network_bytes_s=network_bytes_s,
         storage_bytes_s=storage_bytes_s,
         losses=losses,
-        slower=slower_of(options, sources),
+        slower=slower,
+        popularity=_popularity(options, experts, sources),
+        frozen_saves=_frozen_saves(options, sources),
     )
+
+
+def _popularity(options: argparse.Namespace, experts: int, sources: Sources) -> tuple[float, ...]:
+    """Portions of the experts of a layer; empty where they are equal."""
+    tokens = sources.profile.expert_tokens
+    skew, source = options.skewness, FLAG
+    if skew is None and tokens:
+        skew = sum(map(skewness, tokens)) / len(tokens)
+        source = str(options.profile)
+    if not skew:
+        return ()
+    popularity = draw_popularity(skew, experts, generator(0))
+    drawn, top = skewness(popularity), max(popularity)
+    value = f"{skew:.3g} (drawn: {drawn:.3g}, an expert gets up to {top:.0%})"
+    sources.explain("skewness of routing", value, source)
+    return popularity
+
+
+def _frozen_saves(options: argparse.Namespace, sources: Sources) -> float:
+    """Portion of a step that frozen experts save where a window is repeated."""
+    if options.frozen_saves is None:
+        return 0.0
+    sources.explain("frozen experts save, of a step", f"{options.frozen_saves:.0%}", FLAG)
+    return float(options.frozen_saves)
 
 
 def _amount(nbytes: int) -> str:
