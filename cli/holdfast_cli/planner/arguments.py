@@ -222,6 +222,13 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="number of runs of each kind (default %(default)s)",
     )
     add(
+        "--seed",
+        type=count_or_zero,
+        default=0,
+        metavar="N",
+        help="seed of the first run; each further run has the next one (default %(default)s)",
+    )
+    add(
         "--length",
         default="12h",
         metavar="T",

@@ -61,6 +61,8 @@ class Inputs:
     possible: frozenset[PolicyKind]
     """Policies that this job can ask for."""
     runs: int
+    first_seed: int
+    """Seeds are this one and those after it, one for each run."""
     length_s: float
     explained: list[tuple[str, str, str]] = field(default_factory=list)
     """Name, value and source of each input, for people."""
@@ -232,6 +234,7 @@ def inputs_of(options: argparse.Namespace, job: MoETrainingJob) -> Inputs:
         kinds=_kinds_of(options.policies),
         possible=_possible(job),
         runs=options.runs,
+        first_seed=options.seed,
         length_s=length_s,
         explained=sources.explained,
     )
@@ -375,7 +378,7 @@ def _popularity(options: argparse.Namespace, experts: int, sources: Sources) -> 
         source = str(options.profile)
     if not skew:
         return ()
-    popularity = draw_popularity(skew, experts, generator(0))
+    popularity = draw_popularity(skew, experts, generator(options.seed))
     drawn, top = skewness(popularity), max(popularity)
     value = f"{skew:.3g} (drawn: {drawn:.3g}, an expert gets up to {top:.0%})"
     sources.explain("skewness of routing", value, source)

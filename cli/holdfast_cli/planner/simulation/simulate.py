@@ -90,6 +90,7 @@ def _simulated(inputs: Inputs) -> Iterator[Simulated]:
                         runs=inputs.runs,
                         length_s=inputs.length_s,
                         draw_of=generator,
+                        first_seed=inputs.first_seed,
                     )
                 advance()
                 yield Simulated(kind=kind, mtbf_s=mtbf_s, model=model, formula=formula, runs=runs)
@@ -112,7 +113,7 @@ def _replayed(inputs: Inputs, model: PolicyModel) -> Runs:
                 length_s=inputs.length_s,
                 draw=generator(seed),
             )
-            for seed in range(inputs.runs)
+            for seed in range(inputs.first_seed, inputs.first_seed + inputs.runs)
         ]
     )
 

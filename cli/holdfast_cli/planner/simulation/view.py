@@ -70,6 +70,7 @@ def simulation_view(inputs: Inputs, simulated: Sequence[Simulated]) -> Renderabl
         _over_mtbf(simulated, rates),
         "",
         _details(worst, inputs.workload),
+        *_scopes(worst, inputs.workload),
         "",
         *_where(worst),
         "",
@@ -126,6 +127,20 @@ def _details(worst: Sequence[Simulated], workload: Workload) -> Table:
             "0%" if not lost else f"{format_portion(lost)}, K to {each.runs.experts}",
         )
     return table
+
+
+def _scopes(worst: Sequence[Simulated], workload: Workload) -> list[Text]:
+    """The stages that recoveries replayed, where only some do."""
+    if workload.stages == 1:
+        return []
+    lines = [
+        f"{_name(each)}: a recovery replays {each.runs.replayed_stages:.2f} of {workload.stages} "
+        f"stages, at most {each.runs.widest}; {each.runs.enlarged:.1f} failures of a run enlarged "
+        f"one"
+        for each in worst
+        if each.model.by_stage and each.runs.replayed_stages
+    ]
+    return [Text(), *map(Text, lines)] if lines else []
 
 
 def _where(worst: Sequence[Simulated]) -> list[Text]:
@@ -191,7 +206,8 @@ def _notes(inputs: Inputs, simulated: Sequence[Simulated]) -> list[Text]:
         )
     length = duration_text(inputs.length_s)
     notes += [
-        f"simulated:     mean of {inputs.runs} runs of {length}; failures also during recoveries",
+        f"simulated:     mean of {inputs.runs} runs of {length}, seeds {inputs.first_seed} to "
+        f"{inputs.first_seed + inputs.runs - 1}; failures also during recoveries",
         "formula:       1 / (1 + overhead) x 1 / (1 + E[R] / MTBF) (MoEvement C), enough spares",
         "tokens lost:   to experts that were not in the snapshot; K: where Dynamic-K ended",
     ]
@@ -205,6 +221,7 @@ def document(inputs: Inputs, simulated: Sequence[Simulated]) -> dict[str, Any]:
             {"name": name, "value": value, "from": source}
             for name, value, source in inputs.explained
         ],
+        "seeds": [inputs.first_seed, inputs.first_seed + inputs.runs - 1],
         "results": [
             {
                 "policy": each.kind.value,
@@ -218,6 +235,9 @@ def document(inputs: Inputs, simulated: Sequence[Simulated]) -> dict[str, Any]:
                 "low": each.runs.low,
                 "high": each.runs.high,
                 "failures": each.runs.failures,
+                "replayed_stages": each.runs.replayed_stages,
+                "widest_scope": each.runs.widest,
+                "enlarged_scopes": each.runs.enlarged,
                 "lost_tokens": each.runs.lost_tokens,
                 "experts": each.runs.experts,
                 "portions": {what.value: part for what, part in each.runs.portions.items()},
