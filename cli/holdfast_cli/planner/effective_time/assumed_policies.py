@@ -94,6 +94,16 @@ class AssumedCosts:
     """Rate from one node to storage and back."""
     losses: int = 1
     """Losses that redundancy covers: a node sends as many bytes as it captured for each."""
+    group_nodes: int = 0
+    """Nodes of a protection group; 0: enough nodes for the snapshots in memory are always left."""
+    stored_every_s: float = 0.0
+    """Time between copies in storage; 0: there are none."""
+    interval_steps: int = 0
+    """Steps from snapshot to snapshot that the job asks for; 0: as many as cost least."""
+    window_steps: int = 0
+    """Steps of a window that the job asks for; 0: the least whose saves a step hides."""
+    first_experts: int = 1
+    """First K of experts that take turns."""
     slower: float = 0.0
     """Portion by which a step is longer that a snapshot is taken in, even where its copy hides."""
     loss_limit: float = PLT_LIMIT
@@ -135,7 +145,8 @@ def policy_models(
     makers: dict[PolicyKind, Callable[[], PolicyModel]] = {}
     maker = _Maker(costs, workload, cluster, mtbf_s)
     makers[PolicyKind.FULL] = partial(maker.full, PolicyKind.FULL)
-    makers[PolicyKind.PARTIAL] = partial(maker.some_experts, PolicyKind.PARTIAL, 1, 0)
+    first_k = costs.first_experts
+    makers[PolicyKind.PARTIAL] = partial(maker.some_experts, PolicyKind.PARTIAL, first_k, 0)
     makers[PolicyKind.SELECTIVE] = maker.selective
     makers[PolicyKind.FEWER] = partial(maker.full, PolicyKind.FEWER, after_loss=AfterLoss.FEWER)
     makers[PolicyKind.STAGES] = maker.stages
@@ -197,11 +208,16 @@ class _Maker:
         return copy_s + protect_s * self._cluster.node_losses
 
     def _interval(self, nbytes: float) -> int:
-        """The best interval, as jobs with `steps: auto` derive it from their measurements."""
+        """The interval that the job asks for, where protection can follow; else the best one, as
+        jobs with `steps: auto` derive it from their measurements."""
         copy_s, protect_s = self._times(nbytes)
+        least_s = least_interval_s(copy_s=copy_s, protect_s=protect_s, slots=SLOTS_MAX)
+        if asked := self._costs.interval_steps:
+            # A save that finds no slot is skipped, and the next one asked for is taken.
+            return asked * max(1, ceil(least_s / (asked * self._step_s)))
         return interval_steps(
             overhead_s=self._stall_s(nbytes),
-            least_s=least_interval_s(copy_s=copy_s, protect_s=protect_s, slots=SLOTS_MAX),
+            least_s=least_s,
             step_s=self._step_s,
             rate_per_s=1 / self._mtbf_s,
         )
@@ -221,8 +237,22 @@ class _Maker:
         *,
         after_loss: AfterLoss = AfterLoss.FIXED,
     ) -> PolicyModel:
-        limit = self._costs.loss_limit
-        return PolicyModel(name=kind, levels=levels, loss_limit=limit, after_loss=after_loss)
+        costs = self._costs
+        stored = costs.stored_every_s
+        return PolicyModel(
+            name=kind,
+            levels=levels,
+            loss_limit=costs.loss_limit,
+            after_loss=after_loss,
+            covers=costs.losses if costs.group_nodes else None,
+            group_nodes=max(1, costs.group_nodes),
+            stored_every_steps=max(1, round(stored / self._step_s)) if stored else 0,
+            stored_load_s=self._stored_s(costs.state_bytes),
+        )
+
+    def _stored_s(self, nbytes: float) -> float:
+        """Time in which the nodes together write `nbytes` to storage, or load them."""
+        return nbytes / self._cluster.nodes / self._costs.storage_bytes_s
 
     def some_experts(
         self, kind: PolicyKind, first: int, reserved: int, *, by_load: bool = False
@@ -270,11 +300,12 @@ class _Maker:
         costs = self._costs
         nbytes = costs.state_bytes
         stall_s = self._stall_s(nbytes)
-        stored_s = nbytes / self._cluster.nodes / costs.storage_bytes_s
+        stored_s = self._stored_s(nbytes)
         steps = max(checkfreq_interval_steps(stall_s, self._step_s), ceil(stored_s / self._step_s))
         level = self._level(nbytes, steps, experts=costs.experts_per_layer)
         level = replace(level, usable_after_s=stored_s)
-        return replace(self._model(PolicyKind.CHECKFREQ, (level,)), load_s=stored_s)
+        model = self._model(PolicyKind.CHECKFREQ, (level,))
+        return replace(model, load_s=stored_s, covers=None)
 
     def gemini(self) -> PolicyModel:
         costs, cluster = self._costs, self._cluster
@@ -288,7 +319,9 @@ class _Maker:
 
     def sparse(self, kind: PolicyKind, *, by_stage: bool) -> PolicyModel:
         costs = self._costs
-        window = next((w for w in range(1, WINDOW_MAX) if self._fits(w)), WINDOW_MAX)
+        window = costs.window_steps or next(
+            (w for w in range(1, WINDOW_MAX) if self._fits(w)), WINDOW_MAX
+        )
         nbytes = self._slot_bytes(window)
         level = self._level(nbytes, 1, experts=costs.experts_per_layer)
         return replace(

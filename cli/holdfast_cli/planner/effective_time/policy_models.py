@@ -147,6 +147,15 @@ class PolicyModel:
     lost at once."""
     load_s: float = 0.0
     """Time to load a snapshot, beyond `Cluster.restart_s`."""
+    covers: int | None = None
+    """Nodes of one protection group that may be lost in one recovery; if more are, the snapshots in
+    memory are lost with them. None: any number."""
+    group_nodes: int = 1
+    """Nodes of a protection group."""
+    stored_every_steps: int = 0
+    """Interval of copies in storage, for what is lost in memory; 0: none, training begins anew."""
+    stored_load_s: float = 0.0
+    """Time to load such a copy, beyond `Cluster.restart_s`."""
 
     def __post_init__(self) -> None:
         if not self.levels or min(level.interval_steps for level in self.levels) < 1:
@@ -192,7 +201,8 @@ def closed_form_ettr(
     """ETTR = 1 / (1 + overhead) · 1 / (1 + E[R] / MTBF) (MoEvement appendix C).
 
     E[R] includes detection and restart. The formula leaves out failures during recoveries, a lack
-    of spares, and levels after the first. Missing nodes count if the job goes on without them.
+    of spares, snapshots that are lost with nodes, and levels after the first. Missing nodes count
+    if the job goes on without them.
     """
     restart_s = (
         cluster.reform_s if model.after_loss is AfterLoss.LIVE else cluster.restart_s + model.load_s

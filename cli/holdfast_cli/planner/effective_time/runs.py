@@ -163,18 +163,42 @@ def simulate_many(
 ) -> Runs:
     """Runs of `first_seed` and the seeds after it: the same failures for every policy."""
     return summarize(
-        [
-            simulate_run(
-                policy,
-                workload,
-                cluster,
-                poisson(mtbf_s, cluster.node_losses, draw_of(2 * seed)),
-                length_s=length_s,
-                draw=draw_of(2 * seed + 1),
-            )
-            for seed in range(first_seed, first_seed + runs)
-        ]
+        simulate_runs(
+            policy,
+            workload,
+            cluster,
+            mtbf_s,
+            runs=runs,
+            length_s=length_s,
+            draw_of=draw_of,
+            first_seed=first_seed,
+        )
     )
+
+
+def simulate_runs(
+    policy: PolicyModel,
+    workload: Workload,
+    cluster: Cluster,
+    mtbf_s: float,
+    *,
+    runs: int,
+    length_s: float,
+    draw_of: DrawOf,
+    first_seed: int = 0,
+) -> list[TrainingRun]:
+    """The runs that `simulate_many` summarizes, by seed."""
+    return [
+        simulate_run(
+            policy,
+            workload,
+            cluster,
+            poisson(mtbf_s, cluster.node_losses, draw_of(2 * seed)),
+            length_s=length_s,
+            draw=draw_of(2 * seed + 1),
+        )
+        for seed in range(first_seed, first_seed + runs)
+    ]
 
 
 @dataclass(slots=True)
@@ -216,6 +240,10 @@ class _Training:
         self._replayed_stages = self._widest = self._enlarged = 0
         self._live = True
         """Whether the recovery in progress needs no snapshot."""
+        self._lost_of_group: dict[int, int] = {}
+        """Protection group → its nodes that were lost in the recovery in progress."""
+        self._in_memory = True
+        """Whether enough nodes are left in each group for the snapshots in memory."""
         self._missing, self._spares = 0, cluster.spares
         self._arriving: deque[float] = deque()
         self._joining: deque[float] = deque()
@@ -357,6 +385,12 @@ class _Training:
             self._spares -= 1
         else:
             self._missing += 1
+        covers = self._model.covers
+        if covers is None:
+            return
+        group = int(self._draw() * max(1, self._cluster.nodes // self._model.group_nodes))
+        lost = self._lost_of_group[group] = self._lost_of_group.get(group, 0) + 1
+        self._in_memory &= lost <= covers
 
     def _lose_tokens(self) -> None:
         levels = self._model.levels
@@ -388,21 +422,26 @@ class _Training:
         if self._lacks_nodes():
             self._enter(Activity.WAITING, inf, self._on_detected)
             return
-        lasts_s = (
-            self._cluster.reform_s if self._live else self._cluster.restart_s + self._model.load_s
-        )
+        lasts_s = self._cluster.restart_s + self._model.load_s
+        if self._live:
+            lasts_s = self._cluster.reform_s
+        elif not self._in_memory:
+            lasts_s += self._model.stored_load_s
         self._enter(Activity.RESTARTING, lasts_s, self._on_restarted)
 
     def _on_restarted(self) -> None:
+        in_memory = self._in_memory
+        self._lost_of_group.clear()  # what the lost nodes held is there again
+        self._in_memory = True
         if self._live:
             self._step = float(int(self._step))  # the work of the step in progress is lost
             self._train()
             return
         self._restored += 1
         model, step_s = self._model, self._workload.step_s
-        at = self._restore_step()
+        at = self._restore_step(in_memory)
         self._kept = at
-        if model.by_stage:
+        if model.by_stage and in_memory:
             steps = model.repeated(self._step - at)
             for stages in _neighbours(self._stages):
                 lasts_s = steps * step_s * self._workload.alone(len(stages))
@@ -417,9 +456,12 @@ class _Training:
         self._step = at
         self._train()
 
-    def _restore_step(self) -> float:
-        """The newest step that can be restored. If the training of a window is repeated, this is
-        the step before its first."""
+    def _restore_step(self, in_memory: bool) -> float:
+        """The newest step that can be restored: from snapshots in memory, or else from storage. If
+        the training of a window is repeated, this is the step before its first."""
+        if not in_memory:
+            stored = self._model.stored_every_steps
+            return self._step // stored * stored if stored else 0.0
         level = self._model.levels[self._level]
         late = level.usable_after_s / self._workload.step_s
         usable = max(0.0, self._step - late)

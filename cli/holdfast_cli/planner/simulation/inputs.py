@@ -4,7 +4,7 @@ local run, or an assumption. This module simulates nothing."""
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 
@@ -22,8 +22,16 @@ from holdfast_cli.planner.plan_inputs import sizes_of_run
 from holdfast_cli.planner.planning import COPY_BYTES_S, NETWORK_BYTES_S
 from holdfast_cli.planner.profile import JobProfile, read_profile
 from holdfast_cli.planner.seeds import generator
+from holdfast_cli.planner.simulation.levers import STORED_EVERY_S, JobSetting
 from holdfast_core.errors import InvalidJobError, StorageError
 from holdfast_core.job.parsing import MoETrainingJob
+from holdfast_core.job.snapshots import (
+    LossyPolicy,
+    PartialExperts,
+    Repeats,
+    Selective,
+    SparseWindows,
+)
 from holdfast_core.quantities import format_rate
 
 MTBFS = "2h,1h,30m,20m,10m"
@@ -60,6 +68,10 @@ class Inputs:
     kinds: tuple[PolicyKind, ...]
     possible: frozenset[PolicyKind]
     """Policies that this job can ask for."""
+    job: JobSetting
+    """The job as its document has it, with its own interval, window and K."""
+    stay_restart_s: float | None
+    """Time of a restart if processes stay; None where they do, or it is not known."""
     runs: int
     first_seed: int
     """Seeds are this one and those after it, one for each run."""
@@ -114,6 +126,8 @@ class Sources:
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
         self.explained: list[tuple[str, str, str]] = []
+        self.stay_restart_s: float | None = None
+        """Time of a restart if processes stay, where they do not and a report has it."""
         self._measured: dict[str, tuple[float, str]] = {}
         for path in options.costs or ():
             self._read(path)
@@ -151,6 +165,8 @@ class Sources:
                 f"--costs {path} is not a report of make bench or make bench NAME=recovery: {error}"
             ) from error
         restart = self._options.processes == "restart"
+        if restart and report.stay_node_after_noticed is not None:
+            self.stay_restart_s = report.stay_node_after_noticed
         noticed = report.restart_node_noticed if restart else report.stay_node_noticed
         after = report.restart_node_after_noticed if restart else report.stay_node_after_noticed
         values = {
@@ -233,6 +249,8 @@ def inputs_of(options: argparse.Namespace, job: MoETrainingJob) -> Inputs:
         trace=trace,
         kinds=_kinds_of(options.policies),
         possible=_possible(job),
+        job=_setting(job, workload, cluster, costs),
+        stay_restart_s=sources.stay_restart_s,
         runs=options.runs,
         first_seed=options.seed,
         length_s=length_s,
@@ -249,6 +267,32 @@ def _possible(job: MoETrainingJob) -> frozenset[PolicyKind]:
     if job.spec.snapshot.interval.steps == 1:
         kinds |= {PolicyKind.SPARSE_GLOBAL, PolicyKind.SPARSE_GRADS}
     return frozenset(kinds)
+
+
+def _setting(
+    job: MoETrainingJob, workload: Workload, cluster: Cluster, costs: AssumedCosts
+) -> JobSetting:
+    """The job as its document has it."""
+    policy = job.spec.snapshot.policy.chosen
+    kind = PolicyKind.FULL
+    match policy:
+        case PartialExperts():
+            kind = PolicyKind.PARTIAL
+            costs = replace(costs, first_experts=policy.first_k)
+        case Selective():
+            kind = PolicyKind.SELECTIVE
+        case SparseWindows():
+            catches_up = policy.repeats is Repeats.OPTIMIZER
+            kind = PolicyKind.SPARSE_GRADS if catches_up else PolicyKind.SPARSE_GLOBAL
+            costs = replace(costs, window_steps=policy.window)
+    if job.spec.may_shrink:
+        kind = PolicyKind.FEWER
+    interval = job.spec.snapshot.interval
+    steps = interval.steps if isinstance(interval.steps, int) else 0
+    costs = replace(costs, interval_steps=steps)
+    if isinstance(policy, LossyPolicy):
+        costs = replace(costs, loss_limit=policy.loss_limit)
+    return JobSetting(kind=kind, costs=costs, workload=workload, cluster=cluster)
 
 
 def _kinds_of(text: str) -> tuple[PolicyKind, ...]:
@@ -314,6 +358,7 @@ def _costs(
         experts = options.experts_per_layer or experts
         layers = options.moe_layers or layers
         shape_source = FLAG
+    nproc = job.spec.nproc_per_node
     given = [options.expert_bytes, options.other_bytes]
     if options.like_run is not None:
         if any(given) or options.parameters:
@@ -353,6 +398,7 @@ def _costs(
     sources.explain(
         "redundancy", f"{job.spec.redundancy.type.value}, covers {losses} of a group", JOB
     )
+    stored_every_s = _stored_every_s(options, job, sources)
     slower = slower_of(options, sources)
     return AssumedCosts(
         expert_bytes=expert_bytes,
@@ -363,10 +409,29 @@ def _costs(
         network_bytes_s=network_bytes_s,
         storage_bytes_s=storage_bytes_s,
         losses=losses,
+        group_nodes=min(job.spec.redundancy.group_size(job.spec.nodes), gpus // nproc),
+        stored_every_s=stored_every_s,
         slower=slower,
         popularity=_popularity(options, experts, sources),
         frozen_saves=_frozen_saves(options, sources),
     )
+
+
+def _stored_every_s(options: argparse.Namespace, job: MoETrainingJob, sources: Sources) -> float:
+    """Time between copies in storage; 0 where the job keeps none."""
+    persistence = job.spec.persistence
+    if persistence is None:
+        sources.explain("copies in storage", "none: without memory, training begins anew", JOB)
+        return 0.0
+    interval = persistence.interval
+    every_s, source = STORED_EVERY_S, ASSUMED
+    if interval.minutes is not None:
+        every_s, source = 60 * interval.minutes, JOB
+    elif interval.steps is not None:
+        step_s = options.step_seconds or sources.profile.iteration_s or STEP_S
+        every_s, source = interval.steps * step_s, JOB
+    sources.explain("copies in storage", f"every {duration_text(round(every_s))}", source)
+    return every_s
 
 
 def _popularity(options: argparse.Namespace, experts: int, sources: Sources) -> tuple[float, ...]:

@@ -276,8 +276,9 @@ def test_scopes_of_any_failures_are_those_of_an_oracle(data: st.DataObject) -> N
     in or beside it is repaired; training goes on when the last row has ended."""
     stages = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=5))
     gaps_s = data.draw(st.lists(st.integers(0, 45), min_size=5, max_size=5))
-    at_s, rows, ends_s = 180, [], 0.0
-    text = []
+    rows: list[tuple[set[int], int]] = []
+    at_s, ends_s = 180, 0
+    text: list[str] = []
     for gap_s, stage in zip(gaps_s, stages, strict=False):
         at_s += gap_s if text else 0
         if text and at_s >= ends_s:
@@ -300,6 +301,38 @@ def test_scopes_of_any_failures_are_those_of_an_oracle(data: st.DataObject) -> N
     run = staged("".join(text), *stages)
     assert run.seconds[Activity.TRAINING] == pytest.approx(1000 - (ends_s - 180))
     assert run.widest <= 6
+
+
+def test_a_loss_that_redundancy_does_not_cover_takes_a_copy_in_storage_or_begins_anew() -> None:
+    """At 185 s, in the recovery of the first loss, a second node of the only group is lost."""
+    twice = "180,-1\n185,-1\n"
+    covered = replace(FULL, covers=2, group_nodes=4)
+    assert traced(twice, covered).seconds[Activity.REDOING] == 80
+    one = replace(covered, covers=1)
+    assert traced(twice, one).seconds[Activity.REDOING] == 180
+    stored = replace(one, stored_every_steps=15, stored_load_s=3.0)
+    run = traced(twice, stored)
+    assert run.seconds[Activity.REDOING] == 30
+    assert run.seconds[Activity.RESTARTING] == 3 + 5 + 3  # the first restart had begun
+    apart = "180,-1\n300,-1\n"
+    assert traced(apart, one).seconds[Activity.REDOING] == traced(apart).seconds[Activity.REDOING]
+
+
+def test_without_redundancy_a_lost_node_takes_all_snapshots_with_it() -> None:
+    none = replace(FULL, covers=0)
+    assert traced("180,-1\n", none).seconds[Activity.REDOING] == 180
+    assert traced("180,0\n", none).seconds[Activity.REDOING] == 80
+    staged = replace(none, by_stage=True)
+    run = traced("180,-1\n", staged, workload=Workload(step_s=10, stages=2, micro_batches=2))
+    assert run.seconds[Activity.REDOING] == 180
+
+
+def test_losses_in_different_groups_are_covered() -> None:
+    one = replace(FULL, covers=1, group_nodes=2)
+    lost = iter([0.1, 0.0, 0.9, 0.0]).__next__  # a group and a stage each
+    incidents = parse_trace("180,-1\n185,-1\n")
+    run = simulate_run(one, WORKLOAD, CLUSTER, incidents, length_s=1000, draw=lost)
+    assert run.seconds[Activity.REDOING] == 80
 
 
 def test_snapshots_hold_more_experts_once_recoveries_lost_too_much() -> None:
