@@ -36,6 +36,9 @@ PARITY = {
 }
 """Losses that parity covers, its type, and the nodes of a group."""
 
+STORED_EVERY_S = 1800.0
+"""Interval of copies in storage where the job leaves it to measurements, or keeps none yet."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobSetting:
@@ -176,9 +179,6 @@ def _changes(
     faster = replace(costs, copy_bytes_s=2 * costs.copy_bytes_s)
     yield "copies out of devices twice as fast", replace(job, costs=faster)
 
-
-STORED_EVERY_S = 1800.0
-"""Interval of the copies in storage that a job without any is shown with."""
 
 _NAMES = {
     PolicyKind.FULL: "snapshot.policy.type: Full",

@@ -208,8 +208,8 @@ def lever_view(levers: Levers) -> Text:
         noise = max((lever.noise for lever in levers.levers), default=NEGLIGIBLE)
         return Text.assemble(
             ("what would gain most: ", "bold"),
-            f"nothing gains more than noise (up to {format_portion(noise)}) of the {len(levers.levers)} "
-            f"changes that were simulated. {as_is}",
+            f"nothing gains more than noise (up to {format_portion(noise)}) of the "
+            f"{len(levers.levers)} changes that were simulated. {as_is}",
         )
     # What the job's document or its cluster can change comes before new training scripts.
     best, *rest = sorted(gaining, key=lambda lever: lever.of_script)

@@ -191,8 +191,8 @@ def test_the_command_says_when_nothing_gains_more_than_noise(
 ) -> None:
     text = printed(capsys, job, "--mtbf", "9000d", "--slower-percent", "0", "--parameters", "1G")
     assert re.search(
-        r"what would gain most: nothing gains more than noise \(up to 0\.1%\) of the \d+ changes that "
-        r"were simulated\. As it is \(full, a snapshot every step\), the job has ETTR 1\.000",
+        r"what would gain most: nothing gains more than noise \(up to 0\.1%\) of the \d+ changes "
+        r"that were simulated\. As it is \(full, a snapshot every step\), the job has ETTR 1\.000",
         text,
     )
 
