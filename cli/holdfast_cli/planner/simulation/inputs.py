@@ -230,7 +230,7 @@ def inputs_of(options: argparse.Namespace, job: MoETrainingJob) -> Inputs:
         # Steps and rates are taken as they are: nothing here scales them.
         sources.explain("profile", f"measured on {measured_gpus} GPUs", str(options.profile))
     workload = _workload(options, job, sources)
-    costs = _costs(options, job, gpus, sources)
+    costs = _costs(options, job, gpus, workload.step_s, sources)
     cluster = _cluster(options, job, nodes, sources)
     trace: tuple[Incident, ...] = ()
     if options.trace is not None:
@@ -343,8 +343,48 @@ def _workload(options: argparse.Namespace, job: MoETrainingJob, sources: Sources
 
 
 def _costs(
-    options: argparse.Namespace, job: MoETrainingJob, gpus: int, sources: Sources
+    options: argparse.Namespace, job: MoETrainingJob, gpus: int, step_s: float, sources: Sources
 ) -> AssumedCosts:
+    sizes = _sizes(options, job, gpus, sources)
+    copy_bytes_s, network_bytes_s = memory_rates_of(options, sources)
+    storage_bytes_s = sources.rate("storage", options.storage_bandwidth, STORAGE_BYTES_S)
+    losses = job.spec.redundancy.losses
+    sources.explain(
+        "redundancy", f"{job.spec.redundancy.type.value}, covers {losses} of a group", JOB
+    )
+    stored_every_s = _stored_every_s(job, step_s, sources)
+    slower = slower_of(options, sources)
+    return AssumedCosts(
+        expert_bytes=sizes.expert_bytes,
+        other_bytes=sizes.other_bytes,
+        experts_per_layer=sizes.experts_per_layer,
+        moe_layers=sizes.moe_layers,
+        copy_bytes_s=copy_bytes_s,
+        network_bytes_s=network_bytes_s,
+        storage_bytes_s=storage_bytes_s,
+        losses=losses,
+        group_nodes=min(
+            job.spec.redundancy.group_size(job.spec.nodes), gpus // job.spec.nproc_per_node
+        ),
+        stored_every_s=stored_every_s,
+        slower=slower,
+        popularity=_popularity(options, sizes.experts_per_layer, sources),
+        frozen_saves=_frozen_saves(options, sources),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Sizes:
+    """Sizes of the model, with the meaning of `AssumedCosts`."""
+
+    expert_bytes: int
+    other_bytes: int
+    experts_per_layer: int
+    moe_layers: int
+
+
+def _sizes(options: argparse.Namespace, job: MoETrainingJob, gpus: int, sources: Sources) -> _Sizes:
+    """Sizes of the model: from flags, a run in progress, the profile, or assumed for the GPUs."""
     model, profile = job.spec.model, sources.profile
     experts, layers = EXPERTS, LAYERS
     shape_source = ASSUMED
@@ -358,7 +398,6 @@ def _costs(
         experts = options.experts_per_layer or experts
         layers = options.moe_layers or layers
         shape_source = FLAG
-    nproc = job.spec.nproc_per_node
     given = [options.expert_bytes, options.other_bytes]
     if options.like_run is not None:
         if any(given) or options.parameters:
@@ -392,32 +431,15 @@ def _costs(
     share = expert_bytes / total if total else 0.0
     sources.explain("training state", f"{_amount(total)}, {share:.0%} in experts", source)
     sources.explain("experts", f"{experts} in each of {layers} layers", shape_source)
-    copy_bytes_s, network_bytes_s = memory_rates_of(options, sources)
-    storage_bytes_s = sources.rate("storage", options.storage_bandwidth, STORAGE_BYTES_S)
-    losses = job.spec.redundancy.losses
-    sources.explain(
-        "redundancy", f"{job.spec.redundancy.type.value}, covers {losses} of a group", JOB
-    )
-    stored_every_s = _stored_every_s(options, job, sources)
-    slower = slower_of(options, sources)
-    return AssumedCosts(
+    return _Sizes(
         expert_bytes=expert_bytes,
         other_bytes=other_bytes,
         experts_per_layer=experts,
         moe_layers=layers,
-        copy_bytes_s=copy_bytes_s,
-        network_bytes_s=network_bytes_s,
-        storage_bytes_s=storage_bytes_s,
-        losses=losses,
-        group_nodes=min(job.spec.redundancy.group_size(job.spec.nodes), gpus // nproc),
-        stored_every_s=stored_every_s,
-        slower=slower,
-        popularity=_popularity(options, experts, sources),
-        frozen_saves=_frozen_saves(options, sources),
     )
 
 
-def _stored_every_s(options: argparse.Namespace, job: MoETrainingJob, sources: Sources) -> float:
+def _stored_every_s(job: MoETrainingJob, step_s: float, sources: Sources) -> float:
     """Time between copies in storage; 0 where the job keeps none."""
     persistence = job.spec.persistence
     if persistence is None:
@@ -428,7 +450,6 @@ def _stored_every_s(options: argparse.Namespace, job: MoETrainingJob, sources: S
     if interval.minutes is not None:
         every_s, source = 60 * interval.minutes, JOB
     elif interval.steps is not None:
-        step_s = options.step_seconds or sources.profile.iteration_s or STEP_S
         every_s, source = interval.steps * step_s, JOB
     sources.explain("copies in storage", f"every {duration_text(round(every_s))}", source)
     return every_s

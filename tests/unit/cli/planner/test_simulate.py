@@ -217,6 +217,24 @@ def test_what_nobody_gives_is_assumed_and_marked(
     assert source_of(bytes_given, "training state") == ("200 GB, 96% in experts", "given")
 
 
+@pytest.mark.parametrize(
+    ("interval", "shown"),
+    [
+        ("", ("every 30 min", "assumed")),
+        (", interval: {minutes: 5}", ("every 5 min", "the job")),
+        (", interval: {steps: 60}", ("every 2 min", "the job")),
+    ],
+)
+def test_copies_in_storage_are_those_of_the_job(
+    job: Path, interval: str, shown: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    none = decoded(capsys, job, "--policies", "full", *QUICK)
+    assert source_of(none, "copies in storage")[0].startswith("none")
+    job.write_text(JOB.replace("  model:", f"  persistence: {{uri: /copies{interval}}}\n  model:"))
+    document = decoded(capsys, job, "--step-seconds", "2", "--policies", "full", *QUICK)
+    assert source_of(document, "copies in storage") == shown
+
+
 def test_sizes_come_from_a_run_in_progress(
     job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
