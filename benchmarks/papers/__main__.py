@@ -3,8 +3,9 @@
     python -m benchmarks.papers --paper table3
     python -m benchmarks.papers --goal --costs build/bench/recovery.json
 
-`--paper` takes MoEvement's tables 3 and 7 and figure 11, and Lazarus' spot instances; `--goal`
-shows how near this version comes to its ETTR goals, and why.
+`--paper` takes MoEvement's tables 3 and 7 and figure 11, recoveries of TrainMover, DeadPool and
+FFTrainer, and Lazarus' spot instances; `--goal` shows how near this version comes to its ETTR
+goals, and why.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import msgspec
 
 from benchmarks.papers.goals import goal_tables
 from benchmarks.papers.paper_checks import Column, PaperTable, Value, figure_11, table_3, table_7
+from benchmarks.papers.recoveries import recovery_table
 from benchmarks.papers.spot_trace import spot_tables
 from holdfast_cli.arguments import count
 from holdfast_cli.planner.arguments import add_simulated_costs
@@ -49,6 +51,7 @@ PAPERS: dict[str, Callable[[DrawOf, int], tuple[PaperTable, ...]]] = {
     "table3": table_3,
     "table7": lambda draw_of, runs: table_7(),
     "figure11": figure_11,
+    "recoveries": lambda draw_of, runs: (recovery_table(),),
     "spot": lambda draw_of, runs: spot_tables(draw_of, SPOT_RUNS),
 }
 

@@ -1,8 +1,8 @@
 """Figures that papers print, as facts to compare with, and what is inferred where they are silent.
 
-All of MoEvement (NSDI 2026): table 3 (§5.2), table 7 (§5.7), figure 11 (§5.4). Nothing here is
-computed or fitted; a number is in this module because the paper prints it. Docstrings name the few
-that follow from others.
+MoEvement (NSDI 2026): table 3 (§5.2), table 7 (§5.7), figure 11 (§5.4); recoveries of others, each
+with its source. Nothing here is computed or fitted; a number is in this module because the paper
+prints it. Docstrings name the few that follow from others.
 """
 
 from __future__ import annotations
@@ -299,3 +299,44 @@ CONTRADICTIONS = (
     "predicted",
 )
 """Where the paper disagrees with itself, or is silent; nothing is fitted to these."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublishedRecovery:
+    """The time that one failure costs a system, as its authors print it."""
+
+    system: str
+    source: str
+    gpus: int | None
+    """GPUs of the experiment; None where the source does not give them beside the figure."""
+    given: str
+    """The figure in the source's terms."""
+    cost_s: float | None
+    """The figure in seconds; a bound where the source gives a bound. None: it gives no seconds."""
+
+
+RECOVERIES = (
+    PublishedRecovery(
+        system="TrainMover",
+        source="OSDI 2026, arXiv 2412.12636v3, abstract",
+        gpus=1024,
+        given="around 20 s of downtime",
+        cost_s=20.0,
+    ),
+    PublishedRecovery(
+        system="DeadPool",
+        source="arXiv 2607.01646v1, abstract",
+        gpus=512,
+        given="recovery in under 40 s, no overhead",
+        cost_s=40.0,
+    ),
+    PublishedRecovery(
+        system="FFTrainer",
+        source="arXiv 2512.03644v1, abstract",
+        gpus=None,
+        given="up to 98 % less than prior checkpoints",
+        cost_s=None,
+    ),
+)
+"""Systems that replace nodes while the job goes on. Their abstracts give these figures; none gives
+an ETTR."""

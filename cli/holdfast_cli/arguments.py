@@ -129,6 +129,14 @@ def portion(text: str) -> float:
     return value
 
 
+def skew(text: str) -> float:
+    """A number from 0 up to but without 1."""
+    value = _number(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to below 1")
+    return value
+
+
 def count(text: str) -> int:
     """A whole number of at least 1."""
     if not text.isascii() or not text.isdigit() or int(text) < 1:

@@ -20,6 +20,7 @@ from holdfast_cli.commands.arguments import (
     add_inject,
     add_logs,
     add_persist,
+    add_profile,
     add_run,
     add_status,
     add_suspend,
@@ -50,7 +51,7 @@ kubectl completes `kubectl holdfast` once its own completion is set up: source <
 bash), or zsh. It runs kubectl_complete-holdfast, which is installed with this command.
 """
 
-_GROUPS = {"run": PackageGroup.ALL, "check": PackageGroup.ALL, "demo": PackageGroup.ALL}
+_GROUPS = dict.fromkeys(("run", "check", "demo", "profile"), PackageGroup.ALL)
 """Groups of packages that a command needs if `cli` is not enough."""
 
 
@@ -80,6 +81,7 @@ def build_parser(prog: str = "holdfast") -> argparse.ArgumentParser:
     add_logs(commands)
     add_history(commands)
     add_plan(commands)
+    add_profile(commands)
     add_simulate(commands)
     add_demo(commands)
     add_certificates(commands)

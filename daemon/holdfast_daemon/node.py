@@ -412,6 +412,7 @@ class Node:
             "security": settings.security,
             "control_connected": bool(self._control and self._control.connected),
             "sent_bytes": self._bulk.sent_bytes,
+            "metrics_port": self._http.port if self._http else None,
             "jobs": {
                 job: status.as_json(host, host.engine.overview())
                 for job, host in self.hosts.items()

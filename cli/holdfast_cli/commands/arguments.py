@@ -99,6 +99,15 @@ _PERSIST_EPILOG = """
 """
 
 
+_PROFILE_EPILOG = """
+  holdfast profile job.yaml > profile.json
+  holdfast simulate job.yaml --profile profile.json --mtbf 2h,30m
+
+`holdfast run job.yaml` has to train meanwhile. What a run does not show can be added to the file:
+holdfast simulate --help names the fields.
+"""
+
+
 _CERTIFICATES_EPILOG = """
   holdfast certificates --out tls --domain holdfast-system
   kubectl -n holdfast-system create secret generic holdfast-daemon --from-file=tls/daemon/
@@ -143,6 +152,12 @@ def _persist(options: argparse.Namespace) -> int:
     from holdfast_cli.commands.persist import persist
 
     return int(persist(options) or 0)
+
+
+def _profile(options: argparse.Namespace) -> int:
+    from holdfast_cli.commands.profile import profile
+
+    return int(profile(options) or 0)
 
 
 def _suspend(options: argparse.Namespace) -> int:
@@ -380,6 +395,22 @@ def add_persist(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add_cluster(parser)
     parser.set_defaults(handler=_persist)
+
+
+def add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `holdfast profile`."""
+    text = "Measure a local run in progress, for `holdfast simulate`; prints JSON."
+    parser = add_command(commands, "profile", text, _PROFILE_EPILOG)
+    parser.add_argument("job", type=Path, metavar="JOB.yaml", help="the MoETrainingJob that runs")
+    add_directory(parser)
+    parser.add_argument(
+        "--seconds",
+        type=positive,
+        default=30.0,
+        metavar="S",
+        help="seconds for which steps are timed (default %(default)s)",
+    )
+    parser.set_defaults(handler=_profile)
 
 
 def add_certificates(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

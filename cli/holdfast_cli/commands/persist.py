@@ -4,26 +4,23 @@ durable storage, and waits until it is complete."""
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 
 from holdfast_cli.commands import cluster_commands
 from holdfast_cli.commands.run import chosen_cluster, find_run
+from holdfast_cli.local.daemon_calls import CALL_TIMEOUT_S, ask, daemon_status
 from holdfast_cli.local.directory import RunDirectory
-from holdfast_cli.local.status import NodeStatus, read_status
-from holdfast_core.errors import InvalidJobError, StorageError, UnreachableError
+from holdfast_cli.local.status import read_status
+from holdfast_core.errors import InvalidJobError, StorageError
 from holdfast_core.snapshots.generations import Generation
-from holdfast_protos import codec, trainer_pb2, trainer_pb2_grpc
+from holdfast_protos import trainer_pb2, trainer_pb2_grpc
 from holdfast_protos.connections import channels
 
-CALL_TIMEOUT_S = 10.0
 POLL_S = 0.2
-
-T = TypeVar("T")
 
 
 def persist(options: argparse.Namespace) -> int:
@@ -42,10 +39,10 @@ def persist(options: argparse.Namespace) -> int:
         daemon = trainer_pb2_grpc.TrainerStub(channel)
 
         def state() -> dict[str, Any]:
-            return _ask(members[0], lambda: _state(daemon, directory))
+            return ask(members[0], lambda: daemon_status(daemon, directory))[1]
 
         before = state()
-        _ask(members[0], lambda: _persist(daemon, directory))
+        ask(members[0], lambda: _persist(daemon, directory))
         stored = _follow(
             state,
             wanted=before.get("protected"),
@@ -78,20 +75,3 @@ def _follow(state: Callable[[], dict[str, Any]], *, wanted: str | None, wait_s: 
 def _persist(daemon: trainer_pb2_grpc.TrainerStub, directory: RunDirectory) -> None:
     request, metadata = trainer_pb2.PersistRequest(job=directory.job_key), directory.call_metadata()
     daemon.Persist(request, timeout=CALL_TIMEOUT_S, metadata=metadata)
-
-
-def _state(daemon: trainer_pb2_grpc.TrainerStub, directory: RunDirectory) -> dict[str, Any]:
-    request, metadata = trainer_pb2.StatusRequest(), directory.call_metadata()
-    reply = daemon.Status(request, timeout=CALL_TIMEOUT_S, metadata=metadata)
-    state: dict[str, Any] = json.loads(reply.json)["jobs"].get(directory.job_key, {})
-    return state
-
-
-def _ask(node: NodeStatus, call: Callable[[], T]) -> T:
-    try:
-        return call()
-    except grpc.RpcError as error:
-        details = error.details() if isinstance(error, grpc.Call) else str(error)
-        metadata = error.trailing_metadata() if isinstance(error, grpc.Call) else None
-        ours = codec.error_from_metadata(metadata, details or "")
-        raise ours or UnreachableError(f"the daemon of {node.name}: {details}") from error

@@ -13,6 +13,7 @@ from holdfast_cli.arguments import (
     portion,
     positive,
     size,
+    skew,
     some_bytes,
 )
 from holdfast_core.job.elastic import FALLBACK_S, REPLACE_S
@@ -32,6 +33,14 @@ _SIMULATE_EPILOG = """
   holdfast simulate job.yaml --mtbf 2h,30m,10m --step-seconds 4.5 --stages 8 --plot ettr.svg
   holdfast simulate job.yaml --costs build/bench/recovery.json --like-run /tmp/run1
   holdfast simulate job.yaml --trace losses.csv --length 80m --policies full,fewer
+  holdfast profile job.yaml > profile.json && holdfast simulate job.yaml --profile profile.json
+
+a profile is JSON; each field is optional, and ends with its unit:
+  step_s, or its parts: pipelines_s (for each data-parallel pipeline, the times of its stages for
+  one micro-batch), micro_batches, sync_s or all_reduce {alpha_s, beta_s_byte, gradient_bytes,
+  hidden}, update_s; expert_bytes, other_bytes, experts_per_layer, moe_layers, gpus, expert_tokens
+  (a list for each layer); copy_bytes_s, network_bytes_s, storage_bytes_s; snapshot_portion,
+  detect_s, restart_s, reform_s
 
 how to read it:
   ETTR is the portion of the wall clock in which training does work that counts, so it leaves out
@@ -213,6 +222,13 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="number of runs of each kind (default %(default)s)",
     )
     add(
+        "--seed",
+        type=count_or_zero,
+        default=0,
+        metavar="N",
+        help="seed of the first run; each further run has the next one (default %(default)s)",
+    )
+    add(
         "--length",
         default="12h",
         metavar="T",
@@ -239,6 +255,12 @@ def _add_failure_times(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="FILE",
         help="report of `make bench` to take times from",
+    )
+    add(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="profile of the job, from `holdfast profile`; flags take precedence over it",
     )
     add(
         "--processes",
@@ -345,6 +367,20 @@ def _add_simulated_sizes(parser: argparse.ArgumentParser) -> None:
         help="number of them (default: spec.model's)",
     )
     add("--like-run", type=Path, metavar="DIR", help="take the sizes from a local run in progress")
+    add(
+        "--skewness",
+        type=skew,
+        metavar="S",
+        help="skewness of routing: from 0, experts are equally popular (default), to below 1 "
+        "(MoEvement appendix D)",
+    )
+    add(
+        "--frozen-saves",
+        type=portion,
+        metavar="X",
+        help="portion of a step that frozen experts save where a window is repeated (default 0: "
+        "their gradients are computed, and dropped; MoEvement: 0.33)",
+    )
     add("--copy-bandwidth", type=some_bytes, metavar="SIZE", help="bytes per second (default 10G)")
     add(
         "--network-bandwidth",

@@ -181,32 +181,45 @@ def sizes_of_run(path: Path, job: MoETrainingJob) -> ModelSizes:
         StorageError: when its record cannot be decoded.
         CorruptError: when a layout cannot be read.
     """
-    record = RunDirectory(path, job.key).read_record()
-    if record is None:
-        raise InvalidJobError(
-            f"--like-run {path}: no run is in progress there; `holdfast run` prints its directory"
-        )
-    newest: dict[int, tuple[int, Layout]] = {}
-    for node in record.nodes.values():
-        arenas = Path(node.root) / "jobs" / job_file_name(record.job) / "arenas"
-        for written_ns, layout in _layouts(arenas):
-            if layout.rank not in newest or newest[layout.rank][0] < written_ns:
-                newest[layout.rank] = (written_ns, layout)
-    world = max((layout.world_size for _, layout in newest.values()), default=0)
-    if not world or len(newest) < world:
-        raise InvalidJobError(
-            f"--like-run {path}: {len(newest)} of {world or 'its'} ranks have saved; try again "
-            f"when the run has completed a step"
-        )
     experts: dict[UnitKey, int] = {}
     other_bytes = 0
-    for entry in (entry for _, layout in newest.values() for entry in state_entries(layout)):
+    layouts = (layout for layouts in layouts_of_run(path, job).values() for layout in layouts)
+    for entry in (entry for layout in layouts for entry in state_entries(layout)):
         unit = UnitKey.parse(entry.unit)
         if unit.kind is UnitKind.EXPERT:
             experts[unit] = experts.get(unit, 0) + entry.nbytes
         else:
             other_bytes += entry.nbytes
     return ModelSizes(experts=experts, other_bytes=other_bytes)
+
+
+def layouts_of_run(path: Path, job: MoETrainingJob) -> dict[str, list[Layout]]:
+    """Node → the newest layouts of the ranks there, of a local run of the job.
+
+    Raises:
+        InvalidJobError, StorageError, CorruptError: as `sizes_of_run`.
+    """
+    record = RunDirectory(path, job.key).read_record()
+    if record is None:
+        raise InvalidJobError(
+            f"--like-run {path}: no run is in progress there; `holdfast run` prints its directory"
+        )
+    newest: dict[int, tuple[int, str, Layout]] = {}
+    for node in record.nodes.values():
+        arenas = Path(node.root) / "jobs" / job_file_name(record.job) / "arenas"
+        for written_ns, layout in _layouts(arenas):
+            if layout.rank not in newest or newest[layout.rank][0] < written_ns:
+                newest[layout.rank] = (written_ns, node.name, layout)
+    world = max((layout.world_size for _, _, layout in newest.values()), default=0)
+    if not world or len(newest) < world:
+        raise InvalidJobError(
+            f"--like-run {path}: {len(newest)} of {world or 'its'} ranks have saved; try again "
+            f"when the run has completed a step"
+        )
+    by_node: dict[str, list[Layout]] = {}
+    for _, name, layout in newest.values():
+        by_node.setdefault(name, []).append(layout)
+    return by_node
 
 
 def _layouts(arenas: Path) -> Iterator[tuple[int, Layout]]:

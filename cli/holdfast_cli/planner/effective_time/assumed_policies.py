@@ -1,9 +1,10 @@
 """The policies that a simulation compares, derived from the sizes of a model and the rates of a
 cluster.
 
-It assumes that state is spread evenly over the nodes, and that the experts of a layer are equally
-large and equally popular. `planner.models.policy_comparison` knows a job's layout rank by rank;
-here a job may have any number of GPUs.
+It assumes that state is spread evenly over the nodes, that the experts of a layer are equally
+large, and that layers route alike; experts are equally popular unless `popularity` is given.
+`planner.models.policy_comparison` knows a job's layout rank by rank; here a job may have any number
+of GPUs.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from holdfast_cli.planner.effective_time.policy_models import (
     checkfreq_interval_steps,
     oracle_interval_steps,
 )
+from holdfast_cli.planner.effective_time.skew import frozen_portion, lost_by_load, lost_in_turn
 from holdfast_cli.planner.models.slots import WITHOUT_WEIGHTS
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.experts.dynamic_k import PLT_LIMIT
@@ -92,10 +94,25 @@ class AssumedCosts:
     """Rate from one node to storage and back."""
     losses: int = 1
     """Losses that redundancy covers: a node sends as many bytes as it captured for each."""
+    group_nodes: int = 0
+    """Nodes of a protection group; 0: enough nodes for the snapshots in memory are always left."""
+    stored_every_s: float = 0.0
+    """Time between copies in storage; 0: there are none."""
+    interval_steps: int = 0
+    """Steps from snapshot to snapshot that the job asks for; 0: as many as cost least."""
+    window_steps: int = 0
+    """Steps of a window that the job asks for; 0: the least whose saves a step hides."""
+    first_experts: int = 1
+    """First K of experts that take turns."""
     slower: float = 0.0
     """Portion by which a step is longer that a snapshot is taken in, even where its copy hides."""
     loss_limit: float = PLT_LIMIT
     """Portion of tokens that policies which leave experts out may lose."""
+    popularity: tuple[float, ...] = ()
+    """Portions of a layer's tokens that its experts get; empty: equal ones."""
+    frozen_saves: float = 0.0
+    """Portion of a step that the repetition of a window saves for a frozen expert: MoEvement's
+    third (§3.5), or 0 where gradients are computed and dropped, as in this version."""
 
     def __post_init__(self) -> None:
         sizes = min(self.expert_bytes, self.other_bytes, self.slower, self.losses)
@@ -104,6 +121,16 @@ class AssumedCosts:
             raise InvalidJobError(
                 f"{self}: give sizes of at least 0, rates above 0, and at least one expert"
             )
+        if self.popularity and len(self.popularity) != self.experts_per_layer:
+            raise InvalidJobError(
+                f"popularity of {len(self.popularity)} experts: a layer has "
+                f"{self.experts_per_layer}"
+            )
+
+    @property
+    def portions(self) -> tuple[float, ...]:
+        """Portions of tokens of all experts of a layer."""
+        return self.popularity or (1 / self.experts_per_layer,) * self.experts_per_layer
 
     @property
     def state_bytes(self) -> int:
@@ -118,7 +145,8 @@ def policy_models(
     makers: dict[PolicyKind, Callable[[], PolicyModel]] = {}
     maker = _Maker(costs, workload, cluster, mtbf_s)
     makers[PolicyKind.FULL] = partial(maker.full, PolicyKind.FULL)
-    makers[PolicyKind.PARTIAL] = partial(maker.some_experts, PolicyKind.PARTIAL, 1, 0)
+    first_k = costs.first_experts
+    makers[PolicyKind.PARTIAL] = partial(maker.some_experts, PolicyKind.PARTIAL, first_k, 0)
     makers[PolicyKind.SELECTIVE] = maker.selective
     makers[PolicyKind.FEWER] = partial(maker.full, PolicyKind.FEWER, after_loss=AfterLoss.FEWER)
     makers[PolicyKind.STAGES] = maker.stages
@@ -156,13 +184,22 @@ class _Maker:
         copy_s, _ = self._times(nbytes)
         return save_overhead_s(copy_s, self._step_s) + self._costs.slower * self._step_s
 
-    def _level(self, nbytes: float, steps: int, *, experts: int, lost: float = 0.0) -> Level:
+    def _level(
+        self,
+        nbytes: float,
+        steps: int,
+        *,
+        experts: int,
+        lost: float = 0.0,
+        losses: tuple[float, ...] = (),
+    ) -> Level:
         """Snapshots of `nbytes`, every `steps` steps."""
         return Level(
             experts=experts,
             interval_steps=steps,
             stall_s=self._stall_s(nbytes),
             lost_tokens=lost,
+            losses=losses,
             usable_after_s=self._usable_after_s(nbytes),
         )
 
@@ -171,11 +208,16 @@ class _Maker:
         return copy_s + protect_s * self._cluster.node_losses
 
     def _interval(self, nbytes: float) -> int:
-        """The best interval, as jobs with `steps: auto` derive it from their measurements."""
+        """The interval that the job asks for, where protection can follow; else the best one, as
+        jobs with `steps: auto` derive it from their measurements."""
         copy_s, protect_s = self._times(nbytes)
+        least_s = least_interval_s(copy_s=copy_s, protect_s=protect_s, slots=SLOTS_MAX)
+        if asked := self._costs.interval_steps:
+            # A save that finds no slot is skipped, and the next one asked for is taken.
+            return asked * max(1, ceil(least_s / (asked * self._step_s)))
         return interval_steps(
             overhead_s=self._stall_s(nbytes),
-            least_s=least_interval_s(copy_s=copy_s, protect_s=protect_s, slots=SLOTS_MAX),
+            least_s=least_s,
             step_s=self._step_s,
             rate_per_s=1 / self._mtbf_s,
         )
@@ -195,13 +237,31 @@ class _Maker:
         *,
         after_loss: AfterLoss = AfterLoss.FIXED,
     ) -> PolicyModel:
-        limit = self._costs.loss_limit
-        return PolicyModel(name=kind, levels=levels, loss_limit=limit, after_loss=after_loss)
+        costs = self._costs
+        stored = costs.stored_every_s
+        return PolicyModel(
+            name=kind,
+            levels=levels,
+            loss_limit=costs.loss_limit,
+            after_loss=after_loss,
+            covers=costs.losses if costs.group_nodes else None,
+            group_nodes=max(1, costs.group_nodes),
+            stored_every_steps=max(1, round(stored / self._step_s)) if stored else 0,
+            stored_load_s=self._stored_s(costs.state_bytes),
+        )
 
-    def some_experts(self, kind: PolicyKind, first: int, reserved: int) -> PolicyModel:
-        """Snapshots of K experts of each layer in turn, K = `first` and its doubles.
+    def _stored_s(self, nbytes: float) -> float:
+        """Time in which the nodes together write `nbytes` to storage, or load them."""
+        return nbytes / self._cluster.nodes / self._costs.storage_bytes_s
+
+    def some_experts(
+        self, kind: PolicyKind, first: int, reserved: int, *, by_load: bool = False
+    ) -> PolicyModel:
+        """Snapshots of K experts of each layer, K = `first` and its doubles.
 
         Args:
+            by_load: whether those with the most unsaved tokens are captured; otherwise they take
+                turns.
             reserved: experts of the whole model that were asked for; 0: `first` of each layer.
         """
         costs = self._costs
@@ -213,7 +273,13 @@ class _Maker:
             steps = self._interval(nbytes)
             # Experts that take turns lack (E / K - 1) / 2 snapshots on average (PEC eq. 4).
             lost = steps * (1 / share - 1) / 2 if share < 1 else 0.0
-            levels.append(self._level(nbytes, steps, experts=k, lost=lost))
+            losses: tuple[float, ...] = ()
+            if costs.popularity and share < 1:
+                if by_load:
+                    lost = steps * lost_by_load(costs.popularity, share * most)
+                else:
+                    losses = tuple(steps * each for each in lost_in_turn(costs.popularity, k))
+            levels.append(self._level(nbytes, steps, experts=k, lost=lost, losses=losses))
             if k >= most:
                 break
             k = min(2 * k, most)
@@ -228,17 +294,18 @@ class _Maker:
         share = min(1.0, room / costs.expert_bytes) if costs.expert_bytes else 1.0
         total = max(1, int(share * costs.experts_per_layer * costs.moe_layers))
         first = max(1, ceil(total / costs.moe_layers))
-        return self.some_experts(PolicyKind.SELECTIVE, first, total)
+        return self.some_experts(PolicyKind.SELECTIVE, first, total, by_load=True)
 
     def checkfreq(self) -> PolicyModel:
         costs = self._costs
         nbytes = costs.state_bytes
         stall_s = self._stall_s(nbytes)
-        stored_s = nbytes / self._cluster.nodes / costs.storage_bytes_s
+        stored_s = self._stored_s(nbytes)
         steps = max(checkfreq_interval_steps(stall_s, self._step_s), ceil(stored_s / self._step_s))
         level = self._level(nbytes, steps, experts=costs.experts_per_layer)
         level = replace(level, usable_after_s=stored_s)
-        return replace(self._model(PolicyKind.CHECKFREQ, (level,)), load_s=stored_s)
+        model = self._model(PolicyKind.CHECKFREQ, (level,))
+        return replace(model, load_s=stored_s, covers=None)
 
     def gemini(self) -> PolicyModel:
         costs, cluster = self._costs, self._cluster
@@ -252,13 +319,16 @@ class _Maker:
 
     def sparse(self, kind: PolicyKind, *, by_stage: bool) -> PolicyModel:
         costs = self._costs
-        window = next((w for w in range(1, WINDOW_MAX) if self._fits(w)), WINDOW_MAX)
+        window = costs.window_steps or next(
+            (w for w in range(1, WINDOW_MAX) if self._fits(w)), WINDOW_MAX
+        )
         nbytes = self._slot_bytes(window)
         level = self._level(nbytes, 1, experts=costs.experts_per_layer)
         return replace(
             self._model(kind, (level,)),
             window_steps=window,
             by_stage=by_stage,
+            replay_saves=costs.frozen_saves * frozen_portion(costs.portions, window),
         )
 
     def gradients(self) -> PolicyModel:
@@ -269,7 +339,7 @@ class _Maker:
         copy_s, protect_s = self._times(self._slot_bytes(window))
         usable_after_s = copy_s + protect_s * window * self._cluster.node_losses
         level = replace(level, usable_after_s=usable_after_s)
-        return replace(model, levels=(level,), catches_up=True)
+        return replace(model, levels=(level,), catches_up=True, replay_saves=0.0)
 
     def _slot_bytes(self, window: int) -> float:
         """The largest save of a window: a part of the full state, and the compute weights of all

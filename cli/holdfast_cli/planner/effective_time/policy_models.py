@@ -109,7 +109,9 @@ class Level:
     stall_s: float
     """Time that one snapshot adds to training."""
     lost_tokens: float = 0.0
-    """Loss of one recovery, in steps' worth of tokens."""
+    """Mean loss of one recovery, in steps' worth of tokens."""
+    losses: tuple[float, ...] = ()
+    """Equally likely losses with this mean; empty: each recovery loses the mean."""
     usable_after_s: float = 0.0
     """Time from a save until it can be restored: copied, and protected if it has to be."""
 
@@ -134,6 +136,9 @@ class PolicyModel:
     """Steps over which one complete state is saved (W of MoEvement §3.2); 0: in each save."""
     catches_up: bool = False
     """Whether a restore brings back a window's last step, with its gradients; else its first."""
+    replay_saves: float = 0.0
+    """Portion of a window's steps that their repetition saves because experts are frozen in it:
+    those of later slots need no gradients of their weights (MoEvement §3.5, appendix D)."""
     by_stage: bool = False
     """Whether only the stages that failed compute again, from logs (MoEvement §3.4)."""
     after_loss: AfterLoss = AfterLoss.FIXED
@@ -142,10 +147,26 @@ class PolicyModel:
     lost at once."""
     load_s: float = 0.0
     """Time to load a snapshot, beyond `Cluster.restart_s`."""
+    covers: int | None = None
+    """Nodes of one protection group that may be lost in one recovery; if more are, the snapshots in
+    memory are lost with them. None: any number."""
+    group_nodes: int = 1
+    """Nodes of a protection group."""
+    stored_every_steps: int = 0
+    """Interval of copies in storage, for what is lost in memory; 0: none, training begins anew."""
+    stored_load_s: float = 0.0
+    """Time to load such a copy, beyond `Cluster.restart_s`."""
 
     def __post_init__(self) -> None:
         if not self.levels or min(level.interval_steps for level in self.levels) < 1:
             raise InvalidJobError(f"{self.name}: give at least one level with an interval")
+        if not 0 <= self.replay_saves < 1:
+            raise InvalidJobError(f"{self.name}: a repetition saves a portion of 0 to 1 of a step")
+
+    def repeated(self, steps: float) -> float:
+        """Time of the repetition of `steps`, in steps: less in the first W, where experts are
+        frozen."""
+        return steps - self.replay_saves * min(steps, self.window_steps)
 
     def overhead(self, step_s: float, level: int = 0) -> float:
         """Time that snapshots add to a step, as a portion of the step."""
@@ -155,8 +176,9 @@ class PolicyModel:
 
 def expected_redone_s(model: PolicyModel, workload: Workload) -> float:
     """E[R] without detection and restart: time of the steps that are repeated after one failure.
-    Operators that have yet to get their full state cost as much as the others: their gradients are
-    computed and dropped, so that the bits stay those of the first execution.
+    Operators that have yet to get their full state cost as much as the others, unless
+    `replay_saves`: their gradients are computed and dropped, so that the bits stay those of the
+    first execution.
 
     Half an interval (MoEvement §2.4), or 3/2 W with windows: the newest complete window ended up to
     W steps ago and began W steps before that (§3.6). Half a window if a restore brings back the
@@ -167,7 +189,7 @@ def expected_redone_s(model: PolicyModel, workload: Workload) -> float:
     level = model.levels[0]
     windows = 0.5 if model.catches_up else 1.5
     steps = windows * model.window_steps if model.window_steps else level.interval_steps / 2
-    redone_s = steps * workload.step_s + level.usable_after_s
+    redone_s = model.repeated(steps) * workload.step_s + level.usable_after_s
     if model.by_stage:
         return redone_s * workload.alone(1)
     return redone_s * (1 + model.overhead(workload.step_s))
@@ -179,7 +201,8 @@ def closed_form_ettr(
     """ETTR = 1 / (1 + overhead) · 1 / (1 + E[R] / MTBF) (MoEvement appendix C).
 
     E[R] includes detection and restart. The formula leaves out failures during recoveries, a lack
-    of spares, and levels after the first. Missing nodes count if the job goes on without them.
+    of spares, snapshots that are lost with nodes, and levels after the first. Missing nodes count
+    if the job goes on without them.
     """
     restart_s = (
         cluster.reform_s if model.after_loss is AfterLoss.LIVE else cluster.restart_s + model.load_s

@@ -1,11 +1,14 @@
 """Trainings simulated from failure to failure, and statistics over many of them.
 
 Nothing happens between two events, so the cost of a run depends only on its number of failures,
-whatever its length and its number of GPUs. Failures come at any time, also during a repair: then
-detection and restart begin again, and a replay with them.
+whatever its length and its number of GPUs. Failures come at any time, also during a repair.
 
-A job trains; a failure is detected; the job waits for a node if it needs one, and restarts. If only
-some stages compute again, they replay from logs; otherwise all ranks go back and train on.
+A job trains; a failure is detected; the job waits for a node if it needs one, and restarts. Then
+all ranks go back and train on, or only the scope of the failure does: the failed stages, each with
+all of its data-parallel ranks, which replay from the logs of their neighbours while the others wait
+(MoEvement §3.4, appendix A). Failed stages that are neighbours replay together, others beside each
+other. A failure in a replaying stage or beside one enlarges the scope: the joint one begins anew. A
+failure elsewhere is detected and repaired while the replay goes on.
 """
 
 from __future__ import annotations
@@ -57,6 +60,12 @@ class TrainingRun:
     failures: int
     restored: int
     """Recoveries that went back to a snapshot."""
+    replayed_stages: int
+    """Stages that those replayed, together; 0 where all ranks go back."""
+    widest: int
+    """Most stages that replayed at a time."""
+    enlarged: int
+    """Failures that enlarged the scope of a recovery in progress."""
     lost_tokens: float
     """Tokens that recoveries lost, as a portion of all."""
     experts: int
@@ -77,6 +86,12 @@ class Runs:
     """Where the time went, as portions of it."""
     failures: float
     """Mean number of a run."""
+    replayed_stages: float
+    """Mean number of stages that a recovery replays; 0 where all ranks go back."""
+    widest: int
+    """Most stages that replayed at a time, in any run."""
+    enlarged: float
+    """Mean number of failures of a run that enlarged the scope of a recovery in progress."""
     lost_tokens: float
     """Mean portion."""
     experts: int
@@ -119,12 +134,16 @@ def summarize(runs: Sequence[TrainingRun]) -> Runs:
     ratios = sorted(run.ettr for run in runs)
     outside = int(len(runs) * (1 - BAND) / 2)
     total_s = sum(sum(run.seconds.values()) for run in runs)
+    restored = sum(run.restored for run in runs)
     return Runs(
         ettr=sum(ratios) / len(runs),
         low=ratios[outside],
         high=ratios[-1 - outside],
         portions={what: sum(run.seconds[what] for run in runs) / total_s for what in Activity},
         failures=sum(run.failures for run in runs) / len(runs),
+        replayed_stages=sum(run.replayed_stages for run in runs) / max(1, restored),
+        widest=max(run.widest for run in runs),
+        enlarged=sum(run.enlarged for run in runs) / len(runs),
         lost_tokens=sum(run.lost_tokens for run in runs) / len(runs),
         experts=max(run.experts for run in runs),
         events=sum(run.events for run in runs),
@@ -140,21 +159,59 @@ def simulate_many(
     runs: int,
     length_s: float,
     draw_of: DrawOf,
+    first_seed: int = 0,
 ) -> Runs:
-    """Runs of the seeds 0, 1, 2 …: the same failures for every policy."""
+    """Runs of `first_seed` and the seeds after it: the same failures for every policy."""
     return summarize(
-        [
-            simulate_run(
-                policy,
-                workload,
-                cluster,
-                poisson(mtbf_s, cluster.node_losses, draw_of(2 * seed)),
-                length_s=length_s,
-                draw=draw_of(2 * seed + 1),
-            )
-            for seed in range(runs)
-        ]
+        simulate_runs(
+            policy,
+            workload,
+            cluster,
+            mtbf_s,
+            runs=runs,
+            length_s=length_s,
+            draw_of=draw_of,
+            first_seed=first_seed,
+        )
     )
+
+
+def simulate_runs(
+    policy: PolicyModel,
+    workload: Workload,
+    cluster: Cluster,
+    mtbf_s: float,
+    *,
+    runs: int,
+    length_s: float,
+    draw_of: DrawOf,
+    first_seed: int = 0,
+) -> list[TrainingRun]:
+    """The runs that `simulate_many` summarizes, by seed."""
+    return [
+        simulate_run(
+            policy,
+            workload,
+            cluster,
+            poisson(mtbf_s, cluster.node_losses, draw_of(2 * seed)),
+            length_s=length_s,
+            draw=draw_of(2 * seed + 1),
+        )
+        for seed in range(first_seed, first_seed + runs)
+    ]
+
+
+@dataclass(slots=True)
+class _Scope:
+    """Neighbouring stages that replay together."""
+
+    stages: set[int]
+    left_s: float
+    """Time until they are back at the step of the others."""
+
+    def touches(self, stages: set[int]) -> bool:
+        """Whether any of `stages` is one of these, or a neighbour."""
+        return any({stage - 1, stage, stage + 1} & self.stages for stage in stages)
 
 
 class _Training:
@@ -177,9 +234,16 @@ class _Training:
         self._phase, self._ends_s = Activity.TRAINING, inf
         self._after: Callable[[], None] = self._train
         self._stages: set[int] = set()
-        """Stages that have failed in the recovery in progress; empty while training."""
+        """Stages that have failed and do not replay yet; with `_scopes`, empty while training."""
+        self._scopes: list[_Scope] = []
+        """Stages that replay, also while other failures are being repaired."""
+        self._replayed_stages = self._widest = self._enlarged = 0
         self._live = True
         """Whether the recovery in progress needs no snapshot."""
+        self._lost_of_group: dict[int, int] = {}
+        """Protection group → its nodes that were lost in the recovery in progress."""
+        self._in_memory = True
+        """Whether enough nodes are left in each group for the snapshots in memory."""
         self._missing, self._spares = 0, cluster.spares
         self._arriving: deque[float] = deque()
         self._joining: deque[float] = deque()
@@ -216,6 +280,9 @@ class _Training:
             steps=self._furthest,
             failures=self._failures,
             restored=self._restored,
+            replayed_stages=self._replayed_stages,
+            widest=self._widest,
+            enlarged=self._enlarged,
             lost_tokens=min(1.0, lost / self._furthest) if lost else 0.0,
             experts=self._model.levels[self._level].experts,
             events=self._events,
@@ -226,7 +293,7 @@ class _Training:
     @property
     def _training(self) -> bool:
         """Whether all ranks are computing steps, for the first time or again."""
-        return not self._stages
+        return not self._stages and not self._scopes
 
     def _speed(self) -> tuple[float, float, float]:
         """Time of a step, the part of it that a step takes at full strength, and the part that
@@ -242,6 +309,8 @@ class _Training:
         self._now_s = at_s
         if not self._training:
             self._seconds[self._phase] += passed_s
+            for scope in self._scopes:
+                scope.left_s = max(0.0, scope.left_s - passed_s)
             return
         step_s, full_s, stall_s = self._speed()
         steps = passed_s / step_s
@@ -260,10 +329,12 @@ class _Training:
     def _train(self) -> None:
         """All ranks compute; at first they repeat steps that they had computed before."""
         self._stages.clear()
+        self._scopes.clear()
         self._live = True
         behind = self._furthest - self._step
         if behind > 0:
-            self._enter(Activity.REDOING, behind * self._speed()[0], self._caught_up)
+            lasts_s = self._model.repeated(behind) * self._speed()[0]
+            self._enter(Activity.REDOING, lasts_s, self._caught_up)
         else:
             self._enter(Activity.TRAINING, inf, self._train)
 
@@ -291,8 +362,21 @@ class _Training:
             self._live = False
         if not again:
             self._lose_tokens()
-        self._stages.add(int(self._draw() * self._workload.stages))
+        for _ in range(max(1, lost)):
+            self._stages.add(int(self._draw() * self._workload.stages))
+        self._enlarge_scope()
         self._enter(Activity.DETECTING, self._cluster.detect_s, self._on_detected)
+
+    def _enlarge_scope(self) -> None:
+        """Take replaying stages that have failed again, or have a failed neighbour, back into the
+        repair: without that neighbour's logs they cannot go on (MoEvement appendix A)."""
+        enlarged = False
+        while touched := [scope for scope in self._scopes if scope.touches(self._stages)]:
+            enlarged = True
+            for scope in touched:
+                self._stages |= scope.stages
+                self._scopes.remove(scope)
+        self._enlarged += enlarged
 
     def _lose_node(self) -> None:
         if self._cluster.replacement_s < inf:
@@ -301,14 +385,22 @@ class _Training:
             self._spares -= 1
         else:
             self._missing += 1
+        covers = self._model.covers
+        if covers is None:
+            return
+        group = int(self._draw() * max(1, self._cluster.nodes // self._model.group_nodes))
+        lost = self._lost_of_group[group] = self._lost_of_group.get(group, 0) + 1
+        self._in_memory &= lost <= covers
 
     def _lose_tokens(self) -> None:
         levels = self._model.levels
         level = levels[self._level]
         if not level.lost_tokens:
             return
-        k = level.experts
-        lost = self._lost_by_k.get(k, 0.0) + min(level.lost_tokens, self._step)
+        k, loss = level.experts, level.lost_tokens
+        if level.losses:
+            loss = level.losses[int(self._draw() * len(level.losses))]
+        lost = self._lost_by_k.get(k, 0.0) + min(loss, self._step)
         self._lost_by_k[k] = lost
         decision = next_k(
             k,
@@ -330,30 +422,46 @@ class _Training:
         if self._lacks_nodes():
             self._enter(Activity.WAITING, inf, self._on_detected)
             return
-        lasts_s = (
-            self._cluster.reform_s if self._live else self._cluster.restart_s + self._model.load_s
-        )
+        lasts_s = self._cluster.restart_s + self._model.load_s
+        if self._live:
+            lasts_s = self._cluster.reform_s
+        elif not self._in_memory:
+            lasts_s += self._model.stored_load_s
         self._enter(Activity.RESTARTING, lasts_s, self._on_restarted)
 
     def _on_restarted(self) -> None:
+        in_memory = self._in_memory
+        self._lost_of_group.clear()  # what the lost nodes held is there again
+        self._in_memory = True
         if self._live:
             self._step = float(int(self._step))  # the work of the step in progress is lost
             self._train()
             return
         self._restored += 1
         model, step_s = self._model, self._workload.step_s
-        at = self._restore_step()
+        at = self._restore_step(in_memory)
         self._kept = at
-        if model.by_stage:
-            lasts_s = (self._step - at) * step_s * self._workload.alone(_longest(self._stages))
+        if model.by_stage and in_memory:
+            steps = model.repeated(self._step - at)
+            for stages in _neighbours(self._stages):
+                lasts_s = steps * step_s * self._workload.alone(len(stages))
+                self._scopes.append(_Scope(stages, lasts_s))
+                self._replayed_stages += len(stages)
+            self._stages.clear()
+            self._widest = max(self._widest, sum(len(scope.stages) for scope in self._scopes))
+            # All wait for the slowest; some may have begun before the newest failure.
+            lasts_s = max(scope.left_s for scope in self._scopes)
             self._enter(Activity.REDOING, lasts_s, self._train)
             return
         self._step = at
         self._train()
 
-    def _restore_step(self) -> float:
-        """The newest step that can be restored. If the training of a window is repeated, this is
-        the step before its first."""
+    def _restore_step(self, in_memory: bool) -> float:
+        """The newest step that can be restored: from snapshots in memory, or else from storage. If
+        the training of a window is repeated, this is the step before its first."""
+        if not in_memory:
+            stored = self._model.stored_every_steps
+            return self._step // stored * stored if stored else 0.0
         level = self._model.levels[self._level]
         late = level.usable_after_s / self._workload.step_s
         usable = max(0.0, self._step - late)
@@ -391,13 +499,12 @@ class _Training:
         self._enter(Activity.RESTARTING, lasts_s, self._train)
 
 
-def _longest(stages: set[int]) -> int:
-    """Number of stages in the longest row of neighbours."""
-    longest = 0
-    for stage in stages:
-        if stage - 1 not in stages:
-            end = stage
-            while end in stages:
-                end += 1
-            longest = max(longest, end - stage)
-    return longest
+def _neighbours(stages: set[int]) -> list[set[int]]:
+    """Rows of neighbouring stages."""
+    rows: list[set[int]] = []
+    for stage in sorted(stages):
+        if rows and stage - 1 in rows[-1]:
+            rows[-1].add(stage)
+        else:
+            rows.append({stage})
+    return rows

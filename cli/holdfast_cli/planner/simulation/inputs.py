@@ -4,7 +4,7 @@ local run, or an assumption. This module simulates nothing."""
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 
@@ -17,10 +17,21 @@ from holdfast_cli.planner.effective_time.policy_models import (
     Workload,
     pipeline_step_s,
 )
+from holdfast_cli.planner.effective_time.skew import draw_popularity, skewness
 from holdfast_cli.planner.plan_inputs import sizes_of_run
 from holdfast_cli.planner.planning import COPY_BYTES_S, NETWORK_BYTES_S
+from holdfast_cli.planner.profile import JobProfile, read_profile
+from holdfast_cli.planner.seeds import generator
+from holdfast_cli.planner.simulation.levers import STORED_EVERY_S, JobSetting
 from holdfast_core.errors import InvalidJobError, StorageError
 from holdfast_core.job.parsing import MoETrainingJob
+from holdfast_core.job.snapshots import (
+    LossyPolicy,
+    PartialExperts,
+    Repeats,
+    Selective,
+    SparseWindows,
+)
 from holdfast_core.quantities import format_rate
 
 MTBFS = "2h,1h,30m,20m,10m"
@@ -57,7 +68,13 @@ class Inputs:
     kinds: tuple[PolicyKind, ...]
     possible: frozenset[PolicyKind]
     """Policies that this job can ask for."""
+    job: JobSetting
+    """The job as its document has it, with its own interval, window and K."""
+    stay_restart_s: float | None
+    """Time of a restart if processes stay; None where they do, or it is not known."""
     runs: int
+    first_seed: int
+    """Seeds are this one and those after it, one for each run."""
     length_s: float
     explained: list[tuple[str, str, str]] = field(default_factory=list)
     """Name, value and source of each input, for people."""
@@ -103,15 +120,37 @@ _REPORT = msgspec.json.Decoder(_Report)
 
 
 class Sources:
-    """Looks inputs up in the flags, then in reports, then among assumptions, and remembers the
-    origin of each."""
+    """Looks inputs up in the flags, then in the profile of the job, then in reports of benchmarks,
+    then among assumptions, and remembers the origin of each."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
         self.explained: list[tuple[str, str, str]] = []
+        self.stay_restart_s: float | None = None
+        """Time of a restart if processes stay, where they do not and a report has it."""
         self._measured: dict[str, tuple[float, str]] = {}
         for path in options.costs or ():
             self._read(path)
+        self.profile = JobProfile()
+        if options.profile is not None:
+            self.profile = read_profile(options.profile)
+            self._take_profile(str(options.profile))
+
+    def _take_profile(self, source: str) -> None:
+        profile = self.profile
+        values = {
+            "step": profile.iteration_s,
+            "copy": profile.copy_bytes_s,
+            "network": profile.network_bytes_s,
+            "storage": profile.storage_bytes_s,
+            "slower": profile.snapshot_portion,
+            "detect": profile.detect_s,
+            "restart": profile.restart_s,
+            "reform": profile.reform_s,
+        }
+        self._measured |= {
+            name: (value, source) for name, value in values.items() if value is not None
+        }
 
     def _read(self, path: Path) -> None:
         try:
@@ -126,6 +165,8 @@ class Sources:
                 f"--costs {path} is not a report of make bench or make bench NAME=recovery: {error}"
             ) from error
         restart = self._options.processes == "restart"
+        if restart and report.stay_node_after_noticed is not None:
+            self.stay_restart_s = report.stay_node_after_noticed
         noticed = report.restart_node_noticed if restart else report.stay_node_noticed
         after = report.restart_node_after_noticed if restart else report.stay_node_after_noticed
         values = {
@@ -142,20 +183,21 @@ class Sources:
             )
         self._measured |= known
 
-    def rate(self, what: str, flag: float | None, assumed: float) -> float:
-        """A rate in bytes per second, which no report has."""
-        value = float(flag or assumed)
-        self.explain(what, format_rate(value), FLAG if flag else ASSUMED)
+    def rate(self, name: str, flag: float | None, assumed: float) -> float:
+        """A rate of a node in bytes per second."""
+        value, source = self._look_up(name, flag, assumed)
+        self.explain(f"{name}, a node", format_rate(value), source)
         return value
+
+    def _look_up(self, name: str, flag: float | None, assumed: float) -> tuple[float, str]:
+        """The value of an input, and its origin."""
+        if flag is not None:
+            return float(flag), FLAG
+        return self._measured.get(name, (assumed, ASSUMED))
 
     def number(self, name: str, flag: float | None, assumed: float, what: str, unit: str) -> float:
         """The value of an input in its unit; a portion is shown in %."""
-        if flag is not None:
-            value, source = flag, FLAG
-        elif name in self._measured:
-            value, source = self._measured[name]
-        else:
-            value, source = assumed, ASSUMED
+        value, source = self._look_up(name, flag, assumed)
         shown = f"{100 * value:.3g} %" if unit == "%" else f"{value:.3g} {unit}".strip()
         self.explain(what, shown, source)
         return value
@@ -183,8 +225,12 @@ def inputs_of(options: argparse.Namespace, job: MoETrainingJob) -> Inputs:
     nodes = gpus // nproc
     from_where = FLAG if options.gpus else JOB
     sources.explain("GPUs", f"{gpus} on {nodes} nodes", from_where)
+    measured_gpus = sources.profile.gpus
+    if measured_gpus not in (None, gpus):
+        # Steps and rates are taken as they are: nothing here scales them.
+        sources.explain("profile", f"measured on {measured_gpus} GPUs", str(options.profile))
     workload = _workload(options, job, sources)
-    costs = _costs(options, job, gpus, sources)
+    costs = _costs(options, job, gpus, workload.step_s, sources)
     cluster = _cluster(options, job, nodes, sources)
     trace: tuple[Incident, ...] = ()
     if options.trace is not None:
@@ -203,7 +249,10 @@ def inputs_of(options: argparse.Namespace, job: MoETrainingJob) -> Inputs:
         trace=trace,
         kinds=_kinds_of(options.policies),
         possible=_possible(job),
+        job=_setting(job, workload, cluster, costs),
+        stay_restart_s=sources.stay_restart_s,
         runs=options.runs,
+        first_seed=options.seed,
         length_s=length_s,
         explained=sources.explained,
     )
@@ -220,6 +269,32 @@ def _possible(job: MoETrainingJob) -> frozenset[PolicyKind]:
     return frozenset(kinds)
 
 
+def _setting(
+    job: MoETrainingJob, workload: Workload, cluster: Cluster, costs: AssumedCosts
+) -> JobSetting:
+    """The job as its document has it."""
+    policy = job.spec.snapshot.policy.chosen
+    kind = PolicyKind.FULL
+    match policy:
+        case PartialExperts():
+            kind = PolicyKind.PARTIAL
+            costs = replace(costs, first_experts=policy.first_k)
+        case Selective():
+            kind = PolicyKind.SELECTIVE
+        case SparseWindows():
+            catches_up = policy.repeats is Repeats.OPTIMIZER
+            kind = PolicyKind.SPARSE_GRADS if catches_up else PolicyKind.SPARSE_GLOBAL
+            costs = replace(costs, window_steps=policy.window)
+    if job.spec.may_shrink:
+        kind = PolicyKind.FEWER
+    interval = job.spec.snapshot.interval
+    steps = interval.steps if isinstance(interval.steps, int) else 0
+    costs = replace(costs, interval_steps=steps)
+    if isinstance(policy, LossyPolicy):
+        costs = replace(costs, loss_limit=policy.loss_limit)
+    return JobSetting(kind=kind, costs=costs, workload=workload, cluster=cluster)
+
+
 def _kinds_of(text: str) -> tuple[PolicyKind, ...]:
     if text == "all":
         return tuple(PolicyKind)
@@ -234,8 +309,14 @@ def _kinds_of(text: str) -> tuple[PolicyKind, ...]:
 
 
 def _workload(options: argparse.Namespace, job: MoETrainingJob, sources: Sources) -> Workload:
-    stages = options.stages or job.spec.parallelism.pp
-    micro_batches = options.micro_batches or stages
+    profile = sources.profile
+    stages = options.stages or profile.stages or job.spec.parallelism.pp
+    micro_batches = options.micro_batches or profile.micro_batches or stages
+    if profile.stages and stages != profile.stages:
+        raise InvalidJobError(
+            f"--stages {stages}: pipelines_s of {options.profile} has {profile.stages} stages; "
+            f"leave the flag out, or profile that pipeline"
+        )
     if options.micro_batch_seconds is not None:
         if options.step_seconds is not None:
             raise InvalidJobError("--step-seconds and --micro-batch-seconds: give one of them")
@@ -251,21 +332,72 @@ def _workload(options: argparse.Namespace, job: MoETrainingJob, sources: Sources
         )
     else:
         step_s = sources.number("step", options.step_seconds, STEP_S, "step", "s")
-    if stages > 1 or options.micro_batches:
-        sources.explain(
-            "stages, micro-batches",
-            f"{stages}, {micro_batches}",
-            FLAG if options.micro_batches else "as many micro-batches as stages: assumed",
-        )
+    if stages > 1 or micro_batches > 1:
+        source = "as many micro-batches as stages: assumed"
+        if options.micro_batches:
+            source = FLAG
+        elif profile.micro_batches:
+            source = str(options.profile)
+        sources.explain("stages, micro-batches", f"{stages}, {micro_batches}", source)
     return Workload(step_s=step_s, stages=stages, micro_batches=micro_batches)
 
 
 def _costs(
-    options: argparse.Namespace, job: MoETrainingJob, gpus: int, sources: Sources
+    options: argparse.Namespace, job: MoETrainingJob, gpus: int, step_s: float, sources: Sources
 ) -> AssumedCosts:
-    model = job.spec.model
-    experts = options.experts_per_layer or (model.num_experts if model else EXPERTS)
-    layers = options.moe_layers or (model.num_moe_layers if model else LAYERS)
+    sizes = _sizes(options, job, gpus, sources)
+    copy_bytes_s, network_bytes_s = memory_rates_of(options, sources)
+    storage_bytes_s = sources.rate("storage", options.storage_bandwidth, STORAGE_BYTES_S)
+    losses = job.spec.redundancy.losses
+    sources.explain(
+        "redundancy", f"{job.spec.redundancy.type.value}, covers {losses} of a group", JOB
+    )
+    stored_every_s = _stored_every_s(job, step_s, sources)
+    slower = slower_of(options, sources)
+    return AssumedCosts(
+        expert_bytes=sizes.expert_bytes,
+        other_bytes=sizes.other_bytes,
+        experts_per_layer=sizes.experts_per_layer,
+        moe_layers=sizes.moe_layers,
+        copy_bytes_s=copy_bytes_s,
+        network_bytes_s=network_bytes_s,
+        storage_bytes_s=storage_bytes_s,
+        losses=losses,
+        group_nodes=min(
+            job.spec.redundancy.group_size(job.spec.nodes), gpus // job.spec.nproc_per_node
+        ),
+        stored_every_s=stored_every_s,
+        slower=slower,
+        popularity=_popularity(options, sizes.experts_per_layer, sources),
+        frozen_saves=_frozen_saves(options, sources),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Sizes:
+    """Sizes of the model, with the meaning of `AssumedCosts`."""
+
+    expert_bytes: int
+    other_bytes: int
+    experts_per_layer: int
+    moe_layers: int
+
+
+def _sizes(options: argparse.Namespace, job: MoETrainingJob, gpus: int, sources: Sources) -> _Sizes:
+    """Sizes of the model: from flags, a run in progress, the profile, or assumed for the GPUs."""
+    model, profile = job.spec.model, sources.profile
+    experts, layers = EXPERTS, LAYERS
+    shape_source = ASSUMED
+    if model is not None:
+        experts, layers, shape_source = model.num_experts, model.num_moe_layers, JOB
+    if profile.experts_per_layer or profile.moe_layers:
+        experts = profile.experts_per_layer or experts
+        layers = profile.moe_layers or layers
+        shape_source = str(options.profile)
+    if options.experts_per_layer or options.moe_layers:
+        experts = options.experts_per_layer or experts
+        layers = options.moe_layers or layers
+        shape_source = FLAG
     given = [options.expert_bytes, options.other_bytes]
     if options.like_run is not None:
         if any(given) or options.parameters:
@@ -278,12 +410,16 @@ def _costs(
         layers = max(1, len(by_layer))
         experts = max((len(units) for units in by_layer.values()), default=1)
         expert_bytes, other_bytes = sum(sizes.experts.values()), sizes.other_bytes
-        source = str(options.like_run)
+        source = shape_source = str(options.like_run)
     elif any(given):
         if not all(size is not None for size in given):
             raise InvalidJobError("--expert-bytes and --other-bytes: give both")
         expert_bytes, other_bytes = options.expert_bytes * experts * layers, options.other_bytes
         source = FLAG
+    elif profile.expert_bytes is not None and not options.parameters:
+        assert profile.other_bytes is not None
+        expert_bytes, other_bytes = profile.expert_bytes * experts * layers, profile.other_bytes
+        source = str(options.profile)
     else:
         parameters = options.parameters or GPU_PARAMETERS * gpus
         state = parameters * STATE_BYTES
@@ -294,27 +430,53 @@ def _costs(
     total = expert_bytes + other_bytes
     share = expert_bytes / total if total else 0.0
     sources.explain("training state", f"{_amount(total)}, {share:.0%} in experts", source)
-    if options.like_run is None:
-        source = FLAG if options.experts_per_layer or options.moe_layers else ASSUMED
-        source = source if source == FLAG or model is None else JOB
-    sources.explain("experts", f"{experts} in each of {layers} layers", source)
-    copy_bytes_s, network_bytes_s = memory_rates_of(options, sources)
-    storage_bytes_s = sources.rate("storage, a node", options.storage_bandwidth, STORAGE_BYTES_S)
-    losses = job.spec.redundancy.losses
-    sources.explain(
-        "redundancy", f"{job.spec.redundancy.type.value}, covers {losses} of a group", JOB
-    )
-    return AssumedCosts(
+    sources.explain("experts", f"{experts} in each of {layers} layers", shape_source)
+    return _Sizes(
         expert_bytes=expert_bytes,
         other_bytes=other_bytes,
         experts_per_layer=experts,
         moe_layers=layers,
-        copy_bytes_s=copy_bytes_s,
-        network_bytes_s=network_bytes_s,
-        storage_bytes_s=storage_bytes_s,
-        losses=losses,
-        slower=slower_of(options, sources),
     )
+
+
+def _stored_every_s(job: MoETrainingJob, step_s: float, sources: Sources) -> float:
+    """Time between copies in storage; 0 where the job keeps none."""
+    persistence = job.spec.persistence
+    if persistence is None:
+        sources.explain("copies in storage", "none: without memory, training begins anew", JOB)
+        return 0.0
+    interval = persistence.interval
+    every_s, source = STORED_EVERY_S, ASSUMED
+    if interval.minutes is not None:
+        every_s, source = 60 * interval.minutes, JOB
+    elif interval.steps is not None:
+        every_s, source = interval.steps * step_s, JOB
+    sources.explain("copies in storage", f"every {duration_text(round(every_s))}", source)
+    return every_s
+
+
+def _popularity(options: argparse.Namespace, experts: int, sources: Sources) -> tuple[float, ...]:
+    """Portions of the experts of a layer; empty where they are equal."""
+    tokens = sources.profile.expert_tokens
+    skew, source = options.skewness, FLAG
+    if skew is None and tokens:
+        skew = sum(map(skewness, tokens)) / len(tokens)
+        source = str(options.profile)
+    if not skew:
+        return ()
+    popularity = draw_popularity(skew, experts, generator(options.seed))
+    drawn, top = skewness(popularity), max(popularity)
+    value = f"{skew:.3g} (drawn: {drawn:.3g}, an expert gets up to {top:.0%})"
+    sources.explain("skewness of routing", value, source)
+    return popularity
+
+
+def _frozen_saves(options: argparse.Namespace, sources: Sources) -> float:
+    """Portion of a step that frozen experts save where a window is repeated."""
+    if options.frozen_saves is None:
+        return 0.0
+    sources.explain("frozen experts save, of a step", f"{options.frozen_saves:.0%}", FLAG)
+    return float(options.frozen_saves)
 
 
 def _amount(nbytes: int) -> str:
@@ -327,8 +489,8 @@ def _amount(nbytes: int) -> str:
 def memory_rates_of(options: argparse.Namespace, sources: Sources) -> tuple[float, float]:
     """Rates in bytes per second at which a node copies into memory, and sends to others."""
     return (
-        sources.rate("copy, a node", options.copy_bandwidth, COPY_BYTES_S),
-        sources.rate("network, a node", options.network_bandwidth, NETWORK_BYTES_S),
+        sources.rate("copy", options.copy_bandwidth, COPY_BYTES_S),
+        sources.rate("network", options.network_bandwidth, NETWORK_BYTES_S),
     )
 
 

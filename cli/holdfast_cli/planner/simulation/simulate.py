@@ -15,16 +15,23 @@ from rich.progress import Progress
 
 from holdfast_cli.job_files import load_job
 from holdfast_cli.planner.effective_time.assumed_policies import policy_models
-from holdfast_cli.planner.effective_time.policy_models import PolicyModel, closed_form_ettr
+from holdfast_cli.planner.effective_time.policy_models import (
+    Cluster,
+    PolicyModel,
+    Workload,
+    closed_form_ettr,
+)
 from holdfast_cli.planner.effective_time.runs import (
-    Runs,
+    TrainingRun,
     simulate_many,
     simulate_run,
+    simulate_runs,
     summarize,
 )
 from holdfast_cli.planner.plan import COLUMNS, PLOT_SUFFIXES
 from holdfast_cli.planner.seeds import generator
 from holdfast_cli.planner.simulation.inputs import Inputs, inputs_of
+from holdfast_cli.planner.simulation.levers import Levers, compare_levers
 from holdfast_cli.planner.simulation.view import (
     Simulated,
     document,
@@ -44,10 +51,11 @@ def simulate(options: argparse.Namespace) -> int:
     started = time.perf_counter()
     simulated = list(_simulated(inputs))
     took_s = time.perf_counter() - started
+    levers = _levers(inputs)
     if options.json:
-        _write_json(document(inputs, simulated))
+        _write_json(document(inputs, simulated, levers))
     else:
-        _console().print(simulation_view(inputs, simulated))
+        _console().print(simulation_view(inputs, simulated, levers))
         events = sum(each.runs.events for each in simulated)
         print(
             f"{len(simulated) * inputs.runs:,} runs and {events:,} events in {took_s:.1f} s: "
@@ -79,7 +87,7 @@ def _simulated(inputs: Inputs) -> Iterator[Simulated]:
                 model = models[kind]
                 formula = None
                 if mtbf_s is None:
-                    runs = _replayed(inputs, model)
+                    runs = summarize(_replayed(inputs, model, inputs.workload, inputs.cluster))
                 else:
                     formula = closed_form_ettr(model, inputs.workload, inputs.cluster, mtbf_s)
                     runs = simulate_many(
@@ -90,6 +98,7 @@ def _simulated(inputs: Inputs) -> Iterator[Simulated]:
                         runs=inputs.runs,
                         length_s=inputs.length_s,
                         draw_of=generator,
+                        first_seed=inputs.first_seed,
                     )
                 advance()
                 yield Simulated(kind=kind, mtbf_s=mtbf_s, model=model, formula=formula, runs=runs)
@@ -100,21 +109,51 @@ def _mtbf_of(inputs: Inputs) -> float:
     return inputs.length_s / max(1, failures)
 
 
-def _replayed(inputs: Inputs, model: PolicyModel) -> Runs:
-    """One run of a trace for each seed; the seed draws the stages that are hit."""
-    return summarize(
-        [
-            simulate_run(
-                model,
-                inputs.workload,
-                inputs.cluster,
-                inputs.trace,
-                length_s=inputs.length_s,
-                draw=generator(seed),
-            )
-            for seed in range(inputs.runs)
-        ]
+def _levers(inputs: Inputs) -> Levers:
+    """The job as it is and changed, at the shortest time between failures."""
+    mtbf_s = None if inputs.trace else inputs.mtbfs_s[-1]
+
+    def simulate_changed(
+        model: PolicyModel, workload: Workload, cluster: Cluster
+    ) -> list[TrainingRun]:
+        if mtbf_s is None:
+            return _replayed(inputs, model, workload, cluster)
+        return simulate_runs(
+            model,
+            workload,
+            cluster,
+            mtbf_s,
+            runs=inputs.runs,
+            length_s=inputs.length_s,
+            draw_of=generator,
+            first_seed=inputs.first_seed,
+        )
+
+    return compare_levers(
+        inputs.job,
+        inputs.possible,
+        mtbf_s,
+        mtbf_s or _mtbf_of(inputs),
+        simulate_changed,
+        stay_restart_s=inputs.stay_restart_s,
     )
+
+
+def _replayed(
+    inputs: Inputs, model: PolicyModel, workload: Workload, cluster: Cluster
+) -> list[TrainingRun]:
+    """One run of a trace for each seed; the seed draws the stages that are hit."""
+    return [
+        simulate_run(
+            model,
+            workload,
+            cluster,
+            inputs.trace,
+            length_s=inputs.length_s,
+            draw=generator(seed),
+        )
+        for seed in range(inputs.first_seed, inputs.first_seed + inputs.runs)
+    ]
 
 
 @contextmanager

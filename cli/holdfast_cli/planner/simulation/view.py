@@ -15,6 +15,7 @@ from holdfast_cli.planner.effective_time.policy_models import PolicyModel, Workl
 from holdfast_cli.planner.effective_time.runs import Activity, Runs
 from holdfast_cli.planner.models.policy_comparison import NEGLIGIBLE
 from holdfast_cli.planner.simulation.inputs import Inputs, duration_text
+from holdfast_cli.planner.simulation.levers import WINDOWED, Levers
 from holdfast_core.quantities import format_portion
 
 MARKS = {
@@ -60,8 +61,11 @@ def _inputs_view(explained: Sequence[tuple[str, str, str]]) -> Table:
     return table
 
 
-def simulation_view(inputs: Inputs, simulated: Sequence[Simulated]) -> RenderableType:
-    """The inputs, ETTR over MTBF, and the uses of time at the shortest MTBF."""
+def simulation_view(
+    inputs: Inputs, simulated: Sequence[Simulated], levers: Levers
+) -> RenderableType:
+    """The inputs, ETTR over MTBF, the uses of time at the shortest MTBF, and what would gain
+    most."""
     rates = list(dict.fromkeys(each.mtbf_s for each in simulated))
     worst = [each for each in simulated if each.mtbf_s == rates[-1]]
     return Group(
@@ -70,10 +74,12 @@ def simulation_view(inputs: Inputs, simulated: Sequence[Simulated]) -> Renderabl
         _over_mtbf(simulated, rates),
         "",
         _details(worst, inputs.workload),
+        *_scopes(worst, inputs.workload),
         "",
         *_where(worst),
         "",
         *_recommended(inputs, worst),
+        lever_view(levers),
         "",
         *_notes(inputs, simulated),
     )
@@ -94,7 +100,7 @@ def _over_mtbf(simulated: Sequence[Simulated], rates: Sequence[float | None]) ->
     for rate in rates:
         table.add_column(_rate_name(rate), justify="right")
     least = min(each.runs.ettr for each in simulated)
-    low = int(10 * least) / 10
+    low = min(0.9, int(10 * least) / 10)
     table.add_column(f"{low:.1f}{'1.0':>37}", no_wrap=True)
     for kind in dict.fromkeys(each.kind for each in simulated):
         of_kind = [each for each in simulated if each.kind is kind]
@@ -126,6 +132,20 @@ def _details(worst: Sequence[Simulated], workload: Workload) -> Table:
             "0%" if not lost else f"{format_portion(lost)}, K to {each.runs.experts}",
         )
     return table
+
+
+def _scopes(worst: Sequence[Simulated], workload: Workload) -> list[Text]:
+    """The stages that recoveries replayed, where only some do."""
+    if workload.stages == 1:
+        return []
+    lines = [
+        f"{_name(each)}: a recovery replays {each.runs.replayed_stages:.2f} of {workload.stages} "
+        f"stages, at most {each.runs.widest}; {each.runs.enlarged:.1f} failures of a run enlarged "
+        f"one"
+        for each in worst
+        if each.model.by_stage and each.runs.replayed_stages
+    ]
+    return [Text(), *map(Text, lines)] if lines else []
 
 
 def _where(worst: Sequence[Simulated]) -> list[Text]:
@@ -178,6 +198,35 @@ def _recommended(inputs: Inputs, worst: Sequence[Simulated]) -> list[Text]:
     ]
 
 
+def lever_view(levers: Levers) -> Text:
+    """The change that gains most, in words, and the next ones; or that none does."""
+    at = "with the trace" if levers.mtbf_s is None else f"at {duration_text(levers.mtbf_s)}"
+    every = f"W = {levers.every_steps}" if levers.kind in WINDOWED else _steps(levers.every_steps)
+    as_is = f"As it is ({levers.kind}, {every}), the job has ETTR {levers.ettr:.3f} {at}."
+    gaining = [lever for lever in levers.levers if lever.counts]
+    if not gaining:
+        noise = max((lever.noise for lever in levers.levers), default=NEGLIGIBLE)
+        return Text.assemble(
+            ("what would gain most: ", "bold"),
+            f"nothing gains more than noise (up to {format_portion(noise)}) of the "
+            f"{len(levers.levers)} changes that were simulated. {as_is}",
+        )
+    # What the job's document or its cluster can change comes before new training scripts.
+    best, *rest = sorted(gaining, key=lambda lever: lever.of_script)
+    tokens = f", for {format_portion(best.lost_tokens)} of all tokens" if best.lost_tokens else ""
+    others = "; ".join(f"{each.change}, +{format_portion(each.gain)}" for each in rest[:2])
+    return Text.assemble(
+        ("what would gain most: ", "bold"),
+        (best.change, "bold green"),
+        f", +{format_portion(best.gain)} of the time: ETTR {best.ettr:.3f}{tokens}. {as_is} ",
+        f"Next, each by itself: {others}." if others else "Nothing else gains more than noise.",
+    )
+
+
+def _steps(count: int) -> str:
+    return "a snapshot every step" if count == 1 else f"a snapshot every {count} steps"
+
+
 def _notes(inputs: Inputs, simulated: Sequence[Simulated]) -> list[Text]:
     kinds = dict.fromkeys(each.kind for each in simulated)
     notes = [f"{kind + ':':<14} {MEANINGS[kind]}" for kind in kinds]
@@ -191,20 +240,38 @@ def _notes(inputs: Inputs, simulated: Sequence[Simulated]) -> list[Text]:
         )
     length = duration_text(inputs.length_s)
     notes += [
-        f"simulated:     mean of {inputs.runs} runs of {length}; failures also during recoveries",
+        f"simulated:     mean of {inputs.runs} runs of {length}, seeds {inputs.first_seed} to "
+        f"{inputs.first_seed + inputs.runs - 1}; failures also during recoveries",
         "formula:       1 / (1 + overhead) x 1 / (1 + E[R] / MTBF) (MoEvement C), enough spares",
         "tokens lost:   to experts that were not in the snapshot; K: where Dynamic-K ended",
     ]
     return [Text(note, style="dim") for note in notes]
 
 
-def document(inputs: Inputs, simulated: Sequence[Simulated]) -> dict[str, Any]:
+def document(inputs: Inputs, simulated: Sequence[Simulated], levers: Levers) -> dict[str, Any]:
     """Inputs and results for `--json`."""
     return {
         "inputs": [
             {"name": name, "value": value, "from": source}
             for name, value, source in inputs.explained
         ],
+        "as_it_is": {
+            "policy": levers.kind.value,
+            "mtbf_s": levers.mtbf_s,
+            "interval_steps": levers.every_steps,
+            "ettr": levers.ettr,
+        },
+        "levers": [
+            {
+                "change": lever.change,
+                "ettr": lever.ettr,
+                "gain": lever.gain,
+                "noise": lever.noise,
+                "lost_tokens": lever.lost_tokens,
+            }
+            for lever in levers.levers
+        ],
+        "seeds": [inputs.first_seed, inputs.first_seed + inputs.runs - 1],
         "results": [
             {
                 "policy": each.kind.value,
@@ -218,6 +285,9 @@ def document(inputs: Inputs, simulated: Sequence[Simulated]) -> dict[str, Any]:
                 "low": each.runs.low,
                 "high": each.runs.high,
                 "failures": each.runs.failures,
+                "replayed_stages": each.runs.replayed_stages,
+                "widest_scope": each.runs.widest,
+                "enlarged_scopes": each.runs.enlarged,
                 "lost_tokens": each.runs.lost_tokens,
                 "experts": each.runs.experts,
                 "portions": {what.value: part for what, part in each.runs.portions.items()},

@@ -32,6 +32,18 @@ def test_each_paper_is_shown_as_markdown_and_as_json(
         assert tables[-1]["title"].startswith("contradictions")
 
 
+def test_recoveries_of_others_stand_beside_the_papers(capsys: pytest.CaptureFixture[str]) -> None:
+    """An ETTR only where a source gives seconds."""
+    (table,) = json.loads(printed(capsys, "--paper", "recoveries", "--json"))
+    rows = {row[0]: row for row in table["rows"]}
+    assert rows["TrainMover"][2:5] == ["1024", "around 20 s of downtime", ""]
+    assert rows["TrainMover"][-1] == pytest.approx(600 / 620)
+    assert rows["DeadPool"][-1] == pytest.approx(600 / 640)
+    assert rows["FFTrainer"][-3:] == ["", "", ""]
+    assert 10 < rows["MoEvement, DeepSeek-MoE"][4] < 20
+    assert all("arXiv" in rows[name][1] for name in ("TrainMover", "DeadPool", "FFTrainer"))
+
+
 def test_the_goal_lists_its_inputs_and_what_it_takes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

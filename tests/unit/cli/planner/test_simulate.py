@@ -144,6 +144,38 @@ def test_where_a_job_has_no_spares_it_waits(job: Path, capsys: pytest.CaptureFix
     assert re.search(r"(?m)^full .*\.\.\.\.\. \d+%$", text)  # its bar
 
 
+def test_seeds_are_printed_and_repeat_what_they_gave(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = (job, "--mtbf", "10m", "--policies", "full", "--runs", "3")
+    assert "seeds 0 to 2" in printed(capsys, *arguments)
+    later = printed(capsys, *arguments, "--seed", "7")
+    assert "seeds 7 to 9" in later
+    document = decoded(capsys, *arguments, "--seed", "7")
+    assert document["seeds"] == [7, 9]
+    assert document == decoded(capsys, *arguments, "--seed", "7")
+    assert document["results"] != decoded(capsys, *arguments)["results"]
+
+
+def test_what_a_recovery_replays_is_shown_where_only_some_stages_do(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Repairs last as long as the failures are apart, so that many hit a recovery in progress."""
+    arguments = ("--mtbf", "5m", "--stages", "4", "--detect-seconds", "60", "--spares", "99")
+    text = printed(capsys, job, *arguments, "--policies", "full,sparse", *QUICK)
+    found = re.search(
+        r"(?m)^sparse \+: a recovery replays ([\d.]+) of 4 stages, at most ([234]); "
+        r"([\d.]+) failures of a run enlarged one$",
+        text,
+    )
+    assert found is not None
+    assert 1 < float(found[1]) < 4
+    full, sparse = decoded(capsys, job, *arguments, "--policies", "full,sparse", *QUICK)["results"]
+    assert (full["replayed_stages"], full["widest_scope"], full["enlarged_scopes"]) == (0, 0, 0)
+    assert sparse["widest_scope"] == int(found[2])
+    assert "a recovery replays" not in printed(capsys, job, "--policies", "sparse", *QUICK)
+
+
 # --- inputs ---------------------------------------------------------------------------------------
 
 
@@ -183,6 +215,24 @@ def test_what_nobody_gives_is_assumed_and_marked(
         capsys, job, "--expert-bytes", "1G", "--other-bytes", "8G", "--policies", "full", *QUICK
     )
     assert source_of(bytes_given, "training state") == ("200 GB, 96% in experts", "given")
+
+
+@pytest.mark.parametrize(
+    ("interval", "shown"),
+    [
+        ("", ("every 30 min", "assumed")),
+        (", interval: {minutes: 5}", ("every 5 min", "the job")),
+        (", interval: {steps: 60}", ("every 2 min", "the job")),
+    ],
+)
+def test_copies_in_storage_are_those_of_the_job(
+    job: Path, interval: str, shown: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    none = decoded(capsys, job, "--policies", "full", *QUICK)
+    assert source_of(none, "copies in storage")[0].startswith("none")
+    job.write_text(JOB.replace("  model:", f"  persistence: {{uri: /copies{interval}}}\n  model:"))
+    document = decoded(capsys, job, "--step-seconds", "2", "--policies", "full", *QUICK)
+    assert source_of(document, "copies in storage") == shown
 
 
 def test_sizes_come_from_a_run_in_progress(

@@ -193,6 +193,148 @@ def test_a_failure_of_a_neighbour_has_both_replay_together() -> None:
     assert run.seconds[Activity.REDOING] == pytest.approx(155 * 3 / 5)
 
 
+STAGED = replace(FULL, by_stage=True)
+SIX = Workload(step_s=10, stages=6, micro_batches=5)
+"""A step of ten parts: a stage alone replays it in half of them, two neighbours in six."""
+
+
+def hitting(*stages: int) -> Draw:
+    """A generator for failures that hit these stages of six, in this order."""
+    return iter([stage / 6 + 0.01 for stage in stages]).__next__
+
+
+def staged(text: str, *stages: int) -> TrainingRun:
+    run = simulate_run(
+        STAGED, SIX, CLUSTER, parse_trace(text), length_s=1000, draw=hitting(*stages)
+    )
+    assert sum(run.seconds.values()) == pytest.approx(1000)
+    return run
+
+
+def scope(run: TrainingRun) -> tuple[int, int, int]:
+    return run.replayed_stages, run.widest, run.enlarged
+
+
+def test_a_failure_has_its_stage_alone_do_steps_again() -> None:
+    run = staged("180,-1\n", 2)
+    assert spent(run) == {
+        Activity.DETECTING: 2,
+        Activity.RESTARTING: 5,
+        Activity.REDOING: 40,  # half of the eight steps since step 10
+        Activity.TRAINING: 953,
+    }
+    assert scope(run) == (1, 1, 0)
+
+
+def test_stages_that_fail_at_once_replay_beside_each_other_or_together_as_neighbours() -> None:
+    apart = staged("180,-2\n", 1, 4)
+    assert spent(apart)[Activity.REDOING] == 40
+    assert scope(apart) == (2, 2, 0)
+    together = staged("180,-2\n", 3, 4)
+    assert spent(together)[Activity.REDOING] == 48
+    assert scope(together) == (2, 2, 0)
+
+
+@pytest.mark.parametrize("second", [1, 2, 3])
+def test_a_failure_in_or_beside_a_replay_enlarges_it_and_begins_it_anew(second: int) -> None:
+    """The replay began at 187 s; 20 s of it are lost."""
+    run = staged("180,-1\n207,-1\n", 2, second)
+    joint_s = 40 if second == 2 else 48
+    assert spent(run)[Activity.REDOING] == 20 + joint_s
+    assert spent(run)[Activity.DETECTING] == 4
+    assert spent(run)[Activity.RESTARTING] == 10
+    assert scope(run) == ((2, 1, 1) if second == 2 else (3, 2, 1))
+
+
+def test_a_failure_elsewhere_is_repaired_while_a_replay_goes_on() -> None:
+    """The first replay would end at 227 s; the second begins at 214 s and ends at 254 s."""
+    run = staged("180,-1\n207,-1\n", 0, 4)
+    assert spent(run)[Activity.TRAINING] == 1000 - (254 - 180)
+    assert scope(run) == (2, 2, 0)
+    early = staged("180,-1\n188,0\n", 0, 4)
+    assert spent(early)[Activity.TRAINING] == 1000 - (188 + 7 + 40 - 180)
+
+
+def test_a_failure_between_two_replays_joins_both() -> None:
+    """Stages 1 and 3 replay when 2 fails: all three do so together, in seven of ten parts."""
+    run = staged("180,-2\n200,-1\n", 1, 3, 2)
+    assert spent(run)[Activity.REDOING] == 13 + 56
+    assert scope(run) == (2 + 3, 3, 1)
+
+
+def test_failures_enlarge_a_scope_until_all_stages_are_in_it() -> None:
+    times = "".join(f"{180 + 20 * number},-1\n" for number in range(6))
+    run = staged(times, 0, 1, 2, 3, 4, 5)
+    assert scope(run) == (1 + 2 + 3 + 4 + 5 + 6, 6, 5)
+    assert spent(run)[Activity.REDOING] == 5 * 13 + 80
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_scopes_of_any_failures_are_those_of_an_oracle(data: st.DataObject) -> None:
+    """The oracle knows one rule: a scope is a row of neighbours, and begins when the newest failure
+    in or beside it is repaired; training goes on when the last row has ended."""
+    stages = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=5))
+    gaps_s = data.draw(st.lists(st.integers(0, 45), min_size=5, max_size=5))
+    rows: list[tuple[set[int], int]] = []
+    at_s, ends_s = 180, 0
+    text: list[str] = []
+    for gap_s, stage in zip(gaps_s, stages, strict=False):
+        at_s += gap_s if text else 0
+        if text and at_s >= ends_s:
+            break
+        text.append(f"{at_s},-1\n")
+        joined, begins_s = {stage}, at_s + 7
+        # Repairs in progress are one: the job restarts when the newest failure is repaired.
+        rows = [
+            (row, max(start_s, begins_s) if start_s > at_s else start_s) for row, start_s in rows
+        ]
+        grown = True
+        while grown:
+            near = [row for row in rows if any(abs(a - b) < 2 for a in row[0] for b in joined)]
+            grown = bool(near)
+            for row in near:
+                rows.remove(row)
+                joined |= row[0]
+        rows.append((joined, begins_s))
+        ends_s = max(start + 8 * (4 + len(row)) for row, start in rows)
+    run = staged("".join(text), *stages)
+    assert run.seconds[Activity.TRAINING] == pytest.approx(1000 - (ends_s - 180))
+    assert run.widest <= 6
+
+
+def test_a_loss_that_redundancy_does_not_cover_takes_a_copy_in_storage_or_begins_anew() -> None:
+    """At 185 s, in the recovery of the first loss, a second node of the only group is lost."""
+    twice = "180,-1\n185,-1\n"
+    covered = replace(FULL, covers=2, group_nodes=4)
+    assert traced(twice, covered).seconds[Activity.REDOING] == 80
+    one = replace(covered, covers=1)
+    assert traced(twice, one).seconds[Activity.REDOING] == 180
+    stored = replace(one, stored_every_steps=15, stored_load_s=3.0)
+    run = traced(twice, stored)
+    assert run.seconds[Activity.REDOING] == 30
+    assert run.seconds[Activity.RESTARTING] == 3 + 5 + 3  # the first restart had begun
+    apart = "180,-1\n300,-1\n"
+    assert traced(apart, one).seconds[Activity.REDOING] == traced(apart).seconds[Activity.REDOING]
+
+
+def test_without_redundancy_a_lost_node_takes_all_snapshots_with_it() -> None:
+    none = replace(FULL, covers=0)
+    assert traced("180,-1\n", none).seconds[Activity.REDOING] == 180
+    assert traced("180,0\n", none).seconds[Activity.REDOING] == 80
+    staged = replace(none, by_stage=True)
+    run = traced("180,-1\n", staged, workload=Workload(step_s=10, stages=2, micro_batches=2))
+    assert run.seconds[Activity.REDOING] == 180
+
+
+def test_losses_in_different_groups_are_covered() -> None:
+    one = replace(FULL, covers=1, group_nodes=2)
+    lost = iter([0.1, 0.0, 0.9, 0.0]).__next__  # a group and a stage each
+    incidents = parse_trace("180,-1\n185,-1\n")
+    run = simulate_run(one, WORKLOAD, CLUSTER, incidents, length_s=1000, draw=lost)
+    assert run.seconds[Activity.REDOING] == 80
+
+
 def test_snapshots_hold_more_experts_once_recoveries_lost_too_much() -> None:
     """A recovery at step 35 loses 3 of 35 steps' worth of tokens, above 5 % for one of two K."""
     levels = (
