@@ -3,9 +3,9 @@
 The model is the one of `train_moe.py`, cut between its layers. The schedule of micro-batches is
 written out, to show where tensors cross a boundary; `--schedule` chooses one of
 `torch.distributed.pipelining` instead. With processes that stay, a stage whose ranks are all lost
-repeats steps alone, with the tensors that its neighbours have logged. Start it with `torchrun
---nproc-per-node 4 examples/train_moe_pipeline.py`, or protected with `holdfast run
-examples/moe-pipeline-job.yaml`.
+repeats steps alone, with the tensors that its neighbours have logged. Snapshots are copied while a
+stage waits for another one, which the pipeline marks. Start it with `torchrun --nproc-per-node 4
+examples/train_moe_pipeline.py`, or protected with `holdfast run examples/moe-pipeline-job.yaml`.
 
 Shape suffixes are those of `train_moe.py`.
 """

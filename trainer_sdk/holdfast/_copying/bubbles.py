@@ -1,6 +1,7 @@
 """Copying in the idle time of a pipeline stage (MoEtion §5.3, algorithm 4).
 
-The training loop marks the times in which it waits for another stage, the bubbles. The schedule
+The times in which the training thread waits for another stage, the bubbles, are marked by
+`Pipeline`, by `schedule_waits` for torch's schedules, or by the training loop itself. The schedule
 relies on the idle time that all recent steps had. This module hands out the blocks of a capture:
 blocks that fit into the bubbles while a bubble is open, and the others during the computation. The
 remaining blocks are handed out immediately once training needs its tensors, or once the duration of
@@ -35,7 +36,7 @@ class PieceBlock:
 
 
 class Bubbles:
-    """The idle times of this rank's stage, which its training loop marks.
+    """The idle times of this rank's stage.
 
     Args:
         stages: number of the pipeline's stages, at least 2.
@@ -49,7 +50,8 @@ class Bubbles:
         """Seconds of the bubbles between a save and the next change of the tensors."""
         self._step: list[float] | None = None
         """Durations of the bubbles in the present step; None while tensors may change."""
-        self._open = False
+        self._depth, self._opened_s = 0, 0.0
+        """Number of bubbles that are open, one within the other, and when the outermost began."""
         self._began_s, self._step_s = clock(), 0.0
         self._bytes_s = 0.0
         """Measured speed at which blocks are copied; 0 before the first capture has ended."""
@@ -60,18 +62,20 @@ class Bubbles:
 
     @contextmanager
     def bubble(self) -> Iterator[None]:
-        """Mark the block as a time in which this stage waits for another one."""
+        """Mark the block as a time in which this stage waits for another one. A bubble within a
+        bubble is the same bubble."""
         with self._changed:
-            self._open = True
-            self._changed.notify_all()
-        began_s = self._clock()
+            self._depth += 1
+            if self._depth == 1:
+                self._opened_s = self._clock()
+                self._changed.notify_all()
         try:
             yield
         finally:
             with self._changed:
-                self._open = False
-                if self._step is not None:
-                    self._step.append(self._clock() - began_s)
+                self._depth -= 1
+                if not self._depth and self._step is not None:
+                    self._step.append(self._clock() - self._opened_s)
 
     def begin(self) -> None:
         """Begin a snapshot: from now on tensors do not change, until `end`."""
@@ -155,7 +159,7 @@ class Feed:
 
     def _next(self) -> int | None:
         bubbles = self._bubbles
-        now = bubbles._open or bubbles._step is None
+        now = bubbles._depth or bubbles._step is None
         if self._kept and (now or bubbles._clock() >= bubbles._began_s + bubbles._step_s):
             return self._kept.popleft()
         return self._free.popleft() if self._free else None

@@ -3,13 +3,15 @@ tensors itself, or a schedule of `torch.distributed.pipelining` moves them.
 
 Everything that a stage learns from the other stages passes through here, so it can be logged. Then
 a lost stage can repeat steps alone: it gets the messages of its neighbours from their logs, and its
-own messages are compared with the ones that they had received.
+own messages are compared with the ones that they had received. The waits for other stages are
+bubbles of the session, in which snapshots are copied.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -143,6 +145,9 @@ class Pipeline:
         self.log = BoundaryLog(log_bytes)
         self.replay: BoundaryReplay | None = None
         """The replay in which this rank repeats steps; None outside of a replay."""
+        self.idle: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Marks a time in which this rank waits for another stage: `Session.bubble` of the session
+        that has this pipeline."""
         self.is_ring = False
         """Whether the last stage may send to the first one."""
         self._step, self._sums = 0, 0
@@ -191,7 +196,8 @@ class Pipeline:
         key = Key(self._step, Crossing.SHARED, self._sums)
         self._sums += 1
         if self.replay is None:
-            self.world.add_up(tensor)
+            with self.idle():
+                self.world.add_up(tensor)
         else:
             self.replay.take(EVERYONE, key, tensor)
         self.log.add_sent(EVERYONE, key, bytes_of(tensor))
@@ -238,7 +244,8 @@ class Pipeline:
         if self.replay is not None and self.replay.has(to):
             self.replay.compare(to, key, digest)
             return lambda: None
-        return self._note(self.world.start_send(_flat(tensor.contiguous()), to)).wait
+        work = self.world.start_send(_flat(tensor.contiguous()), to)
+        return partial(self._wait, self._note(work))
 
     def start_receive(self, source: int, into: torch.Tensor) -> Callable[[], None]:
         """Begin to receive from rank `source`; see `Carrier`.
@@ -322,7 +329,9 @@ class Pipeline:
         if self.replay is not None and self.replay.has(to):
             self.replay.compare(to, key, digest)
         else:
-            self.world.send(_flat(tensor.contiguous()), to)
+            flat = _flat(tensor.contiguous())
+            with self.idle():
+                self.world.send(flat, to)
 
     def _receive(
         self, source: int, crossing: Crossing, number: int, into: torch.Tensor
@@ -333,16 +342,21 @@ class Pipeline:
         if self.replay is not None and self.replay.has(source):
             self.replay.take(source, key, into)
         else:
-            self.world.receive(_flat(into), source)
+            with self.idle():
+                self.world.receive(_flat(into), source)
         self.log.add_received(source, key, xxhash.xxh3_64_intdigest(bytes_of(into)))
         return into
+
+    def _wait(self, on_way: _OnWay) -> None:
+        with self.idle():
+            on_way.wait()
 
     def _note(self, work: torch.distributed.Work | None) -> _OnWay:
         self._on_way.append(_OnWay(work))
         return self._on_way[-1]
 
     def _arrive(self, source: int, key: Key, into: torch.Tensor, on_way: _OnWay) -> None:
-        on_way.wait()
+        self._wait(on_way)
         self.log.add_received(source, key, xxhash.xxh3_64_intdigest(bytes_of(into)))
 
 

@@ -256,6 +256,8 @@ class ElasticSession(Session):
         self._session: WorldSession
         self._exchange: Exchange
         self._begin()
+        if pipeline is not None:
+            pipeline.idle = self.bubble
         self._hooks = StepHooks(self._optimizers, self._before_optimizer)
 
     def _begin(self, kept: PartialState = START) -> None:

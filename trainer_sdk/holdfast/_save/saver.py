@@ -23,6 +23,7 @@ from holdfast._causes import drop_tracebacks
 from holdfast._copying.bubbles import Bubbles
 from holdfast._copying.devices import Device
 from holdfast._copying.engine import CopyEngine
+from holdfast._copying.schedule_waits import mark_waits
 from holdfast._daemon.client import DaemonClient, DaemonEvent, Stage
 from holdfast._daemon.handles import SaveHandle
 from holdfast._daemon.link import Link
@@ -125,6 +126,7 @@ class Saver:
     def submit(self, task: Task) -> None:
         """Hand `task` to the worker. Only call it when the worker is not `busy`."""
         if self.bubbles is not None and task.copies:
+            mark_waits(self.bubbles)
             self.bubbles.begin()
         self._before, self._current = self._current, task
         self._tasks.put(task)

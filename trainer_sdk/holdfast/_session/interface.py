@@ -156,8 +156,10 @@ class Session(ABC):
     def bubble(self) -> AbstractContextManager[None]:
         """Mark a time in which this pipeline stage is idle: `with session.bubble(): recv()`.
 
-        Snapshots are copied at such times, as far as the idle time of recent steps allows. Without
-        pipeline parallelism, this does nothing.
+        Snapshots are copied at such times, as far as the idle time of recent steps allows. The
+        waits of `elastic.Pipeline` and, since torch 2.8, of torch's pipeline schedules are marked
+        already; a bubble within a bubble counts once. Without pipeline parallelism, this does
+        nothing.
         """
 
     @abstractmethod

@@ -70,6 +70,19 @@ def test_what_fits_into_a_bubble_is_kept_for_it_and_the_rest_is_copied_beside_th
         assert [feed(), feed(), feed()] == [0, 16, None]
 
 
+def test_a_bubble_within_a_bubble_counts_once() -> None:
+    clock = Clock()
+    bubbles = experienced(clock, bubble_s=9.0)
+    feed = following(clock, bubbles)
+    with bubbles.bubble():
+        with bubbles.bubble():
+            clock.now += 1.0
+        assert [feed() for _ in range(2)] == [0, 16], "the outer one is still open"
+        clock.now += 1.0
+    bubbles.end()
+    assert list(bubbles._steps) == [[9.0], [2.0]]
+
+
 def test_a_thread_waits_for_the_bubble_that_is_to_come() -> None:
     clock = Clock()
     bubbles = experienced(clock, bubble_s=9.0)
