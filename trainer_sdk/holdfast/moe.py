@@ -25,6 +25,7 @@ from holdfast._moe.checks import check_copies, check_optimizer
 from holdfast._moe.dispatcher import Dispatcher
 from holdfast._moe.gradients import SummedGradients
 from holdfast._moe.layer import Gate, MoELayer, SeatedExperts
+from holdfast._moe.modules import SeatedModules
 from holdfast_core.elastic_experts.plans import (
     ExpertPlan,
     ExpertRoom,
@@ -43,6 +44,7 @@ __all__ = [
     "MoELayer",
     "Placement",
     "SeatedExperts",
+    "SeatedModules",
     "SummedGradients",
     "check_copies",
     "check_optimizer",

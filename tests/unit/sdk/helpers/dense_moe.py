@@ -80,9 +80,11 @@ def join(rank: int, port: int, ranks: int) -> tuple[elastic.World, elastic.World
     return world, world.group([range(ranks)])
 
 
-def make_layer(shape: Shape, group: elastic.WorldGroup, dtype: torch.dtype) -> moe.MoELayer:
+def make_layer(
+    shape: Shape, group: elastic.WorldGroup, dtype: torch.dtype, expert: Any = HIDDEN
+) -> moe.MoELayer:
     torch.manual_seed(5)
-    layer = moe.MoELayer(DIM, HIDDEN, shape.plan(), 0, group, top_k=shape.top_k, seed=3)
+    layer = moe.MoELayer(DIM, expert, shape.plan(), 0, group, top_k=shape.top_k, seed=3)
     shape.steer(layer.gate)
     return layer.to(dtype)
 
