@@ -124,6 +124,7 @@ def backward(out: torch.Tensor, balance: torch.Tensor, tokens: int) -> None:
     ((out * torch.cos(out.detach())).sum() / tokens + 0.1 * balance).backward()
 
 
+@torch.no_grad()
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     scale = float(expected.abs().max()) if expected.numel() else 0.0
     return float((found - expected).abs().max()) / scale if scale else float(found.abs().sum())
