@@ -111,7 +111,9 @@ def add_rows(rows_NKD: torch.Tensor, sequence_NK: torch.Tensor | None) -> torch.
     count, choices, width = rows_NKD.shape
     first = torch.arange(count, device=rows_NKD.device).unsqueeze(1) * choices
     order = (first + sequence_NK).reshape(-1)
-    sorted_PD: torch.Tensor = PermutedRows.apply(rows_NKD.reshape(-1, width), order, inverse_of(order))
+    sorted_PD: torch.Tensor = PermutedRows.apply(
+        rows_NKD.reshape(-1, width), order, inverse_of(order)
+    )
     total, *others = sorted_PD.view(count, choices, width).unbind(1)
     for one in others:
         total = total + one

@@ -15,6 +15,12 @@ from ranks import run_ranks
 from torch import nn
 
 from holdfast import InvalidJobError, elastic, moe
+from holdfast._capture.capacity import Capacity
+from holdfast._capture.routers import Routers
+from holdfast._capture.tokens import Tokens
+from holdfast._capture.whole import WholeCapture
+from holdfast._state.capture import LiveState
+from holdfast_core.topology import Topology
 
 transformers = pytest.importorskip("transformers")
 
@@ -130,6 +136,25 @@ def test_the_whole_state_loads_into_the_original_model(
     original.load_state_dict(whole)
     ids = torch.arange(8).view(1, 8)
     assert torch.equal(original(ids).logits, placed(ids).logits)
+
+
+def test_a_session_counts_tokens_under_the_numbers_of_the_models_layers(
+    alone: tuple[elastic.World, elastic.WorldGroup],
+) -> None:
+    model = make_model("DeepSeek-V3").train()  # its first layer has no experts
+    moe.place_experts(model, *alone)
+    live = LiveState(model, [torch.optim.SGD(model.parameters(), lr=0.1)], Topology(dp=1), 0)
+    tokens = Tokens()
+    routers = Routers(live, WholeCapture(), tokens.add, Capacity())
+    assert routers.layers == {1}
+    ids = torch.arange(8).view(1, 8)
+    model(ids)
+    with torch.no_grad():
+        model(ids)
+    routed = model.model.layers[1].mlp.experts.routed_E
+    assert sum(routed) == 8 * 3
+    found = {(key.layer, key.expert): n for key, n in tokens.read()[0].items()}
+    assert found == {(1, expert): n for expert, n in enumerate(routed)}
 
 
 # --- refusals -------------------------------------------------------------------------------------
