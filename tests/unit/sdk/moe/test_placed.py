@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +27,7 @@ from holdfast_core.topology import Topology
 
 transformers = pytest.importorskip("transformers")
 
+GUIDE = (Path(__file__).parents[4] / "docs" / "elastic.md").read_text(encoding="utf-8")
 EXPERTS, LAYERS, VOCABULARY = 6, 2, 32
 SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -69,13 +73,19 @@ def make_model(kind: str, dtype: torch.dtype = torch.float32) -> Any:
     return model.to(dtype)
 
 
+def set_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set what torchrun gives the only worker of a job."""
+    given = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (given | {"MASTER_PORT": reserve_port()}).items():
+        monkeypatch.setenv(name, str(value))
+
+
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[elastic.World, elastic.WorldGroup]]:
     """A world of this process alone."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "")
+    set_alone(monkeypatch)
     threads = torch.get_num_threads()
-    world, group = join(0, reserve_port(), 1)
+    world, group = join(0, int(os.environ["MASTER_PORT"]), 1)
     yield world, group
     world.close()
     torch.set_num_threads(threads)
@@ -136,6 +146,22 @@ def test_the_whole_state_loads_into_the_original_model(
     original.load_state_dict(whole)
     ids = torch.arange(8).view(1, 8)
     assert torch.equal(original(ids).logits, placed(ids).logits)
+
+
+def test_the_script_of_the_guide_trains_and_its_model_loads_without_holdfast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_alone(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    (script,) = re.findall(r"```python\n(import torch\nfrom transformers .*?)```", GUIDE, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(script, names)
+    loaded = transformers.Qwen3MoeForCausalLM.from_pretrained("trained").state_dict()
+    whole = names["state"]
+    assert loaded.keys() == whole.keys()
+    assert all(torch.equal(loaded[name], whole[name]) for name in whole)
+    first = transformers.Qwen3MoeForCausalLM(names["config"]).state_dict()
+    assert all(loaded[name].shape == one.shape for name, one in first.items())
 
 
 def test_a_session_counts_tokens_under_the_numbers_of_the_models_layers(
