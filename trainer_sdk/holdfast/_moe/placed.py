@@ -42,7 +42,9 @@ class PlacedExperts(ExpertLayer, ExpertSeats):
 
     Args:
         original: the experts of the block, with their weights.
-        plan, layer, group: as for `MoELayer`.
+        plan: places the copies of experts on ranks; equal on all ranks.
+        layer: number of this layer in the plan.
+        group: the group of all ranks.
 
     Raises:
         InvalidJobError: the plan is for another number of ranks or experts, or the experts are not
