@@ -180,7 +180,6 @@ def main(argv: list[str] | None = None) -> None:
                 mean_loss = mean_loss + loss.detach()
                 for total, layer in zip(loads, layers, strict=True):
                     total[:] = map(sum, zip(total, layer.tokens_E, strict=True))
-                    session.count_tokens(layer.layer, layer.routed_E)
             gradients.sum()
             norm = gradients.clip(CLIP_NORM)
             optimizer.step()

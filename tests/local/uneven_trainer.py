@@ -4,6 +4,9 @@ Each process appends a line for each step to `log-<process id>`: the loss over a
 samples of this rank, and the experts in its seats. Everything is in float64, so that losses do not
 depend on the world but for the last digits. Without a daemon it trains alone: the run to compare
 with. Faults are as in `staying_trainer`, in files `fault-<process id>`.
+
+With `--qwen3` the layers are MoE blocks of transformers whose experts are placed. Their router
+rounds to float32, so losses depend on the world by as much as that.
 """
 
 from __future__ import annotations
@@ -68,6 +71,35 @@ class Model(nn.Module):
         return self.head(x_ND).squeeze(1), torch.stack(balances).sum()
 
 
+class Qwen3(nn.Module):
+    """Blocks of Qwen3-MoE whose experts are placed."""
+
+    def __init__(self, world: elastic.World, group: elastic.WorldGroup) -> None:
+        super().__init__()
+        from transformers import Qwen3MoeConfig
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+        torch.manual_seed(1)
+        config = Qwen3MoeConfig(
+            hidden_size=WIDTH,
+            moe_intermediate_size=2 * WIDTH,
+            num_experts=EXPERTS,
+            num_experts_per_tok=2,
+            experts_implementation="eager",
+        )
+        self.layers = nn.ModuleList(Qwen3MoeSparseMoeBlock(config) for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, 1)
+        for parameter in self.layers.parameters():
+            nn.init.normal_(parameter, std=WIDTH**-0.5)
+        moe.place_experts(self, world, group)
+
+    def forward(self, x_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Predictions [N], and no balance."""
+        for block in self.layers:
+            x_ND = x_ND + block(x_ND[None])[0]
+        return self.head(x_ND).squeeze(1), x_ND.new_zeros(())
+
+
 def digest_of(parts: Iterable[torch.Tensor]) -> str:
     digest = xxhash.xxh3_64()
     for part in parts:
@@ -75,13 +107,12 @@ def digest_of(parts: Iterable[torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def digests(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+def digests(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """Digests of the experts in this rank's seats with what the optimizer knows of them, and of all
     parameters that are no experts."""
     found = {}
-    layers: Any = model.layers
-    for at, layer in enumerate(layers):
-        stacks = [layer.experts.w_in, layer.experts.w_out]
+    for at, layer in enumerate(gradients.moe_layers(model)):
+        stacks: list[torch.Tensor] = list(layer.experts.parameters())
         moments = (optimizer.state[one].get("exp_avg") for one in tuple(stacks))
         stacks += [one for one in moments if one is not None]
         for expert, seat in layer.experts.seat_of.items():
@@ -151,6 +182,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=10**6)
     parser.add_argument("--every", type=int, default=1, help="steps from one save to the next")
+    parser.add_argument("--qwen3", action="store_true", help="blocks of transformers")
     args = parser.parse_args()
     torch.set_num_threads(1)
     save_every(args.every)
@@ -158,10 +190,13 @@ def main() -> None:
     watch(faults)
     world = elastic.init("gloo", any_size=True)
     group = world.group(lambda size: [range(size)])
-    plan = moe.plan_of_job([[1] * EXPERTS] * LAYERS, world)
-    model = Model(plan, group).to(torch.float64)
+    model: nn.Module
+    if args.qwen3:
+        model = Qwen3(world, group).to(torch.float64)
+    else:
+        model = Model(moe.plan_of_job([[1] * EXPERTS] * LAYERS, world), group).to(torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    gradients = moe.SummedGradients(model, group)
+    summed = moe.SummedGradients(model, group)
     data = Data()
     sampler = holdfast.ElasticSampler(data, BATCH, world, seed=5)
     loader = DataLoader(data, batch_sampler=sampler)
@@ -169,7 +204,7 @@ def main() -> None:
         model=model, optimizer=optimizer, stateful={"sampler": sampler}, world=world
     )
     alone = session.epoch == 0
-    layers: Any = model.layers
+    layers = gradients.moe_layers(model)
     with (args.directory / f"log-{os.getpid()}").open("a", buffering=1) as log:
         for step in session.steps(args.steps):
             with step:
@@ -186,15 +221,13 @@ def main() -> None:
                 loss = (answers - tokens[:, -1]).square().sum() / (TOKENS * BATCH) + 0.01 * balance
                 loss.backward()
                 faults.at("before-sum")
-                gradients.sum()
-                gradients.clip(1.0)
+                summed.sum()
+                summed.clip(1.0)
                 total = loss.detach().clone()
                 group.wait(dist.all_reduce(total, group=group.now, async_op=True))
                 faults.at("before-optimizer")
                 optimizer.step()
                 sampler.advance()
-                for layer in layers:
-                    session.count_tokens(layer.layer, layer.routed_E)
                 line = {
                     "step": int(step),
                     "epoch": world.epoch,

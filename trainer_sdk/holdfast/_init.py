@@ -27,7 +27,7 @@ from holdfast._elastic.world import World
 from holdfast._environment import Environment, read_environment
 from holdfast._exits import set_exit_codes
 from holdfast._moe.checks import check_same_optimizer
-from holdfast._moe.layer import MoELayer
+from holdfast._moe.layer import ExpertLayer
 from holdfast._moe.reseating import SeatChanges
 from holdfast._session.interface import Session, WorldSession
 from holdfast._session.protected import ProtectedSession
@@ -195,7 +195,7 @@ class _Maker:
             if isinstance(part, WorldSharded) and world.any_size:
                 part.check(self.optimizers)
         given = self.environment.elastic
-        uneven = any(isinstance(module, MoELayer) for module in self.model.modules())
+        uneven = any(isinstance(module, ExpertLayer) for module in self.model.modules())
         if given is not None and not uneven:
             raise InvalidJobError(
                 "spec.elastic of the job seats experts, but the model has no layer with seats: "

@@ -91,6 +91,11 @@ def routes_of_deepspeed(module: Any, output: Any) -> Routed:
 
 FAMILIES = (
     Family(
+        package="holdfast",
+        name="ExpertLayer",
+        routed=lambda module, output: Routed(module.routed_E),
+    ),
+    Family(
         package="transformers",
         name="SwitchTransformersTop1Router",
         routed=lambda module, output: admitted(output[0], 1),

@@ -10,16 +10,44 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from holdfast._elastic.world import WorldGroup
-from holdfast._moe.exchanging import ExchangedRows, PermutedRows, inverse_of
+from holdfast._moe.exchanging import ExchangedRows, PermutedRows, SpreadRows, add_rows, inverse_of
 from holdfast_core.elastic_experts.dispatching import flows
 from holdfast_core.elastic_experts.plans import ExpertPlan
 from holdfast_core.errors import InvalidJobError
+
+
+class Order(StrEnum):
+    """Order in which a token's K rows are added."""
+
+    CHOICES = "Choices"
+    """In one reduction over its choices, in any grouping."""
+    EXPERTS = "Experts"
+    """One after the other, by the experts' numbers."""
+    EXPERTS_DOWN = "ExpertsDown"
+    """One after the other, by the experts' numbers, the highest first."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Additions:
+    """What decides about the last bits of a layer: the orders in which numbers are added."""
+
+    answers: Order = Order.CHOICES
+    """Of the answers to a token. In the dtype of tokens, except for `CHOICES`."""
+    gradients: Order = Order.CHOICES
+    """Of the gradients of a token."""
+    by_choice: bool = False
+    """Whether an expert gets the rows of all first choices, then those of all second ones, instead
+    of those of one token after the other. Its weights' gradients are sums over rows."""
+
+
+IN_ONE_REDUCTION = Additions()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +56,9 @@ class TokenRoute:
 
     tokens: torch.Tensor
     """[ranks, experts], int64 in host memory: assignments of each rank."""
+    expert_NK: torch.Tensor
+    """The choices."""
+    additions: Additions
     order: torch.Tensor
     """[N·K]: assignments in the order in which they are sent: by rank, expert and token."""
     order_back: torch.Tensor
@@ -82,7 +113,7 @@ class Dispatcher:
             if held_here is not None:
                 self._seat_of[held_here] = seat
 
-    def route(self, expert_NK: torch.Tensor) -> TokenRoute:
+    def route(self, expert_NK: torch.Tensor, additions: Additions = IN_ONE_REDUCTION) -> TokenRoute:
         """Find the way of each token. Collective.
 
         Args:
@@ -97,7 +128,12 @@ class Dispatcher:
         tokens = torch.stack(every).cpu()
         sent, received = flows(tokens.numpy(), self._copies, self.rank, self._nproc)
 
-        by_expert = expert_P.argsort(stable=True)
+        if additions.by_choice:
+            listed = torch.arange(expert_P.numel(), device=device).view(expert_NK.shape).T
+            listed = listed.reshape(-1)
+            by_expert = listed[expert_P[listed].argsort(stable=True)]
+        else:
+            by_expert = expert_P.argsort(stable=True)
         ranks = torch.arange(sent.shape[1], device=device).repeat(experts)
         target = ranks.repeat_interleave(torch.from_numpy(sent).reshape(-1).to(device))
         order = by_expert[target.argsort(stable=True)]
@@ -107,6 +143,8 @@ class Dispatcher:
         here = received.sum(axis=1)
         return TokenRoute(
             tokens=tokens,
+            expert_NK=expert_NK,
+            additions=additions,
             order=order,
             order_back=inverse_of(order),
             arrival=arrival,
@@ -123,9 +161,9 @@ class Dispatcher:
         Args:
             x_ND: [N, D], tokens of this rank.
         """
-        choices = route.order.numel() // x_ND.shape[0] if x_ND.shape[0] else 1
-        copies = x_ND.unsqueeze(1).expand(-1, choices, -1).reshape(-1, x_ND.shape[-1])
-        sent = PermutedRows.apply(copies, route.order, route.order_back)
+        added = _sequence(route.expert_NK, route.additions.gradients)
+        choices = route.expert_NK.shape[1]
+        sent = SpreadRows.apply(x_ND, choices, route.order, route.order_back, added)
         arrived = ExchangedRows.apply(self.group, sent, route.sent_rows, route.received_rows)
         found: torch.Tensor = PermutedRows.apply(arrived, route.arrival, route.arrival_back)
         return found
@@ -141,11 +179,22 @@ class Dispatcher:
             weights_NK: [N, K].
 
         Returns:
-            [N, D].
+            [N, D], in the dtype of answers.
         """
         arrived = PermutedRows.apply(answers, route.arrival_back, route.arrival)
         back = ExchangedRows.apply(self.group, arrived, route.received_rows, route.sent_rows)
         answer_P = PermutedRows.apply(back, route.order_back, route.order)
         answer_NKD = answer_P.view(*weights_NK.shape, answers.shape[-1])
-        found: torch.Tensor = (answer_NKD * weights_NK.unsqueeze(-1)).sum(1)
-        return found
+        weighted_NKD = answer_NKD * weights_NK.unsqueeze(-1)
+        added = _sequence(route.expert_NK, route.additions.answers)
+        if added is not None:
+            weighted_NKD = weighted_NKD.to(answers.dtype)
+        return add_rows(weighted_NKD, added).to(answers.dtype)
+
+
+def _sequence(expert_NK: torch.Tensor, order: Order) -> torch.Tensor | None:
+    """Return [N, K], the places of each token's choices in the order in which they are added; None
+    for one reduction."""
+    if order is Order.CHOICES:
+        return None
+    return expert_NK.argsort(dim=1, descending=order is Order.EXPERTS_DOWN, stable=True)

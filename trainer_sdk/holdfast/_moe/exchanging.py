@@ -72,6 +72,54 @@ class PermutedRows(torch.autograd.Function):
         return PermutedRows.apply(grads[0], ctx.inverse, ctx.order), None, None
 
 
+class SpreadRows(torch.autograd.Function):
+    """K copies of each row, in another order.
+
+    Args of `apply`: rows [N, D]; K; two permutations [N·K] that are inverse to each other, the
+    first one the source of each copy among the K of row 0, the K of row 1 and so on; and the order
+    in which the gradients of a row's copies are added, as in `add_rows`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        copies: int,
+        order: torch.Tensor,
+        inverse: torch.Tensor,
+        sequence: torch.Tensor | None,
+    ) -> torch.Tensor:
+        ctx.order, ctx.inverse, ctx.sequence = order, inverse, sequence
+        ctx.shape = (rows.shape[0], copies, rows.shape[1])
+        return rows[order // copies]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        back = PermutedRows.apply(grads[0], ctx.inverse, ctx.order)
+        return add_rows(back.view(ctx.shape), ctx.sequence), None, None, None, None
+
+
+def add_rows(rows_NKD: torch.Tensor, sequence_NK: torch.Tensor | None) -> torch.Tensor:
+    """Add up the K rows of each of N tokens.
+
+    Args:
+        sequence_NK: for each token its rows in the order in which they are added one by one; None
+            leaves the order to torch.
+    """
+    if sequence_NK is None:
+        return rows_NKD.sum(1)
+    count, choices, width = rows_NKD.shape
+    first = torch.arange(count, device=rows_NKD.device).unsqueeze(1) * choices
+    order = (first + sequence_NK).reshape(-1)
+    sorted_PD: torch.Tensor = PermutedRows.apply(
+        rows_NKD.reshape(-1, width), order, inverse_of(order)
+    )
+    total, *others = sorted_PD.view(count, choices, width).unbind(1)
+    for one in others:
+        total = total + one
+    return total
+
+
 def inverse_of(order: torch.Tensor) -> torch.Tensor:
     """Return the inverse of a permutation."""
     inverse = torch.empty_like(order)

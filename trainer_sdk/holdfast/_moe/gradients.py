@@ -18,7 +18,7 @@ from torch import nn
 
 from holdfast._elastic.world import WorldGroup
 from holdfast._moe.exchanging import exchange
-from holdfast._moe.layer import MoELayer
+from holdfast._moe.layer import ExpertLayer
 from holdfast_core.errors import InvalidJobError
 
 
@@ -33,8 +33,14 @@ class HeldExpert:
     """Stacks, whose first dimension counts seats."""
     holders: tuple[int, ...]
 
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """Stacks that have gradients."""
+        return [one for one in self.parameters if one.requires_grad]
+
     def numel(self) -> int:
-        return sum(one[0].numel() for one in self.parameters)
+        """Number of elements of the gradient."""
+        return sum(one[0].numel() for one in self.trained)
 
     def range_of(self, rank: int) -> tuple[int, int]:
         """Start and end of the part of the gradient that holder `rank` adds up."""
@@ -48,31 +54,33 @@ class HeldExpert:
 
     def gradient(self) -> torch.Tensor:
         """The gradient, flat."""
-        grads = [one.grad for one in self.parameters]
+        grads = [one.grad for one in self.trained]
         assert all(grad is not None for grad in grads)
         return torch.cat([grad[self.seat].reshape(-1) for grad in grads if grad is not None])
 
     def set_gradient(self, flat: torch.Tensor) -> None:
         for one, part in zip(
-            self.parameters, flat.split([p[0].numel() for p in self.parameters]), strict=True
+            self.trained, flat.split([p[0].numel() for p in self.trained]), strict=True
         ):
             assert one.grad is not None
             one.grad[self.seat] = part.view_as(one.grad[self.seat])
 
 
-def moe_layers(model: nn.Module) -> list[MoELayer]:
+def moe_layers(model: nn.Module) -> list[ExpertLayer]:
     """Return the model's layers with uneven copies, in their order in the model.
 
     Raises:
         InvalidJobError: the model has no such layer.
     """
-    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+    layers = [module for module in model.modules() if isinstance(module, ExpertLayer)]
     if not layers:
-        raise InvalidJobError("this model has no holdfast.moe.MoELayer")
+        raise InvalidJobError(
+            "this model has no holdfast.moe.MoELayer, and no experts that were placed"
+        )
     return layers
 
 
-def held_experts(layers: Sequence[MoELayer]) -> list[HeldExpert]:
+def held_experts(layers: Sequence[ExpertLayer]) -> list[HeldExpert]:
     """Return the experts in this rank's seats, ordered by layer and expert."""
     return [
         HeldExpert(
@@ -107,15 +115,17 @@ class SummedGradients:
         layers = self._layers = moe_layers(model)
         self._arrange()
         self._experts = [len(layer.plan.layers[layer.layer].copies) for layer in layers]
-        self._stacks = [one for layer in layers for one in layer.experts.parameters()]
+        stacks = [one for layer in layers for one in layer.experts.parameters()]
+        self._stacks = [one for one in stacks if one.requires_grad]
         dtypes = {one.dtype for one in self._stacks}
         if len(dtypes) > 1:
             raise InvalidJobError(
                 f"experts of dtypes {sorted(map(str, dtypes))}: their gradients are exchanged "
                 f"together, so give all of them the same dtype"
             )
-        stacks = set(map(id, self._stacks))
-        self._dense = [p for p in model.parameters() if id(p) not in stacks and p.requires_grad]
+        seated = set(map(id, stacks))
+        self._dense = [p for p in model.parameters() if id(p) not in seated and p.requires_grad]
+        self._device = stacks[0].device
 
     def _arrange(self) -> None:
         """Note which ranks hold which experts in the present plan."""
@@ -137,7 +147,8 @@ class SummedGradients:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
         self._sum_dense()
-        self._sum_experts()
+        if self._stacks:
+            self._sum_experts()
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> float:
@@ -145,9 +156,9 @@ class SummedGradients:
         Collective, after `sum`. Each expert counts once, so the norm does not depend on the plan.
         """
         starts = [0, *accumulate(self._experts)]
-        squares = torch.zeros(starts[-1], dtype=torch.float64, device=self._stacks[0].device)
+        squares = torch.zeros(starts[-1], dtype=torch.float64, device=self._device)
         for one in self._held:
-            if one.holders[0] == self._rank:
+            if one.holders[0] == self._rank and one.trained:
                 at = starts[one.layer] + one.expert
                 squares[at] = one.gradient().double().square().sum()
         self._group.wait(dist.all_reduce(squares, group=self._group.now, async_op=True))

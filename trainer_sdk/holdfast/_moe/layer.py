@@ -11,7 +11,9 @@ import xxhash
 from torch import nn
 
 from holdfast._elastic.world import WorldGroup
-from holdfast._moe.dispatcher import Dispatcher
+from holdfast._moe.dispatcher import Dispatcher, TokenRoute
+from holdfast._moe.modules import MakeExpert, SeatedModules
+from holdfast._moe.seats import ExpertSeats
 from holdfast_core.elastic_experts.loads import LoadHistory
 from holdfast_core.elastic_experts.moving import seats_after
 from holdfast_core.elastic_experts.plans import ExpertPlan
@@ -22,7 +24,7 @@ _ALIGNED_BYTES = 16
 _CUDA_CAPABILITY = (8, 0)
 
 
-class SeatedExperts(nn.Module):
+class SeatedExperts(ExpertSeats):
     """The experts in the seats of one rank. Each has two linear layers with GELU between them,
     stacked over the seats. Empty seats hold zeros.
 
@@ -35,18 +37,9 @@ class SeatedExperts(nn.Module):
 
     def __init__(self, dim: int, hidden: int, experts: Sequence[int], seats: int) -> None:
         super().__init__()
-        self.seat_experts = (*experts, *[None] * (seats - len(experts)))
-        """The expert in each seat, or None."""
-        self.captured = frozenset(experts)
-        """Experts that this rank captures in snapshots."""
+        self.set_seats(experts, seats)
         self.w_in = nn.Parameter(torch.zeros(seats, dim, hidden))
         self.w_out = nn.Parameter(torch.zeros(seats, hidden, dim))
-
-    @property
-    def seat_of(self) -> dict[int, int]:
-        """Expert on this rank → its seat, in the order of experts."""
-        held = enumerate(self.seat_experts)
-        return dict(sorted((expert, seat) for seat, expert in held if expert is not None))
 
     @torch.no_grad()
     def initialize(self, seed: str) -> None:
@@ -127,52 +120,28 @@ class Gate(nn.Module):
         return probs_NE, weights_NK, expert_NK
 
 
-class MoELayer(nn.Module):
-    """A gate, a dispatcher and seated experts. Every token reaches all experts that it has chosen.
+class ExpertLayer(nn.Module):
+    """A layer whose experts an expert plan places on ranks: the base of `MoELayer` and
+    `PlacedExperts`."""
 
-    Except for the order of additions, the result depends neither on the plan nor on how a batch is
-    divided over ranks.
+    experts: ExpertSeats
+    plan: ExpertPlan
+    layer: int
+    """Number of this layer in the plan."""
+    dispatcher: Dispatcher
+    history: LoadHistory
+    """Tokens that all ranks routed to each expert in recent batches."""
+    tokens_E: list[int]
+    """Tokens that all ranks routed to each expert in the newest batch."""
+    routed_E: list[int]
+    """Tokens that this rank routed to each expert in the newest batch, which a session counts."""
 
-    Args:
-        dim: width D of tokens.
-        hidden: width of the experts' inner layer.
-        plan: places the copies of experts on ranks; equal on all ranks.
-        layer: number of this layer in the plan.
-        group: the group of all ranks: `world.group([range(world.size)])`.
-        top_k: number of experts for each token.
-        seed: determines, with `layer`, the weights of the experts. The gate draws from torch's
-            generator, so seed that equally on all ranks.
-
-    Raises:
-        InvalidJobError: the plan is for another number of ranks, or `top_k` is not between 1 and
-            the number of experts.
-    """
-
-    def __init__(
-        self,
-        dim: int,
-        hidden: int,
-        plan: ExpertPlan,
-        layer: int,
-        group: WorldGroup,
-        *,
-        top_k: int = 2,
-        seed: int = 0,
-    ) -> None:
-        super().__init__()
+    def set_plan(self, plan: ExpertPlan, layer: int, group: WorldGroup) -> None:
+        """Take the first plan, before there are experts."""
         self.plan, self.layer = plan, layer
         self.dispatcher = Dispatcher(plan, layer, group)
-        self.gate = Gate(dim, len(plan.layers[layer].copies), top_k)
-        self.experts = SeatedExperts(dim, hidden, self.dispatcher.experts, plan.room.rank_seats)
-        self.experts.initialize(f"{seed}/{layer}")
-        self.experts.captured = self._captured()
         self.history = LoadHistory(plan.layers[layer].tokens)
-        """Tokens that all ranks routed to each expert in recent batches."""
-        self.tokens_E: list[int] = []
-        """Tokens that all ranks routed to each expert in the newest batch."""
-        self.routed_E: list[int] = []
-        """Tokens that this rank routed to each expert in the newest batch, for
-        `Session.count_tokens`."""
+        self.tokens_E, self.routed_E = [], []
 
     def take_seats(self, plan: ExpertPlan) -> None:
         """Assign this rank's seats to its experts in another plan. Experts that stay keep their
@@ -182,12 +151,65 @@ class MoELayer(nn.Module):
         self.experts.seat_experts = seats_after(before, experts)
         self.dispatcher = Dispatcher(plan, self.layer, group, self.experts.seat_experts)
         self.plan = plan
-        self.experts.captured = self._captured()
+        self.experts.captured = self.captured_by_plan()
 
-    def _captured(self) -> frozenset[int]:
+    def captured_by_plan(self) -> frozenset[int]:
         """Return the experts that this rank captures according to the plan."""
         capturers, rank = self.plan.capturers[self.layer], self.dispatcher.rank
         return frozenset(expert for expert, one in enumerate(capturers) if one == rank)
+
+    def note_tokens(self, route: TokenRoute) -> None:
+        """Count the tokens of a batch."""
+        self.tokens_E = route.tokens.sum(0).tolist()
+        self.routed_E = route.tokens[self.dispatcher.rank].tolist()
+        self.history.add(self.tokens_E)
+
+
+class MoELayer(ExpertLayer):
+    """A gate, a dispatcher and seated experts. Every token reaches all experts that it has chosen.
+
+    Except for the order of additions, the result depends neither on the plan nor on how a batch is
+    divided over ranks.
+
+    Args:
+        dim: width D of tokens.
+        expert: width of the inner layer of experts with two linear layers and GELU, or a function
+            that makes the expert of a number, a module of any kind that maps rows [M, D] to rows
+            [M, D]; see `SeatedModules`.
+        plan: places the copies of experts on ranks; equal on all ranks.
+        layer: number of this layer in the plan.
+        group: the group of all ranks: `world.group([range(world.size)])`.
+        top_k: number of experts for each token.
+        seed: determines, with `layer`, the weights of the experts. The gate draws from torch's
+            generator, so seed that equally on all ranks.
+
+    Raises:
+        InvalidJobError: the plan is for another number of ranks, `top_k` is not between 1 and the
+            number of experts, or `SeatedModules` refuses the experts.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        expert: int | MakeExpert,
+        plan: ExpertPlan,
+        layer: int,
+        group: WorldGroup,
+        *,
+        top_k: int = 2,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.set_plan(plan, layer, group)
+        self.gate = Gate(dim, len(plan.layers[layer].copies), top_k)
+        held, seats, seeded = self.dispatcher.experts, plan.room.rank_seats, f"{seed}/{layer}"
+        if isinstance(expert, int):
+            built_in = SeatedExperts(dim, expert, held, seats)
+            built_in.initialize(seeded)
+            self.experts = built_in
+        else:
+            self.experts = SeatedModules(expert, held, seats, dim=dim, seed=seeded)
+        self.experts.captured = self.captured_by_plan()
 
     def forward(self, x_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the weighted answers of the experts [N, D], and this rank's part of the
@@ -204,10 +226,8 @@ class MoELayer(nn.Module):
         route = self.dispatcher.route(expert_NK)
         answers = self.experts(self.dispatcher.dispatch(x_ND, route), route.seat_rows)
         out_ND = self.dispatcher.combine(answers, route, weights_NK.to(x_ND.dtype))
+        self.note_tokens(route)
         total_E = route.tokens.sum(0)
-        self.tokens_E = total_E.tolist()
-        self.routed_E = route.tokens[self.dispatcher.rank].tolist()
-        self.history.add(self.tokens_E)
         choices = max(1, int(total_E.sum()))
         portion_E = (total_E / choices).to(probs_NE)
         mean_E = probs_NE.sum(0) / max(1, choices // self.gate.top_k)

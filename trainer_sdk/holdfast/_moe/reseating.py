@@ -20,7 +20,7 @@ from torch import nn
 
 from holdfast._agree.exchange import Exchange
 from holdfast._moe.gradients import moe_layers
-from holdfast._moe.layer import MoELayer
+from holdfast._moe.layer import ExpertLayer
 from holdfast._moe.statements import (
     Stack,
     Statement,
@@ -269,7 +269,7 @@ class SeatChanges:
 
     @staticmethod
     def _deal(
-        layer: MoELayer,
+        layer: ExpertLayer,
         exchange: Exchange,
         rank: int,
         plan: ExpertPlan,

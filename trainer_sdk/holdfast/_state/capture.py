@@ -381,9 +381,10 @@ class LiveState:
         for name, parameter in self.model.named_parameters():
             shape = self.flat.gathered.get(id(parameter))
             whole = parameter if shape is None else torch.empty(shape, device="meta")
-            unit = self._place(name, whole, raw(whole), modules).unit
-            if unit.kind is UnitKind.EXPERT and unit.layer is not None:
-                layers[name] = unit.layer
+            place = self._place(name, whole, raw(whole), modules)
+            of_experts = place.unit.kind is UnitKind.EXPERT or place.seats is not None
+            if of_experts and place.unit.layer is not None:
+                layers[name] = place.unit.layer
         return layers
 
     def _parameters(self, modules: Mapping[str, nn.Module]) -> Iterator[TensorSource]:

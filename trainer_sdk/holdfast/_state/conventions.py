@@ -54,7 +54,8 @@ class TensorKey:
 
 @runtime_checkable
 class Seats(Protocol):
-    """A module with stacked experts of any numbers, such as `holdfast.moe.SeatedExperts`."""
+    """A module with stacked experts of any numbers, such as `holdfast.moe.SeatedExperts`; the
+    stacks may be in modules below it."""
 
     seat_experts: tuple[int | None, ...]
     """The expert in each seat, or None. The first dimension of its parameters counts the seats."""
@@ -90,6 +91,13 @@ def key_of_tensor(
     plain = name if wrapped else plain_name(name)
     parts = plain.split(".")
     text = str(TensorName(plain))
+    if (seated := _seats_around(name, modules)) is not None:
+        path, seats = seated
+        outer = plain_name(path).split(".")
+        if "experts" in outer:
+            outer = outer[: outer.index("experts")]
+        layer = next((int(part) for part in outer if _is_number(part)), 0)
+        return TensorKey(UnitKey(layer, UnitKind.DENSE), text, stacked=True, seats=seats)
     owner = modules.get(name.rpartition(".")[0])
     numbers = [int(part) for part in parts[:-1] if _is_number(part)]
     if "experts" in parts[:-1]:
@@ -110,8 +118,6 @@ def key_of_tensor(
     if not _GATES.isdisjoint(parts[:-1]):
         unit = UnitKey(layer, UnitKind.GATE) if layer is not None else UnitKey(None, UnitKind.OTHER)
         return TensorKey(unit, text)
-    if isinstance(owner, Seats):
-        return TensorKey(UnitKey(layer or 0, UnitKind.DENSE), text, stacked=True, seats=owner)
     if owner is not None and _is_stack(name, tensor, owner):
         first = first_in_stack if first_in_stack is not None else ep_index * tensor.shape[0]
         return TensorKey(UnitKey(layer or 0, UnitKind.EXPERT, first), text, stacked=True)
@@ -121,6 +127,16 @@ def key_of_tensor(
         return TensorKey(UnitKey(None, UnitKind.EMBEDDING), text)
     kind = UnitKind.OTHER if _HEADS.isdisjoint(parts) else UnitKind.HEAD
     return TensorKey(UnitKey(None, kind), text)
+
+
+def _seats_around(name: str, modules: Mapping[str, nn.Module]) -> tuple[str, Seats] | None:
+    """Return the path and the module of the seats to which the tensor `name` belongs, if any."""
+    path = name
+    while path:
+        path = path.rpartition(".")[0]
+        if isinstance(module := modules.get(path), Seats):
+            return path, module
+    return None
 
 
 def _children(name: str, called: str, modules: Mapping[str, nn.Module]) -> list[str]:

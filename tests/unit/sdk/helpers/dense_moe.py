@@ -80,9 +80,11 @@ def join(rank: int, port: int, ranks: int) -> tuple[elastic.World, elastic.World
     return world, world.group([range(ranks)])
 
 
-def make_layer(shape: Shape, group: elastic.WorldGroup, dtype: torch.dtype) -> moe.MoELayer:
+def make_layer(
+    shape: Shape, group: elastic.WorldGroup, dtype: torch.dtype, expert: Any = HIDDEN
+) -> moe.MoELayer:
     torch.manual_seed(5)
-    layer = moe.MoELayer(DIM, HIDDEN, shape.plan(), 0, group, top_k=shape.top_k, seed=3)
+    layer = moe.MoELayer(DIM, expert, shape.plan(), 0, group, top_k=shape.top_k, seed=3)
     shape.steer(layer.gate)
     return layer.to(dtype)
 
@@ -122,6 +124,7 @@ def backward(out: torch.Tensor, balance: torch.Tensor, tokens: int) -> None:
     ((out * torch.cos(out.detach())).sum() / tokens + 0.1 * balance).backward()
 
 
+@torch.no_grad()
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     scale = float(expected.abs().max()) if expected.numel() else 0.0
     return float((found - expected).abs().max()) / scale if scale else float(found.abs().sum())

@@ -94,8 +94,8 @@ def compare(world: Any, group: Any, shape: Shape, dtype: torch.dtype, bound: flo
     assert norm == pytest.approx(sum(squares) ** 0.5, rel=10 * bound)
     counts = torch.bincount(dense.gate(whole)[2].reshape(-1), minlength=len(shape.copies))
     assert layer.tokens_E == counts.tolist()
-    for own_p, whole_p in ((layer.experts.w_in, dense.w_in), (layer.experts.w_out, dense.w_out)):
-        grad = grad_of(own_p)
+    for name, whole_p in (("w_in", dense.w_in), ("w_out", dense.w_out)):
+        grad = grad_of(layer.experts.get_parameter(name))
         seats = every(world, group, grad)
         for expert, held in enumerate(shape.copies):
             ranks = [holder for holder, _ in held]
@@ -202,7 +202,7 @@ def train(rank: int, port: int) -> None:
         assert clipped == pytest.approx(1e-3, rel=1e-4)
         optimizer.step()
         moe.check_copies(layer, optimizer, group)
-    state = optimizer.state[layer.experts.w_out]["exp_avg"]
+    state = optimizer.state[layer.experts.get_parameter("w_out")]["exp_avg"]
     if rank == 2:
         state[layer.experts.seat_experts.index(0), 1, 1] += 1e-6
     with pytest.raises(

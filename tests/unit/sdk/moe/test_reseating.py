@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dense_moe import DIM, HIDDEN, join
+from expert_kinds import SwiGLU
 from moe_example import train_moe
 from ports import reserve_port
 from ranks import run_ranks
@@ -29,12 +30,18 @@ SKEWED = [[1, 1, 9, 1], [9, 1, 1, 1]]
 class Trainer:
     """A model of two layers and its optimizer."""
 
-    def __init__(self, group: elastic.WorldGroup, make: Any, loads: list[list[int]]) -> None:
+    def __init__(
+        self,
+        group: elastic.WorldGroup,
+        make: Any,
+        loads: list[list[int]],
+        expert: Any = HIDDEN,
+    ) -> None:
         room = moe.ExpertRoom(nodes=RANKS, rank_seats=3)
         plan = moe.plan_experts(loads, room)
         torch.manual_seed(5)
         self.layers: Any = nn.ModuleList(
-            moe.MoELayer(DIM, HIDDEN, plan, at, group) for at in range(LAYERS)
+            moe.MoELayer(DIM, expert, plan, at, group) for at in range(LAYERS)
         )
         self.optimizer = make(self.layers.parameters())
         self.gradients = moe.SummedGradients(self.layers, group)
@@ -79,13 +86,17 @@ def make_master(parameters: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
-def move(rank: int, port: int, make: Any, new: int) -> None:
+def make_swiglu(number: int) -> nn.Module:
+    return SwiGLU(number, DIM, HIDDEN)
+
+
+def move(rank: int, port: int, make: Any, expert: Any, new: int) -> None:
     """Rank `new` is lost after a step, and a new process takes its place."""
     world, group = join(rank, port, RANKS)
-    trainer = Trainer(group, make, [[1] * EXPERTS] * LAYERS)
+    trainer = Trainer(group, make, [[1] * EXPERTS] * LAYERS, expert)
     trainer.train(rank)
     if rank == new:
-        trainer = Trainer(group, make, SKEWED)
+        trainer = Trainer(group, make, SKEWED, expert)
     for layer in trainer.layers:
         layer.history.add([1000 * tokens for tokens in SKEWED[layer.layer]])
     before: dict[str, torch.Tensor] = {}
@@ -109,16 +120,18 @@ def move(rank: int, port: int, make: Any, new: int) -> None:
     for layer, old in zip(trainer.layers, seats, strict=True):
         held = layer.experts.seat_experts
         assert set(held) - {None} == set(layer.plan.layers[layer.layer].experts_of(rank))
-        for seat, expert in enumerate(held):
+        for seat, seated in enumerate(held):
             if rank != new and old[seat] in held:
-                assert expert == old[seat]
-            if expert is None:
-                assert not layer.experts.w_in[seat].any()
+                assert seated == old[seat]
+            if seated is None:
+                assert not any(p[seat].any() for p in layer.experts.parameters())
     assert layer.plan.layers[0].counts()[2] > 2  # the loads that experts got lately
     with torch.no_grad():  # what is no expert is handed over elsewhere
         for layer in trainer.layers:
             dist.broadcast(layer.gate.weight, 0)
     for p in trainer.layers.parameters():
+        if not p.requires_grad:
+            continue
         state = trainer.optimizer.state[p]
         state["step"] = torch.tensor(1.0)
         state.setdefault("exp_avg", torch.zeros_like(p))
@@ -128,11 +141,14 @@ def move(rank: int, port: int, make: Any, new: int) -> None:
     world.close()
 
 
-@pytest.mark.parametrize("make", [make_adamw, make_master])
+@pytest.mark.parametrize(
+    ("make", "expert"),
+    [(make_adamw, HIDDEN), (make_master, HIDDEN), (make_adamw, make_swiglu)],
+)
 def test_experts_move_with_all_of_their_state_and_whoever_stays_keeps_its_seat(
-    make: Any,
+    make: Any, expert: Any
 ) -> None:
-    run_ranks(move, (reserve_port(), make, NEW), RANKS)
+    run_ranks(move, (reserve_port(), make, expert, NEW), RANKS)
 
 
 def rebalance(rank: int, port: int, directory: str) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dense_moe import Shape, backward, join, make_layer
+from dense_moe import DIM, HIDDEN, Shape, backward, join, make_layer
+from expert_kinds import SwiGLU
 from ports import reserve_port
 from quantized import Blockwise
 from ranks import run_ranks
@@ -38,9 +39,14 @@ class Trainer:
     """A model of one layer, its optimizer and its session."""
 
     def __init__(
-        self, directory: str, world: elastic.World, group: elastic.WorldGroup, shape: Shape = UNEVEN
+        self,
+        directory: str,
+        world: elastic.World,
+        group: elastic.WorldGroup,
+        shape: Shape = UNEVEN,
+        expert: Any = HIDDEN,
     ) -> None:
-        self.model = nn.ModuleDict({"moe": make_layer(shape, group, torch.float32)})
+        self.model = nn.ModuleDict({"moe": make_layer(shape, group, torch.float32, expert)})
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.gradients = moe.SummedGradients(self.model, group)
         self.tokens = UNEVEN.tokens(torch.float32)[world.rank]
@@ -79,20 +85,31 @@ class Trainer:
         return [one.name for one in self.session.live.sources() if one.seats and one.captured]
 
 
-def save_and_restore(rank: int, port: int, directory: str) -> None:
+def make_swiglu(number: int) -> nn.Module:
+    return SwiGLU(number, DIM, HIDDEN)
+
+
+KINDS: dict[str, tuple[Any, int]] = {
+    "built in": (HIDDEN, 2 * 3),
+    "SwiGLU": (make_swiglu, 6 * 3 + 2),
+}
+"""Experts, and what is captured of each: its weights with two moments, and what is not trained."""
+
+
+def save_and_restore(rank: int, port: int, directory: str, expert: Any, tensors: int) -> None:
     world, group = join(rank, port, 3)
-    first = Trainer(directory, world, group)
+    first = Trainer(directory, world, group, expert=expert)
     for step in (1, 2):
         first.train()
         first.session.save(step).committed.result(WAIT_S)
     saved = every(world, first.state())
     times = Counter(name for of_rank in every(world, first.captured()) for name in of_rank)
     assert set(times.values()) == {1}
-    assert len(times) == 4 * 2 * 3  # experts, weights of each, and two moments
+    assert len(times) == 4 * tensors
     first.session.close()
     first.train()
 
-    second = Trainer(directory, world, group)
+    second = Trainer(directory, world, group, expert=expert)
     second.restore(group)
     second.train()
     assert second.state().keys() == first.state().keys()
@@ -100,7 +117,7 @@ def save_and_restore(rank: int, port: int, directory: str) -> None:
         assert torch.equal(tensor, first.state()[name]), name
     second.session.close()
 
-    third = Trainer(directory, world, group, OTHER)
+    third = Trainer(directory, world, group, OTHER, expert)
     third.restore(group)
     for name, tensor in third.state().items():
         assert torch.equal(tensor, next(one[name] for one in saved if name in one)), name
@@ -154,10 +171,11 @@ def every(world: elastic.World, own: Any) -> list[Any]:
     return found
 
 
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_restored_run_goes_on_with_the_same_bits_in_this_plan_and_another(
-    tmp_path: Path,
+    tmp_path: Path, kind: str
 ) -> None:
-    run_ranks(save_and_restore, (reserve_port(), str(tmp_path)), 3)
+    run_ranks(save_and_restore, (reserve_port(), str(tmp_path), *KINDS[kind]), 3)
 
 
 def test_of_copies_that_diverged_nothing_is_committed_and_the_error_names_the_expert(

@@ -92,7 +92,6 @@ class Trainer:
         self.optimizer.zero_grad()
         for layer in self.layers:
             x = x + layer(x)[0]
-            self.session.count_tokens(layer.layer, layer.routed_E)
         (x.square().sum() / 21).backward()
         self.gradients.sum()
         self.optimizer.step()
