@@ -107,9 +107,7 @@ def test_a_loss_in_a_replay_widens_its_scope_and_the_same_logs_are_used(
 
 def test_all_ranks_go_back_when_replays_are_cut_off_again_and_again() -> None:
     again = [staging.Loss(step=2, point="backward", victims=(1,)) for _ in range(3)]
-    cluster = play(
-        Topology(dp=1, pp=4), staging.Loss(step=8, point="sum", victims=(1,)), *again
-    )
+    cluster = play(Topology(dp=1, pp=4), staging.Loss(step=8, point="sum", victims=(1,)), *again)
     for rank in (0, 2, 3):
         assert cluster.processes[rank].first_in[5] < 8
 

@@ -1,5 +1,5 @@
-"""Plan of how ranks whose state is lost reach the step of the others, while as many as possible keep
-their state.
+"""Plan of how lost ranks reach the step of the others, while as many ranks as possible keep their
+state.
 
 The lost ranks restore the recovery line. If it is of the step that the others have, that is all:
 whichever ranks are lost, such as those whose shards nobody else holds. If it is older, the steps

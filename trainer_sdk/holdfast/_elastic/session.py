@@ -570,9 +570,7 @@ class ElasticSession(Session):
         keeps = held.step is not None and not held.alone
         live = verdict is not None and verdict.action is StandingAction.LIVE
         if self._reseats is not None and (holds := session.holds) is not None:
-            self._reseats.follow(
-                holds.live, self._exchange, holds.rank, outlived=keeps, moves=live
-            )
+            self._reseats.follow(holds.live, self._exchange, holds.rank, outlived=keeps, moves=live)
         # Live: continue from the state of the ranks; new ranks get theirs from the others.
         if live and verdict is not None and session.go_on(verdict, held.torn):
             self._hold_after(verdict.step, keeps_log=keeps)
