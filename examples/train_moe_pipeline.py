@@ -50,10 +50,10 @@ SCHEDULES = {
 class Stage(nn.Module):
     """One layer; the first stage also has the embedding, the last one the head."""
 
-    def __init__(self, layer: int, layers: int, alone: elastic.WorldGroup) -> None:
+    def __init__(self, layer: int, layers: int, ranks: int, group: elastic.WorldGroup) -> None:
         super().__init__()
         self.embedding = nn.Embedding(BYTE_VALUES, DIM) if layer == 0 else None
-        block = Block(DIM, MoE(DIM, EXPERTS, 1, alone))
+        block = Block(DIM, MoE(DIM, EXPERTS, ranks, group))
         self.layers = nn.ModuleDict({str(layer): block})  # numbered as in the whole model
         self.head = Linear(DIM, BYTE_VALUES) if layer == layers - 1 else None
 
@@ -170,17 +170,32 @@ def make_schedule(
 def reduce_gradients(pipeline: elastic.Pipeline, stage: nn.Module, loss: float) -> float:
     """Average gradients over the stage's ranks and clip them by the norm of all stages; return the
     mean loss."""
-    grads = [p.grad for p in stage.parameters() if p.grad is not None]
-    replicas = pipeline.topology.dp
+    replicas, ep = pipeline.topology.dp, pipeline.topology.ep
+    # With expert parallelism, gradients of all ranks' tokens have come to the one that has an
+    # expert.
+    gathered = [
+        (p.grad, ep > 1 and ".experts." in name)
+        for name, p in stage.named_parameters()
+        if p.grad is not None
+    ]
+    own = [grad for grad, is_own in gathered if is_own]
+    grads = [grad for grad, is_own in gathered if not is_own]
     flat = torch.cat([grad.float().view(-1) for grad in grads])
     pipeline.group.wait(dist.all_reduce(flat, group=pipeline.group.now, async_op=True))
     flat /= replicas
     # Each replica of a stage adds the same square, and the last stage's ranks their losses.
-    sums = pipeline.add_up(torch.stack([flat.square().sum(), torch.tensor(loss)]))
+    squares = flat.square().sum()
+    for grad in own:
+        grad /= replicas
+        squares += replicas * grad.float().square().sum()
+    sums = pipeline.add_up(torch.stack([squares, torch.tensor(loss)]))
     norm, mean_loss = (sums[0] / replicas).sqrt(), float(sums[1]) / replicas
-    flat *= (CLIP / (norm + 1e-6)).clamp(max=1.0)
+    factor = (CLIP / (norm + 1e-6)).clamp(max=1.0)
+    flat *= factor
     for grad, mean in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
         grad.copy_(mean.view_as(grad))
+    for grad in own:
+        grad *= factor
     return mean_loss
 
 
@@ -203,6 +218,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--schedule", choices=[*SCHEDULES], help="a schedule of torch.distributed.pipelining"
     )
+    parser.add_argument(
+        "--expert-parallel",
+        action="store_true",
+        help="share the experts of a stage out among its ranks, so that each has its own",
+    )
     parser.add_argument("--seq", type=int, default=32, help="bytes per sequence")
     parser.add_argument(
         "--log-mib", type=float, default=64, help="MiB that the log of a rank may take"
@@ -220,18 +240,23 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     world = elastic.init("gloo")
-    topology = holdfast.Topology(dp=world.size // args.stages, pp=args.stages)
+    replicas = world.size // args.stages
+    ep = replicas if args.expert_parallel else 1
+    topology = holdfast.Topology(dp=replicas, ep=ep, pp=args.stages)
     pipeline = elastic.Pipeline(world, topology, log_bytes=int(args.log_mib * 2**20))
     alone = world.group([[rank] for rank in range(world.size)])
+    dispatch = alone if ep == 1 else pipeline.group
 
     group = pipeline.torch_group() if args.schedule else None
 
     held = SCHEDULES[args.schedule](pipeline.stage, args.stages) if group else [pipeline.stage]
     layers = args.stages * len(held)
     torch.manual_seed(pipeline.stage)
-    stages = [Stage(layer, layers, alone) for layer in held]
+    stages = [Stage(layer, layers, ep, dispatch) for layer in held]
     # Names number layers as in the whole model, and nothing else.
     model = nn.ModuleDict({f"layer{layer}": each for layer, each in zip(held, stages, strict=True)})
+    if ep > 1:
+        torch.manual_seed(world.size + world.rank)
     for name, p in model.named_parameters():
         if ".experts." in name:
             nn.init.normal_(p, std=p.shape[1] ** -0.5)

@@ -38,11 +38,13 @@ class Shape:
     dp: int
     schedule: str = ""
     """Of torch; empty for that of the script."""
+    shares_experts: bool = False
+    """Whether each rank of a stage has experts that no other rank has."""
 
     @property
     def options(self) -> list[str]:
         """Arguments of the script."""
-        stages = ["--stages", str(self.pp)]
+        stages = ["--stages", str(self.pp), *["--expert-parallel"] * self.shares_experts]
         micro_batches = ["--microbatches", str(self.pp)]
         return [*stages, *micro_batches, "--schedule", self.schedule] if self.schedule else stages
 
@@ -55,6 +57,7 @@ class Shape:
 
 
 TWO_BY_TWO, THREE = Shape(2, 2), Shape(3, 1)
+EXPERTS = Shape(2, 2, shares_experts=True)
 
 
 def make_job(directory: Path, shape: Shape, log_mib: float, how: str, window: int) -> Any:
@@ -71,7 +74,11 @@ def make_job(directory: Path, shape: Shape, log_mib: float, how: str, window: in
             "spec": {
                 "nodes": len(shape.ranks),
                 "nprocPerNode": 1,
-                "parallelism": {"dp": shape.dp, "pp": shape.pp},
+                "parallelism": {
+                    "dp": shape.dp,
+                    "pp": shape.pp,
+                    "ep": shape.dp if shape.shares_experts else 1,
+                },
                 "snapshot": {"memoryPerNode": "64Mi", **sparse},
                 "redundancy": {"type": "RAIM5"},
                 "failurePolicy": {
@@ -158,9 +165,14 @@ class Run:
     def lines(self) -> list[list[Line]]:
         return [lines_of(self.directory, rank) for rank in self.shape.ranks]
 
-    async def lose(self, *losses: Sequence[int], then: Sequence[Fault] = ()) -> None:
+    async def lose(
+        self,
+        *losses: Sequence[int],
+        then: Sequence[Fault] = (),
+        spared: Sequence[int] = (),
+    ) -> None:
         """Train to the end, and lose these stages on the way, each time after some steps that are
-        in no snapshot; `then` happens while they repeat steps."""
+        in no snapshot, but for the ranks `spared`; `then` happens while they repeat steps."""
         async with self.cluster as cluster:
             step = 0
             for stages in losses:
@@ -168,7 +180,7 @@ class Run:
                 step = max(lines[-1].step for lines in found)
                 for fault in then:
                     self._prepare(fault, found)
-                lost = self.shape.ranks_of(stages)
+                lost = set(self.shape.ranks_of(stages)) - set(spared)
                 for rank, lines in enumerate(found):
                     os.kill(lines[-1].pid, signal.SIGKILL if rank in lost else signal.SIGCONT)
             assert await cluster.finished(timeout_s=WAIT_S) is Outcome.COMPLETE
@@ -240,9 +252,9 @@ def running(
             print(run.report())
 
 
-def check_replay(run: Run, lost: Sequence[int]) -> None:
+def check_replay(run: Run, lost: Sequence[int], spared: Sequence[int] = ()) -> None:
     """Check that the ranks of the lost stages, and no others, have repeated the steps after the
-    line, with the bits of their first execution."""
+    line, with the bits of their first execution: those that were `spared` in their processes."""
     for rank, lines in enumerate(run.check_end()):
         pids = list(dict.fromkeys(line.pid for line in lines))
         steps = [line.step for line in lines]
@@ -250,9 +262,9 @@ def check_replay(run: Run, lost: Sequence[int]) -> None:
             assert len(pids) == 1
             assert steps == list(range(1, STEPS + 1))  # none repeated
             continue
-        assert len(pids) == 2
-        anew = [line.step for line in lines if line.pid == pids[-1]]
-        assert anew == list(range(run.line + 1, STEPS + 1))
+        assert len(pids) == 1 + (rank not in spared)
+        [back] = [at for at in range(1, len(steps)) if steps[at] <= steps[at - 1]]
+        assert steps[back:] == list(range(run.line + 1, STEPS + 1))
         states = {line.step: line.state for line in undisturbed(run.shape)[rank]}
         whole = run.with_whole_states(lines)  # the first ones as well
         assert all(line.state == states[line.step] for line in whole)
@@ -281,6 +293,26 @@ def test_a_lost_stage_repeats_steps_while_the_others_keep_their_state(
     with running(TWO_BY_TWO, window=window) as run:
         asyncio.run(run.lose([stage]))
         check_replay(run, [stage])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("rank", "window"),
+    [
+        pytest.param(0, 0, marks=pytest.mark.exhaustive),
+        (3, 0),
+        pytest.param(1, WINDOW, marks=pytest.mark.exhaustive),
+        pytest.param(2, WINDOW, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_lost_rank_with_experts_of_its_own_takes_back_only_its_stage(
+    rank: int, window: int
+) -> None:
+    stage, beside = rank // 2, rank ^ 1
+    with running(EXPERTS, window=window) as run:
+        asyncio.run(run.lose([stage], spared=[beside]))
+        check_replay(run, [stage], spared=[beside])
 
 
 @pytest.mark.slow
@@ -372,20 +404,28 @@ def test_all_stages_go_back_where_a_replay_differs(window: int) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("window", [0, WINDOW])
 @pytest.mark.parametrize(
-    "faults",
-    [[Fault(0, 0)], [Fault(0, 2)], [Fault(0, 0), Fault(1, 3)]],
-    ids=["of-the-stage", "of-its-neighbour", "of-both"],
+    ("shape", "spared", "faults", "stay"),
+    [
+        (TWO_BY_TWO, (), [Fault(0, 0)], (2, 3)),
+        (EXPERTS, (1,), [Fault(0, 1)], (2, 3)),  # the one that went back with the lost rank
+        (THREE, (), [Fault(0, 2)], (1,)),  # another stage, beside which nobody is lost
+        (TWO_BY_TWO, (), [Fault(0, 2)], ()),  # the neighbour, and with it the only other log
+        (TWO_BY_TWO, (), [Fault(0, 0), Fault(1, 3)], ()),
+    ],
+    ids=["of-the-stage", "spared-in-the-stage", "of-another", "of-its-neighbour", "of-both"],
 )
-def test_all_stages_go_back_where_a_rank_dies_while_one_repeats_steps(
-    faults: list[Fault], window: int
+def test_a_rank_that_dies_while_a_stage_repeats_steps_takes_back_only_its_stage_as_well(
+    shape: Shape, spared: tuple[int, ...], faults: list[Fault], stay: tuple[int, ...], window: int
 ) -> None:
-    with running(TWO_BY_TWO, window=window) as run:
-        asyncio.run(run.lose([0], then=faults))
+    with running(shape, window=window) as run:
+        asyncio.run(run.lose([0], then=faults, spared=spared))
         assert not list(run.directory.glob("fault-*"))
-        killed, lost = [fault.rank for fault in faults], run.shape.ranks_of([0])
+        killed = [fault.rank for fault in faults]
+        lost = set(run.shape.ranks_of([0])) - set(spared)
         for rank, lines in enumerate(run.check_end()):
             assert len({line.pid for line in lines}) == 1 + (rank in lost) + (rank in killed)
-            assert [line.step for line in lines].count(run.line + 1) > 1
+            repeats = [line.step for line in lines].count(run.line + 1) > 1
+            assert repeats == (rank not in stay)
             states = {line.step: line.state for line in undisturbed(run.shape)[rank]}
             whole = run.with_whole_states(lines)  # what was repeated in between as well
             assert all(line.state == states[line.step] for line in whole)
