@@ -29,7 +29,7 @@ from holdfast._copying.schedule_waits import SCHEDULES, WAIT, mark_waits
 from holdfast._elastic.session import ElasticSession
 from holdfast.testing import FakeDaemon
 
-RANKS, STEPS_MAX, WAIT_S = 2, 60, 60
+RANKS, STEPS_MAX, WAIT_S = 2, 600, 60
 COMPUTE_S = 0.03
 """Seconds that a stage computes for a microbatch."""
 WIDTH, MICROBATCHES = 300, 2
