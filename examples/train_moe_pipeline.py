@@ -186,7 +186,7 @@ def reduce_gradients(pipeline: elastic.Pipeline, stage: nn.Module, loss: float) 
     # Each replica of a stage adds the same square, and the last stage's ranks their losses.
     squares = flat.square().sum()
     for grad in own:
-        grad /= replicas
+        grad.div_(replicas)
         squares += replicas * grad.float().square().sum()
     sums = pipeline.add_up(torch.stack([squares, torch.tensor(loss)]))
     norm, mean_loss = (sums[0] / replicas).sqrt(), float(sums[1]) / replicas
@@ -195,7 +195,7 @@ def reduce_gradients(pipeline: elastic.Pipeline, stage: nn.Module, loss: float) 
     for grad, mean in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
         grad.copy_(mean.view_as(grad))
     for grad in own:
-        grad *= factor
+        grad.mul_(factor)
     return mean_loss
 
 

@@ -275,5 +275,5 @@ def test_all_go_back_in_their_processes_where_the_line_is_not_what_the_others_ha
             assert "is not as in the line" in outcome.recovery.replay
         else:
             assert outcome.repeated > 0
-            assert "lost ranks [2] are not whole pipeline stages" in outcome.recovery.replay
+            assert "lost ranks [2] take part in the steps of all others" in outcome.recovery.replay
             run.check()

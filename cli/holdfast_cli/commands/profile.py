@@ -18,7 +18,6 @@ from urllib.request import urlopen
 
 import grpc
 import msgspec
-from prometheus_client.parser import text_string_to_metric_families
 
 from holdfast_cli.job_files import load_job
 from holdfast_cli.local.daemon_calls import CALL_TIMEOUT_S, ask, daemon_status
@@ -187,6 +186,9 @@ def _figures(node: NodeStatus, directory: RunDirectory, captured_bytes: int) -> 
 
 def _values(exposition: str, job_key: str) -> Mapping[str, float]:
     """Samples of the job, and of the whole daemon, by their names."""
+    # Whoever has a local run has the daemons' packages; the commands alone do without.
+    from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415
+
     labels = job_labels(job_key)
     return {
         sample.name: sample.value

@@ -759,8 +759,10 @@ MUTANTS = (
         edits=(
             (
                 f"{MOE}/layer.py",
-                "        self.plan = plan\n        self.experts.captured = self._captured()\n",
-                "        self.experts.captured = self._captured()\n        self.plan = plan\n",
+                "        self.plan = plan\n"
+                "        self.experts.captured = self.captured_by_plan()\n",
+                "        self.experts.captured = self.captured_by_plan()\n"
+                "        self.plan = plan\n",
             ),
         ),
         test="sdk/moe/test_reseating.py",
