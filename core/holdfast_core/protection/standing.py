@@ -76,8 +76,9 @@ class StandingAction(StrEnum):
     FORWARD = "forward"
     """First finish `step` on the ranks that have not; then all state again."""
     REPLAY = "replay"
-    """Let the ranks whose state is lost restore the recovery line alone, and repeat the steps after
-    it alone, if the evidence of all ranks allows it; otherwise do as for `LINE`."""
+    """Let the ranks whose state is lost restore the recovery line, and repeat the steps after it
+    with the other ranks of their stages, if the evidence of all ranks allows it; otherwise do as
+    for `LINE`."""
     LINE = "line"
     """Restore the recovery line."""
 

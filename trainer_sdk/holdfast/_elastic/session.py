@@ -598,8 +598,7 @@ class ElasticSession(Session):
 
     def _hold(self, body: StepBody) -> None:
         """Note that this process has the state after a completed step."""
-        alone = self._replaying is not None
-        self._held = HeldState(body.step, adds_up=not body.stepped, alone=alone)
+        self._held = replace(self._held, step=body.step, adds_up=not body.stepped, torn="")
         self._body = None
         if self._pipeline is not None:
             self._pipeline.complete(body.step)

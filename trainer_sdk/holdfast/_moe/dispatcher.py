@@ -39,9 +39,10 @@ class Additions:
     """What decides about the last bits of a layer: the orders in which numbers are added."""
 
     answers: Order = Order.CHOICES
-    """Of the answers to a token. In the dtype of tokens, except for `CHOICES`."""
+    """Order in which the answers to a token are added. In the dtype of tokens, except for
+    `CHOICES`."""
     gradients: Order = Order.CHOICES
-    """Of the gradients of a token."""
+    """Order in which the gradients of a token are added."""
     by_choice: bool = False
     """Whether an expert gets the rows of all first choices, then those of all second ones, instead
     of those of one token after the other. Its weights' gradients are sums over rows."""
