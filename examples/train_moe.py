@@ -8,8 +8,9 @@ depends only on the seed, the number of ranks and k, so a run that was killed an
 the same bytes as an undisturbed one.
 
 Each rank takes `--batch` sequences in a step, so a world with fewer ranks trains on fewer
-sequences. A job that may shrink (`minNodes`) sets `--ep`, which then stays the same: ranks that
-share the experts must all be there. With `--ep 1` each rank has all experts.
+sequences. In a job that may shrink (`minNodes`), fewer ranks share the same experts, and each holds
+more of them: as many as it takes for all to hold the same number. With `--ep 1` each rank has all
+experts. With `--stay`, `--ep` must divide the number of ranks in every world.
 
 Shape suffixes: B sequences, S bytes in each, N = B·S tokens of a rank, D model width, H heads of
 width d, V = 256 byte values, E experts of a layer, L experts on this rank, R ranks that share the
@@ -333,9 +334,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--experts", type=int, default=16, help="experts of a layer, over all ranks"
     )
-    parser.add_argument(
-        "--ep", type=int, help="number of ranks that share the experts (default: all)"
-    )
+    parser.add_argument("--ep", type=int, help="most ranks that share the experts (default: all)")
     parser.add_argument("--batch", type=int, default=2, help="sequences per rank and step")
     parser.add_argument("--seq", type=int, default=128, help="bytes per sequence")
     parser.add_argument("--seed", type=int, default=1)
@@ -368,7 +367,9 @@ def main(argv: list[str] | None = None) -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     backend = "nccl" if on_gpu else "gloo"
     world = elastic.init(backend, stay=args.stay, any_size=args.ep is not None)
-    ep = args.ep or world.size
+    most = holdfast.Topology(dp=args.ep or world.size, ep=args.ep or world.size)
+    topology = most.fitted(world.size, experts=args.experts)
+    ep = topology.ep
     sharing = world.group(lambda size: [range(at, at + ep) for at in range(0, size, ep)])
     replicas = world.group(lambda size: [range(at, size, ep) for at in range(ep)])
 
@@ -379,9 +380,12 @@ def main(argv: list[str] | None = None) -> None:
     )
     loader = DataLoader(data, args.batch, sampler=sampler)
 
-    topology, stateful = holdfast.Topology(dp=world.size, ep=ep), {"sampler": sampler}
     session = holdfast.init(
-        model=model, optimizer=optimizer, stateful=stateful, topology=topology, world=world
+        model=model,
+        optimizer=optimizer,
+        stateful={"sampler": sampler},
+        topology=topology,
+        world=world,
     )
     moes = [module for module in model.modules() if isinstance(module, MoE)]
     for step in session.steps(args.steps):

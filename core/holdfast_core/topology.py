@@ -105,9 +105,28 @@ class Topology:
             raise InvalidJobError(
                 f"topology {self} does not fit a training world of {world_size} ranks: of those, "
                 f"tp·pp·ep = {self.tp}·{self.pp}·{self.ep} must be a divisor; choose degrees that "
-                f"fit every number of ranks from minNodes to nodes"
+                f"fit every number of ranks from minNodes to nodes, as Topology.fitted does"
             )
         return replace(self, dp=dp)
+
+    def fitted(self, world_size: int, *, experts: int) -> Topology:
+        """This topology for another number of ranks, none of which needs to be a multiple of `ep`.
+
+        Scripts whose experts lie across nodes call it in each world: dp follows from the number of
+        ranks, tp and pp stay, and ep becomes the greatest degree, at most this one's, with which
+        every rank holds the same number of experts. With fewer ranks, a rank holds more experts.
+
+        Args:
+            experts: number of experts of a layer, over all ranks.
+
+        Raises:
+            InvalidJobError: when tp · pp does not divide `world_size`, or `experts` is below 1.
+        """
+        if experts < 1:
+            raise InvalidJobError(f"{experts} is no number of experts; give at least 1")
+        dp = replace(self, ep=1).resized(world_size).dp
+        shared = (ep for ep in range(min(self.ep, dp), 0, -1) if not dp % ep and not experts % ep)
+        return replace(self, dp=dp, ep=next(shared))
 
     def coordinates(self, rank: int) -> Coordinates:
         """Position of `rank` in each dimension of parallelism.

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast_cli.planner.models.boundary_logs import BoundaryLogs
-from holdfast_cli.planner.models.fewer_nodes import FewerNodesMemory
+from holdfast_cli.planner.models.fewer_nodes import FewerNodesMemory, MoreExperts
 from holdfast_cli.planner.models.model_sizes import ModelSizes
 from holdfast_cli.planner.models.policy_comparison import Assumptions, Comparison
 from holdfast_cli.planner.models.sources import (
@@ -73,12 +73,15 @@ def _source_rows(
         yield f"from replicas, {words} ({held:.0%} held)", cost(held)
 
 
-def fewer_nodes_view(memory_needed: FewerNodesMemory, limit_bytes: int | None) -> RenderableType:
+def fewer_nodes_view(
+    memory_needed: FewerNodesMemory, limit_bytes: int | None, more: MoreExperts | None = None
+) -> RenderableType:
     """The memory of the node that needs most, one row for each situation of the job, and a warning
     when one of them does not fit.
 
     Args:
         limit_bytes: the job's own limit for the memory of a node.
+        more: the number of nodes with which a rank holds most experts, if it ever holds more.
     """
     table = Table("fewer nodes", "slots", "arenas", "parity", "total", "", box=None, pad_edge=False)
     rows = (
@@ -112,6 +115,14 @@ def fewer_nodes_view(memory_needed: FewerNodesMemory, limit_bytes: int | None) -
             f"give more memory, or a larger spec.minNodes"
         )
         notes.append(Text(warning, style="bold red"))
+    if more is not None:
+        notes.append(
+            Text(
+                f"experts: with {more.nodes} nodes, {more.after} ranks share those of a layer "
+                f"instead of {more.before} (ep), so a rank holds\n{more.before / more.after:.3g} "
+                f"times as many; that has to fit a device, or use seats for experts (spec.elastic)"
+            )
+        )
     return Group(table, *notes)
 
 

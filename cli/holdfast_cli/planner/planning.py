@@ -18,6 +18,7 @@ from holdfast_cli.planner.models.boundary_logs import BoundaryLogs, plan_logs
 from holdfast_cli.planner.models.fewer_nodes import (
     SlotBytesOf,
     memory_of_sizes,
+    most_experts,
     slot_bytes_of_model,
     slot_bytes_of_state,
 )
@@ -206,7 +207,8 @@ def plan_view(
     slot_bytes_of = _slot_bytes_of(job, settings, model)
     if job.spec.may_shrink and slot_bytes_of is not None:
         fewer = memory_of_sizes(job, slot_bytes_of)
-        parts += ["", fewer_nodes_view(fewer, job.memory_per_node_bytes)]
+        more = None if model is None else most_experts(job, model.sizes)
+        parts += ["", fewer_nodes_view(fewer, job.memory_per_node_bytes, more)]
     if settings.sent is not None:
         of_rank = settings.bytes_per_rank
         if model is not None:

@@ -257,7 +257,7 @@ _WORLD = (
     ),
 )
 _FEWER = "!has(self.minNodes) || self.minNodes >= self.nodes"
-_COPY = "self.parallelism.tp * self.parallelism.pp * self.parallelism.ep"
+_COPY = "self.parallelism.tp * self.parallelism.pp"
 _LOSSES = (
     "(self.redundancy.type == 'RAIM6' ? 2 : self.redundancy.type == 'Replication' && "
     "has(self.redundancy.replication) ? self.redundancy.replication.replicas : 1)"
@@ -265,9 +265,8 @@ _LOSSES = (
 _FEWER_NODES = (
     Rule(
         rule=f"{_FEWER} || self.parallelism.dp * self.parallelism.tp * self.parallelism.pp != "
-        "self.nodes * self.nprocPerNode || self.parallelism.dp % self.parallelism.ep != 0 || "
-        f"self.nprocPerNode % ({_COPY}) == 0",
-        says="tp·pp·ep = %d does not divide the %d ranks of %d nodes; use degrees whose product "
+        f"self.nodes * self.nprocPerNode || self.nprocPerNode % ({_COPY}) == 0",
+        says="tp·pp = %d does not divide the %d ranks of %d nodes; use degrees whose product "
         "divides nprocPerNode = %d, or minNodes = %d",
         values=(
             _COPY,

@@ -92,7 +92,14 @@ class Parallelism(Document, frozen=True, kw_only=True):
     pp: Annotated[_Degree, Meta(description="the degree of pipeline parallelism", examples=[1])] = 1
     ep: Annotated[
         _Degree,
-        Meta(description="the degree of expert parallelism, which divides dp", examples=[4]),
+        Meta(
+            description="the degree of expert parallelism, which divides dp",
+            examples=[4],
+            extra={
+                "more": "When the job runs on fewer nodes than that takes, as many ranks share the "
+                "experts as the script then chooses."
+            },
+        ),
     ] = 1
 
 

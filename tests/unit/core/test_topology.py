@@ -80,6 +80,23 @@ def test_a_degree_that_is_not_a_positive_integer_is_refused(degree: str, value: 
         Topology(**degrees)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("topology", SMALL, ids=str)
+@pytest.mark.parametrize("experts", [1, 4, 6, 12])
+def test_experts_are_shared_by_as_many_ranks_as_fit(topology: Topology, experts: int) -> None:
+    for dp in range(1, topology.dp + 3):
+        fitted = topology.fitted(dp * topology.tp * topology.pp, experts=experts)
+        assert (fitted.dp, fitted.tp, fitted.pp) == (dp, topology.tp, topology.pp)
+        fit = [ep for ep in range(1, topology.ep + 1) if dp % ep == 0 == experts % ep]
+        assert fitted.ep == max(fit)
+
+
+def test_what_cannot_be_shared_is_refused() -> None:
+    with pytest.raises(InvalidJobError, match="does not fit a training world of 3 ranks"):
+        Topology(dp=2, ep=2, tp=2).fitted(3, experts=4)
+    with pytest.raises(InvalidJobError, match="0 is no number of experts"):
+        Topology(dp=2).fitted(2, experts=0)
+
+
 def test_ep_that_does_not_divide_dp_is_refused_with_the_choices() -> None:
     with pytest.raises(InvalidJobError, match=r"ep=4 does not divide dp=6; .*\[1, 2, 3, 6\]"):
         Topology(dp=6, ep=4)

@@ -7,8 +7,9 @@ all of that fits, so it is computed before the job runs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from holdfast_cli.planner.models.model_sizes import ModelSizes, plan_capture, table_of_sizes
@@ -23,6 +24,7 @@ from holdfast_core.protection.budget import (
 )
 from holdfast_core.protection.groups import form_groups, smallest_group
 from holdfast_core.snapshots.layouts import PAGE_BYTES, round_up
+from holdfast_core.topology import Topology
 
 SlotBytesOf = Callable[[int], Sequence[int]]
 """Function from a number of nodes to the bytes of each rank's slot."""
@@ -39,6 +41,17 @@ class WorldMemory:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MoreExperts:
+    """A number of nodes with which a rank holds more experts than with all."""
+
+    nodes: int
+    before: int
+    """Ranks that share the experts of a layer with all nodes (ep)."""
+    after: int
+    """The same with `nodes`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FewerNodesMemory:
     """Memory that a job takes with all its nodes, with the fewest nodes, and in between."""
 
@@ -49,13 +62,32 @@ class FewerNodesMemory:
     protected; `slots` is the number of slots in the new world."""
 
 
+def topology_with(job: MoETrainingJob, sizes: ModelSizes, nodes: int) -> Topology:
+    """Topology of a script that fits the job's to a number of nodes."""
+    whole = job.topology()
+    if nodes == job.spec.nodes:
+        return whole
+    experts = math.gcd(*map(len, sizes.by_layer.values())) or 1
+    return whole.fitted(nodes * job.spec.nproc_per_node, experts=experts)
+
+
+def most_experts(job: MoETrainingJob, sizes: ModelSizes) -> MoreExperts | None:
+    """The fewest shares of the experts that a job may have; None if it always has as many."""
+    nodes = range(job.spec.least_nodes, job.spec.nodes + 1)
+    degrees = {count: topology_with(job, sizes, count).ep for count in nodes}
+    fewest = min(degrees, key=lambda count: degrees[count])
+    if degrees[fewest] == job.spec.parallelism.ep:
+        return None
+    return MoreExperts(nodes=fewest, before=job.spec.parallelism.ep, after=degrees[fewest])
+
+
 def slot_bytes_of_model(job: MoETrainingJob, sizes: ModelSizes) -> SlotBytesOf:
     """Slot sizes of a model that ranks divide as trainers do under the job's policy."""
-    whole, policy = job.topology(), job.spec.snapshot.policy.chosen
+    policy = job.spec.snapshot.policy.chosen
     share = GRADIENT_SHARE if policy.recompute else 0
 
     def slot_bytes(nodes: int) -> list[int]:
-        topology = replace(whole, dp=whole.dp * nodes // job.spec.nodes)
+        topology = topology_with(job, sizes, nodes)
         table = table_of_sizes(sizes, topology)
         plan = plan_capture(table, topology, partial=policy.takes_experts_apart)
         loads = zip(plan.loads(table.units), plan.loads(()), strict=True)

@@ -60,3 +60,14 @@ def test_a_job_of_a_fixed_size_has_no_such_rows(
     assert "fewer nodes" not in words(capsys, job, "--bytes-per-rank", "6Gi")
     job.write_text(FEWER)
     assert "fewer nodes" not in words(capsys, job)
+
+
+def test_the_experts_that_a_rank_then_holds_are_said_if_they_are_more(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "(ep)" not in words(capsys, job, *SIZES)
+    job.write_text(JOB.replace("nodes: 4\n", "nodes: 4\n  minNodes: 2\n"))  # ep: 8 on 4 nodes of 2
+    out = words(capsys, job, *SIZES)
+    # Of 6 ranks, only 2 have equal shares of 64 experts.
+    assert "with 3 nodes, 2 ranks share those of a layer instead of 8 (ep)" in out
+    assert "a rank holds 4 times as many" in out

@@ -35,14 +35,10 @@ def job(nodes: int, least: int, **spec: Any) -> MoETrainingJob:
 
 
 def fits(nodes: int, nproc: int, degrees: Degrees) -> bool:
-    """Whether these degrees have a whole number of data-parallel ranks on so many nodes, which ep
-    divides."""
+    """Whether these degrees have a whole number of data-parallel ranks on so many nodes."""
     tp, pp, ep = degrees
-    dp, rest = divmod(nodes * nproc, tp * pp)
-    if rest:
-        return False
     try:
-        Topology(dp=dp, ep=ep, tp=tp, pp=pp)
+        Topology(dp=ep, ep=ep, tp=tp, pp=pp).fitted(nodes * nproc, experts=12)
     except InvalidJobError:
         return False
     return True
@@ -53,7 +49,7 @@ def test_a_job_may_shrink_exactly_if_every_size_fits(nproc: int) -> None:
     answers = set()
     for nodes, tp, pp, ep in product(range(3, 7), (1, 2, 3), (1, 2), (1, 2, 3, 4)):
         degrees = (tp, pp, ep)
-        if not fits(nodes, nproc, degrees):
+        if nodes * nproc % (tp * pp) or nodes * nproc // (tp * pp) % ep:
             continue
         for least in range(2, nodes):
             parallelism = {"dp": nodes * nproc // (tp * pp), "tp": tp, "pp": pp, "ep": ep}

@@ -1,0 +1,125 @@
+"""Jobs whose experts lie across nodes go on with fewer, and with more again: each expert that only
+a lost node had comes back from parity, to a rank that holds more experts than before."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import wide_experts_trainer
+from step_logs import ends_of_logs
+from world_sizes import is_protected
+
+from holdfast_cli.local import LocalCluster, LocalSettings
+from holdfast_core.job.parsing import parse_job
+
+WAIT_S = 150.0
+
+
+def make_job(
+    directory: Path, *, nodes: int, least: int, nproc: int, ep: int, redundancy: str
+) -> Any:
+    command = [sys.executable, wide_experts_trainer.__file__, "--directory", str(directory)]
+    container = {"name": "trainer", "command": [*command, "--ep", str(ep)]}
+    return parse_job(
+        {
+            "apiVersion": "holdfast.dev/v1alpha1",
+            "kind": "MoETrainingJob",
+            "metadata": {"name": "wide"},
+            "spec": {
+                "nodes": nodes,
+                "minNodes": least,
+                "nprocPerNode": nproc,
+                "parallelism": {"dp": nodes * nproc, "ep": ep},
+                "model": {"numExperts": wide_experts_trainer.EXPERTS, "numMoELayers": 1},
+                "snapshot": {"memoryPerNode": "32Mi"},
+                "redundancy": {"type": redundancy},
+                "failurePolicy": {
+                    "spares": 0,
+                    "maxRestarts": 1000,
+                    "joinWaitSeconds": 0,
+                    "detection": {
+                        "heartbeatSeconds": 0.5,
+                        "missedHeartbeats": 8,
+                        "hangSeconds": 20,
+                    },
+                },
+                "trainer": {"template": {"spec": {"containers": [container]}}},
+            },
+        }
+    )
+
+
+def check(directory: Path) -> list[tuple[int, int]]:
+    """Compare every step of every world with the one process; return each world's number of ranks
+    and their number of shares, in order."""
+    lines = [
+        json.loads(line)
+        for path in directory.glob("log-*")
+        for line in path.read_text().split("\n")[:-1]
+    ]
+    expected = list(islice(wide_experts_trainer.reference(), max(one["step"] for one in lines)))
+    worlds, seen = dict[int, tuple[int, int]](), dict[int, set[str]]()
+    for line in lines:
+        epoch = line["epoch"]
+        worlds[epoch] = (line["size"], line["ep"])
+        state = {key: line[key] for key in line.keys() - {"step", "epoch", "size", "ep"}}
+        assert state.items() <= expected[line["step"] - 1].items(), line
+        seen.setdefault(epoch, set()).update(state)
+    assert all(names == expected[0].keys() for names in seen.values())  # every expert is somewhere
+    return [worlds[epoch] for epoch in sorted(worlds)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("nodes", "nproc", "ep", "redundancy", "worlds"),
+    [
+        pytest.param(3, 2, 6, "RAIM5", [(6, 6), (4, 4), (6, 6)], id="ep-of-all"),
+        pytest.param(
+            4,
+            2,
+            4,
+            "Replication",
+            [(8, 4), (6, 3), (8, 4)],
+            id="ep-of-two-nodes",
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+def test_experts_across_nodes_come_back_to_fewer_and_to_more(
+    nodes: int, nproc: int, ep: int, redundancy: str, worlds: list[tuple[int, int]]
+) -> None:
+    async def change(directory: Path) -> None:
+        job = make_job(
+            directory, nodes=nodes, least=nodes - 1, nproc=nproc, ep=ep, redundancy=redundancy
+        )
+        settings = LocalSettings(directory=directory / "run", standbys=0)
+        async with LocalCluster(job, settings) as cluster:
+            status = await cluster.wait_for(
+                lambda status: is_protected(status, nodes, 0), timeout_s=WAIT_S, what="first steps"
+            )
+            lost = status.local.members[1].node
+            await cluster.kill_node(lost)
+            smaller = await cluster.wait_for(
+                lambda status: is_protected(status, nodes - 1, 1), timeout_s=WAIT_S, what="fewer"
+            )
+            await cluster.start_node(lost)
+            await cluster.wait_for(
+                lambda status: is_protected(status, nodes, smaller.epoch),
+                timeout_s=WAIT_S,
+                what="all again",
+            )
+
+    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
+        try:
+            asyncio.run(change(Path(path)))
+        finally:
+            print(ends_of_logs(Path(path)))
+        assert check(Path(path)) == worlds
