@@ -1,0 +1,119 @@
+"""Every pair of a way to snapshot and another feature is trained with real processes, one of which
+is killed, or refused when it is applied: none is allowed and untried.
+
+`make test` has the refusals, and that each test that is named exists; `make test-faults` trains.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import pytest
+from pairs import COLUMNS, ELSEWHERE, REFUSED, REPOSITORY, ROWS, arguments, make_job, row_of
+from step_logs import ends_of_logs
+
+from holdfast_cli.local import LocalCluster, LocalSettings, Status
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.job.parsing import parse_job
+from holdfast_operator.reconciler.observe.counters import Outcome
+
+WAIT_S = 200.0
+PAIRS = list(product(ROWS, COLUMNS))
+TRAINED = [pair for pair in PAIRS if pair not in REFUSED]
+
+
+@pytest.mark.parametrize(("row", "column"), PAIRS)
+def test_a_pair_is_refused_with_the_reason_or_allowed(
+    row: str, column: str, tmp_path: Path
+) -> None:
+    document = make_job(row, column, tmp_path)
+    if (row, column) not in REFUSED:
+        parse_job(document)
+        return
+    with pytest.raises(InvalidJobError) as caught:
+        parse_job(document)
+    assert REFUSED[row, column] in str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(set(ELSEWHERE.values())))
+def test_what_is_trained_elsewhere_is_a_test(name: str) -> None:
+    path, _, function = name.partition("::")
+    tree = ast.parse((REPOSITORY / path).read_text())
+    assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("row", "column"), TRAINED)
+def test_a_pair_survives_a_loss(row: str, column: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
+        directory = Path(path)
+        try:
+            recovered = asyncio.run(_lose(row, column, directory))
+        finally:
+            print(ends_of_logs(directory))
+        assert recovered >= 1
+        if COLUMNS[column].exact and not row_of(row, column).resizes:
+            world = parse_job(make_job(row, column, directory)).world_size
+            assert final_state(directory) == undisturbed(row, column, world)
+
+
+async def _lose(row: str, column: str, directory: Path) -> int:
+    """Train the pair, lose what the row is for, and train to the end; return the number of
+    recoveries."""
+    job = parse_job(make_job(row, column, directory))
+    settings = LocalSettings(directory=directory / "run", standbys=0)
+    async with LocalCluster(job, settings) as cluster:
+
+        def is_protected(status: Status) -> bool:
+            _, _, step = status.protected.partition(".")
+            return bool(step) and int(step) >= 2
+
+        status = await cluster.wait_for(is_protected, timeout_s=WAIT_S, what="the first steps")
+        if not row_of(row, column).nodes_lost:
+            await cluster.kill_rank(1)
+        for member in status.local.members[1 : 1 + row_of(row, column).nodes_lost]:
+            await cluster.kill_node(member.node)
+        assert await cluster.finished(timeout_s=WAIT_S) is Outcome.COMPLETE
+        return len(cluster.status.local.recoveries)
+
+
+def final_state(directory: Path) -> object:
+    """The final state that a script of an example has written."""
+    hash_file = directory / "sha256"
+    if hash_file.exists():
+        return hash_file.read_text()
+    lasts = [path.read_text().splitlines()[-1] for path in sorted(directory.glob("log-*"))]
+    return [json.loads(line)["state"] for line in lasts]
+
+
+@cache
+def undisturbed(row: str, column: str, world: int) -> object:
+    """The final state of the same script without Holdfast."""
+    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
+        directory = Path(path)
+        script = REPOSITORY / "examples" / COLUMNS[column].example
+        command = [*("-m", "torch.distributed.run", "--nproc-per-node", str(world)), str(script)]
+        steps = int(_argument(row, column, "--steps"))
+        subprocess.run(
+            [sys.executable, *command, *arguments(row, column, directory, steps)],
+            check=True,
+            capture_output=True,
+            timeout=WAIT_S,
+        )
+        return final_state(directory)
+
+
+def _argument(row: str, column: str, name: str) -> str:
+    job = make_job(row, column, Path("/nowhere"))
+    args = job["spec"]["trainer"]["template"]["spec"]["containers"][0]["args"]
+    return str(args[args.index(name) + 1])
