@@ -321,6 +321,7 @@ class SavePipeline:
         # for other ranks, so it comes before the slot is taken.
         with self._final_problems():
             choice = self.strategy.choose(call, self._newest)
+        self._tally.counters.window_steps = self.strategy.window_steps
         compared = self._check.due(call.number, self._settings.start_wait_s / 2)
         # Take a slot, unless the window already has one.
         snapshot, carried = self.snapshot, False
