@@ -120,7 +120,6 @@ class SparseWindows(Policy, frozen=True, kw_only=True):
 
     @property
     def adapts(self) -> bool:
-        """Whether the length of windows follows from measurement."""
         return self.window == AUTO
 
     @property
