@@ -95,7 +95,7 @@ def digests(notes: Path, run: str, rank: int) -> dict[int, int]:
     return {int(step): digest for step, digest in json.loads(text).items()}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(240)
 def test_a_window_whose_length_ranks_have_agreed_on_is_recovered(
     cluster: RawCluster, tmp_path: Path

@@ -48,7 +48,7 @@ from holdfast_core.job.snapshots import Repeats, SparseWindows
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import Entry, Layout, TensorRole
 from holdfast_core.snapshots.names import TensorName
-from holdfast_core.snapshots.units import UnitKey, UnitKind
+from holdfast_core.snapshots.units import UnitKey
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -146,7 +146,6 @@ class WindowCapture(CaptureStrategy):
     # --- what saves capture -----------------------------------------------------------------------
 
     def on_agreed(self, plan: BasePlan, sources: Sequence[TensorSource]) -> CaptureStrategy:
-        _check_whole_experts(sources)
         self._schedules, self._alike = plan.schedules, plan.alike
         self._schedule = first_of(self._schedules)
         assert self._origin is not None
@@ -329,20 +328,6 @@ def _bytes_of(layout: Layout, schedules: Sequence[Schedule]) -> tuple[WindowByte
     for entry in compute_entries(layout):
         frames[UnitKey.parse(entry.unit)] += entry.nbytes
     return tuple(bytes_of_window(schedule, state, frames) for schedule in schedules)
-
-
-def _check_whole_experts(sources: Sequence[TensorSource]) -> None:
-    """Raise InvalidJobError when an expert is cut over ranks, so that none holds it whole."""
-    for source in sources:
-        if source.unit.kind is UnitKind.EXPERT and source.whole.global_shape not in (
-            (),
-            tuple(source.tensor.shape),
-        ):
-            raise InvalidJobError(
-                f"{source.name} is a part of {source.unit}, which is sharded over ranks; sparse "
-                f"windows need whole experts: shard only what is no expert, or use "
-                f"snapshot.policy.type Full"
-            )
 
 
 def _plan(

@@ -7,6 +7,7 @@ import random
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -100,10 +101,10 @@ def test_all_ranks_have_the_same_windows_whatever_each_has_measured() -> None:
     assert all(known == first for known in others)
     spans = sorted(set(first.values()), key=lambda span: span.first)
     assert spans[0].first == ORIGIN + 1
-    for span, following in zip(spans, spans[1:], strict=False):
+    for span, following in pairwise(spans):
         assert following.first == span.last + 1
     lengths = [span.steps for span in spans]
-    changes = [lengths[0], *(b for a, b in zip(lengths, lengths[1:], strict=False) if a != b)]
+    changes = [lengths[0], *(b for a, b in pairwise(lengths) if a != b)]
     assert changes == [3, 6, 2]
 
 
