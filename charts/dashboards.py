@@ -57,6 +57,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "holdfast_save_staged_seconds",
         "holdfast_save_period_seconds",
         "holdfast_save_interval_steps",
+        "holdfast_save_window_steps",
         "holdfast_encode_seconds",
         "holdfast_seal_seconds",
         "holdfast_verify_seconds",
@@ -302,6 +303,7 @@ _SLOWEST = (
     "holdfast_save_period_seconds",
     "holdfast_save_staged_seconds",
     "holdfast_save_interval_steps",
+    "holdfast_save_window_steps",
     "holdfast_operator_oldest_look_seconds",
 )
 """Gauges of which the largest counts: of the slowest rank of a node, which all nodes of the job

@@ -114,6 +114,11 @@ DEFINITIONS: tuple[Definition, ...] = (
         *JOB_LABELS,
     ),
     _gauge(
+        "save_window_steps",
+        "Steps of the newest sparse window; 0 where snapshots are of one step.",
+        *JOB_LABELS,
+    ),
+    _gauge(
         "tokens_routed", "Routings of a token to an expert, by the ranks on this node.", *JOB_LABELS
     ),
     _gauge("tokens_lost", "Tokens of all ranks that recoveries have lost so far.", *JOB_LABELS),

@@ -660,6 +660,7 @@ class ProgressReport(_message.Message):
     SAVE_PERIOD_S_FIELD_NUMBER: _builtins.int
     STAGED_S_FIELD_NUMBER: _builtins.int
     INTERVAL_STEPS_FIELD_NUMBER: _builtins.int
+    WINDOW_STEPS_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
     session: _builtins.str
@@ -676,6 +677,8 @@ class ProgressReport(_message.Message):
     """from the newest save until its tensors could change again"""
     interval_steps: _builtins.int
     """of an interval that follows from measurement; 0: none does"""
+    window_steps: _builtins.int
+    """of the newest sparse window; 0: snapshots are of one step"""
     @_builtins.property
     def loss(self) -> _values_pb2.LossReport:
         """of this rank; only where snapshots leave experts out"""
@@ -696,12 +699,13 @@ class ProgressReport(_message.Message):
         save_period_s: _builtins.float = ...,
         staged_s: _builtins.float = ...,
         interval_steps: _builtins.int = ...,
+        window_steps: _builtins.int = ...,
         loss: _values_pb2.LossReport | None = ...,
         plan: _values_pb2.ExpertPlanReport | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss", "plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "failure", b"failure", "failure_code", b"failure_code", "interval_steps", b"interval_steps", "loss", b"loss", "plan", b"plan", "save_period_s", b"save_period_s", "session", b"session", "skipped", b"skipped", "staged_s", b"staged_s", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "failure", b"failure", "failure_code", b"failure_code", "interval_steps", b"interval_steps", "loss", b"loss", "plan", b"plan", "save_period_s", b"save_period_s", "session", b"session", "skipped", b"skipped", "staged_s", b"staged_s", "step", b"step", "window_steps", b"window_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

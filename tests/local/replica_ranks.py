@@ -15,7 +15,7 @@ class ReplicaRank:
     """One of two ranks, in a session with its node's daemon. Collective.
 
     Args:
-        width: inputs and outputs of each of the model's four layers.
+        width: inputs and outputs of each layer of the model.
         gradient: gradient of every element in step 1; in step n it is n times as much.
     """
 
@@ -29,12 +29,13 @@ class ReplicaRank:
         *,
         width: int,
         gradient: float,
+        layers: int = 4,
     ) -> None:
         torch.set_num_threads(1)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
         torch.manual_seed(0)
         self.rank, self._gradient = rank, gradient
-        self.model = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
+        self.model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.session = holdfast.init(
             model=self.model,

@@ -393,7 +393,7 @@ class MoETrainingJob(Document, frozen=True, kw_only=True):
         environment = {"HOLDFAST_JOB": self.key}
         if snapshot.policy.type is not PolicyType.FULL:
             # Without fields that are not given: the job's image may be too old to know them.
-            given = {k: v for k, v in msgspec.to_builtins(snapshot.policy).items() if v is not None}
+            given = _given(msgspec.to_builtins(snapshot.policy))
             text = msgspec.json.encode(given, order="deterministic").decode()
             environment["HOLDFAST_POLICY"] = text
         if snapshot.interval.auto:
@@ -431,3 +431,10 @@ class MoETrainingJob(Document, frozen=True, kw_only=True):
             InvalidJobError: that makes it too long; never after `check_local`.
         """
         return resolve_env(self.container.get("env") or ())
+
+
+def _given(document: Any) -> Any:
+    """`document` without fields that are None, at any depth."""
+    if not isinstance(document, dict):
+        return document
+    return {name: _given(value) for name, value in document.items() if value is not None}

@@ -29,6 +29,8 @@ from holdfast_core.errors import (
 from holdfast_core.experts.loss_reports import LossReport
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.layouts import (
+    SLOTS_MAX,
+    SLOTS_MIN,
     decode_layout,
     decode_manifest,
     encode_layout,
@@ -438,11 +440,7 @@ class JobEngine:
         if slot is None:
             memory.note(JobEvent.SKIPPED, rank=session.rank, generation=generation, detail="slots")
             self._convergence.settle_into(now)
-            raise SnapshotSkippedError(
-                f"every slot of rank {arena.rank} is in use ({arena.uses}): protection is behind"
-                if arena.free_slot() is None
-                else f"the last free slot of rank {arena.rank} is for a rebuild of it"
-            )
+            raise SnapshotSkippedError(_why_no_slot(arena, of_window=first_step > 0))
         # Choose the places of the pieces, and remember what is carried over until the commit.
         carried_from = arena.whole(base)
         slot.places = arena.places_for(slot, carried_from, unchanged)
@@ -1037,6 +1035,23 @@ class JobEngine:
             if memory.membership is not None and epoch > memory.epoch:
                 memory.note(JobEvent.FENCED, detail=f"a peer is in epoch {epoch}")
         return epoch > memory.epoch
+
+
+def _why_no_slot(arena: ArenaView, *, of_window: bool) -> str:
+    """Why no slot can be granted, in words.
+
+    Args:
+        of_window: whether the slot is for a sparse window.
+    """
+    if arena.free_slot() is not None:
+        return f"the last free slot of rank {arena.rank} is for a rebuild of it"
+    why = f"every slot of rank {arena.rank} is in use ({arena.uses}): protection is behind"
+    if not of_window or len(arena.slots) > SLOTS_MIN:
+        return why
+    return (
+        f"{why}. With {SLOTS_MIN} slots, a window is left out while the previous one is being "
+        f"protected: set snapshot.slots to {SLOTS_MAX}, and memoryPerNode to what they need"
+    )
 
 
 def _arena(rank: int, encoded: bytes) -> ArenaView:

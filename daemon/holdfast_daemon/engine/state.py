@@ -58,6 +58,8 @@ class SavePace:
     """Seconds from the newest save until its tensors could change again."""
     interval_steps: int = 0
     """Steps from snapshot to snapshot where measurement decides; else 0."""
+    window_steps: int = 0
+    """Steps of the newest sparse window; 0 where snapshots are of one step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,7 +88,12 @@ _DURATIONS: dict[type[Effect], str] = {
 }
 
 
-_PACE_GAUGES = ("save_period_seconds", "save_staged_seconds", "save_interval_steps")
+_PACE_GAUGES = (
+    "save_period_seconds",
+    "save_staged_seconds",
+    "save_interval_steps",
+    "save_window_steps",
+)
 _PLAN_GAUGES = (
     "expert_least_nodes",
     "expert_seats",
@@ -230,6 +235,7 @@ class NodeObserver:
         metrics.set("save_period_seconds", max(p.period_s for p in paces), job=found.job)
         metrics.set("save_staged_seconds", max(p.staged_s for p in paces), job=found.job)
         metrics.set("save_interval_steps", max(p.interval_steps for p in paces), job=found.job)
+        metrics.set("save_window_steps", max(p.window_steps for p in paces), job=found.job)
 
     def _plan(self, found: JobOverview) -> None:
         """Set the gauges of the plan of uneven copies, if there is one."""

@@ -336,6 +336,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
                 period_s=request_limits.duration_s(request.save_period_s),
                 staged_s=request_limits.duration_s(request.staged_s),
                 interval_steps=request.interval_steps,
+                window_steps=request.window_steps,
             ),
             loss=rank_loss_from_proto(request.loss) if request.HasField("loss") else None,
             plan=plan_from_proto(request.plan) if request.HasField("plan") else None,

@@ -702,6 +702,28 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        name="windows: let each rank take the length that it has measured itself",
+        edits=(
+            (
+                "trainer_sdk/holdfast/_agree/window_order.py",
+                "agreed_length(total[: len(lengths)], self._length)",
+                "agreed_length(lengths, self._length)",
+            ),
+        ),
+        test="sdk/capture/test_window_lengths.py",
+    ),
+    Mutant(
+        name="windows: begin the next length in the middle of a window",
+        edits=(
+            (
+                "core/holdfast_core/experts/window_lengths.py",
+                "self.next_first, self.next_number = span.last + 1, span.number + 1",
+                "self.next_first, self.next_number = span.first + 2, span.number + 1",
+            ),
+        ),
+        test="sdk/capture/test_window_lengths.py",
+    ),
+    Mutant(
         name="seats: give nodes their part of a plan by what they hold of the first layer",
         edits=(
             (

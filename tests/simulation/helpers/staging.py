@@ -770,8 +770,8 @@ def settle(cluster: Cluster, process: Process, session: ElasticSession, step: in
     handle.staged.result(WAIT_S)
     if not cluster.schedule.every:
         windows = inner._saver.strategy  # type: ignore[attr-defined]
-        slot = windows.slot(handle.step)
-        if slot is not None and slot != windows._schedule.window - 1:
+        decision = windows._deciding.at(handle.step)
+        if decision is not None and handle.step != decision.span.last:
             return
     cluster.at("settle", process, step)
     handle.committed.result(WAIT_S)

@@ -69,6 +69,8 @@ class CaptureRules:
     """Whether snapshots may leave experts out."""
     window: int = 0
     """Largest number of steps in a sparse window; 0 if each snapshot captures one step."""
+    adapts: bool = False
+    """Whether windows may be shorter, as measurement requires."""
     reorders: bool = False
     """Whether experts may change slots from one window to the next."""
     repeats: Repeats = Repeats.TRAINING
@@ -99,8 +101,9 @@ class BasePlan:
     """Compute weights that equal their rounded masters, as all ranks agreed → their masters. They
     are not in `tables`. If they must be stored after all, they are divided like their masters."""
     piece_bytes: int = PIECE_BYTES
-    schedule: Schedule = field(default=Schedule(()))
-    """The units in each slot of a window; empty if each snapshot captures one step."""
+    schedules: tuple[Schedule, ...] = ()
+    """The units in each slot of a window, for each length that windows may have, the shortest
+    first; empty if each snapshot captures one step."""
     alike: tuple[tuple[UnitKey, ...], ...] = ()
     """Groups of experts that may exchange slots; none if their order is fixed."""
 
@@ -172,14 +175,19 @@ def plan_alone(
         experts=experts,
         casts=casts,
         piece_bytes=piece_bytes_for(experts, {}),
-        schedule=_schedule(operators, rules),
+        schedules=_schedules(operators, rules),
         alike=alike(operators) if rules.reorders else (),
     )
 
 
-def _schedule(operators: Sequence[Operator], rules: CaptureRules) -> Schedule:
-    """Return the units in each slot of a window; empty if each snapshot captures one step."""
-    return cut(operators, rules.window, rules.repeats) if rules.window else Schedule(())
+def _schedules(operators: Sequence[Operator], rules: CaptureRules) -> tuple[Schedule, ...]:
+    """Return the units in each slot of a window; see `BasePlan.schedules`."""
+    if not rules.window:
+        return ()
+    lengths = range(1 if rules.adapts else rules.window, rules.window + 1)
+    cuts = [cut(operators, length, rules.repeats) for length in lengths]
+    # Fewer saves may be just as small, so that several lengths are the same.
+    return tuple({schedule.window: schedule for schedule in cuts}.values())
 
 
 def operators_of(
@@ -225,15 +233,15 @@ def frames_bytes(
     base: BasePlan,
 ) -> int:
     """Return the room that the compute weights, or the gradients, in the saves of a window need on
-    a rank that captures `shards`, for any order of experts.
+    a rank that captures `shards`, for any length of the window and any order of experts.
 
     Args:
         sizes: tensors of the rank, by name.
         masters: weights that are not stored, by the name of their master.
     """
     bytes_of_units: dict[UnitKey, int] = {}
-    all_weights = base.schedule.repeats is Repeats.TRAINING
-    for shard in shards if base.schedule.slots else ():
+    all_weights = all(one.repeats is Repeats.TRAINING for one in base.schedules)
+    for shard in shards if base.schedules else ():
         size, nbytes = sizes[shard.tensor], 0
         weights = masters.get(shard.tensor)
         if weights is not None:
@@ -242,7 +250,8 @@ def frames_bytes(
             nbytes = shard.nbytes
         needed = round_up(nbytes, TENSOR_ALIGNMENT)
         bytes_of_units[shard.unit] = bytes_of_units.get(shard.unit, 0) + needed
-    return room_for_any_order(base.schedule, base.alike, bytes_of_units)
+    rooms = (room_for_any_order(one, base.alike, bytes_of_units) for one in base.schedules)
+    return max(rooms, default=0)
 
 
 def experts_apart(tables: Mapping[int, Sequence[TensorSize]], topology: Topology) -> ExpertTable:
@@ -326,7 +335,7 @@ def plan_together(
     if rules.window and rules.repeats is Repeats.OPTIMIZER:
         _check_shared_parameters(tables)
     operators = operators_of(tables, topology, casts, rules.repeats)
-    schedule = _schedule(operators, rules)
+    schedules = _schedules(operators, rules)
     weights = {
         r: {casts[size.tensor]: size for size in table if size.tensor in casts}
         for r, table in tables.items()
@@ -347,14 +356,14 @@ def plan_together(
         holders=holders,
         casts=casts,
         piece_bytes=piece_bytes_for(experts, holders),
-        schedule=schedule,
+        schedules=schedules,
         alike=alike(operators) if rules.reorders else (),
     )
     # Find the largest slot of any rank, so that all arenas can have slots of equal size.
     largest = 0
     for r in tables:
         sizes = {size.tensor: size for size in tables[r]}
-        extras = extras_bytes[r] * max(schedule.window, 1)
+        extras = extras_bytes[r] * max((one.window for one in schedules), default=1)
         layout = layout_of(replace(empty, rank=r), tables[r], plan.shards[r], extras)
         frames = frames_bytes(plan.shards[r], sizes, weights[r], empty)
         largest = max(largest, layout.slot_bytes + round_up(frames, PAGE_BYTES))

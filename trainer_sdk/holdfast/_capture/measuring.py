@@ -45,10 +45,12 @@ class Durations:
             self._stalled_s += seconds
 
     def on_copied(self, generation: Generation, nbytes: int, began_s: float, now_s: float) -> None:
-        """Note that the new bytes of a snapshot are copied, and about to be protected."""
+        """Note that new bytes of a snapshot, which may have several saves, are copied, and about to
+        be protected."""
         with self._lock:
             self._copies.append((nbytes, now_s - began_s))
-            self._unprotected[generation] = (nbytes, now_s)
+            earlier, _ = self._unprotected.pop(generation, (0, 0.0))
+            self._unprotected[generation] = (earlier + nbytes, now_s)
             while len(self._unprotected) > _NEWEST:
                 del self._unprotected[min(self._unprotected)]
 

@@ -109,6 +109,11 @@ class CaptureStrategy:
         """First byte in the slot behind the state of all units."""
 
     @property
+    def window_steps(self) -> int:
+        """Steps of the newest window; 0 where snapshots are of one step. Any thread."""
+        return 0
+
+    @property
     def gradients(self) -> ExpertGradients:
         """Gradients that snapshots carry. Any thread."""
         return NO_GRADIENTS

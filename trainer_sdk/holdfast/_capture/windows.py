@@ -1,20 +1,23 @@
 """Strategy of sparse windows: one slot of the arena, filled by the saves of W consecutive steps.
 
 The first save of a session captures everything, so that there is a recovery line early. After it,
-windows follow one another on a fixed grid of steps, which ranks need not agree on: a rank that
-misses a save gives the window up, and begins with the next. Where a set is to be persisted, one
-save captures everything in a window's place (`WindowDecisions`).
+windows follow one another on a grid of steps: a rank that misses a save gives the window up, and
+begins with the next. All ranks have the same grid, because they decide together how long a window
+is; and where a set is to be persisted, one save captures everything in a window's place
+(`WindowDecisions`).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from holdfast._agree.plan import BasePlan, CaptureRules
-from holdfast._agree.window_order import WindowDecisions
+from holdfast._agree.window_order import WindowDecision, WindowDecisions
+from holdfast._capture.measuring import Durations
 from holdfast._capture.strategy import (
     CaptureChoice,
     CapturedBeforeError,
@@ -24,6 +27,7 @@ from holdfast._capture.strategy import (
 )
 from holdfast._capture.window_records import (
     WindowRecord,
+    compute_entries,
     encode_record,
     end_of_frames,
     frames_of,
@@ -34,11 +38,17 @@ from holdfast._copying.placed import Flags
 from holdfast._state.capture import TensorSource
 from holdfast_core.errors import InvalidJobError, SnapshotSkippedError
 from holdfast_core.experts.sparse_windows import Schedule
+from holdfast_core.experts.window_lengths import (
+    WindowBytes,
+    bytes_of_window,
+    first_of,
+    statement,
+)
 from holdfast_core.job.snapshots import Repeats, SparseWindows
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import Entry, Layout, TensorRole
 from holdfast_core.snapshots.names import TensorName
-from holdfast_core.snapshots.units import UnitKey, UnitKind
+from holdfast_core.snapshots.units import UnitKey
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -79,15 +89,22 @@ class WindowCapture(CaptureStrategy):
     def __init__(self, policy: SparseWindows, deciding: WindowDecisions, wait_s: float) -> None:
         super().__init__()
         self.rules = CaptureRules(
-            window=policy.window, reorders=policy.counts_tokens, repeats=Repeats(policy.repeats)
+            window=policy.window_steps,
+            adapts=policy.adapts,
+            reorders=policy.counts_tokens,
+            repeats=policy.repeated,
         )
         self.chooses_by_tokens, self.token_parts = policy.counts_tokens, deciding.parts
         self._deciding, self._wait_s = deciding, wait_s
         self._origin: int | None = None
         """Step of the first save that was called, before the first window."""
-        self._whole: int | None = None
-        """Step of the newest save that captures everything in a window's place."""
+        self._schedules: tuple[Schedule, ...] = ()
+        """Schedules of the lengths that windows may have, the shortest first."""
         self._schedule = Schedule(())
+        """Schedule of the window for which saves are planned."""
+        self._durations = Durations()
+        self._lengths: tuple[WindowBytes, ...] = ()
+        """Bytes of the saves of this rank for each of `_schedules`."""
         self._alike: tuple[tuple[UnitKey, ...], ...] = ()
         self._early: tuple[str, ...] = ()
         self._late: tuple[str, ...] = ()
@@ -99,40 +116,46 @@ class WindowCapture(CaptureStrategy):
     # --- the grid ---------------------------------------------------------------------------------
 
     def on_save_called(self, number: int, step: int, now_s: float) -> None:
-        del number, now_s
+        del number
         if self._origin is None:
             self._origin = step
-        if self._schedule.window:
-            self._deciding.on_windows_ended(max(self._number(step), 0))
+        self._deciding.on_save_called(step)
+        self._durations.on_save_called(step, now_s)
 
-    def slot(self, step: int) -> int | None:
-        """Slot of the save of `step`; None for the first of a session, which captures all."""
-        assert self._origin is not None
-        if step == self._origin:
-            return None
-        return (step - self._origin - 1) % self._schedule.window
+    @property
+    def window_steps(self) -> int:
+        return self._schedule.window
 
-    def _number(self, step: int) -> int:
-        """Number of the window that has a slot for the save of `step`, from 0."""
-        assert self._origin is not None
-        return (step - self._origin - 1) // self._schedule.window
+    def on_stalled(self, seconds: float) -> None:
+        self._durations.add_stall(seconds)
+
+    def on_protected(self, generation: Generation, now_s: float) -> None:
+        self._durations.on_protected(generation, now_s)
 
     def want_whole(self, after: int) -> None:
         self._deciding.want_whole(after)
 
     def gradients_due(self, step: int) -> tuple[Schedule, int] | None:
-        if self._schedule.repeats is Repeats.TRAINING or self._origin is None:
+        if self.rules.repeats is Repeats.TRAINING:
             return None
-        slot = self.slot(step)
-        return (self._schedule, slot) if slot else None
+        decision = self._deciding.at(step)
+        if decision is None or step == decision.span.first:
+            return None
+        return decision.schedule, step - decision.span.first
 
     # --- what saves capture -----------------------------------------------------------------------
 
     def on_agreed(self, plan: BasePlan, sources: Sequence[TensorSource]) -> CaptureStrategy:
-        _check_whole_experts(sources)
-        self._schedule, self._alike = plan.schedule, plan.alike
+        self._schedules, self._alike = plan.schedules, plan.alike
+        self._schedule = first_of(self._schedules)
         assert self._origin is not None
-        self._deciding.start(self._origin, plan.schedule, plan.alike)
+        self._deciding.start(
+            self._origin,
+            self._schedules,
+            self._schedule,
+            self._alike,
+            lambda: statement(self._lengths, self._durations.measures),
+        )
         return self
 
     def count(self, counts: Mapping[UnitKey, int], assigned: Mapping[int, int]) -> None:
@@ -143,7 +166,8 @@ class WindowCapture(CaptureStrategy):
 
     def extras_bytes(self, of_save: int) -> int:
         empty = self._record(OpenWindow(first=0), {})
-        return self._schedule.window * of_save + len(encode_record(empty))
+        most = max((schedule.window for schedule in self._schedules), default=0)
+        return most * of_save + len(encode_record(empty))
 
     def _record(self, window: OpenWindow, digests: Mapping[UnitKey, int]) -> WindowRecord:
         repeated = self._schedule.repeats is Repeats.OPTIMIZER
@@ -167,8 +191,8 @@ class WindowCapture(CaptureStrategy):
             self._early += buffers
         else:
             self._late = buffers
-        end = end_of_frames(layout, self._schedule, self._alike, self._end)
-        return replace(layout, extras_offset=end)
+        ends = (end_of_frames(layout, one, self._alike, self._end) for one in self._schedules)
+        return replace(layout, extras_offset=max(ends))
 
     def on_opened(
         self,
@@ -179,6 +203,8 @@ class WindowCapture(CaptureStrategy):
         super().on_opened(layout, sources, gradients)
         self._planned = layout, sources, gradients
         self._plan_slots(*self._planned)
+        if self.rules.adapts:
+            self._lengths = _bytes_of(layout, self._schedules)
 
     def _plan_slots(
         self,
@@ -212,39 +238,37 @@ class WindowCapture(CaptureStrategy):
 
     def choose(self, call: SaveCall, newest: Generation | None) -> CaptureChoice:
         del newest
-        step, slot, error = call.step, self.slot(call.step), call.optimizer_steps.error
+        step, error = call.step, call.optimizer_steps.error
         if isinstance(error, InvalidJobError):
             raise error
-        if slot is None:
+        if step == self._origin:
             return self._everything(step)
-        if slot == 0:
-            self._decide(step)
-        if step - slot == self._whole:
+        decision = self._deciding.at(step, self._wait_s)
+        if decision is None:
+            raise SnapshotSkippedError("the ranks have not agreed in time on this window")
+        slot = step - decision.span.first
+        if decision.whole:
             if slot == 0:
                 return self._everything(step)
             raise CapturedBeforeError(
-                f"the save of step {step - slot} captured everything in place of this window"
+                f"the save of step {decision.span.first} captured everything in place of this "
+                f"window"
             )
         if error is not None:
             raise error
-        if slot and (self._open is None or self._open.next_step != step):
+        if slot == 0:
+            self._plan_window(decision)
+        elif self._open is None or self._open.next_step != step:
             raise SnapshotSkippedError(
                 f"the window of this step lacks an earlier save; the next one begins in "
-                f"{self._schedule.window - slot} steps. Windows need save() after every step"
+                f"{decision.span.last + 1 - step} steps. Windows need save() after every step"
             )
-        return self._choose_slot(step - slot, slot)
+        return self._choose_slot(decision.span.first, slot)
 
-    def _decide(self, step: int) -> None:
-        """Take what the ranks have decided about the window whose first save is that of `step`.
-
-        Raises:
-            SnapshotSkippedError: they have not.
-        """
-        assert self._planned is not None
-        decision = self._deciding.decision(self._number(step), self._wait_s)
-        if decision.whole:
-            self._whole = step
+    def _plan_window(self, decision: WindowDecision) -> None:
+        """Plan the saves of the window that begins."""
         if decision.schedule != self._schedule:
+            assert self._planned is not None
             self._schedule = decision.schedule
             self._plan_slots(*self._planned)
 
@@ -265,6 +289,11 @@ class WindowCapture(CaptureStrategy):
             # The state to which a recovery shall bring them, by repeating steps of optimizers.
             digested=state_of_others if completes and not repeats_training else frozenset(),
         )
+
+    def on_staged(
+        self, generation: Generation, choice: CaptureChoice, began_s: float, now_s: float
+    ) -> None:
+        self._durations.on_copied(generation, choice.nbytes, began_s, now_s)
 
     def record(
         self,
@@ -290,18 +319,15 @@ class WindowCapture(CaptureStrategy):
         self._open = None
 
 
-def _check_whole_experts(sources: Sequence[TensorSource]) -> None:
-    """Raise InvalidJobError when an expert is cut over ranks, so that none holds it whole."""
-    for source in sources:
-        if source.unit.kind is UnitKind.EXPERT and source.whole.global_shape not in (
-            (),
-            tuple(source.tensor.shape),
-        ):
-            raise InvalidJobError(
-                f"{source.name} is a part of {source.unit}, which is sharded over ranks; sparse "
-                f"windows need whole experts: shard only what is no expert, or use "
-                f"snapshot.policy.type Full"
-            )
+def _bytes_of(layout: Layout, schedules: Sequence[Schedule]) -> tuple[WindowBytes, ...]:
+    """Bytes that this rank copies in a window of each of `schedules`, but for what a window's first
+    or last save holds of every unit, such as buffers."""
+    state, frames = Counter[UnitKey](), Counter[UnitKey]()
+    for entry in layout.entries:
+        state[UnitKey.parse(entry.unit)] += entry.nbytes
+    for entry in compute_entries(layout):
+        frames[UnitKey.parse(entry.unit)] += entry.nbytes
+    return tuple(bytes_of_window(schedule, state, frames) for schedule in schedules)
 
 
 def _plan(

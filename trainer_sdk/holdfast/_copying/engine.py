@@ -144,15 +144,21 @@ class CopyEngine:
         return capture.digests
 
     def hash_rest(self, target: Placed, digests: Digests, written: Flags) -> None:
-        """Put the digests of the pieces that no save of a window has filled into `digests`.
+        """Put the digests of the pieces that no save of a window has filled into `digests`. They
+        hold zeros afterwards: what a longer window has left there would differ from one snapshot
+        to the next, and would be protected.
 
         Args:
             digests: uint64 [pieces in front of the extras].
             written: pieces whose digest is there already, bool [the same].
         """
         size = target.layout.piece_bytes
+        zeros = bytes(size)
+        empty = xxh3_64_intdigest(zeros)
         for piece in np.flatnonzero(~written).tolist():
-            digests[piece] = xxh3_64_intdigest(target.view(piece * size, size))
+            if xxh3_64_intdigest(target.view(piece * size, size)) != empty:
+                target.write(piece * size, zeros)
+            digests[piece] = empty
 
     def finish(self, target: Placed, extras: bytes, digests: Digests) -> bytes:
         """Write the extras behind the tensors, and hash the pieces that `capture` could not.

@@ -227,6 +227,7 @@ class TrainerReport(SaveTotals):
     save_period_s: float
     staged_s: float
     interval_steps: int = 0
+    window_steps: int = 0
     loss: LossReport | None = None
     plan: PlanReport | None = None
 

@@ -43,7 +43,7 @@ from holdfast._state.capture import TensorSource
 from holdfast._state.in_place import InPlaceCheck
 from holdfast_core.errors import HoldfastError, InvalidJobError, SnapshotSkippedError
 from holdfast_core.snapshots.generations import Generation
-from holdfast_core.snapshots.layouts import Layout
+from holdfast_core.snapshots.layouts import SLOTS_MAX, SLOTS_MIN, Layout
 from holdfast_core.snapshots.units import UnitKey
 from holdfast_core.topology import Topology
 
@@ -299,6 +299,15 @@ class SavePipeline:
         if again:
             self._tally.forgive()
             _warn_of_large_extras(len(task.call.extras))
+            if self.strategy.rules.window and link.slots <= SLOTS_MIN:
+                _log.warning(
+                    "this rank has %d slots, in which no window can begin while the previous one "
+                    "is being protected: every second window is left out unless that takes less "
+                    "than a step; set snapshot.slots to %d, and memoryPerNode to what they need "
+                    "(holdfast plan shows it)",
+                    link.slots,
+                    SLOTS_MAX,
+                )
         self.strategy.on_opened(layout, sources, tensors.gradients)
         self._casts.on_session_opened(layout, sources)
 
@@ -321,6 +330,7 @@ class SavePipeline:
         # for other ranks, so it comes before the slot is taken.
         with self._final_problems():
             choice = self.strategy.choose(call, self._newest)
+        self._tally.counters.window_steps = self.strategy.window_steps
         compared = self._check.due(call.number, self._settings.start_wait_s / 2)
         # Take a slot, unless the window already has one.
         snapshot, carried = self.snapshot, False

@@ -42,6 +42,8 @@ class SaveCounters:
     """Bytes of tensors that the newest staged save copied."""
     interval_steps: int = 0
     """Steps from one snapshot to the next, if the interval is measured; otherwise 0."""
+    window_steps: int = 0
+    """Steps of the newest sparse window; 0 where snapshots are of one step."""
 
 
 IDLE_S = 0.5
@@ -119,6 +121,7 @@ class Tally:
                 save_period_s=counters.save_period_s,
                 staged_s=counters.staged_s,
                 interval_steps=counters.interval_steps,
+                window_steps=counters.window_steps,
                 loss=counters.loss.report,
                 plan=counters.plan,
             )

@@ -102,6 +102,8 @@ class AssumedCosts:
     """Steps from snapshot to snapshot that the job asks for; 0: as many as cost least."""
     window_steps: int = 0
     """Steps of a window that the job asks for; 0: the least whose saves a step hides."""
+    window_max: int = WINDOW_MAX
+    """Most steps of a window that is as long as a step requires."""
     first_experts: int = 1
     """First K of experts that take turns."""
     slower: float = 0.0
@@ -320,7 +322,7 @@ class _Maker:
     def sparse(self, kind: PolicyKind, *, by_stage: bool) -> PolicyModel:
         costs = self._costs
         window = costs.window_steps or next(
-            (w for w in range(1, WINDOW_MAX) if self._fits(w)), WINDOW_MAX
+            (w for w in range(1, costs.window_max) if self._fits(w)), costs.window_max
         )
         nbytes = self._slot_bytes(window)
         level = self._level(nbytes, 1, experts=costs.experts_per_layer)

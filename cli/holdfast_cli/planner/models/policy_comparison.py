@@ -44,6 +44,7 @@ from holdfast_core.experts.pec import select_sequential
 from holdfast_core.experts.recompute import GRADIENT_SHARE
 from holdfast_core.experts.tables import ExpertTable
 from holdfast_core.experts.token_loss import check_limit
+from holdfast_core.job.intervals import AUTO
 from holdfast_core.job.parsing import MoETrainingJob, PolicyType
 from holdfast_core.job.snapshots import (
     Full,
@@ -251,9 +252,10 @@ class _World:
         enough. Gradients have as many bytes as weights, so saves cost the same whether a recovery
         repeats training or only the optimizer."""
         assumed, spec = self._assumed, self._job.spec
-        losses = spec.redundancy.losses
+        losses, asked = spec.redundancy.losses, spec.snapshot.policy.chosen
+        adapts_to = asked.window_steps if asked.adapts else 0
         rates = [assumed.copy_bytes_s, *([assumed.network_bytes_s / losses] if losses else [])]
-        plan = plan_window(self._table, min(rates) * assumed.step_s * spec.nodes)
+        plan = plan_window(self._table, min(rates) * assumed.step_s * spec.nodes, adapts_to)
         if plan.window == 1:
             return []
         # Each save is divided between ranks as a full snapshot is.
@@ -262,7 +264,7 @@ class _World:
         share = plan.save_bytes / whole_bytes
         node_bytes = max(self._by_node(whole))
         copy_s = node_bytes * share / assumed.copy_bytes_s
-        of_window = plan.window_bytes / whole_bytes
+        of_window, of_slot = (one / whole_bytes for one in (plan.window_bytes, plan.slot_bytes))
         protect_s = node_bytes * of_window / plan.window * losses / assumed.network_bytes_s
         stall_s = save_overhead_s(copy_s, assumed.step_s)
         # A recovery repeats windows, and the steps until the newest one was protected.
@@ -274,18 +276,20 @@ class _World:
         )
         windows = REPEATED_WINDOWS - (repeats is Repeats.OPTIMIZER)
         lost_steps = windows * plan.window + protect_s * plan.window / assumed.step_s
-        nodes_of = partial(self._nodes, self._whole, scale=of_window)
+        nodes_of = partial(self._nodes, self._whole, scale=of_slot)
         cost = PolicyCost(
             policy=kind,
             experts=plan.window,
-            settings={"window": plan.window}
+            settings=(
+                {"window": AUTO, "maxWindow": adapts_to} if adapts_to else {"window": plan.window}
+            )
             | ({} if repeats is Repeats.TRAINING else {"repeats": repeats.value}),
             window_steps=plan.window,
             repeats=repeats,
             rank_bytes=round(max(whole) * share),
             job_bytes=plan.save_bytes,
             memory_bytes=max(
-                node.total_bytes for node in nodes_of(self._slots_chosen(self._whole, of_window))
+                node.total_bytes for node in nodes_of(self._slots_chosen(self._whole, of_slot))
             ),
             slots=compare_slots(
                 nodes_of,

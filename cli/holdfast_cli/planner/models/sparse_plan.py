@@ -24,12 +24,19 @@ class SparsePlan:
     save_bytes: int
     """Bytes of its largest save."""
     window_bytes: int
-    """Bytes of all its saves, which one slot of the arenas holds."""
+    """Bytes of all its saves."""
+    slot_bytes: int
+    """Bytes for which one slot of the arenas has room: of this window, or of the longest to which
+    it may adapt."""
 
 
-def plan_window(table: ExpertTable, budget_bytes: float) -> SparsePlan:
+def plan_window(table: ExpertTable, budget_bytes: float, adapts_to: int = 0) -> SparsePlan:
     """The shortest window whose saves hold at most `budget_bytes`, but no longer than a job may ask
     for.
+
+    Args:
+        adapts_to: most steps of a window whose length follows from measurement; 0 where the length
+            that is found is fixed.
 
     Of the 14 bytes of state per parameter, 2 are compute weights that follow from their masters.
     Everything but the experts is divided evenly between the layers.
@@ -50,7 +57,14 @@ def plan_window(table: ExpertTable, budget_bytes: float) -> SparsePlan:
         ]
     )
     schedule = find_window(operators, int(budget_bytes))
-    if schedule.window > WINDOW_MAX:
-        schedule = cut(operators, WINDOW_MAX)
+    longest = adapts_to or WINDOW_MAX
+    if schedule.window > longest:
+        schedule = cut(operators, longest)
     saves = save_bytes(schedule, operators)
-    return SparsePlan(window=schedule.window, save_bytes=max(saves), window_bytes=sum(saves))
+    lengths = [cut(operators, steps) for steps in range(1, adapts_to + 1)]
+    return SparsePlan(
+        window=schedule.window,
+        save_bytes=max(saves),
+        window_bytes=sum(saves),
+        slot_bytes=max(sum(save_bytes(one, operators)) for one in (schedule, *lengths)),
+    )

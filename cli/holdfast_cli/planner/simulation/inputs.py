@@ -284,7 +284,11 @@ def _setting(
         case SparseWindows():
             catches_up = policy.repeats is Repeats.OPTIMIZER
             kind = PolicyKind.SPARSE_GRADS if catches_up else PolicyKind.SPARSE_GLOBAL
-            costs = replace(costs, window_steps=policy.window)
+            costs = (
+                replace(costs, window_max=policy.window_steps)
+                if policy.adapts
+                else replace(costs, window_steps=policy.window_steps)
+            )
     if job.spec.may_shrink:
         kind = PolicyKind.FEWER
     interval = job.spec.snapshot.interval

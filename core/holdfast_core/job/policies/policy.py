@@ -49,6 +49,11 @@ class Policy(Document, frozen=True, kw_only=True):
         return 0
 
     @property
+    def adapts(self) -> bool:
+        """Whether windows are as long as measurement requires, and no longer than that."""
+        return False
+
+    @property
     def repeated(self) -> Repeats:
         """What a recovery repeats of the steps of a window."""
         return Repeats.TRAINING

@@ -12,12 +12,16 @@ from msgspec import Meta
 
 from holdfast_core.experts.popularity import ExpertOrder
 from holdfast_core.experts.sparse_windows import Repeats
+from holdfast_core.experts.window_lengths import WINDOW_START
+from holdfast_core.job.intervals import AUTO
 from holdfast_core.job.policies.policy import Policy
 from holdfast_core.job.rule import Rule
 
 WINDOW_MAX = 16
 """Most steps of a sparse window: a recovery repeats one and a half windows on average (MoEvement
 §3.6)."""
+WINDOW_AUTO_MAX = 8
+"""Default of the most steps of a window whose length follows from measurement."""
 
 
 class SparseWindows(Policy, frozen=True, kw_only=True):
@@ -29,21 +33,41 @@ class SparseWindows(Policy, frozen=True, kw_only=True):
         "repeats the steps of the window, and loses no token. Needs a snapshot after every step"
     )
 
-    window: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=WINDOW_MAX,
-            description="the number of steps in which every unit is captured once",
-            examples=[6],
-            extra={
-                "more": "A longer window means fewer bytes at each step, and more steps to repeat "
-                "after a recovery: one and a half windows on average. `holdfast plan` "
-                "shows how long a window must be for its saves to hide behind a step. A "
-                "model with fewer units than this has a shorter window."
-            },
-        ),
-    ] = 4
+    window: (
+        Annotated[
+            str,
+            Meta(
+                max_length=32,
+                description="the number of steps in which every unit is captured once",
+                examples=[6],
+                extra={
+                    "more": "A longer window means fewer bytes at each step, and more steps to "
+                    "repeat after a recovery: one and a half windows on average. `holdfast plan` "
+                    "shows how long a window must be for its saves to hide behind a step. A "
+                    "model with fewer units than this has a shorter window. auto: as long as the "
+                    "measured duration of a step and the measured bandwidth of saves require "
+                    f"(MoEvement §3.5), from {WINDOW_START} steps at first up to maxWindow."
+                },
+            ),
+        ]
+        | int
+    ) = 4
+    max_window: (
+        Annotated[
+            int,
+            Meta(
+                ge=1,
+                le=WINDOW_MAX,
+                description="the most steps of a window that adapts",
+                examples=[8],
+                extra={
+                    "more": "Only with window auto. Slots have room for a window of this length, "
+                    f"however long the present one is. Without it, {WINDOW_AUTO_MAX}."
+                },
+            ),
+        ]
+        | None
+    ) = None
     order: Annotated[
         ExpertOrder,
         Meta(
@@ -90,7 +114,13 @@ class SparseWindows(Policy, frozen=True, kw_only=True):
 
     @property
     def window_steps(self) -> int:
-        return self.window
+        if isinstance(self.window, int):
+            return self.window
+        return WINDOW_AUTO_MAX if self.max_window is None else self.max_window
+
+    @property
+    def adapts(self) -> bool:
+        return self.window == AUTO
 
     @property
     def repeated(self) -> Repeats:
@@ -100,6 +130,19 @@ class SparseWindows(Policy, frozen=True, kw_only=True):
     def field_rules(cls) -> tuple[Rule, ...]:
         path = f"spec.snapshot.policy.{cls.field_name()}"
         return (
+            Rule(
+                rule=f"type(self.window) == int ? self.window >= 1 && self.window <= {WINDOW_MAX} "
+                f": self.window == '{AUTO}'",
+                says=f"not a number of steps; write {AUTO}, or a number from 1 to {WINDOW_MAX}",
+                field=".window",
+            ),
+            Rule(
+                rule=f"!has(self.maxWindow) || self.window == '{AUTO}'",
+                says=f"is given, but {path}.window is %s, which has that many steps; remove it, or "
+                f"set the window to {AUTO}",
+                values=("self.window",),
+                field=".maxWindow",
+            ),
             Rule(
                 rule="!has(self.decay) || self.order == 'TimeDecayed'",
                 says=f"is given, but {path}.order is %s; remove it, or set the order to "

@@ -209,6 +209,9 @@ def test_a_jobs_own_policy_and_interval_are_what_is_changed(
     job.write_text(JOB.replace("  model:", spec + "  model:"))
     text = printed(capsys, job, "--mtbf", "10m", "--spares", "90")
     assert "As it is (sparse-global, W = 12)" in text
+    job.write_text(JOB.replace("  model:", spec.replace("12", "auto") + "  model:"))
+    text = printed(capsys, job, "--mtbf", "10m", "--spares", "90")
+    assert "As it is (sparse-global, W = 1)" in text, "as short as the step allows"
 
 
 def test_a_replayed_trace_has_levers_too(

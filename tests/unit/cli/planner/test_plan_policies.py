@@ -136,6 +136,25 @@ def test_what_is_recommended_can_be_written_into_the_job(
     assert parsed(JOB + written).spec.snapshot.interval.steps == 2
 
 
+def test_windows_that_adapt_stay_so_and_need_room_for_the_longest(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fast = ["--copy-bandwidth", "5G", "--network-bandwidth", "10G"]
+    rows = {}
+    for longest in (2, 12):
+        policy = f"{{type: Sparse, sparse: {{window: auto, maxWindow: {longest}}}}}"
+        job.write_text(JOB + f"  snapshot: {{policy: {policy}}}\n")
+        text = printed(capsys, job, *SIZES, *fast)
+        rows[longest] = next(row for row in text.splitlines() if row.startswith("Sparse 2 "))
+        _, _, after = text.partition("recommended: Sparse")
+        written = after[after.index("  snapshot:") : after.index("model:")]
+        assert parsed(JOB + written).spec.snapshot.policy.chosen == SparseWindows(
+            window="auto", max_window=longest, repeats=Repeats.OPTIMIZER
+        )
+    differing = [a != b for a, b in zip(rows[2].split(), rows[12].split(), strict=True)]
+    assert sum(differing) == 1, "only the memory differs"
+
+
 def test_the_plan_of_an_automatic_interval_shows_what_to_expect(
     job: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

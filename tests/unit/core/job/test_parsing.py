@@ -219,8 +219,14 @@ def test_sparse_windows_have_a_length() -> None:
     text = job.variables["HOLDFAST_POLICY"]
     assert json.loads(text) == {
         "type": "Sparse",
-        "sparse": {"decay": None, "order": "Fixed", "repeats": "Training", "window": 6},
-    }
+        "sparse": {"order": "Fixed", "repeats": "Training", "window": 6},
+    }, "images of an older version do not know the other fields"
+    adapting = {"type": "Sparse", "sparse": {"window": "auto", "maxWindow": 12}}
+    job = parse_job(document(snapshot={"policy": adapting}))
+    policy = msgspec.json.decode(job.variables["HOLDFAST_POLICY"], type=PolicySpec).chosen
+    assert policy == SparseWindows(window="auto", max_window=12)
+    assert (policy.adapts, policy.window_steps) == (True, 12)
+    assert (SparseWindows(window="auto").window_steps, SparseWindows().adapts) == (8, False)
 
 
 def test_a_policy_reaches_the_trainer_in_its_environment() -> None:

@@ -358,6 +358,21 @@ def test_a_window_that_is_given_up_leaves_its_slot_and_the_next_has_a_later_end(
     assert granted(engine, 6, 8) == slot
 
 
+@pytest.mark.parametrize("slots", [2, 3])
+def test_a_window_that_two_slots_leave_out_says_what_to_change(slots: int) -> None:
+    engine = Engine(slots)
+    engine.save(1)
+    for slot in engine.arena.slots[1:]:  # as while it is being protected
+        slot.state, slot.generation = SlotState.SEALED, Generation(1, 1 + slot.index)
+    with pytest.raises(SnapshotSkippedError) as skipped:
+        granted(engine, 8, 9)
+    assert "protection is behind" in str(skipped.value)
+    assert ("set snapshot.slots to 3" in str(skipped.value)) == (slots == 2)
+    with pytest.raises(SnapshotSkippedError) as skipped:
+        engine.grant(10)
+    assert "snapshot.slots" not in str(skipped.value), "other snapshots are taken when it is over"
+
+
 def test_a_window_that_ends_before_it_begins_is_refused() -> None:
     with pytest.raises(StepOrderError, match="a window from step 6 to step 5"):
         granted(Engine(), 6, 5)

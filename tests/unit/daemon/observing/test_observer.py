@@ -233,10 +233,15 @@ def test_saves_are_as_slow_as_the_slowest_rank_at_work() -> None:
         session_of(engine, rank, pid)
     assert bench.read(1.0, "save_staged_seconds") == 0.0
     for session, staged_s in (("s0", 0.25), ("s1", 0.5)):
-        pace = SavePace(period_s=2.0, staged_s=staged_s, interval_steps=4)
+        pace = SavePace(period_s=2.0, staged_s=staged_s, interval_steps=4, window_steps=6)
         engine.progress(session, step=1, now=1.0, pace=pace)
-    names = ("save_staged_seconds", "save_period_seconds", "save_interval_steps")
-    assert [bench.read(2.0, name) for name in names] == [0.5, 2.0, 4]
+    names = (
+        "save_staged_seconds",
+        "save_period_seconds",
+        "save_interval_steps",
+        "save_window_steps",
+    )
+    assert [bench.read(2.0, name) for name in names] == [0.5, 2.0, 4, 6]
     for session in ("s0", "s1"):
         engine.session_ended(session, clean=True, now=3.0)
-    assert [bench.read(4.0, name) for name in names] == [None] * 3
+    assert [bench.read(4.0, name) for name in names] == [None] * 4

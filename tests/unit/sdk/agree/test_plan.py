@@ -74,7 +74,7 @@ def test_windows_with_gradients_refuse_ranks_whose_optimizers_hold_other_paramet
             CaptureRules(window=2, repeats=repeats),
         )
 
-    assert plan(Repeats.TRAINING).schedule.slots
+    assert plan(Repeats.TRAINING).schedules
     with pytest.raises(
         InvalidJobError, match="rank 0 holds dense, but no optimizer of rank 2 does"
     ):

@@ -1,5 +1,5 @@
-"""What all ranks decide about sparse windows together: the order of experts, and which of them
-gives way to a snapshot of one step."""
+"""What all ranks decide about sparse windows together: their lengths, the order of experts, and
+which of them gives way to a snapshot of one step."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from holdfast._agree.exchange import Alone
-from holdfast._agree.window_order import WindowDecision, WindowDecisions
-from holdfast_core.errors import SnapshotSkippedError, UnreachableError
+from holdfast._agree.window_order import WindowDecisions
+from holdfast_core.errors import UnreachableError
 from holdfast_core.experts.sparse_windows import Schedule
 from holdfast_core.job.snapshots import ExpertOrder, SparseWindows
 from holdfast_core.snapshots.units import UnitKey, UnitKind
@@ -46,15 +46,26 @@ def exchange() -> Gated:
 @pytest.fixture
 def deciding(exchange: Gated) -> Iterator[WindowDecisions]:
     made = WindowDecisions(exchange, BY_TOKENS)
-    made.start(ORIGIN, FIRST, [UNITS])
+    made.start(ORIGIN, [FIRST], FIRST, [UNITS])
     yield made
     exchange.open.set()
     made.close(WAIT_S)
 
 
+def first_step(window: int) -> int:
+    """Step of the first save of a window of `FIRST`."""
+    return ORIGIN + 1 + 2 * window
+
+
+def end_windows(deciding: WindowDecisions, windows: int) -> None:
+    """Call the saves of the first `windows` windows, and one more."""
+    deciding.on_save_called(first_step(windows))
+
+
 def schedule(deciding: WindowDecisions, window: int, wait_s: float = WAIT_S) -> Schedule:
-    found = deciding.decision(window, wait_s)
-    assert not found.whole
+    found = deciding.at(first_step(window), wait_s)
+    assert found is not None
+    assert (found.span.first, found.span.number, found.whole) == (first_step(window), window, False)
     return found.schedule
 
 
@@ -66,7 +77,7 @@ def test_the_order_follows_what_all_ranks_have_counted(
     for window in range(50):
         assert schedule(deciding, window + 1) == FIRST
         deciding.count({UNITS[1]: 5}, {0: 5})
-        deciding.on_windows_ended(window + 1)
+        end_windows(deciding, window + 1)
     assert schedule(deciding, 51) == OTHER
 
 
@@ -74,9 +85,8 @@ def test_a_window_that_is_not_decided_yet_is_left_out(
     deciding: WindowDecisions, exchange: Any
 ) -> None:
     assert schedule(deciding, 0, 0.0) == schedule(deciding, 1, 0.0) == FIRST
-    deciding.on_windows_ended(1)
-    with pytest.raises(SnapshotSkippedError, match="have not agreed in time on this window"):
-        deciding.decision(2, 0.0)
+    end_windows(deciding, 1)
+    assert deciding.at(first_step(2)) is None
     exchange.open.set()
     assert schedule(deciding, 2) == FIRST
 
@@ -86,11 +96,10 @@ def test_a_rank_that_missed_a_sum_captures_no_later_window(
 ) -> None:
     """Others may have got it, and order experts otherwise."""
     exchange.fails = True
-    deciding.on_windows_ended(1)
+    end_windows(deciding, 1)
     exchange.open.set()
     for window in (2, 3, 60):
-        with pytest.raises(SnapshotSkippedError):
-            deciding.decision(window, WAIT_S)
+        assert deciding.at(first_step(window), WAIT_S) is None
 
 
 @pytest.mark.parametrize(("policy", "groups"), [(BY_TOKENS, []), (FIXED, [UNITS])])
@@ -101,9 +110,9 @@ def test_without_an_order_to_lose_windows_go_on_after_a_sum_that_failed(
     exchange.fails = True
     exchange.open.set()
     deciding = WindowDecisions(exchange, policy)
-    deciding.start(ORIGIN, FIRST, groups)
+    deciding.start(ORIGIN, [FIRST], FIRST, groups)
     deciding.want_whole(100)
-    deciding.on_windows_ended(70)
+    end_windows(deciding, 70)
     assert [schedule(deciding, window) for window in (2, 70)] == [FIRST, FIRST]
     deciding.close(WAIT_S)
 
@@ -115,12 +124,12 @@ def test_a_snapshot_of_one_step_that_any_rank_wants_takes_the_place_of_the_windo
     exchange = Gated([int(not own)])
     exchange.open.set()
     deciding = WindowDecisions(exchange, FIXED)
-    deciding.start(ORIGIN, FIRST, [UNITS])
+    deciding.start(ORIGIN, [FIRST], FIRST, [UNITS])
     if own:
         deciding.want_whole(ORIGIN)
-    deciding.on_windows_ended(1)
-    assert deciding.decision(1, 0.0) == WindowDecision(schedule=FIRST)
-    assert deciding.decision(2, WAIT_S) == WindowDecision(schedule=FIRST, whole=True)
+    end_windows(deciding, 1)
+    found = [deciding.at(first_step(window), WAIT_S) for window in (1, 2)]
+    assert [(one.schedule, one.whole) for one in found if one] == [(FIRST, False), (FIRST, True)]
     deciding.close(WAIT_S)
 
 
@@ -129,12 +138,14 @@ def test_one_snapshot_of_one_step_answers_all_wishes_for_one_after_an_earlier_st
     exchange = Gated([0])
     exchange.open.set()
     deciding = WindowDecisions(exchange, FIXED)
-    deciding.start(ORIGIN, FIRST, [UNITS])
+    deciding.start(ORIGIN, [FIRST], FIRST, [UNITS])
     whole = []
     for window, wish in enumerate((10, 13, 15, 15, 16, 16, 16)):
         deciding.want_whole(wish)
-        deciding.on_windows_ended(window + 1)
-        if deciding.decision(window + 2, WAIT_S).whole:
-            whole.append(ORIGIN + 2 * (window + 2) + 1)
+        end_windows(deciding, window + 1)
+        found = deciding.at(first_step(window + 2), WAIT_S)
+        assert found is not None
+        if found.whole:
+            whole.append(found.span.first)
     assert whole == [18]
     deciding.close(WAIT_S)

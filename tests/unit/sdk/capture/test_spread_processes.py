@@ -1,4 +1,5 @@
-"""Two processes whose experts lie partly on each: some experts in each snapshot.
+"""Two processes whose experts lie partly on each: some experts in each snapshot, or in each save of
+a sparse window.
 
 With FSDP2; with tensor parallelism of plain tensors; and with ZeroRedundancyOptimizer, which is
 sharded by parameters, where replicas hold the weights.
@@ -21,21 +22,32 @@ from ranks import run_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import holdfast
 from holdfast.testing import FakeDaemon
-from holdfast_core.job.snapshots import ExpertChoice, PartialExperts, Selective
+from holdfast_core.job.snapshots import (
+    ExpertChoice,
+    PartialExperts,
+    Policy,
+    Repeats,
+    Selective,
+    SparseWindows,
+)
 from holdfast_core.snapshots.generations import Generation
 
 WAIT_S = 60.0
 WORLD = 2
 EXPERTS = 4
 WIDTH = 96
-POLICIES = {
+POLICIES: dict[str, Policy] = {
     "turn": PartialExperts(experts_per_layer=1, loss_limit=1),
     "load": PartialExperts(experts_per_layer=1, selection=ExpertChoice.LOAD_AWARE, loss_limit=1),
     "selective": Selective(experts=1, loss_limit=1),
+}
+
+WINDOWS: dict[str, Policy] = {
+    f"repeats {repeats}": SparseWindows(window=3, repeats=repeats) for repeats in Repeats
 }
 
 State = dict[str, torch.Tensor]
@@ -58,13 +70,42 @@ class Layer(nn.Module):
         return x
 
 
+class Stack(nn.Module):
+    """Four experts in one tensor, of which each rank holds a part of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / WIDTH)
+
+    def forward(self, x: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("be,bd,edf->bf", shares, x, self.w)
+
+
+class StackedLayer(nn.Module):
+    """A dense part, a gate and four stacked experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(WIDTH, WIDTH)
+        self.gate = nn.Linear(WIDTH, EXPERTS)
+        self.experts = Stack()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.dense(x)
+        experts: torch.Tensor = self.experts(x, self.gate(x).softmax(-1))
+        return x + experts
+
+
 def make_model(seed: int, way: str, rank: int) -> nn.Module:
     torch.manual_seed(seed + rank * (way == "tp"))
-    layer = Layer()
+    layer: Any = StackedLayer() if way == "fsdp of a stack" else Layer()
     model = nn.ModuleDict({"layers": nn.ModuleList([layer])})
     if way == "fsdp":
         for part in (*layer.experts, layer.dense, layer):
             fully_shard(part)
+    if way == "fsdp of a stack":
+        fully_shard(layer.experts, shard_placement_fn=lambda parameter: Shard(1))
+        fully_shard(layer)
     return model
 
 
@@ -90,18 +131,20 @@ class Run:
         self.model = make_model(self.seed, self.way, self.rank)
         self.optimizer = make_optimizer(self.model, self.way)
         self.daemon = FakeDaemon(self.directory, rank=self.rank, world_size=WORLD, epoch=self.epoch)
-        policy = POLICIES[self.policy]
-        tuned: dict[str, Any] = {"policy": policy}
+        torch.use_deterministic_algorithms(self.policy in WINDOWS)
         self.session = holdfast.init(
             model=self.model,
             optimizer=self.optimizer,
             daemon=self.daemon,
             topology=holdfast.Topology(dp=1, tp=WORLD) if self.way == "tp" else None,
             settings=holdfast.Settings(
-                start_wait_s=WAIT_S, exchange_timeout_s=WAIT_S, reopen_backoff_s=0.0, **tuned
+                start_wait_s=WAIT_S,
+                exchange_timeout_s=WAIT_S,
+                reopen_backoff_s=0.0,
+                policy=(POLICIES | WINDOWS)[self.policy],
             ),
         )
-        self.session.restore()
+        self.restored = self.session.restore()
         self.states: dict[int, State] = {}
 
     def train(self, step: int) -> None:
@@ -182,6 +225,32 @@ def comes_back(rank: int, directory: str, policy: str, way: str) -> None:
     run.session.close()
 
 
+def is_killed_in_a_window(rank: int, directory: str, policy: str, way: str) -> None:
+    """After a window of the steps 2 to 4, in the next one. Nobody is disturbed until step 7."""
+    run = Run(rank, directory, policy, way)
+    for step in range(1, 6):
+        run.train(step)
+        run.session.save(step).staged.result(WAIT_S)
+    run.session.close()
+    for step in (6, 7):
+        run.train(step)
+    torch.save(run.states, f"{directory}/killed-{rank}")
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def repeats_a_window(rank: int, directory: str, policy: str, way: str) -> None:
+    run = Run(rank, directory, policy, way, seed=7, epoch=2)
+    assert run.restored == (2 if policy == "repeats Training" else 4)
+    states = torch.load(f"{directory}/killed-{rank}")
+    for step in range(run.restored + 1, 8):
+        run.train(step)
+        run.session.save(step)
+        if step >= 4:
+            same(run.state(), states[step])
+    run.session.close()
+
+
 def one_daemon_lost_the_snapshot_before(rank: int, directory: str, policy: str) -> None:
     run = Run(rank, directory, policy)
     for step in (1, 2):
@@ -238,3 +307,23 @@ def test_a_rank_that_lost_its_snapshot_skips_one_save_and_then_all_capture_every
     tmp_path: Path,
 ) -> None:
     in_processes(one_daemon_lost_the_snapshot_before, tmp_path, "turn")
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("way", "policy"),
+    [
+        pytest.param("fsdp", "repeats Training", marks=pytest.mark.exhaustive),
+        pytest.param("fsdp", "repeats Optimizer", marks=pytest.mark.exhaustive),
+        ("fsdp of a stack", "repeats Training"),
+        pytest.param("fsdp of a stack", "repeats Optimizer", marks=pytest.mark.exhaustive),
+        pytest.param("tp", "repeats Training", marks=pytest.mark.exhaustive),
+        pytest.param("tp", "repeats Optimizer", marks=pytest.mark.slow),
+    ],
+)
+def test_windows_whose_experts_lie_partly_on_each_rank_are_repeated_bit_for_bit(
+    tmp_path: Path, policy: str, way: str
+) -> None:
+    with pytest.raises(AssertionError, match="SIGKILL"):
+        in_processes(is_killed_in_a_window, tmp_path, policy, way)
+    in_processes(repeats_a_window, tmp_path, policy, way)

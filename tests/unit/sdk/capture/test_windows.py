@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from concurrent.futures import wait
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import holdfast
 from holdfast._agree.exchange import Alone
 from holdfast._capture.window_records import decode_record
+from holdfast._daemon.client import Opened
 from holdfast._elastic.session import ElasticSession
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import UnreachableError
@@ -98,6 +100,35 @@ def test_a_replay_gives_the_bits_of_the_run_that_never_failed(
         session.save(step)
         if step >= last:
             same(trainer.state(), states[step])
+
+
+class FewSlots(FakeDaemon):
+    """Calls the arenas that it gives arenas of so many slots."""
+
+    slots = 3
+
+    def open(self, *request: Any) -> Opened:
+        return replace(super().open(*request), slots=self.slots)
+
+
+@pytest.mark.parametrize(
+    ("policy", "slots"), [(SparseWindows(), 2), (SparseWindows(), 3), (Full(), 2)]
+)
+def test_two_slots_for_windows_are_announced(
+    policy: Any,
+    slots: int,
+    make_trainer: Any,
+    open_session: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer, daemon = make_trainer(), FewSlots(tmp_path)
+    daemon.slots = slots
+    session = open_session(trainer, daemon, policy=policy)
+    trainer.train()
+    session.save(1).committed.result(WAIT_S)
+    announced = "every second window is left out" in caplog.text
+    assert announced == (slots == 2 and isinstance(policy, SparseWindows))
 
 
 def tied(base: Any) -> Any:

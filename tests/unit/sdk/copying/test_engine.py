@@ -375,6 +375,17 @@ def test_what_is_skipped_stays_as_it_is(engine: CopyEngine) -> None:
             assert target.read(at, flat.numel()) == flat.numpy().tobytes()
 
 
+def test_pieces_that_no_save_has_written_are_the_same_in_all_snapshots(engine: CopyEngine) -> None:
+    """They hold what a longer window has left there, which nobody needs, nor shall protect."""
+    target = placed(3 * PIECE, 4 * PIECE)
+    target.write(0, bytes(range(3 * PIECE)))
+    digests, written = np.array([7, 0, 0], dtype="<u8"), np.array([True, False, False])
+    engine.hash_rest(target, digests, written)
+    assert target.read(0, 3 * PIECE) == bytes(range(PIECE)) + bytes(2 * PIECE)
+    assert digests[1:].tobytes() == piece_digests(bytes(2 * PIECE), PIECE)
+    assert digests[0] == 7
+
+
 def test_tensors_may_change_before_everything_is_hashed() -> None:
     """What lies in the slot is hashed, not the tensors: so the last piece is changed there."""
     parts = parts_of([60 * PIECE], 6)

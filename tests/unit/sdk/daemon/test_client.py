@@ -98,6 +98,7 @@ REPORT = TrainerReport(
     save_period_s=0.1,
     staged_s=0.2,
     interval_steps=3,
+    window_steps=5,
 )
 OPEN = OpenRequest(epoch=2, layout=b"layout", largest_slot_bytes=99)
 RESTORE = RestoreRequest(epoch=2, no_replay="no pipeline")

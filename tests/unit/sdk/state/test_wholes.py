@@ -14,18 +14,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from holdfast import Topology
-from holdfast._agree.exchange import Alone
 from holdfast._agree.plan import layout_of, own_shards, plan_alone, table_of
-from holdfast._agree.window_order import WindowDecisions
-from holdfast._capture.windows import WindowCapture
 from holdfast._state.capture import LiveState, TensorSource, Whole
 from holdfast._state.dtensors import is_box
-from holdfast_core.errors import InvalidJobError
-from holdfast_core.job.snapshots import SparseWindows
 from holdfast_core.snapshots.layouts import Entry
 
 RANK = 5
-WAIT_S = 20.0
 
 
 @pytest.fixture
@@ -73,30 +67,6 @@ def test_slices_of_a_sharded_stack_are_numbered_over_all_ranks(mesh: DeviceMesh)
     assert list(found) == ["experts.w[4]", "experts.w[5]"]
     whole = found["experts.w[4]"].whole
     assert (whole.global_shape, whole.global_offsets) == ((4, 6), (0, 3))
-
-
-def test_sparse_windows_refuse_experts_that_are_cut_over_ranks(mesh: DeviceMesh) -> None:
-    """As FSDP2 cuts them. Slices of a stack that ranks share out are whole experts."""
-    model: Any = nn.ModuleDict({"experts": nn.Module()})
-    model["dense"] = nn.Linear(6, 8, bias=False)
-    dense = DTensor.from_local(torch.zeros(2, 6), mesh, [Shard(0), Replicate()])
-    model["dense"].weight = nn.Parameter(dense)
-    base = plan_alone(RANK, Topology(dp=4, tp=2))
-    policy = SparseWindows()
-    windows = WindowCapture(policy, WindowDecisions(Alone(), policy), WAIT_S)
-    windows.on_save_called(0, 1, 0.0)
-    for placements, shape in (
-        ([Shard(0), Shard(2)], (2, 4, 3)),
-        ([Replicate(), Shard(1)], (8, 2, 6)),
-    ):
-        cut = DTensor.from_local(torch.zeros(shape), mesh, placements)
-        model["experts"].w = nn.Parameter(cut)
-        with pytest.raises(InvalidJobError, match=r"experts\.w\[\d\] is a part of .*whole experts"):
-            windows.on_agreed(base, [*sources(model).values()])
-    whole = DTensor.from_local(torch.zeros(2, 4, 6), mesh, [Shard(0), Replicate()])
-    model["experts"].w = nn.Parameter(whole)
-    windows.on_agreed(base, [*sources(model).values()])
-    windows.close(WAIT_S)
 
 
 def test_optimizer_states_lie_as_their_tensors_do(mesh: DeviceMesh) -> None:

@@ -111,6 +111,8 @@ def test_a_window_is_as_short_as_its_largest_save_allows(
     costs = replace(COSTS, network_bytes_s=network_bytes_s, copy_bytes_s=1e12)
     found = models(costs)
     assert found[PolicyKind.SPARSE].window_steps == window
+    limited = models(replace(costs, window_max=2))[PolicyKind.SPARSE]
+    assert limited.window_steps == min(window, 2)
     of_gradients = found[PolicyKind.SPARSE_GRADS]
     assert of_gradients.window_steps == window
     [of_slot], [of_window] = found[PolicyKind.SPARSE_GLOBAL].levels, of_gradients.levels
