@@ -36,6 +36,8 @@ def needed_pieces(
     for row in range(code.rows):
         for part in code.contributions(BlockId(position, row), payload_bytes, piece_bytes):
             first, end = part.range.start, part.range.start + part.range.nbytes
+            if first == end:
+                continue  # it starts where the payload ends, not on the grid
             pieces = range(first // piece_bytes, -(-end // piece_bytes))
             needed.setdefault(part.position, set()).update(pieces)
     return needed

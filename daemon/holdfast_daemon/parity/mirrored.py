@@ -86,7 +86,7 @@ class MirroredFetch:
         # Count the pieces of whole chunks, and those of them that have changed.
         sizes = {position: one.payload_bytes for position, one in self._manifests.items()}
         size = common_piece_bytes(self._manifests)
-        parts = code.contributions(which, sizes, size)
+        parts = [part for part in code.contributions(which, sizes, size) if part.range.nbytes]
         pieces = [
             (part.position, piece)
             for part in parts
