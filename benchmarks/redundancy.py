@@ -1,5 +1,9 @@
 """Parity fetched from other nodes, and parity from replicas on a node's own devices.
 
+Measured on four nodes with a plain data-parallel rank each: the bytes that cross the network, and
+when a snapshot is protected, with and without mirrors (`redundancy.mirrorReplicas`). A mirror is
+copied beside the computation, for which training waits as long as it waits anyway.
+
 Computed, for the papers' models and clusters: how much of a snapshot the other members of a parity
 group already hold on their devices, and what a node sends and copies with either source. Measured
 on this machine: how much longer a capture takes when its threads also read, hash and add up as many
@@ -257,12 +261,13 @@ class Way:
     """Time of a step in which training does not need its tensors."""
 
 
-FETCHED = Way(name="fetched", mirror=False, compute_s=1.0)
 WAYS = (
-    FETCHED,
+    Way(name="fetched", mirror=False, compute_s=1.0),
     Way(name="mirrored", mirror=True, compute_s=1.0),
-    Way(name="mirrored, no time to copy", mirror=True, compute_s=0.0),
+    Way(name="fetched, no computation", mirror=False, compute_s=0.0),
+    Way(name="mirrored, no computation", mirror=True, compute_s=0.0),
 )
+"""Ways with and without a mirror, in pairs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -276,7 +281,7 @@ class Parity:
     """Bytes that they took from mirrors, likewise."""
     protected_s: float
     protected: Figure
-    """Time from a save until it was protected, as a ratio to `FETCHED`."""
+    """Time from a save until it was protected, as a ratio to that without a mirror."""
     waited_s: float
     """Time of a step for which training waited for the save."""
 
@@ -330,17 +335,18 @@ def protect_each_way(size: int, rounds: int) -> list[Parity]:
     for _ in range(rounds):
         for way in WAYS:
             runs.setdefault(way, []).append(protect(way, size))
-    floors = [protected_s for *_, protected_s, _ in runs[FETCHED]]
     rows = []
     for way, found in runs.items():
         fetched, mirrored, protected_s, waited_s = map(statistics.median, zip(*found, strict=True))
+        floor = next(one for one in runs if not one.mirror and one.compute_s == way.compute_s)
+        times = ([each[2] for each in of] for of in (found, runs[floor]))
         rows.append(
             Parity(
                 way=way.name,
                 fetched=fetched,
                 mirrored=mirrored,
                 protected_s=protected_s,
-                protected=ratio([each[2] for each in found], floors, "× fetched"),
+                protected=ratio(*times, "× fetched"),
                 waited_s=waited_s,
             )
         )

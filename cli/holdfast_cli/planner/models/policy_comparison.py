@@ -519,6 +519,7 @@ class _World:
             slots=slots,
             redundancy=self._job.spec.redundancy.type,
             replicas=max(self._job.spec.redundancy.losses, 1),
+            mirrored=self._job.spec.redundancy.mirror_replicas,
         )
 
     def _objection(self, policy: PolicyType, experts: int, lost: float, *, grows: bool) -> str:

@@ -40,7 +40,7 @@ class Model(nn.Module):
         self.moe = Experts()
 
 
-def save_twice(rank: int, home: Path, topology: holdfast.Topology, policy: object) -> None:
+def save_twice(rank: int, home: Path, topology: holdfast.Topology) -> None:
     dist.init_process_group("gloo", init_method=f"file://{home}/store", rank=rank, world_size=RANKS)
     torch.manual_seed(0)
     model = Model()
@@ -80,7 +80,7 @@ def arenas(home: Path) -> Iterator[tuple[Layout, bytes, Manifest]]:
 
 
 def run(home: Path, topology: holdfast.Topology) -> list[tuple[Layout, bytes, Manifest]]:
-    run_ranks(save_twice, (home, topology, None), RANKS)
+    run_ranks(save_twice, (home, topology), RANKS)
     return list(arenas(home))
 
 
