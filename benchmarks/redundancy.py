@@ -339,14 +339,14 @@ def protect_each_way(size: int, rounds: int) -> list[Parity]:
     for way, found in runs.items():
         fetched, mirrored, protected_s, waited_s = map(statistics.median, zip(*found, strict=True))
         floor = next(one for one in runs if not one.mirror and one.compute_s == way.compute_s)
-        times = ([each[2] for each in of] for of in (found, runs[floor]))
+        times, floors = ([each[2] for each in of] for of in (found, runs[floor]))
         rows.append(
             Parity(
                 way=way.name,
                 fetched=fetched,
                 mirrored=mirrored,
                 protected_s=protected_s,
-                protected=ratio(*times, "× fetched"),
+                protected=ratio(times, floors, "× fetched"),
                 waited_s=waited_s,
             )
         )

@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -68,7 +70,7 @@ def main() -> None:
         began_s = time.perf_counter()
         handle = session.save(step)
         ended: list[float] = []
-        handle.protected.add_done_callback(lambda _, to=ended: to.append(time.perf_counter()))
+        handle.protected.add_done_callback(partial(_note, ended))
         time.sleep(options.compute)  # as long as an accelerator would compute
         computed_s = time.perf_counter()
         state.optimizer.step()  # waits until the tensors may change
@@ -83,6 +85,10 @@ def main() -> None:
         state_bytes=state.nbytes,
     )
     options.out.write_bytes(msgspec.json.encode(measured))
+
+
+def _note(times: list[float], _: Future[int]) -> None:
+    times.append(time.perf_counter())
 
 
 if __name__ == "__main__":

@@ -232,9 +232,7 @@ class FakeDaemon:
 
     def hello(self) -> Hello:
         self._enter("hello")
-        return Hello(
-            epoch=self.epoch, world_size=self.world_size, parity_group=self.parity_group
-        )
+        return Hello(epoch=self.epoch, world_size=self.world_size, parity_group=self.parity_group)
 
     def restore(
         self, request: RestoreRequest, timeout_s: float, on_progress: OnProgress

@@ -31,7 +31,7 @@ _SHARDED = (("nothing sharded", 0), ("ZeRO-1 or ZeRO-2", 1), ("ZeRO-3 or FSDP", 
 _FETCHED = "fetched from other nodes"
 _SOURCE_NOTES = (
     "per node and snapshot; training waits for copies that a step does not hide, never for the",
-    "network. The other rows: with redundancy.mirrorReplicas and groups along replicas (REFT §4.3).",
+    "network. The other rows: with redundancy.mirrorReplicas, and groups of replicas (REFT §4.3).",
     "Training does not wait for mirrored bytes: those without time to be copied are fetched.",
 )
 

@@ -111,7 +111,5 @@ def _ranges(
         first, end = max(entry.offset, low), min(entry.offset + entry.nbytes, high)
         if first < end:
             start = entry.start + first - entry.offset
-            found.append(
-                (at + first - low, start, sources[entry.tensor].part(start, end - first))
-            )
+            found.append((at + first - low, start, sources[entry.tensor].part(start, end - first)))
     return found

@@ -121,7 +121,12 @@ def test_what_surviving_more_losses_costs(
 
 @pytest.mark.parametrize(
     ("redundancy", "payloads"),
-    [(Redundancy.NONE, 0), (Redundancy.RAIM5, 1), (Redundancy.RAIM6, 2), (Redundancy.REPLICATION, 1)],
+    [
+        (Redundancy.NONE, 0),
+        (Redundancy.RAIM5, 1),
+        (Redundancy.RAIM6, 2),
+        (Redundancy.REPLICATION, 1),
+    ],
 )
 def test_a_mirror_takes_as_much_as_parity_needs_of_others(
     redundancy: Redundancy, payloads: int
