@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
@@ -112,6 +113,7 @@ def test_replicas_mirror_what_parity_needs_and_the_owners_manifests_prove_it(
         assert needed - (RANKS - 1) <= mirrored <= needed
 
 
+@pytest.mark.exhaustive
 def test_where_experts_differ_only_the_shared_state_is_mirrored(tmp_path: Path) -> None:
     topology = holdfast.Topology(dp=RANKS, ep=RANKS)
     for needed, mirrored, right in proved(run(tmp_path, topology)):
