@@ -7,7 +7,10 @@ gradients, in both directions. The rows differ in how that traffic is limited, a
 before the link: one that serves packets in order of arrival, as on networks that ignore priorities,
 and Linux's default, which sends background traffic last.
 
-Needs root, and the commands ip and tc.
+Before that, two stages of a pipeline save at every step without parity, with their waits for each
+other marked as bubbles and not: copies slow down a computation beside them, but not a wait.
+
+The network needs root, and the commands ip and tc; `--bubbles` measures the pipeline alone.
 
     make bench NAME=interference ARGS="--rate 1gbit --rounds 3"
 """
@@ -18,6 +21,7 @@ import argparse
 import json
 import os
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
@@ -26,7 +30,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from benchmarks.bubbles_worker import JOB as BUBBLES_JOB
+from benchmarks.bubbles_worker import NO_SAVES, STAGES
 from benchmarks.cluster import Cluster, Daemon
+from benchmarks.measure import Figure, ratio
+from holdfast_core.snapshots.membership import Redundancy
 
 JOB = "interference"
 BUDGET_BYTES = 1 << 30
@@ -81,6 +89,16 @@ class Row:
     """Portion of the steps whose snapshot became protected."""
     node_bytes_s: float
     """Bytes a second that each node fetched for parity."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bubble:
+    """Result of saves in a pipeline."""
+
+    way: str
+    step_s: float
+    ratio: Figure
+    """Time of a step as a ratio to that without saves."""
 
 
 def measure(options: argparse.Namespace) -> list[Row]:
@@ -153,6 +171,40 @@ def inside(given: dict[str, object]) -> tuple[float, float, float]:
     return step_s, protected / len(times), fetched / sum(times)
 
 
+def measure_bubbles(options: argparse.Namespace) -> list[Bubble]:
+    """Time of a step of a pipeline of two stages, whose waits are marked as bubbles or not, in one
+    run. Their snapshots have no parity: only the copies interfere."""
+    with Cluster(BUDGET_BYTES) as cluster:
+        daemons = [cluster.start(f"stage-{rank}") for rank in range(STAGES)]
+        nodes = [daemon.node for daemon in daemons]
+        cluster.control.place(BUBBLES_JOB, 1, nodes, redundancy=Redundancy.NONE)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        outs = [daemon.root.parent / f"stage-{rank}.json" for rank, daemon in enumerate(daemons)]
+        stages = []
+        for rank, daemon in enumerate(daemons):
+            command = [sys.executable, "-m", "benchmarks.bubbles_worker", "--rank", str(rank)]
+            command += ["--socket", str(daemon.socket), "--out", str(outs[rank])]
+            command += ["--bytes", str(STAGES * options.payload * MIB)]
+            command += ["--rounds", str(options.rounds), "--products", str(options.products)]
+            stages.append(subprocess.Popen(command, env=os.environ | store))
+        try:
+            codes = [stage.wait(WITHIN_S) for stage in stages]
+        finally:
+            for stage in stages:
+                stage.kill()
+        if any(codes):
+            raise RuntimeError(f"stages ended with {codes}; see their output above")
+        times: dict[str, list[float]] = json.loads(outs[0].read_bytes())
+    floors = times[NO_SAVES]
+    return [
+        Bubble(way=way, step_s=statistics.median(taken), ratio=ratio(taken, floors, "× no saves"))
+        for way, taken in times.items()
+    ]
+
+
 def _worker(
     daemon: Daemon, rank: int, out: Path, payload: int, given: dict[str, object]
 ) -> list[str]:
@@ -223,10 +275,24 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--report", default="build/bench/interference.json", metavar="FILE")
+    parser.add_argument(
+        "--products", type=int, default=4, help="products of matrices in a pass of a microbatch"
+    )
+    parser.add_argument("--bubbles", action="store_true", help="measure only the pipeline")
     parser.add_argument("--inside", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:
         print(json.dumps(inside(json.loads(options.inside))))
+        return
+    bubbles = measure_bubbles(options)
+    print(f"a pipeline of {STAGES} stages, {options.payload} MiB each saved at every step:")
+    for each in bubbles:
+        figure = each.ratio
+        print(
+            f"{each.way:26}{1e3 * each.step_s:5.0f} ms{figure.value:8.2f} {figure.unit} "
+            f"({figure.low:.2f} to {figure.high:.2f})"
+        )
+    if options.bubbles:
         return
     if os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
         raise SystemExit("This needs root, and the commands ip and tc (iproute2)")
@@ -241,7 +307,8 @@ def main() -> None:
         )
     report = Path(options.report)
     report.parent.mkdir(parents=True, exist_ok=True)
-    report.write_text(json.dumps({"given": vars(options), "rows": [*map(asdict, rows)]}, indent=1))
+    found = {"rows": [*map(asdict, rows)], "bubbles": [*map(asdict, bubbles)]}
+    report.write_text(json.dumps({"given": vars(options), **found}, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,9 @@
 """Parity fetched from other nodes, and parity from replicas on a node's own devices.
 
+Measured on four nodes with a plain data-parallel rank each: the bytes that cross the network, and
+when a snapshot is protected, with and without mirrors (`redundancy.mirrorReplicas`). A mirror is
+copied beside the computation, for which training waits as long as it waits anyway.
+
 Computed, for the papers' models and clusters: how much of a snapshot the other members of a parity
 group already hold on their devices, and what a node sends and copies with either source. Measured
 on this machine: how much longer a capture takes when its threads also read, hash and add up as many
@@ -14,16 +18,24 @@ import argparse
 import ctypes
 import json
 import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import msgspec
 from xxhash import xxh3_64_intdigest
 
+from benchmarks.cluster import Cluster as Daemons
 from benchmarks.floors import SharedBuffer
 from benchmarks.measure import Figure, ratio, timed
 from benchmarks.policies.models import MOETION, PEC_SMALL, Shape, captured
+from benchmarks.redundancy_worker import JOB, NODES, STEPS, Measured
 from holdfast_cli.planner.models.sources import held_with_sharding, replica_shares, source_cost
 from holdfast_core.experts.tables import ExpertTable
 from holdfast_core.snapshots.layouts import PIECE_BYTES, TensorRole
@@ -37,6 +49,9 @@ SOURCES = 3
 
 THREADS = 2
 WARM_UPS = 2
+WITHIN_S = 300.0
+COUNTED_S = 2.0
+"""Daemons bring their counters up to date once a second."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -236,10 +251,114 @@ def measure(size: int, rounds: int) -> Figure:
     return ratio(both, alone, "× capture")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """One way to get the bytes of parity, on four nodes with a plain data-parallel rank each."""
+
+    name: str
+    mirror: bool
+    compute_s: float
+    """Time of a step in which training does not need its tensors."""
+
+
+WAYS = (
+    Way(name="fetched", mirror=False, compute_s=1.0),
+    Way(name="mirrored", mirror=True, compute_s=1.0),
+    Way(name="fetched, no computation", mirror=False, compute_s=0.0),
+    Way(name="mirrored, no computation", mirror=True, compute_s=0.0),
+)
+"""Ways with and without a mirror, in pairs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parity:
+    """Result of one way."""
+
+    way: str
+    fetched: float
+    """Bytes that all nodes fetched for parity, as a portion of the bytes that ranks captured."""
+    mirrored: float
+    """Bytes that they took from mirrors, likewise."""
+    protected_s: float
+    protected: Figure
+    """Time from a save until it was protected, as a ratio to that without a mirror."""
+    waited_s: float
+    """Time of a step for which training waited for the save."""
+
+
+def protect(way: Way, size: int) -> tuple[float, float, float, float]:
+    """(portion fetched, portion from mirrors, seconds until protected, seconds waited) of a run
+    with `size` bytes of state."""
+    with Daemons(8 * size) as cluster:
+        daemons = [cluster.start(f"node-{number}") for number in range(NODES)]
+        cluster.control.place(JOB, 1, [daemon.node for daemon in daemons])
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        outs = [daemon.root.parent / f"rank-{rank}.json" for rank, daemon in enumerate(daemons)]
+        workers = []
+        for rank, daemon in enumerate(daemons):
+            command = [sys.executable, "-m", "benchmarks.redundancy_worker", "--rank", str(rank)]
+            command += ["--socket", str(daemon.socket), "--bytes", str(size)]
+            command += ["--out", str(outs[rank]), "--compute", str(way.compute_s)]
+            command += ["--mirror"] * way.mirror
+            workers.append(subprocess.Popen(command, env=os.environ | store))
+        try:
+            codes = [worker.wait(WITHIN_S) for worker in workers]
+        finally:
+            for worker in workers:
+                worker.kill()
+        if any(codes):
+            raise RuntimeError(f"ranks ended with {codes}; see their output above")
+        time.sleep(COUNTED_S)
+        fetched, mirrored = (
+            sum(daemon.metric(f"holdfast_{name}_bytes_total") for daemon in daemons)
+            for name in ("protection", "mirrored")
+        )
+        found = [_MEASURED.decode(out.read_bytes()) for out in outs]
+    captured = STEPS * found[0].state_bytes
+    return (
+        fetched / captured,
+        mirrored / captured,
+        max(one.protected_s for one in found),
+        max(one.waited_s for one in found),
+    )
+
+
+_MEASURED = msgspec.json.Decoder(Measured)
+
+
+def protect_each_way(size: int, rounds: int) -> list[Parity]:
+    """All ways, in turn, so often."""
+    runs: dict[Way, list[tuple[float, float, float, float]]] = {}
+    for _ in range(rounds):
+        for way in WAYS:
+            runs.setdefault(way, []).append(protect(way, size))
+    rows = []
+    for way, found in runs.items():
+        fetched, mirrored, protected_s, waited_s = map(statistics.median, zip(*found, strict=True))
+        floor = next(one for one in runs if not one.mirror and one.compute_s == way.compute_s)
+        times, floors = ([each[2] for each in of] for of in (found, runs[floor]))
+        rows.append(
+            Parity(
+                way=way.name,
+                fetched=fetched,
+                mirrored=mirrored,
+                protected_s=protected_s,
+                protected=ratio(times, floors, "× fetched"),
+                waited_s=waited_s,
+            )
+        )
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--size", type=int, default=384, metavar="MIB", help="size of a capture")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--state", type=int, default=256, metavar="MIB", help="size of a state")
+    parser.add_argument("--runs", type=int, default=3, help="runs of each way to get parity")
     parser.add_argument("--report", type=Path, default=Path("build/bench/redundancy.json"))
     options = parser.parse_args()
     rows = [row_of(site) for site in SITES]
@@ -258,8 +377,21 @@ def main() -> None:
         f"capture and encode, {options.size} MiB each on {THREADS} threads of {os.cpu_count()}: "
         f"{figure.value:.2f} {figure.unit} ({figure.low:.2f} to {figure.high:.2f})"
     )
+    ways = protect_each_way(options.state * MIB, options.runs)
+    print(f"parity of plain data parallelism, {NODES} nodes, {options.state} MiB of state:")
+    for way in ways:
+        print(
+            f"  {way.way:28}fetched {way.fetched:4.0%} of what is captured, from mirrors "
+            f"{way.mirrored:4.0%}; protected after {1e3 * way.protected_s:4.0f} ms, "
+            f"{way.protected.value:.2f} {way.protected.unit} ({way.protected.low:.2f} to "
+            f"{way.protected.high:.2f}); training waited {1e3 * way.waited_s:4.0f} ms a step"
+        )
     options.report.parent.mkdir(parents=True, exist_ok=True)
-    found = {"rows": [*map(asdict, rows)], "capture_and_encode": asdict(figure)}
+    found = {
+        "rows": [*map(asdict, rows)],
+        "capture_and_encode": asdict(figure),
+        "ways": [*map(asdict, ways)],
+    }
     options.report.write_text(json.dumps(found, indent=1))
 
 

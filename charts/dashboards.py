@@ -96,6 +96,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "holdfast_sent_bytes_total",
         "holdfast_received_bytes_total",
         "holdfast_protection_bytes_total",
+        "holdfast_mirrored_bytes_total",
         "holdfast_recomputed_bytes_total",
         "holdfast_recomputed_units_total",
         "holdfast_recomputed_pieces_sent_total",

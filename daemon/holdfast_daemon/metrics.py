@@ -192,6 +192,11 @@ DEFINITIONS: tuple[Definition, ...] = (
     _counter("sent_bytes", "Bytes served to peers.", unit="bytes"),
     _counter("received_bytes", "Bytes pulled from peers.", unit="bytes"),
     _counter("protection_bytes", "Bytes pulled from peers to compute parity.", unit="bytes"),
+    _counter(
+        "mirrored_bytes",
+        "Bytes taken from replicas on this node to compute parity, instead of pulled.",
+        unit="bytes",
+    ),
     _counter("recomputed_units", "Experts of a replica that were computed from their gradients."),
     _counter("recomputed_bytes", "Bytes of replicas computed instead of pulled.", unit="bytes"),
     _counter(

@@ -82,11 +82,22 @@ class HelloReply(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
     ARENA_SOCKET_FIELD_NUMBER: _builtins.int
+    PARITY_GROUP_FIELD_NUMBER: _builtins.int
+    PARITY_CHUNKS_FIELD_NUMBER: _builtins.int
+    PARITY_ROWS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     epoch: _builtins.int
     world_size: _builtins.int
     arena_socket: _builtins.str
     """path of the socket that passes descriptors"""
+    parity_chunks: _builtins.int
+    parity_rows: _builtins.int
+    @_builtins.property
+    def parity_group(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """World ranks of this rank's lane in its parity group, by position, and the chunks and rows of
+        the group's code; nothing without a group.
+        """
+
     def __init__(
         self,
         *,
@@ -94,10 +105,13 @@ class HelloReply(_message.Message):
         epoch: _builtins.int = ...,
         world_size: _builtins.int = ...,
         arena_socket: _builtins.str = ...,
+        parity_group: _abc.Iterable[_builtins.int] | None = ...,
+        parity_chunks: _builtins.int = ...,
+        parity_rows: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_socket", b"arena_socket", "epoch", b"epoch", "protocol_version", b"protocol_version", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_socket", b"arena_socket", "epoch", b"epoch", "parity_chunks", b"parity_chunks", "parity_group", b"parity_group", "parity_rows", b"parity_rows", "protocol_version", b"protocol_version", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

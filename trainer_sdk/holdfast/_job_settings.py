@@ -29,3 +29,10 @@ class JobSettings:
     exits with code 81. The job then fails with the refusal as its reason, unless a failure rule
     names this code. A save that is only skipped ends nothing. None takes the job's
     `snapshot.requireProtection`, through `HOLDFAST_REQUIRE_PROTECTION`, or False."""
+    mirror_replicas: bool | None = None
+    """Whether parity takes what a node's own ranks hold replicas of from there. true: after its own
+    bytes, a rank also copies those that its node needs from other nodes and that it holds as well,
+    until training needs the tensors. What was copied, and is proved by its digest, does not cross
+    the network. Pays where nothing is sharded over replicas; takes memory for as many bytes as a
+    snapshot has, with RAIM6 or two replicas for twice as many. Needs the policy Full. None takes
+    the job's `redundancy.mirrorReplicas`, through `HOLDFAST_MIRROR_REPLICAS`, or False."""

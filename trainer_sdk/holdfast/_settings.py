@@ -107,6 +107,11 @@ class Settings(JobSettings):
                     "recompute and recoveries_per_day exclude each other: a gradient makes up for "
                     "one step, so every save has to be taken; give only one of them"
                 )
+        if self.mirror_replicas and not isinstance(self.policy or Full(), Full):
+            raise InvalidJobError(
+                f"mirror_replicas and {type(self.policy).__name__} exclude each other: no replica "
+                f"has the older state in its snapshots any more; give only one of them"
+            )
         if self.copy_threads < 1:
             raise InvalidJobError(f"copy_threads={self.copy_threads}: give at least 1")
         if self.nan_check_every < 0:

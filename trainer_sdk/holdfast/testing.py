@@ -31,6 +31,7 @@ from holdfast._daemon.client import (
     OnProgress,
     Opened,
     OpenRequest,
+    ParityGroup,
     RestoreDecision,
     RestoreRequest,
     Stage,
@@ -132,6 +133,8 @@ class FakeDaemon:
         self.line = line
         self.captured_by = captured_by
         self.reads = tuple(reads)
+        self.parity_group: ParityGroup | None = None
+        """Ranks that protect this one, for sessions that mirror replicas."""
         self.reachable = True
         self.calls: list[str] = []
         """Names of the called methods, in order."""
@@ -229,7 +232,7 @@ class FakeDaemon:
 
     def hello(self) -> Hello:
         self._enter("hello")
-        return Hello(epoch=self.epoch, world_size=self.world_size)
+        return Hello(epoch=self.epoch, world_size=self.world_size, parity_group=self.parity_group)
 
     def restore(
         self, request: RestoreRequest, timeout_s: float, on_progress: OnProgress

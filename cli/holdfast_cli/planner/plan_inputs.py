@@ -21,7 +21,7 @@ from holdfast_core.errors import InvalidJobError
 from holdfast_core.experts.recompute import state_entries
 from holdfast_core.job.names import job_file_name
 from holdfast_core.job.parsing import MoETrainingJob
-from holdfast_core.job.snapshots import LossyPolicy, PartialExperts
+from holdfast_core.job.snapshots import LossyPolicy, PartialExperts, Selective
 from holdfast_core.snapshots.layouts import Layout, decode_layout
 from holdfast_core.snapshots.units import UnitKey, UnitKind
 
@@ -143,7 +143,13 @@ def assumptions_of(
             f"--partial-experts {asked}: a layer has {most} experts; give 1 to {most}"
         )
     chosen = job.spec.snapshot.policy.chosen
-    policy = chosen if isinstance(chosen, LossyPolicy) else PartialExperts()
+    policy: LossyPolicy = PartialExperts()
+    selective = Selective()
+    match chosen:
+        case Selective():
+            selective = chosen
+        case LossyPolicy():
+            policy = chosen
     if options.measure_copy:
         if options.copy_bandwidth is not None:
             raise InvalidJobError("--copy-bandwidth and --measure-copy: give one of them")
@@ -159,6 +165,7 @@ def assumptions_of(
         process_failures_per_s=1 / (process_mtbf_days * DAY_S),
         first_k=asked or policy.first_k,
         loss_limit=policy.loss_limit,
+        selective_loss_limit=selective.loss_limit,
         routing_skew=options.routing_skew,
     )
 

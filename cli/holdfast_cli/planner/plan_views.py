@@ -28,10 +28,11 @@ from holdfast_core.quantities import GIB, format_bytes
 _SHARDED = (("nothing sharded", 0), ("ZeRO-1 or ZeRO-2", 1), ("ZeRO-3 or FSDP", 3))
 """Ways to shard training over replicas, each with a stage of ZeRO that does so."""
 
+_FETCHED = "fetched from other nodes"
 _SOURCE_NOTES = (
-    "per node and snapshot; training waits for copies that a step does not hide, never for",
-    "the network. Parity is fetched from other nodes; the other rows show what it would cost",
-    "with groups along replicas (REFT §4.3, MoEtion §5.1); why it is not done: docs/decisions/0028",
+    "per node and snapshot; training waits for copies that a step does not hide, never for the",
+    "network. The other rows: with redundancy.mirrorReplicas, and groups of replicas (REFT §4.3).",
+    "Training does not wait for mirrored bytes: those without time to be copied are fetched.",
 )
 
 
@@ -43,8 +44,9 @@ def sources_view(
     table.add_column("parity of Full", no_wrap=True)
     for head in ("sent", "s", "copied", "s", "waits, s"):
         table.add_column(head, justify="right", no_wrap=True)
-    for name, cost in _source_rows(job, sizes, assumed, comparison):
-        waits_s = save_overhead_s(cost.copied_s, assumed.step_s)
+    rows = dict(_source_rows(job, sizes, assumed, comparison))
+    waits_s = save_overhead_s(rows[_FETCHED].copied_s, assumed.step_s)
+    for name, cost in rows.items():
         seconds = [f"{each:.2f}" for each in (cost.sent_s, cost.copied_s, waits_s)]
         sent, copied = (f"{n / GIB:.3g} GiB" for n in (cost.sent_bytes, cost.copied_bytes))
         table.add_row(name, sent, seconds[0], copied, *seconds[1:])
@@ -67,7 +69,7 @@ def _source_rows(
             network_bytes_s=assumed.network_bytes_s,
         )
 
-    yield "fetched from other nodes", cost(0.0)
+    yield _FETCHED, cost(0.0)
     for words, stage in _SHARDED:
         held = replicated * held_with_sharding(stage)
         yield f"from replicas, {words} ({held:.0%} held)", cost(held)

@@ -276,6 +276,7 @@ def _with_slots(
         slots=slots,
         redundancy=redundancy.type,
         replicas=max(redundancy.losses, 1),
+        mirrored=redundancy.mirror_replicas,
     )
 
 

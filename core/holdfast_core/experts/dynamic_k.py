@@ -20,6 +20,11 @@ from holdfast_core.experts.token_loss import portion
 PLT_LIMIT = 0.05
 """PEC §3.1: the threshold of Dynamic-K."""
 
+MLT_LIMIT = 0.03
+"""MoEtion §4.1, table 1: up to 3 % of the tokens of each layer do no harm. MLT itself is the sum of
+these portions over the layers (`TokenLoss.mlt`), and their mean is the PLT of the same tokens where
+all layers route equally many."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KDecision:

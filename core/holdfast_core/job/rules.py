@@ -216,6 +216,19 @@ _WORLD = (
         field=".minNodes",
     ),
     Rule(
+        rule="!self.redundancy.mirrorReplicas || self.redundancy.type != 'None'",
+        says="there is no parity to make with redundancy.type None; remove it, or choose another "
+        "type",
+        field=".redundancy.mirrorReplicas",
+    ),
+    Rule(
+        rule="!self.redundancy.mirrorReplicas || self.snapshot.policy.type == 'Full'",
+        says="the policy is %s, whose snapshots hold state that no replica has any more; remove "
+        "it, or set snapshot.policy.type to Full",
+        values=("self.snapshot.policy.type",),
+        field=".redundancy.mirrorReplicas",
+    ),
+    Rule(
         rule="self.redundancy.type == 'None' || self.nodes != 1",
         says="a job of one node has no other node for its parity; use redundancy.type None, or "
         "at least 2 nodes",

@@ -237,6 +237,21 @@ class RedundancySpec(Document, frozen=True, kw_only=True):
     raim5: Raim5 | None = None
     raim6: Raim6 | None = None
     replication: Replication | None = None
+    mirror_replicas: Annotated[
+        bool,
+        Meta(
+            description="whether parity takes what a node's own ranks hold replicas of from there",
+            extra={
+                "more": "true: after its own bytes, a rank also copies those that its node needs "
+                "from other nodes and that it holds as well, until training needs the tensors. "
+                "What was copied, and is proved by its digest, does not cross the network. Pays "
+                "where nothing is sharded over replicas; takes memory for as many bytes as a "
+                "snapshot has, with RAIM6 or two replicas for twice as many. Needs the policy "
+                "Full.",
+                "setting": True,
+            },
+        ),
+    ] = False
     bandwidth: (
         Annotated[
             str,

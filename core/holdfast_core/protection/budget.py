@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from holdfast_core.errors import InvalidJobError, MemoryBudgetError
 from holdfast_core.protection.codes import Code, code_for
+from holdfast_core.protection.mirrors import mirror_bytes_max
 from holdfast_core.quantities import format_bytes
 from holdfast_core.snapshots.layouts import PAGE_BYTES, PIECE_BYTES, SLOTS_MAX, SLOTS_MIN, round_up
 from holdfast_core.snapshots.membership import Redundancy
@@ -71,6 +72,7 @@ def predict(
     redundancy: Redundancy = Redundancy.RAIM5,
     replicas: int = 1,
     piece_bytes: int = PIECE_BYTES,
+    mirrored: bool = False,
 ) -> tuple[NodeMemory, ...]:
     """The memory that a job takes on each member's node, by member.
 
@@ -80,6 +82,7 @@ def predict(
         nproc_per_node: ranks, and so lanes, of each member.
         slots: number of slots of each rank.
         redundancy, replicas: how the members of a group protect each other.
+        mirrored: whether ranks mirror replicas; counted as if they held all that parity needs.
 
     Raises:
         InvalidJobError: when the ranks do not fill whole members, or the groups do not hold each
@@ -100,7 +103,8 @@ def predict(
     return tuple(
         NodeMemory(
             member=member,
-            arena_bytes=slots * sum(slot_bytes_by_rank[rank] for rank in ranks),
+            arena_bytes=slots * sum(slot_bytes_by_rank[rank] for rank in ranks)
+            + nproc_per_node * (mirror_bytes_max(code, largest, piece_bytes) if mirrored else 0),
             parity_bytes=nproc_per_node
             * PARITY_SLOTS
             * (code.rows if code else 0)

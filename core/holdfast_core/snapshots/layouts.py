@@ -95,6 +95,17 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     master's elements."""
 
 
+class MirrorRun(msgspec.Struct, frozen=True, kw_only=True):
+    """Consecutive pieces of another rank's payload that this rank holds replicas of, and copies
+    into its own arena (`holdfast_core.protection.mirrors`)."""
+
+    rank: int
+    """World rank that captures them."""
+    first: int
+    """Number of the first piece in that rank's payload."""
+    count: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
     """Position of everything in a slot of one rank's arena."""
@@ -117,15 +128,24 @@ class Layout:
     since: int = 0
     """First epoch of the world that captures with it, set by the daemon when the session opens:
     what an earlier world has left takes no slot of a later one."""
+    mirror: tuple[MirrorRun, ...] = ()
+    """Pieces of other ranks' payloads, whole ones, that lie one after another behind the slots. No
+    manifest covers them: they are whatever their digests in other ranks' manifests prove."""
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot, in whole pages."""
         return round_up(max(self.extras_offset + self.extras_capacity, 1), PAGE_BYTES)
 
+    @property
+    def mirror_bytes(self) -> int:
+        """Bytes behind the slots, in whole pages."""
+        pieces = sum(run.count for run in self.mirror)
+        return round_up(pieces * self.piece_bytes, PAGE_BYTES)
+
     def arena_bytes(self, slots: int) -> int:
-        """Bytes of an arena of so many slots."""
-        return slots * self.slot_bytes
+        """Bytes of an arena of so many slots, and of the mirror behind them."""
+        return slots * self.slot_bytes + self.mirror_bytes
 
 
 _LAYOUT = msgspec.json.Decoder(Layout)
@@ -144,7 +164,7 @@ def piece_count(payload_bytes: int, piece_bytes: int) -> int:
 def encode_layout(layout: Layout) -> bytes:
     """Canonical bytes of `layout`; equal layouts have equal bytes."""
     document = {f.name: getattr(layout, f.name) for f in fields(layout)}
-    for name in ("casts", "since"):
+    for name in ("casts", "since", "mirror"):
         if not document[name]:
             del document[name]  # as for the defaults of `Entry`
     return msgspec.json.encode(document)  # in the order of the fields
@@ -190,6 +210,15 @@ def decode_layout(data: bytes) -> Layout:
         raise LayoutMismatchError(
             f"layout of rank {layout.rank}: tensors end at {end}, beyond the extras at "
             f"{layout.extras_offset}"
+        )
+    mirrored = sum(run.count for run in layout.mirror)
+    if any(min(run.rank, run.first) < 0 or run.count < 1 for run in layout.mirror) or (
+        mirrored > PIECES_MAX
+    ):
+        raise LayoutMismatchError(
+            f"layout of rank {layout.rank}: its mirror has {mirrored} pieces in "
+            f"{len(layout.mirror)} runs; a run has at least one, and all together at most "
+            f"{PIECES_MAX}"
         )
     if piece_count(layout.slot_bytes, layout.piece_bytes) > PIECES_MAX:
         raise LayoutMismatchError(

@@ -67,8 +67,9 @@ from holdfast_daemon.parity.build import (
 )
 from holdfast_daemon.parity.combining import Effort
 from holdfast_daemon.parity.group import BulkOpener, Group, PeerClient
+from holdfast_daemon.parity.mirrored import MirroredFetch
 from holdfast_daemon.parity.recomputing import forwards
-from holdfast_daemon.parity.traffic import JobTraffic, NodeTraffic, PacedFetch
+from holdfast_daemon.parity.traffic import JobTraffic, NodeTraffic
 from holdfast_daemon.parity.update import build_from_changes
 
 _log = logging.getLogger(__name__)
@@ -215,16 +216,18 @@ class EffectWorker:
         described = self._group.describe(effect.sources, effect.generation, scope)
         manifests = {position: decode_manifest(m) for position, (m, _) in described.items()}
         group = self._group.fetch_from(effect.sources, scope, effect.generation)
-        fetch = self.parity_traffic.paced(group, effect.generation, scope)
+        paced = self.parity_traffic.paced(group, effect.generation, scope)
+        count = self.parity_traffic.count_mirrored
+        mirrored = MirroredFetch(paced, manifests, self._storage.mirrors(), count)
         layouts = {position: layout for position, (_, layout) in described.items()}
         # Fill the block: from the changes since the lane's other block, or from whole chunks.
-        made = self._from_changes(effect, block, manifests, layouts, fetch, scope)
+        made = self._from_changes(effect, block, manifests, layouts, mirrored, scope)
         nbytes, digests = made or build_from_chunks(
             block,
             code=effect.code,
             which=effect.block,
             sources=manifests,
-            fetch=fetch,
+            fetch=mirrored,
             check=scope.check,
             effort=self._effort,
         )
@@ -258,14 +261,15 @@ class EffectWorker:
         block: memoryview,
         manifests: Mapping[int, Manifest],
         layouts: Mapping[int, bytes],
-        fetch: PacedFetch,
+        fetch: MirroredFetch,
         scope: EpochScope,
     ) -> tuple[int, bytes] | None:
         """Make the block from the lane's other block and the changes since then.
 
         Returns:
             The bytes in use and their digests; None when the block must be built from whole chunks:
-            there is no other block of this group, or the update failed.
+            there is no other block of this group, whole chunks need fewer bytes of peers because
+            this node has mirrors of them, or the update failed.
         """
         older = self._storage.older_parity(effect.lane, effect.slot)
         if older is None or older.record.entry.group != effect.group:
@@ -274,6 +278,8 @@ class EffectWorker:
         if older.manifests.keys() != positions.keys():
             return None
         before = {positions[rank]: manifest for rank, manifest in older.manifests.items()}
+        if fetch.spares_more_than_changes(effect.code, effect.block, before):
+            return None
         recomputed = self.parity_traffic.recomputed
         try:
             return build_from_changes(
@@ -284,7 +290,7 @@ class EffectWorker:
                 which=effect.block,
                 before=before,
                 after=manifests,
-                fetch=fetch,
+                fetch=fetch.peers,
                 check=scope.check,
                 effort=self._effort,
                 forward=forwards(effect.code, layouts, before, manifests, recomputed),

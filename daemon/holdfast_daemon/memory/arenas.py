@@ -107,6 +107,12 @@ class Arena:
                 at = part.offset - start
                 file.read_into(part.at, view[at : at + part.nbytes])
 
+    def read_mirror_into(self, start: int, view: memoryview) -> None:
+        """Fill `view` with the bytes of the mirror from `start` on, as they are now; raises as
+        `read_into` does."""
+        with storage_errors(f"reading {self.path}"):
+            self._opened().read_into(self.slots * self.layout.slot_bytes + start, view)
+
     def write(self, piece_map: PieceMap, start: int, data: memoryview) -> None:
         """Put `data` at the places of the payload's bytes from `start` on. Raises StorageError."""
         with storage_errors(f"writing {self.path}"):

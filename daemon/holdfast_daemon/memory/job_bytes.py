@@ -14,7 +14,7 @@ from typing import Protocol
 
 from holdfast_core.protection.budget import SLOTS_AUTO
 from holdfast_core.snapshots.generations import Generation, Line
-from holdfast_core.snapshots.layouts import decode_manifest, manifest_digest
+from holdfast_core.snapshots.layouts import MirrorRun, decode_manifest, manifest_digest
 from holdfast_core.snapshots.manifests import Manifest
 from holdfast_core.snapshots.membership import Membership
 from holdfast_core.snapshots.pieces import PieceMap
@@ -32,6 +32,17 @@ class Held:
 
     manifest: Manifest
     read_into: ReadInto
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mirror:
+    """Pieces of other ranks that a trainer of this node copied from its own replicas: hints, which
+    only their digests prove (`holdfast_core.protection.mirrors`)."""
+
+    runs: tuple[MirrorRun, ...]
+    piece_bytes: int
+    read_into: ReadInto
+    """Fills a view with the bytes of the mirror from an offset on, as they are now."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +97,8 @@ class JobBytes(Protocol):
     def remove_arena(self, rank: int, layout: str) -> None: ...
 
     def held(self, rank: int, generation: Generation) -> Held: ...
+
+    def mirrors(self) -> tuple[Mirror, ...]: ...
 
     def check_manifest_file(self, rank: int, layout: str, slot: int) -> None: ...
 

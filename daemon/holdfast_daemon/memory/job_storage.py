@@ -32,7 +32,7 @@ from holdfast_core.snapshots.pieces import PieceMap
 from holdfast_daemon.memory.arenas import AdoptedArena, Arena, ArenaFiles, SealedSlot
 from holdfast_daemon.memory.files import replace, storage_errors
 from holdfast_daemon.memory.grants import LEFT_MAX
-from holdfast_daemon.memory.job_bytes import Held, OlderParity, find_older
+from holdfast_daemon.memory.job_bytes import Held, Mirror, OlderParity, find_older
 from holdfast_daemon.memory.node_storage import NodeStorage
 from holdfast_daemon.memory.parity_blocks import ParityBlocks, ParityRecord, encode_record
 from holdfast_daemon.memory.peer_manifests import PeerManifests
@@ -311,6 +311,19 @@ class JobStorage:
         read_into = partial(arena.read_into, PieceMap(slot, sealed.places))
         return Held(manifest=sealed.manifest, read_into=read_into)
 
+    def mirrors(self) -> tuple[Mirror, ...]:
+        """The mirrors of all arenas here."""
+        with self._lock:
+            arenas = [arena for arena in self._arenas.values() if arena.layout.mirror]
+        return tuple(
+            Mirror(
+                runs=arena.layout.mirror,
+                piece_bytes=arena.layout.piece_bytes,
+                read_into=arena.read_mirror_into,
+            )
+            for arena in arenas
+        )
+
     def older_parity(self, lane: int, slot: int) -> OlderParity | None:
         """The other block of the lane, if it is sealed and the manifests that it was made from are
         kept here."""
@@ -414,7 +427,7 @@ class JobStorage:
             choices,
             min(room_bytes, self._quota_bytes) if self._quota_bytes else room_bytes,
             slot_bytes=max(layout.largest_slot_bytes, layout.slot_bytes),
-            parity_bytes=parity_bytes,
+            parity_bytes=parity_bytes + layout.mirror_bytes,
             ranks=ranks,
         )
 

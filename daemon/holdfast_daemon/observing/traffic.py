@@ -32,6 +32,7 @@ class Traffic:
         self._metrics.add("sent_bytes", self._more("sent", bulk.sent_bytes))
         self._metrics.add("received_bytes", self._more("received", client.received_bytes))
         self._metrics.add("protection_bytes", self._more("parity", self.parity.received_bytes))
+        self._metrics.add("mirrored_bytes", self._more("mirrored", self.parity.mirrored_bytes))
         done = self.parity.recomputed
         self._metrics.add("recomputed_units", self._more("units", done.units))
         self._metrics.add("recomputed_bytes", self._more("computed", done.nbytes))

@@ -43,6 +43,8 @@ class NodeTraffic:
         self.recomputed = Recomputed()
         self.received_bytes = 0
         """Bytes fetched for parity so far."""
+        self.mirrored_bytes = 0
+        """Bytes taken from mirrors on this node instead."""
         self._lock = threading.Lock()
 
     def of_job(self) -> JobTraffic:
@@ -52,6 +54,10 @@ class NodeTraffic:
     def count(self, nbytes: int) -> None:
         with self._lock:
             self.received_bytes += nbytes
+
+    def count_mirrored(self, nbytes: int) -> None:
+        with self._lock:
+            self.mirrored_bytes += nbytes
 
 
 class JobTraffic:
@@ -93,6 +99,10 @@ class JobTraffic:
             now = self._node.clock()
             self._rate = self._rate_at(now) + nbytes / WINDOW_S
             self._rated_at = now
+
+    def count_mirrored(self, nbytes: int) -> None:
+        """Count bytes that a mirror on this node had, so that they were not fetched."""
+        self._node.count_mirrored(nbytes)
 
     def _rate_at(self, now: float) -> float:
         return self._rate * math.exp((self._rated_at - now) / WINDOW_S)

@@ -28,6 +28,7 @@ from holdfast_core.errors import (
     UnreachableError,
     known_code,
 )
+from holdfast_core.protection.codes import code_of
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.states import EndReason, RestorePhase, RestoreSource
 from holdfast_daemon.engine import RestoreState, SavePace, WorldState
@@ -111,11 +112,19 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         membership = host.hello(rank, request.store_address, request.world)
         if request.began_alone:
             host.engine.begins_alone(rank, held_beside=request.held_beside)
+        member, lane = membership.member_of(rank), membership.lane_of(rank)
+        group = membership.group_of(member)
+        code = code_of(membership, group)
+        members = group if code is not None else ()
+        world = membership.world
         return trainer_pb2.HelloReply(
             protocol_version=codec.PROTOCOL_VERSION,
             epoch=membership.epoch,
             world_size=membership.world_size,
             arena_socket=str(self._arena_socket),
+            parity_group=[world.world_rank(membership.rank_at(m, lane)) for m in members],
+            parity_chunks=code.chunks if code is not None else 0,
+            parity_rows=code.rows if code is not None else 0,
         )
 
     async def Restore(

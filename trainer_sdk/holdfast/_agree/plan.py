@@ -75,6 +75,8 @@ class CaptureRules:
     """Whether experts may change slots from one window to the next."""
     repeats: Repeats = Repeats.TRAINING
     """Whether a recovery repeats training's or only the optimizers' steps of a window."""
+    mirrors: bool = False
+    """Whether ranks copy pieces of each other from their own replicas."""
 
 
 NO_RULES = CaptureRules()
@@ -90,6 +92,8 @@ class BasePlan:
     """This rank's tensors when the plan was agreed."""
     shards: Mapping[int, Mapping[str, tuple[tuple[int, int], ...]]]
     """Replica → tensor → (start, bytes) of the ranges that the replica captures."""
+    peer_tables: Mapping[int, Sequence[TensorSize]] = field(default_factory=dict)
+    """Replica → its tensors when the plan was agreed; only where ranks mirror."""
     largest_slot_bytes: int = 0
     alone: bool = field(default=False)
     """Whether this rank captures all of its tensors, because there is no process group."""
@@ -336,6 +340,10 @@ def plan_together(
         _check_shared_parameters(tables)
     operators = operators_of(tables, topology, casts, rules.repeats)
     schedules = _schedules(operators, rules)
+    peers = topology.dense_replicas(rank) if rules.mirrors else ()
+    peer_tables = {  # usually equal: then they share one
+        r: tables[rank] if tables[r] == tables[rank] else tables[r] for r in peers
+    }
     weights = {
         r: {casts[size.tensor]: size for size in table if size.tensor in casts}
         for r, table in tables.items()
@@ -371,6 +379,7 @@ def plan_together(
         empty,
         tables={size.tensor: size for size in tables[rank]},
         shards={r: _ranges(plan.shards[r]) for r in topology.dense_replicas(rank)},
+        peer_tables=peer_tables,
         largest_slot_bytes=largest,
     )
 
@@ -582,11 +591,12 @@ def _offset_of(entries: Sequence[Entry], shard: Shard) -> int:
 
 def same_places(old: Layout, new: Layout) -> bool:
     """Whether tensors have the same places in both layouts; the room for extras may differ."""
-    return (old.entries, old.casts, old.extras_offset, old.piece_bytes) == (
+    return (old.entries, old.casts, old.extras_offset, old.piece_bytes, old.mirror) == (
         new.entries,
         new.casts,
         new.extras_offset,
         new.piece_bytes,
+        new.mirror,
     )
 
 

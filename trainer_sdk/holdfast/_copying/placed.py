@@ -45,7 +45,8 @@ class Placed:
     places: bytes = b""
 
     def __post_init__(self) -> None:
-        slots = min(len(self.arena) // self.layout.slot_bytes, SLOTS_MAX)
+        room = len(self.arena) - self.layout.mirror_bytes
+        slots = min(room // self.layout.slot_bytes, SLOTS_MAX)
         inside = self.slot in range(slots) and not self.places.translate(None, _SLOTS[:slots])
         if not inside:
             raise CorruptError(

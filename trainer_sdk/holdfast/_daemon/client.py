@@ -23,6 +23,7 @@ from holdfast._daemon.token import Metadata, Token
 from holdfast_core.elastic_experts.reports import PlanReport
 from holdfast_core.errors import HoldfastError, ProtocolError, UnreachableError
 from holdfast_core.experts.loss_reports import LossReport
+from holdfast_core.protection.codes import Code
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.layouts import Layout, decode_layout, decode_manifest
 from holdfast_core.snapshots.manifests import ExpertVersion, Manifest
@@ -43,11 +44,22 @@ OnProgress = Callable[[RestoreProgress], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ParityGroup:
+    """The ranks that protect this one, and how."""
+
+    ranks: tuple[int, ...]
+    """World ranks of this rank's lane, by their position in the group."""
+    code: Code
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Hello:
     """The epoch of this worker, and the number of ranks in its world."""
 
     epoch: int
     world_size: int
+    parity_group: ParityGroup | None = None
+    """None without redundancy, or if the daemon is too old to say."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -350,7 +362,11 @@ class GrpcClient:
         codec.check_version(reply.protocol_version, f"the daemon at {self._socket}")
         if reply.arena_socket:
             self._arena_socket = Path(reply.arena_socket)
-        return Hello(epoch=reply.epoch, world_size=reply.world_size)
+        ranks, group = tuple(reply.parity_group), None
+        if ranks:
+            code = Code(len(ranks), reply.parity_chunks, reply.parity_rows)
+            group = ParityGroup(ranks=ranks, code=code)
+        return Hello(epoch=reply.epoch, world_size=reply.world_size, parity_group=group)
 
     def restore(
         self, request: RestoreRequest, timeout_s: float, on_progress: OnProgress

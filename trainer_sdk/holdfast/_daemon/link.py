@@ -24,6 +24,7 @@ from holdfast._daemon.client import (
     DaemonEvent,
     GrantRequest,
     OpenRequest,
+    ParityGroup,
     TrainedRequest,
     TrainerReport,
 )
@@ -73,6 +74,27 @@ class Link:
     def is_open(self) -> bool:
         """Whether there is a session that is not known to be lost. Any thread may ask."""
         return self._arena is not None and not self._lost
+
+    def parity_group(self) -> ParityGroup | None:
+        """Ask the daemon for the ranks that protect this one; None without redundancy, or if the
+        daemon is in another epoch. Raises HoldfastError."""
+        hello = self._client.hello()
+        return hello.parity_group if self.epoch in (None, hello.epoch) else None
+
+    @property
+    def mirror(self) -> Placed | None:
+        """The mirror behind the slots of the arena, as one slot; None if it has none."""
+        arena, layout = self._arena, self.layout
+        if arena is None or layout is None or not layout.mirror:
+            return None
+        start, nbytes = self.slots * layout.slot_bytes, layout.mirror_bytes
+        if start + nbytes > arena.nbytes:
+            return None  # the daemon is too old for mirrors
+        inside = replace(
+            layout, entries=(), casts=(), mirror=(), extras_offset=nbytes, extras_capacity=0
+        )
+        view, address = arena.view(start, nbytes), arena.address + start
+        return Placed(arena=view, address=address, layout=inside, slot=0)
 
     def open(self, layout: Layout, largest_slot_bytes: int) -> None:
         """Open a session with `layout`, unless one is open. A session that was lost, or has another

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from holdfast._agree.exchange import Exchange
+from holdfast._agree.mirroring import NOTHING_MIRRORED, Mirrored, mirrored_by
 from holdfast._agree.plan import BasePlan, layout_of, own_shards, same_places, table_of
 from holdfast._agree.replica_check import ReplicaCheck
 from holdfast._agree.replicas import UnitDigests, agree, digests_of, digests_of_units, state_of
@@ -27,6 +28,7 @@ from holdfast._capture.strategy import CaptureChoice, CaptureStrategy, SaveCall,
 from holdfast._copying.bubbles import Bubbles
 from holdfast._copying.devices import Device, Fence
 from holdfast._copying.engine import CopyEngine, Digests
+from holdfast._copying.mirror import fill
 from holdfast._copying.placed import Flags, Placed
 from holdfast._daemon.client import CommitRequest
 from holdfast._daemon.handles import SaveHandle
@@ -147,6 +149,8 @@ class SavePipeline:
         find = bool(strategy.rules.window) or not settings.store_compute_weights
         self._casts = Casts(engine, enabled=find)
         self._tensors = Tensors()
+        self._mirrored = NOTHING_MIRRORED
+        """Pieces of other ranks that the open session has room for."""
         self._plan: BasePlan | None = None
         self._restored: Layout | None = None
         self._newest: Generation | None = None
@@ -240,7 +244,7 @@ class SavePipeline:
                 self._topology,
                 self._rank,
                 self._settings.strategy,
-                self.strategy.rules,
+                replace(self.strategy.rules, mirrors=bool(self._settings.mirror_replicas)),
             )
             self.strategy = self.strategy.on_agreed(plan, tensors.captured)
         self._plan = plan
@@ -291,6 +295,8 @@ class SavePipeline:
         shards = own_shards(plan, table)
         layout = layout_of(plan, table, shards, extras_bytes, sources, masters)
         layout = self.strategy.shape(layout, sources)
+        mirrored = self._choose_mirrored(task, tensors, plan)
+        layout = replace(layout, mirror=mirrored.runs)
         if fits and old is not None and same_places(old, layout):
             layout = replace(old, largest_slot_bytes=0, since=0)  # Only addresses have changed.
         # Open the session, and tell everything that depends on the layout.
@@ -308,8 +314,16 @@ class SavePipeline:
                     link.slots,
                     SLOTS_MAX,
                 )
+        self._mirrored = mirrored
         self.strategy.on_opened(layout, sources, tensors.gradients)
         self._casts.on_session_opened(layout, sources)
+
+    def _choose_mirrored(self, task: Task, tensors: Tensors, plan: BasePlan) -> Mirrored:
+        """Choose the pieces of other ranks that saves copy as well."""
+        if not plan.peer_tables:
+            return NOTHING_MIRRORED
+        group = self._link.parity_group()
+        return mirrored_by(plan, group, tensors.captured, self._casts.masters, task.extras_bytes)
 
     # --- grant ------------------------------------------------------------------------------------
 
@@ -378,6 +392,10 @@ class SavePipeline:
         if granted.compared:
             self._check.hand_over(call.number, self._live_digests(tensors))
 
+        def training_waits() -> bool:
+            """Return whether training waits for the tensors, and the device has done its work."""
+            return task.wanted and self._device.has_passed(task.waiting_fence)
+
         def on_copied() -> None:
             """Verify that the copied tensors did not change, and release them to training. The
             engine calls it when the last byte is copied."""
@@ -389,9 +407,12 @@ class SavePipeline:
             waited_s = self._bubbles.waited_s if self._bubbles is not None else 0.0
             self.strategy.on_staged(generation, choice, began_s + waited_s, time.monotonic())
             self._tally.counters.copied_bytes = choice.nbytes
+            self._tally.counters.staged_s = time.monotonic() - task.began_s
+            # Until training needs the tensors, copy what peers have captured of them.
+            if (mirror := self._link.mirror) is not None:
+                fill(mirror, self._mirrored.copies, self._engine, fence, training_waits)
             task.release(for_good=True)
             task.handle._reach(task.handle.staged)
-            self._tally.counters.staged_s = time.monotonic() - task.began_s
             time.sleep(0)  # Yields the interpreter to training, which could wait 5 ms for it.
 
         digests = self._engine.capture(

@@ -57,6 +57,9 @@ class Task:
         self.began_s = time.monotonic()
         self.tensors_released = threading.Event()
         """Set when the worker no longer needs the live tensors."""
+        self.wanted = False
+        """Whether training waits for the tensors, or on a device soon will: see
+        `waiting_fence`."""
         self.waiting_fence: Fence = None
         """Point in the device's queue at which training began to wait for the tensors; None before,
         and on the host."""
@@ -104,6 +107,7 @@ class Task:
             `start_wait_s`, or did not hold it again within that time after a hold.
         """
         deadline = time.monotonic() + start_wait_s
+        self.wanted = True
         with self._free:
             while not self._closed:
                 if self._held:

@@ -180,6 +180,7 @@ def _nodes(
         slots=slots,
         redundancy=redundancy.type,
         replicas=redundancy.losses,
+        mirrored=redundancy.mirror_replicas,
     )
 
 

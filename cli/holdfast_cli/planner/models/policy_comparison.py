@@ -38,7 +38,7 @@ from holdfast_cli.planner.models.sparse_plan import REPEATED_WINDOWS, plan_windo
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.experts.budgeted import Budgets, experts_within, select_local
 from holdfast_core.experts.counts import Measures
-from holdfast_core.experts.dynamic_k import PLT_LIMIT, next_k
+from holdfast_core.experts.dynamic_k import MLT_LIMIT, PLT_LIMIT, next_k
 from holdfast_core.experts.ledger import ExpertLedger
 from holdfast_core.experts.pec import select_sequential
 from holdfast_core.experts.recompute import GRADIENT_SHARE
@@ -101,8 +101,15 @@ class Assumptions:
     """K from which PartialExperts starts."""
     loss_limit: float = PLT_LIMIT
     """Portion of tokens that PartialExperts may lose (PEC §3.1)."""
+    selective_loss_limit: float = MLT_LIMIT
+    """Portion of tokens that Selective may lose (MoEtion §4.1)."""
     routing_skew: float = 0.0
     """See `planning.expected_loss.popularity`."""
+
+    def loss_limit_of(self, policy: PolicyType) -> float:
+        """Portion of tokens that a policy may lose."""
+        selective = issubclass(policy.policy, Selective)
+        return self.selective_loss_limit if selective else self.loss_limit
 
     def __post_init__(self) -> None:
         if not min(self.copy_bytes_s, self.network_bytes_s, self.step_s) > 0:
@@ -523,6 +530,7 @@ class _World:
             slots=slots,
             redundancy=self._job.spec.redundancy.type,
             replicas=max(self._job.spec.redundancy.losses, 1),
+            mirrored=self._job.spec.redundancy.mirror_replicas,
         )
 
     def _objection(self, policy: PolicyType, experts: int, lost: float, *, grows: bool) -> str:
@@ -537,8 +545,9 @@ class _World:
             )
             return f"K would grow to {grown.k}" if grown.k > experts else ""
         if policy.policy.leaves_experts_out:
-            limit = check_limit("the expected loss of tokens", lost, self._assumed.loss_limit)
-            return "S would grow" if limit.passed else ""
+            limit = self._assumed.loss_limit_of(policy)
+            passed = check_limit("the expected loss of tokens", lost, limit).passed
+            return "S would grow" if passed else ""
         return ""
 
 

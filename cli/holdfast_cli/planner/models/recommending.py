@@ -128,7 +128,7 @@ def _model(
             )
             for each in levels
         ),
-        loss_limit=assumed.loss_limit,
+        loss_limit=assumed.loss_limit_of(cost.policy),
         window_steps=cost.window_steps,
         catches_up=catches_up,
     )

@@ -1,11 +1,11 @@
 """Where the bytes of parity could come from: peers' arenas, or replicas on a node's own devices.
 
 Parity is made from what other nodes captured, fetched over the network. Where data-parallel
-replicas hold the same state, the owner of a parity block could take the same bytes from its own
-devices and fetch nothing (REFT §4.3; MoEtion §5.1 for whole copies). But it would have to read them
-once more: the network is spared at the price of a second copy out of the devices. This module
-computes both costs, for plans and benchmarks; docs/decisions/0028 explains why the data path only
-fetches from peers.
+replicas hold the same state, the owner of a parity block can take the same bytes from its own
+devices and fetch nothing (REFT §4.3; MoEtion §5.1 for whole copies). But it has to read them once
+more: the network is spared at the price of a second copy out of the devices, beside the computation
+(`redundancy.mirrorReplicas`, docs/decisions/0118). This module computes both costs, for plans and
+benchmarks.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from holdfast_core.experts.counts import AgreedCounts
+from holdfast_core.experts.dynamic_k import PLT_LIMIT
 from holdfast_core.experts.sparse_windows import Repeats
 from holdfast_core.experts.tables import ExpertTable, Selection
 from holdfast_core.job.documents import Document
@@ -85,13 +86,17 @@ class Policy(Document, frozen=True, kw_only=True):
         return ()
 
 
-_LossLimit = Annotated[
+LossLimit = Annotated[
     float,
     Meta(
         gt=0,
         le=1,
         description="the fraction of all routed tokens that recoveries may lose",
         examples=[0.05],
+        extra={
+            "more": "By default what the policy's paper found harmless: 0.05 with PartialExperts "
+            "(PLT of PEC), 0.03 with Selective (MLT of MoEtion, as the mean over layers)."
+        },
     ),
 ]
 _Recompute = Annotated[
@@ -117,7 +122,7 @@ class LossyPolicy(Policy, frozen=True, kw_only=True):
 
     leaves_experts_out = True
 
-    loss_limit: _LossLimit = 0.05
+    loss_limit: LossLimit = PLT_LIMIT
     recompute: _Recompute = False
 
     @property

@@ -14,9 +14,10 @@ from msgspec import Meta
 
 from holdfast_core.experts.budgeted import Budgets, ExpertCount, experts_within, select_local
 from holdfast_core.experts.counts import AgreedCounts, Measures
+from holdfast_core.experts.dynamic_k import MLT_LIMIT
 from holdfast_core.experts.tables import ExpertTable, Selection
 from holdfast_core.job.documents import Document
-from holdfast_core.job.policies.policy import LossyPolicy
+from holdfast_core.job.policies.policy import LossLimit, LossyPolicy
 from holdfast_core.job.rule import Rule
 from holdfast_core.snapshots.units import UnitKey
 
@@ -68,6 +69,7 @@ class Selective(LossyPolicy, frozen=True, kw_only=True):
     )
     choice_stays = True
 
+    loss_limit: LossLimit = MLT_LIMIT
     experts: (
         Annotated[
             int,

@@ -22,7 +22,7 @@ from holdfast_core.snapshots.manifests import Inventory, Manifest, ParityEntry, 
 from holdfast_core.snapshots.membership import Membership
 from holdfast_core.snapshots.pieces import PieceMap
 from holdfast_daemon.memory.arenas import Arena, SealedSlot
-from holdfast_daemon.memory.job_bytes import Held, OlderParity, find_older
+from holdfast_daemon.memory.job_bytes import Held, Mirror, OlderParity, find_older
 from holdfast_daemon.memory.parity_blocks import ParityRecord
 from holdfast_daemon.memory.saved_epoch import SavedEpoch, decode_epoch, encode_epoch
 
@@ -180,6 +180,9 @@ class Disk:
         arena, slot, sealed = self._sealed(rank, generation)
         read_into = functools.partial(arena.read_into, PieceMap(slot, sealed.places))
         return Held(manifest=sealed.manifest, read_into=read_into)
+
+    def mirrors(self) -> tuple[Mirror, ...]:
+        return ()  # simulated trainers capture nothing twice
 
     def check_manifest_file(self, rank: int, layout: str, slot: int) -> None:
         sealed = self.arena(rank, layout).sealed.get(slot)

@@ -31,7 +31,7 @@ from holdfast_daemon.job.worker import EffectWorker
 from holdfast_daemon.memory.job_bytes import ReadInto
 from holdfast_daemon.parity.changes import change_of
 from holdfast_daemon.parity.combining import Effort
-from holdfast_daemon.parity.traffic import PacedFetch
+from holdfast_daemon.parity.mirrored import MirroredFetch
 from holdfast_daemon.transport.protocol import Kind, Request
 
 SENT_BYTES = 16
@@ -94,7 +94,7 @@ class VirtualWorker(EffectWorker):
         block: memoryview,
         manifests: Mapping[int, Manifest],
         layouts: Mapping[int, bytes],
-        fetch: PacedFetch,
+        fetch: MirroredFetch,
         scope: EpochScope,
     ) -> tuple[int, bytes] | None:
         made = super()._from_changes(effect, block, manifests, layouts, fetch, scope)

@@ -32,9 +32,8 @@ def test_a_plan_shows_parity_from_the_network_and_from_replicas(
     plain = found["from replicas, nothing sharded (100% held)"]
     assert plain[:3] == ["0", "GiB", "0.00"]
     assert plain[3:5] == ["33.7", "GiB"], "twice what the network's row copies"
-    # A step of 2 s hides the copy of 1.81 s, and not the one of 3.62 s.
-    assert found["fetched from other nodes"][-1] == "0.00"
-    assert float(plain[-1]) == pytest.approx(2 * 1.81 - 2, rel=0.02)
+    # A step of 2 s hides the copy of 1.81 s, and training waits for no other.
+    assert found["fetched from other nodes"][-1] == plain[-1] == "0.00"
     assert "from replicas, ZeRO-1 or ZeRO-2 (14% held)" in found
     assert found["from replicas, ZeRO-3 or FSDP (0% held)"] == found["fetched from other nodes"]
 

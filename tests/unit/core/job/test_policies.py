@@ -6,7 +6,9 @@ import pytest
 from expert_worlds import unit, world
 
 from holdfast_core.experts.counts import AgreedCounts, Mark, Measures
+from holdfast_core.experts.dynamic_k import next_k
 from holdfast_core.experts.pec import select_sequential
+from holdfast_core.experts.token_loss import TokenLoss
 from holdfast_core.job.policies.selective import experts_total
 from holdfast_core.job.snapshots import (
     ExpertBudget,
@@ -124,3 +126,27 @@ def test_k_goes_from_the_jobs_value_to_all_experts(
     assert policy.k_for_all(TABLE.units) == all_of_them
     if isinstance(policy, Selective):
         assert experts_total(policy, TABLE, Measures(), all_of_them, 1).experts == 6
+
+
+def test_each_policy_has_the_limit_of_its_paper() -> None:
+    """PEC §3.1 keeps PLT below 5 %; MoEtion's table 1 finds no harm up to 3 % of each layer."""
+    assert (PartialExperts().loss_limit, Selective().loss_limit) == (0.05, 0.03)
+    assert Selective(loss_limit=0.2).loss_limit == 0.2
+
+
+@pytest.mark.parametrize(("policy", "k"), [(PartialExperts(), 1), (Selective(), 2)])
+def test_between_the_limits_only_selective_captures_more_after_a_recovery(
+    policy: LossyPolicy, k: int
+) -> None:
+    """One recovery lost 4 % of the tokens of each layer; the next K captures everything."""
+    loss = TokenLoss(lost={0: 40, 1: 20}, assignments={0: 1000, 1: 500})
+    assert loss.mlt / len(loss.assignments) == pytest.approx(loss.plt) == pytest.approx(0.04)
+    decision = next_k(
+        1,
+        first_k=1,
+        experts_max=2,
+        lost_by_k={1: loss.lost_tokens},
+        total_tokens=1500,
+        limit=policy.loss_limit,
+    )
+    assert decision.k == k

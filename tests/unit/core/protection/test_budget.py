@@ -119,6 +119,27 @@ def test_what_surviving_more_losses_costs(
     assert {node.parity_bytes for node in nodes} == {round(2 * of_a_payload * slot)}
 
 
+@pytest.mark.parametrize(
+    ("redundancy", "payloads"),
+    [
+        (Redundancy.NONE, 0),
+        (Redundancy.RAIM5, 1),
+        (Redundancy.RAIM6, 2),
+        (Redundancy.REPLICATION, 1),
+    ],
+)
+def test_a_mirror_takes_as_much_as_parity_needs_of_others(
+    redundancy: Redundancy, payloads: int
+) -> None:
+    slot = 12 * MIB
+    plain, mirrored = (
+        predict([slot] * 10, [range(5)], 2, slots=3, redundancy=redundancy, mirrored=mirrors)[0]
+        for mirrors in (False, True)
+    )
+    assert mirrored.arena_bytes - plain.arena_bytes == 2 * payloads * slot
+    assert mirrored.parity_bytes == plain.parity_bytes
+
+
 @pytest.mark.parametrize("members", range(2, 7))
 @pytest.mark.parametrize("nproc", [1, 2, 3, 8])
 def test_a_member_inherits_as_many_ranks_as_it_is_dealt(members: int, nproc: int) -> None:

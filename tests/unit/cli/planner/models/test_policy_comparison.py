@@ -244,7 +244,9 @@ def test_a_slow_network_is_named_where_it_decides() -> None:
 
 def test_k_that_would_grow_is_not_recommended() -> None:
     often = replace(ASSUMED, step_s=0.5, process_failures_per_s=1 / DAY_S)
-    strict = compared(assumed=replace(often, loss_limit=1e-9), of=job(**SELDOM))
+    strict = compared(
+        assumed=replace(often, loss_limit=1e-9, selective_loss_limit=1e-9), of=job(**SELDOM)
+    )
     assert [cost.objection for cost in partial(strict)] == [
         "K would grow to 2",
         "K would grow to 4",

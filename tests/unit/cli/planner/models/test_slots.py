@@ -77,3 +77,10 @@ def test_both_numbers_are_compared_on_the_node_that_needs_most() -> None:
 def test_three_slots_are_chosen_where_they_fit_the_limit() -> None:
     assert [slots_chosen((3, 2), nodes_of, limit) for limit in (None, 363, 362, 1)] == [3, 3, 2, 2]
     assert slots_chosen((2,), nodes_of, None) == 2
+
+
+@pytest.mark.parametrize("interval_s", [0.5, 1.1, 2.5, 3.5, 5.0])
+def test_more_than_three_slots_hardly_change_how_many_saves_are_skipped(interval_s: float) -> None:
+    """A queue of snapshots that wait for protection is full, or empty, whatever its length."""
+    three, eight = (skipped_saves(interval_s, 1.0, 3.0, slots=slots) for slots in (3, 8))
+    assert 0 <= three - eight < 0.03
