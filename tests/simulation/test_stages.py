@@ -105,6 +105,53 @@ def test_a_loss_in_a_replay_widens_its_scope_and_the_same_logs_are_used(
     assert cluster.counts["step alone"] > 0
 
 
+@pytest.mark.parametrize(
+    ("victims", "live", "stay"),
+    [
+        ((0, 1, 4), (4,), (2, 3, 5)),  # the other stage is none of its neighbours
+        pytest.param((4, 5, 1), (1,), (0, 2, 3), marks=pytest.mark.exhaustive),
+        ((0, 1, 2), (), (4, 5)),  # the log of a neighbour is lost with it
+        pytest.param((2, 3, 5), (), (0, 1), marks=pytest.mark.exhaustive),
+        pytest.param((1, 2, 3), (), (4, 5), marks=pytest.mark.exhaustive),
+        pytest.param((0, 1, 3, 4), (), (), marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def test_a_rank_that_is_lost_beside_a_stage_gets_its_state_from_its_replica(
+    victims: tuple[int, ...], live: tuple[int, ...], stay: tuple[int, ...]
+) -> None:
+    cluster = play(staging.WIDE, staging.Loss(step=8, point="sum", victims=victims))
+    for rank, process in cluster.processes.items():
+        assert (process.first_in[2] == 8) == (rank in (*live, *stay)), rank
+    assert bool(cluster.counts["step alone"]) == bool(stay)
+
+
+@pytest.mark.parametrize(
+    ("point", "then", "goes_on"),
+    [
+        # In the hand-over: the rank that gets its state, the one that gives it (nobody else has
+        # it), and one of the lost stage.
+        ("restore", (4,), (2, 3, 4, 5)),
+        pytest.param("restore", (5,), (2, 3), marks=pytest.mark.exhaustive),
+        pytest.param("restore", (1,), (2, 3, 4, 5), marks=pytest.mark.exhaustive),
+        # While the stage repeats steps: now either one can give the other its state.
+        pytest.param("backward", (1, 4), (2, 3, 4, 5), marks=pytest.mark.exhaustive),
+        pytest.param("backward", (1, 5), (2, 3, 4, 5), marks=pytest.mark.exhaustive),
+        # The lost stage's neighbour, with its log; and rank 4 has none since it got its state.
+        pytest.param("backward", (1, 3), (), marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def test_a_loss_while_a_replica_gives_its_state_widens_the_scope_by_what_it_needs(
+    point: str, then: tuple[int, ...], goes_on: tuple[int, ...]
+) -> None:
+    first = staging.Loss(step=8, point="sum", victims=(0, 1, 4))
+    second = staging.Loss(step=2, point=point, victims=then)
+    cluster = play(staging.WIDE, first, second)
+    for rank, process in cluster.processes.items():
+        assert (process.first_in[3] == 8) == (rank in goes_on), rank
+
+
 def test_all_ranks_go_back_when_replays_are_cut_off_again_and_again() -> None:
     again = [staging.Loss(step=2, point="backward", victims=(1,)) for _ in range(3)]
     cluster = play(Topology(dp=1, pp=4), staging.Loss(step=8, point="sum", victims=(1,)), *again)

@@ -596,6 +596,56 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        name="stages: send a rank back that a replica gives its state",
+        stages=True,
+        edits=(
+            (
+                "core/holdfast_core/protection/replaying.py",
+                "for rank in lost if rank not in replicated}",
+                "for rank in lost}",
+            ),
+        ),
+    ),
+    Mutant(
+        name="stages: count on the log of a rank that a replica gives its state",
+        stages=True,
+        edits=(
+            (
+                "core/holdfast_core/protection/replaying.py",
+                "if not _has_logged(ranks[giver], line, target)}",
+                "if not (giver in replicated or _has_logged(ranks[giver], line, target))}",
+            ),
+        ),
+    ),
+    Mutant(
+        name="stages: state that a rank which was given its state has logged the steps before",
+        stages=True,
+        edits=(
+            (
+                f"{ELASTIC}/session.py",
+                "                self._hold_after(plan.target)\n",
+                "                self._hold_after(plan.target, keeps_log=True)\n",
+            ),
+        ),
+    ),
+    Mutant(
+        name="stages: replay from logs of a timeline that was given up",
+        stages=True,
+        enforced_by="each execution of a step logs all of its messages again, under their names",
+        edits=(
+            (
+                f"{ELASTIC}/boundary_log.py",
+                "for late in [one for one in self._steps if one >= step]:",
+                "for late in [one for one in self._steps if one > step + 100]:",
+            ),
+            (
+                f"{ELASTIC}/boundary_log.py",
+                "        self._steps[step] = _Step()\n",
+                "        self._steps.setdefault(step, _Step())\n",
+            ),
+        ),
+    ),
+    Mutant(
         name="stages: repeat steps with logs that do not reach back to the line",
         stages=True,
         edits=(

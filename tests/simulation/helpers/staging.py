@@ -1,6 +1,6 @@
 """Model of a pipeline whose stages are lost: the SDK's loop, windows, logs and replays, in threads.
 
-Four ranks train in two or four stages, each in a thread of its own with a real session, real
+Four or six ranks train in two to four stages, each in a thread of its own with a real session, real
 boundaries and real snapshots; what is played is the world: messages, deaths, and when a window is
 protected. One seed decides who dies when, together or one after another, in a step, a replay or a
 restore, and what a replay does wrong. After every completed step each rank must have the bytes of
@@ -52,6 +52,7 @@ from holdfast_core.snapshots.units import UnitKey, UnitKind
 from holdfast_core.topology import Topology
 
 RANKS, MICROBATCHES, WIDTH = 4, 2, 3
+"""Ranks of most schedules; those of `WIDE` have more."""
 STEPS_MAX = 36
 """Most steps of a schedule."""
 ROOM = 1 << 20
@@ -59,6 +60,8 @@ ROOM = 1 << 20
 WAIT_S = 20.0
 PARTS = Topology(dp=1, tp=2, pp=2)
 """Stages whose ranks hold different parts, so that one that is lost takes the other back."""
+WIDE = Topology(dp=2, pp=3)
+"""Three stages of replicas, so that one can be lost while another one has a live replica left."""
 POINTS = ("forward", "backward", "reduce", "sum", "vote", "optimizer", "settle", "restore")
 """Where a rank may die: before the call of that name."""
 ENDED = "the training world has ended"
@@ -110,14 +113,15 @@ class Schedule:
     @classmethod
     def of(cls, seed: int) -> Schedule:
         rng = random.Random(seed)
-        topology = rng.choice((*[Topology(dp=1, pp=4)] * 4, Topology(dp=2, pp=2), PARTS))
+        topology = rng.choice((*[Topology(dp=1, pp=4)] * 4, Topology(dp=2, pp=2), PARTS, WIDE))
         window, count = rng.choice((2, 3, 4)), rng.choice((1, 2, 2, 3))
         losses: list[Loss] = []
         step = rng.choice((2, window + 2, window + 3))
         for _ in range(count):
-            loss = _loss(rng, step + rng.choice((0, 0, 1, 2, window)))
+            loss = _loss(rng, step + rng.choice((0, 0, 1, 2, window)), topology)
             kind = rng.random()
-            if losses and (kind < 0.3 or len(losses[-1].victims) == RANKS):  # within the replay
+            everyone = losses and len(losses[-1].victims) == topology.world_size
+            if losses and (kind < 0.3 or everyone):  # within the replay
                 loss = replace(loss, step=2)
             elif losses and kind < 0.6:  # before anything newer is protected
                 loss = replace(loss, step=step + 1, point="settle", unseen=frozenset())
@@ -140,7 +144,7 @@ class Schedule:
         every = rng.choice((1, 1, 1, 3))
         step = every + rng.choice((2, 3, 4))  # something is protected
         for _ in range(rng.choice((1, 2, 3))):
-            loss = _loss(rng, step, lies=False)
+            loss = _loss(rng, step, Topology(dp=RANKS), lies=False)
             if losses and rng.random() < 0.3:  # while ranks restore
                 loss = replace(loss, step=2, point="restore", unseen=frozenset())
             losses.append(loss)
@@ -155,10 +159,16 @@ class Schedule:
         )
 
 
-def _loss(rng: random.Random, step: int, *, lies: bool = True) -> Loss:
-    victims = tuple(rng.sample(range(RANKS), rng.choice((1, 1, 1, 1, 2, 2, 4))))
+def _loss(rng: random.Random, step: int, topology: Topology, *, lies: bool = True) -> Loss:
+    ranks = range(topology.world_size)
+    victims = tuple(rng.sample(ranks, rng.choice((1, 1, 1, 1, 2, 2, len(ranks)))))
+    if topology == WIDE and rng.random() < 0.6:  # a stage, and perhaps a rank of another one
+        stage = rng.randrange(topology.pp) * topology.dp
+        lost = range(stage, stage + topology.dp)
+        more = rng.sample([rank for rank in ranks if rank not in lost], rng.choice((0, 1, 1)))
+        victims = tuple(rng.sample([*lost, *more], len(lost) + len(more)))
     point = rng.choice(POINTS)
-    others = [rank for rank in range(RANKS) if rank not in victims]
+    others = [rank for rank in ranks if rank not in victims]
     unseen = rng.sample(others, rng.randint(0, len(others))) if point == "vote" else ()
     kind = rng.random() if lies else 1.0
     return Loss(
@@ -227,6 +237,8 @@ class Cluster:
         """Epochs whose replays compute something else."""
         self.lied = False
         """Whether a log has begun to lie."""
+        self.corrupted = False
+        """Whether a bit of a log has flipped."""
         self.counts: Counter[str] = Counter()
         self._left = list(schedule.losses)
         self._gathered: dict[tuple[Any, ...], dict[int, Any]] = {}
@@ -234,6 +246,9 @@ class Cluster:
         self._lines: dict[int, Generation | None] = {}
         self._settled = 0
         """Newest step that all ranks have completed since the last loss."""
+        self._has_late_logs = False
+        """Whether the logs of some ranks may begin after the line: replicas have given them their
+        state since the newest generation was protected."""
 
     # --- processes --------------------------------------------------------------------------------
 
@@ -296,6 +311,7 @@ class Cluster:
             completed={one.rank: one.completed or 0 for one in living},
         )
         if loss.corrupts:
+            self.corrupted = True
             for one in living:
                 _flip(one)
         if loss.lies:
@@ -309,20 +325,26 @@ class Cluster:
     def _expected(self, loss: Loss, living: Sequence[Process]) -> tuple[str, frozenset[int]]:
         """Where `loss` is to lead, if that is plain; see `Recovery`."""
         stages = [self.topology.coordinates(rank).pp for rank in loss.victims]
-        lacking = frozenset(one for one in stages if stages.count(one) == self.topology.dp)
+        whole = self.topology.dp * self.topology.tp
+        lacking = frozenset(one for one in stages if stages.count(one) == whole)
         if self.topology == PARTS:
             lacking = frozenset(stages)
         if not living:
             return "global", lacking
         if self.schedule.every:
             return self._expected_of_shards(loss), frozenset()
-        doubtful = loss.corrupts or loss.diverges or loss.lies or self.lied
+        # A rank that is lost elsewhere has lost its log, which a neighbour would need.
+        given, scope = set(stages) - lacking, set(lacking)
+        while joining := {one for one in given - scope if scope & {one - 1, one + 1}}:
+            scope |= joining
+        lacking = frozenset(scope)
+        late, self._has_late_logs = self._has_late_logs, self._has_late_logs or bool(given - scope)
+        doubtful = loss.corrupts or loss.diverges or loss.lies or self.lied or (late and lacking)
         if not self._settled or self.schedule.log_bytes < ROOM or doubtful:
             return "", lacking
         if not lacking:
             return "live", lacking
-        # A rank that is lost elsewhere has lost its log.
-        if lacking == set(stages) and len(lacking) < self.topology.pp:
+        if len(lacking) < self.topology.pp:
             return "alone", lacking
         # Where only the optimizer is repeated, the line may be of the step that the others have.
         return "global" if self.schedule.repeats is Repeats.TRAINING else "", lacking
@@ -343,7 +365,7 @@ class Cluster:
         epoch: int,
         what: tuple[Any, ...],
         value: Any,
-        ranks: Sequence[int] = range(RANKS),
+        ranks: Sequence[int],
         *,
         votes_on: int = 0,
     ) -> list[Any]:
@@ -394,9 +416,10 @@ class Cluster:
         """Newest generation of which every rank has its snapshot, when the epoch begins."""
         with self.changed:
             if epoch not in self._lines:
+                ranks = self.topology.world_size
                 held = [
-                    FakeDaemon(self.directory, rank=rank, world_size=RANKS).sealed()
-                    for rank in range(RANKS)
+                    FakeDaemon(self.directory, rank=rank, world_size=ranks).sealed()
+                    for rank in range(ranks)
                 ]
                 common = set.intersection(*(set(one) for one in held))
                 self._lines[epoch] = max(common, default=None)
@@ -456,6 +479,18 @@ class Cluster:
             most = 2 * self.schedule.window + 1
             assert kept <= most, f"rank {process.rank} logs {kept} steps after step {step}"
 
+    def ends_replay(self, process: Process, epoch: int, difference: str) -> None:
+        """Check that only a replay that computes something else, or that had a wrong log, has
+        differed from the first execution."""
+        caused = self.lied or self.corrupted or epoch in self.diverging
+        assert caused or not difference, f"rank {process.rank} differs in epoch {epoch}: {difference}"
+
+    def protects(self, epoch: int) -> None:
+        """Note that a generation of an epoch is protected."""
+        with self.changed:
+            if epoch == self.epoch:
+                self._has_late_logs = False
+
     def all_completed(self, epoch: int, step: int) -> None:
         """Note that all ranks of an epoch have completed a step, and that none is restoring."""
         with self.changed:
@@ -483,13 +518,14 @@ class PlayedGroup:
 class PipelineWorld:
     """The part of `World` that a session and a pipeline use."""
 
-    stays, size, nproc = True, RANKS, 1
+    stays, nproc = True, 1
     failure: Exception | None = None
 
     def __init__(self, cluster: Cluster, process: Process) -> None:
         self._cluster, self._process, self.rank = cluster, process, process.rank
         self.epoch, self._met, self._rounds, self._left = 0, 0, 0, True
         self._calls: Counter[tuple[Any, ...]] = Counter()
+        self.size = cluster.topology.world_size
         process.world = self
         self.verdict = self.stand(RankStanding())
         while self.verdict.action is StandingAction.FORWARD:
@@ -535,7 +571,8 @@ class PipelineWorld:
                     self._met, self._rounds = cluster.epoch, 0
             self._rounds += 1
             try:
-                said = cluster.meet(self._process, self._met, ("stand", self._rounds), own)
+                what = ("stand", self._rounds)
+                said = cluster.meet(self._process, self._met, what, own, range(self.size))
             except UnreachableError:
                 continue
             return standing(said)
@@ -545,14 +582,16 @@ class PipelineWorld:
         self._calls.clear()
 
     def gather(
-        self, name: str, value: Any, ranks: Sequence[int] = range(RANKS), *, votes_on: int = 0
+        self, name: str, value: Any, ranks: Sequence[int] = (), *, votes_on: int = 0
     ) -> list[Any]:
-        """Exchange values with `ranks`, in the order in which they call it."""
+        """Exchange values with `ranks`, or with all, in the order in which they call it."""
+        ranks = tuple(ranks or range(self.size))
         self._calls[name, ranks] += 1
-        what = (name, tuple(ranks), self._calls[name, ranks])
+        what = (name, ranks, self._calls[name, ranks])
         return self._cluster.meet(self._process, self.epoch, what, value, ranks, votes_on=votes_on)
 
     def gather_patiently(self, text: str) -> list[str]:
+        self._cluster.ends_replay(self._process, self.epoch, text)
         return self.gather("patiently", text)
 
     def send(self, flat: torch.Tensor, to: int) -> None:
@@ -715,7 +754,7 @@ def make_session(
     process.daemon = FakeDaemon(
         cluster.directory,
         rank=world.rank,
-        world_size=RANKS,
+        world_size=world.size,
         epoch=world.epoch,
         protects=False,
         line=cluster.line(world.epoch),
@@ -779,6 +818,7 @@ def settle(cluster: Cluster, process: Process, session: ElasticSession, step: in
     assert process.daemon is not None
     process.daemon.announce("protected", Generation(process.world.epoch, handle.step))
     handle.protected.result(WAIT_S)
+    cluster.protects(process.world.epoch)
 
 
 def run_step(
@@ -916,8 +956,10 @@ def play(schedule: Schedule) -> Cluster:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
         if schedule.losses:
             undisturbed(schedule.topology, schedule.window, schedule.every)
+        ranks = range(schedule.topology.world_size)
+        os.environ["WORLD_SIZE"] = str(len(ranks))
         cluster = Cluster(schedule, Path(path))
-        for rank in range(RANKS):
+        for rank in ranks:
             cluster.start(rank)
         for thread in iter(cluster.threads):
             thread.join(2 * WAIT_S)
@@ -925,7 +967,7 @@ def play(schedule: Schedule) -> Cluster:
     if cluster.failures:
         raise cluster.failures[0]
     last = {rank for rank, step in cluster.states if step == schedule.steps}
-    assert last == set(range(RANKS)), f"only ranks {sorted(last)} end"
+    assert last == set(ranks), f"only ranks {sorted(last)} end"
     return cluster
 
 
@@ -933,7 +975,6 @@ def play(schedule: Schedule) -> Cluster:
 def surroundings() -> Iterator[None]:
     """Have what a script's process has."""
     size, before = os.environ.get("WORLD_SIZE"), torch.are_deterministic_algorithms_enabled()
-    os.environ["WORLD_SIZE"] = str(RANKS)
     torch.use_deterministic_algorithms(True)
     logging.disable(logging.ERROR)  # of losses that are played, and what follows from them
     try:
@@ -941,7 +982,7 @@ def surroundings() -> Iterator[None]:
     finally:
         logging.disable(logging.NOTSET)
         torch.use_deterministic_algorithms(before)
-        del os.environ["WORLD_SIZE"]
+        os.environ.pop("WORLD_SIZE", None)
         if size is not None:
             os.environ["WORLD_SIZE"] = size
 

@@ -577,7 +577,7 @@ class ElasticSession(Session):
             return verdict.step
         # Replay: lost ranks recover alone. If they cannot, all ranks restore.
         if verdict is not None and verdict.action is StandingAction.REPLAY:
-            outcome = self._replay(held)
+            outcome = self._replay(held, verdict)
             if not isinstance(outcome, str):
                 return outcome
             no_replay = outcome
@@ -642,8 +642,9 @@ class ElasticSession(Session):
 
     # --- localized recovery -----------------------------------------------------------------------
 
-    def _replay(self, held: HeldState) -> int | str:
-        """Let lost ranks restore the line, and repeat the steps after it, alone. Collective.
+    def _replay(self, held: HeldState, verdict: StandingVerdict) -> int | str:
+        """Let lost ranks restore the line, and repeat the steps after it, alone. Give lost ranks of
+        other stages their state live. Collective.
 
         Returns:
             The number of completed steps, or the reason why all ranks have to restore instead.
@@ -653,7 +654,8 @@ class ElasticSession(Session):
         session, pipeline = self._session, self._pipeline
         logged = None if self._replays == _REPLAYS_MAX else pipeline
         step = None if held.alone else held.step
-        plan = agree_on_replay(session, logged, self._exchange, step, held.torn)
+        replicated = verdict.sources
+        plan = agree_on_replay(session, logged, self._exchange, step, held.torn, replicated)
         if isinstance(plan, str):
             return plan if logged is pipeline else f"{_REPLAYS_MAX} replays were cut off: {plan}"
         # Collect the messages that the others have logged, if there are steps to repeat.
@@ -665,6 +667,13 @@ class ElasticSession(Session):
             if isinstance(given, str):
                 return given
             replay = given
+        # Replicas give their state to lost ranks that need not repeat anything.
+        if plan.given:
+            sources = {rank: replicated[rank] for rank in plan.given}
+            if not session.hand_over(replace(verdict, sources=sources), plan.scope):
+                return f"ranks {list(plan.given)} did not get the state of their replicas"
+            if self._world.rank in plan.given:
+                self._hold_after(plan.target)
         # Restore the ranks in the scope. All others keep their state, if it proves to be that of
         # the line.
         own = self._world.rank in plan.scope

@@ -8,7 +8,7 @@ their state does not change.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 import torch
@@ -37,6 +37,7 @@ def agree_on_replay(
     exchange: Exchange,
     step: int | None,
     torn: str,
+    replicated: Collection[int],
 ) -> ReplayPlan | str:
     """Agree on a replay, or on the reason why all ranks must restore the line. Collective.
 
@@ -44,6 +45,7 @@ def agree_on_replay(
         pipeline: holds the logs of this rank; None if it has none that could be used.
         step: step whose state this rank has; None for a new process.
         torn: why that state is not whole; empty if it is.
+        replicated: lost ranks whose state live ranks can give them; equal on all ranks.
 
     Raises:
         UnreachableError: a rank does not take part.
@@ -70,17 +72,19 @@ def agree_on_replay(
             topology=own.topology or str(pipeline.topology),
         )
     # Every rank computes the same plan from the evidence of all ranks.
-    plan = _plan(exchange.gather(encode_evidence(own)))
+    plan = _plan(exchange.gather(encode_evidence(own)), replicated)
     if isinstance(plan, str):
         _log.warning("the lost ranks cannot recover alone: %s", plan)
     elif plan.line == plan.target:
         _log.info("ranks %s restore step %d alone", plan.scope, plan.line)
     else:
         _log.info("ranks %s repeat steps %d to %d", plan.scope, plan.line + 1, plan.target)
+        if plan.given:
+            _log.info("ranks %s get the state after step %d live", plan.given, plan.target)
     return plan
 
 
-def _plan(texts: Sequence[bytes]) -> ReplayPlan | str:
+def _plan(texts: Sequence[bytes], replicated: Collection[int]) -> ReplayPlan | str:
     """Return the plan that follows from the evidence of all ranks, or why there is none."""
     evidence = []
     for rank, text in enumerate(texts):
@@ -88,7 +92,7 @@ def _plan(texts: Sequence[bytes]) -> ReplayPlan | str:
             evidence.append(decode_evidence(text))
         except CorruptError as error:
             return f"rank {rank}: {error}"
-    return plan_replay(evidence)
+    return plan_replay(evidence, replicated)
 
 
 def hand_over_logs(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import msgspec
@@ -203,6 +203,9 @@ class ProtectedSession(WorldSession):
 
     def line(self) -> tuple[int, int]:
         return self._restore.line()
+
+    def hand_over(self, verdict: StandingVerdict, apart: Collection[int]) -> bool:
+        return self._restore.hand_over(verdict, self._kept, apart)
 
     def restore_lost(self, plan: ReplayPlan, *, own: bool) -> str:
         self._saver.wait_staged()

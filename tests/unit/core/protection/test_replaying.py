@@ -134,11 +134,14 @@ def shares_steps(topology: Topology, ranks: set[int]) -> set[int]:
         ranks = found
 
 
-def smallest_scope(said: Sequence[ReplayEvidence], topology: Topology) -> set[int] | None:
-    """The smallest set of ranks that can repeat steps alone, by trying all; None if none can."""
+def smallest_scope(
+    said: Sequence[ReplayEvidence], topology: Topology, replicated: set[int]
+) -> set[int] | None:
+    """The smallest set of ranks that can repeat steps alone while others give the `replicated` of
+    the lost ranks their state, by trying all; None if none can."""
     everyone = set(range(topology.world_size))
     lacking = {rank for rank, one in enumerate(said) if one.step is None}
-    must = shares_steps(topology, lacking)
+    must = shares_steps(topology, lacking - replicated)
     others = {frozenset(shares_steps(topology, {rank})) for rank in everyone - must}
     for count in range(len(others) + 1):
         found = []
@@ -150,10 +153,16 @@ def smallest_scope(said: Sequence[ReplayEvidence], topology: Topology) -> set[in
                 for giver in pipeline_neighbours(rank, topology, said[0].ring)
                 if giver not in scope
             }
-            if scope < everyone and all(
-                said[giver].logged_from <= LINE + 1 and said[giver].logged_to >= TARGET
+            logs = all(
+                giver not in lacking
+                and said[giver].logged_from <= LINE + 1
+                and said[giver].logged_to >= TARGET
                 for giver in givers
-            ):
+            )
+            given = all(
+                replicas_left(topology, rank, lacking | scope) for rank in lacking - scope
+            )
+            if scope < everyone and logs and given:
                 found.append(scope)
         if found:
             [only] = found
@@ -161,18 +170,32 @@ def smallest_scope(said: Sequence[ReplayEvidence], topology: Topology) -> set[in
     return None
 
 
+def replicas_left(topology: Topology, rank: int, without: set[int]) -> set[int]:
+    """The ranks with the state of `rank` that are not among those `without` it."""
+    at = topology.coordinates(rank)
+    same = {
+        topology.rank_at(dp=dp, tp=at.tp, pp=at.pp)
+        for dp in range(topology.dp)
+        if dp % topology.ep == at.ep
+    }
+    return same - without
+
+
 @pytest.mark.parametrize("ring", [False, True], ids=["line", "ring"])
 def test_the_scope_is_the_smallest_that_can_be_recovered(ring: bool) -> None:
-    """Losses of ranks, and of nodes with two of them, where some of the others have dropped logs;
-    against every set of ranks."""
-    planned = Counter[int]()
+    """Losses of ranks, and of nodes with two of them, with or without live replicas, where some of
+    the others have dropped logs; against every set of ranks."""
+    planned, given = Counter[int](), Counter[int]()
     for topology in TO_16:
         ranks = topology.world_size
-        for seed in range(12):
+        for seed in range(16):
             rng = random.Random(f"{topology} {seed}")
             per_node = rng.choice((1, 2)) if ranks % 2 == 0 else 1
             nodes = rng.sample(range(ranks // per_node), min(rng.choice((1, 1, 2, 3)), ranks // 2))
             gone = {rank for rank in range(ranks) if rank // per_node in nodes}
+            if seed % 2:  # and a whole stage
+                stage = rng.randrange(topology.pp)
+                gone |= {rank for rank in range(ranks) if topology.coordinates(rank).pp == stage}
             short = {rank for rank in range(ranks) if rng.random() < rng.choice((0, 0.2))}
             said = [
                 msgspec.structs.replace(
@@ -182,14 +205,22 @@ def test_the_scope_is_the_smallest_that_can_be_recovered(ring: bool) -> None:
                 )
                 for rank in range(ranks)
             ]
-            plan, best = plan_replay(said), gone and smallest_scope(said, topology)
-            assert (set(plan.scope) if isinstance(plan, ReplayPlan) else None) == (best or None), (
+            replicated = {rank for rank in gone if replicas_left(topology, rank, gone)}
+            if gone == replicated:  # nothing has to be repeated
+                continue
+            plan = plan_replay(said, replicated)
+            best = smallest_scope(said, topology, replicated) if len(gone) < ranks else None
+            assert (set(plan.scope) if isinstance(plan, ReplayPlan) else None) == best, (
                 f"{topology}, seed {seed}"
             )
+            if isinstance(plan, ReplayPlan):
+                assert set(plan.given) == gone - set(plan.scope)
+                given[len(plan.given)] += 1
             planned[len(best or ()) - len(gone)] += 1
     # Losses of whole stages, of parts of stages, and all that nobody can repeat alone.
     assert planned[0] > 50 and planned[1] > 50 and planned[2] > 20, planned
     assert sum(count for more, count in planned.items() if more < 0) > 100, planned
+    assert sum(count for more, count in given.items() if more) > 10, given
 
 
 @pytest.mark.parametrize("topology", SHAPES, ids=str)
@@ -329,7 +360,9 @@ def test_ranks_stand_for_a_replay_exactly_where_nobody_else_has_a_lost_state(
             verdict = standing(said)
             gone = any(set(topology.dense_replicas(rank)) <= set(lacking) for rank in lacking)
             assert (verdict.action is StandingAction.REPLAY) == gone
-            assert gone or set(verdict.sources) == set(lacking)
+            replicated = {rank for rank in lacking if replicas_left(topology, rank, set(lacking))}
+            assert set(verdict.sources) == replicated
+            assert gone or replicated == set(lacking)
 
 
 def test_a_step_whose_vote_has_passed_is_finished_before_a_replay() -> None:
