@@ -225,6 +225,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seq", type=int, default=32, help="bytes per sequence")
     parser.add_argument(
+        "--seed",
+        type=int,
+        help="seed the dropout of each step, so that a rank which gets its state from a replica "
+        "draws the same numbers as the rank before it",
+    )
+    parser.add_argument(
         "--log-mib", type=float, default=64, help="MiB that the log of a rank may take"
     )
     parser.add_argument(
@@ -276,7 +282,7 @@ def main(argv: list[str] | None = None) -> None:
         world=world,
         pipeline=pipeline,
     )
-    for step in session.steps(args.steps):
+    for step in session.steps(args.steps, seed=args.seed):
         with step:
             if step.resumed:
                 batches = itertools.chain.from_iterable(itertools.repeat(loader))
